@@ -78,7 +78,6 @@ async def _serves(stack: Stack) -> bool:
 
 
 def _shared(one: Arrival, other: Arrival) -> int:
-    """How many blocks both begin with."""
     return sum(
         1
         for _ in itertools.takewhile(

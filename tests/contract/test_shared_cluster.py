@@ -40,7 +40,6 @@ class Tenant:
         self.state.save(self.state.deployment_path, document(*models, cluster=self.cluster))
 
     def command(self, verb: str) -> None:
-        """``python -m serve.ray_cluster VERB``."""
         done = subprocess.run(
             [sys.executable, "-m", "serve.ray_cluster", verb, "--state", str(self.state.root)],
             capture_output=True, text=True, check=False,

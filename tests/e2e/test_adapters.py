@@ -27,7 +27,6 @@ COUNT = itertools.count()
 
 
 def ask(stack: Stack, model: str, *, max_tokens: int = DECISIVE) -> tuple[str, str]:
-    """The model that answers, and how its answer begins."""
     body = {"model": model, "prompt": "The capital of France is", "max_tokens": max_tokens, "temperature": 0}
     answer = httpx.post(f"{stack.base_url}/completions", json=body, timeout=PATIENCE_S, trust_env=False)
     assert answer.status_code == 200, answer.text
@@ -36,7 +35,6 @@ def ask(stack: Stack, model: str, *, max_tokens: int = DECISIVE) -> tuple[str, s
 
 
 def chat(stack: Stack, model: str, question: str) -> str:
-    """What the model answers."""
     messages = [{"role": "user", "content": question}]
     body = {"model": model, "messages": messages, "max_tokens": 32, "temperature": 0}
     answer = httpx.post(f"{stack.base_url}/chat/completions", json=body, timeout=PATIENCE_S, trust_env=False)
@@ -99,7 +97,6 @@ def test_one_is_removed_and_what_is_in_flight_finishes(stack: Stack, named_adapt
 
 @pytest.mark.long
 def test_the_how_to_trains_one_that_answers_otherwise(stack: Stack, tmp_path: Path) -> None:
-    """docs/adapters.md, word by word but for the waiting."""
     stack.steady(CHAT, 1)
     trained = tmp_path / "pirate"
     subprocess.run([sys.executable, "docs/examples/train_adapter.py", str(trained)], cwd=ROOT, check=True)

@@ -54,7 +54,6 @@ def alone() -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def calibrated(alone: Stack, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelFile]:
-    """The engine model of one replica on both cores."""
     alone.steady(CHAT, 1)
     out = tmp_path_factory.mktemp("calibrated") / "model.json"
     done = alone.run("calibrate", CHAT, "--minutes", "5", "--out", str(out), timeout_s=900)
@@ -63,7 +62,6 @@ def calibrated(alone: Stack, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 def rows(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """The slice of the trace, in the trace's own columns."""
     begins: datetime.datetime | None = None
     with (folder / TRACE).open(newline="") as file:
         for number, row in enumerate(csv.DictReader(file)):
@@ -78,7 +76,6 @@ def rows(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The slice as a file."""
     folder = Path(os.environ.get("TIDEGATE_TRACES") or ROOT.parent / "shared" / "traces")
     if not (folder / TRACE).exists():
         pytest.skip(f"{folder / TRACE} is not here: set TIDEGATE_TRACES to the folder of the public traces")

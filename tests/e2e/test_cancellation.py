@@ -33,7 +33,6 @@ def step_s(stack: Stack) -> float:
 
 
 def running(stack: Stack) -> int:
-    """Requests that the engine itself holds, by its own metrics."""
     (replica,) = stack.replicas(CHAT)
     text = stack.ask_replica(replica, "/metrics").text
     held = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.]+)$", text, re.MULTILINE)
@@ -96,7 +95,6 @@ async def test_a_queued_request_that_leaves_never_reaches_the_engine(stack: Stac
 
 
 def depth(stack: Stack) -> int:
-    """How many requests wait at the gateway, by its metrics."""
     text = stack.http.get(f"{stack.admin_url}/metrics").text
     return round(
         sum(float(v) for v in re.findall(r"^tidegate_queue_depth\{[^}]*\} ([0-9.]+)$", text, re.MULTILINE))

@@ -68,7 +68,6 @@ def test_a_fresh_clone_is_up_with_one_command(tmp_path: Path) -> None:
 
 
 def is_open(port: int) -> bool:
-    """Whether somebody listens on a port of loopback."""
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0
 

@@ -135,7 +135,6 @@ def test_a_replica_lets_nobody_in_without_the_secret(stack: Stack) -> None:
 
 
 def _one_client(stack: Stack) -> Traffic:
-    """A short question every few seconds, as of one person."""
     return Traffic(stack, CHAT, clients=1, pause_s=6.0)
 
 

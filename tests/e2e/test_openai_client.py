@@ -103,7 +103,6 @@ def dot(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def test_a_pooling_model_scores_and_ranks(stack: Stack) -> None:
-    """Without a head for classes the score is the cosine of the two vectors."""
     query, documents = "A cat is sitting on the mat.", ["Tax revenue rose.", "The cat sat on the mat."]
     scored = stack.http.post(
         f"{stack.base_url}/score", json={"model": POOLING, "text_1": query, "text_2": documents}
@@ -170,7 +169,6 @@ BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"ty
 def test_what_vllm_refuses_is_a_bad_request(
     client: openai.OpenAI, change: dict[str, Any], param: str | None, code: str | None, stream: bool
 ) -> None:
-    """What the gateway itself refuses: ``tests/gateway/protocol/test_paths.py``."""
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
             model=CHAT,

@@ -27,7 +27,6 @@ HEAD, NODE = "127.0.0.2", "127.0.0.3"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """A head and a node of one core each; yields the address to join."""
     with pytest.MonkeyPatch.context() as patch:
         yield from _cluster(patch)
 

@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import psutil
 
-from tests.faults.stalls import Stalls
-
 if TYPE_CHECKING:
     from tests.faults.stand import Stand
+
+EVERY_S = 0.01
+# How late an idle machine wakes a sleeper.
+USUAL_S = 0.01
+
+
+class Stalls:
+    """While it runs, ``seconds`` is the sum of what this loop woke too late; on an idle machine, nothing."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + EVERY_S
+            await asyncio.sleep(EVERY_S)
+            late = loop.time() - due
+            if late > USUAL_S:
+                self.seconds += late
+
 
 IDLE_WITHIN_S = 20.0
 
@@ -67,11 +97,9 @@ class Aftermath:
             assert await self.attempts() == self._attempts
 
     async def outcomes(self) -> Counter[str]:
-        """The requests of the model since the row began."""
         return await self._counted() - self._before
 
     async def attempts(self) -> float:
-        """How often replicas were asked since the row began."""
         return await self._attempted() - self._attempts_before
 
     async def _counted(self, scraped: str | None = None) -> Counter[str]:
@@ -86,7 +114,6 @@ class Aftermath:
         return sum(value for _, value in samples)
 
     async def _held(self) -> list[str]:
-        """Everything that is still held, in words."""
         held = []
         for link in (await self._stand.admin.get("/admin/fleet")).json()["replicas"]:
             held += [

@@ -19,7 +19,6 @@ def gateway(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any]) -> AsyncIterator[Stand]:
-    """A controller and a worker without a fleet."""
     stand = Stand(tmp_path_factory.mktemp("faults"), gateway)
     await stand.start_controller()
     await stand.start_worker()
@@ -29,12 +28,10 @@ async def worker(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, An
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def stand(worker: Stand) -> AsyncIterator[Stand]:
-    """The worker, and after the row an empty fleet."""
     yield worker
     await worker.clear()
 
 
 @pytest.fixture
 def model(stand: Stand) -> str:
-    """A model that no other row of the file uses."""
     return stand.fresh_model()

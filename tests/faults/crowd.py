@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from tests.faults.live import MODEL, Live
 from tests.faults.raw_client import RawClient, Reply
 
 RETRIES = 2
@@ -32,7 +36,6 @@ class Visit:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token, of the attempt that was served."""
         last = self.attempts[-1]
         return last.arrivals[0][0] - last.asked_at
 
@@ -83,7 +86,6 @@ class Crowd:
         return visits
 
     async def closed_loop(self, clients: int, seconds: float) -> float:
-        """Served visits per second of ``clients`` that ask again at once."""
         end = self._loop.time() + seconds
         served = 0
 
@@ -98,6 +100,30 @@ class Crowd:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The ``q`` quantile, by nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+# Two replicas of four slots; an answer of 24 tokens takes about 0.4 s, so about 20 are served a second.
+REPLICAS, SLOTS, TOKENS = 2, 4, 24
+
+
+def crowd(live: Live, seed: int = 1) -> Crowd:
+    return Crowd(live.url, MODEL, tokens=TOKENS, seed=seed)
+
+
+@asynccontextmanager
+async def opened(root: Path, *, ttft_s: float, keys: Mapping[str, str] | None = None) -> AsyncIterator[Live]:
+    """A worker whose model has the SLO ``ttft_s``, with a tenant for each of ``keys`` (name to key)."""
+    live = Live(root)
+    live.models[0] |= {
+        "sim": {"profile": "h100-8b", "speed": 0.5},
+        "shapes": {"small": {"cpus": 1, "max_in_flight": SLOTS}},
+        "control": {"policy": "static", "slo": {"ttft_p95_s": ttft_s}},
+    }
+    live.tenants = [
+        {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()]}
+        for name, key in (keys or {}).items()
+    ]
+    async with live.running(REPLICAS):
+        yield live

@@ -12,12 +12,10 @@ EVENTS = "text/event-stream; charset=utf-8"
 
 
 def tokens(count: int) -> bytes:
-    """The events of ``count`` tokens, without an end."""
     return b"".join(event(f"t{i} ") for i in range(count))
 
 
 def status(code: int, message: str = "boom", **headers: str) -> Answer:
-    """An error in the words of vLLM: its ``code`` is the status."""
     body = json.dumps({"error": {"message": message, "type": "SomeError", "param": None, "code": code}})
 
     async def answer(exchange: Exchange) -> None:
@@ -27,8 +25,6 @@ def status(code: int, message: str = "boom", **headers: str) -> Answer:
 
 
 def reply(body: bytes, *, code: int = 200, content_type: str = "application/json", **headers: str) -> Answer:
-    """A whole answer of any bytes."""
-
     async def answer(exchange: Exchange) -> None:
         await exchange.reply(body, status=code, content_type=content_type, **headers)
 
@@ -48,7 +44,6 @@ def stalling(after: bytes = b"") -> Answer:
 
 
 async def silent(exchange: Exchange) -> None:
-    """Not even a head."""
     await exchange.gone.wait()
 
 

@@ -27,7 +27,6 @@ class Hit:
 
     @property
     def text(self) -> str:
-        """The prompt, by which requests choose their fault."""
         body = self.exchange.json
         messages = body.get("messages")
         return str(messages[-1]["content"] if messages else body.get("prompt", body.get("input", "")))
@@ -83,12 +82,10 @@ class FaultyUpstream(FakeReplica):
 
     @property
     def aborted(self) -> list[Hit]:
-        """The requests whose answer the gateway did not wait for."""
         return [hit for hit in self.log if hit.left_at is not None]
 
     @property
     def open(self) -> list[Hit]:
-        """The requests that are being answered."""
         return [hit for hit in self.log if hit.ended_at is None]
 
     def refuse_connections(self) -> None:

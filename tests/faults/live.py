@@ -80,13 +80,11 @@ class Live(Stand):
         await until(self._answers, "the controller answers")
 
     async def end_controller(self, how: signal.Signals) -> None:
-        """Send it a signal and wait for its end."""
         assert self.plane is not None
         self.plane.send_signal(how)
         await self.plane.wait()
 
     async def tell(self, method: str, path: str, body: object = None) -> Any:
-        """One call of the controller's internal API."""
         async with httpx.AsyncClient(trust_env=False, timeout=60, headers={SECRET_HEADER: SECRET}) as client:
             answer = await client.request(method, f"http://{self.address}{path}", json=body)
             return answer.raise_for_status().json()
@@ -98,12 +96,10 @@ class Live(Stand):
             return False
 
     async def replicas_ready(self) -> dict[str, dict[str, Any]]:
-        """The controller's replicas that are ready, by id."""
         found = (await self.tell("GET", "/fleet"))["replicas"]
         return {replica["id"]: replica for replica in found if replica["state"] == "ready"}
 
     async def scale(self, count: int) -> dict[str, dict[str, Any]]:
-        """Have ``count`` replicas, and wait for them."""
         await self.tell("POST", "/scale", {"model": MODEL, "replicas": count})
         return await self.settle(count)
 
@@ -118,7 +114,6 @@ class Live(Stand):
         return await self.replicas_ready()
 
     async def out_of_rotation(self, replica: str) -> float:
-        """Wait until the gateway sends ``replica`` nothing; returns when."""
         deadline = time.monotonic() + WITHIN_S
         while await self.admissible(replica):
             assert time.monotonic() < deadline
@@ -138,18 +133,15 @@ class Live(Stand):
 
 
 def send(pid: int, how: signal.Signals) -> float:
-    """Send a signal; returns when."""
     os.kill(pid, how)
     return time.monotonic()
 
 
 def host_of(engine: int) -> int:
-    """The process that an engine's host is."""
     return psutil.Process(engine).ppid()
 
 
 def _wake(host: int) -> None:
-    """What was stopped cannot end in order."""
     if psutil.pid_exists(host):
         for process in (psutil.Process(host), *psutil.Process(host).children(recursive=True)):
             process.resume()

@@ -31,12 +31,10 @@ class Proxy:
         self.slice_bytes: int | None = None
 
     async def start(self) -> None:
-        """Listen, on the same port as before if there was one."""
         self._server = await asyncio.start_server(self._link, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Close everything."""
         self._unwall()
         if self._server is not None:
             self._server.close()
@@ -71,7 +69,6 @@ class Proxy:
             self._wall.append(filler)
 
     async def heal(self) -> None:
-        """The network is back; what was sent meanwhile arrives."""
         self._unwall()
         await self.start()
         self._whole.set()
@@ -105,7 +102,6 @@ class Proxy:
             del self.links[task]
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one direction to its end."""
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 

@@ -40,7 +40,6 @@ class Reply:
 
     @property
     def took_s(self) -> float:
-        """From the request to the end of the answer."""
         return self.ended_at - self.asked_at
 
     @property
@@ -49,7 +48,6 @@ class Reply:
 
     @property
     def data(self) -> list[str]:
-        """The data of each event; a comment is none."""
         text = self.body.decode()  # a stream that is no UTF-8 must not reach a client
         events = text.replace("\r\n", "\n").split("\n\n")
         lines = [[line[5:].strip() for line in e.split("\n") if line.startswith("data:")] for e in events]
@@ -61,7 +59,6 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """What the model has said, of a stream as of a whole answer."""
         if not self.streamed:
             return str(self.json["choices"][0]["message"]["content"])
         chunks = [strict(data) for data in self.data if data != "[DONE]"]
@@ -145,7 +142,6 @@ class RawClient:
         return client
 
     async def read(self, size: int = READ_BYTES) -> bool:
-        """Take one read of up to ``size`` bytes; whether more may come."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 data = await asyncio.get_running_loop().sock_recv(self._sock, size)
@@ -162,19 +158,16 @@ class RawClient:
         return True
 
     async def events(self, count: int) -> None:
-        """Read until ``count`` events came."""
         while self.reply.body.count(b"\n\n") < count:
             assert await self.read(), self.reply
 
     async def end(self) -> Reply:
-        """Read to the end of the answer and check it."""
         while await self.read():
             pass
         self.reply.check()
         return self.reply
 
     def leave(self, *, reset: bool = False) -> float:
-        """Close the connection (RST if ``reset``); returns when."""
         if self._sock.fileno() >= 0:  # a read that is cancelled must not be left watching a closed descriptor
             asyncio.get_running_loop().remove_reader(self._sock)
             asyncio.get_running_loop().remove_writer(self._sock)
@@ -200,8 +193,6 @@ class RawClient:
 
 
 def strict(text: str) -> Any:
-    """JSON as its standard has it: no NaN, no infinity."""
-
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
@@ -209,7 +200,6 @@ def strict(text: str) -> Any:
 
 
 def check_error(said: dict[str, Any], *, anthropic: bool) -> None:
-    """Fail unless ``said`` is OpenAI's envelope, or Anthropic's."""
     error = said["error"]
     if anthropic:
         assert said["type"] == "error"

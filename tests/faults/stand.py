@@ -44,12 +44,10 @@ class Stand(Stack):
 
     @property
     def port(self) -> int:
-        """Where clients connect to."""
         return int(self.client_socket.getsockname()[1])
 
     @property
     def log(self) -> str:
-        """All that the workers have logged."""
         return (self.root / "worker.log").read_text()
 
     async def start_worker(self, number: int = 0) -> asyncio.subprocess.Process:
@@ -73,25 +71,20 @@ class Stand(Stack):
 
     @property
     def controller_address(self) -> str:
-        """Where the worker follows the fleet."""
         return f"127.0.0.1:{self.controller.port}"
 
     async def admin_anew(self) -> None:
-        """Forget connections to a worker that has ended."""
         await self.admin.aclose()
         self.admin = httpx.AsyncClient(base_url=self.admin_url, timeout=PATIENCE_S, trust_env=False)
 
     def fresh_model(self) -> str:
-        """A model that no row has used."""
         return next(self._fresh)
 
     def upstream(self, model: str, **more: Any) -> FaultyUpstream:
-        """A replica of ``model`` that is not started."""
         self.upstreams.append(FaultyUpstream(f"{model}-{next(self._names)}", model, **more))
         return self.upstreams[-1]
 
     async def fleet(self, model: str, count: int, **more: Any) -> list[FaultyUpstream]:
-        """``count`` replicas of ``model``, alone in the fleet and ready."""
         made = [self.upstream(model, **more) for _ in range(count)]
         for upstream in made:
             await upstream.start()
@@ -111,7 +104,6 @@ class Stand(Stack):
         await until(followed, "the catalog is followed")
 
     async def put_behind_a_proxy(self, upstream: FaultyUpstream) -> Proxy:
-        """Have the gateway reach ``upstream`` through a proxy from now on."""
         upstream.proxy = proxy = Proxy(upstream.port)
         await proxy.start()
         await self.ready(*self.upstreams)
@@ -150,7 +142,6 @@ class Stand(Stack):
         window_bytes: int | None = None,
         **more: Any,
     ) -> RawClient:
-        """Send a request and return at once."""
         body: dict[str, Any] = {"model": model, **more}
         if path in ("/v1/chat/completions", "/v1/messages"):
             body["messages"] = [{"role": "user", "content": prompt}]
@@ -161,13 +152,11 @@ class Stand(Stack):
         return client
 
     async def ask(self, model: str, prompt: str = "hi", **more: Any) -> Reply:
-        """Send a request and wait for its whole answer, which is checked."""
         return await (await self.post(model, prompt, **more)).end()
 
     def aftermath(
         self, model: str, outcomes: dict[str, int] | None = None, attempts: int | None = None
     ) -> Aftermath:
-        """What every row is wrapped in."""
         return Aftermath(self, model, outcomes, attempts)
 
     async def scrape(self) -> str:
@@ -177,7 +166,6 @@ class Stand(Stack):
     async def samples(
         self, name: str, scraped: str | None = None, **labels: str
     ) -> list[tuple[dict[str, str], float]]:
-        """The samples of one metric whose labels agree."""
         found = []
         for line in (await self.scrape() if scraped is None else scraped).splitlines():
             if line.startswith(name) and (match := _SAMPLE.match(line)) is not None and match["name"] == name:
@@ -187,7 +175,6 @@ class Stand(Stack):
         return found
 
     async def admissible(self, replica: str) -> bool:
-        """Whether traffic may go there, as the gateway sees it."""
         links = (await self.admin.get("/admin/fleet")).json()["replicas"]
         return any(link["id"] == replica and link["admissible"] for link in links)
 

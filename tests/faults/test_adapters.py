@@ -106,7 +106,6 @@ async def test_48_no_replica_can_load_it(stand: Stand, model: str) -> None:
 
 
 def random_names(count: int) -> list[str]:
-    """Names that nobody has, in every form."""
     draw = random.Random(49)  # noqa: S311 - the same names each time
     forms = itertools.cycle(
         (

@@ -39,7 +39,6 @@ async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
 
 
 def adapter(folder: Path, seed: int) -> str:
-    """The directory of an adapter that no other seed has."""
     return str(write(folder / f"adapter-{seed}", files(seed)))
 
 

@@ -19,7 +19,6 @@ GATEWAY = {"queue_timeout_s": 30, "max_queue": 1000}
 
 
 async def left_at(upstream: FaultyUpstream) -> float:
-    """When the gateway closed the one request that ``upstream`` holds."""
     await until(lambda: len(upstream.aborted) == 1, "the request is aborted")
     (left,) = upstream.aborted
     assert left.left_at is not None
@@ -79,7 +78,6 @@ async def test_20_leaving_the_queue(stand: Stand, model: str, stream: bool) -> N
 
 
 async def test_21_five_hundred_leave_at_random_moments(stand: Stand, model: str) -> None:
-    """Before their answer, in it, in the queue, and after it."""
     clients, together = 500, 100
     draw = random.Random(21)  # noqa: S311 - moments
     await stand.fleet(model, 2, usual=faults.paced(20, 0.01, first_s=0.05), bound=30)

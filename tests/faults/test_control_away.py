@@ -18,7 +18,6 @@ pytestmark = pytest.mark.process
 
 
 def processes(fleet: dict[str, dict[str, object]]) -> dict[str, tuple[object, object]]:
-    """What a restart would change of each replica."""
     return {name: (replica["pid"], replica["incarnation"]) for name, replica in fleet.items()}
 
 

@@ -35,13 +35,11 @@ GATEWAY = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any]) -> AsyncIterator[Live]:
-    """Two engines and a worker; rows leave it as they found it."""
     async with Live(tmp_path_factory.mktemp("live"), gateway).running(2) as live:
         yield live
 
 
 async def serves(live: Live, replica: str) -> None:
-    """Wait until ``replica`` has served a request."""
 
     async def served() -> bool:
         reply = await live.ask(MODEL, max_tokens=1)
@@ -112,7 +110,6 @@ async def test_25_an_engine_is_stopped_for_a_minute(live: Live) -> None:
 
 
 async def test_26_a_replica_is_healthy_but_silent(stand: Stand, model: str) -> None:
-    """Its load stream goes on, its requests do not."""
     bad, good = await stand.fleet(model, 2)
     bad.usual = faults.silent
     await stand.prefer(bad)

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.process
 
 @pytest_asyncio.fixture
 async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    """A worker of this row alone."""
     made = Stand(tmp_path, {"drain_timeout_s": 60})
     await made.start_controller()
     yield made

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.faults.crowd import Visit, quantile
+from tests.faults.crowd import Visit, crowd, opened, quantile
 from tests.faults.live import Live
-from tests.faults.site import crowd, opened
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 KEYS = {"loud": "tg-loud", "quiet": "tg-quiet"}
@@ -43,7 +42,6 @@ async def test_54_ten_to_one_of_demand_is_one_to_one_of_service(live: Live) -> N
 
 
 async def test_54_a_loud_tenant_costs_a_quiet_one_little_latency(live: Live) -> None:
-    """The quiet tenant asks at the same instants alone and beside the loud one."""
     seconds = 120.0
 
     def quiet() -> Awaitable[list[Visit]]:

@@ -18,8 +18,6 @@ DIGEST = "d" * 64
 
 
 async def heard(stand: Stand, upstream: FaultyUpstream) -> None:
-    """Wait until the gateway has a line of its load stream."""
-
     async def said() -> bool:
         links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
         return any(link["id"] == upstream.id and link["heard_s_ago"] is not None for link in links)
@@ -37,7 +35,6 @@ async def joining(stand: Stand, model: str, **more: Any) -> tuple[FaultyUpstream
 
 
 async def test_41_a_cold_replica(stand: Stand, model: str) -> None:
-    """Neither while the controller says that it starts, nor while it says so itself."""
     warm, cold = await joining(stand, model)
     async with stand.aftermath(model, {"ok": 80}):
 
@@ -59,7 +56,6 @@ async def test_41_a_cold_replica(stand: Stand, model: str) -> None:
 
 
 async def test_41_the_only_replica_is_cold(stand: Stand, model: str) -> None:
-    """What comes meanwhile waits, and is served when it is ready."""
     cold = stand.upstream(model)
     cold.state = "starting"
     await cold.start()

@@ -50,7 +50,6 @@ async def spread(stand: Stand, model: str, fleet: list[FaultyUpstream], streams:
     ids=["idle", "negative", "old"],
 )
 async def test_42_a_replica_that_says_it_is_idle(stand: Stand, model: str, lies: dict[str, Any]) -> None:
-    """Each word of it would draw all requests there, past its bound."""
     fleet = await stand.fleet(model, 2, bound=BOUND)
     fleet[0].lies = lies
     async with stand.aftermath(model, {"cancelled": BOUND}):
@@ -59,7 +58,6 @@ async def test_42_a_replica_that_says_it_is_idle(stand: Stand, model: str, lies:
 
 
 async def test_42_a_load_stream_that_hangs_at_full(stand: Stand, model: str) -> None:
-    """Its last word was that it is full; it is not, and no word comes that would say so."""
     served = asyncio.Event()
     (one,) = await stand.fleet(model, 1, usual=hold(served), bound=2)
     async with stand.aftermath(model) as after:
@@ -84,7 +82,6 @@ async def test_42_a_load_stream_that_hangs_at_full(stand: Stand, model: str) -> 
 
 
 async def test_42_lines_that_mean_nothing(stand: Stand, model: str) -> None:
-    """A line that cannot be understood is one that did not come."""
     bad, good = await stand.fleet(model, 2)
     async with stand.aftermath(model, {"ok": 20}):
         bad.lies = {"in_flight": "many", "bound": None}

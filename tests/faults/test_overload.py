@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.crowd import Visit, quantile
+from tests.faults.crowd import REPLICAS, SLOTS, Visit, crowd, opened, quantile
 from tests.faults.live import MODEL
-from tests.faults.site import REPLICAS, SLOTS, crowd, opened
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(900)]
 TTFT_S = 0.5

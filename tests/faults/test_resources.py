@@ -26,7 +26,6 @@ SLACK_S = 1.5
 
 @pytest_asyncio.fixture
 async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    """A worker of this row alone, started by it."""
     made = Stand(
         tmp_path,
         {
@@ -42,7 +41,6 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
 
 @contextmanager
 def limited(pid: int, which: int, soft: int) -> Iterator[None]:
-    """Take a resource of another process away for a while."""
     usual = resource.prlimit(pid, which)
     resource.prlimit(pid, which, (soft, usual[1]))
     try:
@@ -52,13 +50,11 @@ def limited(pid: int, which: int, soft: int) -> Iterator[None]:
 
 
 def first_free(pid: int) -> int:
-    """The lowest number that no descriptor of a process has."""
     used = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
     return next(number for number in itertools.count() if number not in used)
 
 
 async def test_38_no_file_descriptors(stand: Stand) -> None:
-    """Whoever gets in is told 503; no replica is blamed; and afterwards all is as before."""
     worker = await stand.start_worker()
     model = stand.fresh_model()
     (one,) = await stand.fleet(model, 1)

@@ -196,7 +196,6 @@ async def behind_a_proxy(stand: Stand, model: str) -> tuple[FaultyUpstream, Faul
 
 
 async def test_33_a_partition_without_a_reset(stand: Stand, model: str) -> None:
-    """A new connection is never answered, and what goes over a kept one is lost."""
     bad, good = await behind_a_proxy(stand, model)
     assert bad.proxy is not None
     async with stand.aftermath(model, {"ok": 3}) as after:

@@ -29,7 +29,6 @@ GATEWAY = {
 
 
 def usual_gap(replies: list[Reply]) -> float:
-    """The median of the seconds between two pieces of a stream."""
     return statistics.median(
         later - earlier
         for reply in replies
@@ -38,7 +37,6 @@ def usual_gap(replies: list[Reply]) -> float:
 
 
 async def test_22_a_reader_of_a_kilobyte_a_second(stand: Stand, model: str) -> None:
-    """Its answer stays at the replica; who reads beside it notices nothing."""
     answer_bytes = 64 * MIB
     block = event("x" * 1000) * 16
     flood = faults.flooding(block, answer_bytes, end=event(finish="stop") + DONE)
@@ -72,12 +70,10 @@ async def test_22_a_reader_of_a_kilobyte_a_second(stand: Stand, model: str) -> N
 
 
 async def test_27_one_replica_is_five_times_slower(stand: Stand, model: str) -> None:
-    """Its share of the requests falls to a tenth of an even one, and it is not ejected."""
     first_s, requests, clients = 0.03, 300, 12
     fleet = await stand.fleet(model, 4, usual=faults.paced(4, GAP_S, first_s=first_s), bound=8)
 
     async def closed_loop() -> int:
-        """How many of the requests the slow replica got."""
         before = len(fleet[0].log)
         left = itertools.repeat(None, requests)
 

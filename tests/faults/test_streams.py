@@ -80,7 +80,6 @@ TEXT = b"data: Internal Server Error\n\n"
 
 
 def sent(data: bytes) -> Answer:
-    """A stream of ``data`` that ends in order."""
     return faults.reply(data, content_type=faults.EVENTS)
 
 
@@ -173,7 +172,6 @@ async def test_15_a_line_without_an_end(stand: Stand, model: str) -> None:
 
 
 async def test_16_comments_keep_a_prefill_alive(stand: Stand, model: str) -> None:
-    """Longer than the deadline of silence, and never silent."""
     gap_s, comments = FIRST_S / 8, 12
     await stand.fleet(model, 1, usual=faults.kept_alive(comments, gap_s))
     async with stand.aftermath(model, {"ok": 1}, attempts=1):

@@ -68,7 +68,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 
 def rows(path: Path) -> dict[str, dict[str, str]]:
-    """A CSV by its first column."""
     with path.open(newline="") as file:
         return {next(iter(row.values())): row for row in csv.DictReader(file)}
 

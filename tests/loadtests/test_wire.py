@@ -19,7 +19,6 @@ Script = Callable[[socket.socket], None]
 
 @contextmanager
 def server(*scripts: Script) -> Iterator[str]:
-    """One connection after another, each played by its script."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def play() -> None:

@@ -21,11 +21,9 @@ def _trace(name: str) -> Path:
 
 @pytest.fixture
 def azure() -> Path:
-    """An hour of Azure's conversation trace: 19,366 requests."""
     return _trace(AZURE)
 
 
 @pytest.fixture
 def mooncake() -> Path:
-    """Mooncake's synthetic trace, with block hashes."""
     return _trace(MOONCAKE)

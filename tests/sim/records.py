@@ -44,7 +44,6 @@ def requests(
 
 
 def moment(at: float, **more: float | int | str) -> Moment:
-    """A tick of model m, in which nothing is special."""
     usual: dict[str, float | int | str] = {
         "model": "m",
         "arrivals": 2.0,
@@ -61,7 +60,6 @@ def moment(at: float, **more: float | int | str) -> Moment:
 
 
 def decision(was: int, count: int, reason: str, *clips: Limit, mode: str = "multi-replica") -> Decision:
-    """A decision of model m that changes its count."""
     return Decision(
         at=0.0,
         model="m",

@@ -28,7 +28,6 @@ class Heard:
     leaving: dict[str, str] = field(default_factory=dict)
 
     def beat(self, replica: Replica) -> Orders | None:
-        """Take a heartbeat."""
         seen = self.states.setdefault(replica.id, [])
         if not seen or seen[-1] is not replica.state:
             seen.append(replica.state)

@@ -32,7 +32,6 @@ WITHIN_S = 240.0
 
 
 def written(controller: str = "127.0.0.1:1", seed: int = 0) -> Deployment:
-    """One large engine or two small ones, in a bed."""
     model = sim_model(
         sim={"profile": "sim-small", "wake_s": 0.05, "seed": seed},
         shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}},

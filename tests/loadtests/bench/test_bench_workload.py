@@ -6,23 +6,10 @@ import json
 from collections import Counter
 from random import Random
 
-import httptools
 import pytest
 
 from loadtests.bench.parts.routing import least_pairs, seen
 from loadtests.bench.replica import Mark, Replica, Setting, read_mark
-from loadtests.bench.upstream import unchunked
-from loadtests.bench.upstream_answers import (
-    ANSWER,
-    BODY,
-    CHUNK,
-    END,
-    HEAD,
-    LAST,
-    models,
-    rendered,
-    stream_body,
-)
 from loadtests.bench.workload import Adapted, Prefixed, Sized, draws, even
 
 
@@ -73,33 +60,6 @@ def test_arrivals_come_in_order_at_the_rate() -> None:
     due = even(2000, 100.0, seeded())
     assert due == sorted(due)
     assert due[-1] == pytest.approx(20.0, rel=0.1)
-
-
-def test_the_answers_are_what_clients_are_told_to_expect() -> None:
-    parts: list[bytes] = []
-
-    class Sink:
-        def on_body(self, data: bytes) -> None:
-            parts.append(data)
-
-    httptools.HttpResponseParser(Sink()).feed_data(HEAD + CHUNK * 3 + LAST + END)
-    assert b"".join(parts) == stream_body(3)
-    assert ANSWER.endswith(BODY)
-
-
-def test_every_adapter_is_listed_with_its_parent() -> None:
-    listed = json.loads(models(2, b"/v1/models").partition(b"\r\n\r\n")[2])["data"]
-    assert [each["parent"] for each in listed] == [None, "alpha", "alpha"]
-
-
-def test_like_prompts_render_to_like_tokens() -> None:
-    one, two = (rendered(b'{"messages":"aaaabbbb%d456789"}' % i).partition(b"\r\n\r\n")[2] for i in (1, 2))
-    assert json.loads(one)["token_ids"][:4] == json.loads(two)["token_ids"][:4]
-    assert one != two
-
-
-def test_a_chunked_request_is_put_together() -> None:
-    assert unchunked(b"3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n") == b"abc0123456789"
 
 
 def test_home_is_where_most_of_a_prefix_went() -> None:

@@ -46,8 +46,6 @@ def test_of_few_seats_each_number_of_clients_is_a_point() -> None:
 
 @pytest.mark.parametrize("fewest", [3, 12, POINTS])
 def test_points_share_the_time_there_is(fewest: int) -> None:
-    """So many, and twice as many where each has over ten seconds."""
-
     def plan(point_s: float) -> list[Point]:
         return [Point(1, 16, 4)] * min(POINTS, fewest * (1 + (point_s > 10.0)))
 

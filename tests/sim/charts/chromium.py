@@ -17,7 +17,6 @@ ANSWERS_S = 60.0
 
 
 def found() -> str | None:
-    """The browser on PATH, if there is one."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -76,17 +75,14 @@ class Chromium:
             self._events.append(self._read())
 
     def evaluate(self, script: str) -> Any:
-        """The value of ``script`` on the page."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def picture(self) -> bytes:
-        """What the window shows, as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def requested(self) -> list[str]:
-        """Every address that the page asked for."""
         return [event["params"]["request"]["url"] for event in self._of("Network.requestWillBeSent")]
 
     def complaints(self) -> list[dict[str, Any]]:
@@ -94,7 +90,6 @@ class Chromium:
         return self._of("Log.entryAdded") + self._of("Runtime.exceptionThrown")
 
     def close(self) -> None:
-        """End it."""
         self._session = ""
         self.call("Browser.close")
         self._process.wait(ANSWERS_S)

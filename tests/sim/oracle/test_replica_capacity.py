@@ -22,7 +22,6 @@ GIANT = Arrival(0.0, 10_000_000, 20)
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
-    """Every run of the twin that is made."""
     made: list[Record] = []
     simulate = twin.simulate
 

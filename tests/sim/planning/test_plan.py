@@ -40,7 +40,6 @@ from tests.serve.sim_driver import client_of, engine_of, spec
 
 
 def deployment(profile: str = "a100-8b", **slo: Any) -> Deployment:
-    """One model on cards, with an objective that a few replicas meet."""
     objective = {"ttft_p95_s": 1.0, "itl_p95_s": 0.02, "attainment": 0.95} | slo
     model = {
         "name": "chat",
@@ -65,8 +64,6 @@ def trials(document: Deployment, arrivals: Arrivals) -> Trials:
 
 
 def generated(rps: float, lasts_s: float = 60.0) -> Arrivals:
-    """The load as it is described, at any factor."""
-
     def arrivals(factor: float) -> Iterator[Arrival]:
         load = Workload(lam=rps * factor, input_tokens=900, output_tokens=150)
         return describe(load, 1.5, lasts_s, seed=7)
@@ -75,7 +72,6 @@ def generated(rps: float, lasts_s: float = 60.0) -> Arrivals:
 
 
 def by_brute_force(tried: Trials, candidate: Candidate, most: int) -> int | None:
-    """The least count that meets the objective, trying each from 1 up."""
     return next((count for count in range(1, most + 1) if tried.meets(candidate, count)), None)
 
 

@@ -114,7 +114,6 @@ def test_what_the_page_would_ask_for_is_forbidden_by_itself(
 
 
 def place(browser: Chromium, selector: str) -> tuple[float, float]:
-    """The middle of what ``selector`` finds, after it was scrolled to."""
     x, y = browser.evaluate(
         f"(() => {{ const found = document.querySelector({selector!r});"
         "found.scrollIntoView({block: 'center', inline: 'center'});"
@@ -125,7 +124,6 @@ def place(browser: Chromium, selector: str) -> tuple[float, float]:
 
 
 def tip(browser: Chromium) -> str:
-    """What is told, once it is seen whole."""
     box = browser.evaluate(f"{TIP}.getBoundingClientRect().toJSON()")
     width, height = browser.evaluate("[innerWidth, innerHeight]")
     assert min(box["left"], box["top"]) >= 0 and box["right"] <= width and box["bottom"] <= height

@@ -21,7 +21,6 @@ def span(asked_at: float, ended_at: float | None, *, model: str = "m", gpus: int
 def run(
     met: list[bool], *, every_s: float = 1.0, spans: list[Span] | None = None, gpu_s: float = 0.0
 ) -> Record:
-    """A request in each ``every_s``."""
     at = every_s * np.arange(len(met), dtype=np.float64)
     table = requests(at, np.full(len(met), 0.1), met=met)
     return Record(ends_at=len(met) * every_s, requests={"m": table}, spans=spans or [], gpu_s=gpu_s)

@@ -52,7 +52,6 @@ def test_what_is_asked_for_is_held_somewhere_after_a_plan_and_one_more_beat() ->
 
 
 def deployment() -> Deployment:
-    """The benchmark's replicas, as a document says it."""
     model = {
         "name": "m",
         "engine": "sim",

@@ -15,7 +15,6 @@ from tests.serve.engine.fakes import User, quiet, replica, wanted
 
 
 def load(slots: TwinSlots, at: float = 0.0) -> list[str]:
-    """Load the next adapter; the requests that are admitted then."""
     step = slots.next(at)
     assert step is not None
     slots.begin_load(*step)
@@ -34,7 +33,6 @@ async def test_a_simulated_replica_loads_and_evicts_as_a_real_one(seed: int, slo
     twin, log, using = TwinSlots(slots), [], dict[int, str]()
 
     def settle(at: float) -> None:
-        """Let the simulated replica do all it can at ``at``."""
         while True:
             for request in twin.admit_waiting(at):
                 using[int(request)] = users[int(request)].letter

@@ -290,7 +290,6 @@ STEP_S = 0.002
 
 
 def served(arrivals: NDArray[np.float64], steps: NDArray[np.int64], step_s: float) -> NDArray[np.float64]:
-    """How long each request waited until it began."""
     limits = Limits(max_num_batched_tokens=1, max_num_seqs=1, kv_tokens=10**9)
     model = EngineModel(o=step_s, w=0.0, c=0.0, g=0.0, r=0.0)
     engine = Engine(Timing(limits=limits, model=model))

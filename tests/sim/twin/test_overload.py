@@ -23,7 +23,6 @@ TENANTS = ({"name": "quiet", "keys_sha256": ["0" * 64]}, {"name": "loud", "keys_
 
 
 def deployment() -> Deployment:
-    """Two replicas of four slots, whatever comes."""
     model = {
         "name": "m",
         "engine": "sim",
@@ -36,12 +35,10 @@ def deployment() -> Deployment:
 
 
 def of(tenant: str, rate: float, seed: int, lasts_s: float = LASTS_S) -> Iterator[Arrival]:
-    """Arrivals of one tenant at random instants."""
     return (each._replace(tenant=tenant) for each in arrivals(rate, lasts_s, seed, output=16.0))
 
 
 def run(document: Deployment, *traces: Iterator[Arrival]) -> tuple[Requests, list[str]]:
-    """All requests of a run, and the tenant of each."""
     trace = list(heapq.merge(*traces, key=lambda arrival: arrival.at))
     record = simulate(document, {"m": make(choose("policy", {"static": {"replicas": 2}}))}, trace)
     return record.requests["m"], [arrival.tenant for arrival in trace]

@@ -41,7 +41,6 @@ def deployment(**changes: Any) -> Deployment:
 
 
 def arrivals(rate: float, lasts_s: float, seed: int = 0, output: float = 80.0) -> Iterator[Arrival]:
-    """Requests at random, of lengths that differ."""
     rng = random.Random(seed)  # noqa: S311
     at = rng.expovariate(rate)
     while at < lasts_s:
@@ -50,7 +49,6 @@ def arrivals(rate: float, lasts_s: float, seed: int = 0, output: float = 80.0) -
 
 
 def steps(*rates: float, each_s: float = 120.0, seed: int = 0, output: float = 80.0) -> Iterator[Arrival]:
-    """One rate after the other."""
     for i, rate in enumerate(rates):
         for arrival in arrivals(rate, each_s, seed + i, output):
             yield arrival._replace(at=arrival.at + i * each_s)
@@ -63,7 +61,6 @@ def run(document: Deployment, trace: Iterator[Arrival], policy: object = "predic
 
 @pytest.fixture(scope="module")
 def ramp() -> Record:
-    """A rise and a fall, with a crash and a slow replica on the way."""
     return run(deployment(), steps(1.0, 5.0, 1.0), world=WORLD)
 
 

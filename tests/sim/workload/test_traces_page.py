@@ -21,7 +21,6 @@ CAPTURE = "What is in Tidegate's own format?"
 
 
 def tables() -> dict[str, list[tuple[str, str, str]]]:
-    """The page's tables by heading."""
     parts = _HEADING.split(PAGE)[1:]
     found = {
         heading: [(key, kind, default) for key, kind, default, _ in _ROW.findall(text)]

@@ -101,7 +101,6 @@ def test_they_come_in_order_and_near_where_they_came() -> None:
 
 
 def test_once_each_are_the_same_requests_at_other_instants() -> None:
-    """Factor 1 with another seed: the same lengths, another chance."""
     one, other = list(resample(trace(), 1.0, 1)), list(resample(trace(), 1.0, 2))
     assert sorted(each.input_tokens for each in one) == sorted(each.input_tokens for each in other)
     assert [each.at for each in one] != [each.at for each in other]

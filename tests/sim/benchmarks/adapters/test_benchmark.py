@@ -35,12 +35,6 @@ def test_where_all_adapters_fit_each_is_loaded_once_or_for_each_replica() -> Non
     assert found["least_loaded"].loads == 8
 
 
-def test_a_single_replica_and_a_single_request_are_played() -> None:
-    one = traffic(adapters=1, exponent=0.0, rate=1.0, requests=1, together=1.0, seed=0)
-    for each in compare(one, Fleet(1, 1)).policies.values():
-        assert each.loads == 1 and each.load_max_over_mean == 1.0
-
-
 @pytest.mark.slow
 def test_a_thousand_adapters_need_a_third_fewer_loads_and_less_time_to_the_first_token() -> None:
     asked = traffic(adapters=1000, exponent=1.0, rate=100.0, requests=12_000, together=1.5, seed=1)

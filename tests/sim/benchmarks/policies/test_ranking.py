@@ -72,7 +72,6 @@ def test_seeds_are_compared_in_pairs() -> None:
 
 
 def test_each_part_is_what_its_freedom_saves() -> None:
-    """One and a half replicas, a gap of 15 s, and half a replica: with a lead of 10 s."""
     found = split(100.0, problem([15, 0, 0, 0, 5], lead_s=10.0))
     assert found.fluid_s == pytest.approx(5 * 2.0)
     assert found.integrality_s == pytest.approx(5 * 3 - 10.0)

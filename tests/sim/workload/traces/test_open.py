@@ -29,7 +29,6 @@ def write(folder: Path, text: str | bytes, name: str = "trace") -> Path:
 
 
 def refused(folder: Path, text: str | bytes, name: str = "trace") -> TraceError:
-    """What reading all of it ends in."""
     with pytest.raises(TraceError) as caught:
         list(open_trace(write(folder, text, name)))
     assert str(caught.value).startswith(f"{folder / name}:{caught.value.line}: got ")
@@ -192,7 +191,6 @@ def test_what_can_be_read_only_once_is_no_trace(tmp_path: Path) -> None:
 
 
 def noted(path: Path) -> list[str]:
-    """What is said of a trace that is read to its end twice."""
     with opened() as traces:
         for _ in range(2):
             list(open_trace(path))
