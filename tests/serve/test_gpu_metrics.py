@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 
 from policy.wire.reports import PowerReport
-from serve import gpu_metrics
-from serve.gpu_metrics import GpuSet, devices, discover, watch
+from serve.gpu_metrics import GpuSet, devices, watch
 
 
 class FakeNvml:
@@ -175,24 +173,3 @@ async def test_without_anything_to_ask_there_are_no_figures_and_one_line(
 async def test_a_shape_without_cards_asks_nobody(caplog: pytest.LogCaptureFixture) -> None:
     await watch((), lambda _: pytest.fail("there is nothing to tell"))
     assert caplog.messages == []
-
-
-async def test_cards_are_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml(card())
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(gpu_metrics, "POLL_S", 0.0)
-    assert discover(("0",)) is not None
-    told: list[float] = []
-    twice = asyncio.Event()
-
-    def tell(report: PowerReport | None) -> None:
-        assert report is not None
-        told.append(report.watts)
-        nvml.cards[0]["mw"] += 1000
-        if len(told) == 2:
-            twice.set()
-
-    watching = asyncio.create_task(watch(("0",), tell))
-    await twice.wait()
-    watching.cancel()
-    assert told[:2] == [300.0, 301.0]

@@ -45,19 +45,6 @@ async def test_a_count_by_hand_holds_until_it_is_taken_back(plane: Plane, tmp_pa
     assert status(plane).override is None
 
 
-async def test_a_count_by_hand_ends_with_its_term(plane: Plane, tmp_path: Path) -> None:
-    traffic = await Traffic.over(plane, document(model(tmp_path)), 10, m=1.0)
-    began = plane.now
-    said = plane.controller.scale("m", 3, 30.0)
-    assert said.override == Override(mode="multi-replica", count=3, until=began + 30.0)
-    await traffic.run(29)
-    assert plane.counts(READY) == {SMALL: 3}
-    await traffic.run(10)
-    assert plane.counts(READY) == {SMALL: 1}
-    assert status(plane).override is None
-    assert any("manual override ended" in event for event in plane.controller.status().events)
-
-
 async def test_a_term_outlives_the_controller(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 10, m=1.0)
     plane.controller.scale("m", 3, 30.0)

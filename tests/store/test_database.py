@@ -15,7 +15,6 @@ from sqlalchemy import create_engine, text
 from policy.errors import PreconditionFailed, Unreachable
 from store.adapters import rows
 from store.database import Database
-from store.state_dir import StateDir
 
 
 def url(folder: Path) -> str:
@@ -119,10 +118,3 @@ def test_a_server_that_is_not_there_without_its_password() -> None:
     with pytest.raises(Unreachable, match="the database does not answer") as caught:
         Database("postgresql://user:KEY-1@127.0.0.1:1/d")
     assert "KEY-1" not in str(caught.value)
-
-
-def test_its_folder_is_made(tmp_path: Path) -> None:
-    state = StateDir(tmp_path / "state")
-    Database(f"sqlite:///{state.database_path}").close()
-    assert state.database_path.is_file()
-    assert stat.S_IMODE(state.root.stat().st_mode) == 0o700

@@ -52,17 +52,6 @@ def test_a_log_that_is_opened_again_is_continued_up_to_its_size(path: Path, log:
     again.close()
 
 
-async def test_it_pumps_a_stream_to_its_end(path: Path) -> None:
-    log = RotatingLog(path)
-    source = asyncio.StreamReader()
-    source.feed_data(b"one\n")
-    source.feed_data(b"two\n")
-    source.feed_eof()
-    await log.pump(source)
-    assert contents(path) == {"x.log": b"one\ntwo\n"}
-    log.close()
-
-
 async def test_a_full_disk_loses_lines_and_blocks_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RotatingLog(path)
     source = asyncio.StreamReader()

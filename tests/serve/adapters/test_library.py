@@ -60,19 +60,6 @@ async def catalog(library: AdapterLibrary) -> Catalog:
     return msgspec.json.decode(line, type=Catalog)
 
 
-async def test_a_replacement_is_a_new_version_and_the_same_content_is_none(
-    library: AdapterLibrary, shelf: FakeShelf
-) -> None:
-    await added(library)
-    second = await added(library, source="/b")
-    assert [(v.number, v.digest) for v in second.versions] == [(1, digest_of("/a")), (2, digest_of("/b"))]
-    assert second.split == ((2, 1.0),)
-    version = (await catalog(library)).version
-    shelf.contents["/copy-of-b"] = "/b"
-    assert await added(library, source="/copy-of-b") == second
-    assert (await catalog(library)).version == version
-
-
 async def test_adds_of_one_name_take_turns_and_others_do_not_wait(
     library: AdapterLibrary, shelf: FakeShelf
 ) -> None:
@@ -112,12 +99,6 @@ async def test_what_fails_changes_nothing_and_says_why(
     assert error is not None
     assert (error.type, error.code, error.message) == said
     assert (await catalog(library)).aliases == (alias,)
-
-
-async def test_who_is_not_told_of_tenants_keeps_them(library: AdapterLibrary) -> None:
-    assert (await added(library, tenants=("acme",))).tenants == ("acme",)
-    assert (await added(library, source="/b")).tenants == ("acme",)
-    assert (await added(library, source="/b", tenants=())).tenants == ()
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,6 @@ def test_only_what_nobody_names_or_uses_is_cleared_away(shelf: AdapterStore, tmp
     assert [shelf.holds(each.digest) for each in (named, used, idle)] == [True, True, False]
 
 
-def test_what_was_named_lately_stays_for_a_while(shelf: AdapterStore, tmp_path: Path) -> None:
-    taken = shelf.take(spec(), source(tmp_path), quiet)
-    shelf.put(SQL, [(taken, 1.0)], None, declared=False)
-    shelf.remove(*SQL)
-    assert shelf.clear((), 3600.0) == []
-    assert shelf.clear((), 0.0) == [taken.digest]
-
-
 def test_adapters_are_compared_with_the_base_model_which_is_read_once(
     shelf: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from policy.types import ReplicaPhase
 from policy.wire.catalog import served_name
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
 from serve.adapters import usage as module
-from serve.adapters.usage import AGAIN_S, REFUSING_S, WAITS_S, AdapterDemand, Usage
+from serve.adapters.usage import AGAIN_S, REFUSING_S, WAITS_S, AdapterDemand
 from tests.serve.replicas import replica
 
 SQL = AdapterRef(name="sql", digest="a" * 64)
@@ -67,14 +67,6 @@ def test_hits_loads_and_seconds() -> None:
     usage = demand.usage("m", SQL, 1.0)
     assert (usage.hit_rate, usage.loads, usage.load_s, usage.service_s) == (0.75, 2, pytest.approx(0.6), 2.0)
     assert demand.usage("m", SQL, 61.0).hit_rate == pytest.approx(0.75)
-
-
-def test_nothing_is_known_of_what_nobody_asked_for() -> None:
-    demand = AdapterDemand()
-    assert demand.usage("m", SQL, 5.0) == Usage()
-    demand.note(beat(use(loads=1, load_s=0.1)), 1.0)
-    usage = demand.usage("m", SQL, 5.0)
-    assert (usage.rate, usage.hit_rate, usage.last_used) == (0.0, None, None)
 
 
 def test_who_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,13 +102,6 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path, text: str, name: str, 
     assert str(refused.value.value).endswith(f"mine.py:{name}")
 
 
-def test_parameters_that_it_does_not_take_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"parameters that Adds takes .*'fewer'"):
-        loaded(custom(tmp_path, fewer=1))
-    with pytest.raises(ConfigError, match="a module that can be imported"):
-        loaded({"custom": "no_such_module_here:Adds"})
-
-
 class Answering:
     def __init__(self, answer: Any) -> None:
         self.answer = answer

@@ -13,7 +13,6 @@ from policy.scaling.types import Memory
 from serve.autoscaler import journal
 from serve.autoscaler.journal import DecisionRound, Journal, Policies, replayed
 from serve.autoscaler.policies import policies_for
-from serve.controller_messages import SwitchOutcome
 from store import log_file
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document, sim_model
@@ -36,11 +35,6 @@ def made(at: float, count: int = 4, model: str = "sim", **over: Any) -> Decision
         budget=Budget(),
         decisions={model: decided},
     )
-
-
-OUTCOME = SwitchOutcome(
-    at=5.0, model="sim", was="a", mode="b", promised=0.3, measured=0.28, met_before=0.9, met=0.99
-)
 
 
 def written(log: Journal) -> list[float]:
@@ -138,14 +132,6 @@ def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").unlink()
     log.put(made(1100.0))
     assert written(log) == [1100.0]
-
-
-def test_what_came_of_a_switch_is_among_them(log: Journal) -> None:
-    log.put(made(1.0))
-    log.put(OUTCOME)
-    log.flush()
-    assert next(log.lines()) == OUTCOME
-    assert [each.decision.at for each in log.read(last=9)] == [1.0]
 
 
 async def test_what_a_controller_logged_is_decided_again_bit_for_bit(plane: Plane, tmp_path: Path) -> None:

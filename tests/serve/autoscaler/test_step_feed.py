@@ -67,13 +67,6 @@ async def test_who_has_gone_is_told_nothing() -> None:
     listeners.tell(beat())
 
 
-async def test_the_controller_passes_heartbeats_on(plane: Plane) -> None:
-    await plane.up(document())
-    async with hearing(plane.controller.subscribers) as told:
-        plane.controller.beat(beat())
-        assert (await anext(told)).engine == REPORT
-
-
 async def test_nobody_listens_to_a_model_that_is_none(plane: Plane) -> None:
     await plane.up(document())
     with pytest.raises(TargetError):

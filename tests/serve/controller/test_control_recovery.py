@@ -96,29 +96,6 @@ async def test_replicas_that_stay_silent_are_not_waited_for_forever(plane: Plane
     assert plane.cluster.held[SMALL].wanted == 2
 
 
-async def test_targets_that_were_lost_are_read_off_what_runs(plane: Plane) -> None:
-    await plane.up(document())
-    plane.controller.scale("m", 3)
-    await plane.ticks()
-    running = set(plane.cluster.replicas)
-    plane.state.targets_path.unlink()
-    await plane.restart()
-    await plane.ticks()
-    assert set(plane.cluster.replicas) == running
-    assert plane.controller.status().models[0].target == 3
-
-
-async def test_another_configuration_that_runs_is_not_taken_for_ours(plane: Plane) -> None:
-    await plane.ready(document())
-    plane.state.targets_path.unlink()
-    plane.state.save(
-        plane.state.deployment_path, document(sim_model(sim={"profile": "sim-small", "seed": 7}))
-    )
-    await plane.restart()
-    await plane.ticks()
-    assert plane.counts() == {NEW_SMALL: 1}
-
-
 async def test_one_model_that_cannot_be_deployed_does_not_hold_up_the_others(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,43 +52,6 @@ async def test_what_is_impossible_is_refused_and_changes_nothing(plane: Plane) -
     assert plane.counts() == {SMALL: 1}
 
 
-async def test_a_mode_is_made_ready_before_the_old_one_drains(plane: Plane) -> None:
-    await plane.up(document(budget={"cpus": 4}))
-    plane.controller.scale("m", 2)
-    await plane.ticks()
-    plane.cluster.slow = True
-    plane.controller.mode("m", "single-large")
-    await plane.ticks()
-    assert plane.counts() == {SMALL: 2, LARGE: 1}
-    assert plane.counts(READY) == {SMALL: 2}
-    assert plane.phase() == "switching"
-    plane.cluster.ready()
-    await plane.ticks()
-    assert plane.counts(ReplicaPhase.DRAINING) == {SMALL: 2}
-    assert plane.phase() == "draining the old"
-    plane.cluster.drained()
-    await plane.ticks()
-    assert plane.counts() == {LARGE: 1}
-    assert plane.phase() == "steady"
-    # The other shape of the same generation is kept at nothing, to come back to.
-    assert plane.cluster.held[SMALL].wanted == 0
-
-
-async def test_a_new_generation_is_made_ready_before_the_old_one_goes(plane: Plane) -> None:
-    await plane.ready(document())
-    plane.cluster.slow = True
-    plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
-    await plane.ticks()
-    assert plane.counts(READY) == {SMALL: 1}
-    assert plane.counts(ReplicaPhase.STARTING) == {NEW_SMALL: 1}
-    plane.cluster.ready()
-    await plane.ticks()
-    plane.cluster.drained()
-    await plane.ticks()
-    assert plane.counts() == {NEW_SMALL: 1}
-    assert set(plane.cluster.held) == {NEW_SMALL}
-
-
 async def test_what_only_changes_limits_restarts_nothing(plane: Plane) -> None:
     await plane.up(document())
     plane.controller.scale("m", 4)

@@ -14,12 +14,10 @@ from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
 from policy.scaling.types import Override
 from policy.types import Fleet, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.heartbeat import Heartbeat, Orders
 from serve.controller import routes
 from serve.controller.client import ControllerClient
 from serve.controller_messages import ControllerStatus, LoggedDecision, ModelStatus
 from tests.serve.plane import Plane
-from tests.serve.replicas import replica
 from tests.serve.sim_documents import document
 from tests.serve.traffic import Traffic
 
@@ -57,14 +55,6 @@ async def test_what_it_tells(plane: Plane, served: httpx.AsyncClient) -> None:
     status = msgspec.json.decode((await served.get("/status")).content, type=ControllerStatus)
     assert (status.actuator, status.pid, status.models[0].phase) == ("memory", 1, "steady")
     assert status.events
-
-
-async def test_a_heartbeat_is_in_the_next_snapshot(served: httpx.AsyncClient) -> None:
-    beat = replica("new", state=ReplicaPhase.STARTING)
-    answer = await served.post("/replicas", content=msgspec.json.encode(Heartbeat(replica=beat)))
-    assert msgspec.json.decode(answer.content, type=Orders) == Orders()
-    fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)
-    assert beat in fleet.replicas
 
 
 async def test_targets_are_set(plane: Plane, served: httpx.AsyncClient) -> None:

@@ -19,10 +19,6 @@ def vllm(**over: object) -> EngineSpec:
     return msgspec.structs.replace(spec(), kind=EngineKind.VLLM, **over)
 
 
-def test_a_simulated_engine_says_what_it_imitates() -> None:
-    assert describe_machine(spec(speed=2.0)) == "simulated: sim-small at 2 times its speed"
-
-
 def test_cores_are_of_a_processor(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\n")

@@ -133,20 +133,6 @@ async def test_told_twice_it_does_it_once(place: Place) -> None:
     assert place.engine.did == ["sleep", "wake", "answer"]
 
 
-async def test_one_that_is_wanted_again_while_it_drains_serves_on(place: Place) -> None:
-    place.run()
-    request = await place.draining()
-    place.rest.wake()
-    await place.until(lambda: place.guard.state is READY)
-    place.engine.go.set()
-    await request.task
-    assert request.sent[0]["status"] == 200
-    assert place.engine.did == []
-    # And it can sleep another time.
-    await place.asleep()
-    assert place.engine.did == ["sleep"]
-
-
 async def test_one_that_is_wanted_again_while_it_falls_asleep_wakes(place: Place) -> None:
     place.run()
     place.engine.bell.clear()
@@ -158,16 +144,6 @@ async def test_one_that_is_wanted_again_while_it_falls_asleep_wakes(place: Place
     place.engine.bell.set()
     await place.until(lambda: place.guard.state is READY and "wake" in place.engine.did)
     assert place.engine.did == ["sleep", "wake", "answer"]
-
-
-async def test_what_runs_past_its_time_is_cut(place: Place) -> None:
-    place.run()
-    request = place.request()
-    await in_flight(place.guard, 1)
-    place.rest.sleep(0.0)
-    await place.until(lambda: place.guard.state is ASLEEP)
-    assert request.task.cancelled()
-    assert place.guard.line().load.in_flight == 0
 
 
 @pytest.mark.parametrize("way", ["fall asleep", "wake"])

@@ -17,7 +17,6 @@ from policy.errors import EngineFailed
 from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
 from serve.host import shared_gpu_host
-from serve.host.host import ReplicaHost
 from serve.host.shared_gpu_host import SharedGpuHost, host_of
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
@@ -82,14 +81,6 @@ def serves(bed: SharedGpuHost, shape: str, count: int) -> Callable[[], bool]:
         sum(replica.state is READY for replica in of(bed, shape)) == count
         and sum(replica.state is ASLEEP for replica in snapshots(bed)) == 3 - count
     )
-
-
-def test_a_model_without_a_bed_has_a_host_of_one_engine(tmp_path: Path) -> None:
-    spec = host_spec(deployment(sim_model()).models[0], tmp_path)
-    host = host_of(spec, replica="r", address="127.0.0.1", node="local")
-    assert isinstance(host, ReplicaHost)
-    assert host.replicas == (host,)
-    host._log.close()
 
 
 async def test_every_engine_is_made_and_only_those_that_are_wanted_are_awake(make: Make) -> None:
@@ -234,16 +225,6 @@ async def test_one_that_dies_asleep_is_made_anew_when_it_is_wanted(make: Make) -
         True,
     ]
     assert [replica.start_path for replica in of(bed, "small")] == [StartPath.CACHED, StartPath.SLEEPING]
-
-
-async def test_one_that_dies_awake_comes_back_in_place(make: Make) -> None:
-    bed = make()
-    bed.order({"large": 0, "small": 1})
-    await bed.start()
-    first = of(bed, "small")[0]
-    assert first.state is READY
-    os.kill(first.pid, signal.SIGKILL)
-    await until(bed, lambda: of(bed, "small")[0].incarnation == 1 and serves(bed, "small", 1)())
 
 
 async def test_draining_and_stopping_leave_no_process(make: Make) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from policy.errors import EngineFailed
-from serve.host.versions import Versions, installed, refuse_other
+from serve.host.versions import Versions, refuse_other
 from tests.serve.hosts import host_spec
 from tests.serve.sim_documents import deployment
 
@@ -30,13 +30,6 @@ def test_a_node_that_differs_is_refused_by_name(change: dict[str, str]) -> None:
 def test_a_node_like_the_head_is_taken(change: dict[str, str]) -> None:
     refuse_other(HEAD, msgspec.structs.replace(HEAD, **change))
     refuse_other(msgspec.structs.replace(HEAD, **change), HEAD)
-
-
-def test_this_node_is_like_itself() -> None:
-    here = installed()
-    assert here.tidegate
-    assert here.python == f"{sys.version_info.major}.{sys.version_info.minor}"
-    refuse_other(here, here)
 
 
 @pytest.mark.slow

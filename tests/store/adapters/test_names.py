@@ -299,15 +299,6 @@ def test_a_name_keeps_so_many_versions_and_those_that_it_serves(registry: Adapte
         assert all(alias.version(number) for number, _ in alias.split)
 
 
-def test_another_process_sees_it(registry: AdapterNames, url: str) -> None:
-    alias = add(registry, A)
-    other = AdapterNames(url)
-    assert only(other) == alias
-    other.remove("m", "sql")
-    assert registry.catalog(1.0, 1).aliases == ()
-    other.close()
-
-
 CHANGES = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.sampled_from([A, B, C, D])),

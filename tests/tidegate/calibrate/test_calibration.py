@@ -94,11 +94,6 @@ def test_servers_that_tell_nothing_are_refused() -> None:
         served_shape(cast("ControllerClient", FakeController()), document, "m", None)
 
 
-def test_a_shape_that_does_not_serve_is_refused() -> None:
-    with pytest.raises(TargetError, match="replicas of shape small serve"):
-        found(shape="large")
-
-
 @pytest.mark.parametrize("controller", [FakeController(ready=0), FakeController(phase="switching")])
 def test_what_changes_is_not_calibrated(controller: FakeController) -> None:
     with pytest.raises(PreconditionFailed, match="wait until it is steady"):

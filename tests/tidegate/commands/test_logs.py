@@ -36,12 +36,6 @@ def test_a_single_part_is_printed_bare_and_a_whole_name_is_that_part_alone(
     assert logs(state, word).output == f"first of {part}\nlast of {part}\n"
 
 
-def test_a_word_that_begins_no_part_names_those_that_there_are(state: Path) -> None:
-    shown = logs(state, "nobody")
-    assert shown.exit_code == 2
-    assert "replica-m-b" in shown.output
-
-
 @pytest.mark.process
 def test_following_a_prefix_takes_up_parts_that_begin_later(site: Site) -> None:
     folder = site.state / "logs"

@@ -65,13 +65,6 @@ async def test_a_kept_connection_that_is_dead_is_replaced() -> None:
     assert server.connections == 2
 
 
-async def test_an_answer_that_says_close_is_whole_and_its_connection_is_not_used_again() -> None:
-    server = Server(ANSWER.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), ANSWER)
-    async with server.pool() as pool:
-        assert (await get(pool), await get(pool)) == (b"ok", b"ok")
-    assert server.connections == 2
-
-
 @pytest.mark.parametrize(
     ("answer", "why"),
     [

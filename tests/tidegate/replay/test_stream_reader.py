@@ -79,12 +79,6 @@ def test_a_whole_answer_has_its_usage() -> None:
     assert (timings.error, timings.input_tokens, timings.output_tokens) == ("", 5, 9)
 
 
-def test_a_single_token_has_no_gap() -> None:
-    timings = StreamTimings()
-    timings.feed(event("stop"), 10.0)
-    assert timings.itl_s() is None
-
-
 @pytest.mark.parametrize(
     ("status", "body", "error"),
     [

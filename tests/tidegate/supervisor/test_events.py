@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from tidegate.supervisor.events import Event, Progress
 
 
@@ -17,17 +15,3 @@ async def test_a_late_follower_gets_all_events() -> None:
     received = [event async for event in progress.follow(stop=False)]
     assert [event.kind for event in received] == ["step", "done", "ready"]
     assert received == echoed
-
-
-async def test_a_follower_of_the_stop_gets_its_events_only() -> None:
-    progress = Progress(lambda event: None)
-    progress.emit(Event(kind="ready"))
-
-    async def follow() -> list[str]:
-        return [event.kind async for event in progress.follow(stop=True)]
-
-    following = asyncio.create_task(follow())
-    await asyncio.sleep(0)
-    progress.emit(Event(kind="ended", step="gateway-0"))
-    progress.emit(Event(kind="stopped"))
-    assert await following == ["ended", "stopped"]

@@ -28,16 +28,6 @@ def processes() -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[byte
 Pair = tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]
 
 
-def test_only_recorded_processes_are_ended(tmp_path: Path, processes: Pair) -> None:
-    recorded, other = processes
-    ProcessRecord(StateDir(tmp_path)).add("sleeper", recorded.pid)
-    record = ProcessRecord(StateDir(tmp_path))
-    ended: list[RecordedProcess] = []
-    assert record.end(record.living(), ended.append) == ()
-    assert [str(entry) for entry in ended] == [f"sleeper (pid {recorded.pid})"]
-    assert other.poll() is None
-
-
 def test_a_process_with_a_recycled_pid_is_not_ended(tmp_path: Path, processes: Pair) -> None:
     started = psutil.Process(processes[0].pid).create_time()
     earlier = RecordedProcess(name="sleeper", pid=processes[0].pid, created_at=started - 3600)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 
 from policy.document.parse import parse
-from policy.errors import PreconditionFailed
 from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
 from tidegate.supervisor import preflight, readiness
 
@@ -22,15 +18,6 @@ def deployment(**more: object):  # type: ignore[no-untyped-def]
         "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}},
     }
     return parse({"models": [{**spec, **more}]})
-
-
-def test_a_taken_port_is_said_with_who_has_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(PreconditionFailed) as caught:
-            preflight.bind("gateway.port", "127.0.0.1", port)
-    assert f"gateway.port 127.0.0.1:{port}" in str(caught.value)
-    assert f"pid {os.getpid()}" in str(caught.value)
 
 
 def test_which_ports_a_deployment_listens_on() -> None:

@@ -42,16 +42,6 @@ async def test_a_client_that_leaves_frees_its_slot_in_the_running_step(path: str
         assert held(engine) == (0, 0, 0.0)
 
 
-async def test_a_cancelled_request_frees_its_slot() -> None:
-    async with engine_of(spec(speed=FROZEN)) as engine:
-        request = OpenRequest(engine, "/v1/chat/completions", {**CHAT, "stream": True})
-        await until(lambda: engine.stats().running == 1)
-        request.task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request.task
-        assert held(engine) == (0, 0, 0.0)
-
-
 async def test_a_queued_client_that_leaves_is_dequeued_and_the_other_stays() -> None:
     async with engine_of(spec(speed=FROZEN, max_num_seqs=1)) as engine:
         first = OpenRequest(engine, "/v1/chat/completions", CHAT)
