@@ -18,10 +18,7 @@ SECRET = "secret-of-the-tests"
 
 
 class Exchange:
-    """A request that came, and the means to answer it.
-
-    ``gone`` is set once its connection has ended, ``answered`` once all was written that will be.
-    """
+    """A request and the means to answer it; ``gone``: its connection ended, ``answered``: all was written."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
@@ -256,10 +253,7 @@ def alias(
 
 
 class FakeController(_Server):
-    """Streams whatever fleet and catalog a test sets, and keeps what gateways report.
-
-    ``answer`` gets what else it is asked.
-    """
+    """Streams the fleet and catalog of a test and keeps reports; ``answer`` gets all other requests."""
 
     def __init__(self) -> None:
         super().__init__()

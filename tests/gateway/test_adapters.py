@@ -21,7 +21,6 @@ from tests.gateway.worker import Stack, model, until
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 OLD, NEW, OTHER = (hashlib.sha256(name).hexdigest() for name in (b"old", b"new", b"other"))
 ADAPTERS = {"adapters": {"slots_per_replica": 4}}
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 async def echo(exchange: Exchange) -> None:
@@ -101,17 +100,6 @@ async def test_each_route_names_the_version_to_its_replica_and_to_its_client(
     assert hit.json["nested"] == {"model": "sql"}
 
 
-@pytest.mark.parametrize("name", ["sql", "alpha:sql", f"sql@{NEW[:12]}", f"alpha:sql@{NEW}"])
-@pytest.mark.parametrize("streams", [False, True])
-async def test_every_way_to_name_it_is_one_version(shared: Stack, name: str, streams: bool) -> None:
-    (replica,) = await fleet(shared, f"names-{abs(hash((name, streams)))}")
-    await publish(shared, alias("sql", OLD, NEW))
-    answer = await shared.chat(model=name, stream=streams)
-    assert answer.status_code == 200
-    assert served_name("sql", NEW) in answer.text
-    assert replica.hits[0].headers["x-tidegate-adapter"] == f"sql@{NEW}"
-
-
 async def occupied(
     stack: Stack, name: str, **body: Any
 ) -> tuple[FakeReplica, asyncio.Event, asyncio.Task[httpx.Response]]:
@@ -175,21 +163,6 @@ async def test_what_its_load_line_says_that_it_refuses_is_not_sent_there(shared:
     await shared.shows(fails, refused_adapters=[])
     await shared.shows(works, refused_adapters=[served])
     assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == fails.id
-
-
-async def test_a_cold_request_goes_where_it_is_loaded(shared: Stack) -> None:
-    # A model of its own: engines that answer at once teach a router that loads take no time.
-    _, holds = await fleet(shared, "loaded", count=2, model="beta")
-    served = served_name("sql", OLD)
-    await publish(shared, alias("sql", OLD, model="beta"))
-    holds.say(adapters=[served_name("chat", NEW), served])
-    await shared.shows(holds, adapters=[served_name("chat", NEW), served])
-    assert (await shared.chat(model="beta:sql")).headers["x-tidegate-replica"] == holds.id
-    (route,) = (await shared.admin.get("/admin/routes?limit=1")).json()["routes"]
-    assert (route["adapter"], route["reason"]) == (served, "its adapter is loaded there")
-    costs = {row["replica"]: row["adapter_s"] for row in route["candidates"]}
-    assert costs.pop(holds.id) == 0.0
-    assert all(cost > 0.0 for cost in costs.values())
 
 
 async def test_who_waits_for_what_none_can_load_is_told_at_once(shared: Stack) -> None:

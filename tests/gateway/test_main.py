@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 
 import pytest
-
-from gateway.main import YOUNGEST, collect_seldom
 
 # The pages that a process has touched anew, for a hundred bodies that are made and freed in turn.
 FAULTS = """
@@ -37,14 +34,3 @@ def test_bodies_take_no_new_pages() -> None:
         return int(ran.stdout)
 
     assert touched("keep_freed_memory()") < touched("") / 4
-
-
-def test_the_collector_leaves_the_start_alone_and_comes_seldom() -> None:
-    thresholds = gc.get_threshold()
-    try:
-        collect_seldom()
-        assert gc.get_threshold()[0] == YOUNGEST
-        assert gc.get_freeze_count() > 10_000
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()

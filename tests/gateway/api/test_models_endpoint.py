@@ -59,12 +59,6 @@ async def site() -> AsyncIterator[Site]:
     site.fleet.close()
 
 
-async def test_base_models_come_first_then_the_adapters_of_each(site: Site) -> None:
-    assert site.ids() == ["alpha", "beta", "theirs"]
-    site.publish(alias("sql", OTHER, model="beta"), alias("chat", OLD), alias("sql", OLD, NEW))
-    assert site.ids() == ["alpha", "beta", "theirs", "chat", "sql", "beta:sql"]
-
-
 async def test_a_card_has_its_parent_and_the_digest_of_what_answers(site: Site) -> None:
     site.publish(alias("sql", OLD, NEW, split=[(1, 5.0), (2, 95.0)]))
     card = site.one("sql")

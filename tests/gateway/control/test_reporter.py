@@ -246,16 +246,6 @@ def post_to(controller: FakeController) -> tuple[ReportSender, io.StringIO]:
     return ReportSender(lambda: f"127.0.0.1:{controller.port}", "/signals", SECRET, Log(0, logged)), logged
 
 
-async def test_reports_come_on_one_connection(controller: FakeController) -> None:
-    post, logged = post_to(controller)
-    for number in range(3):
-        await post.send(b'{"number":%d}' % number)
-        assert len(controller.connections) == 1
-    assert controller.reports == [{"number": 0}, {"number": 1}, {"number": 2}]
-    assert logged.getvalue() == ""
-    post.close()
-
-
 async def test_a_controller_that_was_restarted_hears_the_next(controller: FakeController) -> None:
     post, logged = post_to(controller)
     await post.send(b"{}")

@@ -49,10 +49,6 @@ async def fail(exchange: Exchange) -> None:
     await exchange.reply(b'{"error": {"message": "boom"}}', status=500)
 
 
-async def silent(exchange: Exchange) -> None:
-    await exchange.gone.wait()
-
-
 async def ask(stand: Stack, replica: FakeReplica) -> httpx.Response:
     return await stand.chat(model=replica.model)
 

@@ -207,31 +207,6 @@ async def test_a_kept_connection_is_read(line: Line) -> None:
     assert await asked is AttemptOutcome.SERVED
 
 
-async def test_silence_before_the_answer_can_be_repeated_elsewhere(line: Line) -> None:
-    asked = await line.ask(Client().send)
-    line.relay.expire(3.0)
-    assert await asked is AttemptOutcome.SILENT
-    assert line.wire.closed
-    assert line.relay.refused is not None
-    assert line.relay.refused.status == 504
-
-
-async def test_silence_within_a_stream_is_told(line: Line) -> None:
-    said: list[bytes] = []
-
-    def send(message: Message) -> Awaitable[None]:
-        said.append(message.get("body", b""))
-        return SENT
-
-    asked = await line.ask(send)
-    line.answer(STREAM_HEAD + b'f\r\ndata: {"x":1}\n\n\r\n')
-    assert line.relay.begun
-    line.relay.expire(3.0)
-    assert await asked is AttemptOutcome.BROKEN
-    assert b'"upstream_silent"' in said[-1]
-    assert line.wire.closed
-
-
 async def test_a_client_that_holds_its_replica_back_is_no_silence(line: Line) -> None:
     client = Client(slow_from=2)
     asked = await line.ask(client.send)
@@ -253,27 +228,6 @@ async def test_of_a_stream_that_was_left_its_events_are_known(line: Line) -> Non
     with pytest.raises(asyncio.CancelledError):
         await asked
     assert line.call.usage == Usage(0, 0, 2, exact=False)
-
-
-async def test_an_answer_500_for_an_adapter_is_the_requests_fault(line: Line) -> None:
-    asked = await line.ask(Client().send)
-    body = b'{"error":{"message":"LoRA rank 64 is greater than max_lora_rank 16.","code":500}}'
-    line.answer(b"HTTP/1.1 500 X\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-    assert await asked is AttemptOutcome.REJECTED
-    assert line.relay.refused is not None
-    assert (line.relay.refused.status, line.relay.refused.code) == (400, "adapter_failed")
-    assert line.pool.take() is line.connection
-
-
-async def test_what_follows_the_last_word_is_cut(line: Line) -> None:
-    client = Client()
-    asked = await line.ask(client.send)
-    last = b'data: {"choices":[{"index":0,"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
-    line.answer(STREAM_HEAD + b"%x\r\n%b\r\n" % (len(last), last))
-    assert not asked.done()
-    line.answer(b"1\r\nx\r\n")
-    assert await asked is AttemptOutcome.SERVED
-    assert line.wire.closed
 
 
 @pytest.mark.parametrize("large", [False, True])

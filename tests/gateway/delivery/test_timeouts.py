@@ -45,19 +45,6 @@ def test_each_silence_has_its_limit(deadlines: IdleTimeouts, attempt: Silent, li
     assert attempt.expired == [limit]
 
 
-def test_any_byte_is_life(deadlines: IdleTimeouts) -> None:
-    attempt = Silent()
-    attempt.alive = True
-    deadlines.watch(attempt)
-    for now in range(0, 300, 9):
-        deadlines.sweep(now)
-    attempt.alive = False
-    deadlines.sweep(306)
-    assert attempt.expired == []
-    deadlines.sweep(308)
-    assert attempt.expired == [10.0]
-
-
 def test_an_answer_that_is_not_streamed_must_be_whole_in_time(deadlines: IdleTimeouts) -> None:
     attempt = Silent(streams=False)
     attempt.alive = True

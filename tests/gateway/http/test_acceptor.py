@@ -75,14 +75,6 @@ async def test_a_connection_that_is_gone_is_no_matter(door: Door, error: int) ->
     await door.until(1)
 
 
-async def test_out_of_descriptors_one_is_let_go_and_the_next_served(door: Door) -> None:
-    door.listening.errors = [errno.EMFILE]
-    client = door.knock()
-    assert await asyncio.to_thread(client.recv, 1) == b""
-    door.knock()
-    await door.until(1)
-
-
 async def test_when_not_even_that_works_it_rests_and_tries_again(door: Door) -> None:
     door.listening.errors = [errno.ENFILE] * 4
     door.knock()

@@ -461,26 +461,6 @@ async def test_more_connections_than_there_may_be_are_told_so(port: Port) -> Non
     assert answers(await port.ask(post(b"y", CLOSE)))[0][0] == 200
 
 
-@pytest.mark.slow
-@on_uvloop
-async def test_without_descriptors_the_port_lives_on(port: Port) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    await port.start()
-    clients = [socket.socket() for _ in range(8)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))  # noqa: PTH208
-    try:
-        for client in clients:
-            client.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port.port))
-        await asyncio.sleep(0.05)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for client in clients:
-            client.close()
-    await asyncio.sleep(0.01)
-    assert answers(await port.ask(post(b"", CLOSE)))[0][0] == 200
-
-
 @on_uvloop
 async def test_a_drain_finishes_what_runs_and_closes_what_rests(port: Port) -> None:
     release = asyncio.Event()

@@ -24,7 +24,6 @@ from gateway.protocol.prompt_hash import (
     token_ids,
 )
 
-CHAT = ROUTES["/v1/chat/completions"]
 SEED = seed_of("m", "", "")
 
 

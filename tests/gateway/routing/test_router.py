@@ -16,7 +16,6 @@ from gateway.routing.shared_memory import LocalCounts, News
 from gateway.telemetry.metrics import Metrics
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, ModelSpec
-from policy.engine.latency_estimate import GENERIC, step_table_of
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import CostEstimate
@@ -60,10 +59,6 @@ def served(replicas: int = 3) -> ServedModel:
         link.answering = True
         model.links.append(link)
     return model
-
-
-# A step of a hundred requests, as it is assumed of a server that says nothing.
-GENERIC_STEP_S = step_table_of(None, GENERIC).step_s(100, 0.0, 100)
 
 
 def prompt() -> Request:

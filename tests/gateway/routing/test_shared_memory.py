@@ -189,19 +189,6 @@ def test_service_adds_up_and_can_be_corrected(worker: Worker) -> None:
     assert rows[0].served_by_others(2) == 0
 
 
-def test_news_come_once_in_their_order_to_everyone_else(worker: Worker) -> None:
-    rows = [worker(i) for i in range(3)]
-    for row in rows:
-        row.beat()
-    assert rows[0].news() == []
-    rows[1].publish(1, REPLICA, [10, 11])
-    rows[1].publish(1, REPLICA, [12])
-    rows[1].publish(2, OTHER, [13])
-    expected = [(1, REPLICA, [10, 11, 12]), (2, OTHER, [13])]
-    assert rows[0].news() == rows[2].news() == expected
-    assert [row.news() for row in rows] == [[], [], []]
-
-
 def test_who_comes_later_hears_what_is_still_there(worker: Worker) -> None:
     first = worker(0)
     first.publish(1, REPLICA, list(range(NEWS + 5)))

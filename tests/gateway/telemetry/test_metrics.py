@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.http.reserve_descriptor import ReserveDescriptor
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.protocol.usage import Usage
 from gateway.telemetry import adapter_metrics
@@ -170,15 +168,3 @@ def test_nothing_is_counted_twice_or_lost(monkeypatch: pytest.MonkeyPatch, what:
         for name in ("requests", "upstream_attempts", "served_streams", "tokens")
     }
     assert counted == {"requests": 2, "upstream_attempts": 3, "served_streams": 4, "tokens": 5}
-
-
-def test_a_spare_descriptor_is_there_when_it_is_given() -> None:
-    spare = ReserveDescriptor()
-    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    assert spare.give()
-    assert len(set(os.listdir("/proc/self/fd"))) == len(before) - 1  # noqa: PTH208
-    assert not spare.give()
-    spare.keep()
-    spare.keep()
-    assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-    assert spare.give()

@@ -61,20 +61,6 @@ def foreseen(queue: Queue, newcomer: Request, at: float, *, full: bool = False) 
     return verdict.wait_s
 
 
-def test_whoever_returns_stands_before_who_came_later() -> None:
-    queue = queue_of()
-    first = enter(queue)
-    second = enter(queue)
-    began = queue.begin(first, 0.0)
-    third = enter(queue)
-    queue.settle(began, 0)
-    queue.ended(began, 0.0, whole=False)
-    queue.put_back(first, 0.0)
-    assert order(queue) == [first, second, third]
-    with pytest.raises(ValueError, match="already waits"):
-        queue.put_back(first, 0.0)
-
-
 def test_a_full_queue_prefers_the_tenant_with_less_in_it() -> None:
     queue = queue_of()
     bounds = Bounds(3, 10**9)

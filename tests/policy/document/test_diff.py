@@ -100,11 +100,6 @@ def test_back_again_is_the_mirror_image(one: list[Row], other: list[Row]) -> Non
     }
 
 
-@given(subsets)
-def test_nothing_differs_from_itself(chosen: list[Row]) -> None:
-    assert diff(several(chosen), several(chosen)) == ()
-
-
 @given(subsets, subsets)
 def test_a_new_generation_is_said_when_one_is_made(one: list[Row], other: list[Row]) -> None:
     old, new = several(one), several(other)

@@ -100,14 +100,6 @@ def test_it_finds_the_engine_that_made_the_steps(name: str, start: str) -> None:
     )
 
 
-def test_exact_steps_give_exact_coefficients() -> None:
-    model = CPU[0]
-    points = steps(CPU, 40, 3, noise=0.0, stalls=0.0)
-    found = fit(points, msgspec.structs.replace(model, o=model.o * 1.2, r=model.r * 0.8))
-    for name in ("o", "w", "c", "g", "r"):
-        assert getattr(found, name) == pytest.approx(getattr(model, name), rel=0.1), name
-
-
 @pytest.mark.slow
 @given(st.lists(st.tuples(*[st.floats(0.1, 1e4)] * 3, st.floats(1e-4, 10)), min_size=1, max_size=30))
 def test_no_steps_give_a_coefficient_below_zero(loads: list[tuple[float, float, float, float]]) -> None:

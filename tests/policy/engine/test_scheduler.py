@@ -127,16 +127,6 @@ def test_cached_tokens_shorten_the_prefill_but_hold_kv() -> None:
     assert (result.scheduled, result.kv_used, result.tokens) == (10, 90, {"a": 1})
 
 
-def test_running_requests_go_before_waiting_ones_and_seats_are_bounded() -> None:
-    scheduler = Scheduler(MODEL, Limits(max_num_batched_tokens=100, max_num_seqs=2, kv_tokens=1000))
-    for name in ("a", "b", "c"):
-        scheduler.submit(Request(name, 10, 2))
-    assert list(scheduler.step().tokens) == ["a", "b"]
-    assert scheduler.waiting == 1
-    assert scheduler.step().finished == ("a", "b")
-    assert list(scheduler.step().tokens) == ["c"]
-
-
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
@@ -188,19 +178,6 @@ def test_a_pace_tells_how_many_steps_have_ended(
     pace = StepTimes(step_s, growth * step_s)
     elapsed_s = pace.lasts(steps) + part * (pace.lasts(steps + 1) - pace.lasts(steps))
     assert abs(pace.ended(elapsed_s) - steps) <= 1
-
-
-def test_steps_differ_where_somebody_starts_or_ends() -> None:
-    scheduler = Scheduler(MODEL, WIDE)
-    assert scheduler.alike() == 0, "nobody runs"
-    scheduler.submit(Request("a", 150, 10))
-    assert scheduler.alike() == 0, "it would start"
-    scheduler.step()
-    assert scheduler.alike() == 0, "a chunk of its prompt is left"
-    assert scheduler.step().first == ("a",)
-    assert scheduler.alike() == 8, "all but the step with its last token"
-    scheduler.submit(Request("b", 20, 4))
-    assert scheduler.alike() == 0, "another would start"
 
 
 def test_steps_are_alike_while_kv_keeps_the_next_out_and_until_it_overflows() -> None:

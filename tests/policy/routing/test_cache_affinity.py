@@ -87,14 +87,6 @@ def test_who_waited_for_an_adapter_and_had_its_first_token_proves_the_load() -> 
     assert 5 not in slots, "it went again before the replica told of it"
 
 
-def test_adapters_that_never_come_are_forgotten() -> None:
-    slots = Slots(2)
-    slots.report([1, 3], [])
-    for adapter in (5, 7, 9):
-        slots.use(adapter)
-    assert 5 not in slots and 7 in slots and 9 in slots and len(slots) == 4
-
-
 @given(
     st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 30), max_size=6)), max_size=60),
     st.integers(1, 8),

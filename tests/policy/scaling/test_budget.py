@@ -132,28 +132,6 @@ def test_a_claim_takes_only_of_lower_priorities(given: tuple[list[Claim], Budget
             assert after[each.model] == before[each.model]
 
 
-def test_a_claim_holds_back_neither_its_model_nor_equals() -> None:
-    claims = want("claims", 1, claim=Allocation(gpus=2))
-    assert allocate([claims, want("equal", 1)], Budget(gpus=2)) == {"claims": 1, "equal": 1}
-
-
-def test_what_a_switch_claims_is_kept_from_lower_priorities_whole_or_not_at_all() -> None:
-    low = want("low", 6, now=6, floor=2, priority=-1)
-    equal = want("equal", 1, now=1)
-    high = want("high", 1, each=Allocation(gpus=2), now=1, claim=Allocation(gpus=5))
-    assert allocate([low, equal, high], Budget(gpus=9)) == {"low": 3, "equal": 1, "high": 1}
-    assert allocate([low, equal, high._replace(claim=Allocation(gpus=6))], Budget(gpus=9))["low"] == 2
-    assert allocate([low, equal, high._replace(claim=Allocation(gpus=7))], Budget(gpus=9))["low"] == 6
-    # What is free already is kept free.
-    low, third = low._replace(now=3, held=Allocation(gpus=3)), want("third", 4, priority=-1)
-    assert allocate([low, equal, high, third], Budget(gpus=9)) == {
-        "low": 3,
-        "equal": 1,
-        "high": 1,
-        "third": 0,
-    }
-
-
 def test_floors_come_first_and_by_priority_where_not_even_they_fit() -> None:
     wants = [want("low", 4, floor=2, priority=-1), want("high", 8, floor=2, starved=True)]
     assert allocate(wants, Budget(gpus=8)) == {"low": 2, "high": 6}

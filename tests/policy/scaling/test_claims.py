@@ -88,25 +88,10 @@ def test_a_lower_priority_makes_way_for_a_switch_that_lasts(gpus: int, low: int,
     assert lows[-1].count == left
 
 
-def test_a_switch_that_is_wanted_for_a_moment_takes_nothing() -> None:
-    play = until(shared(12, 6), lambda high, low: "waits: it needs" in high.reason)
-    assert play.models[0].memory.waits_since is not None
-    play.run(play.at + 120)
-    assert {each.count for each in play.decisions("low")} == {6}
-    assert play.models[0].memory.waits_since is None
-
-
 def test_what_was_claimed_for_a_switch_that_is_wanted_no_more_is_given_back() -> None:
     play = until(shared(12, 6), lambda high, low: low.count < 6)
     play.run(play.at + 60)
     assert play.decisions("low")[-1].count == 6
-    assert {each.mode for each in play.decisions("high")} == {LARGE.mode}
-
-
-@pytest.mark.parametrize("priority", [0, -1])
-def test_of_equals_and_betters_nothing_is_claimed(priority: int) -> None:
-    play = shared(12, 6, priority=priority).run(600)
-    assert {each.count for each in play.decisions("low")} == {6}
     assert {each.mode for each in play.decisions("high")} == {LARGE.mode}
 
 

@@ -344,15 +344,6 @@ def test_a_dry_run_decides_the_same_and_keeps_counting() -> None:
         given = msgspec.structs.replace(given, at=given.at + 5, memory=memory)
 
 
-def test_models_are_decided_together_in_any_order() -> None:
-    first, second = situation(model="a", rate=5.0, count=2), situation(model="b", rate=5.0, count=2)
-    minds = {name: ModelPolicies(Proportional()) for name in ("a", "b")}
-    one = decide_all({"a": first, "b": second}, Budget(gpus=6), minds)
-    other = decide_all({"b": second, "a": first}, Budget(gpus=6), minds)
-    assert one == other and list(one) == list(other) == ["a", "b"]
-    assert {name: decision.count for name, (decision, _) in one.items()} == {"a": 3, "b": 3}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_clock_that_was_set_back_keeps_nothing_from_being_decided(name: str) -> None:
     """A controller starts after the clock was set back an hour, with the memory of its predecessor."""

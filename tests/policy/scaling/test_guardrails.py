@@ -120,24 +120,6 @@ def test_a_gap_in_the_signals_begins_the_hold_anew() -> None:
 # Min healthy, and none at all.
 
 
-def test_as_many_as_must_be_healthy_stay_within_the_bounds_of_the_mode() -> None:
-    scale = ScaleConfig(min_healthy=3, hold_s=1.0)
-    given = enough_for(60, 0, situation(count=4, scale=scale))
-    decision = decide(given, 0)[0]
-    assert (decision.count, clips(decision)) == (3, [("min_healthy", 0, 3)])
-    assert decision.clips[0].why == "scale.min_healthy is 3"
-    few = rung("multi-replica", most=2)
-    assert decide(situation(count=2, scale=scale, rungs=(few,)), 0)[0].count == 2
-
-
-def test_the_least_and_the_most_of_a_mode_bind_what_a_policy_asks_for() -> None:
-    bounded = rung("multi-replica", least=2, most=3)
-    low = decide(situation(count=2, rungs=(bounded,)), 0)[0]
-    assert clips(low) == [("min_healthy", 0, 2)]
-    high = decide(situation(count=2, rungs=(bounded,)), 9)[0]
-    assert (high.count, clips(high)) == (3, [("budget", 9, 3)])
-
-
 def idle(seconds: float, count: int = 1, **changes: Any) -> Situation:
     """Nobody has asked for so long, and nothing runs."""
     changes = {"idle_s": seconds, "arrivals": rates(0.0), "concurrency": rates(0.0)} | changes

@@ -228,10 +228,6 @@ def test_nothing_else_may_be_under_way_or_unseen(changes: dict[str, Any], said: 
     assert found.to is None and said in why
 
 
-def test_a_gain_that_was_not_seen_has_to_last_anew() -> None:
-    assert verdict(confirmed(large(signals=Signals()), SMALL.mode, 600))[0].better_since == {}
-
-
 def test_a_start_that_takes_long_has_to_be_worth_it() -> None:
     """From three small ones to one large: one card less in four for as long as it lasts."""
     slow = msgspec.structs.replace(SMALL, lead_s=600.0)
@@ -257,21 +253,6 @@ def test_where_nobody_serves_meanwhile_the_queue_has_to_hold_it() -> None:
     # What a gap costs is weighed, too: for a minute or two it is not worth one.
     shortly = msgspec.structs.replace(there, memory=Memory(better_since={LARGE.mode: NOON - 60}))
     assert "that the switch costs" in verdict(shortly, 2.0, spare=Allocation())[1]
-
-
-def test_half_of_those_that_serve_have_to_do_meanwhile() -> None:
-    """Six small ones make way for a large one on six cards: four go, two stay."""
-    plain = SloConfig(ttft_p95_s=10.0)
-    there = confirmed(
-        large(mode=SMALL.mode, count=6, slo=plain, scale=ScaleConfig(min_healthy=5)), LARGE.mode
-    )
-    there = msgspec.structs.replace(
-        there, rungs=(rung(LARGE.mode, gpus=4, most=1), SMALL), scale=ScaleConfig()
-    )
-    edge = capability(SMALL.timing, workload_of(demand(1.0)), plain).mu_max
-    found, why = verdict(there, 5.0, spare=Allocation())
-    assert found.to is None and f"{0.9 * 2 * edge:.2f} of 5.00 req/s can be served during the switch" in why
-    assert verdict(there, 5.0, spare=Allocation(gpus=4))[0].to is not None
 
 
 def test_who_cannot_keep_up_may_let_requests_wait_while_that_changes() -> None:
@@ -421,17 +402,3 @@ def test_a_mode_set_by_hand_for_which_there_is_no_room_is_not_taken() -> None:
     decision, _ = decided(there, 2, Budget(gpus=3))
     assert (decision.mode, decision.count) == (SMALL.mode, 2)
     assert "switch to single-large waits: it needs 1, the budget leaves 0" in decision.reason
-
-
-def test_a_switch_is_made_whole_or_not_at_all() -> None:
-    """The cards that it counts on are those of a lower priority, which has to give them up first."""
-    low = situation(
-        model="low", count=6, priority=-1, signals=Signals(demand=demand(6.0), replicas=figures(6))
-    )
-    situations = {"chat": overloaded(), "low": low}
-    minds = {"chat": ModelPolicies(Wants(1)), "low": ModelPolicies(Wants(6))}
-    made = decide_all(situations, Budget(gpus=12), minds)
-    decision, memory = made["chat"]
-    assert decision.mode == LARGE.mode
-    assert "switch to multi-replica waits: it needs 8, the budget leaves 6" in decision.reason
-    assert memory.better_since == {SMALL.mode: NOON - 60}
