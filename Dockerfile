@@ -39,7 +39,8 @@ FROM base AS gpu-packages
 COPY requirements/gpu.txt requirements/
 RUN pip install --no-cache-dir --no-deps -r requirements/gpu.txt
 
-FROM cpu-packages AS cpu-build
+FROM scratch AS sources
+WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY policy policy
 COPY store store
@@ -47,28 +48,21 @@ COPY gateway gateway
 COPY serve serve
 COPY sim sim
 COPY tidegate tidegate
+
+# What is compiled is the installed package, not the sources in /src.
+FROM cpu-packages AS cpu-build
+COPY --from=sources /src ./
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
-# Compile the installed package, not the sources here.
 WORKDIR /
 RUN python -m store.mypyc_build
 
 FROM gpu-packages AS gpu-build
-COPY pyproject.toml README.md LICENSE ./
-COPY policy policy
-COPY store store
-COPY gateway gateway
-COPY serve serve
-COPY sim sim
-COPY tidegate tidegate
+COPY --from=sources /src ./
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
-# Compile the installed package, not the sources here.
 WORKDIR /
 RUN python -m store.mypyc_build
 
-FROM base AS gpu
-ENV NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
-COPY --from=gpu-build /opt/tidegate /opt/tidegate
+FROM base AS runtime
 WORKDIR /var/lib/tidegate
 USER 10001:10001
 VOLUME ["/var/lib/tidegate", "/var/cache/tidegate"]
@@ -79,14 +73,11 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
 ENTRYPOINT ["tidegate"]
 CMD ["run", "/etc/tidegate/deployment.yaml"]
 
+FROM runtime AS gpu
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=gpu-build /opt/tidegate /opt/tidegate
+
 # Last, so that it is the default target.
-FROM base AS cpu
+FROM runtime AS cpu
 COPY --from=cpu-build /opt/tidegate /opt/tidegate
-WORKDIR /var/lib/tidegate
-USER 10001:10001
-VOLUME ["/var/lib/tidegate", "/var/cache/tidegate"]
-EXPOSE 8080
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
-  CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(os.environ['TIDEGATE_ADMIN'] + '/livez', timeout=4)"]
-ENTRYPOINT ["tidegate"]
-CMD ["run", "/etc/tidegate/deployment.yaml"]

@@ -9,6 +9,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -29,20 +30,16 @@ COALESCE_S = 0.05
 Send = Callable[[bytes], Awaitable[None]]
 
 
+@dataclass(eq=False)
 class Reporter:
     """Reports of one worker. ``send`` posts a report; it may be lost."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        admission: Admission,
-        deployment: Callable[[], Deployment],
-        send: Send,
-    ) -> None:
-        self._metrics = metrics
-        self._admission = admission
-        self._deployment = deployment
-        self._send = send
+    metrics: Metrics
+    admission: Admission
+    deployment: Callable[[], Deployment]
+    send: Send
+
+    def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._worker = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._began = self._clock()
@@ -52,7 +49,7 @@ class Reporter:
     async def run(self) -> None:
         due = self._clock()
         while True:
-            self._admission.sleeping.clear()
+            self.admission.sleeping.clear()
             await self._report()
             due = max(due + EVERY_S, self._clock())
             while await self._woken_before(due):
@@ -65,7 +62,7 @@ class Reporter:
 
     def report(self, *, last: bool = False) -> GatewayReport:
         self._number += 1
-        deployment = self._deployment()
+        deployment = self.deployment()
         return GatewayReport(
             worker=self._worker,
             number=self._number,
@@ -81,22 +78,22 @@ class Reporter:
     async def _report(self, *, last: bool = False) -> None:
         if not self._left:
             self._left = last
-            await self._send(msgspec.json.encode(self.report(last=last)))
+            await self.send(msgspec.json.encode(self.report(last=last)))
 
     async def _woken_before(self, due: float) -> bool:
         try:
             async with asyncio.timeout_at(due):
-                await self._admission.sleeping.wait()
+                await self.admission.sleeping.wait()
         except TimeoutError:
             return False
         return True
 
     def _model(self, name: str) -> ModelReport:
-        meter = self._metrics.model(name)
+        meter = self.metrics.model(name)
         return meter.totals.report(
             in_flight=meter.in_flight,
-            queued=sum(self._metrics.queues.model(name).depth.values()),
-            oldest_s=self._admission.oldest_s(name),
+            queued=sum(self.metrics.queues.model(name).depth.values()),
+            oldest_s=self.admission.oldest_s(name),
         )
 
 

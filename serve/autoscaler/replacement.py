@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from policy.config.shared_gpus import gpu_group_of
-from policy.scaling.replacement import (
-    UNHEARD_S,
-    GpuHealth,
-    ReplacementPlan,
-    ReplacementState,
-    Slot,
-    condition,
-    observe,
-    step,
-)
+from policy.scaling import replacement
+from policy.scaling.replacement import UNHEARD_S, GpuHealth, ReplacementPlan, ReplacementState, Slot
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from serve.state.observed import ObservedState
@@ -22,36 +15,30 @@ from serve.state.replica_registry import ReplicaRegistry
 from serve.state.targets import Target
 
 
+@dataclass(eq=False)
 class ReplicaReplacement:
     """One for all models; ``now`` returns seconds of a clock that never goes back.
 
     A restarted controller learns of GPU errors with the first heartbeats, and of throttling within a minute.
     """
 
-    def __init__(
-        self,
-        registry: ReplicaRegistry,
-        observed: ObservedState,
-        now: Callable[[], float],
-        event: Callable[[str], None],
-    ) -> None:
-        self._registry = registry
-        self._observed = observed
-        self._now = now
-        self._event = event
-        self._health: dict[str, GpuHealth] = {}
-        self._plans: dict[str, ReplacementPlan] = {}
+    registry: ReplicaRegistry
+    observed: ObservedState
+    now: Callable[[], float]
+    event: Callable[[str], None]
+    _health: dict[str, GpuHealth] = field(default_factory=dict, init=False)
+    _plans: dict[str, ReplacementPlan] = field(default_factory=dict, init=False)
 
     def beat(self, beat: Heartbeat) -> None:
         """Take the GPU state that a replica reports."""
-        replica, at = beat.replica, self._now()
+        replica, at = beat.replica, self.now()
         if replica.state is ReplicaPhase.STOPPED:
             self._health.pop(replica.id, None)
         elif beat.power is not None:
             if replica.id not in self._health:
                 recent = self._health.items()
                 self._health = {name: health for name, health in recent if at - health.heard <= UNHEARD_S}
-            self._health[replica.id] = observe(self._health.get(replica.id), beat.power, at)
+            self._health[replica.id] = replacement.observe(self._health.get(replica.id), beat.power, at)
 
     def leave(self, replica: Replica) -> str:
         """Why the replica has to drain, or an empty string."""
@@ -64,7 +51,7 @@ class ReplicaReplacement:
 
     def look(self, target: Target, has_room: Callable[[], bool]) -> int:
         """Take the next step; returns how many replicas are needed on top of the desired count."""
-        model, at = target.spec.name, self._now()
+        model, at = target.spec.name, self.now()
         before, slots = self._plans.get(model, ReplacementPlan()), self._slots(target, at)
         if before == ReplacementPlan() and not any(slot.ailment for slot in slots):
             return 0
@@ -72,23 +59,23 @@ class ReplicaReplacement:
         if not target.aim.count or (bed is not None and target.aim.shape in bed.engines):
             after = ReplacementPlan(note=_in_bed(slots) if target.aim.count else "")
         else:
-            after = step(before, slots, self._state(target, before, has_room), at)
+            after = replacement.step(before, slots, self._state(target, before, has_room), at)
         self._plans[model] = after
         self._announce(model, before, after)
         return int(after.more)
 
     def _slots(self, target: Target, at: float) -> list[Slot]:
         found = []
-        for replica in self._registry.of(target.key()):
+        for replica in self.registry.of(target.key()):
             health = self._health.get(replica.id)
-            condition_now = None if health is None else condition(health, at)
+            condition_now = None if health is None else replacement.condition(health, at)
             found.append(Slot(replica.id, replica.state is ReplicaPhase.READY, condition_now))
         return found
 
     def _state(
         self, target: Target, before: ReplacementPlan, has_room: Callable[[], bool]
     ) -> ReplacementState:
-        control, layers = target.spec.control, self._observed.layers(target.spec.name)
+        control, layers = target.spec.control, self.observed.layers(target.spec.name)
         others = any(layer.occupied for key, layer in layers.items() if key != target.key())
         return ReplacementState(
             aimed=target.aim.count,
@@ -103,11 +90,11 @@ class ReplicaReplacement:
     def _announce(self, model: str, before: ReplacementPlan, after: ReplacementPlan) -> None:
         if after.replica and after.replica != before.replica:
             how = " after an extra replica is ready" if after.more else ""
-            self._event(f"{model}: {after.replica} is replaced{how}: {after.why}")
+            self.event(f"{model}: {after.replica} is replaced{how}: {after.why}")
         if after.leaves and not before.leaves:
-            self._event(f"{model}: {after.replica} drains: {after.why}")
+            self.event(f"{model}: {after.replica} drains: {after.why}")
         if not after.replica and after.note and after.note.partition(";")[0] != before.note.partition(";")[0]:
-            self._event(f"{model}: {after.note}")
+            self.event(f"{model}: {after.note}")
 
 
 def _in_bed(slots: list[Slot]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -29,29 +30,22 @@ LOOKS = 120
 PART = 0.95
 
 
+@dataclass(eq=False)
 class SituationBuilder:
     """One for all models; ``now`` returns seconds of a clock that never goes back."""
 
-    def __init__(
-        self,
-        targets: Targets,
-        observed: ObservedState,
-        calibrations: CalibrationStore,
-        aggregator: SignalAggregator,
-        now: Callable[[], float],
-    ) -> None:
-        self._targets = targets
-        self._observed = observed
-        self._calibrations = calibrations
-        self._aggregator = aggregator
-        self._now = now
-        self._watts: dict[tuple[str, str], deque[float]] = {}
-        self._reported: dict[LayerKey, Timing] = {}
+    targets: Targets
+    observed: ObservedState
+    calibrations: CalibrationStore
+    aggregator: SignalAggregator
+    now: Callable[[], float]
+    _watts: dict[tuple[str, str], deque[float]] = field(default_factory=dict, init=False)
+    _reported: dict[LayerKey, Timing] = field(default_factory=dict, init=False)
 
     def situation(self, model: str, deployment: Deployment, memory: Memory, at: float) -> Situation:
         """The situation of ``model`` at ``at`` (Unix seconds)."""
-        target = self._targets.get(model)
-        seen = self._observed.model(target, deployment.budget)
+        target = self.targets.get(model)
+        seen = self.observed.model(target, deployment.budget)
         rungs = tuple(
             seen.option(mode, self._facts(target, mode, deployment.budget))
             for mode in target.spec.modes
@@ -60,12 +54,12 @@ class SituationBuilder:
         here = next(rung for rung in rungs if rung.mode == target.aim.mode)
         key, speed = target.key(), here.timing.model
         signals = signals_of(
-            self._aggregator.signals(model, self._now()),
-            self._observed.ids(key),
-            lambda replica: self._calibrations.slowness(replica, speed, self._now()),
+            self.aggregator.signals(model, self.now()),
+            self.observed.ids(key),
+            lambda replica: self.calibrations.slowness(replica, speed, self.now()),
         )
         self._note_watts(target, signals)
-        supply = self._observed.supply(key, here.lead_s, self._now())
+        supply = self.observed.supply(key, here.lead_s, self.now())
         return seen.situation(
             deployment, rungs, supply, signals,
             at=at, settled=target.settled, memory=memory, override=target.override(at),
@@ -74,9 +68,9 @@ class SituationBuilder:
     def note(self, beat: Heartbeat) -> None:
         """Learn the limits and step times that a replica reports."""
         replica = beat.replica
-        if replica.model not in self._targets.names():
+        if replica.model not in self.targets.names():
             return
-        target = self._targets.get(replica.model)
+        target = self.targets.get(replica.model)
         spec = target.specs.get(replica.generation)
         if spec is None or replica.shape not in spec.shapes:
             return
@@ -87,12 +81,12 @@ class SituationBuilder:
         crowded = not spec.shapes[replica.shape].gpus and self._others_start(replica)
         # Engines of a leaving revision may differ: each would undo what was learned from the other.
         learns = not crowded and replica.generation == target.aim.generation
-        self._calibrations.take(beat, spec, prior, self._now(), learns=learns)
+        self.calibrations.take(beat, spec, prior, self.now(), learns=learns)
 
     def _others_start(self, replica: Replica) -> bool:
         """Whether other replicas start or other layers run, which slow it down where it runs on cores."""
         own = LayerKey(replica.model, replica.shape, replica.generation)
-        layers = self._observed.layers(replica.model)
+        layers = self.observed.layers(replica.model)
         return any(layer.starting or (layer.occupied and key != own) for key, layer in layers.items())
 
     def beside(self, models: Iterable[str], deployment: Deployment, at: float) -> Allocation:
@@ -126,7 +120,7 @@ class SituationBuilder:
         return ReplicaFacts(
             timing=msgspec.structs.replace(timing, model=None if known is None else known.model),
             watts=self._needs(target, name, budget),
-            lead_s=self._observed.lead_s(key, spec.control.assumed_start_s),
+            lead_s=self.observed.lead_s(key, spec.control.assumed_start_s),
             version=0 if known is None else known.version,
             error=0.0 if known is None else known.error,
         )
@@ -138,10 +132,10 @@ class SituationBuilder:
         measurement reflects old contention, and modes are compared under the present one.
         """
         spec = target.spec
-        fit = self._calibrations.fitted(spec, shape)
+        fit = self.calibrations.fitted(spec, shape)
         if prior is None:
             return fit
-        assumed = self._calibrations.assumed(spec, shape, prior)
+        assumed = self.calibrations.assumed(spec, shape, prior)
         idle = shape != target.aim.shape and not spec.shapes[shape].gpus
         if assumed is not None and (fit is None or (idle and prior != GENERIC.model)):
             return Fit(model=assumed)

@@ -266,17 +266,12 @@ class TwinGateway:
         assert runner is not None
         ticket.runner, ticket.sent_at = runner, at
         ticket.began(at)
-        job = Job(
-            number=ticket.number,
-            input_tokens=arrival.input_tokens,
-            output_tokens=arrival.output_tokens,
-            adapter=arrival.adapter,
-            blocks=arrival.blocks,
-        )
+        tokens = arrival.input_tokens, arrival.output_tokens
+        job = Job(ticket.number, *tokens, arrival.adapter, arrival.blocks)
         most = self._longest[runner.key.shape]
         try:
-            if most is not None and arrival.input_tokens + arrival.output_tokens > most:
-                raise ValueError(f"{arrival.input_tokens} + {arrival.output_tokens} of {most} tokens")
+            if most is not None and sum(tokens) > most:
+                raise ValueError(f"{tokens[0]} + {tokens[1]} of {most} tokens")
             self._fleet.submit(runner, ticket, job, at)
         except ValueError:
             # Longer than the context or the KV cache: every engine refuses it.

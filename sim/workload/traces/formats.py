@@ -141,16 +141,8 @@ def read_capture(objects: Objects[CaptureLine]) -> Iterator[Arrival]:
     """The requests below the header of a capture."""
     elapsed: Elapsed[float] = Elapsed(objects.lines, 1)
     for line in objects:
-        yield Arrival(
-            at=elapsed.since(line.at, line.at),
-            input_tokens=line.input_tokens,
-            output_tokens=line.output_tokens,
-            model=line.model,
-            adapter=line.adapter,
-            tenant=line.tenant,
-            session=line.session,
-            blocks=objects.blocks(line.blocks, line.input_tokens),
-        )
+        at, blocks = elapsed.since(line.at, line.at), objects.blocks(line.blocks, line.input_tokens)
+        yield Arrival(*msgspec.structs.astuple(line))._replace(at=at, blocks=blocks)
 
 
 def captured(arrival: Arrival) -> CaptureLine:

@@ -151,10 +151,9 @@ async def test_both_layers_are_there_once_one_is_deployed_and_counts_wake_and_pu
 
     await site.beds.scale(LARGE, 0)
     await site.awake(0, 0)
-    await site.beds.scale(SMALL, 2)
-    assert await site.awake(0, 2) == engines
-    await site.beds.scale(SMALL, 1)
-    assert await site.awake(0, 1) == engines
+    for count in (2, 1):
+        await site.beds.scale(SMALL, count)
+        assert await site.awake(0, count) == engines
 
 
 @EVERY

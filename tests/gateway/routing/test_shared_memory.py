@@ -13,21 +13,14 @@ from hypothesis import strategies as st
 
 from gateway.routing import shared_memory
 from gateway.routing.shared_memory import NEWS, SharedRows
+from tests.clock import Clock
 
 REPLICA, OTHER = 0xFEED_FACE_CAFE_BEEF, 7
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

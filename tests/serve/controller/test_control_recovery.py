@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,16 +116,27 @@ async def test_one_model_that_cannot_be_deployed_does_not_hold_up_the_others(
     assert [model.name for model in plane.controller.fleet().models] == ["m", "other"]
 
 
+def around_delete(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> None:
+    """Let something happen whenever the actuator deletes a layer."""
+    delete = MemoryActuator.delete
+
+    async def patched(self: MemoryActuator, key: LayerKey) -> None:
+        before()
+        await delete(self, key)
+        after()
+
+    monkeypatch.setattr(MemoryActuator, "delete", patched)
+
+
 async def test_a_target_that_is_set_while_the_actuator_works_is_kept(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delete = MemoryActuator.delete
-
-    async def meanwhile(self: MemoryActuator, key: LayerKey) -> None:
-        plane.controller.scale("m", 3)
-        await delete(self, key)
-
-    monkeypatch.setattr(MemoryActuator, "delete", meanwhile)
+    around_delete(monkeypatch, before=lambda: plane.controller.scale("m", 3))
     await plane.ready(document())
     plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
     await plane.ticks()
@@ -134,14 +146,9 @@ async def test_a_target_that_is_set_while_the_actuator_works_is_kept(
 async def test_a_model_that_comes_back_while_it_goes_is_deployed_again(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delete = MemoryActuator.delete
-
-    async def meanwhile(self: MemoryActuator, key: LayerKey) -> None:
-        await delete(self, key)
-        plane.controller.apply(document(sim_model(), sim_model("other")))
-
-    await plane.ready(document(sim_model(), sim_model("other")))
-    monkeypatch.setattr(MemoryActuator, "delete", meanwhile)
+    both = document(sim_model(), sim_model("other"))
+    await plane.ready(both)
+    around_delete(monkeypatch, after=lambda: plane.controller.apply(both))
     plane.controller.apply(document(sim_model("other")))
     await plane.ticks()
     assert plane.counts(READY) == {SMALL: 1, LayerKey("other", "small", 1): 1}

@@ -17,6 +17,7 @@ from policy.wire.heartbeat import AdapterRef
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import EngineStats, Message
 from serve.engine.request_guard import Guard
+from tests.clock import Clock
 
 TIMING = Timing(limits=Limits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
 
@@ -33,16 +34,6 @@ def served(letter: str) -> str:
 
 def wanted(letters: str) -> list[AdapterRef]:
     return [AdapterRef(name=letter, digest=digest(letter)) for letter in letters]
-
-
-class Clock:
-    """Seconds that only tests move."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FakeEngine:

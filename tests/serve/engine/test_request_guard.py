@@ -17,7 +17,8 @@ from serve.engine import request_guard
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, EngineStats, Receive, Scope, Send
 from serve.engine.request_guard import MAX_NEWS, Guard
-from tests.serve.engine.fakes import TIMING, Clock, FakeEngine, FakeFiles, Request
+from tests.clock import Clock
+from tests.serve.engine.fakes import TIMING, FakeEngine, FakeFiles, Request
 
 SECRET = {SECRET_HEADER: "s"}
 CHAT = "/v1/chat/completions"

@@ -15,6 +15,7 @@ from sim.request_arrival import Arrival
 from sim.twin.record import Outcome
 from sim.twin.run import simulate
 from sim.twin.scenario import Crash, Scenario
+from tests.sim.twin.test_run import deployment
 
 # Of the profile: 2048 tokens of context, and 23,296 of KV cache.
 PROFILE = "cpu-smollm2-135m"
@@ -73,19 +74,16 @@ def test_what_is_longer_than_the_context_is_met_by_no_count() -> None:
 
 def test_what_had_no_first_token_when_its_replica_crashed_is_moved_for_free() -> None:
     model = {
-        "name": "m",
-        "engine": "sim",
-        "sim": {"profile": "l4-8b"},
         "shapes": {"small": {"gpus": 1, "max_in_flight": 256}},
         "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}},
         "control": {"policy": "static", "assumed_start_s": 30},
     }
-    deployment = {"models": [model], "budget": {"gpus": 2}, "gateway": {"queue_timeout_s": 300}}
+    document = deployment(model=model, budget={"gpus": 2}, gateway={"queue_timeout_s": 300})
     # One request each two seconds, which allow nine retries on the budget, then a burst of long prompts.
     trace = [Arrival(2.0 * i, 200, 20) for i in range(100)]
     trace += [Arrival(199.9 + 0.001 * i, 2000, 50) for i in range(40)]
     record = simulate(
-        parse(deployment),
+        document,
         {"m": make(choose("policy", "static"))},
         sorted(trace),
         world=Scenario(crashes=(Crash(at=200.2),)),

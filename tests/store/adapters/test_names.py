@@ -20,19 +20,10 @@ from store.adapters.names import DOCUMENT, KEPT_VERSIONS, AdapterNames, NewVersi
 from store.adapters.rows import counters
 from store.adapters.validate import AdapterFacts
 from store.database import Database, metadata
+from tests.clock import Clock
 
 FACTS = AdapterFacts(rank=8, size=1000)
 A, B, C, D = (letter * 64 for letter in "abcd")
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

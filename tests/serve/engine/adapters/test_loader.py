@@ -12,7 +12,7 @@ from policy.placement.slots import HALF_LIFE_S, PATIENCE_S, PREFETCH_PAUSE
 from policy.wire.heartbeat import AdapterUse
 from serve.engine.adapters import loader
 from serve.engine.adapters.loader import BACKOFF
-from tests.serve.engine.fakes import digest, quiet, replica, served, until, wanted
+from tests.serve.engine.fakes import Replica, digest, quiet, replica, served, until, wanted
 
 
 async def test_200_first_requests_are_one_load_and_one_look_for_files() -> None:
@@ -246,11 +246,16 @@ async def test_a_prefetch_takes_no_slot_of_what_is_used_or_was_asked_for_lately(
         await used.stop()
 
 
+async def fetching(there: Replica, letters: str) -> None:
+    """Hold these adapters, and leave the fetch of ``a``, the first, unfinished."""
+    there.files.slow = {"a"}
+    there.adapters.hold(wanted(letters))
+    await until(lambda: there.files.fetched == ["a"])
+
+
 async def test_requests_come_before_what_is_held_and_take_its_slot_last() -> None:
     async with replica(2) as there:
-        there.files.slow = {"a"}
-        there.adapters.hold(wanted("ab"))
-        await until(lambda: there.files.fetched == ["a"])
+        await fetching(there, "ab")
         await there.used("c")
         assert there.engine.log == ["+c"]
         there.files.go.set()
@@ -268,9 +273,7 @@ async def test_requests_come_before_what_is_held_and_take_its_slot_last() -> Non
 
 async def test_what_is_held_no_more_is_not_loaded() -> None:
     async with replica(2) as there:
-        there.files.slow = {"a"}
-        there.adapters.hold(wanted("a"))
-        await until(lambda: there.files.fetched == ["a"])
+        await fetching(there, "a")
         there.adapters.hold(())
         there.files.go.set()
         await there.adapters.settled()

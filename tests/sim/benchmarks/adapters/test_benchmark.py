@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from sim.benchmarks.adapters.benchmark import NAMES, Fleet, Traffic, arrivals, compare, compare_seeds, traffic
+from sim.benchmarks.adapters.benchmark import NAMES, Fleet, arrivals, compare, compare_seeds, traffic
 
 SMALL = traffic(adapters=40, exponent=1.0, rate=60.0, requests=260, together=1.5, seed=3)
 
@@ -47,15 +47,8 @@ def test_a_thousand_adapters_need_a_third_fewer_loads_and_less_time_to_the_first
     assert ours.moves_per_min <= 1.0
 
 
-TRAFFIC = Traffic(
-    adapters=50,
-    exponent=1.0,
-    rate=10.0,
-    requests=4000,
-    together=1.5,
-    prompt_tokens=64,
-    output_tokens=8,
-    seed=1,
+TRAFFIC = traffic(adapters=50, exponent=1.0, rate=10.0, requests=4000, together=1.5, seed=1)._replace(
+    prompt_tokens=64, output_tokens=8
 )
 
 
