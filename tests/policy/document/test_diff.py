@@ -45,12 +45,13 @@ CHANGES: list[Row] = [
     ("models[0].profile", "l4-8b", Effect.LIVE),
     # Nor who decides how many there are, within what.
     ("models[0].priority", 1, Effect.LIVE),
-    ("models[0].control.tick_s", 1.0, Effect.LIVE),
     ("models[0].control.policy", {"static": {"replicas": 2}}, Effect.LIVE),
     ("models[0].control.shadow", "static", Effect.LIVE),
-    ("models[0].control.scale.hold_s", 9.0, Effect.LIVE),
-    ("models[0].control.mode.gain", 0.3, Effect.LIVE),
     ("models[0].control.guard.dry_run", True, Effect.LIVE),
+    *(
+        (f"models[0].control.{path}", value, Effect.LIVE)
+        for path, value in (("tick_s", 1.0), ("scale.hold_s", 9.0), ("mode.gain", 0.3))
+    ),
     ("budget.watts", 900.0, Effect.LIVE),
     # An engine that loads adapters is another than one that loads none.
     ("models[0].adapters.slots_per_replica", 4, Effect.NEW_GENERATION),
