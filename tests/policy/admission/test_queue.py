@@ -91,15 +91,6 @@ def test_a_tenant_waits_for_its_share_and_not_for_the_others_backlog() -> None:
     assert foreseen(queue, request(queue, "loud"), at) == pytest.approx(515 / 100.0, rel=0.05)
 
 
-def test_a_lesser_class_waits_for_all_that_is_better() -> None:
-    queue, at = drained()
-    for _ in range(20):
-        enter(queue, at=at, priority=Priority.CRITICAL)
-    assert foreseen(queue, request(queue), at) == pytest.approx(205 / 100.0, rel=0.05)
-    critical = request(queue, priority=Priority.CRITICAL)
-    assert foreseen(queue, critical, at) == pytest.approx(205 / 100.0, rel=0.05)
-
-
 def test_what_better_classes_take_is_not_left_to_the_others() -> None:
     queue, at = drained(priority=Priority.CRITICAL)
     enter(queue, at=at)
