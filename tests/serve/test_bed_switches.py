@@ -83,49 +83,6 @@ async def test_what_a_switch_costs_is_a_wake(plane: Plane) -> None:
     assert observed.start_s(NEW_LARGE, 60.0) == 60.0
 
 
-async def until_phase(plane: Plane, phase: str) -> None:
-    for _ in range(40):
-        if plane.phase() == phase:
-            return
-        await plane.ticks(1)
-        if plane.phase() == phase:
-            return
-        plane.cluster.drained()
-    raise AssertionError(f"never {phase}, but {plane.phase()}")
-
-
-@pytest.mark.parametrize("phase", ["giving way", "starting"])
-@pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("told", [False, True])
-async def test_a_controller_killed_in_any_state_goes_on(
-    plane: Plane, phase: str, back: bool, told: bool
-) -> None:
-    engines = await up(plane)
-    if back:
-        plane.controller.mode("m", "multi-replica")
-        await plane.ticks()
-    to, goal = ("single-large", {LARGE: 1}) if back else ("multi-replica", {SMALL: 2})
-    plane.cluster.slow = True
-    plane.controller.mode("m", to)
-    await until_phase(plane, phase)
-    since = plane.controller._targets.get("m").since
-    if not told:
-        # What was ordered last was told to nobody.
-        plane.cluster._awake.clear()
-    await plane.restart()
-    plane.cluster.beat_all()
-    assert plane.phase() == phase
-    for _ in range(12):
-        await plane.ticks(2)
-        assert len(awake(plane.cluster)) < 2
-        plane.cluster.drained()
-        plane.cluster.ready()
-    assert plane.counts(READY) == goal
-    assert plane.phase() == "steady"
-    assert plane.controller._targets.get("m").since == since
-    assert set(plane.cluster.replicas) == engines
-
-
 async def test_a_shape_that_cannot_be_woken_is_rolled_back(plane: Plane) -> None:
     engines = await up(plane)
     plane.cluster.failing[SMALL] = "no memory left"

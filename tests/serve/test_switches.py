@@ -201,18 +201,6 @@ async def until_phase(switch: Switch, rate: float, phase: str, to: str) -> None:
 
 
 @pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
-async def test_a_controller_that_is_killed_all_the_time_gets_there_and_back(plane: Plane, gpus: int) -> None:
-    switch = await up(plane, gpus)
-    switch.kills = True
-    await switch.run(HIGH, 90)
-    assert plane.counts(READY) == {SMALL: 4}
-    await switch.run(LOW, 150)
-    assert plane.counts(READY) == {LARGE: 1}
-    if gpus == ROOMY:
-        assert switch.fewest >= 1
-
-
-@pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_a_mode_that_does_not_start_is_left_and_tried_again_later_and_later(
     plane: Plane, gpus: int, kills: bool

@@ -121,11 +121,3 @@ def test_a_host_that_was_killed_is_replaced_and_a_switch_ends_the_other_shape(lo
     local.client.mode("m", "single-large")
     until(lambda: {replica.shape for replica in local.ready(1).values()} == {"large"})
     assert local.client.status().models[0].phase in ("steady", "draining the old")
-
-
-def test_sigterm_ends_every_replica(local: Local) -> None:
-    (replica,) = local.ready(1).values()
-    local.end(signal.SIGTERM)
-    assert local.process.returncode == 0
-    assert not psutil.pid_exists(replica.pid)
-    assert local.state.load(local.state.root / "hosts.json", list[Any]) == []

@@ -59,16 +59,6 @@ def full_disk(but: Path | None = None) -> Iterator[None]:
         yield
 
 
-async def test_status_says_who_decides_and_why(plane: Plane, tmp_path: Path) -> None:
-    await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
-    said = status(plane)
-    assert (said.decided_by, said.reason) == ("by_rate.py:ByRate", "wants 2: 2.0/s")
-    assert said.forecast == pytest.approx(2.0)
-    assert said.capability is not None
-    assert said.capability.mu_max > 0
-    assert said.decided_at == pytest.approx(plane.now, abs=1.0)
-
-
 async def test_what_starts_counts_and_is_not_asked_for_again(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 10, m=1.0)
     plane.cluster.slow = True

@@ -10,7 +10,7 @@ import pytest
 
 from policy.scaling.rollout import LayerKey
 from policy.types import EngineKind, Load, Model, ReplicaPhase
-from serve.state.replica_registry import GONE_S, SILENT_S, ReplicaRegistry
+from serve.state.replica_registry import GONE_S, ReplicaRegistry
 from tests.serve.replicas import replica
 
 KEY = LayerKey("m", "small", 1)
@@ -61,23 +61,6 @@ def test_a_stopped_replica_leaves_once(registry: ReplicaRegistry) -> None:
     assert (registry.fleet(0.6).replicas, version(registry)) == ((), before)
 
 
-def test_a_silent_replica_is_asked_and_goes_when_its_port_refuses(registry: ReplicaRegistry) -> None:
-    registry.put(replica(), now=0.0)
-    assert registry.silent(SILENT_S) == []
-    (quiet,) = registry.silent(SILENT_S + 0.1)
-    assert not registry.give_up(quiet, SILENT_S + 0.1, refused=False)
-    assert registry.give_up(quiet, SILENT_S + 0.1, refused=True)
-    assert registry.of(KEY) == []
-
-
-def test_a_replica_that_neither_beats_nor_refuses_goes_after_a_while(registry: ReplicaRegistry) -> None:
-    registry.put(replica(), now=0.0)
-    (quiet,) = registry.silent(GONE_S)
-    assert not registry.give_up(quiet, GONE_S, refused=False)
-    assert registry.give_up(quiet, GONE_S + 0.1, refused=False)
-    assert not registry.give_up(quiet, GONE_S + 0.1, refused=True)
-
-
 def test_a_beat_during_the_probe_saves_it(registry: ReplicaRegistry) -> None:
     registry.put(replica(), now=0.0)
     (quiet,) = registry.silent(GONE_S + 1)
@@ -102,14 +85,6 @@ def test_models_are_a_new_version_only_when_they_change(registry: ReplicaRegistr
     assert version(registry) == before
     registry.set_models([msgspec.structs.replace(model, target=2)])
     assert version(registry) == before + 1
-
-
-def test_a_restarted_controller_supersedes_its_predecessor() -> None:
-    old, new = ReplicaRegistry(epoch=5.0), ReplicaRegistry(epoch=6.0)
-    for _ in range(3):
-        old.put(replica(), now=0.0)
-        old.put(replica(state=ReplicaPhase.STOPPED), now=0.0)
-    assert new.fleet(0.0).epoch > old.fleet(0.0).epoch
 
 
 async def test_waiting_ends_with_the_next_version(registry: ReplicaRegistry) -> None:

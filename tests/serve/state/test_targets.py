@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,11 +9,9 @@ import pytest
 
 from policy.config.deployment import ModelSpec
 from policy.config.model_revision import digest
-from policy.errors import TargetError
 from policy.scaling.rollout import LayerKey
 from serve.actuator.interface import Held
-from serve.state.targets import DesiredMode, Target, Targets, first_target, found_target
-from store.state_dir import StateDir
+from serve.state.targets import DesiredMode, Target, first_target, found_target
 from tests.serve.sim_documents import deployment, sim_model
 
 OTHER = {"profile": "sim-small", "seed": 7}
@@ -31,12 +28,6 @@ def settled(target: Target) -> Target:
 @pytest.fixture
 def first() -> Target:
     return first_target(spec(), (), now=10.0)
-
-
-def test_the_first_target(first: Target) -> None:
-    assert first.aim == DesiredMode(mode="multi-replica", shape="small", count=1, generation=1)
-    assert first.key() == LayerKey("m", "small", 1)
-    assert (first.since, first.created, first.settled, first.fallback) == (10.0, 10.0, False, None)
 
 
 def test_the_first_target_at_a_mode_that_may_be_empty_still_serves() -> None:
@@ -182,17 +173,3 @@ def test_what_runs_is_found_by_its_digest() -> None:
     assert found.aim == DesiredMode(mode="multi-replica", shape="small", count=3, generation=2)
     assert found_target(spec(sim=OTHER), held, now=5.0) is None
     assert found_target(spec(), {}, now=5.0) is None
-
-
-def test_targets_outlive_the_controller(tmp_path: Path, first: Target) -> None:
-    state = StateDir(tmp_path)
-    targets = Targets(state)
-    steered = settled(first).adopting(spec(sim=OTHER), now=20.0)
-    targets.put("m", steered)
-    targets.put("n", first)
-    again = Targets(state)
-    assert (again.names(), again.get("m"), again.get("n")) == (("m", "n"), steered, first)
-    again.drop("n")
-    again.drop("n")
-    with pytest.raises(TargetError, match="no model is called 'n'; this deployment has m"):
-        Targets(state).get("n")

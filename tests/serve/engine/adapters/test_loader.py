@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from policy.errors import AdapterRefused, EngineFailed
+from policy.errors import AdapterRefused
 from policy.placement.slots import HALF_LIFE_S, PATIENCE_S, PREFETCH_PAUSE
 from policy.wire.heartbeat import AdapterUse
 from serve.engine.adapters import loader
@@ -332,16 +332,6 @@ async def test_a_load_shows_what_the_engine_evicted_for_it() -> None:
         await until(lambda: there.engine.log[-1] == "-a")
         await there.used("a")
         assert there.engine.log == ["+a", "+b", "+c", "-a", "+a"]
-
-
-async def test_an_engine_that_dies_ends_the_loader_and_all_who_wait() -> None:
-    with pytest.raises(EngineFailed, match="core"):
-        async with replica(1) as there:
-            there.engine.broken = EngineFailed("the core is gone")
-            users = [there.use(letter) for letter in "aab"]
-            failed = await asyncio.gather(*(user.task for user in users), return_exceptions=True)
-            assert all(isinstance(error, EngineFailed) for error in failed)
-            assert there.adapters.refused() == ()
 
 
 async def test_files_that_fail_as_nobody_expected_are_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
