@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.e2e.conftest import CHAT, POOLING
+from tests.e2e.conftest import CHAT
 from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600, func_only=True)]
@@ -85,21 +85,3 @@ def test_a_tool_is_used(claude: anthropic.Anthropic) -> None:
     assert block.type == "tool_use"
     assert block.name == "get_weather"
     assert block.input["city"] in ("Paris", "Rome")
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "name"),
-    [
-        ({"model": "nobody"}, anthropic.NotFoundError, "not_found_error"),
-        ({"model": POOLING}, anthropic.BadRequestError, "invalid_request_error"),
-        ({"extra_body": {"temperature": -3}}, anthropic.BadRequestError, "invalid_request_error"),
-    ],
-)
-def test_a_bad_message_raises_its_class(
-    claude: anthropic.Anthropic, change: dict[str, Any], kind: type[anthropic.APIStatusError], name: str
-) -> None:
-    with pytest.raises(kind) as caught:
-        claude.messages.create(**{**ASK, **change}, extra_headers={"x-request-id": "bad-1"})
-    said: Any = caught.value.body
-    assert (said["type"], said["error"]["type"]) == ("error", name)
-    assert caught.value.request_id == "bad-1"

@@ -48,12 +48,7 @@ IDLE_WITHIN_S = 20.0
 
 
 class Aftermath:
-    """Around one row: on leaving, nothing is held any more and ``outcomes`` is what was counted.
-
-    ``outcomes`` are the requests of ``model`` by outcome, exactly; ``None`` where chance decides, and
-    then some were counted. ``attempts`` is how often replicas were asked for them. ``stalls`` are what
-    the machine took of the row's times.
-    """
+    """Around one row: on leaving, nothing is held any more and ``outcomes`` is what was counted."""
 
     def __init__(
         self, stand: Stand, model: str, outcomes: dict[str, int] | None, attempts: int | None

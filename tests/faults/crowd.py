@@ -20,10 +20,7 @@ MAX_WAIT_S = 5.0
 
 @dataclass
 class Visit:
-    """One client's request with all its attempts; instants are seconds of the event loop.
-
-    ``late_s`` is how much later than planned this process sent it.
-    """
+    """One client's request with all its attempts; instants are seconds of the event loop."""
 
     asked_at: float
     ended_at: float = 0.0
@@ -41,10 +38,7 @@ class Visit:
 
 
 class Crowd:
-    """Clients that each ask for ``tokens`` tokens of a stream.
-
-    Two of one ``seed`` arrive at the same instants, but never with the same prompts: those are cached.
-    """
+    """Clients that each ask for ``tokens`` tokens of a stream."""
 
     def __init__(self, url: str, model: str, *, tokens: int, seed: int = 1) -> None:
         self._url = url

@@ -15,10 +15,7 @@ from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, answer_jso
 
 @dataclass(eq=False)
 class Hit:
-    """One request that reached the upstream; instants are seconds of ``time.monotonic``.
-
-    ``left_at`` is set when the gateway closed the connection under an answer that was not finished.
-    """
+    """One request that reached the upstream; instants are seconds of ``time.monotonic``."""
 
     exchange: Exchange
     at: float
@@ -38,13 +35,7 @@ class Hit:
 
 
 class FaultyUpstream(FakeReplica):
-    """Speaks the replica port's contract, or as ``external`` is any OpenAI-compatible server.
-
-    ``faults`` answers requests by their prompt, else by their model; ``usual`` all others. ``log`` has
-    the clients' requests, ``probes`` the gateway's own. The load stream says
-    ``pretended`` requests more than there are, ``lies`` replace anything in it, and while ``frozen`` it
-    says nothing without ending.
-    """
+    """Speaks the replica port's contract, or as ``external`` is any OpenAI-compatible server."""
 
     def __init__(
         self,

@@ -28,10 +28,7 @@ WITHIN_S = 60.0
 
 
 class Live(Stand):
-    """A stand whose replicas are processes of a real local controller, which signals kill, stop and continue.
-
-    A token takes a simulated engine about 3 ms divided by ``speed``.
-    """
+    """A stand whose replicas are processes of a real local controller."""
 
     def __init__(self, root: Path, gateway: dict[str, Any] | None = None, *, speed: float = 0.3) -> None:
         super().__init__(root, gateway)

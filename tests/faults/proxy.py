@@ -9,12 +9,7 @@ import socket
 
 
 class Proxy:
-    """Stands in front of ``target``, a port of loopback; every property may change while it runs.
-
-    ``latency_s`` delays each piece by that much, plus up to ``jitter_s`` drawn from ``seed``, in order.
-    ``links`` are the connections to it, with the ports that they come from.
-    ``slice_bytes`` is the most that is written at once.
-    """
+    """Stands in front of ``target``, a port of loopback; every property may change while it runs."""
 
     def __init__(self, target: int, *, seed: int = 0) -> None:
         self._target = target

@@ -18,11 +18,7 @@ PATIENCE_S = 60.0
 
 @dataclass(eq=False)
 class Reply:
-    """What came of one request; instants are seconds of ``time.monotonic``.
-
-    ``arrivals`` are the pieces of the body with their instants. ``whole`` says that the body ended as
-    its framing promised, ``cut`` that the connection ended before.
-    """
+    """What came of one request; instants are seconds of ``time.monotonic``."""
 
     path: str
     asked_at: float

@@ -19,11 +19,7 @@ GATEWAY = {"queue_timeout_s": 15}
 
 
 async def spread(stand: Stand, model: str, fleet: list[FaultyUpstream], streams: int) -> list[int]:
-    """How many of ``streams`` long ones, begun one after the other, each replica has.
-
-    None has a token before all are placed: on a busy machine tokens come later from one than from the other,
-    and routing learns from that as well.
-    """
+    """How many of ``streams`` long ones, begun one after the other, each replica has."""
     placed = asyncio.Event()
     for one in fleet:
         one.usual = hold(placed, faults.paced(200, 0.05))

@@ -42,10 +42,10 @@ async def test_1_a_refused_connection(stand: Stand, model: str, stream: bool) ->
     assert reply.headers["x-tidegate-replica"] == good.id
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_2_an_error_before_the_first_event(stand: Stand, model: str, stream: bool) -> None:
+@pytest.mark.parametrize(("code", "stream"), [(500, False), (500, True), (503, False)])
+async def test_2_3_an_error_before_the_first_event(stand: Stand, model: str, code: int, stream: bool) -> None:
     bad, good = await stand.fleet(model, 2)
-    bad.usual = faults.status(500)
+    bad.usual = faults.status(code, retry_after="3600") if code == 503 else faults.status(code)
     await stand.prefer(bad)
     async with stand.aftermath(model, {"ok": 1}, attempts=2):
         reply = await stand.ask(model, stream=stream)
@@ -61,15 +61,6 @@ async def test_2_errors_everywhere_are_tried_twice(stand: Stand, model: str, pat
     assert reply.error is not None
     assert "secret" not in reply.error["message"]
     assert sorted(len(one.log) for one in fleet) == [0, 0, 1, 1]
-
-
-async def test_3_unavailable_goes_elsewhere(stand: Stand, model: str) -> None:
-    bad, good = await stand.fleet(model, 2)
-    bad.usual = faults.status(503, retry_after="3600")
-    await stand.prefer(bad)
-    async with stand.aftermath(model, {"ok": 1}, attempts=2):
-        reply = await stand.ask(model)
-    assert reply.headers["x-tidegate-replica"] == good.id
 
 
 async def test_3_unavailable_everywhere_says_when_to_come_back(stand: Stand, model: str) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from flask import Flask
 
 from gateway.telemetry.metrics import Metrics
 from loadtests import gateway_metrics, report
@@ -165,3 +168,28 @@ def test_prompts_differ_from_the_first_word_and_have_their_length() -> None:
     assert one.split()[0] != other.split()[0]
     assert 90 <= len(one.split()) <= 110
     assert prompt(1, rng)
+
+
+def test_the_page_has_a_tab_with_the_rows() -> None:
+    app = Flask("page")
+    app.add_url_rule("/stats/requests", "stats", lambda: {"state": "running"})
+    app.add_url_rule("/other", "other", lambda: {"state": "running"})
+    ledger = Ledger()
+    ledger.begin(0.0)
+    ledger.end(Outcome("chat, whole", e2e_s=1.0, tokens=30), Objective(ttft_s=1.0, itl_s=0.05), 2.0)
+    page: Any = SimpleNamespace(app=app, template_args={"kept": 1})
+    report.add_web_tab(page, ledger)
+    (table,) = page.template_args["extended_tables"]
+    assert page.template_args["kept"] == 1
+    assert [column["key"] for column in table["structure"]] == list(report.COLUMNS)
+
+    client = app.test_client()
+    said = client.get("/stats/requests").get_json()
+    assert said == {
+        "state": "running",
+        "extended_stats": [{"key": table["key"], "data": report.rows(ledger)}],
+    }
+    assert client.get("/other").get_json() == {"state": "running"}
+    heads, *lines = client.get(page.template_args["extended_csv_files"][0]["href"]).text.splitlines()
+    assert heads.startswith("User,Requests")
+    assert lines[0].startswith('"chat, whole",1,0,0')

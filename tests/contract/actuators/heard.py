@@ -18,10 +18,7 @@ from policy.wire.heartbeat import Heartbeat, Orders
 
 @dataclass
 class Heard:
-    """The replicas that are not stopped, by id; ``states`` keeps what each went through.
-
-    Those in ``leaving`` are told to leave, and why.
-    """
+    """The replicas that are not stopped, by id; ``states`` keeps what each went through."""
 
     replicas: dict[str, Replica] = field(default_factory=dict)
     states: dict[str, list[ReplicaPhase]] = field(default_factory=dict)

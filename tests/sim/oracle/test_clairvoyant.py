@@ -32,21 +32,18 @@ def plan(needs: list[int], lead_s: float) -> Plan:
     return plan_layers(np.array(needs), 5.0, lead_s)
 
 
-def test_a_layer_stays_through_a_gap_of_the_lead_and_leaves_a_longer_one() -> None:
-    assert plan([1, 0, 0, 1], lead_s=10.0) == Plan((0.0,), (1,), 20.0, 20.0)
-    assert plan([1, 0, 0, 1], lead_s=9.0) == Plan((0.0, 5.0, 6.0), (1, 0, 1), 20.0, 19.0)
-
-
-def test_a_start_is_issued_the_lead_ahead() -> None:
-    assert plan([1, 1, 1, 1, 2, 1], lead_s=7.0) == Plan((0.0, 13.0, 25.0), (1, 2, 1), 30.0, 30.0 + 12.0)
-
-
-def test_who_is_needed_before_a_start_could_be_ready_is_there_from_the_beginning() -> None:
-    assert plan([0, 2, 0], lead_s=60.0) == Plan((0.0, 10.0), (2, 0), 15.0, 20.0)
-
-
-def test_nobody_is_needed() -> None:
-    assert plan([0, 0], lead_s=60.0) == Plan((0.0,), (0,), 10.0, 0.0)
+@pytest.mark.parametrize(
+    ("needs", "lead_s", "expected"),
+    [
+        ([1, 0, 0, 1], 10.0, Plan((0.0,), (1,), 20.0, 20.0)),  # stays through a gap of the lead
+        ([1, 0, 0, 1], 9.0, Plan((0.0, 5.0, 6.0), (1, 0, 1), 20.0, 19.0)),
+        ([1, 1, 1, 1, 2, 1], 7.0, Plan((0.0, 13.0, 25.0), (1, 2, 1), 30.0, 42.0)),
+        ([0, 2, 0], 60.0, Plan((0.0, 10.0), (2, 0), 15.0, 20.0)),  # needed before a start could be ready
+        ([0, 0], 60.0, Plan((0.0,), (0,), 10.0, 0.0)),
+    ],
+)
+def test_a_layer_starts_the_lead_ahead(needs: list[int], lead_s: float, expected: Plan) -> None:
+    assert plan(needs, lead_s) == expected
 
 
 @pytest.mark.slow

@@ -182,20 +182,6 @@ def test_all_who_come_at_one_instant_start_together() -> None:
     assert [event.at for event in drained(engine)] == [pytest.approx(1.0 + MODEL.step_time(30, 30, 3))] * 6
 
 
-def test_a_crash_loses_everybody_and_it_can_begin_again() -> None:
-    engine = Engine(TIMING, slots=1, adapter_load_s=0.5)
-    for number in range(6):
-        engine.submit(Job(number, 10, 50, "a" if number == 5 else ""), 0.0)
-    engine.catch_up(0.25)
-    assert engine.crash() == [0, 1, 2, 3, 4, 5]
-    assert (engine.in_flight, engine.kv_used, engine.pending_tokens, engine.slots.loaded) == (0, 0.0, 0, ())
-    assert engine.next_at() == math.inf
-    assert engine.busy_s == pytest.approx(0.25)
-    assert engine.adapter_loads == 1
-    engine.submit(Job(0, 10, 1), 1.0)
-    assert [event.number for event in drained(engine)] == [0, 0]
-
-
 def test_a_prompt_that_was_there_before_takes_less() -> None:
     timing = Timing(limits=Limits(max_num_batched_tokens=9000, max_num_seqs=4, kv_tokens=9000), model=MODEL)
     engine = Engine(timing, slots=2, adapter_load_s=0.0, prefix_tokens=9000)
@@ -305,11 +291,7 @@ def served(arrivals: NDArray[np.float64], steps: NDArray[np.int64], step_s: floa
 def mean_wait(
     waits: NDArray[np.float64], service: NDArray[np.float64], gaps: NDArray[np.float64], moments: list[float]
 ) -> float:
-    """The mean of ``waits``, with what is known to have mean 0 regressed out of the means of batches.
-
-    ``moments`` are the means of service, its square, gaps, and their square. A gap follows its wait and a
-    service time does not depend on it, so their products with it have the product's mean.
-    """
+    """The mean of ``waits``, with what is known to have mean 0 regressed out of the means of batches."""
     known = [
         service - moments[0],
         service**2 - moments[1],
