@@ -50,6 +50,7 @@ async def serves(live: Live, replica: str) -> None:
 
 @pytest.mark.parametrize("what", ["engine", "host"])
 async def test_23_24_a_kill(live: Live, what: str) -> None:
+    """Whoever has a byte hears of it; all others are served elsewhere and notice nothing."""
     fleet = await live.settle(2)
     victim = min(fleet)
     async with live.aftermath(MODEL) as after:

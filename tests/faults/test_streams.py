@@ -103,6 +103,7 @@ def sent(data: bytes) -> Answer:
 async def test_8_13_a_stream_that_breaks_ends_in_one_error(
     stand: Stand, model: str, answer: Answer, said: str, lost: bytes
 ) -> None:
+    """What came whole is delivered, ``lost`` is not, and nothing that was begun is begun again."""
     one, other = await stand.fleet(model, 2, usual=answer)
     async with stand.aftermath(model, {"stream_broken": 1}, attempts=1):
         reply = await stand.ask(model, stream=True)

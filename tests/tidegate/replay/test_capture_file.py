@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from io import BytesIO
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -32,12 +31,6 @@ def test_lines_come_into_the_order_of_their_instants(
     in_order(part, target, most=most)
     assert [arrival.at for arrival in open_trace(target)] == [at - min(instants) for at in sorted(instants)]
     assert sorted(path.name for path in folder.iterdir()) == ["part", "target"]
-
-
-def test_a_capture_without_requests_is_a_header(tmp_path: Path) -> None:
-    (tmp_path / "part").write_bytes(HEADER)
-    in_order(tmp_path / "part", tmp_path / "target")
-    assert (tmp_path / "target").read_bytes() == HEADER
 
 
 @settings(max_examples=25)
