@@ -36,7 +36,6 @@ class Tenant:
     client: ControllerClient
 
     def write(self, *models: dict[str, Any]) -> None:
-        """Put a document on disk, as a supervisor does before it starts anything."""
         self.state.save(self.state.deployment_path, document(*models, cluster=self.cluster))
 
     def command(self, verb: str) -> None:
@@ -47,8 +46,6 @@ class Tenant:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def ready(self, *models: str) -> set[str]:
-        """The process of the controller and its replicas, once each of ``models`` has one."""
-
         def found() -> bool:
             try:
                 status = self.client.status()

@@ -45,7 +45,6 @@ def chat(stack: Stack, model: str, question: str) -> str:
 
 @pytest.fixture
 def named_adapter(stack: Stack, tmp_path: Path) -> Iterator[str]:
-    """An adapter that is there for one test, and that no replica has seen before."""
     stack.steady(CHAT, 1)
     tell(stack, "add", "first", str(make(tmp_path / "first", 10 + next(COUNT))))
     yield "first"

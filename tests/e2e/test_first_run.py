@@ -73,7 +73,6 @@ def is_open(port: int) -> bool:
 
 
 def fresh_environment(folder: Path) -> dict[str, str]:
-    """A user without any file; how pip reaches its index stays the machine's matter."""
     ours = ("TIDEGATE_", "RAY_", "XDG_", "VIRTUAL_ENV", "PYTHON")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     home = folder / "home"

@@ -102,7 +102,6 @@ def test_replicas_spread_over_the_nodes_and_leave_with_down(
 
 
 def on_both_nodes(stack: Stack) -> list[Replica]:
-    """The replicas, once each node has one: Serve spreads them, and promises no place."""
     for count in range(2, 9):
         assert stack.run("scale", "sim", str(count)).returncode == 0
         stack.steady("sim", count)

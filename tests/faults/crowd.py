@@ -65,7 +65,6 @@ class Crowd:
         return visit
 
     async def open_loop(self, rate: float, seconds: float, **more: Any) -> list[Visit]:
-        """Visits at Poisson instants, ``rate`` a second, whatever becomes of them."""
         at = self._loop.time()
         end = at + seconds
         instants: list[float] = []

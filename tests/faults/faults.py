@@ -32,8 +32,6 @@ def reply(body: bytes, *, code: int = 200, content_type: str = "application/json
 
 
 def stalling(after: bytes = b"") -> Answer:
-    """The head of a stream and ``after``, then silence until the gateway leaves."""
-
     async def answer(exchange: Exchange) -> None:
         await exchange.head(EVENTS)
         if after:
@@ -48,8 +46,6 @@ async def silent(exchange: Exchange) -> None:
 
 
 def breaking(after: bytes, *, reset: bool) -> Answer:
-    """A stream whose connection ends (FIN), or is reset (RST), after ``after``."""
-
     async def answer(exchange: Exchange) -> None:
         await exchange.head(EVENTS)
         await exchange.chunk(after)
@@ -103,8 +99,6 @@ def held(until: asyncio.Event, before: int = 3) -> Answer:
 
 
 def kept_alive(comments: int, gap_s: float) -> Answer:
-    """A prefill of ``comments`` keep-alive comments, ``gap_s`` apart, then an answer."""
-
     async def answer(exchange: Exchange) -> None:
         await exchange.head(EVENTS)
         for _ in range(comments):
@@ -117,8 +111,6 @@ def kept_alive(comments: int, gap_s: float) -> Answer:
 
 
 def flooding(block: bytes, total: int, *, end: bytes = b"") -> Answer:
-    """``total`` bytes of ``block`` as quickly as they are taken, then ``end``."""
-
     async def answer(exchange: Exchange) -> None:
         await exchange.head(EVENTS)
         for _ in range(total // len(block)):

@@ -30,7 +30,6 @@ class Hit:
 
     @property
     def probe(self) -> bool:
-        """Whether the gateway itself asks, by a canary, if this replica works."""
         return self.exchange.path == "/v1/completions" and self.exchange.json.get("max_tokens") == 1
 
 
@@ -61,12 +60,10 @@ class FaultyUpstream(FakeReplica):
 
     @property
     def url(self) -> str:
-        """Where the fleet says that it is: behind its proxy, if it has one."""
         return f"http://127.0.0.1:{self.port if self.proxy is None else self.proxy.port}"
 
     @property
     def reached(self) -> tuple[int, set[int]]:
-        """The port that the gateway connects to, and the ports that are connected to it."""
         if self.proxy is not None:
             return self.proxy.port, set(self.proxy.links.values())
         return self.port, {one.transport.get_extra_info("peername")[1] for one in self.connections}
@@ -85,14 +82,12 @@ class FaultyUpstream(FakeReplica):
         self._server.close()
 
     def close_idle(self) -> int:
-        """Close, in order, the kept connections that serve nothing; how many there were."""
         idle = [c for c in self.connections if c.exchange is not None and c.exchange.answered]
         for connection in idle:
             connection.transport.close()
         return len(idle)
 
     def die(self) -> None:
-        """Listen no more and break every connection, as a process that is killed does."""
         self.refuse_connections()
         for connection in list(self.connections):
             if connection.exchange is not None:

@@ -56,7 +56,6 @@ class Live(Stand):
 
     @asynccontextmanager
     async def running(self, replicas: int) -> AsyncIterator[Live]:
-        """A controller, a worker and ``replicas`` that serve; all end with the block."""
         try:
             await self.start_controller()
             await self.start_worker()

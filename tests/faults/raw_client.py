@@ -62,7 +62,6 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any] | None:
-        """The error, of a refusal or the last event of a stream; ``None`` for a success."""
         if self.status != 200:
             return dict(self.json["error"])
         if not self.streamed:
@@ -117,7 +116,6 @@ class RawClient:
         *,
         window_bytes: int | None = None,
     ) -> RawClient:
-        """Send a request; ``window_bytes`` bounds what the kernel takes before it is read."""
         sock = socket.socket()
         sock.setblocking(False)
         if window_bytes is not None:

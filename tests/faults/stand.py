@@ -51,7 +51,6 @@ class Stand(Stack):
         return (self.root / "worker.log").read_text()
 
     async def start_worker(self, number: int = 0) -> asyncio.subprocess.Process:
-        """Start a worker that logs to a file, which no amount of faults fills."""
         path = self.root / "worker.log"
         with path.open("ab") as log:
             process = await self.spawn_worker(number, log, **self.environment)
@@ -112,7 +111,6 @@ class Stand(Stack):
         return proxy
 
     async def prefer(self, *wanted: FaultyUpstream) -> None:
-        """Let the others look busy, so that the next requests go to ``wanted``."""
         for one in self.upstreams:
             one.say(pretended=0 if one in wanted else PRETENDED)
         names = {one.id for one in wanted}
@@ -160,7 +158,6 @@ class Stand(Stack):
         return Aftermath(self, model, outcomes, attempts)
 
     async def scrape(self) -> str:
-        """All metrics; to render them costs a worker some ten milliseconds."""
         return (await self.admin.get("/metrics")).text
 
     async def samples(

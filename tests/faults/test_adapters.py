@@ -50,8 +50,6 @@ async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stan
 
 
 def refusing(usual: Answer) -> Answer:
-    """A replica that can load no adapter, and does not list what it could not."""
-
     async def answer(exchange: Exchange) -> None:
         if "x-tidegate-adapter" in exchange.headers:
             await exchange.refuse("adapter_failed", "files_missing: they are gone")

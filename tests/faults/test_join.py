@@ -26,7 +26,6 @@ async def heard(stand: Stand, upstream: FaultyUpstream) -> None:
 
 
 async def joining(stand: Stand, model: str, **more: Any) -> tuple[FaultyUpstream, FaultyUpstream]:
-    """A replica that serves, and one that has started and is not in the fleet."""
     (warm,) = await stand.fleet(model, 1, **more)
     cold = stand.upstream(model)
     cold.state = "starting"

@@ -19,7 +19,6 @@ GATEWAY = {"queue_timeout_s": 15}
 
 
 async def spread(stand: Stand, model: str, fleet: list[FaultyUpstream], streams: int) -> list[int]:
-    """How many of ``streams`` long ones, begun one after the other, each replica has."""
     placed = asyncio.Event()
     for one in fleet:
         one.usual = hold(placed, faults.paced(200, 0.05))

@@ -179,7 +179,6 @@ async def test_30_a_request_that_kills_its_replica(stand: Stand, model: str) -> 
 
 
 async def behind_a_proxy(stand: Stand, model: str) -> tuple[FaultyUpstream, FaultyUpstream]:
-    """Two replicas, the first of which is behind a proxy, and is preferred."""
     bad, good = await stand.fleet(model, 2)
     await stand.put_behind_a_proxy(bad)
     await stand.prefer(bad)

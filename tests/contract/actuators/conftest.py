@@ -20,7 +20,6 @@ def ray_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
 
 @pytest.fixture(scope="package")
 def ray_joined(ray_site: RayHead) -> Iterator[tuple[str, str]]:
-    """This process as a client of the head: the dashboard's address and the token."""
     assert "ray" not in sys.modules, "Ray reads its token mode when it is loaded: join before importing it"
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):

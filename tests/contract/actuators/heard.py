@@ -34,7 +34,6 @@ class Heard:
         return Orders(leave=self.leaving[replica.id]) if replica.id in self.leaving else None
 
     def of(self, key: LayerKey, state: ReplicaPhase) -> dict[str, int]:
-        """The engine's process id of each replica of the layer in ``state``."""
         return {
             replica.id: replica.pid
             for replica in list(self.replicas.values())

@@ -41,7 +41,6 @@ class Site:
     tell: Callable[[], None] = lambda: None
 
     async def restart(self) -> None:
-        """Go on with another actuator, as a controller does that was restarted."""
         await self.actuator.close()
         self.actuator = self.make()
 

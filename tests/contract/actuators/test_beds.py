@@ -79,7 +79,6 @@ class Site:
                 await asyncio.sleep(0 if self.cluster is not None else 0.05)
 
     async def awake(self, large: int, small: int) -> set[int]:
-        """The process ids of all engines, once so many are awake and the others asleep."""
         await self.until(
             lambda: (
                 (len(self.of(LARGE, READY)), len(self.of(SMALL, READY))) == (large, small)

@@ -26,7 +26,6 @@ LONG, SHORT = "single-large", "multi-replica"
 
 
 def deployment(**more: Any) -> Deployment:
-    """Four imitated cards that both shapes share; what is confirmed takes seconds."""
     model = {
         "name": "m",
         "engine": "sim",

@@ -49,7 +49,6 @@ class Chromium:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """What the browser answers to one command of its DevTools protocol."""
         self._asked += 1
         message: dict[str, Any] = {"id": self._asked, "method": method, "params": parameters}
         if self._session:
@@ -62,7 +61,6 @@ class Chromium:
         return result
 
     def open(self, path: Path, width: int = 1400, height: int = 1000, *, dark: bool = False) -> None:
-        """Load a file in a window of that size, and wait until it is there."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call(
@@ -86,7 +84,6 @@ class Chromium:
         return [event["params"]["request"]["url"] for event in self._of("Network.requestWillBeSent")]
 
     def complaints(self) -> list[dict[str, Any]]:
-        """What stands in the console: errors, and what the page's own policy forbade."""
         return self._of("Log.entryAdded") + self._of("Runtime.exceptionThrown")
 
     def close(self) -> None:

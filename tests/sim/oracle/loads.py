@@ -25,7 +25,6 @@ def problem(
     least: int = 0,
     most: int | None = None,
 ) -> Problem:
-    """One replica takes 2 requests per second, and so 1 in each tenth of a bin."""
     return Problem(
         demand=np.array(tenths, dtype=np.float64),
         bin_s=5.0,

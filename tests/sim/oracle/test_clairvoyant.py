@@ -169,7 +169,6 @@ ASKED = Problem(
 
 
 def served(plan: Plan) -> float:
-    """What of the fluid is served: without a lead a plan has just what each bin needs."""
     ready = np.array([plan.count_at(ASKED.bin_s * index) for index in range(ASKED.bins)])
     return float(np.minimum(ASKED.load, ready).sum() / ASKED.load.sum())
 

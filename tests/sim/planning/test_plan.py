@@ -290,7 +290,6 @@ DEMAND = Demand(
 
 
 async def streamed(tokens: int) -> int:
-    """Bytes of a chat answer of the simulated engine, whose model is called ``base``."""
     body = {
         "model": "base",
         "messages": [{"role": "user", "content": "hello"}],

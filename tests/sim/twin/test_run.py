@@ -25,7 +25,6 @@ WORLD = Scenario(crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.
 
 
 def deployment(**changes: Any) -> Deployment:
-    """One model on up to six small cards, and what a test changes of it."""
     control = {"slo": {"ttft_p95_s": 2.0, "itl_p95_s": 0.2}, "assumed_start_s": 30} | changes.pop(
         "control", {}
     )

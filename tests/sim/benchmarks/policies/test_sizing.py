@@ -14,7 +14,6 @@ FULL = Full(at_once=20.0, kv_used=0.4, least=4, most=16)
 
 
 def rungs(name: str, full: Full = FULL) -> list[Any]:
-    """The parameters of each rung, as the document's reader takes them."""
     chosen = [choose("policy", choice) for choice in ladder(name, full)]
     assert {each.name for each in chosen} == {name}
     return [each.parameters for each in chosen]
