@@ -141,6 +141,16 @@ def test_a_response_and_its_stream(client: openai.OpenAI) -> None:
     assert cut.status == "incomplete"
 
 
+def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
+    listed = client.models.list()
+    assert [card.id for card in listed.data] == [CHAT, POOLING]
+    for card in listed.data:
+        assert (card.object, card.owned_by) == ("model", "tidegate")
+        assert client.models.retrieve(card.id) == card
+    # The list does not name the path of the weights.
+    assert "/" not in listed.to_json()
+
+
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
 
 
