@@ -17,6 +17,7 @@ from policy.scaling.rollout import LayerKey
 from policy.types import ReplicaPhase
 from serve.autoscaler import autoscaler
 from serve.autoscaler.autoscaler import KeptState
+from serve.controller import controller as control
 from serve.controller_messages import LoggedDecision, ModelStatus
 from store.state_dir import StateDir
 from tests.serve.plane import READY, SMALL, Plane
@@ -201,6 +202,29 @@ async def test_a_document_that_was_kept_is_adopted_whole_though_the_disk_is_full
     await traffic.run(1)
     await plane.restart()
     assert [status.generation for status in plane.controller.status().models] == [2, 2]
+
+
+async def test_a_controller_outlives_a_full_disk(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "RETRY_S", 0.0)
+    await plane.up(document(model(tmp_path)))
+    again = asyncio.Event()
+    outcomes = iter([OSError(errno.ENOSPC, "no space left on device")])
+
+    async def tick() -> None:
+        if error := next(outcomes, None):
+            raise error
+        again.set()
+
+    monkeypatch.setattr(plane.controller, "tick", tick)
+    running = asyncio.create_task(plane.controller.run())
+    waiting = asyncio.create_task(again.wait())
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    assert again.is_set()
+    assert any("no space left" in event for event in plane.controller.status().events)
+    running.cancel()
+    await asyncio.wait({running})
 
 
 async def test_the_more_important_model_gets_what_the_other_gives_up(plane: Plane, tmp_path: Path) -> None:
