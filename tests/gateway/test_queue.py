@@ -6,11 +6,21 @@ import asyncio
 
 import pytest
 
-from tests.gateway.fake_replica import DONE, Exchange, FakeReplica, event, hold, stream
+from tests.gateway.fake_replica import ANSWER, DONE, Exchange, FakeReplica, event, hold, stream
 from tests.gateway.worker import Stack, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_a_request_waits_for_the_fleet(shared: Stack) -> None:
+    await shared.ready()
+    asked = asyncio.create_task(shared.chat())
+    await shared.queued(1)
+    replica = await shared.replica("late")
+    shared.controller.set(replica)
+    assert (await asked).content == ANSWER
+    await shared.queued(0)
 
 
 async def test_its_own_deadline_ends_the_wait_with_503(shared: Stack) -> None:
