@@ -102,6 +102,13 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path, text: str, name: str, 
     assert str(refused.value.value).endswith(f"mine.py:{name}")
 
 
+def test_parameters_that_it_does_not_take_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parameters that Adds takes .*'fewer'"):
+        loaded(custom(tmp_path, fewer=1))
+    with pytest.raises(ConfigError, match="a module that can be imported"):
+        loaded({"custom": "no_such_module_here:Adds"})
+
+
 class Answering:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -162,6 +169,22 @@ class Answers:
         memory["seen"].append(view.at)
         assert self.go.wait(60)
         return Proposal(count=4, reason="all", terms={"all": 4}, memory=memory)
+
+
+def test_one_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.01)
+    events: list[str] = []
+    answers = Answers()
+    policy = GuardedPolicy(answers, events.append, alone=True)
+    for _ in range(3):
+        assert policy.decide(VIEW, {"seen": []}).count == 3
+    assert (answers.asked, len(events)) == (1, 1)
+    assert "no answer within 0.01 s; the count stays" in events[0]
+    answers.go.set()
+    assert policy._asked is not None
+    policy._asked.join()
+    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 60.0)
+    assert policy.decide(VIEW, {"seen": []}).count == 4
 
 
 def test_one_that_changes_the_memory_it_is_given_changes_its_own() -> None:

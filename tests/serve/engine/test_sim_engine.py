@@ -134,6 +134,14 @@ async def test_logprobs_come_for_every_token(client: httpx.AsyncClient) -> None:
     assert plain["logprobs"]["text_offset"][1] == len(plain["logprobs"]["tokens"][0])
 
 
+async def test_models_list_the_base_and_its_adapters(client: httpx.AsyncClient, engine: Engine) -> None:
+    base, adapter = (await client.get("/v1/models")).json()["data"]
+    assert (base["id"], base["parent"], base["max_model_len"]) == ("base", None, 512)
+    assert (adapter["id"], adapter["parent"]) == ("sql", "base")
+    assert engine.adapters() == ("sql",)
+    assert (await post(client, "/v1/completions", model="sql", prompt="x"))["model"] == "sql"
+
+
 @pytest.mark.parametrize(
     ("content", "status", "param"),
     [

@@ -17,6 +17,7 @@ from policy.errors import EngineFailed
 from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
 from serve.host import shared_gpu_host
+from serve.host.host import ReplicaHost
 from serve.host.shared_gpu_host import SharedGpuHost, host_of
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
@@ -27,6 +28,7 @@ Make = Callable[..., SharedGpuHost]
 
 
 def model(**over: Any) -> dict[str, Any]:
+    """A large shape of two GPUs, and two small ones of one each on them."""
     written: dict[str, Any] = {
         "sim": {"profile": "sim-small", "wake_s": 0.05},
         "shapes": {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}},
@@ -69,6 +71,7 @@ def of(bed: SharedGpuHost, shape: str) -> list[Replica]:
 
 
 async def until(bed: SharedGpuHost, true: Callable[[], object]) -> None:
+    """Wait, and see to it that engines of two shapes are never awake together."""
     async with asyncio.timeout(WITHIN_S):
         while not true():
             awake = {replica.shape for replica in snapshots(bed) if replica.state in (READY, DRAINING)}
@@ -77,10 +80,19 @@ async def until(bed: SharedGpuHost, true: Callable[[], object]) -> None:
 
 
 def serves(bed: SharedGpuHost, shape: str, count: int) -> Callable[[], bool]:
+    """Whether so many of the shape are ready, and all others asleep."""
     return lambda: (
         sum(replica.state is READY for replica in of(bed, shape)) == count
         and sum(replica.state is ASLEEP for replica in snapshots(bed)) == 3 - count
     )
+
+
+def test_a_model_without_a_bed_has_a_host_of_one_engine(tmp_path: Path) -> None:
+    spec = host_spec(deployment(sim_model()).models[0], tmp_path)
+    host = host_of(spec, replica="r", address="127.0.0.1", node="local")
+    assert isinstance(host, ReplicaHost)
+    assert host.replicas == (host,)
+    host._log.close()
 
 
 async def test_every_engine_is_made_and_only_those_that_are_wanted_are_awake(make: Make) -> None:
@@ -225,6 +237,16 @@ async def test_one_that_dies_asleep_is_made_anew_when_it_is_wanted(make: Make) -
         True,
     ]
     assert [replica.start_path for replica in of(bed, "small")] == [StartPath.CACHED, StartPath.SLEEPING]
+
+
+async def test_one_that_dies_awake_comes_back_in_place(make: Make) -> None:
+    bed = make()
+    bed.order({"large": 0, "small": 1})
+    await bed.start()
+    first = of(bed, "small")[0]
+    assert first.state is READY
+    os.kill(first.pid, signal.SIGKILL)
+    await until(bed, lambda: of(bed, "small")[0].incarnation == 1 and serves(bed, "small", 1)())
 
 
 async def test_draining_and_stopping_leave_no_process(make: Make) -> None:
