@@ -181,8 +181,8 @@ def test_more_load_never_costs_less(one: float, other: float, slo: SloConfig) ->
     for mode in (LARGE.mode, SMALL.mode):
         before, after = (seen(large(slo=slo), rate)[mode] for rate in (low, high))
         assert before.count <= after.count
-        # Fewer replicas that are fuller may meet it as well: to some extent.
-        assert before.cost <= after.cost * 1.1 + 1e-9
+        # Fewer, fuller replicas may meet the SLO as well, within the precision of a prediction.
+        assert before.cost <= after.cost * 1.03 + 1e-9
 
 
 # The rule.
