@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import TidegateError, Unreachable
 from serve.actuator.interface import Actuator
 from serve.controller.client import ControllerClient

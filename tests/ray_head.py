@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from serve.ray_cluster import head_command, temp_dir
 from store.state_dir import StateDir
 from tests.ports import free_ports

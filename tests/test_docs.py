@@ -13,7 +13,7 @@ import click
 import pytest
 import yaml
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from sim.workload.workload_spec import parse_workload
 from tidegate.cli import group
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.engine.performance_model_file import model_file
 from policy.errors import ConfigError
 from serve.autoscaler.custom_policy import beside

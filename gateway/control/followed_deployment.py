@@ -12,7 +12,7 @@ from gateway.intake.adapter_catalog import CatalogView
 from gateway.routing.fleet import FleetView
 from gateway.telemetry.log import Log
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from store.state_dir import StateDir
 

@@ -1,6 +1,6 @@
 """The deployment file as frozen structures.
 
-:func:`policy.document.parse.parse` makes a :class:`Deployment` of the decoded YAML.
+:func:`policy.deployment_file.parse.parse` makes a :class:`Deployment` of the decoded YAML.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from policy.hashing import hash_name
-from policy.placement.plan import PLAN_PERIOD_S, plan
-from policy.placement.types import EMPTY, Demand, Host, Plan
+from policy.adapter_placement.plan import PLAN_PERIOD_S, plan
+from policy.adapter_placement.types import EMPTY, Demand, Host, Plan
 from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import Alias, served_name
 from policy.wire.heartbeat import AdapterRef, Orders

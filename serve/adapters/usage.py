@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from policy.placement.slots import HALF_LIFE_S
+from policy.adapter_placement.slots import HALF_LIFE_S
 from policy.stats.decay import DecayingCount
 from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import served_name

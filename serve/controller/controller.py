@@ -19,7 +19,7 @@ import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.model_revision import digest
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError
 from policy.scaling.rollout import Layer, LayerKey, reached, step, verdict
 from policy.scaling.types import Override

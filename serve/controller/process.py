@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvloop
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from serve.actuator.local import LocalActuator
 from serve.controller.server import serve_controller
 from store.state_dir import StateDir

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from serve.actuator.interface import Actuator
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app

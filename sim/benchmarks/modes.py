@@ -22,7 +22,7 @@ from sim.charts import figure as charts
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry, Summary, summarise
 from sim.results.series import Dwell, chart_data
-from sim.twin.record import HOUR_S, Floats, Record
+from sim.simulator.record import HOUR_S, Floats, Record
 
 # The name of the deployment that switches by load; the others have the name of their mode.
 BY_LOAD = "by_load"

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from policy.errors import TargetError
 from policy.scaling.view import Proposal, View
 from sim.oracle.problem import ROUNDING, Problem
-from sim.twin.record import Floats, Ints
+from sim.simulator.record import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

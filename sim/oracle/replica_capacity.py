@@ -22,7 +22,7 @@ from policy.engine.profiles import max_request_tokens, shipped
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.planning.demand import met_alone
 from sim.request_arrival import Arrival
-from sim.twin.run import simulate
+from sim.simulator.run import simulate
 from sim.workload.trace_statistics import Load
 
 

@@ -14,9 +14,9 @@ from policy.engine.profiles import max_request_tokens, shipped
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.planning.candidates import Candidate
 from sim.planning.demand import Arrivals, Demand, met_alone
-from sim.twin.record import HOUR_S, Outcome, Record, Requests, finite_quantiles
-from sim.twin.run import simulate
-from sim.twin.scenario import EARTH, Crash, Scenario
+from sim.simulator.record import HOUR_S, Outcome, Record, Requests, finite_quantiles
+from sim.simulator.run import simulate
+from sim.simulator.scenario import EARTH, Crash, Scenario
 
 # Counts below the least one that are tried too: near the SLO more replicas may do worse by chance.
 DEPTH = 2

@@ -16,7 +16,7 @@ from policy.scaling.view import Policy
 from sim.oracle.bounds import Bounds
 from sim.request_arrival import Arrival
 from sim.results.series import ChartData, chart_data
-from sim.twin.record import HOUR_S, LOST, Floats, Outcome, Record, finite_quantiles
+from sim.simulator.record import HOUR_S, LOST, Floats, Outcome, Record, finite_quantiles
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

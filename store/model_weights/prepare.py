@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import msgspec
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import ModelUnavailable, TidegateError
 from store.model_weights.directory import prepare_directory
 from store.model_weights.hub import ID, prepare_hub

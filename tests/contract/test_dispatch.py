@@ -18,15 +18,15 @@ from gateway.routing.router import ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.admission.retry import AttemptOutcome
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.request import Request
 from policy.scaling.rollout import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
 from sim.request_arrival import Arrival
-from sim.twin.fleet import Fleet, TwinReplica
-from sim.twin.gateway import TwinGateway, TwinTicket
-from sim.twin.record import Outcome
-from sim.twin.scenario import EARTH
+from sim.simulator.fleet import Fleet, TwinReplica
+from sim.simulator.gateway import TwinGateway, TwinTicket
+from sim.simulator.record import Outcome
+from sim.simulator.scenario import EARTH
 
 # An event: requests that arrive, a crash of the oldest replica, a replica that becomes ready, first tokens of
 # all that run, the end of all that run.

@@ -32,12 +32,12 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     48-50  faults/test_adapters.py::test_48_ ::test_49_ ::test_50_
     51     gateway/test_access.py::test_a_key_is_revoked_
     52-53  policy/admission/test_spend_cap.py::test_, gateway/queue/test_admission.py::test_
-    54     sim/twin/test_overload.py::test_a_loud_tenant_ ::test_ten_times_, faults/test_overload.py::test_54_
+    54     sim/simulator/test_overload.py::test_a_loud_tenant_ ::test_ten_times_, faults/test_overload.py::test_54_
     55     gateway/http/test_server.py::test_what_is_not_valid_,
            gateway/protocol/test_paths.py::test_a_bad_body_
     56     gateway/http/test_server.py::test_who_sends_too_slowly_
     58     gateway/test_worker.py::test_the_log_holds_nothing_
-    load   sim/twin/test_overload.py::test_what_is_admitted_, faults/test_overload.py::test_
+    load   sim/simulator/test_overload.py::test_what_is_admitted_, faults/test_overload.py::test_
 
 Row 37 has no subject: keys are read from the deployment and kept in memory. Row 57 has no test.
 """

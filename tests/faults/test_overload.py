@@ -1,6 +1,6 @@
 """Overload and row 54: admitted requests keep their latency, the rest is refused, and tenants share.
 
-The same is asserted in virtual time by ``tests/sim/twin/test_overload.py``, in each run of `make test`.
+The same is asserted in virtual time by ``tests.sim.simulator/test_overload.py``, in each run of `make test`.
 """
 
 from __future__ import annotations

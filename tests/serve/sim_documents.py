@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 
 
 def sim_model(name: str = "m", **over: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from policy.engine.capacity import Capability
 from policy.scaling.types import Decision, Guardrail, Limit
 from policy.scaling.view import Proposal
-from sim.twin.record import Moment, Outcome, Record, Requests
+from sim.simulator.record import Moment, Outcome, Record, Requests
 
 NAN = math.nan
 

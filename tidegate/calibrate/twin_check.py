@@ -12,8 +12,8 @@ from policy.errors import ConfigError
 from policy.scaling.view import Policy
 from sim.calibration.quantiles import Compared, compare
 from sim.request_arrival import Arrival
-from sim.twin.record import Outcome
-from sim.twin.run import simulate
+from sim.simulator.record import Outcome
+from sim.simulator.run import simulate
 from sim.workload.traces.reader import Lines, Objects
 from tidegate.replay.results import ReplayRow
 

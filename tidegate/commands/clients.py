@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import TargetError, Unreachable
 from serve.controller.client import ControllerClient
 from store.state_dir import StateDir

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import EngineFailed, Unreachable
 from store.state_dir import StateDir
 from tidegate.supervisor import command_lines

@@ -12,8 +12,8 @@ from typing import Literal
 
 import psutil
 
-from policy.document.diff import Effect, diff
-from policy.document.parse import parse
+from policy.deployment_file.diff import Effect, diff
+from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, EngineFailed, TidegateError
 from serve.controller.client import ControllerClient
 from store.state_dir import StateDir

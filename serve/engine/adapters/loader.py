@@ -1,4 +1,4 @@
-"""Load and unload the adapters of one engine, by the rules of :mod:`policy.placement.slots`.
+"""Load and unload the adapters of one engine, by the rules of :mod:`policy.adapter_placement.slots`.
 
 A request holds an :class:`AdapterLease` from before the engine sees it until the engine has finished it. One
 task loads and unloads, one adapter at a time. Files are fetched and read concurrently, before the load.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from policy.errors import AdapterRefused, EngineFailed
-from policy.placement.slots import PREFETCH_PAUSE, AdapterSlots, SlotEntry, SlotState
+from policy.adapter_placement.slots import PREFETCH_PAUSE, AdapterSlots, SlotEntry, SlotState
 from policy.stats.backoff import Backoff
 from policy.wire.heartbeat import AdapterRef, AdapterUse
 from serve.engine.adapters.usage import AdapterUsage

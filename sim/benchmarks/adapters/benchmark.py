@@ -23,7 +23,7 @@ from sim.benchmarks.adapters.contenders import (
     ServeMultiplex,
 )
 from sim.request_arrival import Arrival
-from sim.twin.engine import Job, Kind
+from sim.simulator.engine import Job, Kind
 from sim.workload.generators.distributions import geometric, zipf_weights
 
 # From the choice of a replica to its queue, and from its first token to the gateway.

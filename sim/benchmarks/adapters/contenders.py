@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from policy.engine.performance_model import Timing
-from policy.placement.plan import PLAN_PERIOD_S
-from policy.placement.types import Host
+from policy.adapter_placement.plan import PLAN_PERIOD_S
+from policy.adapter_placement.types import Host
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Router
@@ -20,8 +20,8 @@ from policy.routing.settings import Settings
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load import COALESCE_S
 from sim.request_arrival import Arrival
-from sim.twin.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinPlacement, TwinSlots
-from sim.twin.engine import Engine
+from sim.simulator.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinPlacement, TwinSlots
+from sim.simulator.engine import Engine
 
 
 class ReplicaSetup(NamedTuple):

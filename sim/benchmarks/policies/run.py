@@ -15,8 +15,8 @@ from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem, bin_arrivals
 from sim.request_arrival import Arrival
 from sim.results.score import Score, score
-from sim.twin.record import HOUR_S
-from sim.twin.run import simulate
+from sim.simulator.record import HOUR_S
+from sim.simulator.run import simulate
 
 PLAN = "clairvoyant"
 # Requests of the Azure trace are answered in about as long.

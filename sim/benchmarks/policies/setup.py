@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from sim.request_arrival import Arrival
 from sim.results.score import Stretch
 from sim.workload.traces.open import open_trace

@@ -21,8 +21,8 @@ from sim.benchmarks.policies.run import problem
 from sim.benchmarks.policies.setup import MODE, MODEL, MOST, Setup
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.replica_capacity import attained_rate
-from sim.twin.record import Outcome
-from sim.twin.run import simulate
+from sim.simulator.record import Outcome
+from sim.simulator.run import simulate
 from sim.workload.trace_statistics import ModelNames, survey
 
 # Targets as fractions of what a replica shows at its capacity.

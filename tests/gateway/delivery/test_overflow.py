@@ -34,7 +34,7 @@ from gateway.routing.fleet import ServedModel
 from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Price, Upstream
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import Refusal
 from policy.request import Request
 from tests.gateway.fake_replica import ANSWER, DONE, Exchange, event, stream

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.intake.tenants import Tenants
 from gateway.protocol.errors import Refused
 from gateway.protocol.usage import Usage
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.types import Priority
 from tests.policy.example_documents import GOOD
 

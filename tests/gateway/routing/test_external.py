@@ -12,7 +12,7 @@ import pytest
 from gateway.routing import external
 from gateway.routing.external import ExternalPoller
 from gateway.routing.fleet import FleetView
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.types import Replica, ReplicaPhase
 
 URL = "http://127.0.0.1:1"

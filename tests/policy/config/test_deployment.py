@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from policy.config.deployment import Deployment, Replicas
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TargetError
 from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
 

@@ -8,7 +8,7 @@ import pytest
 
 from policy.config.model_revision import digest, same_engines
 from policy.config.shared_gpus import GpuGroup, cards, gpu_group_of
-from policy.document.diff import Effect, diff
+from policy.deployment_file.diff import Effect, diff
 from tests.serve.sim_documents import deployment, sim_model
 
 

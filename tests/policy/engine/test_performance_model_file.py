@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from policy.config.deployment import ModelSpec
-from policy.document.diff import Effect, diff
-from policy.document.parse import parse
+from policy.deployment_file.diff import Effect, diff
+from policy.deployment_file.parse import parse
 from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.performance_model_file import Errors, ModelFile, encode, model_file
 from policy.engine.profiles import profile, shipped

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policy.placement.slots import HALF_LIFE_S
+from policy.adapter_placement.slots import HALF_LIFE_S
 from policy.types import ReplicaPhase
 from policy.wire.catalog import served_name
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat

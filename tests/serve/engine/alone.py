@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from serve.host.host import ReplicaHost
 from serve.host.weights import Weights
 from store.model_weights.prepare import Origin, prepare

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from sim.benchmarks.modes import BY_LOAD, WINDOW_S, compare, curves, fixed_mode
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry
-from sim.twin.record import Record
-from sim.twin.run import simulate
+from sim.simulator.record import Record
+from sim.simulator.run import simulate
 from tests.sim.records import record
 
 LONG, SHORT = "single-large", "multi-replica"

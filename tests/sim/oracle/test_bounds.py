@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import TargetError
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.oracle import replica_capacity
 from sim.oracle.bounds import bounds_of
 from sim.oracle.replica_capacity import attained_rate
 from sim.request_arrival import Arrival
-from sim.twin.run import simulate
-from sim.twin.scenario import EARTH
+from sim.simulator.run import simulate
+from sim.simulator.scenario import EARTH
 from sim.workload.trace_statistics import ModelNames, survey
 
 # One in a second for the first four minutes, four in a second after.

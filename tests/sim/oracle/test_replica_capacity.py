@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from sim.oracle import replica_capacity
 from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate, rate_attaining
 from sim.request_arrival import Arrival
-from sim.twin import run as twin
-from sim.twin.record import Record
+from sim.simulator import run as twin
+from sim.simulator.record import Record
 from sim.workload.trace_statistics import ModelNames, survey
 
 GIANT = Arrival(0.0, 10_000_000, 20)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.config.deployment import Deployment, Price
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.engine.performance_model import Workload
 from policy.engine.power import power_model_of
 from policy.engine.profiles import shipped

@@ -13,7 +13,7 @@ from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.engine.profiles import profile
 from policy.engine.scheduler import Request, Scheduler
 from policy.scaling.policies.registry import choose, make
-from sim.twin.engine import Engine, Job, Kind
+from sim.simulator.engine import Engine, Job, Kind
 from tests.tidegate.conftest import Site
 from tidegate.calibrate.twin_check import check, recorded_run
 from tidegate.deployment_file import load

@@ -11,8 +11,8 @@ import pytest
 from policy.config.deployment import Deployment
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.request_arrival import Arrival
-from sim.twin.record import Requests
-from sim.twin.run import simulate
+from sim.simulator.record import Requests
+from sim.simulator.run import simulate
 from tests.policy.engine.test_performance_model_file import content
 from tests.serve.sim_documents import deployment, sim_model
 from tidegate.calibrate.twin_check import calibrated_model, check, recorded_run

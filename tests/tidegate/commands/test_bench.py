@@ -10,7 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from sim.workload.workload_spec import read_workload
 from tidegate.cli import group
 from tidegate.exit_codes import Exit, exit_of

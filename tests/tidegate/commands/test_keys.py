@@ -7,7 +7,7 @@ import json
 import yaml
 from click.testing import CliRunner
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from store.api_keys import digest_of
 from tests.policy.example_documents import GOOD
 from tidegate.cli import group

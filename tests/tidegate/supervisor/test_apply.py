@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from store.state_dir import StateDir
 from tidegate.deployment_file import Document
 from tidegate.supervisor.events import Progress

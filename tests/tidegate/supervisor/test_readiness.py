@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
 from tidegate.supervisor import preflight, readiness
 

@@ -13,8 +13,8 @@ import click
 import msgspec
 
 from policy.config.deployment import ModelSpec
-from policy.document.diff import Change, Effect, diff
-from policy.document.parse import parse
+from policy.deployment_file.diff import Change, Effect, diff
+from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TidegateError
 from policy.scaling.policies.registry import choose
 from serve.autoscaler.policies import policies_for, policies_of

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import PreconditionFailed, Unreachable
 from policy.types import Runner
 from store.log_file import RotatingLog

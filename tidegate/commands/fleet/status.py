@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.engine.capacity import Capability
 from policy.errors import Unreachable
 from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase

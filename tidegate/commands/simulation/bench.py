@@ -26,8 +26,8 @@ from sim.charts.table import percent, seconds
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry
 from sim.results.series import clock
-from sim.twin.record import Record
-from sim.twin.run import simulate
+from sim.simulator.record import Record
+from sim.simulator.run import simulate
 from sim.workload.workload_spec import arrivals_of
 from tidegate import deployment_file
 from tidegate.commands.options import (

@@ -19,9 +19,9 @@ from sim.oracle.bounds import Bounds, bounds_of
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyComparison, compare
 from sim.results.series import clock
-from sim.twin.record import Record
-from sim.twin.run import simulate as run
-from sim.twin.scenario import EARTH, scenario_of
+from sim.simulator.record import Record
+from sim.simulator.run import simulate as run
+from sim.simulator.scenario import EARTH, scenario_of
 from sim.workload.trace_statistics import ModelNames, survey
 from sim.workload.traces.open import notes, opened
 from sim.workload.transforms import slice_trace

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.panic_window import PanicWindow
 from policy.scaling.policies.predictive import Predictive

@@ -8,7 +8,7 @@ from policy.engine.performance_model import Timing
 from policy.engine.profiles import profile
 from sim.benchmarks.adapters.contenders import CONTROL_S, PUSH_S, LeastLoaded, ReplicaSetup, ServeMultiplex
 from sim.request_arrival import Arrival
-from sim.twin.engine import Engine, Job
+from sim.simulator.engine import Engine, Job
 
 PROFILE = profile("sim-small")
 EQUIPMENT = ReplicaSetup(Timing(limits=PROFILE.limits(1), model=PROFILE.model), slots=2, load_s=0.5)

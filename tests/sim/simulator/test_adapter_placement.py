@@ -7,11 +7,11 @@ import random
 import pytest
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.engine.performance_model import Timing
 from policy.engine.profiles import profile
 from policy.hashing import hash_name
-from policy.placement.types import Host
+from policy.adapter_placement.types import Host
 from policy.scaling.policies.registry import choose, make
 from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, RunOutcome, arrivals, run_events, traffic
 from sim.benchmarks.adapters.contenders import (
@@ -22,10 +22,10 @@ from sim.benchmarks.adapters.contenders import (
     ServeMultiplex,
 )
 from sim.request_arrival import Arrival
-from sim.twin.adapters import TwinPlacement, TwinSlots
-from sim.twin.record import Record
-from sim.twin.run import simulate
-from sim.twin.scenario import Scenario
+from sim.simulator.adapters import TwinPlacement, TwinSlots
+from sim.simulator.record import Record
+from sim.simulator.run import simulate
+from sim.simulator.scenario import Scenario
 
 REPLICAS, SLOTS = 4, 8
 

@@ -19,7 +19,7 @@ from policy.scaling.types import Decision, Memory, Situation
 from policy.scaling.view import Policy, Supply, View
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
-from sim.twin.fleet import Fleet
+from sim.simulator.fleet import Fleet
 
 # A simulated deployment is never changed: its replicas are all of one generation.
 GENERATION = 1

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from policy.config.deployment import Deployment
 from policy.config.model_revision import same_engines, used_shapes
-from policy.document.diff import Effect, diff
-from policy.document.parse import parse
+from policy.deployment_file.diff import Effect, diff
+from policy.deployment_file.parse import parse
 from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
 
 Row = tuple[str, Any, Effect]

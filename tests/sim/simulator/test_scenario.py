@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ConfigError
-from sim.twin.scenario import Crash, Slowdown, scenario_of
+from sim.simulator.scenario import Crash, Slowdown, scenario_of
 
 
 def written(folder: Path, text: str) -> Path:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from policy.placement.plan import plan
-from policy.placement.slots import HALF_LIFE_S, AdapterSlots, SlotEntry, SlotState
-from policy.placement.types import EMPTY, Demand, Host, Plan
+from policy.adapter_placement.plan import plan
+from policy.adapter_placement.slots import HALF_LIFE_S, AdapterSlots, SlotEntry, SlotState
+from policy.adapter_placement.types import EMPTY, Demand, Host, Plan
 from policy.stats.decay import DecayingCount
 
 Entry = SlotEntry[str, str, bool]

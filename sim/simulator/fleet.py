@@ -23,12 +23,12 @@ from policy.scaling.view import Supply
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
-from sim.twin.engine import Engine, Job
-from sim.twin.record import Span
-from sim.twin.scenario import Scenario
+from sim.simulator.engine import Engine, Job
+from sim.simulator.record import Span
+from sim.simulator.scenario import Scenario
 
 if TYPE_CHECKING:
-    from sim.twin.gateway import TwinTicket
+    from sim.simulator.gateway import TwinTicket
 
 # A start that is spread is never shorter than this part of its mean.
 _LEAST_START = 0.1

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from policy.config.control import SloConfig
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.engine.profiles import max_request_tokens, shipped
 from policy.scaling.policies.registry import choose, make
 from sim.planning.demand import met_alone
 from sim.request_arrival import Arrival
-from sim.twin.record import Outcome
-from sim.twin.run import simulate
-from sim.twin.scenario import Crash, Scenario
-from tests.sim.twin.test_run import deployment
+from sim.simulator.record import Outcome
+from sim.simulator.run import simulate
+from sim.simulator.scenario import Crash, Scenario
+from tests.sim.simulator.test_run import deployment
 
 # Of the profile: 2048 tokens of context, and 23,296 of KV cache.
 PROFILE = "cpu-smollm2-135m"

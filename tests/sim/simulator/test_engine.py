@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from policy.engine.performance_model import EngineModel, Limits, Timing
 from policy.engine.scheduler import Scheduler
-from sim.twin.engine import Engine, Event, Job, Kind
+from sim.simulator.engine import Engine, Event, Job, Kind
 
 MODEL = EngineModel(o=0.001, w=0.002, c=2e-5, g=1e-5, r=1e-5)
 TIMING = Timing(limits=Limits(max_num_batched_tokens=64, max_num_seqs=4, kv_tokens=2000), model=MODEL)

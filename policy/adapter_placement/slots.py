@@ -1,7 +1,7 @@
 """Adapter slots of one replica: which adapters are loaded, which is loaded next, and which is evicted for it.
 
 The rules are the same in a replica (:mod:`serve.engine.adapters.loader`) and in the simulator
-(:mod:`sim.twin.adapters`). All instants are seconds of one clock that never goes back.
+(:mod:`sim.simulator.adapters`). All instants are seconds of one clock that never goes back.
 
 * A request waits until its adapter is loaded. Requests for loaded adapters are not held up by it.
 * An adapter that a request uses is never evicted.

@@ -17,7 +17,7 @@ from itertools import zip_longest
 import msgspec
 
 from policy.hashing import rendezvous
-from policy.placement.types import Assignment, Bounds, Demand, Host, Move, Plan, Reason
+from policy.adapter_placement.types import Assignment, Bounds, Demand, Host, Move, Plan, Reason
 
 # How often a plan is made, in seconds.
 PLAN_PERIOD_S = 5.0

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from policy.engine.performance_model import Timing
 from policy.engine.prefix_cache import PrefixCache
 from policy.engine.scheduler import Request, Scheduler, StepTimes
-from policy.placement.slots import PREFETCH_PAUSE
+from policy.adapter_placement.slots import PREFETCH_PAUSE
 from policy.wire.capture import BLOCK_TOKENS
-from sim.twin.adapters import Entry, TwinSlots
+from sim.simulator.adapters import Entry, TwinSlots
 
 Load = tuple[Entry, Entry | None]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from policy.config.control import SloConfig
-from sim.twin.gateway import TwinTicket
-from sim.twin.record import Outcome, Requests
+from sim.simulator.gateway import TwinTicket
+from sim.simulator.record import Outcome, Requests
 
 # Token counts beyond a column of 32 bits are cut off.
 _MOST_TOKENS = 2**31 - 1

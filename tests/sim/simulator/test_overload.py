@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from policy.config.deployment import Deployment
-from policy.document.parse import parse
+from policy.deployment_file.parse import parse
 from policy.scaling.policies.registry import choose, make
 from sim.request_arrival import Arrival
-from sim.twin.record import Outcome, Requests
-from sim.twin.run import simulate
-from tests.sim.twin.test_run import arrivals, steps
+from sim.simulator.record import Outcome, Requests
+from sim.simulator.run import simulate
+from tests.sim.simulator.test_run import arrivals, steps
 
 pytestmark = pytest.mark.slow
 # Two replicas of four slots serve about 6 of these requests a second.

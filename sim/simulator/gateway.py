@@ -21,9 +21,9 @@ from policy.routing.settings import settings_of
 from policy.signals.counters import WorkerCounters
 from policy.wire.capture import BLOCK_TOKENS
 from sim.request_arrival import Arrival
-from sim.twin.engine import Job
-from sim.twin.fleet import Fleet, TwinReplica
-from sim.twin.record import Outcome
+from sim.simulator.engine import Job
+from sim.simulator.fleet import Fleet, TwinReplica
+from sim.simulator.record import Outcome
 
 # How many hashes of a prompt a gateway makes: as many as of half a million characters.
 MOST_HASHES = 64

@@ -21,8 +21,8 @@ from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
 from policy.config.shared_gpus import gpu_group_of
 from policy.engine.power import PowerModel, power_model_of
 from policy.engine.profiles import kind_and_size, price_of
-from policy.placement.plan import PLAN_PERIOD_S
-from policy.placement.types import Host
+from policy.adapter_placement.plan import PLAN_PERIOD_S
+from policy.adapter_placement.types import Host
 from policy.scaling.view import Policy
 from policy.signals.aggregator import SignalAggregator
 from policy.types import ReplicaPhase
@@ -30,14 +30,14 @@ from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load import COALESCE_S
 from policy.wire.reports import GatewayReport
 from sim.request_arrival import Arrival
-from sim.twin.adapters import TwinPlacement
-from sim.twin.controller import TwinController
-from sim.twin.engine import Kind
-from sim.twin.fleet import Fleet, TwinReplica, stays
-from sim.twin.gateway import TwinGateway, TwinTicket
-from sim.twin.record import HOUR_S, Moment, Outcome, Record, Span
-from sim.twin.request_log import RequestLog
-from sim.twin.scenario import EARTH, Scenario
+from sim.simulator.adapters import TwinPlacement
+from sim.simulator.controller import TwinController
+from sim.simulator.engine import Kind
+from sim.simulator.fleet import Fleet, TwinReplica, stays
+from sim.simulator.gateway import TwinGateway, TwinTicket
+from sim.simulator.record import HOUR_S, Moment, Outcome, Record, Span
+from sim.simulator.request_log import RequestLog
+from sim.simulator.scenario import EARTH, Scenario
 from sim.workload.trace_statistics import ModelNames
 
 # Period of the reports of gateways and replicas, and the opening of a trace that sizes the first fleet.

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.placement.slots import PATIENCE_S
+from policy.adapter_placement.slots import PATIENCE_S
 from policy.wire.heartbeat import AdapterRef
-from sim.twin.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
+from sim.simulator.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
 from tests.serve.engine.fakes import User, quiet, replica, wanted
 
 

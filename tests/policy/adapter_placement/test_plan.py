@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.hashing import rendezvous
-from policy.placement.plan import plan
-from policy.placement.types import EMPTY, Bounds, Demand, Host, Plan, Reason
+from policy.adapter_placement.plan import plan
+from policy.adapter_placement.types import EMPTY, Bounds, Demand, Host, Plan, Reason
 
 # Where every slot is planned, the arithmetic is easier to follow.
 ALL = Bounds(free=0)

@@ -6,9 +6,9 @@ import pytest
 
 from policy.engine.performance_model import Timing
 from policy.engine.profiles import profile
-from policy.placement.slots import PREFETCH_PAUSE
-from sim.twin.adapters import TwinSlots
-from sim.twin.engine import Engine, Job, Kind
+from policy.adapter_placement.slots import PREFETCH_PAUSE
+from sim.simulator.adapters import TwinSlots
+from sim.simulator.engine import Engine, Job, Kind
 
 PROFILE = profile("sim-small")
 LOAD_S = 0.5

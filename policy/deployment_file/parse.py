@@ -23,7 +23,7 @@ from policy.config.deployment import (
     Tenant,
     Upstream,
 )
-from policy.document.adapters import check_adapters, convert_versions
+from policy.deployment_file.adapters import check_adapters, convert_versions
 from policy.engine.profiles import profile
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
