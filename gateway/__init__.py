@@ -1,4 +1,4 @@
 """The data plane: OpenAI's HTTP API, admission, routing and relay to the replicas.
 
-Read first: `app`.
+Read first: `request_pipeline`.
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.http.exchange import request_ids
+from gateway.http.asgi_exchange import request_ids
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import Api, Route
 from gateway.protocol.usage import Usage
@@ -16,8 +16,8 @@ from policy.errors import Refusal
 from policy.wire.headers import EXPLAIN_HEADER, REPLICA_HEADER
 
 if TYPE_CHECKING:
-    from gateway.delivery.timeouts import IdleTimeouts
-    from gateway.http.exchange import Exchange
+    from gateway.delivery.idle_timeouts import IdleTimeouts
+    from gateway.http.asgi_exchange import Exchange
     from gateway.intake.adapter_catalog import Adapter
 
 _EXPLAIN, _REPLICA = EXPLAIN_HEADER.encode(), REPLICA_HEADER.encode()

@@ -16,16 +16,16 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from gateway.app import Gateway
 from gateway.control.controller_feed import ControllerFeed, catalog_feed, fleet_feed
-from gateway.control.followed_deployment import FollowedDeployment
-from gateway.control.reporter import Reporter, ReportSender
+from gateway.control.deployment_watcher import FollowedDeployment
+from gateway.control.report_sender import Reporter, ReportSender
 from gateway.http.server import Server
-from gateway.routing.external import ExternalPoller
-from gateway.routing.probes import Probes
-from gateway.routing.shared_memory import BEAT_EVERY_S, SharedCounts, SharedRows
-from gateway.telemetry.log import LibraryHandler, Log
+from gateway.request_pipeline import Gateway
+from gateway.routing.external_servers import ExternalPoller
+from gateway.routing.health_probes import Probes
+from gateway.routing.shared_counters import BEAT_EVERY_S, SharedCounts, SharedRows
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.structured_log import LibraryHandler, Log
 from policy.config.deployment import Deployment
 from policy.types import Fleet
 from policy.wire.catalog import Catalog

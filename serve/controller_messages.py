@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from policy.engine.capacity import Capability
-from policy.scaling.types import Decision, Override, Situation
+from policy.engine.replica_capacity import Capability
+from policy.scaling.decision_types import Decision, Override, Situation
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,1 +1,1 @@
-"""The simulator: the policies that are deployed, run on a trace in virtual time. Read first: `twin.run`."""
+"""The simulator: the production policies on a trace in virtual time. Read first: `simulator.run`."""

@@ -17,17 +17,17 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api import admin, docs, models_endpoint
+from gateway.api import admin, models_endpoint, swagger_ui
 from gateway.api.dependencies import Services
-from gateway.api.openapi import add_errors, add_hot_routes
-from gateway.http.exchange import request_ids
+from gateway.api.openapi_schema import add_errors, add_hot_routes
+from gateway.http.asgi_exchange import request_ids
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES, Api
 from gateway.protocol.paths import Route as HotRoute
 from policy.errors import Refusal
 
-CLIENT_ROUTERS = (models_endpoint.router, docs.router)
-ADMIN_ROUTERS = (admin.router, docs.router)
+CLIENT_ROUTERS = (models_endpoint.router, swagger_ui.router)
+ADMIN_ROUTERS = (admin.router, swagger_ui.router)
 
 Serve = Callable[[HotRoute, Scope, Receive, Send], Awaitable[None]]
 

@@ -14,11 +14,11 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.model_list import ModelList
-from gateway.control.followed_deployment import Readiness
+from gateway.control.deployment_watcher import Readiness
 from gateway.intake.tenants import TenantAccount, Tenants
 from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView
-from gateway.routing.router import ModelRouters
+from gateway.routing.worker_routers import ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.errors import Refusal
 

@@ -9,10 +9,10 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from gateway.http.ndjson import NdjsonStream
+from gateway.http.ndjson_client import NdjsonStream
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.routing.fleet import FleetView
-from gateway.telemetry.log import Log
+from gateway.telemetry.structured_log import Log
 from policy.types import Fleet
 from policy.wire.catalog import Alias, Catalog
 from policy.wire.controller import ADAPTERS_STREAM, FLEET_STREAM

@@ -1,4 +1,4 @@
 """Attempts on replicas: relay of the response, retries, timeouts, spillover.
 
-Read first: `attempts`.
+Read first: `retry_loop`.
 """

@@ -15,8 +15,8 @@ from time import monotonic
 import msgspec
 from starlette.types import Message
 
+from gateway.http.asgi_exchange import SENT
 from gateway.http.client import ClientConnection
-from gateway.http.exchange import SENT
 from gateway.protocol.errors import Refused, adapter_failure, cause_of, from_upstream, rejection_status
 from gateway.protocol.sse_validator import Tail
 from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import httptools
 from starlette.types import Scope
 
-from gateway.http.exchange import SENT, Exchange, request_ids
+from gateway.http.asgi_exchange import SENT, Exchange, request_ids
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES, Api
 from policy.errors import Refusal

@@ -17,8 +17,8 @@ import uvloop
 from starlette.types import ASGIApp, Scope
 
 from gateway.http.acceptor import Acceptor
+from gateway.http.asgi_exchange import Exchange
 from gateway.http.connection import ServerConnection
-from gateway.http.exchange import Exchange
 from gateway.protocol.errors import Refused
 
 SWEEP_EVERY_S = 1.0

@@ -1,4 +1,4 @@
 """What a request is for: tenant, model, adapter version, and its cost in tokens.
 
-Read first: `resolve`.
+Read first: `request_resolver`.
 """

@@ -8,8 +8,8 @@ from operator import attrgetter
 import msgspec
 from msgspec import Raw
 
-from gateway.protocol.codecs import ABSENT, BODY, Body
 from gateway.protocol.errors import Refused
+from gateway.protocol.json_decoders import ABSENT, BODY, Body
 from policy.errors import Refusal
 
 __all__ = ["Body", "depth_exceeds", "read"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import xxhash
 
 from gateway.protocol.body import Body
-from gateway.protocol.codecs import ABSENT
+from gateway.protocol.json_decoders import ABSENT
 from gateway.protocol.paths import Route
 from policy.request import AnswerLength
 

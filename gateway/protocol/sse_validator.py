@@ -10,8 +10,8 @@ import re
 
 import msgspec
 
-from gateway.protocol.codecs import NULL, Typed, chunk, typed
 from gateway.protocol.errors import Refused, read_error
+from gateway.protocol.json_decoders import NULL, Typed, chunk, typed
 from gateway.protocol.usage import Usage, read_usage, usage_inside
 from policy.errors import Refusal
 

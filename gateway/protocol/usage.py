@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec import Raw
 
-from gateway.protocol.codecs import NULL, answer, counts
+from gateway.protocol.json_decoders import NULL, answer, counts
 
 # An answer up to this size is decoded whole; of a longer one (vectors, long texts) only its end is read.
 MAX_DECODED = 16 * 1024

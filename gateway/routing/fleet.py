@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from gateway.routing.replica import NO_EVENTS, FleetEvents, ReplicaHandle
-from gateway.routing.shared_memory import LOCAL, SharedCounts
+from gateway.routing.replica_handle import NO_EVENTS, FleetEvents, ReplicaHandle
+from gateway.routing.shared_counters import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment, Eject, Retry
-from policy.routing.outlier_ejection import HealthCounters, ReplicaHealth
+from policy.routing.replica_health import HealthCounters, ReplicaHealth
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaPhase, Runner
 
 # A controller that has just started may not know every replica yet.

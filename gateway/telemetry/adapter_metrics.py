@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from gateway.protocol.usage import Usage
-from gateway.telemetry.prometheus import MetricFamilies
+from gateway.telemetry.metric_families import MetricFamilies
 from policy.stats.histogram import HistogramCounter
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from gateway.http.reserve_descriptor import ReserveDescriptor
 from gateway.protocol.errors import NO_ROOM
 from gateway.protocol.usage import Usage
 from gateway.telemetry.adapter_metrics import AdapterMetrics
-from gateway.telemetry.prometheus import MetricFamilies
-from policy.routing.outlier_ejection import HealthCounters
-from policy.signals.counters import WorkerCounters
+from gateway.telemetry.metric_families import MetricFamilies
+from policy.routing.replica_health import HealthCounters
+from policy.signals.model_counters import WorkerCounters
 from policy.stats.histogram import HistogramCounter
 from policy.types import Priority
 

@@ -16,8 +16,8 @@ from itertools import zip_longest
 
 import msgspec
 
-from policy.hashing import rendezvous
 from policy.adapter_placement.types import Assignment, Bounds, Demand, Host, Move, Plan, Reason
+from policy.hashing import rendezvous
 
 # How often a plan is made, in seconds.
 PLAN_PERIOD_S = 5.0

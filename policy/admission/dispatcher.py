@@ -20,7 +20,7 @@ from policy.admission.retry import RESULTS, AttemptOutcome, Cause, Rejection, Re
 from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
-from policy.routing.outlier_ejection import AttemptResult, ReplicaHealth
+from policy.routing.replica_health import AttemptResult, ReplicaHealth
 from policy.routing.settings import START_SHARE
 from policy.types import Priority
 

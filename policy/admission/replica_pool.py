@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 from policy.admission.queue import Bounds
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
-from policy.routing.outlier_ejection import Breaker
+from policy.routing.replica_health import Breaker
 
 
 class Replica(Protocol):

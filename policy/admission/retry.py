@@ -8,7 +8,7 @@ from typing import NamedTuple
 from policy.admission.replica_pool import Replica, ReplicaPool
 from policy.errors import Refusal
 from policy.request import Request
-from policy.routing.outlier_ejection import AttemptResult, Breaker, BreakerState, ReplicaHealth
+from policy.routing.replica_health import AttemptResult, Breaker, BreakerState, ReplicaHealth
 
 # Failed connections, begun attempts and failed adapter loads after which a request is not tried again.
 MAX_CONNECTS = 2

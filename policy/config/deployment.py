@@ -230,10 +230,9 @@ class GatewayConfig(Section, frozen=True):
     """The data plane: where it listens and how long it waits.
 
     ``priority`` is that of all requests without tenants. ``queue_timeout_s`` is the default deadline of a
-    request. ``first_token_timeout_s`` and
-    ``inter_token_timeout_s`` bound the silence of a replica before and after a stream's first event,
-    ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how long a replica may
-    have requests and move none of them.
+    request. ``first_token_timeout_s`` and ``inter_token_timeout_s`` bound the silence of a replica before and
+    after a stream's first event, ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how
+    long a replica may have requests and move none of them.
     """
 
     host: str = "127.0.0.1"

@@ -23,8 +23,8 @@ from policy.config.deployment import (
     Tenant,
     Upstream,
 )
-from policy.deployment_file.adapters import check_adapters, convert_versions
-from policy.engine.profiles import profile
+from policy.deployment_file.adapter_checks import check_adapters, convert_versions
+from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
 from policy.types import EngineKind

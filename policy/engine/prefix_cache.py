@@ -2,7 +2,7 @@
 
 Blocks without a running request stay until running requests need their memory; the one released first is
 evicted first. Approximations: a block counts from the admission of its request; requests that share a block
-hold KV for it each, as in :mod:`policy.engine.scheduler`; blocks of output tokens are not kept.
+hold KV for it each, as in :mod:`policy.engine.batch_scheduler`; blocks of output tokens are not kept.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from policy.engine.latency_estimate import StepTable, step_table_of
 from policy.engine.performance_model import Timing
+from policy.engine.prefill_estimate import StepTable, step_table_of
 from policy.request import ASSUMED_OUTPUT_TOKENS
 from policy.routing.cache_affinity import Share, Slots
 from policy.routing.prediction_error import PredictionError

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from heapq import nsmallest
 from typing import NamedTuple
 
-from policy.engine.latency_estimate import step_table_of
 from policy.engine.performance_model import Timing
+from policy.engine.prefill_estimate import step_table_of
 from policy.hashing import rendezvous
 from policy.request import Request
 from policy.routing.cache_affinity import Popularity, Recent, balance_of

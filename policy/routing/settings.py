@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from policy.config.deployment import Adapters, ModelSpec
-from policy.engine.latency_estimate import GENERIC
+from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
-from policy.engine.profiles import profile
+from policy.engine.prefill_estimate import GENERIC
 from policy.errors import ConfigError
 
 # The fraction of the TTFT SLO that may pass before the prefill of a request starts; the rest is for it.

@@ -1,10 +1,10 @@
 """One pure function from situations to decisions, for all models at once.
 
-Every policy proposes; :mod:`policy.scaling.guardrails` turns the live one's count into what is asked of the
-budgets; :mod:`policy.scaling.mode_selection` says whether another mode is worth a switch;
-:mod:`policy.scaling.budget` divides what there is; and safety's last rules bound how fast a count moves. The
-same situations, budget and policies give the same decisions, through JSON and back: so a log that has them
-can be checked by deciding again.
+Every policy proposes a count. :mod:`policy.scaling.guardrails` limits the live policy's count,
+:mod:`policy.scaling.mode_selection` says whether a switch of mode pays,
+:mod:`policy.scaling.budget_allocation` divides the budget, and the last guardrails bound how fast a count
+changes. The same situations, budget and policies give the same decisions, through JSON and back, so a
+decision log can be checked by deciding again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from functools import partial
 import msgspec
 
 from policy.config.deployment import Budget
-from policy.engine.capacity import Capability, capability
 from policy.engine.performance_model import Workload
+from policy.engine.replica_capacity import Capability, capability
 from policy.request import ASSUMED_OUTPUT_TOKENS
-from policy.scaling.budget import Allocation, Claim, allocate, alone, attainable, each, held, spare
+from policy.scaling.budget_allocation import Allocation, Claim, allocate, alone, attainable, each, held, spare
+from policy.scaling.decision_types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
 from policy.scaling.guardrails import GuardrailTrace, allowed, asked, eased, override_in_force
 from policy.scaling.mode_selection import Candidate, Verdict, evaluate, expected, expected_peak
-from policy.scaling.types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
-from policy.scaling.view import Policy, Proposal, View
+from policy.scaling.policy_interface import Policy, Proposal, View
 from policy.signals.types import Demand
 
 # The assumed lengths of requests until one has ended: a question with context, and a short answer.

@@ -1,8 +1,8 @@
 """The guardrails that limit the count of a policy.
 
 OVERRIDE, STALENESS, MIN_HEALTHY, then BUDGET over all models, STEP, HOLD. Each rule that changes the count
-leaves a :class:`policy.scaling.types.Limit`. A manual override replaces the policy's count and ignores
-stale signals, steps and holds, but not bounds, ``min_healthy`` and budgets.
+leaves a :class:`policy.scaling.decision_types.Limit`. A manual override replaces the policy's count and
+ignores stale signals, steps and holds, but not bounds, ``min_healthy`` and budgets.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from policy.scaling.decision_types import Guardrail, Limit, ModeOption, Override, Situation
 from policy.scaling.rollout import MAX_FAILURES
-from policy.scaling.types import Guardrail, Limit, ModeOption, Override, Situation
 
 # What ``hold_s: auto`` is at least.
 HOLD_S = 60.0

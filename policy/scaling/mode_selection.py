@@ -4,7 +4,7 @@ A rung that meets the objective costs the GPUs (or cores, or money, where prices
 needs. One that misses it costs the largest footprint of any rung, times one and what it misses: so more than
 any that meets it, and of two that miss the worse one more. One that cannot keep up costs ten such
 footprints, times the rate over what it can carry. Without an objective a rung meets it while it is
-no fuller than :data:`policy.engine.capacity.FULL`.
+no fuller than :data:`policy.engine.replica_capacity.FULL`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 import msgspec
 
 from policy.config.control import SloConfig
-from policy.engine.capacity import FULL, Capability, ExpectedLatency, latency_at
-from policy.engine.latency_estimate import GENERIC
 from policy.engine.performance_model import Workload
-from policy.scaling.budget import Allocation, each
+from policy.engine.prefill_estimate import GENERIC
+from policy.engine.replica_capacity import FULL, Capability, ExpectedLatency, latency_at
+from policy.scaling.budget_allocation import Allocation, each
+from policy.scaling.decision_types import ModeForecast, ModeOption, Situation
 from policy.scaling.forecast import likely
 from policy.scaling.guardrails import metrics_stale, unsettled
 from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, needs_gap
-from policy.scaling.types import ModeForecast, ModeOption, Situation
 
 # The percentile of the latencies that an SLO bounds.
 PERCENTILE = 0.95

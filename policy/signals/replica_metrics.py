@@ -56,7 +56,7 @@ class _Reports:
 
 
 class ReplicaMetrics:
-    """The replicas that send heartbeats; their slowness is measured by :mod:`policy.engine.calibration`."""
+    """The replicas that send heartbeats. :mod:`policy.engine.online_calibration` measures their slowness."""
 
     def __init__(self) -> None:
         self._replicas: dict[str, _Reports] = {}

@@ -9,9 +9,9 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.scaling.rollout import LayerKey
-from serve.host.host import HostSpec
-from serve.host.versions import installed
-from serve.host.weights import Weights
+from serve.host.replica_host import HostSpec
+from serve.host.version_check import installed
+from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
 
 

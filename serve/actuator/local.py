@@ -21,9 +21,9 @@ from policy.scaling.rollout import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
 from serve.actuator.interface import Held, host_spec
 from serve.host.process_replica import LocalHost
-from serve.host.weights import Weights
+from serve.host.weight_verification import Weights
 from store.log_file import RotatingLog
-from store.process import end_all, find, started_at, terminate
+from store.os_process import end_all, find, started_at, terminate
 from store.state_dir import StateDir
 
 # Maximum time for hosts to end at a stop; the gateways have drained by then.

@@ -26,7 +26,7 @@ from policy.scaling.rollout import CPU_OVERCOMMIT, LayerKey
 from policy.types import EngineKind
 from serve.actuator.interface import Held, host_spec
 from serve.host.ray_replica import RayHost
-from serve.host.weights import Weights
+from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
 
 # Serve reports missing resources after 30 s, only as this sentence.

@@ -18,7 +18,7 @@ from policy.errors import ActuatorFailed
 from policy.scaling.rollout import LayerKey
 from policy.types import Replica
 from serve.actuator.interface import Actuator, Held
-from serve.host.weights import Weights
+from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")

@@ -13,16 +13,16 @@ from policy.errors import TidegateError
 from policy.types import Replica
 from policy.wire.catalog import served_name
 from policy.wire.heartbeat import Heartbeat, Orders
-from serve.adapters.declared import DeclaredAdapters
+from serve.adapters.adapter_demand import AdapterDemand
 from serve.adapters.library import AdapterLibrary
 from serve.adapters.placement import AdapterPlacement
+from serve.adapters.reconcile_declared import DeclaredAdapters
 from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
-from serve.adapters.usage import AdapterDemand
 from serve.state.replica_registry import ReplicaRegistry
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:
-    from serve.adapters.store import AdapterStore  # imports the database, which takes long
+    from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
 
 log = logging.getLogger("tidegate.adapters")
 

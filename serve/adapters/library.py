@@ -23,7 +23,7 @@ from serve.threads import run_in_thread
 from store.preparation_progress import Progress
 
 if TYPE_CHECKING:
-    from serve.adapters.store import AdapterStore  # imports the database, which takes long
+    from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
 
 log = logging.getLogger("tidegate.adapters")
 

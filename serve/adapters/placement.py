@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from policy.hashing import hash_name
 from policy.adapter_placement.plan import PLAN_PERIOD_S, plan
 from policy.adapter_placement.types import EMPTY, Demand, Host, Plan
+from policy.hashing import hash_name
 from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import Alias, served_name
 from policy.wire.heartbeat import AdapterRef, Orders
-from serve.adapters.usage import AdapterDemand, Usage
+from serve.adapters.adapter_demand import AdapterDemand, Usage
 
 # Assumed seconds of a load before one was measured.
 LOAD_S = 0.25

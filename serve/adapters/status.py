@@ -10,8 +10,8 @@ import msgspec
 from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import Alias, Version, served_name
 from policy.wire.heartbeat import AdapterRef
+from serve.adapters.adapter_demand import AdapterDemand
 from serve.adapters.placement import AdapterPlacement
-from serve.adapters.usage import AdapterDemand
 
 
 class AdapterState(StrEnum):

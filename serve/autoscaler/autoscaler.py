@@ -15,20 +15,20 @@ import msgspec
 from policy.config.deployment import Deployment
 from policy.errors import SwitchRefused
 from policy.scaling.decide import ModelPolicies, decide_all
-from policy.scaling.schedule import DecisionSchedule
+from policy.scaling.decision_schedule import DecisionSchedule
+from policy.scaling.decision_types import Decision, Memory, Situation
 from policy.scaling.start_times import StartTime
-from policy.scaling.types import Decision, Memory, Situation
 from policy.signals.aggregator import SignalAggregator
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
-from serve.autoscaler.calibration import CalibrationStore
-from serve.autoscaler.journal import DecisionRound, Journal, Policies
+from serve.autoscaler.calibrated_models import CalibrationStore
+from serve.autoscaler.decision_inputs import SituationBuilder
+from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
 from serve.autoscaler.policies import PolicySet
-from serve.autoscaler.situations import SituationBuilder
 from serve.autoscaler.switch_review import due, expected_gain, outcome
 from serve.controller_messages import LoggedDecision
-from serve.state.observed import ObservedState
-from serve.state.targets import DesiredMode, Target, Targets, wanted_models
+from serve.state.desired_state import DesiredMode, Target, Targets, wanted_models
+from serve.state.observed_state import ObservedState
 from serve.threads import run_in_thread
 from store.state_dir import StateDir
 

@@ -10,9 +10,9 @@ from policy.scaling import replacement
 from policy.scaling.replacement import UNHEARD_S, GpuHealth, ReplacementPlan, ReplacementState, Slot
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
-from serve.state.observed import ObservedState
+from serve.state.desired_state import Target
+from serve.state.observed_state import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
-from serve.state.targets import Target
 
 
 @dataclass(eq=False)

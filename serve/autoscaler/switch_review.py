@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from policy.scaling.decision_types import Decision, Situation
 from policy.scaling.mode_selection import measured_cost
-from policy.scaling.types import Decision, Situation
 from serve.controller_messages import SwitchOutcome
-from serve.state.targets import ExpectedGain
+from serve.state.desired_state import ExpectedGain
 
 # Latencies are measured over a minute, which must be one after the switch.
 MEASURED_S = 75.0

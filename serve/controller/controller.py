@@ -21,8 +21,8 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.config.model_revision import digest
 from policy.deployment_file.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError
+from policy.scaling.decision_types import Override
 from policy.scaling.rollout import Layer, LayerKey, reached, step, verdict
-from policy.scaling.types import Override
 from policy.signals.aggregator import SignalAggregator
 from policy.types import Fleet, Replica
 from policy.wire.heartbeat import Heartbeat, Orders
@@ -32,19 +32,19 @@ from serve.actuator.shared_gpus import SharedGpuActuator
 from serve.adapters.controller import AdapterController
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.autoscaler.replacement import ReplicaReplacement
-from serve.autoscaler.step_feed import StepLine, StepSubscribers
-from serve.controller.liveness import probe_silent
+from serve.autoscaler.step_report_stream import StepLine, StepSubscribers
+from serve.controller.liveness_probe import probe_silent
 from serve.controller.status import model_status, models
 from serve.controller_messages import ControllerStatus, ModelStatus
-from serve.host.weights import Resolver
+from serve.host.weight_verification import Resolver
+from serve.state.desired_state import Target, Targets, first_target, found_target, wanted_models
 from serve.state.generation_weights import GenerationWeights
-from serve.state.observed import ObservedState
+from serve.state.observed_state import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
-from serve.state.targets import Target, Targets, first_target, found_target, wanted_models
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:
-    from serve.adapters.store import AdapterStore  # imports the database, which takes long
+    from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
 
 log = logging.getLogger("tidegate.controller")
 

@@ -17,7 +17,7 @@ from serve.http import HttpServer
 from store.state_dir import StateDir, listen
 
 if TYPE_CHECKING:
-    from serve.adapters.store import AdapterStore  # imports the database, which takes long
+    from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
 
 
 async def serve_controller(actuator: Actuator, state: StateDir, address: str) -> None:
@@ -62,7 +62,7 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
 
 
 def _shelf(state: StateDir) -> AdapterStore:
-    from serve.adapters.store import AdapterStore  # noqa: PLC0415 - its database takes long to import
+    from serve.adapters.adapter_store import AdapterStore  # noqa: PLC0415 - its database takes long to import
 
     deployment = parse(state.load(state.deployment_path, dict[str, object]))
     return AdapterStore(state, deployment.store or f"sqlite:///{state.database_path}")

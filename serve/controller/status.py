@@ -10,9 +10,9 @@ from policy.scaling.rollout import Layer, LayerKey
 from policy.types import Model
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.controller_messages import ModelStatus
-from serve.state.observed import ObservedState
+from serve.state.desired_state import Target, Targets
+from serve.state.observed_state import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
-from serve.state.targets import Target, Targets
 
 
 def model_status(

@@ -32,7 +32,7 @@ from policy.types import EngineKind, ReplicaPhase
 from policy.wire.canary_request import CANARIES
 from policy.wire.headers import CANARY_HEADER, SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse
-from policy.wire.load import LoadLine
+from policy.wire.load_stream import LoadLine
 from policy.wire.reports import EngineReport
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader

@@ -25,7 +25,7 @@ from policy.wire.headers import (
     REFUSAL_HEADER,
     SECRET_HEADER,
 )
-from policy.wire.load import COALESCE_S, LoadLine
+from policy.wire.load_stream import COALESCE_S, LoadLine
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, Engine, Message, Receive, Scope, Send
 

@@ -1,1 +1,1 @@
-"""Replica hosts: processes that own a replica's resources and supervise its engine. Read first: `host`."""
+"""Replica hosts: processes that own a replica and supervise its engine. Read first: `replica_host`."""

@@ -17,7 +17,7 @@ from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Heartbeat, Orders
 from policy.wire.reports import EngineReport
 from serve.engine.adapters.usage import AdapterUsage
 from serve.engine.step_stats import merge
-from serve.host.host import ReplicaHost
+from serve.host.replica_host import ReplicaHost
 
 # Replaces the network, for tests.
 Transport = httpx.AsyncBaseTransport | None

@@ -14,7 +14,7 @@ import uvloop
 
 from policy.errors import EngineFailed
 from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
-from serve.host.host import HostSpec
+from serve.host.replica_host import HostSpec
 from serve.host.shared_gpu_host import host_of
 
 

@@ -10,13 +10,13 @@ from ray import serve as ray_serve
 
 from policy.errors import EngineFailed
 from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
-from serve.host.host import HostSpec
+from serve.host.replica_host import HostSpec
 from serve.host.shared_gpu_host import host_of
-from serve.host.versions import Versions, installed, refuse_other
+from serve.host.version_check import Versions, installed, refuse_other
 
 
 class _Sender(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a :class:`serve.host.host.HostSpec` that every version can read."""
+    """The part of a :class:`serve.host.replica_host.HostSpec` that every version can read."""
 
     versions: Versions
 

@@ -22,7 +22,7 @@ from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
 from serve.engine.interface import EngineSpec
 from serve.engine.main import Event
-from serve.host.host import HostSpec, ReplicaHost
+from serve.host.replica_host import HostSpec, ReplicaHost
 
 # How long the host waits for the controller's first orders before it starts engines in any order.
 FIRST_WORD_S = 5.0

@@ -1,4 +1,4 @@
 """Targets, registry and observed state of all replicas.
 
-Read first: `targets`.
+Read first: `desired_state`.
 """

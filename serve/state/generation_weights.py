@@ -8,9 +8,9 @@ import msgspec
 
 from policy.config.deployment import Deployment
 from policy.errors import ModelUnavailable, SwitchRefused
-from serve.host.weights import Resolver, Weights
-from serve.state.observed import ObservedState
-from serve.state.targets import Target
+from serve.host.weight_verification import Resolver, Weights
+from serve.state.desired_state import Target
+from serve.state.observed_state import ObservedState
 from store.model_weights.prepare import Origin
 
 

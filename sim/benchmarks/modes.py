@@ -17,12 +17,12 @@ import numpy as np
 from policy.config.deployment import Deployment, Mode, ModelSpec
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.view import Policy
+from policy.scaling.policy_interface import Policy
 from sim.charts import figure as charts
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry, Summary, summarise
 from sim.results.series import Dwell, chart_data
-from sim.simulator.record import HOUR_S, Floats, Record
+from sim.simulator.run_record import HOUR_S, Floats, Record
 
 # The name of the deployment that switches by load; the others have the name of their mode.
 BY_LOAD = "by_load"

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from policy.engine.calibration import KNEES, MIN_SAMPLES, median, slowness
 from policy.engine.least_squares import fit, with_knee
+from policy.engine.online_calibration import KNEES, MIN_SAMPLES, median, slowness
 from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.performance_model_file import Errors, Measure, PointResult
 from policy.engine.step_samples import Region, StepSample, step_class

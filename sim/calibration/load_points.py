@@ -6,8 +6,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from policy.engine.batch_scheduler import Request, Scheduler
 from policy.engine.performance_model import EngineModel, Limits, Slo
-from policy.engine.scheduler import Request, Scheduler
 
 # The most points, and of how many one is held out.
 POINTS = 16

@@ -13,28 +13,28 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """One quantile in seconds, ``live`` and in the ``twin``, with its signed relative ``error``."""
+    """One quantile in seconds, ``live`` and in the simulator, with its signed relative ``error``."""
 
     live: float
-    twin: float
+    simulated: float
     error: float
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """Quantiles by measure and name, and the numbers of requests served ``live`` and in the ``twin``."""
+    """Quantiles by measure and name, and the numbers of requests served ``live`` and in the simulator."""
 
     live: int
-    twin: int
+    simulated: int
     quantiles: dict[str, dict[str, Pair]]
 
 
 def compare(
-    live: Mapping[str, Sequence[float]], twin: Mapping[str, Sequence[float]]
+    live: Mapping[str, Sequence[float]], simulated: Mapping[str, Sequence[float]]
 ) -> dict[str, dict[str, Pair]]:
     """The quantiles of each measure; one without values on either side is left out."""
     found: dict[str, dict[str, Pair]] = {}
     for measure in live:
-        one, other = known(live[measure]), known(twin[measure])
+        one, other = known(live[measure]), known(simulated[measure])
         if one.size and other.size:
             found[measure] = {
                 name: _pair(float(np.quantile(one, part)), float(np.quantile(other, part)))
@@ -49,27 +49,27 @@ def known(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64
     return np.sort(given[~np.isnan(given)])
 
 
-def _pair(live: float, twin: float) -> Pair:
+def _pair(live: float, simulated: float) -> Pair:
     # Below the clock resolution of a microsecond.
-    return Pair(live, twin, twin / live - 1.0 if live > 1e-6 else 0.0)
+    return Pair(live, simulated, simulated / live - 1.0 if live > 1e-6 else 0.0)
 
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 260, 220, 70, 70, 80
 
 
 @styled
-def curves(title: str, live: Mapping[str, Sequence[float]], twin: Mapping[str, Sequence[float]]) -> str:
+def curves(title: str, live: Mapping[str, Sequence[float]], simulated: Mapping[str, Sequence[float]]) -> str:
     """The SVG: a panel for each measure with the seconds of each quantile, on a logarithmic scale."""
-    measures = [measure for measure in live if known(live[measure]).size and known(twin[measure]).size]
+    measures = [measure for measure in live if known(live[measure]).size and known(simulated[measure]).size]
     width, height = LEFT + (WIDTH + GAP) * len(measures), TOP + HEIGHT + 50
     figure = new_figure(width, height, title)
     figure.text(10 / width, 1 - 38 / height, "live", color=COLOURS[0])
-    figure.text(46 / width, 1 - 38 / height, "twin", color=LIMIT)
+    figure.text(46 / width, 1 - 38 / height, "simulated", color=LIMIT)
     parts = np.linspace(0.0, 1.0, 101)
     for column, measure in enumerate(measures):
         axes = add_axes(figure, LEFT + column * (WIDTH + GAP), TOP, WIDTH, HEIGHT)
         axes.set_title(measure.upper())
-        values = [np.maximum(np.quantile(known(side[measure]), parts), 1e-6) for side in (live, twin)]
+        values = [np.maximum(np.quantile(known(side[measure]), parts), 1e-6) for side in (live, simulated)]
         log_axis(axes, min(v[0] for v in values), max(v[-1] for v in values), _label)
         axes.set_xlim(0.0, 1.0)
         axes.set_xticks([0.0, 0.5, 0.9], ["0%", "50%", "90%"])

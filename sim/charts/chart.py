@@ -27,7 +27,7 @@ from sim.charts.figure import (
     value_axis,
 )
 from sim.results.series import Annotation, Dwell, clock
-from sim.simulator.record import Floats
+from sim.simulator.run_record import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,9 +19,9 @@ from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
 from sim.oracle.replica_capacity import attained_rate
 from sim.request_arrival import Arrival
-from sim.simulator.record import HOUR_S
+from sim.simulator.fault_scenario import Scenario
 from sim.simulator.run import simulate
-from sim.simulator.scenario import Scenario
+from sim.simulator.run_record import HOUR_S
 from sim.workload.trace_statistics import Load, ModelNames, Survey
 
 # About the duration of a request; more bins than this take long to solve.

@@ -23,7 +23,7 @@ from scipy.sparse import block_array, coo_array, diags_array, eye_array
 
 from policy.errors import TargetError
 from sim.oracle.problem import Problem
-from sim.simulator.record import Floats
+from sim.simulator.run_record import Floats
 
 _INFEASIBLE = 2
 

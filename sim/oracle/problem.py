@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.simulator.record import Floats
+from sim.simulator.run_record import Floats
 
 # Tolerance for float rounding of counts.
 ROUNDING = 1e-9

@@ -16,9 +16,9 @@ import numpy as np
 
 from policy.config.control import ModeSwitchConfig
 from policy.config.deployment import Deployment, Mode, ModelSpec
-from policy.engine.capacity import capability
+from policy.engine.builtin_profiles import max_request_tokens, shipped
 from policy.engine.performance_model import Limits, Workload
-from policy.engine.profiles import max_request_tokens, shipped
+from policy.engine.replica_capacity import capability
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.planning.demand import met_alone
 from sim.request_arrival import Arrival

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from policy.config.deployment import Mode, ModelSpec, Shape
+from policy.engine.builtin_profiles import PROFILES, kind_and_size, profile
 from policy.engine.performance_model_file import model_file
-from policy.engine.profiles import PROFILES, kind_and_size, profile
 from policy.errors import ConfigError
 from policy.types import EngineKind
 

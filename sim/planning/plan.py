@@ -186,12 +186,12 @@ def _basis(best: Candidate, ask: PlanRequest) -> dict[str, str]:
     counted = f"{Basis.MEASURED.value}: counted in the requests that are replayed"
     return {
         "load": f"{assumed}: as described, with lengths that vary" if ask.described else counted,
-        "counts": f"{best.basis.value}: the twin, whose steps are timed by {best.source}",
+        "counts": f"{best.basis.value}: the simulator, whose steps are timed by {best.source}",
         "growth": f"{assumed}: requests like these at so many times the rate",
         "failure": f"{assumed}: how long a start takes is control.assumed_start_s",
         "power": f"{assumed}: {power_model_of(best.kind, _peak_w(best, ask)).source}",
         "schedule": f"{assumed}: the growth as given, devices on a line between the loads above",
-        "overflow": f"{best.basis.value}: what replicas of the twin turn away when they are full",
+        "overflow": f"{best.basis.value}: what simulated replicas turn away when they are full",
         "prices": f"{assumed}: as given",
         "streams": f"{Basis.MEASURED.value}: bytes of an event of the engine's chat stream, in a packet each",
         "requests": f"{assumed}: 4 characters a token, 800 bytes of headers and JSON",

@@ -8,15 +8,15 @@ import msgspec
 import numpy as np
 
 from policy.config.deployment import Budget, Deployment, ModelSpec, Price, Upstream
-from policy.engine.capacity import capability
+from policy.engine.builtin_profiles import max_request_tokens, shipped
 from policy.engine.performance_model import Timing
-from policy.engine.profiles import max_request_tokens, shipped
+from policy.engine.replica_capacity import capability
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.planning.candidates import Candidate
 from sim.planning.demand import Arrivals, Demand, met_alone
-from sim.simulator.record import HOUR_S, Outcome, Record, Requests, finite_quantiles
+from sim.simulator.fault_scenario import EARTH, Crash, Scenario
 from sim.simulator.run import simulate
-from sim.simulator.scenario import EARTH, Crash, Scenario
+from sim.simulator.run_record import HOUR_S, Outcome, Record, Requests, finite_quantiles
 
 # Counts below the least one that are tried too: near the SLO more replicas may do worse by chance.
 DEPTH = 2

@@ -12,11 +12,11 @@ import numpy as np
 
 from policy.config.control import SloConfig
 from policy.config.deployment import Deployment
-from policy.scaling.view import Policy
+from policy.scaling.policy_interface import Policy
 from sim.oracle.bounds import Bounds
 from sim.request_arrival import Arrival
 from sim.results.series import ChartData, chart_data
-from sim.simulator.record import HOUR_S, LOST, Floats, Outcome, Record, finite_quantiles
+from sim.simulator.run_record import HOUR_S, LOST, Floats, Outcome, Record, finite_quantiles
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

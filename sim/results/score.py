@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.simulator.record import HOUR_S, LOST, Floats, Outcome, Record, Requests, finite_quantiles
+from sim.simulator.run_record import HOUR_S, LOST, Floats, Outcome, Record, Requests, finite_quantiles
 
 # Shorter windows have too few requests to judge a 99 % attainment.
 WINDOW_S = 30.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policy.scaling.types import Decision
-from sim.simulator.record import Floats, Ints, Moment, Record, Requests, finite_quantiles
+from policy.scaling.decision_types import Decision
+from sim.simulator.run_record import Floats, Ints, Moment, Record, Requests, finite_quantiles
 
 # A column of the report is about as many pixels wide.
 WINDOWS = 480

@@ -16,7 +16,7 @@ from policy.stats.decay import DecayingCount
 Entry = SlotEntry[str, str, bool]
 
 
-class TwinSlots(AdapterSlots[str, str, bool]):
+class SimulatedSlots(AdapterSlots[str, str, bool]):
     """The slots of a replica in virtual time: all files are present, one adapter loads at a time.
 
     ``loading`` is the adapter being loaded, ``loads`` counts loads, ``changes`` changes of the set of loaded
@@ -88,7 +88,7 @@ class TwinSlots(AdapterSlots[str, str, bool]):
         return entry
 
 
-class LeastRecentlyUsedSlots(TwinSlots):
+class LeastRecentlyUsedSlots(SimulatedSlots):
     """Evict the least recently used adapter."""
 
     def eviction_order(self, entry: Entry, now: float) -> tuple[int, float]:
@@ -129,7 +129,7 @@ class InTurnSlots(LeastRecentlyUsedSlots):
         return admitted
 
 
-class TwinPlacement:
+class SimulatedPlacement:
     """The controller's placement of one model's adapters: heartbeats in, a plan out.
 
     It plans with the production algorithm from request rates alone; :mod:`serve.adapters.placement` also uses
@@ -144,7 +144,7 @@ class TwinPlacement:
         # Since the last plan: the sum of requests in flight over heartbeats, and the number of heartbeats.
         self._in_flight = self._beats = 0
 
-    def beat(self, replica: str, slots: TwinSlots, in_flight: int, at: float) -> None:
+    def beat(self, replica: str, slots: SimulatedSlots, in_flight: int, at: float) -> None:
         """A heartbeat: count the new requests and those in flight, and hand the plan to the replica."""
         for adapter, requests in slots.requests.items():
             self._demand.setdefault(adapter, DecayingCount(HALF_LIFE_S)).add(at, requests)

@@ -9,14 +9,14 @@ import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.shared_gpus import gpu_group_of
-from policy.engine.capacity import Capability, capability
+from policy.engine.replica_capacity import Capability, capability
 from policy.errors import SwitchRefused
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
-from policy.scaling.observed_model import ObservedModel, ReplicaFacts, held_by, signals_of, together
+from policy.scaling.decision_schedule import DecisionSchedule
+from policy.scaling.decision_types import Decision, Memory, Situation
+from policy.scaling.model_observation import ObservedModel, ReplicaFacts, held_by, signals_of, together
+from policy.scaling.policy_interface import Policy, Supply, View
 from policy.scaling.rollout import Footprint, LayerKey, fits, step
-from policy.scaling.schedule import DecisionSchedule
-from policy.scaling.types import Decision, Memory, Situation
-from policy.scaling.view import Policy, Supply, View
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
 from sim.simulator.fleet import Fleet
@@ -58,7 +58,7 @@ class SwitchCourse:
         return held_by(self.fleet.layers(), self.footprints, groups)
 
 
-class TwinController:
+class SimulatedController:
     """Decides for all models and carries decisions out. Instants are seconds of the run."""
 
     def __init__(

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from policy.adapter_placement.slots import PREFETCH_PAUSE
+from policy.engine.batch_scheduler import Request, Scheduler, StepTimes
 from policy.engine.performance_model import Timing
 from policy.engine.prefix_cache import PrefixCache
-from policy.engine.scheduler import Request, Scheduler, StepTimes
-from policy.adapter_placement.slots import PREFETCH_PAUSE
 from policy.wire.capture import BLOCK_TOKENS
-from sim.simulator.adapters import Entry, TwinSlots
+from sim.simulator.adapters import Entry, SimulatedSlots
 
 Load = tuple[Entry, Entry | None]
 
@@ -76,7 +76,7 @@ class Engine:
         slots: int = 0,
         adapter_load_s: float = 0.0,
         prefix_tokens: int | None = None,
-        slot_rules: type[TwinSlots] = TwinSlots,
+        slot_rules: type[SimulatedSlots] = SimulatedSlots,
     ) -> None:
         if timing.model is None:
             raise ValueError("an engine without coefficients takes no time that could be simulated")

@@ -12,30 +12,30 @@ from typing import TYPE_CHECKING
 
 from policy.config.deployment import ModelSpec
 from policy.config.shared_gpus import gpu_group_of
+from policy.engine.builtin_profiles import shipped
 from policy.engine.performance_model import Timing
-from policy.engine.profiles import shipped
 from policy.hashing import hash_name
 from policy.routing.cost import Candidate
-from policy.routing.outlier_ejection import Breaker, HealthCounters, ReplicaHealth
+from policy.routing.replica_health import Breaker, HealthCounters, ReplicaHealth
+from policy.scaling.policy_interface import Supply
 from policy.scaling.rollout import Layer, LayerKey
 from policy.scaling.start_times import StartTime, StartTimes
-from policy.scaling.view import Supply
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
 from sim.simulator.engine import Engine, Job
-from sim.simulator.record import Span
-from sim.simulator.scenario import Scenario
+from sim.simulator.fault_scenario import Scenario
+from sim.simulator.run_record import Span
 
 if TYPE_CHECKING:
-    from sim.simulator.gateway import TwinTicket
+    from sim.simulator.gateway import SimulatedTicket
 
 # A start that is spread is never shorter than this part of its mean.
 _LEAST_START = 0.1
 _WAKE_PART = 0.1
 
 
-class TwinReplica:
+class SimulatedReplica:
     """One replica: its span in the record, its engine, and the gateway's view of it.
 
     ``places`` are its requests, ``leave_by`` the end of its drain timeout, ``reported`` the version of its
@@ -64,7 +64,7 @@ class TwinReplica:
         self.reported = 0
         self.view = view
         self.state = ReplicaPhase.STARTING
-        self.places: dict[int, TwinTicket] = {}
+        self.places: dict[int, SimulatedTicket] = {}
         self.leave_by = 0.0
         self.slow = 1.0
         # The number of the engine event in force; earlier ones are void.
@@ -102,11 +102,11 @@ class Fleet:
         spans: list[Span],
         rng: random.Random,
         *,
-        wake: Callable[[float, str, TwinReplica, int], None],
-        lost: Callable[[TwinReplica], None],
+        wake: Callable[[float, str, SimulatedReplica, int], None],
+        lost: Callable[[SimulatedReplica], None],
     ) -> None:
         self.spec = spec
-        self.serving: list[TwinReplica] = []
+        self.serving: list[SimulatedReplica] = []
         self.views: list[Candidate] = []
         self.starts = StartTimes()
         self.adapter_loads = self.preemptions = 0
@@ -116,7 +116,7 @@ class Fleet:
         self._spans = spans
         self._rng = rng
         self._wake = wake
-        self._all: list[TwinReplica] = []
+        self._all: list[SimulatedReplica] = []
         self._wanted: dict[LayerKey, int] = {}
         self._seen: set[str] = set()
         self._timings: dict[str, Timing] = {name: shipped(spec, shape) for name, shape in spec.shapes.items()}
@@ -130,7 +130,7 @@ class Fleet:
             for shape in self._asleep
         )
 
-    def __iter__(self) -> Iterator[TwinReplica]:
+    def __iter__(self) -> Iterator[SimulatedReplica]:
         return iter(self._all)
 
     def timing(self, shape: str) -> Timing:
@@ -165,7 +165,7 @@ class Fleet:
                 self._drain(runner, at)
         self._changed()
 
-    def ready(self, runner: TwinReplica, at: float) -> bool:
+    def ready(self, runner: SimulatedReplica, at: float) -> bool:
         """Its start has ended; returns whether it serves now."""
         if runner.state is not ReplicaPhase.STARTING:
             return False
@@ -175,18 +175,18 @@ class Fleet:
         self._changed()
         return True
 
-    def submit(self, runner: TwinReplica, place: TwinTicket, job: Job, at: float) -> None:
+    def submit(self, runner: SimulatedReplica, place: SimulatedTicket, job: Job, at: float) -> None:
         """Send a request there; raises :class:`ValueError` if it could never fit."""
         runner.engine.submit(job, at)
         runner.places[place.number] = place
         self.watch(runner)
 
-    def watch(self, runner: TwinReplica) -> None:
+    def watch(self, runner: SimulatedReplica) -> None:
         """Schedule the next event of its engine."""
         runner.version += 1
         self._wake(runner.engine.next_at(), "engine", runner, runner.version)
 
-    def over(self, runner: TwinReplica, place: TwinTicket, at: float) -> bool:
+    def over(self, runner: SimulatedReplica, place: SimulatedTicket, at: float) -> bool:
         """A request has ended; returns whether that ended a draining replica."""
         runner.places.pop(place.number, None)
         if runner.state is ReplicaPhase.DRAINING and not runner.places:
@@ -194,7 +194,7 @@ class Fleet:
             return True
         return False
 
-    def cut(self, runner: TwinReplica, at: float) -> list[TwinTicket]:
+    def cut(self, runner: SimulatedReplica, at: float) -> list[SimulatedTicket]:
         """The drain timeout has passed; returns the requests that are cut off."""
         if runner.state is not ReplicaPhase.DRAINING or at < runner.leave_by:
             return []
@@ -203,7 +203,7 @@ class Fleet:
         self._end(runner, at)
         return cut
 
-    def crash(self, at: float) -> list[TwinTicket]:
+    def crash(self, at: float) -> list[SimulatedTicket]:
         """Crash the longest-serving replica, which its host restarts; returns its requests."""
         if not self.serving:
             return []
@@ -217,7 +217,7 @@ class Fleet:
         self._start(runner.key, at)
         return lost
 
-    def slow(self, factor: float, at: float) -> TwinReplica | None:
+    def slow(self, factor: float, at: float) -> SimulatedReplica | None:
         """Slow down the longest-serving replica; returns it."""
         if not self.serving:
             return None
@@ -225,10 +225,10 @@ class Fleet:
         self.pace(runner, factor, at)
         return runner
 
-    def _longest(self) -> TwinReplica:
+    def _longest(self) -> SimulatedReplica:
         return min(self.serving, key=lambda each: (each.span.ready_at, each.span.number))
 
-    def pace(self, runner: TwinReplica, factor: float, at: float) -> None:
+    def pace(self, runner: SimulatedReplica, factor: float, at: float) -> None:
         """Have its steps take ``factor`` times as long as its engine model says."""
         runner.slow = factor
         runner.engine.slow(factor, at)
@@ -293,7 +293,7 @@ class Fleet:
             given = max(_LEAST_START * given, self._rng.gauss(given, world.spread * given))
         return given
 
-    def _made(self, key: LayerKey, at: float, path: StartPath) -> TwinReplica:
+    def _made(self, key: LayerKey, at: float, path: StartPath) -> SimulatedReplica:
         shape, number = self.spec.shapes[key.shape], len(self._spans)
         span = Span(
             number=number,
@@ -316,11 +316,11 @@ class Fleet:
         )
         name = f"{key.model}-{key.shape}-{number}"
         view = Candidate(name, hash_name(name), bound=shape.max_in_flight, timing=timing)
-        runner = TwinReplica(key, span, engine, view, self.health.ejections.join())
+        runner = SimulatedReplica(key, span, engine, view, self.health.ejections.join())
         self._all.append(runner)
         return runner
 
-    def _drain(self, runner: TwinReplica, at: float) -> None:
+    def _drain(self, runner: SimulatedReplica, at: float) -> None:
         runner.span.leaves_at = at
         if runner.state is ReplicaPhase.STARTING or not runner.places:
             self._end(runner, at)
@@ -329,7 +329,7 @@ class Fleet:
         runner.leave_by = at + self.spec.control.mode.drain_timeout_s
         self._wake(runner.leave_by, "cut", runner, 0)
 
-    def _end(self, runner: TwinReplica, at: float) -> None:
+    def _end(self, runner: SimulatedReplica, at: float) -> None:
         runner.state = ReplicaPhase.STOPPED
         runner.version += 1
         runner.span.ended_at = at
@@ -347,7 +347,7 @@ class Fleet:
             runner.span.ended_at = at
             self._write_down(runner, at)
 
-    def _write_down(self, runner: TwinReplica, at: float) -> None:
+    def _write_down(self, runner: SimulatedReplica, at: float) -> None:
         engine = runner.engine
         engine.catch_up(at)
         runner.span.busy_s, runner.span.tokens = engine.busy_s, engine.tokens
@@ -358,7 +358,7 @@ class Fleet:
         self.serving = [runner for runner in self._all if runner.state is ReplicaPhase.READY]
         self.views = [runner.view for runner in self.serving]
 
-    def _replica(self, runner: TwinReplica, at: float) -> Replica:
+    def _replica(self, runner: SimulatedReplica, at: float) -> Replica:
         span, engine = runner.span, runner.engine
         start_s = None if span.ready_at is None else span.ready_at - span.asked_at
         load = Load(
@@ -383,6 +383,6 @@ class Fleet:
         )
 
 
-def stays(runner: TwinReplica) -> bool:
+def stays(runner: SimulatedReplica) -> bool:
     """Whether it serves or will."""
     return runner.state in (ReplicaPhase.STARTING, ReplicaPhase.READY)

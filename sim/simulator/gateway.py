@@ -12,18 +12,18 @@ from policy.admission.dispatcher import Dispatcher, Ticket
 from policy.admission.queue import Bounds
 from policy.admission.retry import AttemptOutcome, Cause, Rejection
 from policy.config.deployment import Deployment
-from policy.engine.profiles import max_request_tokens
+from policy.engine.builtin_profiles import max_request_tokens
 from policy.hashing import hash_name
 from policy.request import AnswerLength, Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Router
 from policy.routing.settings import settings_of
-from policy.signals.counters import WorkerCounters
+from policy.signals.model_counters import WorkerCounters
 from policy.wire.capture import BLOCK_TOKENS
 from sim.request_arrival import Arrival
 from sim.simulator.engine import Job
-from sim.simulator.fleet import Fleet, TwinReplica
-from sim.simulator.record import Outcome
+from sim.simulator.fleet import Fleet, SimulatedReplica
+from sim.simulator.run_record import Outcome
 
 # How many hashes of a prompt a gateway makes: as many as of half a million characters.
 MOST_HASHES = 64
@@ -37,7 +37,7 @@ _OUTCOMES = {
 }
 
 
-class TwinTicket(Ticket[TwinReplica]):
+class SimulatedTicket(Ticket[SimulatedReplica]):
     """A ticket with its arrival in the trace, its last replica (``runner``) and its times.
 
     ``cached_tokens`` are those of its prompt found in the prefix cache.
@@ -46,12 +46,12 @@ class TwinTicket(Ticket[TwinReplica]):
     __slots__ = ("arrival", "cached_tokens", "first_at", "number", "runner", "sent_at")
 
     def __init__(
-        self, dispatcher: Dispatcher[TwinReplica], request: Request, number: int, arrival: Arrival
+        self, dispatcher: Dispatcher[SimulatedReplica], request: Request, number: int, arrival: Arrival
     ) -> None:
         super().__init__(dispatcher, request)
         self.number = number
         self.arrival = arrival
-        self.runner: TwinReplica | None = None
+        self.runner: SimulatedReplica | None = None
         self.cached_tokens = 0
         self.sent_at: float | None = None
         self.first_at: float | None = None
@@ -62,7 +62,7 @@ class TwinTicket(Ticket[TwinReplica]):
         return (at - self.first_at) / gaps if gaps and self.first_at is not None else 0.0
 
 
-class TwinPool:
+class SimulatedPool:
     """The replicas of one model as a :class:`policy.admission.replica_pool.ReplicaPool`."""
 
     def __init__(
@@ -92,7 +92,7 @@ class TwinPool:
     def candidates(self) -> list[Candidate]:
         return self._fleet.views
 
-    def replica(self, candidate: Candidate) -> TwinReplica:
+    def replica(self, candidate: Candidate) -> SimulatedReplica:
         return self._fleet.serving[self._fleet.views.index(candidate)]
 
     def serves(self, candidate: Candidate, adapter: str) -> bool:
@@ -129,7 +129,7 @@ class TwinPool:
         return False
 
 
-class TwinGateway:
+class SimulatedGateway:
     """``over`` is called with each request's outcome; instants are seconds of the run.
 
     ``queued_elsewhere`` returns the bytes of the requests that wait for other models.
@@ -141,7 +141,7 @@ class TwinGateway:
         fleet: Fleet,
         rng: random.Random,
         *,
-        over: Callable[[TwinTicket, Outcome, float], None],
+        over: Callable[[SimulatedTicket, Outcome, float], None],
         queued_elsewhere: Callable[[], int],
     ) -> None:
         self.spec = spec = fleet.spec
@@ -154,9 +154,9 @@ class TwinGateway:
         self._over = over
         self._at = 0.0
         self._longest = {name: max_request_tokens(spec, shape) for name, shape in spec.shapes.items()}
-        self._pool = TwinPool(deployment, fleet, rng, queued_elsewhere)
+        self._pool = SimulatedPool(deployment, fleet, rng, queued_elsewhere)
         fleet.health.configure(deployment.gateway.eject, deployment.gateway.retry)
-        self.dispatcher: Dispatcher[TwinReplica] = Dispatcher(
+        self.dispatcher: Dispatcher[SimulatedReplica] = Dispatcher(
             self._pool, fleet.health, weight=self._weight, resolved=self._resolved
         )
 
@@ -174,14 +174,14 @@ class TwinGateway:
         """Admit a request: it goes to a replica, waits, or is rejected."""
         self.in_flight += 1
         self.totals.arrived += 1
-        self._enter(TwinTicket(self.dispatcher, self._request(arrival, at), number, arrival), at)
+        self._enter(SimulatedTicket(self.dispatcher, self._request(arrival, at), number, arrival), at)
 
-    def first_token(self, ticket: TwinTicket, at: float) -> None:
+    def first_token(self, ticket: SimulatedTicket, at: float) -> None:
         """Its first token came."""
         ticket.first_at = at
         ticket.first(at)
 
-    def ended(self, ticket: TwinTicket, at: float) -> None:
+    def ended(self, ticket: SimulatedTicket, at: float) -> None:
         """Its last token came."""
         arrival = ticket.arrival
         assert ticket.first_at is not None
@@ -196,7 +196,7 @@ class TwinGateway:
         totals.judge(ttft_s, gap_s)
         self._leave(ticket, Outcome.SERVED, at)
 
-    def broken(self, ticket: TwinTicket, at: float) -> None:
+    def broken(self, ticket: SimulatedTicket, at: float) -> None:
         """Its replica has ended."""
         begun = ticket.first_at is not None
         self._failed(ticket, AttemptOutcome.BROKEN if begun else AttemptOutcome.LOST, at)
@@ -211,11 +211,11 @@ class TwinGateway:
         self._at = at
         self.dispatcher.expire(at)
 
-    def gone(self, runner: TwinReplica) -> None:
+    def gone(self, runner: SimulatedReplica) -> None:
         """A replica has ended."""
         self._pool.router.forget(runner.view.key)
 
-    def adapters_reported(self, runner: TwinReplica) -> None:
+    def adapters_reported(self, runner: SimulatedReplica) -> None:
         """A replica reports which adapters it has loaded."""
         loaded = [self.adapter_key(adapter) for adapter in runner.engine.slots.loaded]
         self._pool.router.holds(loaded, (), runner.view.key)
@@ -247,21 +247,21 @@ class TwinGateway:
             deadline=at + self._gateway.queue_timeout_s,
         )
 
-    def _enter(self, ticket: TwinTicket, at: float) -> None:
+    def _enter(self, ticket: SimulatedTicket, at: float) -> None:
         self._at = at
         ticket.enter(at)
         if not ticket.queued:
             self._resolved(ticket)
 
-    def _resolved(self, ticket: Ticket[TwinReplica]) -> None:
+    def _resolved(self, ticket: Ticket[SimulatedReplica]) -> None:
         """A ticket has a replica, or is rejected."""
-        assert isinstance(ticket, TwinTicket)
+        assert isinstance(ticket, SimulatedTicket)
         if ticket.rejection is None:
             self._start(ticket, self._at)
         else:
             self._reject(ticket, ticket.rejection, self._at)
 
-    def _start(self, ticket: TwinTicket, at: float) -> None:
+    def _start(self, ticket: SimulatedTicket, at: float) -> None:
         arrival, runner = ticket.arrival, ticket.replica
         assert runner is not None
         ticket.runner, ticket.sent_at = runner, at
@@ -277,7 +277,7 @@ class TwinGateway:
             # Longer than the context or the KV cache: every engine refuses it.
             self._failed(ticket, AttemptOutcome.REJECTED, at)
 
-    def _failed(self, ticket: TwinTicket, outcome: AttemptOutcome, at: float) -> None:
+    def _failed(self, ticket: SimulatedTicket, outcome: AttemptOutcome, at: float) -> None:
         ticket.end(at, outcome)
         if ticket.rejection is not None:
             self._reject(ticket, ticket.rejection, at)
@@ -286,13 +286,13 @@ class TwinGateway:
         else:
             self._enter(ticket, at)
 
-    def _reject(self, ticket: TwinTicket, rejection: Rejection, at: float) -> None:
+    def _reject(self, ticket: SimulatedTicket, rejection: Rejection, at: float) -> None:
         outcome = _OUTCOMES.get(rejection.cause, Outcome.FAILED)
         if outcome is not Outcome.FAILED or rejection.cause is Cause.RETRIES_SPENT:
             self.totals.refused += 1
         self._leave(ticket, outcome, at)
 
-    def _leave(self, ticket: TwinTicket, outcome: Outcome, at: float) -> None:
+    def _leave(self, ticket: SimulatedTicket, outcome: Outcome, at: float) -> None:
         self.in_flight -= 1
         self._over(ticket, outcome, at)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from policy.config.control import SloConfig
-from sim.simulator.gateway import TwinTicket
-from sim.simulator.record import Outcome, Requests
+from sim.simulator.gateway import SimulatedTicket
+from sim.simulator.run_record import Outcome, Requests
 
 # Token counts beyond a column of 32 bits are cut off.
 _MOST_TOKENS = 2**31 - 1
@@ -38,7 +38,7 @@ class RequestLog:
             column.append(value)
         return row
 
-    def over(self, row: int, ticket: TwinTicket, outcome: Outcome, at: float) -> bool:
+    def over(self, row: int, ticket: SimulatedTicket, outcome: Outcome, at: float) -> bool:
         """Record the end of a request; returns whether it was served within the SLO."""
         columns, came = self._columns, ticket.request.arrived
         columns["outcome"][row] = outcome

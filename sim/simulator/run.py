@@ -16,28 +16,28 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
+from policy.adapter_placement.plan import PLAN_PERIOD_S
+from policy.adapter_placement.types import Host
 from policy.admission.spend_cap import SpendCap, cost
 from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
 from policy.config.shared_gpus import gpu_group_of
+from policy.engine.builtin_profiles import kind_and_size, price_of
 from policy.engine.power import PowerModel, power_model_of
-from policy.engine.profiles import kind_and_size, price_of
-from policy.adapter_placement.plan import PLAN_PERIOD_S
-from policy.adapter_placement.types import Host
-from policy.scaling.view import Policy
+from policy.scaling.policy_interface import Policy
 from policy.signals.aggregator import SignalAggregator
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
-from policy.wire.load import COALESCE_S
+from policy.wire.load_stream import COALESCE_S
 from policy.wire.reports import GatewayReport
 from sim.request_arrival import Arrival
-from sim.simulator.adapters import TwinPlacement
-from sim.simulator.controller import TwinController
+from sim.simulator.adapters import SimulatedPlacement
+from sim.simulator.controller import SimulatedController
 from sim.simulator.engine import Kind
-from sim.simulator.fleet import Fleet, TwinReplica, stays
-from sim.simulator.gateway import TwinGateway, TwinTicket
-from sim.simulator.record import HOUR_S, Moment, Outcome, Record, Span
+from sim.simulator.fault_scenario import EARTH, Scenario
+from sim.simulator.fleet import Fleet, SimulatedReplica, stays
+from sim.simulator.gateway import SimulatedGateway, SimulatedTicket
 from sim.simulator.request_log import RequestLog
-from sim.simulator.scenario import EARTH, Scenario
+from sim.simulator.run_record import HOUR_S, Moment, Outcome, Record, Span
 from sim.workload.trace_statistics import ModelNames
 
 # Period of the reports of gateways and replicas, and the opening of a trace that sizes the first fleet.
@@ -73,37 +73,37 @@ class _Run:
     ) -> None:
         self._deployment = deployment
         self._world = world
-        self._events: list[tuple[float, int, str, TwinReplica | str, int]] = []
+        self._events: list[tuple[float, int, str, SimulatedReplica | str, int]] = []
         self._order = itertools.count()
         self._spans: list[Span] = []
         self._aggregator = SignalAggregator()
         self._number = 0
         streams = random.Random(seed)  # noqa: S311 - reproducible, not secret
         self._fleets: dict[str, Fleet] = {}
-        self._gateways: dict[str, TwinGateway] = {}
+        self._gateways: dict[str, SimulatedGateway] = {}
         self._ledgers: dict[str, RequestLog] = {}
         self._addressing = ModelNames([spec.name for spec in deployment.models])
         for spec in deployment.models:
             starts, routes = (random.Random(streams.getrandbits(64)) for _ in range(2))  # noqa: S311
             fleet = Fleet(spec, world, self._spans, starts, wake=self._push, lost=self._lost)
             elsewhere = partial(self._queued_elsewhere, spec.name)
-            gateway = TwinGateway(deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere)
+            gateway = SimulatedGateway(deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere)
             self._fleets[spec.name] = fleet
             self._gateways[spec.name] = gateway
             self._ledgers[spec.name] = RequestLog(spec.control.slo)
         self._placements = {
-            spec.name: TwinPlacement(world.adapter_load_s, self._gateways[spec.name].adapter_key)
+            spec.name: SimulatedPlacement(world.adapter_load_s, self._gateways[spec.name].adapter_key)
             for spec in deployment.models
             if spec.adapters is not None
         }
-        self._controller = TwinController(deployment, self._fleets, policies, self._aggregator)
+        self._controller = SimulatedController(deployment, self._fleets, policies, self._aggregator)
         self._spend_caps = {each.name: SpendCap(each.cost_cap_per_h) for each in deployment.upstreams}
         self._record = Record(ends_at=0.0, requests={}, spans=self._spans)
         self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._gateways}
         self._counted = dict.fromkeys(self._gateways, 0)
         self._looks: dict[str, float] = {}
         # The current slowdowns of each replica, by index in the scenario.
-        self._slow: defaultdict[TwinReplica, list[int]] = defaultdict(list)
+        self._slow: defaultdict[SimulatedReplica, list[int]] = defaultdict(list)
         self._open = 0
 
     def play(self, trace: Iterable[Arrival], progress: Callable[[float], None]) -> Record:
@@ -158,7 +158,7 @@ class _Run:
         self._controller.begin(rates, shapes)
         return itertools.chain(head, rest)
 
-    def _push(self, at: float, kind: str, subject: TwinReplica | str, detail: int) -> None:
+    def _push(self, at: float, kind: str, subject: SimulatedReplica | str, detail: int) -> None:
         if at < math.inf:
             heapq.heappush(self._events, (at, next(self._order), kind, subject, detail))
 
@@ -173,8 +173,8 @@ class _Run:
             if not self._controller.courses[model].count:
                 self._urgently(model, at)
 
-    def _handle(self, kind: str, subject: TwinReplica | str, detail: int, at: float) -> None:
-        if isinstance(subject, TwinReplica):
+    def _handle(self, kind: str, subject: SimulatedReplica | str, detail: int, at: float) -> None:
+        if isinstance(subject, SimulatedReplica):
             self._of_replica(kind, subject, detail, at)
         elif kind == "report":
             self._report(at)
@@ -202,7 +202,7 @@ class _Run:
                 self._pace(runner, at)
                 self._push(slow.until, "pace", runner, detail)
 
-    def _of_replica(self, kind: str, runner: TwinReplica, detail: int, at: float) -> None:
+    def _of_replica(self, kind: str, runner: SimulatedReplica, detail: int, at: float) -> None:
         model = runner.key.model
         fleet, gateway = self._fleets[model], self._gateways[model]
         if kind == "engine" and detail == runner.version:
@@ -223,18 +223,18 @@ class _Run:
         if gateway.queued:
             self._look(model, gateway, at)
 
-    def _lost(self, runner: TwinReplica) -> None:
+    def _lost(self, runner: SimulatedReplica) -> None:
         self._gateways[runner.key.model].gone(runner)
 
     def _queued_elsewhere(self, model: str) -> int:
         return sum([gateway.queued_bytes for name, gateway in self._gateways.items() if name != model])
 
-    def _pace(self, runner: TwinReplica, at: float) -> None:
+    def _pace(self, runner: SimulatedReplica, at: float) -> None:
         """Apply the current slowdowns: their factors multiply."""
         factor = math.prod(self._world.slow[i].factor for i in self._slow[runner])
         self._fleets[runner.key.model].pace(runner, factor, at)
 
-    def _advance(self, runner: TwinReplica, fleet: Fleet, gateway: TwinGateway, at: float) -> None:
+    def _advance(self, runner: SimulatedReplica, fleet: Fleet, gateway: SimulatedGateway, at: float) -> None:
         """Take the events of an engine."""
         freed = False
         for event in runner.engine.advance(at):
@@ -257,14 +257,14 @@ class _Run:
         if freed and gateway.queued:
             gateway.offer(at)
 
-    def _look(self, model: str, gateway: TwinGateway, at: float) -> None:
+    def _look(self, model: str, gateway: SimulatedGateway, at: float) -> None:
         """Schedule the next look at the queue."""
         due = gateway.dispatcher.due_at(at)
         if due < self._looks.get(model, math.inf):
             self._looks[model] = due
             self._push(due, "look", model, 0)
 
-    def _over(self, place: TwinTicket, outcome: Outcome, at: float) -> None:
+    def _over(self, place: SimulatedTicket, outcome: Outcome, at: float) -> None:
         """A request has ended in the fleet: served, overflown, or failed."""
         self._open -= 1
         model = place.request.model
@@ -273,7 +273,7 @@ class _Run:
         met = self._ledgers[model].over(place.number, place, outcome, at)
         self._recent[model].append((at, met))
 
-    def _overflows(self, model: str, place: TwinTicket, at: float) -> bool:
+    def _overflows(self, model: str, place: SimulatedTicket, at: float) -> bool:
         """Whether a fallback provider takes it within its spend cap."""
         for upstream in self._deployment.upstreams:
             if model in upstream.models:
@@ -294,7 +294,7 @@ class _Run:
             )
             for name, gateway in self._gateways.items()
         }
-        report = GatewayReport(worker="twin", number=self._number, since_s=at, models=reports)
+        report = GatewayReport(worker="simulator", number=self._number, since_s=at, models=reports)
         self._aggregator.take(report, at)
         for fleet in self._fleets.values():
             for beat in fleet.beats(at):
@@ -316,7 +316,7 @@ class _Run:
             runner.engine.look_ahead(at)
             fleet.watch(runner)
 
-    def _host(self, runner: TwinReplica, at: float) -> Host:
+    def _host(self, runner: SimulatedReplica, at: float) -> Host:
         adapters = self._fleets[runner.key.model].spec.adapters
         assert adapters is not None
         runner.engine.catch_up(at)

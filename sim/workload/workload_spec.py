@@ -15,7 +15,7 @@ from policy.errors import ConfigError
 from sim.request_arrival import Arrival
 from sim.workload.generators.distributions import Lengths
 from sim.workload.generators.generate import GeneratedWorkload, check_workload, generate
-from sim.workload.traces.open import open_trace
+from sim.workload.traces.detect_format import open_trace
 from sim.workload.transforms import mix, scale_rate, slice_trace
 from store.yaml_file import read_yaml
 

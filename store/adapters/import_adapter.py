@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from policy.errors import PreconditionFailed
+from store.adapters.adapter_aliases import NewVersion
 from store.adapters.base_model_shapes import BaseModel
 from store.adapters.blobs import Blobs
 from store.adapters.fetch import fetch
 from store.adapters.fetch_job import FetchJob, redacted
-from store.adapters.names import NewVersion
 from store.adapters.validate import ValidationLimits, validate
 from store.preparation_progress import Progress, Report
 

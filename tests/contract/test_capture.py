@@ -11,7 +11,7 @@ import pytest
 
 from policy.wire.capture import HEADER, CaptureLine
 from sim.request_arrival import Arrival
-from sim.workload.traces.open import open_trace
+from sim.workload.traces.detect_format import open_trace
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.replay.capture_file import CaptureFile, in_order

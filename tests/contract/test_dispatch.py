@@ -10,11 +10,11 @@ from typing import Protocol
 import pytest
 
 from gateway.protocol.errors import Refused
-from gateway.queue.admission import Admission
-from gateway.queue.model_queue import Ticket
+from gateway.queue.dispatcher_driver import Ticket
+from gateway.queue.model_queues import Admission
 from gateway.routing.fleet import ServedModel
-from gateway.routing.replica import ReplicaHandle
-from gateway.routing.router import ModelRouters
+from gateway.routing.replica_handle import ReplicaHandle
+from gateway.routing.worker_routers import ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.admission.retry import AttemptOutcome
 from policy.config.deployment import Deployment
@@ -23,10 +23,10 @@ from policy.request import Request
 from policy.scaling.rollout import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
 from sim.request_arrival import Arrival
-from sim.simulator.fleet import Fleet, TwinReplica
-from sim.simulator.gateway import TwinGateway, TwinTicket
-from sim.simulator.record import Outcome
-from sim.simulator.scenario import EARTH
+from sim.simulator.fault_scenario import EARTH
+from sim.simulator.fleet import Fleet, SimulatedReplica
+from sim.simulator.gateway import SimulatedGateway, SimulatedTicket
+from sim.simulator.run_record import Outcome
 
 # An event: requests that arrive, a crash of the oldest replica, a replica that becomes ready, first tokens of
 # all that run, the end of all that run.
@@ -132,7 +132,7 @@ class Live:
             self.counts["refused"] += 1
 
 
-class Twin:
+class Simulated:
     """The simulator's gateway over its fleet; the engines are told to do nothing."""
 
     def __init__(self, deployment: Deployment) -> None:
@@ -142,7 +142,9 @@ class Twin:
         self.arrived = 0
         rng = random.Random(1)  # noqa: S311
         self.fleet = Fleet(spec, EARTH, [], rng, wake=lambda at, kind, runner, detail: None, lost=self._lost)
-        self.gateway = TwinGateway(deployment, self.fleet, rng, over=self._over, queued_elsewhere=lambda: 0)
+        self.gateway = SimulatedGateway(
+            deployment, self.fleet, rng, over=self._over, queued_elsewhere=lambda: 0
+        )
         self.key = LayerKey(model="m", shape="small", generation=1)
         self.wanted = 0
 
@@ -177,14 +179,14 @@ class Twin:
     def outcomes(self) -> dict[str, int]:
         return {**self.counts, **self.fleet.health.counters.retries}
 
-    def _over(self, ticket: TwinTicket, outcome: Outcome, at: float) -> None:
+    def _over(self, ticket: SimulatedTicket, outcome: Outcome, at: float) -> None:
         self.counts[outcome.name.lower()] += 1
 
-    def _lost(self, runner: TwinReplica) -> None:
+    def _lost(self, runner: SimulatedReplica) -> None:
         self.gateway.gone(runner)
 
 
-@pytest.mark.parametrize("driver", [Live, Twin])
+@pytest.mark.parametrize("driver", [Live, Simulated])
 @pytest.mark.parametrize(
     ("events", "bound", "outcomes"),
     [
@@ -209,7 +211,7 @@ class Twin:
     ],
 )  # fmt: skip
 async def test_the_same_events_have_the_same_outcomes(
-    driver: type[Live] | type[Twin], events: list[Event], bound: int, outcomes: dict[str, int]
+    driver: type[Live] | type[Simulated], events: list[Event], bound: int, outcomes: dict[str, int]
 ) -> None:
     played: Driver = driver(deployment(bound, max_queue=10 if bound < 10 else 100))
     for event in events:

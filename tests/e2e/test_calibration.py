@@ -109,7 +109,7 @@ def test_the_twin_is_as_the_live_replica(
     checked = alone.run(*words, "--json")
     assert checked.returncode == 0, checked.stderr
     found = json.loads(checked.stdout)
-    assert found["live"] == found["twin"] > 200
+    assert found["live"] == found["simulated"] > 200
     off = {
         f"{measure} {quantile}": found["quantiles"][measure][quantile]
         for (measure, quantile), bound in BOUNDS.items()

@@ -31,8 +31,9 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
            e2e/test_adapters.py::test_a_replacement_under_load_
     48-50  faults/test_adapters.py::test_48_ ::test_49_ ::test_50_
     51     gateway/test_access.py::test_a_key_is_revoked_
-    52-53  policy/admission/test_spend_cap.py::test_, gateway/queue/test_admission.py::test_
-    54     sim/simulator/test_overload.py::test_a_loud_tenant_ ::test_ten_times_, faults/test_overload.py::test_54_
+    52-53  policy/admission/test_spend_cap.py::test_, gateway/queue/test_model_queues.py::test_
+    54     sim/simulator/test_overload.py::test_a_loud_tenant_ ::test_ten_times_,
+           faults/test_overload.py::test_54_
     55     gateway/http/test_server.py::test_what_is_not_valid_,
            gateway/protocol/test_paths.py::test_a_bad_body_
     56     gateway/http/test_server.py::test_who_sends_too_slowly_

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from policy.config.control import ScaleConfig
 from policy.config.deployment import Budget
 from policy.scaling.decide import ModelPolicies
+from policy.scaling.decision_types import Override
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.types import Override
 from tests.policy.control_play import BOTH, NOON, QUICK, SMALL, Model, Play, rung
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from policy.scaling.types import Decision, Situation
+from policy.scaling.decision_types import Decision, Situation
 from tests.golden.scenarios import SCENARIOS
 from tests.policy.control_play import NOON, Play
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from policy.scaling.types import Decision
-from serve.autoscaler.journal import DecisionRound, Journal, replayed
+from policy.scaling.decision_types import Decision
+from serve.autoscaler.decision_journal import DecisionRound, Journal, replayed
 from serve.autoscaler.policies import policies_for
 
 JOURNALS = Path(__file__).parent / "journals"

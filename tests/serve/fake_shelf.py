@@ -11,8 +11,8 @@ from typing import Any
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, TidegateError
 from policy.wire.catalog import Alias
+from serve.adapters.adapter_store import AdapterStore
 from serve.adapters.add_job import ImportedAdapter
-from serve.adapters.store import AdapterStore
 from store.preparation_progress import Progress, Report
 from store.state_dir import StateDir
 

@@ -15,7 +15,7 @@ from policy.scaling.rollout import MAX_FAILURES, LayerKey
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
 from serve.actuator.interface import Held
-from serve.host.weights import Weights
+from serve.host.weight_verification import Weights
 
 
 @dataclass

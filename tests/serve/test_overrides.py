@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from policy.errors import SwitchRefused
-from policy.scaling.types import Override
+from policy.scaling.decision_types import Override
 from serve.controller_messages import ModelStatus
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model

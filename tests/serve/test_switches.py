@@ -270,7 +270,7 @@ async def test_a_switch_that_was_refused_does_not_dwell(
         raise SwitchRefused("m: no")
 
     with monkeypatch.context() as taken:
-        taken.setattr("serve.state.observed.ObservedState.check_gap", refuse)
+        taken.setattr("serve.state.observed_state.ObservedState.check_gap", refuse)
         await switch.run(HIGH, 60)
     assert any(event.endswith("m: no") for event in plane.controller.status().events)
     assert plane.counts(READY) == {LARGE: 1}

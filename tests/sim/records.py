@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policy.engine.capacity import Capability
-from policy.scaling.types import Decision, Guardrail, Limit
-from policy.scaling.view import Proposal
-from sim.simulator.record import Moment, Outcome, Record, Requests
+from policy.engine.replica_capacity import Capability
+from policy.scaling.decision_types import Decision, Guardrail, Limit
+from policy.scaling.policy_interface import Proposal
+from sim.simulator.run_record import Moment, Outcome, Record, Requests
 
 NAN = math.nan
 

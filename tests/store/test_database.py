@@ -13,7 +13,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from policy.errors import PreconditionFailed, Unreachable
-from store.adapters import rows
+from store.adapters import database_tables
 from store.database import Database
 
 
@@ -25,7 +25,7 @@ def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> No
     database = Database(url(tmp_path))
     with database.reading() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
-        assert compare_metadata(context, rows.aliases.metadata) == []
+        assert compare_metadata(context, database_tables.aliases.metadata) == []
     database.close()
 
 
@@ -44,20 +44,21 @@ def test_a_transaction_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 
     def half() -> None:
         with database.writing() as connection:
-            rows.next_revision(connection)
+            database_tables.next_revision(connection)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         half()
     with database.reading() as connection:
-        assert rows.revision(connection) == 0
+        assert database_tables.revision(connection) == 0
     database.close()
 
 
 @pytest.mark.slow
 def test_processes_that_open_it_at_once_and_write(tmp_path: Path) -> None:
     script = (
-        "import sys; from store.database import Database; from store.adapters.rows import next_revision\n"
+        "import sys; from store.database import Database\n"
+        "from store.adapters.database_tables import next_revision\n"
         "database = Database(sys.argv[1])\n"
         "for _ in range(20):\n"
         "    with database.writing() as connection:\n"
@@ -71,7 +72,7 @@ def test_processes_that_open_it_at_once_and_write(tmp_path: Path) -> None:
         assert (child.returncode, said) == (0, b"")
     database = Database(url(tmp_path))
     with database.reading() as connection:
-        assert rows.revision(connection) == 80
+        assert database_tables.revision(connection) == 80
     database.close()
 
 

@@ -7,10 +7,18 @@ from typing import Any
 import msgspec
 
 from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
-from policy.engine.capacity import Capability
 from policy.engine.performance_model import Limits, Timing
-from policy.scaling.types import Decision, Guardrail, Limit, ModeForecast, ModeOption, Override, Situation
-from policy.scaling.view import Proposal, Supply
+from policy.engine.replica_capacity import Capability
+from policy.scaling.decision_types import (
+    Decision,
+    Guardrail,
+    Limit,
+    ModeForecast,
+    ModeOption,
+    Override,
+    Situation,
+)
+from policy.scaling.policy_interface import Proposal, Supply
 from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Shares, Signals
 
 LIMITS = Limits(max_num_batched_tokens=2048, max_num_seqs=64, kv_tokens=50_000)

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model_file import ModelFile, encode, model_file
-from policy.engine.profiles import profile
 from policy.errors import Unreachable
 from tests.policy.engine.test_performance_model_file import made
 from tests.tidegate.conftest import Site
@@ -74,7 +74,7 @@ def test_the_engine_is_found_and_the_twin_agrees_with_a_replay(sim: Site, tmp_pa
     code, said, err = sim.tidegate("calibrate", "sim", *check, "--json")
     assert code == 0, err
     compared = json.loads(said)
-    assert (compared["live"], compared["twin"]) == (16, 16)
+    assert (compared["live"], compared["simulated"]) == (16, 16)
     assert set(compared["quantiles"]) == {"ttft", "itl", "e2e"}
     assert abs(compared["quantiles"]["itl"]["p50"]["error"]) < 0.25
     assert "<svg" in plot.read_text()

@@ -15,20 +15,20 @@ import msgspec
 import uvloop
 
 from policy.config.deployment import Deployment, ModelSpec
+from policy.engine.builtin_profiles import shipped
 from policy.engine.performance_model import EngineModel, Limits, Slo
 from policy.engine.performance_model_file import FORMAT, ModelFile
-from policy.engine.profiles import shipped
 from policy.engine.step_samples import StepSample
 from policy.errors import PreconditionFailed, TargetError, TidegateError
 from policy.routing.settings import START_SHARE
 from policy.types import EngineKind, Replica, ReplicaPhase, Runner
-from serve.autoscaler.step_feed import StepLine
+from serve.autoscaler.step_report_stream import StepLine
 from serve.controller.client import ControllerClient
-from serve.host.versions import installed
+from serve.host.version_check import installed
 from sim.calibration.fit import Observation, fit_model, initial_guess
 from sim.calibration.load_points import PlannedPoints, Point, plan_points, share_time
 from tidegate.calibrate.load_driver import LoadDriver
-from tidegate.replay.endpoint import RequestFormat, probe
+from tidegate.replay.endpoint_api import RequestFormat, probe
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
 

@@ -14,7 +14,7 @@ import numpy as np
 from policy.errors import PreconditionFailed
 from sim.calibration.load_points import Latency, Point
 from sim.request_arrival import Arrival
-from tidegate.replay.endpoint import RequestFormat
+from tidegate.replay.endpoint_api import RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
 from tidegate.replay.stream_reader import StreamTimings

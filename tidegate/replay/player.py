@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from sim.request_arrival import Arrival
-from tidegate.replay.endpoint import RequestFormat
+from tidegate.replay.endpoint_api import RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
 from tidegate.replay.results import ReplayRow

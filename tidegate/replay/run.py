@@ -17,7 +17,7 @@ import msgspec
 from policy.errors import Unreachable
 from sim.request_arrival import Arrival
 from tidegate.replay.capture_file import CaptureFile, CaptureRefused
-from tidegate.replay.endpoint import RequestFormat, models_of, probe
+from tidegate.replay.endpoint_api import RequestFormat, models_of, probe
 from tidegate.replay.http_client import Pool
 from tidegate.replay.player import Player
 from tidegate.replay.prompts import Fit, Prompts
@@ -60,7 +60,7 @@ async def replay(
     """Play ``arrivals`` against ``endpoint``; ``record`` gets a line for each request.
 
     Before the first request raises :class:`policy.errors.Unreachable` and
-    :class:`tidegate.replay.endpoint.EndpointRefused`.
+    :class:`tidegate.replay.endpoint_api.EndpointRefused`.
     """
     pool = Pool(endpoint.url, endpoint.key)
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from policy.errors import EngineFailed
 from policy.stats.backoff import Backoff, failures_after
 from store.log_file import RotatingLog
-from store.process import end_child
+from store.os_process import end_child
 from store.state_dir import StateDir
 from tidegate.log_tail import tail
 from tidegate.supervisor import parent_death

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import psutil
 
-from store.process import end_all, find, started_at
+from store.os_process import end_all, find, started_at
 from store.state_dir import StateDir
 
 

@@ -18,12 +18,12 @@ import msgspec
 from msgspec import Meta
 
 from policy.config.control import Seconds, Section
-from policy.engine.capacity import FULL
+from policy.engine.replica_capacity import FULL
 from policy.scaling.forecast import Series, Smoothing, ahead, observed, shortfall, tried
 from policy.scaling.policies.observed_capacity import ObservedCapacity, observe_capacity, sustained
 from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
 from policy.scaling.policies.token_saturation import learned, remembered, saturation
-from policy.scaling.view import Proposal, View
+from policy.scaling.policy_interface import Proposal, View
 from policy.signals.types import Demand, Rates
 
 # The utilisation without an SLO: queues grow without bound near 1.

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from policy.errors import AdapterRefused, EngineFailed
 from policy.adapter_placement.slots import PREFETCH_PAUSE, AdapterSlots, SlotEntry, SlotState
+from policy.errors import AdapterRefused, EngineFailed
 from policy.stats.backoff import Backoff
 from policy.wire.heartbeat import AdapterRef, AdapterUse
 from serve.engine.adapters.usage import AdapterUsage

@@ -11,9 +11,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import BLOCK, Timing
 from policy.engine.prefix_cache import PrefixCache
-from policy.engine.profiles import profile
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats

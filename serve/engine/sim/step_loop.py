@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
 
+from policy.engine.batch_scheduler import Request, Scheduler, StepResult
 from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.prefix_cache import PrefixCache, block_hashes
-from policy.engine.scheduler import Request, Scheduler, StepResult
 from policy.errors import EngineFailed
 from serve.engine.interface import EngineStats
 from serve.engine.sim.metrics import Metrics

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
-from policy.engine.profiles import profile
 from policy.stats.quantiles import nearest_rank
 from sim.benchmarks.adapters.contenders import (
     LeastLoaded,

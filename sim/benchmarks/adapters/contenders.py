@@ -10,17 +10,17 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from policy.engine.performance_model import Timing
 from policy.adapter_placement.plan import PLAN_PERIOD_S
 from policy.adapter_placement.types import Host
+from policy.engine.performance_model import Timing
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Router
 from policy.routing.settings import Settings
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
-from policy.wire.load import COALESCE_S
+from policy.wire.load_stream import COALESCE_S
 from sim.request_arrival import Arrival
-from sim.simulator.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinPlacement, TwinSlots
+from sim.simulator.adapters import InTurnSlots, LeastRecentlyUsedSlots, SimulatedPlacement, SimulatedSlots
 from sim.simulator.engine import Engine
 
 
@@ -31,7 +31,7 @@ class ReplicaSetup(NamedTuple):
     slots: int
     load_s: float
 
-    def engine(self, slot_rules: type[TwinSlots]) -> Engine:
+    def engine(self, slot_rules: type[SimulatedSlots]) -> Engine:
         """The engine of one replica."""
         return Engine(self.timing, slots=self.slots, adapter_load_s=self.load_s, slot_rules=slot_rules)
 
@@ -43,7 +43,7 @@ class PlacementPolicy:
     the rules of the replicas' adapter slots.
     """
 
-    slot_rules: type[TwinSlots] = TwinSlots
+    slot_rules: type[SimulatedSlots] = SimulatedSlots
 
     def __init__(self, replicas: int, rng: random.Random) -> None:
         self.in_flight = [0] * replicas
@@ -82,7 +82,7 @@ class PlannedPlacement(PlacementPolicy):
         self._lines: dict[int, float] = {}
         self._beat_at = [rng.uniform(0.0, HEARTBEAT_PERIOD_S) for _ in range(replicas)]
         self._plan_at = PLAN_PERIOD_S
-        self._placing = TwinPlacement(equipment.load_s, self._key)
+        self._placing = SimulatedPlacement(equipment.load_s, self._key)
         self._homed: dict[str, list[float]] = {}
 
     def choose(self, number: int, arrival: Arrival, at: float) -> int:

@@ -8,8 +8,8 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 
 from policy.config.control import Choice
+from sim.benchmarks.policies.benchmark_setup import Setup
 from sim.benchmarks.policies.run import PLAN, Trial, TrialResult, run_trial
-from sim.benchmarks.policies.setup import Setup
 from sim.benchmarks.policies.sizing import SHIPPED, ReplicaSize, ladder
 
 # Capacity factors of the plan, of which the cheapest that meets the SLO counts: bins hide bursts, and

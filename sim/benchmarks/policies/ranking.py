@@ -19,7 +19,7 @@ from sim.benchmarks.policies.run import PLAN, TrialResult, problem
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
-from sim.simulator.record import HOUR_S
+from sim.simulator.run_record import HOUR_S
 
 
 class Point(NamedTuple):

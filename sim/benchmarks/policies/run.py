@@ -9,14 +9,14 @@ import numpy as np
 
 from policy.config.control import Choice
 from policy.scaling.policies.registry import choose, make
-from sim.benchmarks.policies.setup import MODEL, Setup
+from sim.benchmarks.policies.benchmark_setup import MODEL, Setup
 from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem, bin_arrivals
 from sim.request_arrival import Arrival
 from sim.results.score import Score, score
-from sim.simulator.record import HOUR_S
 from sim.simulator.run import simulate
+from sim.simulator.run_record import HOUR_S
 
 PLAN = "clairvoyant"
 # Requests of the Azure trace are answered in about as long.

@@ -13,16 +13,16 @@ import msgspec
 import numpy as np
 
 from policy.config.control import Choice
-from policy.engine.profiles import profile
+from policy.engine.builtin_profiles import profile
 from policy.scaling.policies.predictive import PredictiveParameters
 from policy.scaling.policies.static import Static, StaticParameters
 from policy.scaling.policies.token_saturation import TokenSaturationParameters
+from sim.benchmarks.policies.benchmark_setup import MODE, MODEL, MOST, Setup
 from sim.benchmarks.policies.run import problem
-from sim.benchmarks.policies.setup import MODE, MODEL, MOST, Setup
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.replica_capacity import attained_rate
-from sim.simulator.record import Outcome
 from sim.simulator.run import simulate
+from sim.simulator.run_record import Outcome
 from sim.workload.trace_statistics import ModelNames, survey
 
 # Targets as fractions of what a replica shows at its capacity.

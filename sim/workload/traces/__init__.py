@@ -1,4 +1,4 @@
 """Readers of published and captured traces.
 
-Read first: `open`.
+Read first: `detect_format`.
 """

@@ -13,7 +13,7 @@ import pytest
 from gateway.control.controller_feed import CatalogDecoder, catalog_feed
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.tenants import TenantAccount
-from gateway.telemetry.log import Log
+from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Adapters, Deployment, ModelSpec
 from policy.wire.catalog import Alias
 from store.state_dir import StateDir

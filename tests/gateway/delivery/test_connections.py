@@ -12,8 +12,8 @@ import pytest
 from starlette.types import Message
 
 from gateway.delivery.relay import MAX_HELD, Relay
+from gateway.http.asgi_exchange import SENT
 from gateway.http.client import ClientConnection, ConnectionPool
-from gateway.http.exchange import SENT
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.sse_validator import ChatTail
 from gateway.protocol.usage import Usage

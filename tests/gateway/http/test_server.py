@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
+from gateway.http.asgi_exchange import SENT
 from gateway.http.connection import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS
-from gateway.http.exchange import SENT
 from gateway.http.server import (
     MAX_DESCRIPTORS,
     Server,

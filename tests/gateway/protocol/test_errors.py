@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gateway.http.exchange import request_ids
+from gateway.http.asgi_exchange import request_ids
 from gateway.protocol.body import read
 from gateway.protocol.errors import Refused, from_upstream
 from gateway.protocol.paths import ROUTES

@@ -12,11 +12,11 @@ import pytest
 
 from gateway.control.controller_feed import fleet_replaces
 from gateway.routing.fleet import RESTART_S, SETTLE_S, WORD_S, FleetView
-from gateway.routing.replica import NO_EVENTS, STALE_S, FleetEvents, ReplicaHandle
-from gateway.routing.shared_memory import SharedRows
+from gateway.routing.replica_handle import NO_EVENTS, STALE_S, FleetEvents, ReplicaHandle
+from gateway.routing.shared_counters import SharedRows
 from gateway.telemetry.metrics import Metrics
 from policy.hashing import hash_name
-from policy.routing.outlier_ejection import AttemptResult
+from policy.routing.replica_health import AttemptResult
 from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaPhase, Runner
 from tests.gateway.fake_replica import ready_replica
 

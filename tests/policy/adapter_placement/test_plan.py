@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.hashing import rendezvous
 from policy.adapter_placement.plan import plan
 from policy.adapter_placement.types import EMPTY, Bounds, Demand, Host, Plan, Reason
+from policy.hashing import rendezvous
 
 # Where every slot is planned, the arithmetic is easier to follow.
 ALL = Bounds(free=0)

@@ -9,7 +9,7 @@ from policy.admission.retry import AttemptOutcome, Cause, Replica, RetryState
 from policy.config.deployment import Eject, Retry
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
-from policy.routing.outlier_ejection import AttemptResult, Breaker, HealthCounters, ReplicaHealth
+from policy.routing.replica_health import AttemptResult, Breaker, HealthCounters, ReplicaHealth
 
 SERVED, BROKEN, REJECTED, REFUSED, FAILED, LOST, SILENT, STALE, UNREACHABLE, LEFT = AttemptOutcome
 

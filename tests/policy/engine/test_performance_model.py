@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policy.engine.builtin_profiles import PROFILES, profile
 from policy.engine.performance_model import EngineModel, KvMemory
-from policy.engine.profiles import PROFILES, profile
 from policy.errors import ConfigError
 
 MODEL = EngineModel(o=0.002, w=0.006, c=2e-5, g=1e-7, r=1e-5, layers=32, allreduce_a=1e-5, allreduce_b=2e-8)

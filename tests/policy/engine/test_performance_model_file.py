@@ -10,9 +10,9 @@ import pytest
 from policy.config.deployment import ModelSpec
 from policy.deployment_file.diff import Effect, diff
 from policy.deployment_file.parse import parse
+from policy.engine.builtin_profiles import profile, shipped
 from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.performance_model_file import Errors, ModelFile, encode, model_file
-from policy.engine.profiles import profile, shipped
 from policy.errors import ConfigError
 
 

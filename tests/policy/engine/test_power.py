@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from policy.engine.builtin_profiles import PROFILES
 from policy.engine.power import DRAWS, power_model_of
-from policy.engine.profiles import PROFILES
 
 
 @pytest.mark.parametrize("kind", DRAWS)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.latency_estimate import GENERIC
+from policy.engine.prefill_estimate import GENERIC
 from policy.request import Request
 from policy.routing.cost import Candidate, estimate
 from policy.routing.replica_state import ReplicaState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Adapters, ModelSpec
-from policy.engine.latency_estimate import GENERIC
+from policy.engine.prefill_estimate import GENERIC
 from policy.routing.settings import START_SHARE, settings_of
 
 

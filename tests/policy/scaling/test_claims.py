@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from policy.config.control import GuardConfig
 from policy.config.deployment import Budget
-from policy.engine.capacity import capability
-from policy.scaling.budget import Allocation
+from policy.engine.replica_capacity import capability
+from policy.scaling.budget_allocation import Allocation
 from policy.scaling.decide import STARVED_S, ModelPolicies, decide_all, workload_of
+from policy.scaling.decision_types import Decision, Memory, Override, Situation
 from policy.scaling.mode_selection import Candidate, Verdict, evaluate
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.types import Decision, Memory, Override, Situation
-from policy.scaling.view import Supply
+from policy.scaling.policy_interface import Supply
 from tests.policy.control_play import (
     BOTH,
     LARGE,

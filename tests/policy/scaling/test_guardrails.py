@@ -10,8 +10,8 @@ import pytest
 from policy.config.control import ScaleConfig
 from policy.config.deployment import Budget
 from policy.scaling.decide import ModelPolicies, decide_all
-from policy.scaling.types import Decision, Guardrail, Memory, Override, Situation
-from policy.scaling.view import Supply
+from policy.scaling.decision_types import Decision, Guardrail, Memory, Override, Situation
+from policy.scaling.policy_interface import Supply
 from policy.signals.types import Signals
 from tests.policy.control_play import (
     LARGE,

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from policy.config.control import ModeSwitchConfig, ScaleConfig, SloConfig
 from policy.config.deployment import Budget
-from policy.engine.capacity import capability
-from policy.engine.latency_estimate import GENERIC
 from policy.engine.performance_model import Workload
-from policy.scaling.budget import Allocation
+from policy.engine.prefill_estimate import GENERIC
+from policy.engine.replica_capacity import capability
+from policy.scaling.budget_allocation import Allocation
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
+from policy.scaling.decision_types import Decision, Memory, ModeForecast, Override, Situation
 from policy.scaling.forecast import likely
 from policy.scaling.mode_selection import Candidate, Verdict, evaluate, forecasts, measured_cost
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.types import Decision, Memory, ModeForecast, Override, Situation
-from policy.scaling.view import Supply
+from policy.scaling.policy_interface import Supply
 from policy.signals.types import LatencyQuantiles, Rates, Shares, Signals
 from tests.policy.control_play import (
     BOTH,

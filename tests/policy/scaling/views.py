@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from policy.config.control import SloConfig
-from policy.engine.capacity import Capability
-from policy.scaling.view import Policy, Proposal, Supply, View
+from policy.engine.replica_capacity import Capability
+from policy.scaling.policy_interface import Policy, Proposal, Supply, View
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample, Signals
 from tests.policy.control_play import NOON, rates
 

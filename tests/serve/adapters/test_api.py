@@ -17,10 +17,10 @@ from policy.wire.catalog import Alias, Catalog, Version
 from policy.wire.controller import AddLine, AddRequest
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from serve.adapters import api
+from serve.adapters.adapter_demand import AdapterDemand
 from serve.adapters.api import catalogs
 from serve.adapters.placement import AdapterPlacement
 from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
-from serve.adapters.usage import AdapterDemand
 from serve.controller.client import ControllerClient
 from tests.serve.fake_shelf import digest_of, unreachable
 from tests.serve.plane import Plane

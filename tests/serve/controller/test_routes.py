@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
-from policy.scaling.types import Override
+from policy.scaling.decision_types import Override
 from policy.types import Fleet, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from serve.controller import routes

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from policy.deployment_file.parse import parse
-from serve.host.host import ReplicaHost
-from serve.host.weights import Weights
+from serve.host.replica_host import ReplicaHost
+from serve.host.weight_verification import Weights
 from store.model_weights.prepare import Origin, prepare
 from store.state_dir import StateDir
 from tests.e2e.stack import ROOT

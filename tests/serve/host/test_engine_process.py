@@ -17,7 +17,7 @@ from policy.types import ReplicaPhase
 from policy.wire.catalog import served_name
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
-from serve.host.host import ReplicaHost
+from serve.host.replica_host import ReplicaHost
 from store.state_dir import StateDir
 from tests.serve.engine.blobs import stored
 from tests.serve.hosts import WITHIN_S, host_spec

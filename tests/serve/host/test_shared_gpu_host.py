@@ -17,7 +17,7 @@ from policy.errors import EngineFailed
 from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
 from serve.host import shared_gpu_host
-from serve.host.host import ReplicaHost
+from serve.host.replica_host import ReplicaHost
 from serve.host.shared_gpu_host import SharedGpuHost, host_of
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model

@@ -21,7 +21,7 @@ import pytest_asyncio
 from policy.wire.catalog import served_name
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef
-from serve.host.host import ReplicaHost
+from serve.host.replica_host import ReplicaHost
 from store.adapters.blobs import Blobs
 from tests.serve.engine.alone import WITHIN_S, running
 from tests.serve.engine.blobs import publish

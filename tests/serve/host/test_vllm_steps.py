@@ -9,13 +9,13 @@ from statistics import median
 import httpx
 import pytest
 
-from policy.engine.calibration import Calibration
-from policy.engine.latency_estimate import GENERIC
+from policy.engine.online_calibration import Calibration
+from policy.engine.prefill_estimate import GENERIC
 from policy.engine.step_samples import StepSample
 from policy.types import StartPath
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.reports import EngineReport
-from serve.host.host import ReplicaHost
+from serve.host.replica_host import ReplicaHost
 from tests.serve.engine.alone import WITHIN_S, running
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -18,8 +18,8 @@ from policy.scaling.policies.registry import choose, make
 from sim.benchmarks.modes import BY_LOAD, WINDOW_S, compare, curves, fixed_mode
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry
-from sim.simulator.record import Record
 from sim.simulator.run import simulate
+from sim.simulator.run_record import Record
 from tests.sim.records import record
 
 LONG, SHORT = "single-large", "multi-replica"

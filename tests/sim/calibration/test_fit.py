@@ -7,9 +7,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from policy.engine.batch_scheduler import Request, Scheduler
+from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import EngineModel, Limits
-from policy.engine.profiles import profile
-from policy.engine.scheduler import Request, Scheduler
 from policy.engine.step_samples import StepSample
 from policy.errors import PreconditionFailed
 from sim.calibration.fit import FitResult, Observation, fit_model, initial_guess

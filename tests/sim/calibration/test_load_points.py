@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from policy.engine.builtin_profiles import PROFILES, profile
 from policy.engine.performance_model import EngineModel, Limits, Slo
-from policy.engine.profiles import PROFILES, profile
 from sim.calibration.load_points import POINTS, PlannedPoints, Point, closed_loop, plan_points, share_time
 
 

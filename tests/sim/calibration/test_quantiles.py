@@ -14,7 +14,7 @@ LIVE = {"ttft": [float(i) for i in range(101)], "itl": [math.nan, 0.02]}
 
 def test_errors_are_of_the_twin_and_signed() -> None:
     found = compare(LIVE, {"ttft": [2.0 * i for i in range(101)], "itl": [0.01]})
-    assert (found["ttft"]["p50"].live, found["ttft"]["p50"].twin) == (50.0, 100.0)
+    assert (found["ttft"]["p50"].live, found["ttft"]["p50"].simulated) == (50.0, 100.0)
     assert found["ttft"]["p90"].error == pytest.approx(1.0)
     assert found["itl"]["p99"].error == pytest.approx(-0.5)
 
@@ -30,4 +30,4 @@ def test_nothing_live_makes_no_error() -> None:
 def test_the_plot_has_two_curves_for_each_measure() -> None:
     root = ElementTree.fromstring(curves("a <title>", LIVE, {"ttft": [0.0, 3.0], "itl": [0.01]}))  # noqa: S314
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"a <title>", "TTFT", "ITL", "live", "twin"} <= set(texts)
+    assert {"a <title>", "TTFT", "ITL", "live", "simulated"} <= set(texts)

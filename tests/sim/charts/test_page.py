@@ -14,7 +14,7 @@ from sim.charts.page import page
 from sim.oracle.bounds import Bounds
 from sim.results.comparison import PolicyComparison, PolicyRun, summarise
 from sim.results.series import chart_data
-from sim.simulator.record import Record
+from sim.simulator.run_record import Record
 from tests.sim.records import record, requests
 
 BOUNDS = Bounds(lower_gpu_hours=0.8, achievable_gpu_hours=0.9)

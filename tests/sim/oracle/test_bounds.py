@@ -15,8 +15,8 @@ from sim.oracle import replica_capacity
 from sim.oracle.bounds import bounds_of
 from sim.oracle.replica_capacity import attained_rate
 from sim.request_arrival import Arrival
+from sim.simulator.fault_scenario import EARTH
 from sim.simulator.run import simulate
-from sim.simulator.scenario import EARTH
 from sim.workload.trace_statistics import ModelNames, survey
 
 # One in a second for the first four minutes, four in a second after.

@@ -14,7 +14,7 @@ from sim.oracle import replica_capacity
 from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate, rate_attaining
 from sim.request_arrival import Arrival
 from sim.simulator import run as twin
-from sim.simulator.record import Record
+from sim.simulator.run_record import Record
 from sim.workload.trace_statistics import ModelNames, survey
 
 GIANT = Arrival(0.0, 10_000_000, 20)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from policy.config.deployment import Deployment, Price
 from policy.deployment_file.parse import parse
+from policy.engine.builtin_profiles import shipped
 from policy.engine.performance_model import Workload
 from policy.engine.power import power_model_of
-from policy.engine.profiles import shipped
 from policy.errors import ConfigError
 from sim.planning.candidates import Basis, Candidate, candidates
 from sim.planning.demand import (

@@ -13,7 +13,7 @@ from sim.charts.page import page
 from sim.oracle.bounds import Bounds
 from sim.results.comparison import PolicyComparison, PolicyRun, summarise
 from sim.results.series import chart_data
-from sim.simulator.record import Outcome, Record
+from sim.simulator.run_record import Outcome, Record
 from tests.sim.charts.chromium import NAMES, Chromium, found
 from tests.sim.records import NAN, moment, record, requests
 

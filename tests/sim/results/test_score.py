@@ -10,7 +10,7 @@ import pytest
 
 from policy.types import StartPath
 from sim.results.score import WINDOW_S, Stretch, score
-from sim.simulator.record import HOUR_S, Outcome, Record, Span
+from sim.simulator.run_record import HOUR_S, Outcome, Record, Span
 from tests.sim.records import NAN, decision, requests
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sim.results.series import LATENCY_WINDOWS, MARKS, MAX_DECISIONS, WINDOWS, chart_data, clock, decisions_of
-from sim.simulator.record import Record
+from sim.simulator.run_record import Record
 from tests.sim.records import NAN, STEP, decision, moment, record, requests
 
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from policy.adapter_placement.types import Host
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
+from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
-from policy.engine.profiles import profile
 from policy.hashing import hash_name
-from policy.adapter_placement.types import Host
 from policy.scaling.policies.registry import choose, make
 from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, RunOutcome, arrivals, run_events, traffic
 from sim.benchmarks.adapters.contenders import (
@@ -22,17 +22,17 @@ from sim.benchmarks.adapters.contenders import (
     ServeMultiplex,
 )
 from sim.request_arrival import Arrival
-from sim.simulator.adapters import TwinPlacement, TwinSlots
-from sim.simulator.record import Record
+from sim.simulator.adapters import SimulatedPlacement, SimulatedSlots
+from sim.simulator.fault_scenario import Scenario
 from sim.simulator.run import simulate
-from sim.simulator.scenario import Scenario
+from sim.simulator.run_record import Record
 
 REPLICAS, SLOTS = 4, 8
 
 
 def test_what_is_asked_for_is_held_somewhere_after_a_plan_and_one_more_beat() -> None:
-    placing = TwinPlacement(LOAD_S, hash_name)
-    replicas = {name: TwinSlots(8) for name in ("r0", "r1")}
+    placing = SimulatedPlacement(LOAD_S, hash_name)
+    replicas = {name: SimulatedSlots(8) for name in ("r0", "r1")}
     for second in range(10):
         for adapter in "abc":
             replicas["r0"].submit(f"{second}{adapter}", adapter, float(second))

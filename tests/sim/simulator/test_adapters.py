@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from policy.adapter_placement.slots import PATIENCE_S
 from policy.wire.heartbeat import AdapterRef
-from sim.simulator.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
+from sim.simulator.adapters import InTurnSlots, LeastRecentlyUsedSlots, SimulatedSlots
 from tests.serve.engine.fakes import User, quiet, replica, wanted
 
 
-def load(slots: TwinSlots, at: float = 0.0) -> list[str]:
+def load(slots: SimulatedSlots, at: float = 0.0) -> list[str]:
     step = slots.next(at)
     assert step is not None
     slots.begin_load(*step)
     return slots.admit_waiting(at)
 
 
-def next_adapter(slots: TwinSlots, at: float = 0.0) -> str | None:
+def next_adapter(slots: SimulatedSlots, at: float = 0.0) -> str | None:
     step = slots.next(at)
     return None if step is None else step[0].adapter
 
@@ -30,7 +30,7 @@ def next_adapter(slots: TwinSlots, at: float = 0.0) -> str | None:
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_simulated_replica_loads_and_evicts_as_a_real_one(seed: int, slots: int) -> None:
     rng = random.Random(seed)  # noqa: S311 - no secret is drawn
-    twin, log, using = TwinSlots(slots), [], dict[int, str]()
+    twin, log, using = SimulatedSlots(slots), [], dict[int, str]()
 
     def settle(at: float) -> None:
         while True:
@@ -115,7 +115,7 @@ def test_in_turn_no_request_passes_those_in_front() -> None:
 
 
 def test_changes_count_evictions_and_ended_loads() -> None:
-    slots = TwinSlots(1)
+    slots = SimulatedSlots(1)
     for request, adapter, changes in (("1", "a", 0), ("2", "b", 2)):
         slots.submit(request, adapter, 0.0)
         step = slots.next(0.0)
@@ -130,10 +130,10 @@ def test_changes_count_evictions_and_ended_loads() -> None:
 @given(
     st.integers(0, 2**32),
     st.integers(1, 4),
-    st.sampled_from([TwinSlots, LeastRecentlyUsedSlots, InTurnSlots]),
+    st.sampled_from([SimulatedSlots, LeastRecentlyUsedSlots, InTurnSlots]),
 )
 def test_requests_use_loaded_adapters_only_and_all_are_served(
-    seed: int, capacity: int, rules: type[TwinSlots]
+    seed: int, capacity: int, rules: type[SimulatedSlots]
 ) -> None:
     rng = random.Random(seed)  # noqa: S311 - no secret is drawn
     slots, at = rules(capacity), 0.0

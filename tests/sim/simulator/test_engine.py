@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from policy.engine.batch_scheduler import Scheduler
 from policy.engine.performance_model import EngineModel, Limits, Timing
-from policy.engine.scheduler import Scheduler
 from sim.simulator.engine import Engine, Event, Job, Kind
 
 MODEL = EngineModel(o=0.001, w=0.002, c=2e-5, g=1e-5, r=1e-5)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from policy.engine.performance_model import Timing
-from policy.engine.profiles import profile
 from policy.adapter_placement.slots import PREFETCH_PAUSE
-from sim.simulator.adapters import TwinSlots
+from policy.engine.builtin_profiles import profile
+from policy.engine.performance_model import Timing
+from sim.simulator.adapters import SimulatedSlots
 from sim.simulator.engine import Engine, Job, Kind
 
 PROFILE = profile("sim-small")
 LOAD_S = 0.5
 
 
-def engine(rules: type[TwinSlots] = TwinSlots, slots: int = 2) -> Engine:
+def engine(rules: type[SimulatedSlots] = SimulatedSlots, slots: int = 2) -> Engine:
     timing = Timing(limits=PROFILE.limits(1), model=PROFILE.model)
     return Engine(timing, slots=slots, adapter_load_s=LOAD_S, slot_rules=rules)
 

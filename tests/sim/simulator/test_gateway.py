@@ -8,13 +8,13 @@ import pytest
 
 from policy.config.control import SloConfig
 from policy.deployment_file.parse import parse
-from policy.engine.profiles import max_request_tokens, shipped
+from policy.engine.builtin_profiles import max_request_tokens, shipped
 from policy.scaling.policies.registry import choose, make
 from sim.planning.demand import met_alone
 from sim.request_arrival import Arrival
-from sim.simulator.record import Outcome
+from sim.simulator.fault_scenario import Crash, Scenario
 from sim.simulator.run import simulate
-from sim.simulator.scenario import Crash, Scenario
+from sim.simulator.run_record import Outcome
 from tests.sim.simulator.test_run import deployment
 
 # Of the profile: 2048 tokens of context, and 23,296 of KV cache.

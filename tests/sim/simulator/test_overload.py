@@ -12,8 +12,8 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.scaling.policies.registry import choose, make
 from sim.request_arrival import Arrival
-from sim.simulator.record import Outcome, Requests
 from sim.simulator.run import simulate
+from sim.simulator.run_record import Outcome, Requests
 from tests.sim.simulator.test_run import arrivals, steps
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ import tracemalloc
 import numpy as np
 
 from policy.config.control import SloConfig
-from sim.simulator.record import Outcome, Requests
 from sim.simulator.request_log import RequestLog
+from sim.simulator.run_record import Outcome, Requests
 
 REQUESTS = 50_000
 # What the columns take a request, and what a growing buffer has left over.

@@ -14,11 +14,11 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
-from serve.state.targets import first_target
+from serve.state.desired_state import first_target
 from sim.request_arrival import Arrival
-from sim.simulator.record import Outcome, Record
+from sim.simulator.fault_scenario import Crash, Scenario, Slowdown
 from sim.simulator.run import simulate
-from sim.simulator.scenario import Crash, Scenario, Slowdown
+from sim.simulator.run_record import Outcome, Record
 from store.yaml_file import read_yaml
 
 WORLD = Scenario(crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1)

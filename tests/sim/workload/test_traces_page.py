@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from policy.wire.capture import CaptureLine
-from sim.workload.traces.open import open_trace
+from sim.workload.traces.detect_format import open_trace
 from sim.workload.workload_spec import Spec
 from tests.test_configuration_reference import ROOT, default_of, kind_of, sections
 

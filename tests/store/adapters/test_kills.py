@@ -15,9 +15,9 @@ from typing import NoReturn
 import pytest
 
 from policy.errors import AdapterUnknown
+from store.adapters.adapter_aliases import AdapterNames, NewVersion
 from store.adapters.blobs import Blobs
 from store.adapters.import_adapter import import_adapter
-from store.adapters.names import AdapterNames, NewVersion
 from store.adapters.validate import AdapterFacts
 from tests.store.adapters.making import TERMS, files, write, zipped
 

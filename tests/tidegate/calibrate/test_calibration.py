@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from policy.engine.profiles import profile
+from policy.engine.builtin_profiles import profile
 from policy.errors import PreconditionFailed, TargetError
 from policy.types import Fleet, Load, Replica, ReplicaPhase
 from serve.controller.client import ControllerClient

@@ -13,7 +13,7 @@ from policy.errors import PreconditionFailed
 from sim.calibration.load_points import Point
 from tidegate.calibrate import load_driver
 from tidegate.calibrate.load_driver import LoadDriver
-from tidegate.replay.endpoint import RequestFormat
+from tidegate.replay.endpoint_api import RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
 

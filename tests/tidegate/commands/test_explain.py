@@ -17,12 +17,12 @@ from rich.console import Console
 
 from policy.config.control import GuardConfig, SloConfig
 from policy.config.deployment import Budget
-from policy.engine.capacity import Capability
+from policy.engine.replica_capacity import Capability
 from policy.errors import TargetError, Unreachable
-from policy.scaling.types import Decision, Guardrail, Limit, Situation
-from policy.scaling.view import Proposal, Supply
+from policy.scaling.decision_types import Decision, Guardrail, Limit, Situation
+from policy.scaling.policy_interface import Proposal, Supply
 from policy.signals.types import Shares, Signals
-from serve.autoscaler.journal import DecisionRound, Journal
+from serve.autoscaler.decision_journal import DecisionRound, Journal
 from serve.controller_messages import LoggedDecision, SwitchOutcome
 from store.state_dir import StateDir
 from tests.tidegate.decisions import (

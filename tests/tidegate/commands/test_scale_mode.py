@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from policy.scaling.types import Override
+from policy.scaling.decision_types import Override
 from serve.controller_messages import ModelStatus
 from tidegate.cli import group
 from tidegate.commands.fleet import scale_mode

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from policy.engine.capacity import Capability
-from policy.scaling.types import Override
+from policy.engine.replica_capacity import Capability
+from policy.scaling.decision_types import Override
 from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
 from serve.controller_messages import ModelStatus
 from tidegate.commands.fleet.status import StatusData, render

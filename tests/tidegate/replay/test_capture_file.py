@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.workload.traces.open import open_trace
+from sim.workload.traces.detect_format import open_trace
 from tidegate.replay.capture_file import CaptureFile, CaptureRefused, in_order
 
 HEADER = b'{"tidegate":"capture","version":1,"block_tokens":512}\n'

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
-from sim.workload.traces.open import open_trace
+from sim.workload.traces.detect_format import open_trace
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.cli import group
 from tidegate.exit_codes import Exit

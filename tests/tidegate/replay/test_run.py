@@ -13,7 +13,7 @@ import pytest
 from policy.errors import Unreachable
 from sim.request_arrival import Arrival
 from tests.tidegate.replay.endpoint import Endpoint
-from tidegate.replay.endpoint import EndpointRefused, RequestFormat
+from tidegate.replay.endpoint_api import EndpointRefused, RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.player import Player
 from tidegate.replay.prompts import Prompts

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from store.process import find
+from store.os_process import find
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
 from tests.tidegate.supervisor.test_local import document

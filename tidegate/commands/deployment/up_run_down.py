@@ -20,7 +20,7 @@ from policy.deployment_file.parse import parse
 from policy.errors import PreconditionFailed, Unreachable
 from policy.types import Runner
 from store.log_file import RotatingLog
-from store.process import find
+from store.os_process import find
 from store.state_dir import StateDir
 from tidegate import deployment_file
 from tidegate.commands.options import FILE, file_argument

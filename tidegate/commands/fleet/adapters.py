@@ -17,8 +17,8 @@ from policy.wire.catalog import NAME, Alias
 from policy.wire.controller import AddLine, AddRequest
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, VersionStatus
 from store.state_dir import StateDir
-from tidegate.commands.clients import controller_client
 from tidegate.commands.options import as_json
+from tidegate.commands.state_directory import controller_client
 from tidegate.commands.terminal import Bar, console, print_json, table
 from tidegate.commands.units import age, size
 

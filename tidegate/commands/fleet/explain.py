@@ -10,12 +10,12 @@ from typing import NamedTuple
 import click
 
 from policy.errors import Unreachable
-from serve.autoscaler.journal import Journal
+from serve.autoscaler.decision_journal import Journal
 from serve.controller_messages import LoggedDecision
 from store.state_dir import StateDir
-from tidegate.commands.clients import controller_client, stored_deployment
 from tidegate.commands.fleet.explain_view import Aftermath, render_decision, verdict
 from tidegate.commands.options import as_json
+from tidegate.commands.state_directory import controller_client, stored_deployment
 from tidegate.commands.terminal import console, print_json, warn
 from tidegate.commands.units import clock, moment
 from tidegate.exit_codes import Exit

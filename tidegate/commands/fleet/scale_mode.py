@@ -12,8 +12,8 @@ from policy.errors import TargetError
 from serve.controller.client import ControllerClient
 from serve.controller_messages import ModelStatus
 from store.state_dir import StateDir
-from tidegate.commands.clients import controller_client
 from tidegate.commands.options import as_json
+from tidegate.commands.state_directory import controller_client
 from tidegate.commands.terminal import print_json, warn
 from tidegate.commands.units import clock, duration
 from tidegate.exit_codes import Exit

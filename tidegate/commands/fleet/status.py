@@ -15,7 +15,7 @@ from rich.text import Text
 
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
-from policy.engine.capacity import Capability
+from policy.engine.replica_capacity import Capability
 from policy.errors import Unreachable
 from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
 from serve.controller.client import ControllerClient

@@ -16,18 +16,18 @@ from sim.benchmarks.adapters.benchmark import NAMES as ROUTINGS
 from sim.benchmarks.adapters.benchmark import Comparison, Fleet, RunOutcome, compare_seeds, traffic
 from sim.benchmarks.modes import BY_LOAD, ModeBenchmark, compare, curves
 from sim.benchmarks.policies.all_runs import run_all, trials
+from sim.benchmarks.policies.benchmark_setup import TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.ranking import Ranking, RankingTable, rank
 from sim.benchmarks.policies.run import Trial, TrialResult
-from sim.benchmarks.policies.setup import TraceHalf, setup_of
 from sim.benchmarks.policies.sizing import ReplicaSize, size_of
 from sim.charts.figure import Panel, bars
 from sim.charts.table import percent, seconds
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry
 from sim.results.series import clock
-from sim.simulator.record import Record
 from sim.simulator.run import simulate
+from sim.simulator.run_record import Record
 from sim.workload.workload_spec import arrivals_of
 from tidegate import deployment_file
 from tidegate.commands.options import (

@@ -17,8 +17,7 @@ from sim.calibration.quantiles import curves
 from store.state_dir import StateDir, write_atomic
 from tidegate import deployment_file
 from tidegate.calibrate.calibration import CalibrationRun, served_shape
-from tidegate.calibrate.twin_check import Check, calibrated_model, check, recorded_run
-from tidegate.commands.clients import stored_deployment
+from tidegate.calibrate.simulator_check import Check, calibrated_model, check, recorded_run
 from tidegate.commands.options import (
     FILE,
     OutputFile,
@@ -30,6 +29,7 @@ from tidegate.commands.options import (
     seed_option,
 )
 from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
+from tidegate.commands.state_directory import stored_deployment
 from tidegate.commands.terminal import Bar, console, print_json, table, warn
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.readiness import endpoint
@@ -160,7 +160,7 @@ def _check(
         )
     if plot is not None:
         title = f"{model}: {record.name}, live and simulated ({file.description})"
-        plot.write_text(curves(title, result.live.seconds, result.twin.seconds), encoding="utf-8")
+        plot.write_text(curves(title, result.live.seconds, result.simulated.seconds), encoding="utf-8")
     if as_json:
         print_json(result.compared)
         return
@@ -173,11 +173,11 @@ def _quantiles(result: Check) -> Table:
     compared = result.compared
     rows = table(
         *("metric", "quantile", ">live", ">simulated", ">error"),
-        title=f"{compared.live} requests served live, {compared.twin} simulated",
+        title=f"{compared.live} requests served live, {compared.simulated} simulated",
     )
     for measure, quantiles in compared.quantiles.items():
         for name, pair in quantiles.items():
             rows.add_row(
-                measure.upper(), name, f"{pair.live:.4f} s", f"{pair.twin:.4f} s", f"{pair.error:+.1%}"
+                measure.upper(), name, f"{pair.live:.4f} s", f"{pair.simulated:.4f} s", f"{pair.error:+.1%}"
             )
     return rows

@@ -18,7 +18,7 @@ from sim.planning.trial import Trials
 from sim.request_arrival import Arrival
 from sim.results.series import clock
 from sim.workload.trace_statistics import ModelNames
-from sim.workload.traces.open import notes, opened
+from sim.workload.traces.detect_format import notes, opened
 from sim.workload.transforms import scale_rate, slice_trace
 from sim.workload.workload_spec import arrivals_of
 from store.state_dir import StateDir

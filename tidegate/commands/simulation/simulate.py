@@ -11,7 +11,7 @@ from types import TracebackType
 import click
 import msgspec
 
-from policy.engine.profiles import max_request_tokens
+from policy.engine.builtin_profiles import max_request_tokens
 from policy.errors import ConfigError, TargetError
 from sim.charts.page import page
 from sim.charts.table import describe_bounds, figures
@@ -19,11 +19,11 @@ from sim.oracle.bounds import Bounds, bounds_of
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyComparison, compare
 from sim.results.series import clock
-from sim.simulator.record import Record
+from sim.simulator.fault_scenario import EARTH, scenario_of
 from sim.simulator.run import simulate as run
-from sim.simulator.scenario import EARTH, scenario_of
+from sim.simulator.run_record import Record
 from sim.workload.trace_statistics import ModelNames, survey
-from sim.workload.traces.open import notes, opened
+from sim.workload.traces.detect_format import notes, opened
 from sim.workload.transforms import slice_trace
 from sim.workload.workload_spec import arrivals_of
 from store.state_dir import StateDir

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from policy.config.control import SloConfig
-from policy.engine.capacity import Capability
+from policy.engine.replica_capacity import Capability
 from policy.scaling.policies.observed_capacity import (
     LOST_S,
     WON_S,
@@ -18,7 +18,7 @@ from policy.scaling.policies.observed_capacity import (
     sustained,
 )
 from policy.scaling.policies.predictive import Predictive, PredictiveParameters
-from policy.scaling.view import View
+from policy.scaling.policy_interface import View
 from policy.signals.types import Shares
 from tests.policy.scaling.views import demand, late, replicas, view
 

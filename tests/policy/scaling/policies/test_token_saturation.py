@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.engine.capacity import Capability
+from policy.engine.replica_capacity import Capability
 from policy.scaling.policies.token_saturation import TokenSaturation, TokenSaturationParameters
 from policy.signals.types import Demand, ReplicaSample
 from tests.policy.scaling.views import demand, replicas, view

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from policy.errors import AdapterRefused
 from policy.adapter_placement.slots import HALF_LIFE_S, PATIENCE_S, PREFETCH_PAUSE
+from policy.errors import AdapterRefused
 from policy.wire.heartbeat import AdapterUse
 from serve.engine.adapters import loader
 from serve.engine.adapters.loader import BACKOFF

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
-from policy.engine.profiles import profile
 from sim.benchmarks.adapters.contenders import CONTROL_S, PUSH_S, LeastLoaded, ReplicaSetup, ServeMultiplex
 from sim.request_arrival import Arrival
 from sim.simulator.engine import Engine, Job

@@ -11,10 +11,10 @@ import pytest
 from policy.scaling.policies.predictive import PredictiveParameters
 from policy.scaling.policies.registry import choose
 from sim.benchmarks.policies.all_runs import PLANNED, describe, parameter_steps, run_all, trials
+from sim.benchmarks.policies.benchmark_setup import MODEL, Setup, TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.ranking import rank
 from sim.benchmarks.policies.run import PLAN, Trial, TrialResult, run_trial
-from sim.benchmarks.policies.setup import MODEL, Setup, TraceHalf, setup_of
 from sim.benchmarks.policies.sizing import Full, ReplicaSize, size_of
 from sim.results.score import Score
 

@@ -1,0 +1,157 @@
+"""One fallback provider in one worker: its key, connections, breaker and spend cap."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from msgspec import Raw
+
+from gateway.http.client import ConnectionPool
+from gateway.protocol.body import Body
+from gateway.protocol.json_decoders import ABSENT
+from gateway.protocol.json_splice import (
+    ASKED_FOR_USAGE,
+    Edit,
+    UpstreamBody,
+    force_usage,
+    length,
+    locate,
+    set_model,
+    splice,
+)
+from gateway.protocol.paths import Route
+from gateway.protocol.usage import Usage
+from gateway.request_context import Call
+from gateway.telemetry.structured_log import Log
+from policy.admission.spend_cap import Reservation, SpendCap, cost
+from policy.config.deployment import Deployment, Upstream
+from policy.request import Request
+from policy.routing.replica_health import AttemptResult, Breaker, BreakerState
+from policy.types import Runner
+
+# Routes that an OpenAI-compatible endpoint serves.
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
+# Reserved output tokens for an answer that its request does not bound.
+ASSUMED_OUTPUT_TOKENS = 1024
+# Of English text, on the low side: more is reserved than is likely used.
+BYTES_PER_TOKEN = 3
+
+_WORD = re.compile(rb"[!-~]+")
+_COMMA = re.compile(rb"\s*,")
+
+
+class OverflowEndpoint:
+    """One provider; a worker spends at most its equal part of the cap. A changed key file is read again."""
+
+    def __init__(self, upstream: Upstream, deployment: Deployment, log: Log) -> None:
+        self.label = b"upstream:" + upstream.name.encode()
+        self.pool = ConnectionPool(upstream.url, deployment.gateway.connect_timeout_s)
+        self.breaker = Breaker(deployment.gateway.eject)
+        self.purse = SpendCap(0.0)
+        self._base = (urlsplit(upstream.url).path.rstrip("/") or "/v1").encode()
+        self._log = log
+        self._key = b""
+        self._key_changed = -1  # nanoseconds, as the file says
+        self.read(upstream, deployment)
+
+    def read(self, upstream: Upstream, deployment: Deployment) -> None:
+        """Apply the deployment's settings, except the URL."""
+        self.upstream = upstream
+        self.pool.connect_timeout_s = deployment.gateway.connect_timeout_s
+        self.breaker.limits = deployment.gateway.eject
+        self.purse.cap = upstream.cost_cap_per_h / deployment.gateway.workers
+
+    def serves(self, route: Route, name: str) -> bool:
+        """Whether it serves such requests for the model or adapter ``name``."""
+        return route.path in PATHS and name in self.upstream.models
+
+    def open(self, at: float) -> bool:
+        """Whether its breaker admits a request now; one that is due for a probe admits one."""
+        if self.breaker.due(at):
+            self.breaker.half_open()
+        return self.breaker.state is BreakerState.CLOSED or self.breaker.take_probe()
+
+    def note(self, sign: AttemptResult, at: float, draw: float) -> None:
+        if self.breaker.state is BreakerState.CLOSED:
+            self.breaker.note(sign, at)
+            if sign is AttemptResult.BAD and self.breaker.failing(at):
+                self.breaker.open(at, draw)
+        else:
+            self.breaker.probed(sign, at, draw)
+
+    def hold(self, request: Request, route: Route, body: Body, at: float) -> Reservation | None:
+        """Reserve what the request may cost; ``None`` when the spend cap forbids it."""
+        prompt = request.prompt_tokens or request.size // BYTES_PER_TOKEN
+        output = 0
+        if route.runner is Runner.GENERATE:
+            stated = body.max_completion_tokens or body.max_tokens or body.max_output_tokens
+            output = (stated or ASSUMED_OUTPUT_TOKENS) * body.choices
+        return self.purse.hold(cost(self.upstream.price, prompt, output), at)
+
+    def bill(self, hold: Reservation, usage: Usage | None) -> float:
+        """The cost of an answer by its usage; without usage, all that was reserved."""
+        if usage is None:
+            return hold.amount
+        spent = cost(self.upstream.price, usage.prompt, usage.completion)
+        # The usage of a cut answer lacks the prompt, which was read.
+        return spent if usage.exact else max(spent, hold.amount)
+
+    def head(self, call: Call, size: int) -> bytes:
+        """The request's head, with the provider's key and without Tidegate's or the client's keys."""
+        head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
+            self._base,
+            call.route.path.removeprefix("/v1").encode(),
+            self.pool.host_header,
+        )
+        if self._key:
+            head += b"authorization: Bearer %b\r\n" % self._key
+        accept = call.headers.get(b"accept")
+        if accept is not None and accept.isascii() and b"\n" not in accept:
+            head += b"accept: %b\r\n" % accept
+        return head + b"content-length: %d\r\n\r\n" % size
+
+    def outgoing(self, route: Route, name: str, body: Body, raw: bytes) -> UpstreamBody:
+        """``raw`` with the provider's model name, usage at the end of streams, and no ``cache_salt``."""
+        edits = [set_model(raw, self.upstream.models[name])]
+        if body.cache_salt is not ABSENT:
+            edits.append(_without(raw, body.cache_salt))
+        usage = (
+            force_usage(raw, body.stream_options) if body.stream and route.path in ASKED_FOR_USAGE else None
+        )
+        if usage is not None:
+            edits.append(usage)
+        parts = splice(raw, edits)
+        return UpstreamBody(parts, length(parts), usage is not None)
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the key file, if there is one, holds a usable key now."""
+        path = self.upstream.key_file
+        if path is None:
+            self._key = b""
+            return True
+        try:
+            changed = Path(path).stat().st_mtime_ns
+            if changed != self._key_changed:
+                self._key = Path(path).read_bytes().strip()
+        except OSError as error:
+            changed, self._key = 0, b""
+            why = type(error).__name__
+        else:
+            # Other characters could end the header or the request.
+            why = "" if _WORD.fullmatch(self._key) else "not one word of ASCII"
+        if changed != self._key_changed and why:
+            self._log.error("upstream_key_unusable", upstream=self.upstream.name, error=why)
+        self._key_changed = changed
+        return not why
+
+
+def _without(raw: bytes, value: Raw) -> Edit:
+    """Remove the member of ``raw`` whose ``value`` this is, with one comma; ``model`` is another member."""
+    begin, end = locate(raw, value)
+    begin = raw.rindex(b'"', 0, raw.rindex(b'"', 0, begin))
+    if after := _COMMA.match(raw, end):
+        return Edit(begin, after.end(), b"")
+    return Edit(raw.rindex(b",", 0, begin), end, b"")

@@ -1,0 +1,162 @@
+"""Send a call to replicas until one serves it; ``policy.admission.dispatcher`` decides on retries."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic, perf_counter
+
+from gateway.delivery.relay import Relay
+from gateway.http.client import ClientConnection, is_local_fault
+from gateway.protocol.body import Body
+from gateway.protocol.errors import Refused
+from gateway.protocol.json_splice import UpstreamBody
+from gateway.protocol.paths import Api, Route
+from gateway.protocol.sse_validator import ChatTail, MessagesTail, ResponsesTail, Tail
+from gateway.queue.dispatcher_driver import Ticket
+from gateway.request_context import Call
+from gateway.routing.replica_handle import ReplicaHandle
+from gateway.telemetry.metrics import ModelCounters
+from policy.admission.retry import AttemptOutcome
+from policy.errors import Refusal
+from policy.types import EngineKind, Runner
+from policy.wire.headers import PREFILL_HEADER, PREFIX_HEADER
+
+# Prefix hashes that a request's head carries for other hosts, 17 bytes each.
+MAX_NEW_HASHES = 64
+
+_PREFILL, _PREFIX = PREFILL_HEADER.encode(), PREFIX_HEADER.encode()
+
+
+class Attempts:
+    __slots__ = ("_body", "_call", "_clock", "_meter", "_outgoing", "_ticket")
+
+    def __init__(
+        self, ticket: Ticket, call: Call, meter: ModelCounters, *, body: Body, outgoing: UpstreamBody
+    ) -> None:
+        self._ticket = ticket
+        self._call = call
+        self._body = body
+        self._outgoing = outgoing
+        self._meter = meter
+        self._clock = asyncio.get_running_loop().time
+
+    async def run(self) -> None:
+        """Serve the call; raises :class:`gateway.protocol.errors.Refused` with its client's error."""
+        call, ticket = self._call, self._ticket
+        while True:
+            asked_at = perf_counter()
+            replica = await ticket.wait()
+            call.queued_s += perf_counter() - asked_at
+            call.replica = replica.label
+            outcome, refused = await self._tried(replica)
+            if outcome is AttemptOutcome.SERVED:
+                call.outcome = "ok"
+                return
+            if outcome is AttemptOutcome.BROKEN:
+                call.outcome = Refusal.STREAM_BROKEN
+                return
+            if ticket.rejection is not None:
+                raise ticket.refused(refused)
+
+    async def _tried(self, replica: ReplicaHandle) -> tuple[AttemptOutcome, Refused | None]:
+        """One attempt, reported before its slot is given to another request."""
+        outcome, adapter_failed, gap_s = AttemptOutcome.LEFT, False, 0.0
+        try:
+            outcome, relay = await self._attempt(replica)
+            refused = relay.refused if relay is not None else None
+            if outcome is AttemptOutcome.REFUSED and relay is not None:
+                if relay.reason is Refusal.ADAPTER_FAILED:
+                    adapter_failed, adapter = True, self._ticket.request.adapter
+                    self._ticket.served.caused(adapter, refused.message if refused else "")
+                    replica.cannot_load(adapter)
+                else:
+                    replica.refused(relay.reason)
+            elif outcome is AttemptOutcome.UNREACHABLE and self._is_external:
+                replica.heard(self._clock(), False)  # until it is probed again
+            elif outcome is AttemptOutcome.SERVED:
+                gap_s = self._call.mean_gap_s
+            self._meter.attempts[outcome] += 1
+            return outcome, refused
+        except asyncio.CancelledError:
+            self._meter.attempts[AttemptOutcome.LEFT] += 1
+            raise
+        finally:
+            usage = self._call.usage
+            # Without an engine's count the estimate that was charged stands.
+            tokens = (usage.prompt, usage.completion) if usage is not None and usage.exact else None
+            self._ticket.end(self._clock(), outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
+
+    @property
+    def _is_external(self) -> bool:
+        return self._ticket.served.engine is EngineKind.EXTERNAL
+
+    async def _attempt(self, replica: ReplicaHandle) -> tuple[AttemptOutcome, Relay | None]:
+        """Try one replica; a kept connection that turns out to be closed is replaced once.
+
+        Raises :class:`gateway.protocol.errors.Refused` when this machine can open no connection.
+        """
+        head = self._head(replica)
+        connection = replica.pool.take()
+        stale = False
+        while True:
+            if connection is None:
+                try:
+                    connection = await replica.pool.connect()
+                except OSError as error:
+                    if is_local_fault(error):
+                        raise Refused(
+                            Refusal.EXHAUSTED, "The gateway can open no more connections."
+                        ) from error
+                    # After a stale connection the request itself may have killed the replica.
+                    return (AttemptOutcome.LOST if stale else AttemptOutcome.UNREACHABLE), None
+            relay = self._relay(replica, connection)
+            try:
+                outcome = await relay.run(head, self._outgoing.parts)
+            finally:
+                replica.relays.discard(relay)
+            if outcome is not AttemptOutcome.STALE or stale:
+                return outcome, relay
+            connection, stale = None, True
+
+    def _relay(self, replica: ReplicaHandle, connection: ClientConnection) -> Relay:
+        """An attempt on ``connection``, which the watchdog observes."""
+        tail = tail_of(self._call.route, self._body, strip_usage=self._outgoing.counts)
+        relay = Relay(self._call, connection, tail, self._meter, self._first)
+        self._ticket.began(self._clock(), streams=relay.streams)
+        replica.relays.add(relay)
+        return relay
+
+    def _first(self) -> None:
+        self._ticket.first(monotonic())
+
+    def _head(self, replica: ReplicaHandle) -> bytes:
+        """The request's head: of the client's headers only those listed here."""
+        call = self._call
+        head = b"POST %b HTTP/1.1\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n" % (
+            call.route.upstream,
+            replica.constant_head,
+            call.upstream_id,
+            self._outgoing.size,
+        )
+        if not self._is_external:
+            head += b"%b: %d\r\n" % (_PREFILL, self._ticket.pending)
+            if call.adapter is not None:
+                head += call.adapter.header
+            if hashes := self._ticket.new_hashes:
+                listed = b",".join([b"%x" % value for value in hashes[:MAX_NEW_HASHES]])
+                head += b"%b: %b\r\n" % (_PREFIX, listed)
+        for name in (b"accept", b"anthropic-version"):
+            if (value := call.headers.get(name)) is not None and value.isascii() and b"\n" not in value:
+                head += b"%b: %b\r\n" % (name, value)
+        return head + b"\r\n"
+
+
+def tail_of(route: Route, body: Body, *, strip_usage: bool) -> Tail:
+    """The parser of a stream of this route; ``strip_usage`` as in ``sse_validator.ChatTail``."""
+    if route.api is Api.RESPONSES:
+        return ResponsesTail()
+    if route.api is Api.MESSAGES:
+        return MessagesTail()
+    if route.runner is Runner.GENERATE:
+        return ChatTail(body.choices, strip_usage=strip_usage)
+    return Tail()

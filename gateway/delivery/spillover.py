@@ -1,0 +1,177 @@
+"""Spillover: requests that the fleet cannot serve in time go to a fallback provider, within a spend cap."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from gateway.delivery.fallback_provider import OverflowEndpoint
+from gateway.delivery.relay import Relay
+from gateway.delivery.retry_loop import tail_of
+from gateway.protocol.body import Body
+from gateway.protocol.errors import NO_ROOM, Refused
+from gateway.request_context import Call
+from gateway.routing.fleet import ServedModel
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.structured_log import Log
+from policy.admission.retry import AttemptOutcome
+from policy.config.deployment import Deployment
+from policy.errors import Refusal
+from policy.request import Request
+from policy.routing.replica_health import AttemptResult
+
+_RESULTS = {
+    AttemptOutcome.SERVED: AttemptResult.GOOD,
+    AttemptOutcome.REJECTED: AttemptResult.NOTHING,
+    AttemptOutcome.REFUSED: AttemptResult.NOTHING,
+}
+# Outcomes after which the provider may have done work and may bill it.
+_MAY_BE_BILLED = frozenset(
+    {AttemptOutcome.SERVED, AttemptOutcome.BROKEN, AttemptOutcome.LOST, AttemptOutcome.SILENT}
+)
+
+
+class Overflow:
+    """The fallback providers of one worker, in the order of the deployment."""
+
+    def __init__(self, metrics: Metrics, log: Log, rng: random.Random) -> None:
+        self._metrics = metrics
+        self._log = log
+        self._rng = rng
+        self._endpoints: list[OverflowEndpoint] = []
+        self._models: frozenset[str] = frozenset()
+        self._backed: frozenset[str] = frozenset()
+        self._starts_s: dict[str, float] = {}
+        self._clock = asyncio.get_running_loop().time
+
+    def read(self, deployment: Deployment) -> None:
+        """Apply the deployment's providers; their spending of this hour stays counted."""
+        known = {endpoint.upstream.name: endpoint for endpoint in self._endpoints}
+        endpoints = []
+        for upstream in deployment.upstreams:
+            endpoint = known.pop(upstream.name, None)
+            if endpoint is None or endpoint.upstream.url != upstream.url:
+                moved = endpoint
+                endpoint = OverflowEndpoint(upstream, deployment, self._log)
+                if moved is not None:
+                    endpoint.purse = moved.purse
+                    moved.pool.close()
+            endpoint.read(upstream, deployment)
+            endpoints.append(endpoint)
+        for gone in known.values():
+            gone.pool.close()
+        self._endpoints = endpoints
+        self._models = frozenset(name for upstream in deployment.upstreams for name in upstream.models)
+        self._backed = frozenset(name.partition(":")[0] for name in self._models)
+        self._starts_s = {spec.name: spec.control.assumed_start_s for spec in deployment.models}
+
+    def backs(self, request: Request) -> bool:
+        """Whether a provider may serve it, or an adapter on its model, instead of the fleet."""
+        return request.model in self._backed
+
+    def name_of(self, request: Request, body: Body) -> str:
+        """The name (``BASE:NAME`` for adapters) that a provider may list; empty for a pinned version."""
+        name = request.model
+        if request.adapter:
+            if "@" in body.model:
+                return ""
+            name = f"{name}:{request.adapter.partition('@')[0]}"
+        return name if name in self._models else ""
+
+    async def around(
+        self,
+        fleet: Callable[[], Awaitable[None]],
+        call: Call,
+        served: ServedModel,
+        request: Request,
+        *,
+        body: Body,
+        raw: bytes,
+    ) -> None:
+        """Serve the call by ``fleet``, or by a provider if no replica can before the request's deadline.
+
+        A provider serves it if admission refuses it for lack of room, or no replica is ready and none is
+        expected in time. Raises the fleet's own refusal if no provider serves it either.
+        """
+        name = self.name_of(request, body)
+        if not name:
+            await fleet()
+            return
+        if self._too_late(served, request) and await self._serve(call, request, name, body, raw):
+            return
+        try:
+            await fleet()
+        except Refused as refused:
+            in_time = self._clock() < request.deadline
+            if refused.reason not in NO_ROOM or call.started or not in_time:
+                raise
+            if not await self._serve(call, request, name, body, raw):
+                raise
+
+    def _too_late(self, served: ServedModel, request: Request) -> bool:
+        if any(link.admissible for link in served.links):
+            return False
+        start_s = self._starts_s.get(served.name, 0.0) if served.start_s is None else served.start_s
+        return self._clock() + start_s >= request.deadline
+
+    async def _serve(self, call: Call, request: Request, name: str, body: Body, raw: bytes) -> bool:
+        """Whether a provider that lists ``name`` answered, or began to."""
+        before = call.replica
+        for endpoint in self._endpoints:
+            if not endpoint.serves(call.route, name) or not endpoint.has_key:
+                continue
+            hold = endpoint.hold(request, call.route, body, self._clock())
+            if hold is None:
+                self._metrics.overflow.labels(request.model, endpoint.upstream.name, "cost_cap").inc()
+                continue
+            if not endpoint.open(self._clock()):
+                endpoint.purse.settle(hold, 0.0, self._clock())
+                continue
+            verdict, sign = None, AttemptResult.NOTHING  # of who leaves, and may have to be paid for
+            try:
+                verdict, sign = await self._attempt(endpoint, call, name, body, raw)
+            finally:
+                billed = verdict is None or verdict in _MAY_BE_BILLED
+                bill = endpoint.bill(hold, call.usage) if billed else 0.0
+                endpoint.purse.settle(hold, bill, self._clock())
+                endpoint.note(sign, self._clock(), self._rng.random())
+                outcome = verdict or "cancelled"
+                self._metrics.overflow.labels(request.model, endpoint.upstream.name, outcome).inc()
+                self._metrics.overflow_cost.labels(endpoint.upstream.name).inc(bill)
+            if verdict is AttemptOutcome.SERVED:
+                call.outcome = "ok"
+                return True
+            if verdict is AttemptOutcome.BROKEN:
+                call.outcome = Refusal.STREAM_BROKEN
+                return True
+        call.replica, call.elsewhere = before, False
+        return False
+
+    async def _attempt(
+        self, endpoint: OverflowEndpoint, call: Call, name: str, body: Body, raw: bytes
+    ) -> tuple[AttemptOutcome, AttemptResult]:
+        """Try one provider; a kept connection that turns out to be closed is replaced once."""
+        call.replica, call.elsewhere = endpoint.label, True
+        sent = endpoint.outgoing(call.route, name, body, raw)
+        head = endpoint.head(call, sent.size)
+        connection = endpoint.pool.take()
+        while True:
+            kept = connection is not None
+            try:
+                connection = connection or await endpoint.pool.connect()
+            except OSError:
+                return AttemptOutcome.UNREACHABLE, AttemptResult.BAD
+            tail = tail_of(call.route, body, strip_usage=sent.counts)
+            relay = Relay(call, connection, tail, self._metrics.model(name.partition(":")[0]))
+            verdict = await relay.run(head, sent.parts)
+            if not kept or verdict is not AttemptOutcome.STALE:
+                return verdict, _sign(verdict, relay.refused)
+            connection = None
+
+
+def _sign(outcome: AttemptOutcome, refused: Refused | None) -> AttemptResult:
+    """What an attempt says of a provider; one that limits the rate is ejected for a while."""
+    if outcome is AttemptOutcome.REJECTED and refused is not None and refused.status == 429:
+        return AttemptResult.BAD
+    return _RESULTS.get(outcome, AttemptResult.BAD)

@@ -1,0 +1,87 @@
+"""Resolve an arriving request: its model, its adapter, and the features that decisions use."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.intake.adapter_catalog import CatalogView
+from gateway.intake.tenants import TenantAccount
+from gateway.protocol.body import Body
+from gateway.protocol.errors import Refused, unknown
+from gateway.protocol.prompt_hash import adapter_key, limit_of, parts_of, seed_of, session_key
+from gateway.request_context import Call
+from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.worker_routers import ModelRouters
+from policy.errors import Refusal
+from policy.request import Request
+from policy.types import Runner
+
+
+class RequestResolver:
+    def __init__(self, fleet: FleetView, catalog: CatalogView, routes: ModelRouters) -> None:
+        self._fleet = fleet
+        self._catalog = catalog
+        self._routes = routes
+        self._clock = asyncio.get_running_loop().time
+
+    def take(
+        self, call: Call, account: TenantAccount, body: Body, raw: bytes, *, patience_s: float
+    ) -> tuple[ServedModel, Request]:
+        """The model that serves ``call``, and the request as admission and routing see it.
+
+        ``patience_s`` is the longest wait for a replica, unless the client sets a shorter one. Raises
+        :class:`gateway.protocol.errors.Refused` for a model that is not served, or not on this route.
+        """
+        served, adapter = self._resolve(call, body.model, account)
+        name, tenant = served.name, account.name
+        pools = served.runner is Runner.POOLING
+        prompt = self._routes.density(name).read(
+            0 if pools else seed_of(name, adapter, tenant),
+            parts_of(body, call.route, raw),
+            1 if pools else limit_of(body),
+            body.choices,
+        )
+        session = call.headers.get(b"x-session-id")
+        now = self._clock()
+        return served, Request(
+            name,
+            tenant,
+            account.priority,
+            adapter,
+            adapter_key(name, adapter) if adapter else 0,
+            prompt.prompt_tokens,
+            prompt.output_tokens,
+            prompt.prefix,
+            prompt.depths,
+            session_key(session) if session else 0,
+            len(raw),
+            now,
+            now + call.timeout_s(patience_s),
+        )
+
+    def _resolve(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:
+        """The model that a call names, and the adapter if it names one, as its replicas call it."""
+        served, adapter, route = self._fleet.get(name), "", call.route
+        if served is None:
+            served, adapter = self._adapter(call, name, account)
+        if route.runner is not None and served.runner is not route.runner:
+            raise Refused(
+                Refusal.UNSUPPORTED,
+                f"{route.path} needs a model with runner '{route.runner}'; "
+                f"{served.name} has runner '{served.runner}'.",
+                param="model",
+            )
+        return served, adapter
+
+    def _adapter(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:
+        """The adapter; one that the client may not see is answered exactly like one that does not exist."""
+        adapter = self._catalog.resolve(name, account, call.headers.get(b"x-session-id"))
+        if adapter is not None and (served := self._fleet.get(adapter.model)) is not None:
+            call.adapter = adapter
+            return served, adapter.served
+        listed = self._fleet.listing(name)
+        if listed is not None:
+            return listed
+        if self._catalog.wanted and not self._catalog.known:
+            raise Refused(Refusal.STARTING, "The gateway has not received the adapter catalog yet.")
+        raise unknown(name)

@@ -1,0 +1,118 @@
+"""Edit a JSON object at offsets: unedited parts keep their bytes and are not copied.
+
+An absent member is inserted behind the opening brace; a present one has its value replaced at the offset that
+the decoder found, so that equal names in nested objects or texts are never hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from gateway.protocol.body import Body
+from gateway.protocol.json_decoders import ABSENT, NAMED
+from gateway.protocol.paths import Route
+from gateway.protocol.slice_offset import address
+
+Buffer = bytes | memoryview
+
+
+class Edit(NamedTuple):
+    """``text`` instead of the bytes from ``begin`` to ``end``."""
+
+    begin: int
+    end: int
+    text: bytes
+
+
+def locate(raw: bytes, value: Raw) -> tuple[int, int]:
+    """Begin and end of ``value`` in ``raw``; raises ``ValueError`` if it was decoded from other bytes."""
+    begin = address(value) - address(raw)
+    size = len(memoryview(value))
+    if not 0 <= begin <= len(raw) - size:
+        raise ValueError("the value is not a part of these bytes")
+    return begin, begin + size
+
+
+def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
+    """Give ``name`` the JSON ``text`` in ``raw``, a non-empty object; ``value`` is its present one."""
+    if value is not ABSENT:
+        return Edit(*locate(raw, value), text)
+    begin = raw.index(b"{") + 1
+    return Edit(begin, begin, b'"%b":%b,' % (name.encode(), text))
+
+
+def set_model(raw: bytes, name: str) -> Edit:
+    return Edit(*locate(raw, NAMED.decode(raw).model), msgspec.json.encode(name))
+
+
+def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
+    """Have a stream end with its usage; ``None`` if the client asked for that. Usage per chunk is dropped."""
+    options: dict[str, Any] = {}
+    if stream_options is not ABSENT:
+        decoded = msgspec.json.decode(stream_options)
+        if isinstance(decoded, dict):
+            options = decoded
+        elif decoded is not None:
+            return None  # the engine will say what is wrong with it
+    if options.get("include_usage"):
+        return None
+    options.pop("continuous_usage_stats", None)
+    options["include_usage"] = True
+    return set_member(raw, "stream_options", stream_options, msgspec.json.encode(options))
+
+
+def splice(raw: bytes, edits: Iterable[Edit]) -> list[Buffer]:
+    """``raw`` with ``edits``, as buffers to be written one after the other."""
+    parts: list[Buffer] = []
+    view = memoryview(raw)
+    at = 0
+    for edit in sorted(edits):
+        if edit.begin < at:
+            raise ValueError("edits overlap")
+        if edit.begin > at:
+            parts.append(view[at : edit.begin])
+        if edit.text:
+            parts.append(edit.text)
+        at = edit.end
+    if at < len(raw):
+        parts.append(view[at:])
+    return parts
+
+
+def length(parts: Sequence[Buffer]) -> int:
+    return sum(map(len, parts))
+
+
+# Whose streams tell their usage only when they are asked to.
+ASKED_FOR_USAGE = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+class UpstreamBody(NamedTuple):
+    """``parts`` of ``size`` bytes in all. ``counts``: usage at a stream's end was requested by us alone."""
+
+    parts: bytes | list[Buffer]
+    size: int
+    counts: bool
+
+
+def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "") -> UpstreamBody:
+    """``raw`` with the tenant's cache ``salt`` (a JSON string, or empty) in place of the client's.
+
+    ``model`` becomes the name of the ``adapter``, if there is one; streams are made to end with their usage.
+    """
+    edits = []
+    if adapter and adapter != body.model:
+        edits.append(set_model(raw, adapter))
+    if salt and route.runner is not None:  # what only counts tokens caches nothing
+        edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
+    usage = force_usage(raw, body.stream_options) if body.stream and route.path in ASKED_FOR_USAGE else None
+    if usage is not None:
+        edits.append(usage)
+    if not edits:
+        return UpstreamBody(raw, len(raw), False)
+    parts = splice(raw, edits)
+    return UpstreamBody(parts, length(parts), usage is not None)

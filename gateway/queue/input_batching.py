@@ -1,0 +1,256 @@
+"""Coalescing: concurrent requests with short inputs are served by one upstream call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+
+from starlette.types import Message
+
+from gateway.http.asgi_exchange import SENT
+from gateway.protocol import body as bodies
+from gateway.protocol.batched_body import SubRequest, join, split, sub_request_of
+from gateway.request_context import Call
+from gateway.routing.fleet import ServedModel
+from gateway.telemetry.metrics import Metrics
+from policy.admission.input_batching import Batch, Windows
+from policy.config.deployment import Coalesce
+from policy.request import Request
+from policy.wire.headers import REPLICA_HEADER
+
+# The timer's clock has a coarser tick than a window, and may fire a hair early.
+_TICK_S = 0.001
+# A shared call counts as one of the two attempts that may begin a request.
+_ONE_TRY = 1
+_REPLICA = REPLICA_HEADER.encode()
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A request in a window. ``turn`` yields its answer, or a batch that it is alone in and has to end
+    when it is done, or ``None`` when the call it shared has failed and it goes alone after all.
+    """
+
+    share: SubRequest
+    call: Call
+    served: ServedModel
+    request: Request
+    turn: asyncio.Future[bytes | Batch[_Member] | None]
+
+
+Deliver = Callable[[Call, ServedModel, Request, bodies.Body, bytes], Awaitable[None]]
+
+
+class Coalescer:
+    """The coalescing windows of one worker. ``deliver`` serves one call or raises its refusal."""
+
+    def __init__(self, deliver: Deliver, metrics: Metrics) -> None:
+        self._deliver = deliver
+        self._metrics = metrics
+        self._windows: Windows[_Member] = Windows()
+        self._calls: dict[Batch[_Member], asyncio.Task[Sequence[bytes | None]]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def around(
+        self,
+        call: Call,
+        served: ServedModel,
+        request: Request,
+        body: bodies.Body,
+        raw: bytes,
+        *,
+        bounds: Coalesce,
+    ) -> None:
+        """Deliver ``call``, together with others of its kind where possible."""
+        alone = partial(self._deliver, call, served, request, body, raw)
+        share = sub_request_of(call.route, body, raw, request.tenant, bounds, adapter=request.adapter)
+        if share is None:
+            await alone()
+        else:
+            await self.serve(share, call, served, request, bounds=bounds, alone=alone)
+
+    async def serve(
+        self,
+        share: SubRequest,
+        call: Call,
+        served: ServedModel,
+        request: Request,
+        *,
+        bounds: Coalesce,
+        alone: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Answer ``call`` from a shared call, or by ``alone`` if it is the only one.
+
+        If the shared call fails, each member is delivered by itself and gets its own answer or error.
+        """
+        member = _Member(share, call, served, request, self._loop.create_future())
+        for batch in self._windows.arrive(
+            share.group,
+            member,
+            share.count,
+            self._loop.time(),
+            window_s=bounds.window_s,
+            most=bounds.max_inputs,
+        ):
+            self._depart(batch)
+        self._arm()
+        try:
+            turn = await member.turn
+        except asyncio.CancelledError:
+            self._withdraw(member)
+            raise
+        if isinstance(turn, bytes):
+            call.outcome = "ok"
+            headers = [(b"content-type", b"application/json"), (_REPLICA, call.replica)]
+            await call.answer(200, headers, turn)
+        elif turn is None:
+            await alone()
+        else:
+            try:
+                await alone()
+            finally:
+                self._end(turn)
+
+    def _depart(self, batch: Batch[_Member]) -> None:
+        if len(batch.members) > 1:
+            task = self._calls[batch] = asyncio.create_task(
+                self._share(list(batch.members)), name="coalesced"
+            )
+            # A task that is cancelled before it starts runs no handler of its own.
+            task.add_done_callback(partial(self._returned, batch))
+            return
+        (member,) = batch.members
+        if member.turn.done():  # it has left, and has not been told yet
+            self._end(batch)
+        else:
+            member.turn.set_result(batch)
+
+    async def _share(self, members: Sequence[_Member]) -> Sequence[bytes | None]:
+        """The answer to each, or ``None`` for all when the shared call failed."""
+        request = _together(members)
+        try:
+            return await self._ask(members, request)
+        except Exception:  # noqa: BLE001 - each tries by itself, and has its own error then
+            for member in members:
+                member.request.avoid |= request.avoid
+                member.request.begun = request.begun - _ONE_TRY
+            return [None] * len(members)
+
+    def _returned(self, batch: Batch[_Member], task: asyncio.Task[Sequence[bytes | None]]) -> None:
+        del self._calls[batch]
+        answers = [None] * len(batch.members) if task.cancelled() else task.result()
+        for member, answer in zip(batch.members, answers, strict=True):
+            if not member.turn.done():
+                member.turn.set_result(answer)
+        self._end(batch)
+
+    async def _ask(self, members: Sequence[_Member], request: Request) -> list[bytes]:
+        """One answer each; raises whatever goes wrong with the shared call."""
+        first = members[0]
+        shares = [member.share for member in members]
+        raw = join(shares)
+        request.size += len(raw)
+        inbox = _Inbox()
+        call = Call(first.call.route, {"headers": []}, inbox.receive, inbox.send, first.call.deadlines)
+        call.adapter = first.call.adapter
+        await self._deliver(call, first.served, request, bodies.read(raw), raw)
+        answers = split(inbox.answer(), shares, call.upstream_id, [m.call.upstream_id for m in members])
+        meter = self._metrics.model(first.served.name)
+        meter.coalesced_calls += 1
+        meter.coalesced_requests += len(members)
+        if (usage := call.usage) is not None and not call.elsewhere:
+            meter.totals.count_tokens(usage.prompt, usage.cached, usage.completion)
+        for member in members:
+            member.call.replica, member.call.elsewhere = call.replica, call.elsewhere
+            member.call.queued_s = call.queued_s
+        return answers
+
+    def _withdraw(self, member: _Member) -> None:
+        """A client has left: remove it; a shared call without clients is cancelled."""
+        if self._windows.withdraw(member.share.group, member):
+            return
+        if not member.turn.cancelled() and isinstance(batch := member.turn.result(), Batch):
+            self._end(batch)
+            return
+        for batch, task in self._calls.items():
+            if member in batch.members and all(other.turn.done() for other in batch.members):
+                task.cancel()
+
+    def _end(self, batch: Batch[_Member]) -> None:
+        following = self._windows.ended(batch)
+        if following is not None:
+            self._depart(following)
+
+    def _arm(self) -> None:
+        if self._timer is None and (due := self._windows.next_due) is not None:
+            self._timer = self._loop.call_at(due, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        for batch in self._windows.due(self._loop.time() + _TICK_S):
+            self._depart(batch)
+        self._arm()
+
+
+class _Inbox:
+    """The client side of a shared call, which collects the answer."""
+
+    def __init__(self) -> None:
+        self._status = 0
+        self._parts: list[bytes] = []
+        self._complete = False
+
+    async def receive(self) -> Message:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    def send(self, message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        else:
+            self._parts.append(message.get("body", b""))
+            self._complete = not message.get("more_body", False)
+        return SENT
+
+    def answer(self) -> bytes:
+        """The body of a complete answer of status 200; raises ``ValueError`` for any other."""
+        if self._status != 200 or not self._complete:
+            raise ValueError(f"the shared call ended with status {self._status}")
+        return b"".join(self._parts)
+
+
+def _together(members: Sequence[_Member]) -> Request:
+    """The shared call for admission and routing: the sum of its members, with the earliest deadline.
+
+    Its prefix is their common one. It may begin on one replica alone: an attempt by a single member is then
+    the second.
+    """
+    requests = [member.request for member in members]
+    first = requests[0]
+    prefix = tuple(
+        hashes[0]
+        for hashes in takewhile(_alike, zip(*(request.prefix for request in requests), strict=False))
+    )
+    return Request(
+        first.model,
+        first.tenant,
+        first.priority,
+        first.adapter,
+        first.adapter_key,
+        prompt_tokens=sum(request.prompt_tokens for request in requests),
+        output_tokens=sum(request.output_tokens for request in requests),
+        prefix=prefix,
+        depths=first.depths[: len(prefix)],
+        session=first.session,
+        size=sum(request.size for request in requests),
+        arrived=min(request.arrived for request in requests),
+        deadline=min(request.deadline for request in requests),
+        begun=_ONE_TRY,
+    )
+
+
+def _alike(hashes: tuple[int, ...]) -> bool:
+    return hashes.count(hashes[0]) == len(hashes)

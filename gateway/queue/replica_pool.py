@@ -1,0 +1,164 @@
+"""The replicas of one model as the dispatcher of this worker sees them, and the other workers of the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from time import monotonic
+
+from gateway.routing.fleet import ServedModel
+from gateway.routing.replica_handle import ReplicaHandle
+from gateway.routing.shared_counters import SharedCounts
+from gateway.routing.worker_routers import ModelRouters
+from policy.admission.fairness import has_fair_share
+from policy.admission.queue import Bounds
+from policy.config.deployment import Deployment
+from policy.errors import TargetError
+from policy.hashing import hash_name
+from policy.request import Request
+from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.replica_health import BreakerState
+
+# How long a slot is left to other workers, which look for one every 20 ms, and how often at most.
+YIELD_S = 0.1
+YIELD_EVERY_S = 1.0
+
+
+class ModelPool:
+    """A :class:`policy.admission.dispatcher.ReplicaPool`.
+
+    ``queued_elsewhere``: the bytes that wait for other models; ``shared``: the counts of all workers of the
+    host.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        routers: ModelRouters,
+        deployment: Callable[[], Deployment],
+        shared: SharedCounts,
+        queued_elsewhere: Callable[[], int],
+    ) -> None:
+        self.served = served
+        self._routers = routers
+        self._deployment = deployment
+        self._shared = shared
+        self._queued_elsewhere = queued_elsewhere
+        self._key = hash_name(f"waits for {served.name}")
+        self._yielded_at = -math.inf
+        self._begun_elsewhere = -1
+
+    @property
+    def ready(self) -> bool:
+        return any(link.admissible or link.full for link in self.served.links)
+
+    @property
+    def down(self) -> bool:
+        return self.served.down
+
+    @property
+    def ttft_slo_s(self) -> float | None:
+        try:
+            return self._deployment().model(self.served.name).control.slo.ttft_p95_s
+        except TargetError:  # the controller still has the model, the deployment no longer
+            return None
+
+    def bounds(self, request: Request, queued: int) -> Bounds:
+        limits, elsewhere = self._deployment().gateway, self._queued_elsewhere()
+        # A body that is larger than the limit may wait where nothing else does, of any model.
+        size = limits.max_queue_bytes - elsewhere if elsewhere or queued else request.size
+        return Bounds(limits.max_queue, size)
+
+    def candidates(self) -> list[Candidate]:
+        alone = self._shared.alone
+        now = monotonic() if alone else math.inf
+        found = []
+        for link in self.served.links:
+            breaker = link.breaker
+            # ReplicaHandle.admissible, as far as it goes for a replica in good standing
+            if (
+                breaker.reachable and breaker.state is BreakerState.CLOSED and not link.full
+            ) or link.admissible:
+                found.append(link.view if link.lone and now < link.due_at else link.look())
+        return found
+
+    def replica(self, candidate: Candidate) -> ReplicaHandle:
+        for link in self.served.links:
+            if link.view is candidate:
+                return link
+        raise KeyError(candidate.id)
+
+    def serves(self, candidate: Candidate, adapter: str) -> bool:
+        return not adapter or self.replica(candidate).serves(adapter)
+
+    def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
+        return self._routers.choose(request, candidates, at)
+
+    def unavailable(self, at: float) -> bool:
+        return self.served.hopeless(at)
+
+    def cannot_load(self, adapter: str) -> bool:
+        return self.served.cannot_load(adapter)
+
+    def service_s(self, request: Request) -> float:
+        views = [link.view for link in self.served.links if link.admissible or link.full]
+        return self._routers.service_s(request, views)
+
+    def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
+        if not self._shared.alone and self._shared.others(self._key)[0]:
+            self._begun_elsewhere = self._elsewhere()[1]
+        return self._routers.began(request, quote, at)
+
+    def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
+        self._routers.timed(request, quote, ttft_s, at)
+
+    def paced(self, quote: CostEstimate, gap_s: float) -> None:
+        self._routers.paced(self.served.name, quote, gap_s)
+
+    def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
+        self._routers.counted(request, prompt_tokens, output_tokens)
+
+    def queued(self, change: int) -> None:
+        if change > 0:
+            self._shared.begin(self._key, 0)
+        else:
+            self._shared.end(self._key)
+
+    def yields(self, queued: int, at: float) -> bool:
+        """Not for long, nor again soon: the other workers may have no use for the slot."""
+        if self._shared.alone or not (theirs := self._shared.others(self._key)[0]):
+            return False
+        running = sum([link.mine for link in self.served.links])
+        elsewhere, begun = self._elsewhere()
+        was_last = begun == self._begun_elsewhere
+        if not has_fair_share(running, queued, elsewhere, theirs, was_last=was_last):
+            return False
+        if at - self._yielded_at > YIELD_EVERY_S:
+            self._yielded_at = at
+        return at - self._yielded_at < YIELD_S
+
+    def _elsewhere(self) -> tuple[int, int]:
+        """How many requests of other workers of this host run, and how many they ever sent."""
+        counts = [self._shared.others(link.view.key) for link in self.served.links]
+        return sum([count[0] for count in counts]), sum([count[2] for count in counts])
+
+
+class SharedPeers:
+    """What the other workers of this host charge to the tenants of one model, for its queue's counters."""
+
+    def __init__(self, shared: SharedCounts, model: str) -> None:
+        self._shared = shared
+        self._model = model
+        self._keys: dict[str, int] = {}
+
+    def served(self, tenant: str, tokens: int) -> None:
+        self._shared.served(self._keys.get(tenant) or self._key(tenant), tokens)
+
+    def others(self, tenant: str) -> int:
+        if self._shared.alone:
+            return 0
+        return self._shared.served_by_others(self._keys.get(tenant) or self._key(tenant))
+
+    def _key(self, tenant: str) -> int:
+        key = self._keys[tenant] = hash_name(f"{self._model} {tenant}")
+        return key

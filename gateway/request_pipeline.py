@@ -1,0 +1,194 @@
+"""The gateway's composition root and its pipeline: read this file first.
+
+routes -> intake -> admission -> batching -> routing -> relay -> replica, and its bytes back that way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import partial
+from pathlib import Path
+from time import monotonic
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.api.application import admin_app, client_app
+from gateway.api.controller_proxy import ControllerProxy
+from gateway.api.dependencies import Services
+from gateway.api.model_list import ModelList
+from gateway.control.deployment_watcher import FollowedDeployment, Readiness
+from gateway.delivery.idle_timeouts import IdleTimeouts
+from gateway.delivery.retry_loop import Attempts
+from gateway.delivery.spillover import Overflow
+from gateway.intake.adapter_catalog import CatalogView
+from gateway.intake.request_resolver import RequestResolver
+from gateway.intake.tenants import Tenants
+from gateway.protocol import body as bodies
+from gateway.protocol.batched_body import COALESCED
+from gateway.protocol.body import Body
+from gateway.protocol.errors import Refused
+from gateway.protocol.json_splice import upstream_body
+from gateway.protocol.paths import Route
+from gateway.queue.input_batching import Coalescer
+from gateway.queue.model_queues import Admission
+from gateway.request_context import Call
+from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.replica_handle import FleetEvents
+from gateway.routing.shared_counters import SharedCounts
+from gateway.routing.worker_routers import ModelRouters
+from gateway.telemetry.capture_publisher import Capture
+from gateway.telemetry.capture_subscriber import Subscribers
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.structured_log import Log
+from policy.config.deployment import Deployment
+from policy.errors import Refusal
+from policy.request import Request
+from policy.wire.headers import EXPLAIN_HEADER
+from store.api_keys import own_key
+
+_EXPLAIN = EXPLAIN_HEADER.encode()
+
+
+class Gateway:
+    """One worker's data plane. ``client`` and ``admin`` are the ASGI apps of its two ports."""
+
+    def __init__(
+        self,
+        document: FollowedDeployment,
+        secret: str,
+        salt_secret: bytes,
+        *,
+        log: Log,
+        rng: random.Random,
+        shared: SharedCounts,
+        captures: Path,
+    ) -> None:
+        def current() -> Deployment:
+            return document.deployment
+
+        self.log = log
+        self.metrics = Metrics()
+        self._no_model = self.metrics.model("")
+        self._limits = document.deployment.gateway
+        self.deadlines = IdleTimeouts(lambda: document.deployment.gateway)
+        self.catalog = CatalogView(partial(rng.getrandbits, 64), self.metrics.adapters.follow)
+        self.tenants = Tenants(salt_secret, own_key(secret))
+        self.routes = ModelRouters(rng, shared, current, self.metrics)
+        self.admission = Admission(
+            self.metrics, self.routes, current, weight=self.tenants.weight, shared=shared
+        )
+        events = FleetEvents(
+            news=self.admission.news,
+            unavailable=self.admission.dismiss,
+            prefixes=self.routes.heard,
+            forgotten=self.routes.forget,
+            adapters=self.routes.holds,
+            unloadable=self.admission.give_up,
+        )
+        self.fleet = FleetView(secret, self.metrics, shared, rng.random, events)
+        self.readiness = Readiness(document, self.fleet, self.catalog)
+        self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
+        self.coalescer = Coalescer(self._deliver, self.metrics)
+        self.overflow = Overflow(self.metrics, log, rng)
+        self.capture = Capture(captures)
+        self.listeners = Subscribers(captures, lambda model: self.routes.density(model).bytes_a_token)
+        services = Services(
+            fleet=self.fleet,
+            models=ModelList(self.fleet, self.catalog),
+            tenants=self.tenants,
+            metrics=self.metrics,
+            routers=self.routes,
+            readiness=self.readiness,
+            controller=ControllerProxy(secret, current),
+            capture=self.listeners.lines,
+        )
+        self.client: ASGIApp = client_app(services, self.serve)
+        self.admin: ASGIApp = admin_app(services)
+
+    def read(self, deployment: Deployment) -> None:
+        """Apply a new deployment: tenants, models, adapters, fallback providers."""
+        self._limits = deployment.gateway
+        self.tenants.read(deployment)
+        self.fleet.read_document(deployment)
+        self.catalog.read(deployment)
+        self.overflow.read(deployment)
+        for spec in deployment.models:
+            self.metrics.model(spec.name).totals.promise(spec.control.slo)
+
+    def end_captures(self) -> None:
+        """Send capture subscribers the rows that are left, and close their streams."""
+        self.capture.close()
+        self.listeners.close()
+
+    def close(self) -> None:
+        self.fleet.close()
+        self.metrics.publish()
+
+    async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+        """The pipeline: one call from its first byte to its last, counted in any case."""
+        began = monotonic()
+        call = Call(route, scope, receive, send, self.deadlines)
+        meter = self._no_model
+        try:
+            raw = await call.read()
+            account = self.tenants.of(call.headers)
+            body = bodies.read(raw)
+            call.streaming = body.stream is True
+            patience_s = self._limits.queue_timeout_s
+            served, request = self.intake.take(call, account, body, raw, patience_s=patience_s)
+            if account.admin and call.headers.get(_EXPLAIN) == b"1":
+                call.explain = partial(self.routes.explain, request)
+            meter = self.metrics.model(served.name)
+            meter.arrive()
+            account.in_flight += 1
+            try:
+                if route.path not in COALESCED or call.explain is not None:
+                    await self._deliver(call, served, request, body, raw)
+                else:
+                    bounds = self._limits.coalesce
+                    await self.coalescer.around(call, served, request, body, raw, bounds=bounds)
+            finally:
+                account.in_flight -= 1
+                meter.in_flight -= 1
+                if self.capture.listened:
+                    self.capture.ended(call, request, body, raw, began)
+        except Refused as refused:
+            call.outcome = refused.reason
+            await call.refuse(refused)
+        except asyncio.CancelledError:
+            call.outcome = "cancelled"
+            if not call.left and not call.started:
+                await call.refuse(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
+        except Exception as error:  # noqa: BLE001 - the edge: a client gets an answer whatever breaks
+            call.outcome = Refusal.INTERNAL
+            self.log.error("call_failed", route=route.path, error=type(error).__name__)
+            if not call.started:
+                await call.refuse(Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))
+        finally:
+            meter.count(call, began, monotonic())
+            if (adapter := call.adapter) is not None:
+                self.metrics.adapters.of(adapter.model, adapter.name).count(call, began)
+
+    async def _deliver(
+        self, call: Call, served: ServedModel, request: Request, body: Body, raw: bytes
+    ) -> None:
+        """One call to a replica, or to a fallback provider where the fleet cannot serve it in time."""
+        ticket = self.admission.ticket(served, request)
+        sent = upstream_body(call.route, body, raw, self.tenants.salt(request.tenant), request.adapter)
+        meter = self.metrics.model(served.name)
+        delivery = Attempts(ticket, call, meter, body=body, outgoing=sent)
+        try:
+            if self.overflow.backs(request):
+                await self.overflow.around(delivery.run, call, served, request, body=body, raw=raw)
+            else:
+                await delivery.run()
+        finally:
+            if (usage := call.usage) is not None:
+                self.tenants.served(request.tenant, usage)
+                if (adapter := call.adapter) is not None:
+                    self.metrics.adapters.of(adapter.model, adapter.name).count_tokens(usage)
+
+    def count_refused(self, refused: Refused) -> None:
+        """Count a request that was rejected before it could be read."""
+        self._no_model.requests["", refused.reason] += 1

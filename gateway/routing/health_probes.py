@@ -1,0 +1,137 @@
+"""Eject replicas that make no progress, and probe those that are out of rotation.
+
+A replica of ours is probed with a canary, a request of one token. An external server is probed with one
+client request, which may be retried, once it lists its models again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import httpx
+
+from gateway.http.client import is_local_fault
+from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.replica_handle import STALE_S, ReplicaHandle
+from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Deployment
+from policy.errors import Refusal
+from policy.routing.replica_health import AttemptResult, BreakerState
+from policy.types import EngineKind
+from policy.wire.canary_request import CANARIES
+from policy.wire.headers import REFUSAL_HEADER, SECRET_HEADER
+
+SWEEP_S = 0.25
+# A probe without a result is repeated after this, as is one to a replica whose load stream hangs.
+AGAIN_S = 1.0
+
+
+class Probes:
+    """The periodic sweep over all replicas of this worker, and the probes that it starts."""
+
+    def __init__(
+        self, fleet: FleetView, metrics: Metrics, deployment: Callable[[], Deployment], secret: str
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._deployment = deployment
+        self._secret = secret
+        self._clock = asyncio.get_running_loop().time
+        self._running: dict[ReplicaHandle, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        # Kept connections could be closed unnoticed until the next probe.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        headers = {SECRET_HEADER: self._secret}
+        async with httpx.AsyncClient(headers=headers, limits=limits, trust_env=False) as client:
+            try:
+                while True:
+                    await asyncio.sleep(SWEEP_S)
+                    self._sweep(client, self._clock())
+            finally:
+                for task in self._running.values():
+                    task.cancel()
+
+    def _sweep(self, client: httpx.AsyncClient, at: float) -> None:
+        timeout_s = self._deployment().gateway.progress_timeout_s
+        for served in self._fleet.models:
+            for link in served.links:
+                link.age(at)
+                # Silence on all of its connections is a partition, or a process that is stopped.
+                patience_s = min(STALE_S, timeout_s) if link.stale(at) else timeout_s
+                if link.stuck_s(at) >= patience_s:
+                    self._eject(served, link, at)
+                if served.engine is EngineKind.EXTERNAL:
+                    if link.answering and link.breaker.due(at):
+                        link.breaker.half_open()
+                        self._fleet.news(served)
+                elif link.probe_at <= at and link not in self._running:
+                    self._consider(client, served, link, at, timeout_s)
+            states = Counter(link.breaker.state for link in served.links)
+            meter = self._metrics.model(served.name)
+            for state in BreakerState:
+                meter.breakers[state] = states[state]
+            if served.hopeless(at):
+                self._fleet.unavailable(served)
+
+    def _eject(self, served: ServedModel, link: ReplicaHandle, at: float) -> None:
+        """It holds requests and makes no progress: those without any answer are moved."""
+        ejected = served.health.stalled(link.breaker, at)
+        if ejected or (not link.admissible and any(other.admissible for other in served.links)):
+            for relay in tuple(link.relays):
+                if not relay.committed:
+                    relay.expire(link.stuck_s(at))
+        if ejected:
+            self._fleet.news(served)
+
+    def _consider(
+        self, client: httpx.AsyncClient, served: ServedModel, link: ReplicaHandle, at: float, timeout_s: float
+    ) -> None:
+        """Send ``link`` a canary if it is due one."""
+        breaker = link.breaker
+        if breaker.due(at) and link.answering:
+            breaker.half_open()
+        if breaker.state is BreakerState.HALF_OPEN:
+            if not breaker.take_probe():
+                return
+        elif link.answering or not link.silent:
+            return
+
+        async def probe() -> None:
+            sign = AttemptResult.NOTHING
+            try:
+                sign = await self._sing(client, served, link, timeout_s)
+            finally:
+                link.probe_at = self._clock() + AGAIN_S
+                del self._running[link]
+                self._heard(served, link, sign)
+
+        self._running[link] = asyncio.create_task(probe())
+
+    def _heard(self, served: ServedModel, link: ReplicaHandle, sign: AttemptResult) -> None:
+        at = self._clock()
+        back = served.health.probed(link.breaker, sign, at)
+        # Its load stream hangs, but it works: only requests counted here are known.
+        if sign is AttemptResult.GOOD and link.silent:
+            link.heard(at, True)
+        if back:
+            self._fleet.news(served)
+
+    async def _sing(
+        self, client: httpx.AsyncClient, served: ServedModel, link: ReplicaHandle, timeout_s: float
+    ) -> AttemptResult:
+        """Send the canary: good if answered, no result if the replica is only full or starting."""
+        for path, body in CANARIES[served.runner]:
+            try:
+                answer = await client.post(
+                    link.url + path, json={"model": link.model, **body}, timeout=timeout_s
+                )
+            except httpx.HTTPError as error:
+                return AttemptResult.NOTHING if is_local_fault(error) else AttemptResult.BAD
+            if answer.status_code == httpx.codes.OK:
+                return AttemptResult.GOOD
+            if answer.headers.get(REFUSAL_HEADER, Refusal.REPLICA_LOST) != Refusal.REPLICA_LOST:
+                return AttemptResult.NOTHING
+        return AttemptResult.BAD

@@ -1,0 +1,346 @@
+"""One replica as this worker knows it: its connections, its load and its standing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
+
+from gateway.http.client import ConnectionPool
+from gateway.http.ndjson_client import NdjsonStream
+from gateway.routing.loaded_adapters import LoadedAdapters
+from gateway.routing.shared_counters import LOCAL, SharedCounts
+from policy.errors import Refusal
+from policy.hashing import hash_name
+from policy.routing.cost import Candidate
+from policy.routing.replica_health import BreakerState, HealthCounters, ReplicaHealth, Watchdog
+from policy.types import Replica, ReplicaPhase
+from policy.wire.headers import SECRET_HEADER
+from policy.wire.load_stream import LOAD_LINE
+
+if TYPE_CHECKING:
+    from gateway.delivery.relay import Relay
+
+
+# A load stream that sends nothing for so long, three lines, is stale.
+STALE_S = 3.0
+
+
+def _ignore(*_: object) -> None:
+    """The event has no listener."""
+
+
+class FleetEvents(NamedTuple):
+    """Events of replicas and their listeners, whose first argument is the model's name.
+
+    ``news``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
+    ``prefixes``: the replica with this key was sent prompts with these hashes, by any gateway. ``forgotten``:
+    its cache is empty. ``adapters``: those that it has loaded, and those that it could not load.
+    ``unloadable``: adapters that a replica could not load lately.
+    """
+
+    news: Callable[[str], None] = _ignore
+    unavailable: Callable[[str], None] = _ignore
+    prefixes: Callable[[str, int, Sequence[int]], None] = _ignore
+    forgotten: Callable[[str, int], None] = _ignore
+    adapters: Callable[[str, int, Set[str], Set[str]], None] = _ignore
+    unloadable: Callable[[str, Set[str]], None] = _ignore
+
+
+NO_EVENTS = FleetEvents()
+
+
+class UnseenPrefill:
+    """A prefill whose end is not seen: ``tokens`` are assumed computed at ``at`` (loop time), 0 after it."""
+
+    __slots__ = ("at", "tokens")
+
+    def __init__(self, tokens: int, at: float) -> None:
+        self.tokens = tokens
+        self.at = at
+
+
+class ReplicaHandle:
+    """One replica as seen from one worker: its connections, its reported load and what was sent since.
+
+    ``answering`` is whether the replica can be reached, ``open`` whether it reports that it takes requests,
+    ``full`` whether it refused one for lack of room; all follow its load stream, or a probe where there is
+    none (external). The results of attempts move ``breaker``, through ``health``. ``relays`` are the attempts
+    of this worker that run there. ``residency`` are its adapters. ``silent`` is whether its load stream
+    hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
+    loop time.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        connect_timeout_s: float,
+        secret: str | None,
+        shared: SharedCounts = LOCAL,
+        health: ReplicaHealth | None = None,
+        *,
+        events: FleetEvents = NO_EVENTS,
+    ) -> None:
+        self.id = replica.id
+        self.label = replica.id.encode()
+        self.model = replica.model
+        self.url = replica.url
+        self.replica = replica
+        self.pool = ConnectionPool(replica.url, connect_timeout_s)
+        self.constant_head = b"host: " + self.pool.host_header + b"\r\ncontent-type: application/json\r\n"
+        if secret is not None:
+            self.constant_head += f"{SECRET_HEADER}: {secret}\r\n".encode()
+        # Tidegate's replicas report their adapters themselves.
+        self.residency = LoadedAdapters(replica.adapters if secret is None else (), loads=secret is not None)
+        self.health = health or ReplicaHealth(HealthCounters(), lambda: 0.5)
+        self.breaker = self.health.ejections.join()
+        self.relays: set[Relay] = set()
+        self.answering = False
+        self.open = True
+        self.full = False
+        self.silent = False
+        self.heard_at: float | None = None
+        self.lost_at: float | None = None
+        self.probe_at = 0.0
+        self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
+        self.mine = 0
+        self._events = events
+        self._pending = 0
+        self._begun = 0
+        self._elsewhere = 0
+        self._pending_elsewhere = 0
+        self._pending_there = 0
+        self._foreseen: deque[UnseenPrefill] = deque()
+        self.due_at = inf
+        self.lone = False
+        self._tokens = 0
+        self._restarted = False
+        self._shared = shared
+        self._watchdog = Watchdog()
+        self._feed: NdjsonStream | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def admissible(self) -> bool:
+        """Whether a request may be sent now, its bound aside."""
+        return (
+            self.answering
+            and self.open
+            and not self.full
+            and self.replica.state is ReplicaPhase.READY
+            and (self.breaker.state is BreakerState.CLOSED or self.health.ejections.admits(self.breaker))
+        )
+
+    def serves(self, adapter: str) -> bool:
+        """Whether requests for ``adapter``, or without one ("") can be served there."""
+        return not adapter or self.residency.serves(adapter)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this host's workers, and those of other hosts by the replica's last report."""
+        return self._elsewhere + self.mine + self._shared.others(self.view.key)[0]
+
+    @property
+    def bound(self) -> int:
+        """How many requests it admits, 0 if it states none."""
+        return self.view.bound
+
+    def look(self) -> Candidate:
+        """The current view with other workers' requests; while ``lone`` it holds until ``due_at``."""
+        while self._foreseen and self._foreseen[0].at <= monotonic():
+            self.over(self._foreseen[0])
+        view = self.view
+        self.lone = self._shared.alone
+        in_flight, pending, begun = self._shared.others(view.key)
+        view.in_flight = self._elsewhere + self.mine + in_flight
+        view.pending_tokens = self._pending_elsewhere + self._pending + pending
+        view.begun = self._begun + begun
+        return view
+
+    def begin(self, tokens: int = 0) -> bool:
+        """Take a slot for ``tokens`` uncached prompt tokens; returns whether it is a half-open probe."""
+        self.mine += 1
+        view = self.view
+        view.in_flight += 1
+        view.pending_tokens += tokens
+        view.begun += 1
+        self._pending += tokens
+        self._begun += 1
+        self._shared.begin(self.view.key, tokens)
+        return self.breaker.state is BreakerState.HALF_OPEN and self.breaker.take_probe()
+
+    def first_token(self, tokens: int, at: float) -> None:
+        """The prefill of such a request is over: its first token came, or it ended without one."""
+        self._pending -= tokens
+        self.view.pending_tokens -= tokens
+        self.view.turned_at = at
+        self._shared.first_token(self.view.key, tokens)
+
+    def foresee(self, tokens: int, at: float) -> UnseenPrefill:
+        """Assume that the prefill of a request without a visible first token is over at ``at``."""
+        ahead = UnseenPrefill(tokens, at)
+        self._foreseen.append(ahead)
+        self.due_at = self._foreseen[0].at
+        return ahead
+
+    def over(self, ahead: UnseenPrefill) -> None:
+        """Such a prefill is over: its time has come, or its request has ended."""
+        if ahead.tokens:
+            self.first_token(ahead.tokens, monotonic())
+            ahead.tokens = 0
+        foreseen = self._foreseen
+        while foreseen and not foreseen[0].tokens:
+            foreseen.popleft()
+        self.due_at = foreseen[0].at if foreseen else inf
+
+    def end(self) -> None:
+        """A request of this worker ended there."""
+        self.mine -= 1
+        self.view.in_flight -= 1
+        self._shared.end(self.view.key)
+
+    def count(self, line: bytes, at: float) -> None:
+        """Take a line of the replica's load stream; ``at`` is loop time.
+
+        It only adds the requests of other hosts to those counted here; impossible counts are ignored.
+        """
+        report = LOAD_LINE.decode(line)
+        load = report.load
+        in_flight, pending, _ = self._shared.others(self.view.key)
+        bound = max(0, load.bound)
+        believed = load.in_flight if not bound or load.in_flight <= 2 * bound else 0
+        self._elsewhere = max(0, believed - self.mine - in_flight)
+        if load.pending_tokens < self._pending_there:  # somebody had a first token there
+            self.view.turned_at = at
+        self._pending_there = load.pending_tokens
+        self._pending_elsewhere = max(0, load.pending_tokens - self._pending - pending)
+        self.view.bound = bound
+        self.view.kv_used = load.kv_used if 0.0 <= load.kv_used <= 1.0 else 0.0
+        if report.timing is not None:
+            self.view.timing = report.timing
+        if self._restarted:
+            self._restarted = False
+            if load.tokens < self._tokens:  # it counts from its start
+                self.renewed(at)
+        self._tokens = load.tokens
+        if self.residency.told(report.adapters, report.refused):
+            self._adapters_changed()
+        self.open = report.state is ReplicaPhase.READY
+        self.full = False
+        self.silent = False
+        self.heard_at = at
+        self.heard(at, True)
+        self.look()
+        if report.prefixes:
+            self._events.prefixes(self.model, self.view.key, report.prefixes)
+
+    def become(self, replica: Replica, at: float) -> None:
+        was, self.replica = self.replica, replica
+        if (was.incarnation, was.pid) != (replica.incarnation, replica.pid):
+            self.renewed(at)
+        self._reach()
+        if self._feed is not None:
+            self._feed.retry_now()
+
+    def renewed(self, at: float) -> None:
+        """Its process was replaced: cache and failures are forgotten."""
+        self.breaker.renew(at)
+        self.residency.forget()
+        self._events.forgotten(self.model, self.view.key)
+
+    def heard(self, at: float, answering: bool) -> None:
+        """Take note of whether the replica is reachable."""
+        if answering != self.answering:
+            self.answering = answering
+            if answering:
+                self.breaker.reconnected()
+            else:
+                self.lost_at = at
+                self.health.disconnected(self.breaker, at)
+        self._reach()
+
+    def refused(self, reason: Refusal) -> None:
+        """The replica refused a request; its next report decides again."""
+        if reason is Refusal.BUSY:
+            self.full = True
+        else:
+            self.open = False
+            self._reach()
+
+    def cannot_load(self, adapter: str) -> None:
+        """The replica refused a request since it could not load its ``adapter``."""
+        self.residency.failed(adapter)
+        self._adapters_changed()
+
+    def _adapters_changed(self) -> None:
+        refused = self.residency.refusing
+        self._events.adapters(self.model, self.view.key, self.residency.loaded, refused)
+        if refused:
+            self._events.unloadable(self.model, refused)
+
+    def stuck_s(self, at: float) -> float:
+        """For how many seconds it has made no progress on requests that it holds.
+
+        Requests whose clients do not read are exempt, and those without a stream on a server that reports no
+        tokens.
+        """
+        blind = self._feed is None and self.answering
+        held = sum(not relay.held_back and (relay.streams or not blind) for relay in self.relays)
+        return self._watchdog.stuck_s(held, (self.pool.reads, self._tokens), at)
+
+    def stale(self, at: float) -> bool:
+        """Whether its last load report is older than :data:`STALE_S`."""
+        return self.heard_at is not None and at - self.heard_at > STALE_S
+
+    def age(self, at: float) -> None:
+        """Drop a stale report; this host's own requests are counted here in any case."""
+        if self.stale(at):
+            self._elsewhere = self._pending_elsewhere = 0
+            self.view.kv_used = 0.0
+            self.look()
+
+    def _reach(self) -> None:
+        self.breaker.reachable = self.answering and self.open and self.replica.state is ReplicaPhase.READY
+
+    def subscribe(self, secret: str, on_change: Callable[[ReplicaHandle], None]) -> None:
+        """Follow the replica's load stream until :meth:`close`."""
+        loop = asyncio.get_running_loop()
+
+        def on_line(line: bytes) -> None:
+            try:
+                self.count(line, loop.time())
+            except ValueError:  # what cannot be understood is not heard
+                self.heard(loop.time(), False)
+            on_change(self)
+
+        def on_down() -> None:
+            assert self._feed is not None
+            self.silent = self._feed.silent
+            self._restarted = True
+            at = loop.time()
+            # A replica that makes progress is alive, whatever has become of its load stream.
+            if self.answering and not (self.silent and self.mine and self.stuck_s(at) < STALE_S):
+                self.heard(at, False)
+                on_change(self)
+
+        self._feed = NdjsonStream(
+            self.url,
+            "/internal/load",
+            secret,
+            self.pool.connect_timeout_s,
+            on_line=on_line,
+            on_down=on_down,
+        )
+        self._following = asyncio.create_task(self._feed.run())
+
+    def close(self) -> None:
+        """Send no more requests; those in flight continue on their own connections."""
+        self._events.forgotten(self.model, self.view.key)
+        self.answering = False
+        self.health.ejections.leave(self.breaker)
+        if self._following is not None:
+            self._following.cancel()
+        self.pool.close()

@@ -1,0 +1,177 @@
+"""The routers of all models in one worker, with what workers report to each other and the last decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.protocol.prompt_hash import BytesPerToken, adapter_key
+from gateway.routing.shared_counters import LOCAL, SharedCounts
+from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Deployment
+from policy.errors import TargetError
+from policy.hashing import hash_name
+from policy.request import Request
+from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.router import Decision, Router
+from policy.routing.settings import Settings, settings_of
+
+# How many decisions are kept for explanations.
+KEPT = 512
+
+
+class ModelRouters:
+    """The routers of all models of this worker, and its last decisions."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        shared: SharedCounts = LOCAL,
+        deployment: Callable[[], Deployment | None] = lambda: None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._rng = rng
+        self._shared = shared
+        self._deployment = deployment
+        self._metrics = metrics or Metrics()
+        self._read: Deployment | None = None
+        self._routers: dict[str, Router] = {}
+        self._densities: dict[str, BytesPerToken] = {}
+        self._keys: dict[str, int] = {}
+        self._by_key: dict[int, Router] = {}
+        self._fresh: dict[int, Decision] = {}
+        self._kept: deque[tuple[float, Request, Decision]] = deque(maxlen=KEPT)
+        self._clock = asyncio.get_running_loop().time
+
+    def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
+        """Where ``request`` would go now, or ``None`` when it should wait."""
+        router = self._of(request.model)
+        if not self._shared.alone:
+            self._read_news(at)
+        decision = router.choose(request, candidates, at, self._rng.random())
+        chosen = decision.chosen
+        if chosen is None:
+            return None
+        if len(self._fresh) >= KEPT:  # estimates that nobody acted on
+            self._fresh.clear()
+        self._fresh[id(chosen)] = decision
+        return chosen
+
+    def service_s(self, request: Request, candidates: list[Candidate]) -> float:
+        """How long such a request runs on the fullest of ``candidates``, by the performance model."""
+        return self._of(request.model).service_s(request, candidates)
+
+    def began(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
+        """``request`` was sent to the candidate of ``quote``; returns the hashes that are new there."""
+        news = self._routers[request.model].began(request, quote.candidate, at)
+        if news:
+            self._shared.publish(self._keys[request.model], quote.candidate.key, news)
+        decision = self._fresh.pop(id(quote), None)
+        if decision is not None and decision.chosen is quote:
+            self._kept.append((time.time(), request, decision))
+        return news
+
+    def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
+        """Its first token came ``ttft_s`` seconds after it was sent."""
+        self._metrics.model(request.model).predicted(quote.total, ttft_s)
+        self._of(request.model).timed(request, quote, ttft_s, at)
+
+    def paced(self, model: str, quote: CostEstimate, gap_s: float) -> None:
+        """An answer ended where ``quote`` sent it; its tokens were ``gap_s`` seconds apart on average."""
+        self._of(model).paced(quote.candidate, gap_s)
+
+    def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
+        density = self._densities.get(request.model) or self.density(request.model)
+        density.learn(request.prompt_tokens, prompt_tokens, output_tokens, request.depths)
+
+    def density(self, model: str) -> BytesPerToken:
+        """The estimates of prompt and answer lengths of ``model``."""
+        density = self._densities.get(model)
+        if density is None:
+            density = self._densities[model] = BytesPerToken()
+        return density
+
+    def heard(self, model: str, key: int, hashes: Sequence[int]) -> None:
+        """The replica with ``key`` reports the prefixes that any gateway sent to it."""
+        self._of(model).learned(hashes, key, self._clock())
+
+    def holds(self, model: str, key: int, loaded: Iterable[str], refused: Iterable[str]) -> None:
+        """The replica with ``key`` reports the adapters that it has loaded and could not load."""
+        self._of(model).holds(
+            [adapter_key(model, name) for name in loaded], [adapter_key(model, name) for name in refused], key
+        )
+
+    def forget(self, model: str, key: int) -> None:
+        """The replica with ``key`` is gone or was restarted."""
+        self._of(model).forget(key)
+
+    def describe(self, count: int) -> list[dict[str, Any]]:
+        """The last ``count`` decisions, the newest first, with their candidates in seconds."""
+        last = list(self._kept)[: -count - 1 : -1]
+        return [_described(*kept) for kept in last]
+
+    def explain(self, request: Request) -> bytes:
+        """The last decision on ``request`` as JSON, without line breaks; ``{}`` if it is no longer kept."""
+        for kept in reversed(self._kept):
+            if kept[1] is request:
+                return msgspec.json.encode(_described(*kept))
+        return b"{}"
+
+    def _read_news(self, now: float) -> None:
+        for model_key, replica_key, hashes in self._shared.news():
+            router = self._by_key.get(model_key)
+            if router is not None:
+                router.learned(hashes, replica_key, now)
+
+    def _of(self, model: str) -> Router:
+        deployment = self._deployment()
+        if deployment is not self._read:
+            self._read = deployment
+            for name, router in self._routers.items():
+                router.settings = _settings(deployment, name)
+        found = self._routers.get(model)
+        if found is None:
+            found = self._routers[model] = Router(_settings(self._read, model))
+            key = self._keys[model] = hash_name(model)
+            self._by_key[key] = found
+        return found
+
+
+def _settings(deployment: Deployment | None, model: str) -> Settings:
+    """The routing settings of ``model``; defaults for one that the deployment does not name."""
+    try:
+        return Settings() if deployment is None else settings_of(deployment.model(model))
+    except TargetError:  # the controller still has it
+        return Settings()
+
+
+def _described(at: float, request: Request, decision: Decision) -> dict[str, Any]:
+    assert decision.chosen is not None
+    return {
+        "at": round(at, 3),
+        "model": request.model,
+        "tenant": request.tenant,
+        "adapter": request.adapter,
+        "prompt_tokens": request.prompt_tokens,
+        "replica": decision.chosen.candidate.id,
+        "reason": decision.reason,
+        "candidates": [
+            {
+                "replica": quote.candidate.id,
+                "total_s": round(quote.total, 6),
+                "wait_s": round(quote.wait, 6),
+                "prefill_s": round(quote.prefill, 6),
+                "adapter_s": round(quote.adapter, 6),
+                "pressure_s": round(quote.pressure, 6),
+                "burden_s": round(quote.burden, 6),
+                "uncached_tokens": quote.uncached,
+            }
+            for quote in decision.quotes
+        ],
+    }

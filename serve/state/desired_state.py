@@ -1,0 +1,340 @@
+"""The desired state of each model (mode, replica count, revision), kept across restarts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from policy.config.deployment import Deployment, ModelSpec, Replicas
+from policy.config.model_revision import built_shapes, digest, same_engines, used_shapes
+from policy.config.shared_gpus import gpu_group_of
+from policy.errors import TargetError
+from policy.scaling.decision_types import Override
+from policy.scaling.rollout import LayerKey
+from policy.stats.backoff import Backoff
+from policy.types import EngineKind
+from serve.actuator.interface import Held
+from serve.host.weight_verification import Weights
+from store.state_dir import StateDir
+
+log = logging.getLogger("tidegate.controller")
+
+# How long load does not switch to a mode that failed to start.
+BLOCK_BACKOFF = Backoff(120.0, 3600.0)
+
+
+class DesiredMode(msgspec.Struct, frozen=True, kw_only=True):
+    """A desired state: a mode, its shape at that time, a replica count, and the revision to build from.
+
+    The shape is kept beside the mode: a document may give the mode another, or drop it, while the
+    replicas still run.
+    """
+
+    mode: str
+    shape: str
+    count: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.mode} x {self.count}, generation {self.generation}"
+
+
+class SwitchBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """Load does not switch to a mode before ``until``: it failed ``attempts`` times in a row."""
+
+    attempts: int
+    until: float
+
+
+class ExpectedGain(msgspec.Struct, frozen=True, kw_only=True):
+    """The predicted saving (fraction ``gain`` of the cost) of a switch by load from ``was`` to ``mode``.
+
+    ``cost`` and ``met`` were measured when it was decided, at the instant ``at``; ``settled_at`` is when
+    its replicas were there, from which on it is measured again.
+    """
+
+    at: float
+    was: str
+    mode: str
+    gain: float
+    cost: float
+    met: float
+    settled_at: float | None = None
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """The desired state of one model, and what to roll back to if it cannot be reached.
+
+    ``created`` is when the model was first wanted, ``since`` when the aim was set; ``settled`` whether
+    it was reached once; ``note`` says what the operator should know. ``rejected`` is the digest of
+    the configuration that was rolled back last, ``specs`` the configuration of each generation in use,
+    its shapes as its layers are built, and ``weights`` which ones each was found to be made of.
+    ``set_mode`` and ``set_count`` are what somebody set by hand, ``barred`` the modes that failed, and
+    ``promise`` is open until it was compared with what came of it.
+    """
+
+    aim: DesiredMode
+    since: float
+    created: float
+    settled: bool = False
+    fallback: DesiredMode | None = None
+    gap: bool = False
+    note: str = ""
+    rejected: str = ""
+    specs: dict[int, ModelSpec]
+    weights: dict[int, Weights] = {}
+    set_mode: Override | None = None
+    set_count: Override | None = None
+    barred: dict[str, SwitchBlock] = {}
+    promise: ExpectedGain | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The configuration of the desired revision."""
+        return self.specs[self.aim.generation]
+
+    def key(self, aim: DesiredMode | None = None) -> LayerKey:
+        """The layer of a desired state, by default of the current one."""
+        aim = aim or self.aim
+        return LayerKey(self.spec.name, aim.shape, aim.generation)
+
+    @property
+    def generations(self) -> set[int]:
+        """The revisions of the desired state and its fallback."""
+        return {aim.generation for aim in (self.aim, self.fallback) if aim is not None}
+
+    @property
+    def bounds(self) -> Replicas:
+        """The allowed replica counts; for a mode that was removed, only the present count."""
+        mode = self.spec.modes.get(self.aim.mode)
+        return mode.bounds if mode else Replicas(min=self.aim.count, max=max(self.aim.count, 1))
+
+    def override(self, at: float) -> Override | None:
+        """The manual override in force at ``at``: one of the count comes before one of the mode."""
+        for chosen in (self.set_count, self.set_mode):
+            over = chosen is None or (chosen.until is not None and chosen.until <= at)
+            if chosen is None or over or chosen.mode not in self.spec.modes:
+                continue
+            if chosen.count is None:
+                return chosen
+            bounds = self.spec.modes[chosen.mode].bounds
+            return msgspec.structs.replace(chosen, count=min(max(chosen.count, bounds.min), bounds.max))
+        return None
+
+    def blocked(self, mode: str, at: float) -> bool:
+        """Whether ``mode`` failed to start recently, so that load does not switch to it."""
+        return mode in self.barred and self.barred[mode].until > at
+
+    def in_mode(self, mode: str) -> DesiredMode:
+        """The desired state that ``mode`` starts with: its lowest count, min 1."""
+        wanted = self.spec.modes[mode]
+        return DesiredMode(
+            mode=mode,
+            shape=wanted.shape,
+            count=max(wanted.bounds.min, 1),
+            generation=self.aim.generation,
+        )
+
+    def toward(self, aim: DesiredMode, now: float, *, gap: bool = False) -> Target:
+        """Set ``aim``; roll back to what served before if it fails.
+
+        What served is the current aim once it was reached, else its own fallback. A count of the
+        same layer has nothing to go back to, and no more time to become ready than the switch that goes on.
+        """
+        back = self.aim if self.settled else self.fallback
+        if back is not None and self.key(back) == self.key(aim):
+            back = None
+        since = self.since if back is not None and self.key() == self.key(aim) else now
+        return msgspec.structs.replace(
+            self, aim=aim, since=since, settled=False, fallback=back, gap=gap, note=""
+        )
+
+    def back(self, note: str, now: float) -> Target:
+        """Roll back to the fallback, and remember the configuration or mode that failed.
+
+        A mode that was set by hand and failed is no longer set.
+        """
+        assert self.fallback is not None
+        target = msgspec.structs.replace(
+            self, aim=self.fallback, fallback=None, since=now, gap=True, note=note, promise=None
+        )
+        if self.fallback.generation != self.aim.generation:
+            return msgspec.structs.replace(target, rejected=digest(self.spec))
+        return target._without(self.aim.mode, now)
+
+    def _without(self, mode: str, now: float) -> Target:
+        attempts = 1 + (self.barred[mode].attempts if mode in self.barred else 0)
+        barred = self.barred | {
+            mode: SwitchBlock(attempts=attempts, until=now + BLOCK_BACKOFF.delay_s(attempts))
+        }
+        chosen = None if self.set_mode is not None and self.set_mode.mode == mode else self.set_mode
+        counted = None if self.set_count is not None and self.set_count.mode == mode else self.set_count
+        return msgspec.structs.replace(self, barred=barred, set_mode=chosen, set_count=counted)
+
+    def reached(self) -> Target:
+        """The desired state was reached: the fallback and the block of its mode are dropped."""
+        barred = {mode: barred for mode, barred in self.barred.items() if mode != self.aim.mode}
+        return msgspec.structs.replace(self, settled=True, fallback=None, gap=False, barred=barred)
+
+    def adopting(self, spec: ModelSpec, now: float) -> Target:
+        """Take ``spec`` as the configuration: a new generation unless one in use makes its engines.
+
+        The count is brought within the bounds of the mode, and a mode that is gone is left.
+        """
+        same = [generation for generation, used in self.specs.items() if same_engines(used, spec)]
+        ours = self.aim.generation
+        generation = ours if ours in same else max(same, default=max(self.specs) + 1)
+        before = self.specs[generation].shapes if same else {}
+        mode = self.aim.mode if self.aim.mode in spec.modes else spec.first_mode
+        wanted = spec.modes[mode]
+        aim = DesiredMode(
+            mode=mode,
+            shape=wanted.shape,
+            count=min(max(self.aim.count, wanted.bounds.min), wanted.bounds.max),
+            generation=generation,
+        )
+        specs = self.specs | {generation: built_shapes(spec, before)}
+        target = msgspec.structs.replace(self, specs=specs, rejected="")
+        return target if aim == self.aim else target.toward(aim, now)
+
+    @property
+    def weighed(self) -> bool:
+        """Whether the weights of the desired revision are resolved, where its engine has any."""
+        return self.spec.engine is not EngineKind.VLLM or self.aim.generation in self.weights
+
+    def weighing(self, found: Weights, now: float, *, others_run: bool) -> Target:
+        """Use the weights ``found``, in a new revision where replicas with others run (``others_run``)."""
+        aim, target = self.aim, self
+        if others_run:
+            aim = msgspec.structs.replace(aim, generation=max(self.specs) + 1)
+            specs = self.specs | {aim.generation: built_shapes(self.spec, {})}
+            target = msgspec.structs.replace(self, specs=specs).toward(aim, now)
+        return msgspec.structs.replace(target, weights=self.weights | {aim.generation: found})
+
+    def resting(self, held: Collection[int]) -> Target:
+        """Forget the weights of revisions without replicas: their source may have changed."""
+        kept = {generation: weights for generation, weights in self.weights.items() if generation in held}
+        return msgspec.structs.replace(self, weights=kept)
+
+    def keeps(self, key: LayerKey) -> bool:
+        """Whether the layer is desired, or a mode of a revision in use may need it again."""
+        if key in (self.key(), self.fallback and self.key(self.fallback)):
+            return True
+        return key.generation in self.generations and key.shape in used_shapes(self.specs[key.generation])
+
+    def pruned(self, layers: Collection[LayerKey]) -> Target:
+        """Forget configurations and shapes that are no longer used."""
+        in_use = self.generations | {key.generation for key in layers}
+        specs = {}
+        for generation, spec in self.specs.items():
+            if generation in in_use:
+                keys = {shape: LayerKey(spec.name, shape, generation) for shape in spec.shapes}
+                # A shared GPU group keeps all its shapes while any engine of it is there.
+                bed = gpu_group_of(spec)
+                whole = set(bed.engines) if bed is not None else set()
+                shapes = {
+                    shape: spec.shapes[shape]
+                    for shape, key in keys.items()
+                    if key in layers or self.keeps(key) or shape in whole
+                }
+                specs[generation] = msgspec.structs.replace(spec, shapes=shapes)
+        weights = {generation: found for generation, found in self.weights.items() if generation in specs}
+        return msgspec.structs.replace(self, specs=specs, weights=weights)
+
+
+class Targets:
+    """All targets, saved at each change.
+
+    One that the disk does not take holds all the same, and is saved as soon as it does: what was asked for
+    is done, whole, and only a controller that is killed meanwhile forgets it.
+    """
+
+    def __init__(self, state: StateDir) -> None:
+        self._state = state
+        self._path: Path = state.targets_path
+        self._all = self._read()
+        self.unsaved = ""
+
+    def _read(self) -> dict[str, Target]:
+        try:
+            return self._state.load(self._path, dict[str, Target]) or {}
+        except msgspec.DecodeError as error:
+            # Written by another version: running replicas tell enough, and the file is kept for inspection.
+            aside = self._path.with_suffix(".unreadable")
+            self._path.replace(aside)
+            log.warning("%s cannot be read (%s); kept as %s", self._path, error, aside)
+            return {}
+
+    def names(self) -> tuple[str, ...]:
+        """The models, in the order in which they were first wanted."""
+        return tuple(self._all)
+
+    def get(self, model: str) -> Target:
+        """The target of ``model``; raises :class:`policy.errors.TargetError` if it has none."""
+        try:
+            return self._all[model]
+        except KeyError:
+            raise TargetError(
+                f"no model is called {model!r}; this deployment has {', '.join(self._all)}"
+            ) from None
+
+    def put(self, model: str, target: Target) -> None:
+        """Set and save."""
+        self._all[model] = target
+        self.save()
+
+    def drop(self, model: str) -> None:
+        """Forget a model whose replicas are gone."""
+        self._all.pop(model, None)
+        self.save()
+
+    def save(self) -> None:
+        """Write all; ``unsaved`` is the reason if that fails, or empty."""
+        try:
+            self._state.save(self._path, self._all)
+        except OSError as error:
+            if not self.unsaved:
+                log.warning("%s: %s", self._path, error)
+            self.unsaved = str(error)
+        else:
+            self.unsaved = ""
+
+
+def first_target(spec: ModelSpec, held: Iterable[LayerKey], now: float) -> Target:
+    """The first target of a model: its first mode at its lowest count, min 1.
+
+    Its generation is none that ``held`` still has replicas of: those are of another configuration.
+    """
+    generation = 1 + max((key.generation for key in held if key.model == spec.name), default=0)
+    mode = spec.modes[spec.first_mode]
+    aim = DesiredMode(
+        mode=spec.first_mode, shape=mode.shape, count=max(mode.bounds.min, 1), generation=generation
+    )
+    return Target(aim=aim, since=now, created=now, specs={generation: built_shapes(spec, {})})
+
+
+def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> Target | None:
+    """A target that matches the running replicas, for a controller whose targets were lost."""
+    running = [
+        (layer.wanted, key)
+        for key, layer in held.items()
+        if key.model == spec.name
+        and key.shape in spec.shapes
+        and layer.digest.startswith(digest(spec, key.shape))
+        and layer.wanted
+    ]
+    if not running:
+        return None
+    count, key = max(running)
+    mode = next((name for name, mode in spec.modes.items() if mode.shape == key.shape), spec.first_mode)
+    aim = DesiredMode(mode=mode, shape=key.shape, count=count, generation=key.generation)
+    built = built_shapes(spec, {key.shape: spec.shapes[key.shape]})
+    return Target(aim=aim, since=now, created=now, specs={key.generation: built})
+
+
+def wanted_models(deployment: Deployment) -> list[ModelSpec]:
+    """The models that Tidegate deploys itself."""
+    return [spec for spec in deployment.models if spec.modes]

@@ -1,0 +1,180 @@
+"""The observed state: the actuator's layers joined with the replicas' heartbeats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from policy.config.deployment import Budget, Deployment
+from policy.config.shared_gpus import gpu_group_of
+from policy.scaling.model_observation import ObservedModel, held_by, together
+from policy.scaling.policy_interface import Supply
+from policy.scaling.rollout import MAX_FAILURES, Footprint, Layer, LayerKey
+from policy.scaling.start_times import StartTimes
+from policy.types import Replica, ReplicaPhase, StartPath
+from serve.actuator.interface import Held
+from serve.state.desired_state import Target, Targets
+from serve.state.replica_registry import ReplicaRegistry
+
+
+class _Failed(msgspec.Struct, frozen=True, kw_only=True):
+    """Starts in a row that failed, and why the last one did."""
+
+    failures: int
+    reason: str
+
+
+class ObservedState:
+    """The layers of each model, and what they take of the budget."""
+
+    def __init__(self, registry: ReplicaRegistry, targets: Targets) -> None:
+        self._registry = registry
+        self._targets = targets
+        self._failed: dict[LayerKey, _Failed] = {}
+        self._start_s: dict[LayerKey, float] = {}
+        self.starts = StartTimes()
+        self.held: Mapping[LayerKey, Held] = {}
+
+    def note(self, replica: Replica, at: float) -> None:
+        """Learn from a heartbeat how long a start took, or why it failed."""
+        key = LayerKey(replica.model, replica.shape, replica.generation)
+        if self.starts.note(replica, at):
+            # Only a new success clears failures: other replicas of the layer may serve all the while.
+            self._failed.pop(key, None)
+        if replica.state is ReplicaPhase.READY:
+            if replica.start_s is not None and replica.start_path is not StartPath.SLEEPING:
+                self._start_s[key] = replica.start_s
+        elif replica.state is ReplicaPhase.ASLEEP:
+            # An engine that sleeps is started again when it is needed.
+            return
+        elif replica.failures and (
+            replica.state is ReplicaPhase.STARTING or replica.failures >= MAX_FAILURES
+        ):
+            # Kept after the replica is gone: the last heartbeat of a failing host may be the only report.
+            self._failed[key] = _Failed(failures=replica.failures, reason=replica.reason)
+
+    def cannot_start(self, key: LayerKey, reason: str) -> None:
+        """A start failed before there was any replica."""
+        before = self._failed[key].failures if key in self._failed else 0
+        self._failed[key] = _Failed(failures=before + 1, reason=reason)
+
+    def forgive(self, key: LayerKey) -> None:
+        """Forget earlier start failures of the layer."""
+        self._failed.pop(key, None)
+
+    def start_s(self, key: LayerKey, assumed_s: float) -> float:
+        """How long a replica takes from start to ready: measured of the layer or its shape, else assumed."""
+        if self._sleeps(key):
+            return self.lead_s(key, assumed_s)
+        if key in self._start_s:
+            return self._start_s[key]
+        shape = (key.model, key.shape)
+        of_shape = (
+            start_s for other, start_s in self._start_s.items() if (other.model, other.shape) == shape
+        )
+        return max(of_shape, default=assumed_s)
+
+    def lead_s(self, key: LayerKey, assumed_s: float) -> float:
+        """How long the next start in the layer takes by the quickest way that is at hand."""
+        return self.starts.lead_s(key.model, key.shape, assumed_s, sleeps=self._sleeps(key))
+
+    def _sleeps(self, key: LayerKey) -> bool:
+        return key in self.held and self.held[key].sleeps
+
+    def lacks(self, key: LayerKey) -> bool:
+        """Whether a replica of the layer is missing that was not scaled down."""
+        layer = self.layer(key)
+        return layer.starting + layer.ready < layer.wanted
+
+    def unheard(self) -> bool:
+        """Whether replicas that the actuator holds have sent no heartbeat yet."""
+        return any(held.wanted > len(self._registry.of(key)) for key, held in self.held.items())
+
+    def layer(self, key: LayerKey) -> Layer:
+        """One layer as it is now."""
+        held = self.held.get(key)
+        states = [replica.state for replica in self._registry.of(key)]
+        failed = self._failed.get(key)
+        return Layer(
+            wanted=held.wanted if held else 0,
+            starting=states.count(ReplicaPhase.STARTING),
+            ready=states.count(ReplicaPhase.READY),
+            draining=states.count(ReplicaPhase.DRAINING),
+            failures=failed.failures if failed else 0,
+            broken=bool(held and held.trouble),
+        )
+
+    def ids(self, key: LayerKey) -> frozenset[str]:
+        """The replicas of one layer."""
+        return frozenset(replica.id for replica in self._registry.of(key))
+
+    def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:
+        """The layer as a policy sees it."""
+        starting = [r for r in self._registry.of(key) if r.state is ReplicaPhase.STARTING]
+        return self.starts.supply(self.layer(key), starting, lead_s, at)
+
+    def digests(self, model: str, generation: int) -> set[str]:
+        """The digests (configuration and weights) of the held layers of a revision."""
+        return {
+            held.digest
+            for key, held in self.held.items()
+            if (key.model, key.generation) == (model, generation)
+        }
+
+    def layers(self, model: str) -> dict[LayerKey, Layer]:
+        """Every layer of ``model`` that is held or has replicas."""
+        keys = {key for key in self.held if key.model == model} | self._registry.keys(model)
+        return {key: self.layer(key) for key in keys}
+
+    def reason(self, key: LayerKey) -> str:
+        """The error of the layer as the engine or the cluster reports it."""
+        if (failed := self._failed.get(key)) is not None:
+            return failed.reason
+        held = self.held.get(key)
+        return held.trouble or held.waits if held else ""
+
+    def model(self, target: Target, budget: Budget) -> ObservedModel:
+        """The model of ``target``: what is desired, what it has, and what the others hold of the budget."""
+        name = target.spec.name
+        others = [self._held(other) for other in self._targets.names() if other != name]
+        return ObservedModel(
+            spec=target.spec,
+            mode=target.aim.mode,
+            key=target.key(),
+            replicas=target.aim.count,
+            layers=self.layers(name),
+            footprints=self._footprints(target),
+            budget=budget,
+            others=together(others),
+            gap=target.gap,
+        )
+
+    def check_gap(self, proposed: Target, deployment: Deployment) -> bool:
+        """Whether the switch to ``proposed`` leaves a moment without replicas, which the queue can hold.
+
+        Raises :class:`policy.errors.SwitchRefused` when the queue cannot.
+        """
+        start_s = self.start_s(proposed.key(), proposed.spec.control.assumed_start_s)
+        model = self.model(proposed, deployment.budget)
+        return model.check_gap(start_s, deployment.gateway.queue_timeout_s)
+
+    def _footprints(self, target: Target) -> dict[LayerKey, Footprint]:
+        """What one replica takes, for every layer that ``target`` knows or that still runs."""
+        model = target.spec.name
+        known = {
+            LayerKey(model, shape, generation): Footprint(gpus=made.gpus, cpus=made.cpus)
+            for generation, spec in target.specs.items()
+            for shape, made in spec.shapes.items()
+        }
+        return {key: known.get(key, Footprint()) for key in {*known, *self.layers(model)}}
+
+    def _held(self, model: str) -> Footprint:
+        target = self._targets.get(model)
+        asleep = {key.generation for key, held in self.held.items() if key.model == model and held.sleeps}
+        groups = {
+            generation: group
+            for generation, spec in target.specs.items()
+            if generation in asleep and (group := gpu_group_of(spec)) is not None
+        }
+        return held_by(self.layers(model), self._footprints(target), groups)

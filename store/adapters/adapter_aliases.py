@@ -1,0 +1,252 @@
+"""Adapter names: the aliases and their versions, splits and histories, in the database.
+
+Every change is one transaction.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, delete, select
+
+from policy.errors import AdapterRefused, AdapterUnknown, TargetError
+from policy.wire.catalog import DIGEST, NAME, Alias, Catalog, Version
+from store.adapters.database_tables import (
+    AdapterRow,
+    erase,
+    load,
+    next_revision,
+    retire,
+    retired,
+    revision,
+    save,
+    versions,
+)
+from store.adapters.validate import AdapterFacts
+from store.database import Database
+
+DOCUMENT = "document"
+API = "api"
+# How many versions and former splits a name keeps, for pinning and rollback.
+KEPT_VERSIONS = 16
+KEPT_HISTORY = 16
+
+
+class NewVersion(NamedTuple):
+    """A stored adapter to assign to a name, with its weight if there are several."""
+
+    digest: str
+    facts: AdapterFacts
+    source: str
+    weight: float = 1.0
+
+
+class _Declared(msgspec.Struct, frozen=True, kw_only=True):
+    """The declaration of a name: digests with their weights, and tenants if declared."""
+
+    content: tuple[tuple[str, float], ...]
+    tenants: tuple[str, ...] | None
+
+
+class AdapterNames:
+    """The aliases of all models in the database at ``url``; for any number of threads and processes.
+
+    Every method raises :class:`policy.errors.Unreachable` if the database does not answer.
+    """
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
+        """Raises as :class:`store.database.Database` does."""
+        self._database = Database(url)
+        self._clock = clock
+
+    def close(self) -> None:
+        """Close the database."""
+        self._database.close()
+
+    def catalog(self, epoch: float, version: int) -> Catalog:
+        """All aliases now."""
+        with self._database.reading() as connection:
+            found = load(connection)
+        return Catalog(epoch=epoch, version=version, aliases=tuple(record.alias for record in found))
+
+    def revision(self) -> int:
+        """A number that grows with every change of any name."""
+        with self._database.reading() as connection:
+            return revision(connection)
+
+    def declared(self) -> set[tuple[str, str]]:
+        """Model and name of the aliases that the deployment file declared."""
+        with self._database.reading() as connection:
+            return {
+                (record.alias.model, record.alias.name)
+                for record in load(connection)
+                if record.origin == DOCUMENT
+            }
+
+    def put(
+        self,
+        model: str,
+        name: str,
+        candidates: Sequence[NewVersion],
+        *,
+        tenants: Collection[str] | None = None,
+        origin: str = API,
+    ) -> Alias:
+        """Assign ``candidates`` by their weights to the name, which is created if it is new.
+
+        A digest that the name already has keeps its number. ``tenants`` of ``None`` keeps the tenants. If the
+        deployment file declares the same content, or tenants, as the last time, these are not changed: a
+        restart must not undo later changes by users. Raises :class:`policy.errors.AdapterRefused` (``name``),
+        and :class:`policy.errors.TargetError` for invalid weights.
+        """
+        check_name(name)
+        if not candidates or not all(DIGEST.fullmatch(each.digest) for each in candidates):
+            raise ValueError(f"{candidates!r}: expected at least one, each with the sha256 of its content")
+        with self._database.writing() as connection:
+            before = _find(connection, model, name)
+            at = self._clock()
+            kept, split = _numbered(before.alias.versions if before else (), candidates, at)
+            declaration = _declaration(candidates, tenants) if origin == DOCUMENT else None
+            former = _declared(before)
+            if before is None:
+                alias = Alias(model=model, name=name, revision=0, versions=kept, split=split, at=at)
+                after = AdapterRow(alias, origin, "", ())
+            elif declaration and former and declaration.content == former.content:
+                after = before
+            else:
+                after = _standing_for(before, split, kept)
+            if declaration:
+                after = after._replace(origin=origin, declared=msgspec.json.encode(declaration).decode())
+            if tenants is not None and not (declaration and former and declaration.tenants == former.tenants):
+                alias = msgspec.structs.replace(after.alias, tenants=tuple(sorted(set(tenants))))
+                after = after._replace(alias=alias)
+            return self._keep(connection, before, after)
+
+    def split(self, model: str, name: str, weights: Mapping[int, float]) -> Alias:
+        """Split the name over its versions, by number; 0 leaves one out.
+
+        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` for an unknown
+        number or invalid weights.
+        """
+        with self._database.writing() as connection:
+            before = _known(connection, model, name)
+            for number in weights:
+                if before.alias.version(number) is None:
+                    known = ", ".join(f"v{version.number}" for version in before.alias.versions)
+                    raise TargetError(f"{name} has no version v{number}; it has {known}")
+            return self._keep(connection, before, _standing_for(before, _weighed(weights)))
+
+    def rollback(self, model: str, name: str) -> Alias:
+        """Return the name to its former split; a second call goes further back.
+
+        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` if there is none.
+        """
+        with self._database.writing() as connection:
+            before = _known(connection, model, name)
+            if not before.history:
+                raise TargetError(f"{name} has no former split to return to")
+            alias = msgspec.structs.replace(before.alias, split=before.history[-1])
+            return self._keep(connection, before, before._replace(alias=alias, history=before.history[:-1]))
+
+    def remove(self, model: str, name: str) -> None:
+        """Remove the name and its versions; raises :class:`policy.errors.AdapterUnknown`."""
+        with self._database.writing() as connection:
+            before = _known(connection, model, name)
+            erase(connection, model, name)
+            next_revision(connection)
+            retire(connection, (version.digest for version in before.alias.versions), self._clock())
+
+    def unused_digests(self, stored: Collection[str], older_s: float) -> set[str]:
+        """Those of ``stored`` that no version uses or used in the last ``older_s`` seconds."""
+        before = self._clock() - older_s
+        with self._database.writing() as connection:
+            connection.execute(delete(retired).where(retired.c.at < before))
+            used = connection.execute(select(versions.c.digest).union(select(retired.c.digest))).scalars()
+            return set(stored).difference(used)
+
+    def _keep(self, connection: Connection, before: AdapterRow | None, after: AdapterRow) -> Alias:
+        if before is not None and after == before:
+            return before.alias
+        at = self._clock()
+        alias = msgspec.structs.replace(after.alias, revision=next_revision(connection), at=at)
+        save(connection, after._replace(alias=alias))
+        former = {version.digest for version in before.alias.versions} if before else set()
+        retire(connection, former ^ {version.digest for version in alias.versions}, at)
+        return alias
+
+
+def check_name(name: str) -> None:
+    """Raise :class:`policy.errors.AdapterRefused` (``name``) for an invalid adapter name."""
+    if NAME.fullmatch(name) is None:
+        raise AdapterRefused("name", f"{name!r:.100} is not a valid adapter name; expected {NAME.pattern}")
+
+
+def _find(connection: Connection, model: str, name: str) -> AdapterRow | None:
+    return next(iter(load(connection, model, name)), None)
+
+
+def _known(connection: Connection, model: str, name: str) -> AdapterRow:
+    found = _find(connection, model, name)
+    if found is None:
+        raise AdapterUnknown(f"there is no adapter {name!r:.100} on {model!r:.100}")
+    return found
+
+
+def _numbered(
+    kept: tuple[Version, ...], candidates: Sequence[NewVersion], at: float
+) -> tuple[tuple[Version, ...], tuple[tuple[int, float], ...]]:
+    """The versions including new ``candidates``, and the weights of all candidates by number."""
+    by_digest = {version.digest: version for version in kept}
+    weights: dict[int, float] = {}
+    for digest, facts, source, weight in candidates:
+        if digest not in by_digest:
+            number = max((version.number for version in by_digest.values()), default=0) + 1
+            by_digest[digest] = Version(
+                number=number, digest=digest, rank=facts.rank, size=facts.size, source=source, at=at
+            )
+        number = by_digest[digest].number
+        weights[number] = weights.get(number, 0.0) + weight
+    return tuple(sorted(by_digest.values(), key=lambda version: version.number)), _weighed(weights)
+
+
+def _weighed(weights: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()) or not any(
+        weights.values()
+    ):
+        raise TargetError(f"the weights are {dict(weights)!r:.200}; expected numbers from 0, one above it")
+    return tuple((number, float(weight)) for number, weight in sorted(weights.items()) if weight > 0)
+
+
+def _standing_for(
+    before: AdapterRow, split: tuple[tuple[int, float], ...], kept: tuple[Version, ...] | None = None
+) -> AdapterRow:
+    """``before`` with another split; the current one is added to its history."""
+    found = before.alias.versions if kept is None else kept
+    if split == before.alias.split:
+        return before._replace(alias=msgspec.structs.replace(before.alias, versions=found))
+    past = (*before.history, before.alias.split)[-KEPT_HISTORY:]
+    # Keep the versions of this split, of the last one, and the latest; drop history that needs others.
+    served = {number for number, _ in (*split, *past[-1])}
+    latest = [version.number for version in found if version.number not in served]
+    stay = served | set(latest[max(0, len(found) - KEPT_VERSIONS) :])
+    return before._replace(
+        alias=msgspec.structs.replace(
+            before.alias, split=split, versions=tuple(version for version in found if version.number in stay)
+        ),
+        history=tuple(each for each in past if all(number in stay for number, _ in each)),
+    )
+
+
+def _declared(record: AdapterRow | None) -> _Declared | None:
+    if record is None or not record.declared:
+        return None
+    return msgspec.json.decode(record.declared, type=_Declared)
+
+
+def _declaration(candidates: Sequence[NewVersion], tenants: Collection[str] | None) -> _Declared:
+    content = tuple(sorted((each.digest, each.weight) for each in candidates))
+    return _Declared(content=content, tenants=None if tenants is None else tuple(sorted(set(tenants))))

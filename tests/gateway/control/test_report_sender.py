@@ -1,0 +1,336 @@
+"""What a worker counts for the controller, and when it tells it: in virtual time, then by real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import random
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.control.report_sender import Reporter, ReportSender
+from gateway.protocol.paths import ROUTES
+from gateway.protocol.usage import Usage
+from gateway.queue.model_queues import Admission
+from gateway.request_context import Call
+from gateway.routing.fleet import ServedModel
+from gateway.routing.worker_routers import ModelRouters
+from gateway.telemetry.metrics import Metrics, ModelCounters
+from gateway.telemetry.structured_log import Log
+from policy.config.control import SloConfig
+from policy.config.deployment import Deployment, ModelSpec
+from policy.errors import Refusal
+from policy.request import Request
+from policy.stats.histogram import bucket_of
+from policy.types import EngineKind
+from policy.wire.reports import GatewayReport, ModelReport
+from tests.gateway.fake_replica import SECRET, FakeController
+from tests.gateway.virtual_time import play
+from tests.gateway.worker import Stack, until
+
+EXTERNAL = ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",))
+SLO = SloConfig(ttft_p95_s=1.0, itl_p95_s=0.05)
+
+
+def ended(
+    meter: ModelCounters,
+    outcome: str = "ok",
+    *,
+    ttft_s: float | None = None,
+    gap_s: float = 0.0,
+    e2e_s: float = 2.0,
+    usage: Usage | None = None,
+    path: str = "/v1/chat/completions",
+    elsewhere: bool = False,
+) -> None:
+    """A call that came and ended."""
+
+    async def unused() -> Any: ...
+
+    call = Call(ROUTES[path], {"headers": []}, unused, lambda message: unused())
+    call.outcome, call.usage, call.elsewhere = outcome, usage, elsewhere
+    if ttft_s is not None:
+        call.first_byte_at, call.events, call.last_event_at = 10.0 + ttft_s, 11, 10.0 + ttft_s + 10 * gap_s
+    meter.arrive()
+    meter.in_flight -= 1
+    meter.count(call, 10.0, 10.0 + e2e_s)
+
+
+def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test whose seconds pass at once."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        play(test)
+
+    return run
+
+
+class Site:
+    """A reporter over a worker's admission, and a controller that hears it ``late_s`` seconds late."""
+
+    def __init__(self, late_s: float = 0.0) -> None:
+        self.metrics = Metrics()
+        self.deployment = Deployment(models=(ModelSpec(name="m"), ModelSpec(name="other"), EXTERNAL))
+        self.admission = Admission(
+            self.metrics,
+            ModelRouters(random.Random(1)),  # noqa: S311 - ties, not secrets
+            lambda: self.deployment,
+        )
+        self.told: list[tuple[float, GatewayReport]] = []
+        self.late_s = late_s
+        self.clock = asyncio.get_running_loop().time
+        self.reporter = Reporter(self.metrics, self.admission, lambda: self.deployment, self._send)
+        self.served = ServedModel("m")
+        self.running = asyncio.create_task(self.reporter.run())
+
+    async def _send(self, body: bytes) -> None:
+        self.told.append((round(self.clock(), 3), msgspec.json.decode(body, type=GatewayReport)))
+        await asyncio.sleep(self.late_s)
+
+    def ask(self, *, wait_s: float = 60.0) -> asyncio.Task[Any]:
+        """A request that waits for a replica."""
+        now = self.clock()
+        request = Request("m", arrived=now, deadline=now + wait_s)
+        self.metrics.model("m").arrive()
+        return asyncio.create_task(self.admission.ticket(self.served, request).wait())
+
+    @property
+    def instants(self) -> list[float]:
+        return [at for at, _ in self.told]
+
+    def report(self) -> ModelReport:
+        return self.reporter.report().models["m"]
+
+    async def close(self, *asked: asyncio.Task[Any]) -> None:
+        for task in (*asked, self.running):
+            task.cancel()
+        await asyncio.gather(*asked, self.running, return_exceptions=True)
+
+
+@in_virtual_time
+async def test_each_end_counts_once_in_its_kinds() -> None:
+    site = Site()
+    meter = site.metrics.model("m")
+    meter.totals.promise(SLO)
+    ended(meter, ttft_s=0.5, gap_s=0.01, usage=Usage(100, 40, 11))
+    ended(meter, ttft_s=3.0, gap_s=0.01, usage=Usage(100, 0, 11))
+    ended(meter, ttft_s=0.5, gap_s=0.2)
+    ended(meter, e2e_s=0.3, usage=Usage(7, 0, 1))  # came whole
+    ended(meter, ttft_s=0.5, outcome=Refusal.STREAM_BROKEN, usage=Usage(0, 0, 5, exact=False))
+    ended(meter, outcome="cancelled")
+    ended(meter, outcome=Refusal.UPSTREAM_FAILED)
+    for reason in (Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA):
+        ended(meter, outcome=reason)
+    told = site.report()
+    assert (told.arrived, told.ended, told.refused) == (11, 4, 4)
+    assert (told.input_tokens, told.cached_tokens, told.output_tokens) == (207, 40, 23)
+    assert (told.judged, told.met_ttft, told.met_itl, told.met_both) == (3, 2, 2, 1)
+    assert (sum(told.ttft), sum(told.itl), sum(told.e2e)) == (4, 3, 4)
+    assert (told.ttft[bucket_of(3.0)], told.itl[bucket_of(0.2)], told.e2e[bucket_of(0.3)]) == (1, 1, 1)
+    assert (told.in_flight, told.queued, told.oldest_s) == (0, 0, 0.0)
+    site.metrics.publish()  # what the scrapes are told starts anew
+    assert site.report() == told
+    await site.close()
+
+
+@in_virtual_time
+async def test_what_replicas_did_not_answer_only_came() -> None:
+    site = Site()
+    meter = site.metrics.model("m")
+    usage = Usage(prompt=100, cached=0, completion=20)
+    ended(meter, ttft_s=0.2, gap_s=0.01, usage=usage, elsewhere=True)
+    ended(meter, "stream_broken", ttft_s=0.2, elsewhere=True)
+    ended(meter, path="/v1/tokenize")
+    ended(meter, path="/v1/detokenize")
+    assert site.report() == ModelReport(arrived=4)
+    assert sum(meter.streams.values()) == 1  # those that scrape are told of each
+    await site.close()
+
+
+@in_virtual_time
+async def test_a_stream_is_judged_by_what_is_promised_as_it_ends() -> None:
+    site = Site()
+    meter = site.metrics.model("m")
+    ended(meter, ttft_s=50.0, gap_s=5.0)
+    assert (site.report().judged, site.report().met_both) == (1, 1)
+    meter.totals.promise(SloConfig(ttft_p95_s=1.0))
+    ended(meter, ttft_s=50.0, gap_s=5.0)
+    assert (site.report().judged, site.report().met_ttft, site.report().met_itl) == (2, 1, 2)
+    meter.served_stream(0.1, 0.0)  # a single event has no gap
+    assert (sum(site.report().itl), site.report().met_both) == (2, 2)
+    await site.close()
+
+
+@in_virtual_time
+async def test_a_worker_tells_every_second_of_the_models_that_the_controller_has() -> None:
+    site = Site()
+    await asyncio.sleep(3.5)
+    assert site.instants == [0.0, 1.0, 2.0, 3.0]
+    reports = [report for _, report in site.told]
+    assert [report.number for report in reports] == [1, 2, 3, 4]
+    assert [report.since_s for report in reports] == pytest.approx([0.0, 1.0, 2.0, 3.0])
+    assert {report.worker for report in reports} == {reports[0].worker}
+    assert all(set(report.models) == {"m", "other"} and not report.last for report in reports)
+    assert Site().reporter.report().worker != reports[0].worker
+    await site.close()
+
+
+@in_virtual_time
+async def test_who_asks_for_a_model_without_a_replica_is_told_of_at_once() -> None:
+    site = Site()
+    site.served.down = site.served.asleep = True
+    await asyncio.sleep(0.3)
+    asked = [site.ask(), site.ask()]
+    await asyncio.sleep(0.02)
+    asked.append(site.ask())
+    await asyncio.sleep(0.2)
+    assert site.instants == [0.0, 0.35]
+    told = site.told[-1][1].models["m"]
+    assert (told.arrived, told.queued, told.in_flight) == (3, 3, 3)
+    assert told.oldest_s == pytest.approx(0.05)
+    asked.append(site.ask())  # the controller knows already
+    await asyncio.sleep(1.0)
+    assert site.instants == [0.0, 0.35, 1.0]
+    site.served.asleep = False  # it starts one
+    asked.append(site.ask())
+    await asyncio.sleep(0.4)
+    assert site.instants == [0.0, 0.35, 1.0]
+    assert not any(task.done() for task in asked)
+    await site.close(*asked)
+
+
+@in_virtual_time
+async def test_a_controller_that_is_away_is_told_all_the_next_time() -> None:
+    site = Site(late_s=2.0)  # as long as one waits for a controller that does not answer
+    site.served.asleep = True
+    await asyncio.sleep(0.5)
+    asked = site.ask()
+    await asyncio.sleep(5.0)
+    assert site.instants == [0.0, 2.05, 4.05]
+    assert [report.models["m"].arrived for _, report in site.told] == [0, 1, 1]
+    await site.close(asked)
+
+
+@in_virtual_time
+async def test_the_last_report_is_the_last() -> None:
+    site = Site(late_s=0.1)
+    await asyncio.sleep(1.05)  # in the middle of a report
+    ended(site.metrics.model("m"))
+    await site.reporter.leave()
+    await asyncio.sleep(3.0)
+    last = site.told[-1][1]
+    assert [report.last for _, report in site.told] == [False, False, True]
+    assert (last.number, last.models["m"].ended) == (3, 1)
+    await site.close()
+
+
+# To the controller and back.
+
+
+@pytest.fixture
+async def controller() -> AsyncIterator[FakeController]:
+    controller = FakeController()
+    await controller.start()
+    yield controller
+    await controller.stop()
+
+
+def post_to(controller: FakeController) -> tuple[ReportSender, io.StringIO]:
+    logged = io.StringIO()
+    return ReportSender(lambda: f"127.0.0.1:{controller.port}", "/signals", SECRET, Log(0, logged)), logged
+
+
+async def test_a_controller_that_was_restarted_hears_the_next(controller: FakeController) -> None:
+    post, logged = post_to(controller)
+    await post.send(b"{}")
+    await controller.stop()
+    await post.send(b"{}")
+    await post.send(b"{}")
+    assert logged.getvalue().count("report_lost") == 1
+    await controller.start()
+    await post.send(b"{}")
+    assert len(controller.reports) == 2
+    post.close()
+
+
+async def test_a_kept_connection_that_died_is_replaced_at_once(controller: FakeController) -> None:
+    post, logged = post_to(controller)
+    await post.send(b"{}")
+    for connection in tuple(controller.connections):
+        connection.transport.abort()
+    await post.send(b"{}")
+    assert len(controller.reports) == 2
+    assert logged.getvalue() == ""
+    post.close()
+
+
+async def test_the_document_may_move_the_controller(controller: FakeController) -> None:
+    other = FakeController()
+    await other.start()
+    ports = [controller.port]
+    post = ReportSender(lambda: f"127.0.0.1:{ports[-1]}", "/signals", SECRET, Log(0, io.StringIO()))
+    await post.send(b"{}")
+    ports.append(other.port)
+    await post.send(b"{}")
+    assert len(controller.reports) == len(other.reports) == 1
+    await until(lambda: not controller.connections)
+    post.close()
+    await other.stop()
+
+
+# Real workers.
+
+
+def told(stack: Stack, model: str = "alpha") -> dict[str, Any]:
+    found: dict[str, Any] = stack.controller.reports[-1]["models"][model]
+    return found
+
+
+@pytest.mark.process
+async def test_a_request_for_a_model_at_zero_wakes_it_and_is_served(stack: Stack) -> None:
+    await stack.start_controller()
+    stack.controller.models = [{"name": "alpha", "engine": "sim", "target": 0}]
+    await stack.start_worker()
+    stack.controller.set()
+    await until(lambda: bool(stack.controller.reports))
+    await until(lambda: _knows(stack, "alpha"))
+    asked = asyncio.create_task(stack.chat())
+    await until(lambda: told(stack).get("queued") == 1)
+    replica = await stack.replica("woken")
+    stack.controller.set(replica)
+    assert (await asked).status_code == 200
+    await until(lambda: told(stack).get("ended") == 1)
+    assert (told(stack)["arrived"], told(stack).get("queued", 0), told(stack).get("refused", 0)) == (1, 0, 0)
+
+
+@pytest.mark.process
+async def test_streams_whole_answers_and_vectors_are_told_of_and_a_goodbye(stack: Stack) -> None:
+    await stack.start_controller()
+    await stack.start_worker()
+    replica, vectors = await stack.replica("one"), await stack.replica("two", model="vectors")
+    await stack.ready(replica, vectors)
+    assert (await stack.chat()).status_code == 200
+    assert (await stack.chat(stream=True)).status_code == 200
+    for _ in range(2):
+        answer = await stack.http.post("/v1/embeddings", json={"model": "vectors", "input": "a"})
+        assert answer.status_code == 200
+    stack.workers[0].send_signal(signal.SIGTERM)
+    assert await stack.workers[0].wait() == 0
+    last = stack.controller.reports[-1]
+    assert last["last"]
+    alpha = last["models"]["alpha"]
+    assert (alpha["arrived"], alpha["ended"], alpha["judged"], alpha["met_both"]) == (2, 2, 1, 1)
+    assert (sum(alpha["ttft"]), sum(alpha["e2e"])) == (1, 2)
+    assert (last["models"]["vectors"]["arrived"], last["models"]["vectors"]["ended"]) == (2, 2)
+    assert alpha["input_tokens"] >= 1
+
+
+async def _knows(stack: Stack, model: str) -> bool:
+    fleet = (await stack.admin.get("/admin/fleet")).json()["fleet"]
+    return [known["name"] for known in fleet["models"]] == [model]

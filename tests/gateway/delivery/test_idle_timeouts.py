@@ -1,0 +1,61 @@
+"""Silence ends an attempt, a sign of life does not, whoever it is that is slow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from gateway.delivery.idle_timeouts import IdleTimeouts
+
+
+class Silent:
+    """An attempt that a test lets live or not."""
+
+    def __init__(self, *, streams: bool = True, begun: bool = False) -> None:
+        self.streams = streams
+        self.begun = begun
+        self.sent_at = self.quiet_since = 0.0
+        self.alive = False
+        self.expired: list[float] = []
+
+    def stirred(self) -> bool:
+        return self.alive
+
+    def expire(self, waited_s: float) -> None:
+        self.expired.append(waited_s)
+
+
+@pytest.fixture
+def deadlines() -> IdleTimeouts:
+    limits = SimpleNamespace(first_token_timeout_s=10.0, inter_token_timeout_s=4.0, answer_timeout_s=60.0)
+    return IdleTimeouts(lambda: limits)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "limit"),
+    [(Silent(), 10.0), (Silent(begun=True), 4.0), (Silent(streams=False), 60.0)],
+    ids=["first token", "next token", "whole answer"],
+)
+def test_each_silence_has_its_limit(deadlines: IdleTimeouts, attempt: Silent, limit: float) -> None:
+    deadlines.watch(attempt)
+    deadlines.sweep(limit)
+    assert attempt.expired == []
+    deadlines.sweep(limit + 0.1)
+    assert attempt.expired == [limit]
+
+
+def test_an_answer_that_is_not_streamed_must_be_whole_in_time(deadlines: IdleTimeouts) -> None:
+    attempt = Silent(streams=False)
+    attempt.alive = True
+    deadlines.watch(attempt)
+    deadlines.sweep(60.1)
+    assert attempt.expired == [60.0]
+
+
+def test_what_has_ended_is_not_watched(deadlines: IdleTimeouts) -> None:
+    attempt = Silent()
+    deadlines.watch(attempt)
+    deadlines.unwatch(attempt)
+    deadlines.sweep(100)
+    assert attempt.expired == []

@@ -1,0 +1,445 @@
+"""What the fleet cannot serve goes upstream while money lasts, and nothing of ours goes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import random
+import ssl
+from collections.abc import AsyncIterator, Awaitable
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from starlette.types import Message
+
+from gateway.delivery.fallback_provider import OverflowEndpoint
+from gateway.delivery.spillover import Overflow
+from gateway.http.asgi_exchange import SENT
+from gateway.protocol import body as bodies
+from gateway.protocol.errors import NO_ROOM, Refused
+from gateway.protocol.paths import ROUTES
+from gateway.request_context import Call
+from gateway.routing.fleet import ServedModel
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.structured_log import Log
+from policy.config.deployment import Price, Upstream
+from policy.deployment_file.parse import parse
+from policy.errors import Refusal
+from policy.request import Request
+from tests.gateway.fake_replica import ANSWER, DONE, Exchange, event, stream
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.policy.example_documents import GOOD
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+PRICE = {"input": 1_000_000.0, "output": 1_000_000.0}  # a token costs 1
+USED = 2  # tokens of the fake's answer
+KEY = "their-key"
+
+
+class Site:
+    """An overflow before a fleet that the test plays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.logged = io.StringIO()
+        self.metrics = Metrics()
+        self.overflow = Overflow(self.metrics, Log(0, self.logged), random.Random(0))  # noqa: S311 - when to probe
+        self.clock = asyncio.get_running_loop().time
+        self.served = ServedModel("m")
+        self.served.links = [SimpleNamespace(admissible=True)]  # type: ignore[list-item]
+        self.asked_of_fleet = 0
+        self.refusal: Refused | None = Refused(Refusal.DEADLINE, "The fleet has no room.")
+        self.key_file = folder / "key"
+        self.key_file.write_text(KEY + "\n")
+        self.document: dict[str, Any] = {**GOOD, "gateway": {"workers": 1, "connect_timeout_s": 2.0}}
+
+    def deploy(self, *upstreams: FakeUpstream, **more: Any) -> None:
+        entries = [
+            {
+                "name": f"u{place}",
+                "url": f"{upstream.url}/v1",
+                "key_file": str(self.key_file),
+                "models": {"m": "their-m"},
+                "price": PRICE,
+                "cost_cap_per_h": 10_000,
+                **more,
+            }
+            for place, upstream in enumerate(upstreams)
+        ]
+        self.overflow.read(parse({**self.document, "upstreams": entries}))
+
+    async def ask(self, path: str = "/v1/chat/completions", *, wait_s: float = 9.0, **body: Any) -> Told:
+        told = Told()
+        raw = json.dumps({**CHAT, **body}).encode()
+        headers = [
+            (b"authorization", b"Bearer our-key"), (b"x-request-id", b"our-id"), (b"accept", b"*/*"),
+            (b"x-session-id", b"s"), (b"user-agent", b"client"),
+        ]  # fmt: skip
+        call = Call(ROUTES[path], {"headers": headers}, told.receive, told.send)
+        read = bodies.read(raw)
+        call.streaming = bool(read.stream)
+        told.call = call
+        now = self.clock()
+        request = Request("m", size=len(raw), arrived=now, deadline=now + wait_s)
+
+        async def fleet() -> None:
+            self.asked_of_fleet += 1
+            if self.refusal is not None:
+                raise self.refusal
+            call.replica = b"r1"
+            await call.answer(200, [], b"ours")
+
+        await self.overflow.around(fleet, call, self.served, request, body=read, raw=raw)
+        return told
+
+    def attempts(self, outcome: str, upstream: str = "u0") -> float:
+        value: float = self.metrics.overflow.labels("m", upstream, outcome)._value.get()
+        return value
+
+    def spent(self, upstream: str = "u0") -> float:
+        (endpoint,) = (e for e in self.overflow._endpoints if e.upstream.name == upstream)
+        assert endpoint.purse.held == 0
+        return endpoint.purse.spent(self.clock())
+
+
+class Told:
+    """What a client was told."""
+
+    def __init__(self) -> None:
+        self.call: Call
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.body = b""
+
+    def send(self, message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        self.body += message.get("body", b"")
+        return SENT
+
+    async def receive(self) -> Message:
+        raise AssertionError("nobody waits for this client")
+
+
+@pytest_asyncio.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    site.overflow.read(parse(GOOD))  # closes what is kept
+
+
+async def running() -> AsyncIterator[FakeUpstream]:
+    upstream = FakeUpstream()
+    await upstream.start()
+    yield upstream
+    await upstream.stop()
+
+
+upstream = pytest_asyncio.fixture(running, name="upstream")
+other = pytest_asyncio.fixture(running, name="other")
+
+
+async def fail(exchange: Exchange) -> None:
+    await exchange.reply(b"{}", status=500)
+
+
+async def test_what_it_cannot_goes_upstream_and_nothing_of_ours_with_it(
+    site: Site, upstream: FakeUpstream
+) -> None:
+    site.deploy(upstream)
+    told = await site.ask(temperature=0.5, cache_salt="salt")
+    assert (told.status, told.body) == (200, ANSWER)
+    assert told.headers[b"x-tidegate-replica"] == b"upstream:u0"
+    assert (told.call.outcome, told.call.elsewhere) == ("ok", True)
+    (hit,) = upstream.hits
+    assert hit.path == "/v1/chat/completions"
+    assert hit.json == {**CHAT, "model": "their-m", "temperature": 0.5}
+    assert hit.headers == {
+        "host": upstream.url.removeprefix("http://"),
+        "content-type": "application/json",
+        "authorization": f"Bearer {KEY}",
+        "accept": "*/*",
+        "content-length": str(len(hit.body)),
+    }
+    assert site.spent() == USED
+    assert site.attempts("served") == 1
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_a_stream_is_relayed_and_its_usage_settles_the_bill(
+    site: Site, upstream: FakeUpstream, wanted: bool
+) -> None:
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2}}\n\n'
+    said = event("Par") + event("is") + event(finish="stop")
+    upstream.answer = stream(said + usage + DONE)
+    site.deploy(upstream)
+    options = {"stream_options": {"include_usage": True}} if wanted else {}
+    told = await site.ask(stream=True, **options)
+    assert upstream.hits[0].json["stream_options"] == {"include_usage": True}
+    assert told.body == said + (usage if wanted else b"") + DONE
+    assert site.spent() == 7
+
+
+async def test_a_stream_that_breaks_says_so_and_is_not_asked_for_again(
+    site: Site, upstream: FakeUpstream, other: FakeUpstream
+) -> None:
+    upstream.answer = stream(event("Par"))
+    site.deploy(upstream, other)
+    told = await site.ask(stream=True, max_tokens=8)
+    assert b"[DONE]" not in told.body
+    assert b'"stream_broken"' in told.body
+    assert told.call.outcome == Refusal.STREAM_BROKEN
+    assert other.hits == []
+    assert site.spent() >= 8  # nobody counted: all that was held is gone
+
+
+@pytest.mark.parametrize("reason", sorted(set(Refusal) - NO_ROOM))
+async def test_any_other_error_is_the_clients(site: Site, upstream: FakeUpstream, reason: Refusal) -> None:
+    site.deploy(upstream)
+    site.refusal = Refused(reason, "no")
+    with pytest.raises(Refused) as caught:
+        await site.ask()
+    assert caught.value is site.refusal
+    assert upstream.hits == []
+
+
+async def test_a_model_at_zero_is_waited_for_where_it_starts_in_time(
+    site: Site, upstream: FakeUpstream
+) -> None:
+    site.served.links = []
+    site.served.down = site.served.asleep = True
+    site.refusal = None
+    site.deploy(upstream)  # whose start is taken to last a minute
+    assert (await site.ask(wait_s=9.0)).body == ANSWER
+    assert site.asked_of_fleet == 0
+    assert (await site.ask(wait_s=90.0)).body == b"ours"
+    site.served.start_s = 2.0
+    assert (await site.ask(wait_s=9.0)).body == b"ours"
+    site.served.start_s = 100.0
+    assert (await site.ask(wait_s=90.0)).body == ANSWER
+
+
+async def test_what_came_too_late_is_not_paid_for(site: Site, upstream: FakeUpstream) -> None:
+    site.deploy(upstream)
+    with pytest.raises(Refused):
+        await site.ask(wait_s=-1.0)
+    assert upstream.hits == []
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/tokenize", "/v1/rerank", "/v1/score"])
+async def test_only_what_upstreams_speak_goes_there(site: Site, upstream: FakeUpstream, path: str) -> None:
+    site.deploy(upstream)
+    with pytest.raises(Refused, match="no room"):
+        await site.ask(path)
+    assert upstream.hits == []
+
+
+async def test_without_a_replica_the_wait_for_one_decides(site: Site, upstream: FakeUpstream) -> None:
+    site.served.links[0].admissible = False  # type: ignore[misc]
+    site.deploy(upstream)
+    await site.ask(wait_s=59.0)  # assumed_start_s is 60
+    assert (site.asked_of_fleet, len(upstream.hits)) == (0, 1)
+    await site.ask(wait_s=61.0)
+    assert (site.asked_of_fleet, len(upstream.hits)) == (1, 2)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
+async def test_an_upstreams_error_is_no_matter_of_the_clients(
+    site: Site, upstream: FakeUpstream, status: int
+) -> None:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.reply(b'{"error":{"message":"their words"}}', status=status)
+
+    upstream.answer = refuse
+    site.deploy(upstream)
+    with pytest.raises(Refused) as caught:
+        await site.ask()
+    assert caught.value is site.refusal
+    assert site.spent() == 0
+
+
+async def test_the_next_upstream_is_asked(site: Site, upstream: FakeUpstream, other: FakeUpstream) -> None:
+    upstream.answer = fail
+    site.deploy(upstream, other)
+    assert (await site.ask()).headers[b"x-tidegate-replica"] == b"upstream:u1"
+    await upstream.stop()
+    assert (await site.ask()).headers[b"x-tidegate-replica"] == b"upstream:u1"
+    assert (site.attempts("failed"), site.attempts("unreachable")) == (1, 1)
+    await upstream.start()
+
+
+async def test_no_more_is_spent_than_the_cap(site: Site, upstream: FakeUpstream) -> None:
+    site.deploy(upstream, cost_cap_per_h=60.0)
+    for _ in range(4):
+        await site.ask(max_tokens=10)  # each holds about 30 and uses 2
+    assert site.spent() == 4 * USED
+    with pytest.raises(Refused, match="no room"):
+        await site.ask(max_tokens=60)
+    assert site.attempts("cost_cap") == 1
+    assert site.spent() == 4 * USED
+
+
+async def test_workers_divide_the_cap(site: Site, upstream: FakeUpstream) -> None:
+    site.document["gateway"]["workers"] = 4
+    site.deploy(upstream, cost_cap_per_h=100.0)
+    assert site.overflow._endpoints[0].purse.cap == 25.0
+
+
+async def test_what_was_spent_outlasts_a_new_document(
+    site: Site, upstream: FakeUpstream, other: FakeUpstream
+) -> None:
+    site.deploy(upstream)
+    await site.ask()
+    site.deploy(other)
+    assert site.spent() == USED
+    await site.ask()
+    assert site.spent() == 2 * USED
+    assert len(other.hits) == 1
+
+
+async def test_who_leaves_is_aborted_upstream_and_paid_for(site: Site, upstream: FakeUpstream) -> None:
+    asked = asyncio.Event()
+
+    async def never(exchange: Exchange) -> None:
+        asked.set()
+        await exchange.gone.wait()
+
+    upstream.answer = never
+    site.deploy(upstream)
+    task = asyncio.create_task(site.ask(max_tokens=50))
+    await asked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await upstream.hits[0].gone.wait()
+    assert site.spent() > 50
+    assert site.attempts("cancelled") == 1
+
+
+async def test_a_failing_upstream_is_left_alone(site: Site, upstream: FakeUpstream) -> None:
+    upstream.answer = fail
+    site.document["gateway"]["eject"] = {"failures": 3, "base_s": 300, "max_s": 300}
+    site.deploy(upstream)
+    for _ in range(6):
+        with pytest.raises(Refused, match="no room"):
+            await site.ask()
+    assert len(upstream.hits) == 3
+
+
+async def test_it_is_tried_again_by_one_request(site: Site, upstream: FakeUpstream) -> None:
+    site.document["gateway"]["eject"] = {"failures": 1, "base_s": 0.001, "max_s": 1}
+    site.deploy(upstream)
+    good = upstream.answer
+    upstream.answer = fail
+    with pytest.raises(Refused):
+        await site.ask()
+    await asyncio.sleep(0.002)
+    upstream.answer = good
+    assert (await site.ask()).status == 200
+    assert (await site.ask()).status == 200
+
+
+async def test_a_key_is_read_again_when_its_file_changes(site: Site, upstream: FakeUpstream) -> None:
+    site.deploy(upstream)
+    await site.ask()
+    site.key_file.write_text("new-key")
+    os.utime(site.key_file, ns=(1, 1))
+    await site.ask()
+    assert upstream.hits[1].headers["authorization"] == "Bearer new-key"
+
+
+@pytest.mark.parametrize("content", [None, "", "two words", "a\r\nx: y", "é"])
+async def test_without_a_key_it_is_not_used(site: Site, upstream: FakeUpstream, content: str | None) -> None:
+    site.key_file.unlink()
+    if content is not None:
+        site.key_file.write_text(content)
+    site.deploy(upstream)
+    for _ in range(2):
+        with pytest.raises(Refused, match="no room"):
+            await site.ask()
+    assert upstream.hits == []
+    (line,) = site.logged.getvalue().splitlines()
+    said = msgspec.json.decode(line)
+    assert (said["event"], said["upstream"]) == ("upstream_key_unusable", "u0")
+
+
+async def test_one_that_takes_no_key_gets_none(site: Site, upstream: FakeUpstream) -> None:
+    site.deploy(upstream, key_file=None)
+    await site.ask()
+    assert "authorization" not in upstream.hits[0].headers
+
+
+def certify(certificate: Path, key: Path) -> None:
+    """A certificate of 127.0.0.1 that only those believe who were given it."""
+    own = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "upstream")])
+    today = datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder(name, name, own.public_key(), x509.random_serial_number())
+        .not_valid_before(today - timedelta(days=1))
+        .not_valid_after(today + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(own, hashes.SHA256())
+    )
+    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    private = serialization.PrivateFormat.PKCS8
+    key.write_bytes(own.private_bytes(serialization.Encoding.PEM, private, serialization.NoEncryption()))
+
+
+async def test_tls_is_spoken_and_verified(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    certify(certificate, key)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    secure = FakeUpstream(tls)
+    await secure.start()
+    site.deploy(secure)
+    with pytest.raises(Refused, match="no room"):  # a certificate that nobody vouches for
+        await site.ask()
+    assert site.attempts("unreachable") == 1
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    site.overflow.read(parse(GOOD))
+    site.deploy(secure)
+    assert (await site.ask()).body == ANSWER
+    await secure.stop()
+
+
+@pytest.mark.parametrize(
+    ("came", "goes"),
+    [
+        (b'{ "model" : "m","seed":1e0}', b'{ "model" : "theirs","seed":1e0}'),
+        (b'{"cache_salt":"s" , "model":"m"}', b'{ "model":"theirs"}'),
+        (b'{"model":"m", "cache_salt" : "a\\"b,", "n":1}', b'{"model":"theirs",  "n":1}'),
+        (b'{"model":"m","n":1 , "cache_sal\\u0074":null }', b'{"model":"theirs","n":1  }'),
+        (
+            b'{"cache_salt":"s","model":"m","stream":true}',
+            b'{"stream_options":{"include_usage":true},"model":"theirs","stream":true}',
+        ),
+    ],
+)
+async def test_an_upstream_is_sent_the_bytes_that_came_but_for_the_model(came: bytes, goes: bytes) -> None:
+    upstream = Upstream(
+        name="u",
+        url="http://127.0.0.1:9/v1",
+        models={"m": "theirs"},
+        price=Price(input=0.0, output=0.0),
+        cost_cap_per_h=0.0,
+    )
+    endpoint = OverflowEndpoint(upstream, parse(GOOD), Log(0, io.StringIO()))
+    sent = endpoint.outgoing(ROUTES["/v1/chat/completions"], "m", bodies.read(came), came)
+    assert b"".join(sent.parts) == goes
+    assert sent.size == len(goes)
+    assert sent.counts == (b"stream" in came)

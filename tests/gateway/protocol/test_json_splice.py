@@ -1,0 +1,190 @@
+"""Edits at offsets: only the named member of the outermost object changes, whatever surrounds it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+
+from gateway.protocol.body import read
+from gateway.protocol.json_decoders import ABSENT
+from gateway.protocol.json_splice import (
+    Edit,
+    UpstreamBody,
+    force_usage,
+    length,
+    locate,
+    set_member,
+    set_model,
+    splice,
+    upstream_body,
+)
+from gateway.protocol.paths import ROUTES
+
+TEXTS = st.sampled_from(["x", '"model":"y"', 'stream_options":{}', "{[", "é", "\\", '\\"cache_salt\\":1'])
+NAMES = st.sampled_from(["model", "stream_options", "cache_salt", "messages", "a", '{"', "é"])
+VALUES = st.recursive(
+    TEXTS | st.integers() | st.none() | st.booleans(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[bytes, dict[str, Any]]:
+    """A body with its names in any order and any whitespace, and what it says."""
+    said = draw(st.dictionaries(NAMES, VALUES, max_size=5))
+    said["model"] = draw(TEXTS)
+    if draw(st.booleans()):
+        said["stream_options"] = draw(
+            st.none() | st.fixed_dictionaries({}, optional={"include_usage": st.booleans(), "x": VALUES})
+        )
+    else:
+        said.pop("stream_options", None)
+    said.pop("chat_template_kwargs", None)
+    names = draw(st.permutations(list(said)))
+    said = {name: said[name] for name in names}
+    space = draw(st.sampled_from(["", " ", "\n\t "]))
+    text = json.dumps(
+        said, indent=draw(st.sampled_from([None, 1])), ensure_ascii=draw(st.booleans()),
+        separators=(space + "," + space, space + ":" + space),
+    )  # fmt: skip
+    return (space + text + space).encode(), said
+
+
+@given(bodies())
+def test_an_edited_body_says_what_was_said_but_for_the_edits(
+    given_body: tuple[bytes, dict[str, Any]],
+) -> None:
+    raw, said = given_body
+    body = read(raw)
+    edits = [set_model(raw, 'o"ther'), set_member(raw, "cache_salt", body.cache_salt, b'"salt"')]
+    forced = force_usage(raw, body.stream_options)
+    if forced is not None:
+        edits.append(forced)
+    parts = splice(raw, edits)
+    edited = b"".join(parts)
+    assert length(parts) == len(edited)
+    expected = {**said, "model": 'o"ther', "cache_salt": "salt"}
+    options = said.get("stream_options") or {}
+    assert (forced is None) == bool(options.get("include_usage"))
+    if forced is not None:
+        expected["stream_options"] = {**options, "include_usage": True}
+    assert json.loads(edited) == expected
+    assert json.loads(edited, object_pairs_hook=len) == len(expected)
+
+
+@given(bodies())
+def test_nothing_but_the_edit_is_another_byte(given_body: tuple[bytes, dict[str, Any]]) -> None:
+    raw, said = given_body
+    begin, end = locate(raw, read(raw).stream_options) if "stream_options" in said else (0, 0)
+    edited = b"".join(splice(raw, [Edit(begin, end, b"!")]))
+    assert edited == raw[:begin] + b"!" + raw[end:]
+
+
+def test_an_escaped_name_is_the_same_name() -> None:
+    raw = b'{"m\\u006fdel":"x","stream_\\u006fptions":{}}'
+    edits = [set_model(raw, "y"), force_usage(raw, read(raw).stream_options)]
+    edited = b"".join(splice(raw, [edit for edit in edits if edit is not None]))
+    assert json.loads(edited) == {"model": "y", "stream_options": {"include_usage": True}}
+
+
+def test_usage_in_every_chunk_is_not_asked_for_by_asking_for_usage() -> None:
+    raw = b'{"model":"x","stream_options":{"continuous_usage_stats":true}}'
+    edit = force_usage(raw, read(raw).stream_options)
+    assert edit is not None
+    assert edit.text == b'{"include_usage":true}'
+
+
+def test_options_that_are_none_are_left_to_the_engine() -> None:
+    assert force_usage(b'{"stream_options":7}', Raw(b"7")) is None
+
+
+def test_a_large_body_is_not_copied() -> None:
+    raw = b'{"model":"x","messages":"' + b"a" * 1000 + b'"}'
+    parts = splice(raw, [set_member(raw, "cache_salt", ABSENT, b'"s"')])
+    assert [part.obj is raw for part in parts if isinstance(part, memoryview)] == [True, True]
+
+
+def test_a_value_of_another_body_has_no_place() -> None:
+    with pytest.raises(ValueError, match="not a part"):
+        locate(b"{}", Raw(b"[1,2,3]"))
+
+
+def test_edits_that_overlap_are_refused() -> None:
+    with pytest.raises(ValueError, match="overlap"):
+        splice(b"{}" * 9, [Edit(0, 4, b""), Edit(3, 5, b"")])
+
+
+SALT = b'"5a17"'
+
+
+def out(raw: bytes, salt: bytes = SALT, path: str = "/v1/chat/completions") -> UpstreamBody:
+    return upstream_body(ROUTES[path], read(raw), raw, salt)
+
+
+def said(sent: UpstreamBody) -> bytes:
+    whole = sent.parts if isinstance(sent.parts, bytes) else b"".join(sent.parts)
+    assert len(whole) == sent.size
+    return whole
+
+
+def test_with_nothing_to_say_it_is_the_very_body_that_came() -> None:
+    raw = b'{"model":"m","messages":[],"cache_salt":"own"}'
+    sent = out(raw, salt=b"")
+    assert sent.parts is raw
+    assert not sent.counts
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b'{"model":"m"}', b'{"cache_salt":"5a17","model":"m"}'),
+        (b'{"model":"m","cache_salt":"other\'s"}', b'{"model":"m","cache_salt":"5a17"}'),
+        (b'{"model":"m", "cache_salt" : null }', b'{"model":"m", "cache_salt" : "5a17" }'),
+        (
+            b'{"model":"m","metadata":{"cache_salt":"x"}}',
+            b'{"cache_salt":"5a17","model":"m","metadata":{"cache_salt":"x"}}',
+        ),
+    ],
+)
+def test_the_salt_is_the_tenants_whatever_the_client_says(raw: bytes, expected: bytes) -> None:
+    assert said(out(raw)) == expected
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_all_that_an_engine_may_cache_is_salted(path: str) -> None:
+    salt = json.loads(said(out(b'{"model":"m"}', path=path))).get("cache_salt")
+    assert salt == (None if path.endswith("tokenize") else "5a17")
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        (..., True),
+        (None, True),
+        ({}, True),
+        ({"include_usage": False}, True),
+        ({"include_usage": True}, False),
+    ],
+)
+def test_a_stream_counts_its_tokens_for_us_too(options: Any, counts: bool) -> None:
+    body: dict[str, Any] = {"model": "m", "stream": True}
+    if options is not ...:
+        body["stream_options"] = options
+    sent = out(json.dumps(body).encode())
+    asked = json.loads(said(sent))
+    assert asked == {**body, "cache_salt": "5a17", "stream_options": {"include_usage": True}}
+    assert sent.counts is counts
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_streams_that_count_by_themselves_are_not_asked(path: str) -> None:
+    raw = b'{"model":"m","stream":true}'
+    sent = out(raw, salt=b"", path=path)
+    assert sent.parts is raw
+    assert not sent.counts

@@ -1,0 +1,266 @@
+"""Workers of one host add up to one: counts, news and service, through deaths, restarts and full tables."""
+
+from __future__ import annotations
+
+import multiprocessing
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.routing import shared_counters
+from gateway.routing.shared_counters import NEWS, SharedRows
+from tests.clock import Clock
+
+REPLICA, OTHER = 0xFEED_FACE_CAFE_BEEF, 7
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(100.0)
+
+
+@pytest.fixture
+def worker(tmp_path: Path, clock: Clock) -> Iterator[Callable[[int], SharedRows]]:
+    opened: list[SharedRows] = []
+
+    def open_row(row: int) -> SharedRows:
+        opened.append(SharedRows(tmp_path / "rows", row, clock))
+        return opened[-1]
+
+    yield open_row
+    for rows in opened:
+        rows.close()
+
+
+Worker = Callable[[int], SharedRows]
+
+
+def test_the_file_is_its_owners_alone(tmp_path: Path, worker: Worker) -> None:
+    worker(0)
+    assert stat.S_IMODE((tmp_path / "rows").stat().st_mode) == 0o600
+
+
+OPS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from([REPLICA, OTHER, 8]), st.integers(0, 5000)), max_size=60
+)
+
+
+@settings(
+    max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)  # every example takes the rows anew
+@given(OPS)
+def test_what_all_began_and_ended_is_what_each_adds_up(
+    tmp_path: Path, operations: list[tuple[int, int, int]]
+) -> None:
+    rows = [SharedRows(tmp_path / "rows", i) for i in range(3)]
+    held: list[tuple[int, int, int]] = []
+    begun: list[tuple[int, int]] = []
+    for who, key, tokens in operations:
+        mine = next((entry for entry in held if entry[:2] == (who, key)), None)
+        if mine is not None and tokens % 2:
+            held.remove(mine)
+            rows[who].first_token(key, mine[2])
+            rows[who].end(key)
+        else:
+            held.append((who, key, tokens))
+            begun.append((who, key))
+            rows[who].begin(key, tokens)
+    for who, row in enumerate(rows):
+        row.beat()
+        for key in (REPLICA, OTHER, 8):
+            theirs = [entry for entry in held if entry[0] != who and entry[1] == key]
+            ever = sum(key_begun == key for by, key_begun in begun if by != who)
+            assert row.others(key) == (len(theirs), sum(entry[2] for entry in theirs), ever)
+    for row in rows:
+        row.close()
+
+
+def test_who_is_silent_for_three_seconds_counts_no_more_and_who_speaks_again_does(
+    worker: Worker, clock: Clock
+) -> None:
+    me, other = worker(0), worker(1)
+    other.begin(REPLICA, 10)
+    clock.now += 3.0
+    me.beat()
+    assert me.others(REPLICA) == (1, 10, 1)
+    clock.now += 0.1
+    me.beat()
+    assert me.others(REPLICA) == (0, 0, 0)
+    other.beat()
+    me.beat()
+    assert me.others(REPLICA) == (1, 10, 1)
+
+
+def test_a_beat_from_before_the_machine_started_is_none(worker: Worker, clock: Clock) -> None:
+    me, other = worker(0), worker(1)
+    other.begin(REPLICA, 10)
+    clock.now = 5.0
+    me.beat()
+    assert me.others(REPLICA) == (0, 0, 0)
+
+
+def test_a_worker_that_starts_anew_has_nothing_in_flight(worker: Worker) -> None:
+    me, killed = worker(0), worker(1)
+    killed.begin(REPLICA, 10)
+    killed.served(1, 99)
+    killed.publish(1, REPLICA, [11])
+    me.beat()
+    assert me.others(REPLICA) == (1, 10, 1)
+    assert me.news() == [(1, REPLICA, [11])]
+    # As after kill -9: the row is not given back, and somebody takes it anew.
+    successor = worker(1)
+    me.beat()
+    assert me.others(REPLICA) == (0, 0, 0)
+    assert me.served_by_others(1) == 0
+    successor.publish(1, REPLICA, [12])
+    assert me.news() == [(1, REPLICA, [12])]
+
+
+def test_who_leaves_counts_no_more(tmp_path: Path, clock: Clock) -> None:
+    me, other = (SharedRows(tmp_path / "rows", i, clock) for i in (0, 1))
+    other.begin(REPLICA, 10)
+    other.close()
+    me.beat()
+    assert me.others(REPLICA) == (0, 0, 0)
+    me.close()
+
+
+def test_another_layout_is_not_read(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    me, other = worker(0), worker(1)
+    other.begin(REPLICA, 10)
+    monkeypatch.setattr(shared_counters, "_THIS_LAYOUT", 5)
+    me.beat()
+    assert me.others(REPLICA) == (0, 0, 0)
+
+
+# Keys that want the same slot; a window holds sixteen of them.
+CROWD = [5 + 1024 * i for i in range(20)]
+
+
+def test_a_full_table_leaves_out_what_does_not_fit_and_never_counts_below_zero(worker: Worker) -> None:
+    me, other = worker(0), worker(1)
+    for key in CROWD:
+        other.begin(key, 1)
+    me.beat()
+    assert [me.others(key)[0] for key in CROWD] == [1] * 16 + [0] * 4
+    other.first_token(CROWD[0], 1)
+    other.end(CROWD[0])
+    # There is room again, but its begin was not counted.
+    other.end(CROWD[16])
+    other.begin(CROWD[16], 1)
+    me.beat()
+    assert all(count >= 0 for key in CROWD for count in me.others(key))
+
+
+def test_a_replica_that_is_gone_gives_its_slot_to_a_new_one(worker: Worker) -> None:
+    me, other = worker(0), worker(1)
+    for key in CROWD[:16]:
+        other.begin(key, 1)
+        other.first_token(key, 1)
+        other.end(key)
+    me.beat()
+    assert me.others(CROWD[0]) == (0, 0, 1)
+    other.begin(CROWD[16], 3)
+    # Even before the next beat, no count is taken for another replica's.
+    assert me.others(CROWD[0]) == (0, 0, 0)
+    me.beat()
+    assert me.others(CROWD[16]) == (1, 3, 1)
+
+
+def test_service_adds_up_and_can_be_corrected(worker: Worker) -> None:
+    rows = [worker(i) for i in range(3)]
+    for row in rows:
+        row.served(1, 100)
+    rows[1].served(1, -30)
+    for row in rows:
+        row.beat()
+    assert [row.served_by_others(1) for row in rows] == [170, 200, 170]
+    assert rows[0].served_by_others(2) == 0
+
+
+def test_who_comes_later_hears_what_is_still_there(worker: Worker) -> None:
+    first = worker(0)
+    first.publish(1, REPLICA, list(range(NEWS + 5)))
+    ((_, _, hashes),) = worker(1).news()
+    assert hashes == list(range(5, NEWS + 5))
+
+
+def test_a_torn_entry_is_skipped(worker: Worker) -> None:
+    me, other = worker(0), worker(1)
+    me.beat()
+    other.publish(1, REPLICA, [10, 11, 12])
+    at = other._base + shared_counters._RING + shared_counters._ENTRY_WORDS
+    other._words[at + 2] = OTHER
+    assert me.news() == [(1, REPLICA, [10, 12])]
+
+
+def still() -> float:
+    """A clock by which nobody falls silent, however long a busy machine lets him wait."""
+    return 100.0
+
+
+def hammer(path: str, worker: int, rounds: int) -> None:
+    """A worker process that begins, ends and publishes as fast as it can; at the end nothing runs."""
+    rows = SharedRows(Path(path), worker, still)
+    for i in range(rounds):
+        key = 1 + i % 8
+        rows.begin(key, 10)
+        rows.publish(key, worker, [key ^ worker << 32 ^ i << 8])
+        rows.first_token(key, 10)
+        rows.end(key)
+        rows.served(key, 3)
+        if i % 512 == 0:
+            rows.beat()
+    rows.beat()
+
+
+@pytest.mark.slow
+def test_processes_that_hammer_never_show_what_nobody_wrote(tmp_path: Path) -> None:
+    path, rounds = tmp_path / "rows", 20_000
+    me = SharedRows(path, 0, still)
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=hammer, args=(str(path), i, rounds)) for i in (1, 2, 3)]
+    for process in workers:
+        process.start()
+    heard = 0
+    last: dict[int, int] = {}
+    while any(process.is_alive() for process in workers):
+        me.beat()
+        for key in range(1, 9):
+            in_flight, tokens, _ = me.others(key)
+            assert 0 <= in_flight <= 3
+            assert 0 <= tokens <= 30
+        for model, replica, hashes in me.news():
+            for prefix in hashes:
+                assert (prefix & 0xFF, prefix >> 32) == (model, replica)
+                number = prefix >> 8 & 0xFFFFFF
+                assert number > last.get(replica, -1)
+                last[replica] = number
+                heard += 1
+    for process in workers:
+        process.join()
+        assert process.exitcode == 0
+    me.beat()
+    heard += sum(len(hashes) for _, _, hashes in me.news())
+    totals = [me.others(key) for key in range(1, 9)]
+    assert totals == [(0, 0, 3 * rounds // 8)] * 8
+    assert [me.served_by_others(key) for key in range(1, 9)] == [9 * rounds // 8] * 8
+    assert heard > NEWS
+    me.close()
+
+
+def test_two_workers_of_one_number_take_two_rows(tmp_path: Path) -> None:
+    """A lock of a row belongs to a process, so the second one is another process."""
+    mine = SharedRows(tmp_path / "rows", 0)
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
+    child = context.Process(target=lambda: queue.put(SharedRows(tmp_path / "rows", 0).row))
+    child.start()
+    taken = queue.get()
+    child.join()
+    assert (mine.row, taken) == (0, 1)
+    mine.close()

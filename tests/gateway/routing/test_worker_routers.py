@@ -1,0 +1,156 @@
+"""The shell of the router: links in, a link out; news to and from others; decisions kept and explained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from gateway.routing.fleet import ServedModel
+from gateway.routing.replica_handle import ReplicaHandle
+from gateway.routing.shared_counters import LocalCounts, News
+from gateway.routing.worker_routers import KEPT, ModelRouters
+from gateway.telemetry.metrics import Metrics
+from policy.config.control import ControlConfig, SloConfig
+from policy.config.deployment import Deployment, ModelSpec
+from policy.hashing import hash_name
+from policy.request import Request
+from policy.routing.cost import CostEstimate
+from tests.gateway.fake_replica import ready_replica
+
+CHAIN = tuple(range(100, 116, 2))
+DEPTHS = tuple(range(128, 1025, 128))
+
+
+class Wall(LocalCounts):
+    """What one worker published, for another to read."""
+
+    def __init__(self) -> None:
+        self.written: list[News] = []
+
+    def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None:
+        self.written.append((model_key, replica_key, list(hashes)))
+
+
+class Reader(LocalCounts):
+    """Another worker of the host."""
+
+    alone = False
+
+    def __init__(self, wall: Wall) -> None:
+        self._wall = wall
+
+    def news(self) -> list[News]:
+        read, self._wall.written = self._wall.written, []
+        return read
+
+
+def routes(shared: LocalCounts | None = None, metrics: Metrics | None = None) -> ModelRouters:
+    return ModelRouters(random.Random(1), shared or LocalCounts(), metrics=metrics)  # noqa: S311 - ties, not secrets
+
+
+def served(replicas: int = 3) -> ServedModel:
+    model = ServedModel("m")
+    for i in range(replicas):
+        link = ReplicaHandle(ready_replica(f"r{i}"), 1.0, None)
+        link.answering = True
+        model.links.append(link)
+    return model
+
+
+def prompt() -> Request:
+    return Request("m", tenant="t", prompt_tokens=1040, output_tokens=10, prefix=CHAIN, depths=DEPTHS)
+
+
+def choose(here: ModelRouters, model: ServedModel, request: Request) -> CostEstimate | None:
+    now = asyncio.get_running_loop().time()
+    return here.choose(request, [link.look() for link in model.links], now)
+
+
+def send(to: ModelRouters, model: ServedModel, request: Request) -> tuple[ReplicaHandle, CostEstimate]:
+    quote = choose(to, model, request)
+    assert quote is not None
+    link = next(link for link in model.links if link.view is quote.candidate)
+    link.begin(quote.uncached)
+    to.began(request, quote, asyncio.get_running_loop().time())
+    return link, quote
+
+
+async def test_workers_of_a_host_send_a_prefix_to_one_home() -> None:
+    wall = Wall()
+    first, second, model = routes(wall), routes(Reader(wall)), served()
+    home, quote = send(first, model, prompt())
+    assert wall.written == [(hash_name("m"), quote.candidate.key, list(CHAIN))]
+    again, warm = send(second, model, prompt())
+    assert again is home and warm.uncached == 1040 - 1024
+
+
+async def test_replicas_pass_on_what_other_hosts_sent() -> None:
+    here, model = routes(), served()
+    there = model.links[2]
+    here.heard("m", there.view.key, CHAIN)
+    assert send(here, model, prompt())[0] is there
+    here.forget("m", there.view.key)
+    chosen = choose(here, model, prompt())
+    assert chosen is not None and chosen.uncached == 1040
+
+
+async def test_decisions_are_kept_and_explained_with_their_candidates() -> None:
+    here, model = routes(), served()
+    request = prompt()
+    link, quote = send(here, model, request)
+    send(here, model, Request("m", prompt_tokens=10))
+    newest, older = here.describe(5)
+    assert newest["prompt_tokens"] == 10 and older["prompt_tokens"] == 1040
+    assert here.describe(1) == [newest]
+    told = json.loads(here.explain(request))
+    assert told == json.loads(json.dumps(older))
+    assert told["replica"] == link.id and len(told["candidates"]) == 3
+    mine = next(row for row in told["candidates"] if row["replica"] == link.id)
+    assert mine["total_s"] == pytest.approx(quote.total, abs=1e-6)
+    assert mine["uncached_tokens"] == 1040
+    assert here.explain(Request("m")) == b"{}"
+
+
+async def test_the_ring_is_bounded() -> None:
+    here, model = routes(), served()
+    for _ in range(KEPT + 20):
+        send(here, model, Request("m", prompt_tokens=10))
+        choose(here, model, Request("m"))  # a quote that nobody takes up
+    assert len(here.describe(10 * KEPT)) == KEPT
+
+
+async def test_predictions_are_measured() -> None:
+    metrics = Metrics()
+    here, model = routes(metrics=metrics), served()
+    request = prompt()
+    _, quote = send(here, model, request)
+    here.timed(request, quote, quote.total * 1.2, 0.0)
+    text = metrics.render().decode()
+    assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.175",model="m"} 1.0' in text
+    assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.15",model="m"} 0.0' in text
+    assert 'tidegate_ttft_prediction_error_seconds_bucket{le="0.0",model="m"} 1.0' in text
+
+
+async def test_a_new_document_acts_on_the_next_choice() -> None:
+    documents = [
+        Deployment(models=(ModelSpec(name="m", control=ControlConfig(slo=SloConfig(ttft_p95_s=ttft))),))
+        for ttft in (0.001, 60.0)
+    ]
+    here = ModelRouters(random.Random(1), deployment=lambda: documents[0])  # noqa: S311
+    model = served(replicas=1)
+    model.links[0].begin(5000)
+    assert choose(here, model, Request("m", prompt_tokens=10)) is None
+    documents.pop(0)
+    assert choose(here, model, Request("m", prompt_tokens=10)) is not None
+
+
+async def test_a_request_is_expected_to_stay_as_long_as_beside_those_that_run() -> None:
+    here, model = routes(), served()
+    alone = here.service_s(prompt(), [link.view for link in model.links])
+    for _ in range(100):
+        model.links[0].begin()
+    assert here.service_s(prompt(), [link.view for link in model.links]) > 1.05 * alone

@@ -1,0 +1,256 @@
+"""A capture tells lengths, times, adapters and shared beginnings of what was served, and never a text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gateway.protocol import body as bodies
+from gateway.protocol.paths import ROUTES
+from gateway.protocol.prompt_hash import BLOCK_BYTES, grid_of
+from gateway.protocol.usage import Usage
+from gateway.request_context import Call
+from gateway.telemetry import capture_publisher as capturing
+from gateway.telemetry import capture_subscriber
+from gateway.telemetry.capture_publisher import Capture, Row
+from gateway.telemetry.capture_subscriber import Pseudonyms, Subscribers
+from policy.request import Request
+from store.state_dir import StateDir
+from tests.gateway.fake_replica import Exchange, stream
+from tests.gateway.worker import Stack, until
+
+COMPLETE = ROUTES["/v1/completions"]
+USAGE = Usage(prompt=1200, cached=0, completion=7)
+
+
+def density(_: str) -> float:
+    return 4.0
+
+
+def tell(
+    capture: Capture,
+    prompt: str = "a",
+    *,
+    path: str = "/v1/completions",
+    usage: Usage | None = USAGE,
+    began: float | None = None,
+    **more: Any,
+) -> None:
+    """A call of this prompt has ended."""
+    raw = json.dumps({"model": "alpha", "prompt": prompt, "input": prompt}).encode()
+    call = Call(ROUTES[path], {"headers": []}, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    call.usage = usage
+    request = Request("alpha", **more)
+    capture.ended(call, request, bodies.read(raw), raw, monotonic() if began is None else began)
+
+
+async def heard(lines: AsyncIterator[bytes], count: int) -> list[dict[str, Any]]:
+    """The next ``count`` lines."""
+    found: list[dict[str, Any]] = []
+    while len(found) < count:
+        found += [json.loads(line) for line in (await anext(lines)).splitlines()]
+    return found
+
+
+class Site:
+    """Some workers of a host, and one who listens."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.workers = [Capture(place), Capture(place)]
+        self.listeners = Subscribers(place, density)
+        self.lines = self.listeners.lines()
+
+    async def listen(self) -> None:
+        """From now on every worker is heard."""
+        (header,) = await heard(self.lines, 1)
+        assert header == {"tidegate": "capture", "version": 1, "block_tokens": 512}
+        self.look()
+
+    def look(self) -> None:
+        for worker in self.workers:
+            worker.look()
+
+    def flush(self) -> None:
+        for worker in self.workers:
+            worker.flush()
+
+    async def leave(self) -> None:
+        await self.lines.aclose()  # type: ignore[attr-defined] # an async generator
+
+
+@pytest.fixture
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    """No worker has to be waited for."""
+    monkeypatch.setattr(capture_subscriber, "SETTLE_S", 0.0)
+    site = Site(tmp_path / "captures")
+    yield site
+    for worker in site.workers:
+        worker.close()
+    await site.leave()
+
+
+async def test_a_listener_hears_all_workers(site: Site) -> None:
+    await site.listen()
+    one, other = site.workers
+    tell(one, tenant="web", adapter="sql", session=5)
+    tell(other, usage=Usage(completion=3, exact=False), prompt_tokens=90)
+    site.flush()
+    first, second = sorted(await heard(site.lines, 2), key=lambda line: -line["input_tokens"])
+    assert first.pop("at") >= 0 and second.pop("at") >= 0
+    assert first.pop("session") > 0
+    assert first == {
+        "input_tokens": 1200, "output_tokens": 7, "model": "alpha", "adapter": "sql", "tenant": "web",
+    }  # fmt: skip
+    # Its client left: the engine had said no lengths yet.
+    assert second == {"input_tokens": 90, "output_tokens": 3, "model": "alpha"}
+
+
+async def test_what_was_told_before_the_end_is_heard(site: Site) -> None:
+    await site.listen()
+    tell(site.workers[0])
+    for worker in site.workers:
+        worker.close()
+    site.listeners.close()
+    assert len([line async for line in site.lines]) == 1
+    assert list(site.place.iterdir()) == []
+
+
+async def test_without_a_listener_nothing_is_kept(site: Site) -> None:
+    site.look()
+    assert not any(worker.listened for worker in site.workers)
+    await site.listen()
+    assert all(worker.listened for worker in site.workers)
+    await site.leave()
+    site.look()
+    assert not any(worker.listened for worker in site.workers)
+
+
+async def test_what_generates_nothing_and_what_was_refused_is_not_told(site: Site) -> None:
+    await site.listen()
+    worker = site.workers[0]
+    tell(worker, path="/v1/embeddings")
+    tell(worker, path="/v1/tokenize")
+    tell(worker, usage=None)
+    tell(worker, began=monotonic() - 60)  # it came before the capture began
+    tell(worker, usage=Usage(1, 0, 2))
+    site.flush()
+    assert [line["input_tokens"] for line in await heard(site.lines, 1)] == [1]
+
+
+async def test_a_listener_whose_worker_died_is_forgotten(site: Site) -> None:
+    site.place.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as left:
+        left.bind(str(site.place / f"dead{capturing.SUFFIX}"))
+    site.look()
+    assert site.workers[0].listened
+    tell(site.workers[0])
+    site.flush()
+    assert not site.workers[0].listened and list(site.place.iterdir()) == []
+
+
+async def test_who_reads_too_slowly_is_told_how_much_was_lost(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capturing, "MAX_KEPT", 3)
+    await site.listen()
+    for _ in range(5):
+        tell(site.workers[0])
+    site.flush()
+    *told, last = await heard(site.lines, 4)
+    assert len(told) == 3 and last == {"lost": 2}
+
+
+async def test_a_listener_takes_no_more_than_it_has_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_subscriber, "MAX_LINES", 1)
+    await site.listen()
+    (subscription,) = site.listeners._open
+    for number in range(1, 4):
+        tell(site.workers[0], usage=Usage(number, 0, 1))
+        site.flush()
+    while not subscription._batches:  # noqa: ASYNC110 - a socket has no event
+        await asyncio.sleep(0)
+    assert len(subscription._batches) == 1 and not subscription._reading  # the others wait in the socket
+    assert [line["input_tokens"] for line in await heard(site.lines, 3)] == [1, 2, 3]
+
+
+def row(text: str, **more: Any) -> Row:
+    """As a worker tells of a prompt, whose tokens have four bytes each."""
+    raw = json.dumps({"model": "alpha", "prompt": text}).encode()
+    grid = grid_of(7, bodies.read(raw), COMPLETE, raw, most=1000)
+    fields = {"model": "alpha", "adapter": "", "tenant": "", "session": 0} | more
+    return Row(at=0.0, input_tokens=len(text) // 4, output_tokens=1, grid=grid, **fields)
+
+
+def test_prompts_share_the_blocks_of_what_they_begin_with() -> None:
+    veil = Pseudonyms(density, b"key")
+    common = "".join(f"word{number:04d} " for number in range(1000))
+    one = veil.line(row(common + "x" * 4000), 0.0).blocks
+    other = veil.line(row(common + "y" * 4000), 0.0).blocks
+    shared = len(common) // (4 * 512)
+    assert len(one) == len(other) == (len(common) + 4000) // (4 * 512)
+    assert one[:shared] == other[:shared]
+    assert not set(one[shared:]) & set(other[shared:])
+    assert all(0 < block < 2**53 for block in one)
+
+
+def test_a_block_is_of_512_tokens_whatever_a_token_has_of_bytes() -> None:
+    told = row("z" * 40_000)
+    for bytes_a_token in (2.0, 4.6, 8.0):
+        blocks = Pseudonyms(lambda _, found=bytes_a_token: found, b"key").line(told, 0.0).blocks  # type: ignore[misc]
+        assert len(blocks) == min(10_000 // 512, int(len(told.grid) * BLOCK_BYTES / (512 * bytes_a_token)))
+        assert len(set(blocks)) == len(blocks)
+
+
+def test_blocks_stay_where_they_are_while_the_gateway_learns() -> None:
+    learned = iter((4.0, 5.0))
+    veil = Pseudonyms(lambda _: next(learned), b"key")
+    assert veil.line(row("z" * 9000), 0.0).blocks == veil.line(row("z" * 9000), 0.0).blocks
+
+
+def test_another_capture_has_other_hashes() -> None:
+    told = row("z" * 9000, session=3)
+    one, other = Pseudonyms(density, b"one").line(told, 0.0), Pseudonyms(density, b"other").line(told, 0.0)
+    assert one.blocks and not set(one.blocks) & set(other.blocks)
+    assert one.session != other.session
+
+
+@pytest.mark.process
+async def test_over_the_admin_port_every_worker_is_heard_and_no_text(stack: Stack) -> None:
+    await stack.start_controller()
+    await asyncio.gather(stack.start_worker(0), stack.start_worker(1))
+    replica = await stack.replica("r0", bound=64)
+    replica.answer = counted
+    await stack.ready(replica)
+    secret = "the words of a client " * 400
+    async with stack.admin.stream("GET", "/admin/capture") as answer:
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        lines = answer.aiter_lines()
+        assert json.loads(await anext(lines))["tidegate"] == "capture"
+        for number in range(24):  # each on a connection of its own: both workers get some
+            body = {"model": "alpha", "prompt": secret + str(number), "stream": True}
+            await stack.http.post("/v1/completions", json=body, headers={"connection": "close"})
+        text = [await anext(lines) for _ in range(24)]
+    said = [json.loads(line) for line in text]
+    assert not any("words" in line or "client" in line for line in text)
+    assert {(line["input_tokens"], line["output_tokens"]) for line in said} == {(3000, 11)}
+    assert len({tuple(line["blocks"][:4]) for line in said}) == 1
+    # Where the path of the state directory is too long for sockets, theirs is another.
+    captures = StateDir(stack.root).captures
+    await until(lambda: not list(captures.iterdir()), "the listener has left")
+
+
+async def counted(exchange: Exchange) -> None:
+    said = {
+        "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 3000, "completion_tokens": 11},
+    }
+    await stream(b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n")(exchange)

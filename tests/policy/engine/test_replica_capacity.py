@@ -1,0 +1,259 @@
+"""What a replica is said to do, against the scheduler that does it, and laws of an objective."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.config.control import SloConfig
+from policy.engine.batch_scheduler import Request, Scheduler
+from policy.engine.builtin_profiles import PROFILES, profile
+from policy.engine.performance_model import Limits, Timing, Workload
+from policy.engine.replica_capacity import FULL, ExpectedLatency, capability, latency_at
+
+NOTHING = SloConfig()
+# Profile, degree, input and output tokens, and limits that are not the profile's.
+Case = tuple[str, int, int, int, dict[str, int]]
+CASES: tuple[Case, ...] = (
+    ("cpu-smollm2-135m", 1, 100, 60, {}),
+    ("cpu-smollm2-135m", 2, 100, 60, {}),
+    ("cpu-smollm2-135m", 1, 400, 60, {}),
+    ("sim-small", 1, 500, 100, {}),
+    ("sim-small", 1, 3000, 50, {}),
+    ("sim-small", 1, 500, 100, {"max_num_seqs": 16}),
+    ("sim-small", 1, 500, 100, {"kv_tokens": 12_000}),
+    ("h100-8b", 1, 1000, 150, {}),
+)
+NAMES = [f"{name}-{k}-{prompt}{''.join(over)}" for name, k, prompt, _, over in CASES]
+
+
+def timing(case: Case) -> Timing:
+    name, degree, _, _, over = case
+    limits = msgspec.structs.replace(profile(name).limits(degree), **over)
+    return Timing(limits=limits, model=profile(name).model.at_degree(degree))
+
+
+def workload(case: Case, lam: float = 0.0) -> Workload:
+    return Workload(lam=lam, input_tokens=case[2], output_tokens=case[3])
+
+
+def p95(durations: list[float]) -> float:
+    return sorted(durations)[int(0.95 * len(durations))]
+
+
+def simulated(case: Case, lam: float, count: int) -> ExpectedLatency:
+    """What ``count`` requests at random instants found; those of the warm-up and the end left out."""
+    engine, random = timing(case), Random(1)  # noqa: S311 - no secret
+    assert engine.model is not None
+    scheduler = Scheduler(engine.model, engine.limits)
+    arrivals, at = [], 0.0
+    for _ in range(count):
+        at += random.expovariate(lam)
+        arrivals.append(at)
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    gaps: list[float] = []
+    now, come = 0.0, 0
+    counted = range(int(0.15 * count), int(0.95 * count))
+    while len(last) < count or scheduler.running:
+        if not scheduler.running and not scheduler.waiting:
+            now = max(now, arrivals[come])
+        while come < count and arrivals[come] <= now:
+            scheduler.submit(Request(str(come), case[2], case[3]))
+            come += 1
+        result = scheduler.step()
+        now += result.duration_s
+        for name in result.tokens:
+            request = int(name)
+            if request not in first:
+                first[request] = now
+            elif request in counted:
+                gaps.append(now - last[request])
+            last[request] = now
+    return ExpectedLatency(
+        ttft_p95_s=p95([first[i] - arrivals[i] for i in counted]),
+        itl_p95_s=p95([(last[i] - first[i]) / max(case[3] - 1, 1) for i in counted]),
+        gap_p95_s=p95(gaps) if gaps else 0.0,
+        met=1.0,
+        utilisation=1.0,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_it_foresees_what_the_scheduler_does(case: Case, part: float) -> None:
+    lam = part * capability(timing(case), workload(case), NOTHING).mu_max
+    found, said = simulated(case, lam, 1500), latency_at(timing(case), workload(case, lam), NOTHING)
+    assert said.itl_p95_s == pytest.approx(found.itl_p95_s, rel=0.20)
+    assert said.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=0.25)
+    assert said.gap_p95_s == pytest.approx(found.gap_p95_s, rel=0.25)
+    assert said.utilisation == pytest.approx(part)
+
+
+# Prompts that take several steps hold few seats and are not waited for twice; of prompts of one step every
+# step has some, beside which few requests decode or none.
+SHORT_ANSWERS = (
+    *(
+        (name, 1, prompt, 1, 0.2)
+        for name, prompt in (("sim-small", 100), ("sim-small", 500), ("h100-8b", 1000))
+    ),
+    ("cpu-smollm2-135m", 1, 100, 1, 0.2),
+    ("h100-8b", 1, 4000, 1, 0.2),
+    *(("sim-small", 1, 500, output, 0.25) for output in (2, 3)),
+    ("cpu-smollm2-135m", 1, 100, 2, 0.25),
+    *(("sim-small", 1, prompt, output, 0.25) for prompt, output in ((3000, 2), (8000, 2), (3000, 5))),
+    ("h100-8b", 1, 20_000, 2, 0.25),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize(("name", "degree", "prompt", "output", "within"), SHORT_ANSWERS)
+def test_short_answers_have_the_ttft_of_the_scheduler(
+    name: str, degree: int, prompt: int, output: int, within: float, *, part: float
+) -> None:
+    case: Case = (name, degree, prompt, output, {})
+    lam = part * capability(timing(case), workload(case), NOTHING).mu_max
+    found, expected = simulated(case, lam, 2500), latency_at(timing(case), workload(case, lam), NOTHING)
+    assert expected.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_it_keeps_up_to_the_edge_and_not_beyond(case: Case) -> None:
+    """The throughput of an engine that has more than it can do."""
+    engine, edge = timing(case), capability(timing(case), workload(case), NOTHING).mu_max
+    assert engine.model is not None
+    scheduler = Scheduler(engine.model, engine.limits)
+    now, come, done = 0.0, 0, 0
+    since, before = 0.0, 0
+    while done < 1200:
+        while come < 1.5 * edge * now + 1:
+            scheduler.submit(Request(str(come), case[2], case[3]))
+            come += 1
+        result = scheduler.step()
+        now += result.duration_s
+        done += len(result.finished)
+        if not before and done >= 400:
+            since, before = now, done
+    assert (done - before) / (now - since) == pytest.approx(edge, rel=0.1)
+    beyond = latency_at(engine, workload(case, 1.01 * edge), SloConfig(itl_p95_s=100.0))
+    assert (beyond.ttft_p95_s, beyond.itl_p95_s, beyond.gap_p95_s, beyond.met) == (None, None, None, 0.0)
+    assert beyond.utilisation == pytest.approx(1.01)
+
+
+shapes = st.sampled_from([(name, 1) for name in PROFILES if name != "l4-70b" and "70b" not in name])
+loads = st.tuples(st.floats(1, 10_000), st.floats(1, 2000), st.sampled_from([0.0, 0.5, 0.99]))
+bounds = st.one_of(st.none(), st.floats(1e-4, 100.0))
+
+
+def engine_of(shape: tuple[str, int]) -> Timing:
+    name, degree = shape
+    return Timing(limits=profile(name).limits(degree), model=profile(name).model.at_degree(degree))
+
+
+def load_of(load: tuple[float, float, float], lam: float = 0.0) -> Workload:
+    prompt, output, hit = load
+    return Workload(lam=lam, input_tokens=prompt, output_tokens=output, hit=hit)
+
+
+@given(shapes, loads, bounds, bounds)
+def test_a_rate_within_the_objective_is_within_it(
+    shape: tuple[str, int], load: tuple[float, float, float], ttft: float | None, itl: float | None
+) -> None:
+    slo = SloConfig(ttft_p95_s=ttft, itl_p95_s=itl)
+    able = capability(engine_of(shape), load_of(load), slo)
+    assert 0.0 <= able.mu <= FULL * able.mu_max
+    if not able.mu:
+        # Not even the hundredth part of what keeps up.
+        seldom = latency_at(engine_of(shape), load_of(load, 0.01 * able.mu_max), slo)
+        assert (seldom.ttft_p95_s or 0) > (ttft or math.inf) or (seldom.itl_p95_s or 0) > (itl or math.inf)
+        return
+    at_mu = latency_at(engine_of(shape), load_of(load, able.mu), slo)
+    assert at_mu.ttft_p95_s == able.ttft_s <= (ttft or math.inf)
+    assert at_mu.itl_p95_s == able.itl_s <= (itl or math.inf)
+    assert at_mu.met >= 0.95**2 - 1e-3
+    if able.mu < FULL * able.mu_max:
+        more = latency_at(engine_of(shape), load_of(load, 1.01 * able.mu), slo)
+        assert (more.ttft_p95_s or 0) > (ttft or math.inf) or (more.itl_p95_s or 0) > (itl or math.inf)
+
+
+@given(shapes, loads, st.lists(st.floats(1e-3, 10.0), min_size=2, max_size=4))
+def test_a_looser_objective_is_met_at_no_lower_rate(
+    shape: tuple[str, int], load: tuple[float, float, float], itls: list[float]
+) -> None:
+    rates = [capability(engine_of(shape), load_of(load), SloConfig(itl_p95_s=itl)).mu for itl in sorted(itls)]
+    rates.append(capability(engine_of(shape), load_of(load), NOTHING).mu)
+    for tight, loose in pairwise(rates):
+        assert loose >= tight * (1 - 2e-3)
+
+
+@given(shapes, loads, st.floats(1e-6, 0.98))
+def test_what_it_says_is_finite_and_grows_with_the_rate(
+    shape: tuple[str, int], load: tuple[float, float, float], part: float
+) -> None:
+    edge = capability(engine_of(shape), load_of(load), NOTHING).mu_max
+    slo = SloConfig(ttft_p95_s=1.0, itl_p95_s=0.1)
+    some, more = (latency_at(engine_of(shape), load_of(load, p * edge), slo) for p in (part, (1 + part) / 2))
+    for said in (some, more):
+        assert said.ttft_p95_s is not None
+        assert said.itl_p95_s is not None
+        assert said.gap_p95_s is not None
+        assert 0.0 < said.ttft_p95_s < math.inf
+        assert all((each > 0.0) == (load[1] > 1.0) for each in (said.itl_p95_s, said.gap_p95_s))
+        assert max(said.itl_p95_s, said.gap_p95_s) < math.inf
+        assert 0.0 <= said.met <= 1.0
+    assert (more.itl_p95_s or 0) >= (some.itl_p95_s or 0) * 0.99
+
+
+def test_nobody_who_comes_alone_waits() -> None:
+    engine = engine_of(("h100-8b", 1))
+    assert engine.model is not None
+    alone = latency_at(engine, Workload(lam=1e-6, input_tokens=1000, output_tokens=150), NOTHING)
+    assert alone.ttft_p95_s == pytest.approx(engine.model.prefill_s(1000, 8192), rel=1e-3)
+    assert alone.itl_p95_s == pytest.approx(engine.model.step_time(1, 1075, 1), rel=1e-3)
+
+
+def test_what_has_no_gaps_is_bound_by_no_gap() -> None:
+    """Vectors, and labels of one token: what is promised between two tokens asks for no replicas."""
+    case = CASES[3]
+    vectors = Workload(lam=0.0, input_tokens=case[2], output_tokens=1.0)
+    strict = SloConfig(itl_p95_s=1e-4, ttft_p95_s=1.0)
+    found = capability(timing(case), vectors, strict)
+    assert found.mu == capability(timing(case), vectors, SloConfig(ttft_p95_s=1.0)).mu > 0.0
+    assert found.itl_s == 0.0
+    outlook = latency_at(timing(case), msgspec.structs.replace(vectors, lam=found.mu), strict)
+    assert (outlook.itl_p95_s, outlook.gap_p95_s) == (0.0, 0.0)
+    assert outlook.met > 0.9
+
+
+def test_an_engine_of_which_nothing_is_known_is_assumed_to_be_a_common_one() -> None:
+    unknown = Timing(limits=Limits(max_num_batched_tokens=8192, max_num_seqs=256, kv_tokens=0))
+    able = capability(unknown, Workload(lam=0.0, input_tokens=1000, output_tokens=150), NOTHING)
+    assert 5 < able.mu < 50
+    assert (able.seats, able.kv_tokens) == (256, 0)
+
+
+GOLDEN = {
+    # Requests per second of 200 in, 100 out: without an objective, and within 0.1 s and 15 ms.
+    ("h100-8b", 1): (75.385, 64.489),
+    ("l4-8b", 1): (6.1677, 0.0),
+    ("sim-small", 1): (98.359, 98.359),
+}
+
+
+def test_golden_capabilities() -> None:
+    """A change here changes scaling."""
+    found = {}
+    for shape in GOLDEN:
+        load = Workload(lam=0.0, input_tokens=200, output_tokens=100)
+        slo = SloConfig(ttft_p95_s=0.1, itl_p95_s=0.015)
+        found[shape] = tuple(capability(engine_of(shape), load, each).mu for each in (NOTHING, slo))
+    assert found == {shape: pytest.approx(rates, rel=1e-3) for shape, rates in GOLDEN.items()}

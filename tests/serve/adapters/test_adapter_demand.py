@@ -1,0 +1,151 @@
+"""Demand: what replicas say becomes rates, hit rates and refusals; time moves only as the tests say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policy.adapter_placement.slots import HALF_LIFE_S
+from policy.types import ReplicaPhase
+from policy.wire.catalog import served_name
+from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
+from serve.adapters import adapter_demand as module
+from serve.adapters.adapter_demand import AGAIN_S, REFUSING_S, WAITS_S, AdapterDemand
+from tests.serve.replicas import replica
+
+SQL = AdapterRef(name="sql", digest="a" * 64)
+SERVED = served_name(SQL.name, SQL.digest)
+
+
+def use(wanted: AdapterRef = SQL, **done: Any) -> AdapterUse:
+    return AdapterUse(name=wanted.name, digest=wanted.digest, **done)
+
+
+def beat(*uses: AdapterUse, name: str = "r1", **over: Any) -> Heartbeat:
+    return Heartbeat(replica=replica(name, **over), uses=uses)
+
+
+def test_a_steady_stream_is_its_rate_and_halves_when_it_ends() -> None:
+    demand = AdapterDemand()
+    for second in range(600):
+        demand.note(beat(use(requests=3)), float(second))
+    assert demand.usage("m", SQL, 600.0).rate == pytest.approx(3.0, rel=0.02)
+    assert demand.usage("m", SQL, 600.0 + HALF_LIFE_S).rate == pytest.approx(1.5, rel=0.02)
+    assert demand.usage("m", SQL, 600.0 + HALF_LIFE_S).last_used == 599.0
+
+
+def test_rates_of_replicas_add_up_and_those_of_models_do_not() -> None:
+    demand = AdapterDemand()
+    for second in range(600):
+        demand.note(beat(use(requests=1)), float(second))
+        demand.note(beat(use(requests=1), name="r2"), float(second))
+        demand.note(beat(use(requests=5), name="x1", model="x"), float(second))
+    assert demand.usage("m", SQL, 600.0).rate == pytest.approx(2.0, rel=0.02)
+    assert demand.usage("x", SQL, 600.0).rate == pytest.approx(5.0, rel=0.02)
+
+
+def test_a_rise_is_told_once_it_is_more_than_chance() -> None:
+    demand = AdapterDemand()
+    demand.note(beat(use(requests=2)), 0.0)
+    assert demand.usage("m", SQL, 0.0).rising == 0.0
+    for second in range(1, 20):
+        demand.note(beat(use(requests=4)), float(second))
+    usage = demand.usage("m", SQL, 20.0)
+    assert usage.rising > 2 * usage.rate
+    # What goes on as it was does not rise.
+    for second in range(20, 600):
+        demand.note(beat(use(requests=4)), float(second))
+    usage = demand.usage("m", SQL, 600.0)
+    assert usage.rising == 0.0 or usage.rising < 1.1 * usage.rate
+
+
+def test_hits_loads_and_seconds() -> None:
+    demand = AdapterDemand()
+    demand.note(beat(use(requests=4, found=3, loads=1, load_s=0.5, busy_s=8.0)), 1.0)
+    demand.note(beat(use(loads=1, load_s=0.7)), 1.0)
+    usage = demand.usage("m", SQL, 1.0)
+    assert (usage.hit_rate, usage.loads, usage.load_s, usage.service_s) == (0.75, 2, pytest.approx(0.6), 2.0)
+    assert demand.usage("m", SQL, 61.0).hit_rate == pytest.approx(0.75)
+
+
+def test_who_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_VERSIONS", 2)
+    demand = AdapterDemand()
+    one, two, three = (AdapterRef(name=name, digest="b" * 64) for name in ("one", "two", "three"))
+    for at, wanted in enumerate((one, two, one, three)):
+        demand.note(beat(use(wanted, requests=1)), float(at))
+    assert [demand.usage("m", each, 4.0).rate > 0 for each in (one, two, three)] == [True, False, True]
+
+
+def test_waiting_is_what_was_said_last_and_lately() -> None:
+    demand = AdapterDemand()
+    demand.note(beat(use(waiting=3)), 0.0)
+    demand.note(beat(use(waiting=2), name="r2"), 0.0)
+    demand.note(beat(), 0.5)
+    assert demand.usage("m", SQL, 0.5).waiting == 5
+    demand.note(beat(use(requests=1)), 1.0)
+    assert demand.usage("m", SQL, 1.0).waiting == 2
+    assert demand.usage("m", SQL, WAITS_S).waiting == 0
+
+
+def test_a_refusal_stays_until_the_load_succeeds() -> None:
+    demand = AdapterDemand()
+    demand.note(beat(use(failed="tensor_shape: why")), 1.0)
+    demand.note(beat(use(requests=1)), 2.0)
+    assert demand.failures(SQL)["r1"].reason == "tensor_shape: why"
+    assert demand.refusing("r1", 2.0) == {SQL}
+    demand.note(beat(use(loads=1)), 3.0)
+    assert (demand.failures(SQL), demand.refusing("r1", 3.0)) == ({}, frozenset())
+
+
+def test_the_plan_tries_again_after_a_while_though_the_refusal_is_still_told() -> None:
+    demand = AdapterDemand()
+    demand.note(beat(use(failed="why")), 1.0)
+    demand.note(beat(), REFUSING_S + 2.0)
+    assert demand.refusing("r1", REFUSING_S + 2.0) == frozenset()
+    assert set(demand.failures(SQL)) == {"r1"}
+
+
+def test_a_refusal_is_told_until_another_try_would_have_failed() -> None:
+    demand = AdapterDemand()
+    other = AdapterRef(name="law", digest="b" * 64)
+    demand.note(beat(use(failed="once"), use(other, failed="again and again")), 1.0)
+    demand.note(beat(use(other, failed="again and again")), 1.0 + REFUSING_S + AGAIN_S / 2)
+    assert set(demand.failures(SQL)) == {"r1"}
+    demand.note(beat(), 1.0 + REFUSING_S + AGAIN_S)
+    assert demand.failures(SQL) == {}
+    assert set(demand.failures(other)) == {"r1"}
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        {"adapters": (SERVED,)},
+        {"incarnation": 1},
+        {"state": ReplicaPhase.STOPPED},
+    ],
+)
+def test_a_refusal_ends_with_what_said_it(after: dict[str, Any]) -> None:
+    demand = AdapterDemand()
+    demand.note(beat(use(failed="why")), 1.0)
+    demand.note(beat(**after), 2.0)
+    assert demand.failures(SQL) == {}
+
+
+def test_replicas_that_vanished_refuse_nothing() -> None:
+    demand = AdapterDemand()
+    demand.note(beat(use(failed="why", waiting=1)), 1.0)
+    demand.note(beat(use(failed="why"), name="r2"), 1.0)
+    demand.keep(["r2"])
+    assert set(demand.failures(SQL)) == {"r2"}
+    assert demand.usage("m", SQL, 1.0).waiting == 0
+
+
+def test_refusals_of_one_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FAILURES", 2)
+    demand = AdapterDemand()
+    many = [AdapterRef(name=f"a{i}", digest="c" * 64) for i in range(4)]
+    for wanted in many:
+        demand.note(beat(use(wanted, failed="why")), 1.0)
+    assert demand.refusing("r1", 1.0) == set(many[2:])

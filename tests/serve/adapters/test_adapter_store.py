@@ -1,0 +1,98 @@
+"""The real shelf: files in a folder, records in a database, both found again by the next controller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policy.config.deployment import ModelSpec
+from policy.errors import AdapterRefused
+from serve.adapters import adapter_store
+from serve.adapters.adapter_store import AdapterStore
+from store.adapters.base_model_shapes import BaseModel
+from store.preparation_progress import Prepared, Progress
+from store.state_dir import StateDir
+from tests.serve.sim_documents import deployment, sim_model
+from tests.store.adapters.making import files, write
+
+SQL = ("m", "sql")
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir(tmp_path / "state")
+
+
+def shelf_of(state: StateDir) -> AdapterStore:
+    return AdapterStore(state, f"sqlite:///{state.database_path}")
+
+
+@pytest.fixture
+def shelf(state: StateDir) -> AdapterStore:
+    return shelf_of(state)
+
+
+def spec(**adapters: Any) -> ModelSpec:
+    return deployment(sim_model(adapters=adapters)).models[0]
+
+
+def source(tmp_path: Path, seed: int = 1, **configuration: Any) -> str:
+    return str(write(tmp_path / f"adapter-{seed}", files(seed, **configuration)))
+
+
+def quiet(progress: Progress) -> None:
+    """Nobody watches."""
+
+
+def test_what_was_put_is_there_for_the_next_controller(
+    shelf: AdapterStore, state: StateDir, tmp_path: Path
+) -> None:
+    steps: list[str] = []
+    taken = shelf.take(spec(), source(tmp_path), lambda progress: steps.append(progress.step))
+    assert {"fetch", "check", "store"} <= set(steps)
+    alias = shelf.put(SQL, [(taken, 1.0)], None, declared=True)
+    assert (alias.versions[0].digest, alias.versions[0].rank, alias.split) == (taken.digest, 4, ((1, 1.0),))
+    again = shelf_of(state)
+    assert again.aliases() == (alias,)
+    assert again.declared() == {SQL}
+    assert again.holds(taken.digest)
+
+
+def test_the_limits_are_the_documents(shelf: AdapterStore, tmp_path: Path) -> None:
+    with pytest.raises(AdapterRefused) as refused:
+        shelf.take(spec(max_rank=2), source(tmp_path), quiet)
+    assert refused.value.code == "rank"
+    with pytest.raises(AdapterRefused) as refused:
+        shelf.take(spec(max_bytes=1000), source(tmp_path), quiet)
+    assert refused.value.code == "too_large"
+
+
+def test_only_what_nobody_names_or_uses_is_cleared_away(shelf: AdapterStore, tmp_path: Path) -> None:
+    named, used, idle = (shelf.take(spec(), source(tmp_path, seed), quiet) for seed in (1, 2, 3))
+    shelf.put(SQL, [(named, 1.0)], None, declared=False)
+    assert shelf.clear({f"old@{used.digest[:12]}"}, 3600.0) == []
+    assert shelf.clear({f"old@{used.digest[:12]}"}, 0.0) == [idle.digest]
+    assert [shelf.holds(each.digest) for each in (named, used, idle)] == [True, True, False]
+
+
+def test_adapters_are_compared_with_the_base_model_which_is_read_once(
+    shelf: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sim_model(engine="vllm", source="package:base", adapters={})
+    del model["sim"]
+    of_vllm = deployment(model).models[0]
+    asked: list[str] = []
+
+    def prepare(source: str, **options: Any) -> Prepared:
+        asked.append(source)
+        return Prepared(path=tmp_path, digest="0" * 64)
+
+    monkeypatch.setattr(adapter_store, "prepare", prepare)
+    monkeypatch.setattr(BaseModel, "of", lambda directory: BaseModel({"model.layers.0.mlp.up_proj": (8, 8)}))
+    for seed in (1, 2):
+        with pytest.raises(AdapterRefused) as refused:
+            shelf.take(of_vllm, source(tmp_path, seed), quiet)
+        assert refused.value.code == "target_module"
+    assert asked == ["package:base"]

@@ -1,0 +1,66 @@
+"""Cores: replicas of one mode do not overlap, and a dead process holds none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from serve.host import cpu_core_assignment
+from serve.host.cpu_core_assignment import CoreSet
+
+ALL = (0, 1, 2, 3)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cores.json"
+
+
+def kept(path: Path) -> list[CoreSet]:
+    return msgspec.json.decode(path.read_bytes(), type=list[CoreSet])
+
+
+def test_the_least_claimed_come_first(path: Path) -> None:
+    assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 1)
+    assert cpu_core_assignment.claim_cores(path, 1, ALL) == (2,)
+    assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 3)
+
+
+def test_a_second_shape_shares_once_all_are_taken(path: Path) -> None:
+    assert cpu_core_assignment.claim_cores(path, 4, ALL) == ALL
+    assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 1)
+    assert cpu_core_assignment.claim_cores(path, 2, ALL) == (2, 3)
+
+
+def test_more_than_there_are_is_all_there_are(path: Path) -> None:
+    assert cpu_core_assignment.claim_cores(path, 9, ALL) == ALL
+
+
+@pytest.mark.slow
+def test_a_process_that_ended_holds_nothing(path: Path) -> None:
+    code = "import sys; from pathlib import Path; from serve.host.cpu_core_assignment import claim_cores\n"
+    code += "print(claim_cores(Path(sys.argv[1]), 2, (0, 1)))"
+    command = [sys.executable, "-c", code, str(path)]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert ended.stdout.strip() == "(0, 1)"
+    assert len(kept(path)) == 1
+    assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 1)
+    assert len(kept(path)) == 1
+
+
+def test_a_later_process_with_the_same_id_does_not_inherit(path: Path) -> None:
+    process = psutil.Process()
+    earlier = CoreSet(process.pid, process.create_time() - 100, (0, 1))
+    path.write_bytes(msgspec.json.encode([earlier]))
+    assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 1)
+    assert [claim.cores for claim in kept(path)] == [(0, 1)]
+
+
+def test_only_cores_that_this_process_may_use_are_taken(path: Path) -> None:
+    usable = set(psutil.Process().cpu_affinity())
+    assert set(cpu_core_assignment.claim_cores(path, 1)) <= usable

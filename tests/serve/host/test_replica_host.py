@@ -1,0 +1,251 @@
+"""The replica host with a real engine process: its starts, its deaths and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from policy.engine.step_samples import StepSample
+from policy.errors import EngineFailed
+from policy.scaling.rollout import MAX_FAILURES, STABLE_S
+from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.wire.heartbeat import AdapterUse
+from policy.wire.load_stream import LoadLine
+from policy.wire.reports import EngineReport
+from serve.engine.main import Event
+from serve.host.replica_host import HostSpec, ReplicaHost
+from serve.host.weight_verification import Weights
+from store.model_weights.prepare import Origin
+from store.preparation_progress import Prepared, Progress, Report
+from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
+from tests.serve.sim_documents import deployment, sim_model
+
+pytestmark = pytest.mark.process
+Make = Callable[..., ReplicaHost]
+
+
+def host_of(spec: HostSpec, folder: Path, replica: str = "r", **options: Any) -> ReplicaHost:
+    claims = folder / "cores.json"
+    return ReplicaHost(
+        spec, replica=replica, address="127.0.0.1", node="local", core_claims=claims, **options
+    )
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    made: list[ReplicaHost] = []
+
+    def host(stable_s: float = STABLE_S, **over: Any) -> ReplicaHost:
+        spec = host_spec(deployment(sim_model(**over)).models[0], tmp_path)
+        made.append(host_of(spec, tmp_path, replica=f"r{len(made)}", stable_s=stable_s))
+        return made[-1]
+
+    yield host
+    for one in made:
+        if one.snapshot().state is not ReplicaPhase.STOPPED:
+            await one.stop()
+
+
+async def until(host: ReplicaHost, true: Callable[[Replica], bool]) -> Replica:
+    async with asyncio.timeout(WITHIN_S):
+        while not true(host.snapshot()):  # noqa: ASYNC110 - loads have no event
+            await asyncio.sleep(0.02)
+    return host.snapshot()
+
+
+async def test_it_is_ready_once_its_engine_answered(make: Make) -> None:
+    host = make()
+    assert host.snapshot().state is ReplicaPhase.STARTING
+    await host.start()
+    replica = host.snapshot()
+    assert replica.state is ReplicaPhase.READY
+    assert (replica.id, replica.model, replica.shape, replica.generation) == ("r0", "m", "small", 1)
+    assert (replica.incarnation, replica.failures, replica.reason) == (0, 0, "")
+    # Without weights no start is cold.
+    assert replica.start_path is StartPath.CACHED
+    assert replica.start_s is not None
+    assert replica.max_model_len
+    assert replica.load.bound == 256
+    # The canary is no traffic, but it was a real request: the engine stepped for it.
+    assert (await until(host, lambda r: r.load.tokens > 0)).load.in_flight == 0
+    async with client(host.snapshot().url) as http:
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
+
+
+async def test_what_was_done_with_adapters_is_told_once_and_who_waits_as_long_as_they_do(make: Make) -> None:
+    host = make()
+    line = LoadLine(state=ReplicaPhase.STARTING, load=Load(at=0.0))
+    use = AdapterUse(name="a", digest="a" * 64, requests=3, waiting=2)
+    host._take(Event(line=line, uses=(use,)), 0.0)
+    host._take(Event(failed="not of interest"), 0.0)
+    assert [(one.requests, one.waiting) for one in host.take_uses()] == [(3, 0), (0, 2)]
+    assert [(one.requests, one.waiting) for one in host.take_uses()] == [(0, 2)]
+    host._take(Event(line=line), 0.0)
+    assert host.take_uses() == ()
+
+
+async def test_what_its_engine_tells_of_steps_is_told_once_and_totals_outlast_a_restart(make: Make) -> None:
+    host = make()
+    step = StepSample(2, 4.0, 600.0, 4.0, 0.1)
+    host._take(Event(engine=EngineReport(preempted=3, steps=(step,))), 0.0)
+    host._take(Event(engine=EngineReport(preempted=5, deferred=1, steps=(step,))), 0.0)
+    both = EngineReport(preempted=5, deferred=1, steps=(StepSample(4, 4.0, 600.0, 4.0, 0.1),))
+    assert host.take_engine() == both
+    assert host.take_engine() is None
+    # An engine that was restarted counts from nothing.
+    for preempted, total in ((0, 5), (2, 7), (0, 7), (1, 8)):
+        host._take(Event(engine=EngineReport(preempted=preempted)), 0.0)
+        assert host.take_engine() == EngineReport(preempted=total)
+
+
+async def test_the_first_start_of_weights_on_a_node_is_cold_and_the_next_one_is_not(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    said: list[Progress] = [
+        Progress(step="fetch", message="using"),
+        Progress(step="verify", message="is whole"),
+    ]
+
+    def prepare(*_: Any, progress: Report, **__: Any) -> Prepared:
+        for each in said:
+            progress(each)
+        return Prepared(path=tmp_path, digest="d")
+
+    spec = msgspec.structs.replace(
+        make().spec, weights=Weights(origin=Origin.PACKAGE, source="package:p", digest="d")
+    )
+
+    async def path() -> StartPath:
+        host = host_of(spec, tmp_path, prepare=prepare)
+        await host.start()
+        await host.stop()
+        return host.snapshot().start_path
+
+    assert await path() is StartPath.COLD
+    assert await path() is StartPath.CACHED
+    # Somebody removed what was prepared.
+    said.append(Progress(step="extract", message="taking it out"))
+    assert await path() is StartPath.COLD
+
+
+async def test_an_engine_that_was_killed_comes_back_in_place_and_says_so(make: Make) -> None:
+    host = make()
+    await host.start()
+    before = host.snapshot()
+    os.kill(before.pid, signal.SIGKILL)
+    fallen = await until(host, lambda r: r.state is ReplicaPhase.STARTING)
+    assert (fallen.url, fallen.incarnation, fallen.failures) == ("", 1, 1)
+    assert "SIGKILL" in fallen.reason
+    back = await until(host, lambda r: r.state is ReplicaPhase.READY)
+    assert back.id == before.id
+    assert back.pid != before.pid
+    assert (back.incarnation, back.reason) == (1, "")
+    assert not host.lost.is_set()
+
+
+# With the second every start takes longer than an engine must live to be called stable.
+@pytest.mark.parametrize("stable_s", [STABLE_S, 1e-6])
+async def test_an_engine_that_keeps_failing_is_given_up_with_its_reason(make: Make, stable_s: float) -> None:
+    host = make(stable_s=stable_s, engine_args={"max_num_seqs": "many"})
+    with pytest.raises(EngineFailed) as failed:
+        await host.start()
+    assert host.lost.is_set()
+    replica = host.snapshot()
+    assert (replica.state, replica.failures) == (ReplicaPhase.STARTING, MAX_FAILURES)
+    assert "max_num_seqs" in str(failed.value)
+    assert replica.reason == str(failed.value)
+    await host.stop()
+    # The last word of a host that gave up is why.
+    last = host.snapshot()
+    assert (last.state, last.reason, last.failures) == (ReplicaPhase.STOPPED, replica.reason, MAX_FAILURES)
+
+
+async def test_a_node_without_the_heads_directory_keeps_its_logs_elsewhere(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("TIDEGATE_STATE_DIR", raising=False)
+    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        (tmp_path / name).mkdir()
+    heads = tmp_path / "file" / "state"
+    spec = msgspec.structs.replace(make().spec, state_dir=str(heads))
+    ReplicaHost(spec, replica="a", address="127.0.0.1", node="n")._log.close()
+    assert (tmp_path / "XDG_STATE_HOME" / "tidegate" / "logs" / "replica-a.log").exists()
+    # Not even the user's own state directory can be made.
+    monkeypatch.setenv("XDG_STATE_HOME", str(heads))
+    ReplicaHost(spec, replica="b", address="127.0.0.1", node="n")._log.close()
+    (log,) = (tmp_path / "XDG_RUNTIME_DIR").glob("tidegate-*/logs/replica-b.log")
+    assert log.exists()
+
+
+async def test_an_engine_that_lived_long_begins_a_new_row(make: Make) -> None:
+    host = make(stable_s=0.0)
+    await host.start()
+    for incarnation in range(1, MAX_FAILURES + 1):
+        os.kill(host.snapshot().pid, signal.SIGKILL)
+        back = await until(
+            host, lambda r, n=incarnation: r.incarnation == n and r.state is ReplicaPhase.READY
+        )
+        assert back.failures == 1
+    assert not host.lost.is_set()
+
+
+async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> None:
+    # The stream lasts some seconds, in which all the rest has room.
+    host = make(sim={"profile": "sim-small", "speed": 0.05})
+    await host.start()
+    async with client(host.snapshot().url) as http:
+        async with http.stream("POST", "/v1/completions", json=prompt(100)) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            draining = asyncio.ensure_future(host.drain(WITHIN_S))
+            await until(host, lambda r: r.state is ReplicaPhase.DRAINING and r.load.in_flight == 1)
+            # The host says so at once, and its engine as soon as it hears of it.
+            async with asyncio.timeout(WITHIN_S):
+                while (refused := await http.post("/v1/completions", json=prompt(1))).is_success:
+                    pass
+            assert (refused.status_code, refused.headers["x-tidegate-refusal"]) == (503, "draining")
+            assert not draining.done()
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        await draining
+    await host.stop()
+    assert host.snapshot().state is ReplicaPhase.STOPPED
+
+
+@pytest.mark.parametrize("ends_by", ["deadline", "death"])
+async def test_draining_ends_at_its_deadline_or_with_its_engine(make: Make, ends_by: str) -> None:
+    host = make(sim={"profile": "sim-small", "speed": 0.001})
+    await host.start()
+    async with client(host.snapshot().url) as http, http.stream("POST", "/v1/completions", json=prompt(1000)):
+        await until(host, lambda r: r.load.in_flight == 1)
+        draining = asyncio.ensure_future(host.drain(0.05 if ends_by == "deadline" else 3600.0))
+        if ends_by == "death":
+            await until(host, lambda r: r.state is ReplicaPhase.DRAINING)
+            os.kill(host.snapshot().pid, signal.SIGKILL)
+        async with asyncio.timeout(WITHIN_S):
+            await draining
+        assert ends_by == "death" or host.snapshot().load.in_flight == 1
+
+
+@pytest.mark.parametrize("when", ["starting", "ready"])
+async def test_stopping_leaves_no_process(make: Make, when: str) -> None:
+    host = make(sim={"profile": "sim-small", "start_s": 60.0 if when == "starting" else 0.0})
+    starting = asyncio.ensure_future(host.start())
+    await until(host, lambda r: r.pid != 0 and (when == "starting" or r.state is ReplicaPhase.READY))
+    pid = host.snapshot().pid
+    assert psutil.pid_exists(pid)
+    await host.stop()
+    assert not psutil.pid_exists(pid)
+    await asyncio.gather(starting, return_exceptions=True)
+    assert not [p for p in psutil.Process().children() if "serve.engine.main" in p.cmdline()]

@@ -1,0 +1,237 @@
+"""The weights of a generation: found out once, kept, the same on every node, and never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.config.deployment import ModelSpec
+from policy.errors import EngineFailed, ModelUnavailable
+from policy.scaling.rollout import LayerKey
+from policy.types import ReplicaPhase
+from serve.host import weight_verification
+from serve.host.weight_verification import Resolver, Weights, prepare_verified
+from serve.state.desired_state import Target
+from store.model_weights.prepare import Origin
+from store.preparation_progress import Prepared
+from tests.serve.plane import NEW_SMALL, READY, SMALL, Plane
+from tests.serve.sim_documents import deployment, document, sim_model
+
+HUB, PACKAGE = "org/name", "package:p"
+
+
+@dataclass
+class Store:
+    """Answers ``prepare`` in a thread once it is ``open``; a source without a digest is not available."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    open: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, source: str, **_: Any) -> Prepared:
+        self.asked.append(source)
+        self.open.wait()
+        if source not in self.digests:
+            raise ModelUnavailable(f"no {source}")
+        return Prepared(path=Path("/w"), digest=self.digests[source])
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    made = Store()
+    made.open.set()
+    monkeypatch.setattr(weight_verification, "prepare_weights", made)
+    return made
+
+
+def model(source: str, name: str = "m", **over: Any) -> dict[str, Any]:
+    return sim_model(name, engine="vllm", source=source, **over)
+
+
+def spec(source: str) -> ModelSpec:
+    return deployment(model(source)).models[0]
+
+
+async def until(plane: Plane, true: Callable[[], bool]) -> None:
+    while not true():
+        await plane.ticks(1)
+        await asyncio.sleep(0.001)
+
+
+def kept(plane: Plane) -> dict[int, Weights]:
+    found = plane.state.load(plane.state.targets_path, dict[str, Target])
+    assert found is not None
+    return found["m"].weights
+
+
+def folder(path: Path, content: str = "1") -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_text(content)
+    return str(path)
+
+
+async def test_a_branch_is_taken_at_its_commit_for_as_long_as_the_generation_lives(
+    plane: Plane, store: Store
+) -> None:
+    store.digests[HUB] = "c0ffee00ff"
+    await plane.up(document(model(HUB)))
+    await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
+    pinned = {1: Weights(origin=Origin.HUB, source=f"{HUB}@c0ffee00ff", digest="c0ffee00ff")}
+    assert kept(plane) == pinned
+    assert plane.cluster.held[SMALL].digest.endswith("c0ffee00")
+    # Neither another layer nor a restart nor an apply asks again, though the branch has moved on.
+    store.digests[HUB] = "beef"
+    plane.controller.mode("m", "single-large")
+    await plane.ticks()
+    await plane.restart()
+    plane.controller.apply(document(model(HUB)))
+    await plane.ticks()
+    assert plane.counts(READY) == {LayerKey("m", "large", 1): 1}
+    assert (store.asked, kept(plane)) == ([HUB], pinned)
+
+
+async def test_a_generation_of_which_nothing_runs_is_found_out_anew(plane: Plane, store: Store) -> None:
+    store.digests[HUB] = "old"
+    await plane.up(document(model(HUB)))
+    await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
+    plane.cluster.held.clear()
+    plane.cluster.replicas.clear()
+    store.digests[HUB] = "new"
+    await plane.restart()
+    await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
+    assert kept(plane)[1].digest == "new"
+
+
+async def test_nothing_waits_for_weights(plane: Plane, store: Store) -> None:
+    store.open.clear()
+    store.digests[PACKAGE] = "a"
+    await plane.ready(document(model(PACKAGE), sim_model("other")))
+    assert plane.counts(READY) == {LayerKey("other", "small", 1): 1}
+    store.open.set()
+    await until(plane, lambda: SMALL in plane.counts(READY))
+
+
+async def test_nothing_gives_way_to_weights_that_may_not_be_had(plane: Plane, store: Store) -> None:
+    store.digests[PACKAGE] = "a"
+    shapes = {"large": {"gpus": 1}, "small": {"gpus": 1}}
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}}
+    over = {"shapes": shapes, "modes": modes}
+    await plane.up(document(model(PACKAGE, **over), budget={"gpus": 2}))
+    await until(plane, lambda: plane.counts(READY) == {SMALL: 2})
+    await plane.ticks()
+    plane.controller.apply(document(model("package:none", **over), budget={"gpus": 2}))
+    await until(plane, lambda: "rolled back" in plane.note())
+    assert plane.note().endswith("the weights are not available: no package:none")
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 2}
+    assert plane.cluster.held.keys() == {SMALL}
+
+
+async def test_weights_that_are_not_there_yet_are_tried_again(plane: Plane, store: Store) -> None:
+    await plane.up(document(model(PACKAGE)))
+    await until(plane, lambda: len(store.asked) == 2)
+    await until(plane, lambda: "no package:p" in plane.note())
+    assert any("m: the weights are not available" in event for event in plane.controller.status().events)
+    store.digests[PACKAGE] = "a"
+    await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
+    assert plane.note() == ""
+
+
+async def test_a_directory_that_was_changed_in_place_is_a_new_generation_once_applied(
+    plane: Plane, tmp_path: Path
+) -> None:
+    written = document(model(folder(tmp_path / "w")))
+    await plane.up(written)
+    await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
+    running = set(plane.cluster.replicas)
+    folder(tmp_path / "w", "22")
+    await plane.ticks()
+    await plane.restart()
+    await plane.ticks()
+    assert set(plane.cluster.replicas) == running
+    plane.cluster.slow = True
+    plane.controller.apply(written)
+    await until(plane, lambda: plane.counts(ReplicaPhase.STARTING) == {NEW_SMALL: 1})
+    assert plane.counts(READY) == {SMALL: 1}
+    plane.cluster.slow = False
+    plane.cluster.ready()
+    await until(plane, lambda: plane.counts() == {NEW_SMALL: 1})
+    await plane.ticks()
+    first = kept(plane)
+    assert set(first) == {2}
+    # Applied without a change it stays.
+    plane.controller.apply(written)
+    await until(plane, lambda: not plane.controller._weights._applied)
+    await plane.ticks()
+    assert (plane.counts(), kept(plane)) == ({NEW_SMALL: 1}, first)
+
+
+async def test_a_controller_that_lost_its_memory_knows_other_weights_by_the_layers(
+    plane: Plane, tmp_path: Path
+) -> None:
+    await plane.up(document(model(folder(tmp_path / "w"))))
+    await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
+    running = set(plane.cluster.replicas)
+    plane.state.targets_path.unlink()
+    await plane.restart()
+    await until(plane, lambda: bool(kept(plane)))
+    await plane.ticks()
+    assert set(plane.cluster.replicas) == running
+    plane.state.targets_path.unlink()
+    folder(tmp_path / "w", "22")
+    await plane.restart()
+    await until(plane, lambda: plane.counts() == {NEW_SMALL: 1})
+
+
+async def test_an_engine_without_weights_asks_for_none(plane: Plane, store: Store) -> None:
+    await plane.ready(document(sim_model(source=PACKAGE)))
+    assert plane.counts(READY) == {SMALL: 1}
+    assert (store.asked, kept(plane)) == ([], {})
+
+
+async def test_attempts_grow_rarer_and_another_source_is_tried_at_once(store: Store) -> None:
+    now = 0.0
+    done = asyncio.Event()
+    resolver = Resolver(lambda: now, done.set)
+
+    async def attempt(source: str) -> Weights:
+        while (found := resolver.weights(spec(source))) is None:
+            done.clear()
+            await done.wait()
+        return found
+
+    for wait_s in (1.0, 2.0, 4.0):
+        with pytest.raises(ModelUnavailable, match="no org/name"):
+            await attempt(HUB)
+        asked = len(store.asked)
+        now += 0.9 * wait_s
+        assert resolver.weights(spec(HUB)) is None
+        assert len(store.asked) == asked
+        now += 0.1 * wait_s
+    store.digests[PACKAGE] = "a"
+    # What was begun for another source is not taken for its answer.
+    assert resolver.weights(spec(HUB)) is None
+    assert await attempt(PACKAGE) == Weights(origin=Origin.PACKAGE, source=PACKAGE, digest="a")
+
+
+@pytest.mark.parametrize(
+    ("origin", "same"), [(Origin.PACKAGE, False), (Origin.HUB, False), (Origin.DIRECTORY, True)]
+)
+def test_a_node_with_other_weights_says_so(store: Store, origin: Origin, same: bool) -> None:
+    store.digests["s"] = "here"
+    told = Weights(origin=origin, source="s", digest="there")
+    if same:
+        assert prepare_verified(told, token_file=None, progress=print, prepare=store).digest == "here"
+        return
+    with pytest.raises(EngineFailed, match="on this node have the digest here, those of the head there"):
+        prepare_verified(told, token_file=None, progress=print, prepare=store)
+    equal = msgspec.structs.replace(told, digest="here")
+    assert prepare_verified(equal, token_file=None, progress=print, prepare=store).path == Path("/w")

@@ -1,0 +1,175 @@
+"""Targets: where to steer, where to go back to, and what a new configuration means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.config.deployment import ModelSpec
+from policy.config.model_revision import digest
+from policy.scaling.rollout import LayerKey
+from serve.actuator.interface import Held
+from serve.state.desired_state import DesiredMode, Target, first_target, found_target
+from tests.serve.sim_documents import deployment, sim_model
+
+OTHER = {"profile": "sim-small", "seed": 7}
+
+
+def spec(**over: Any) -> ModelSpec:
+    return deployment(sim_model(**over)).models[0]
+
+
+def settled(target: Target) -> Target:
+    return msgspec.structs.replace(target, settled=True, fallback=None, gap=False)
+
+
+@pytest.fixture
+def first() -> Target:
+    return first_target(spec(), (), now=10.0)
+
+
+def test_the_first_target_at_a_mode_that_may_be_empty_still_serves() -> None:
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 2}}}
+    assert first_target(spec(modes=modes), (), now=0.0).aim.count == 1
+
+
+def test_the_first_generation_is_one_that_nothing_runs_in() -> None:
+    held = [LayerKey("m", "small", 3), LayerKey("other", "small", 9)]
+    assert first_target(spec(), held, now=0.0).aim.generation == 4
+
+
+def test_what_was_reached_is_what_to_go_back_to(first: Target) -> None:
+    served = settled(first)
+    target = served.toward(served.in_mode("single-large"), now=20.0, gap=True)
+    assert (target.fallback, target.since, target.settled, target.gap) == (served.aim, 20.0, False, True)
+    failed = target.back("why", now=30.0)
+    assert (failed.aim, failed.fallback, failed.note, failed.since) == (served.aim, None, "why", 30.0)
+    # The way back may leave a gap: what it leads away from does not serve.
+    assert failed.gap
+
+
+def test_an_aim_that_was_never_reached_is_nothing_to_go_back_to(first: Target) -> None:
+    served = settled(first)
+    large = served.toward(served.in_mode("single-large"), now=20.0)
+    adopted = large.adopting(spec(sim=OTHER), now=30.0)
+    assert adopted.aim.generation == 2
+    assert adopted.fallback == served.aim
+
+
+def test_another_count_has_nothing_to_go_back_to(first: Target) -> None:
+    served = settled(first)
+    more = served.toward(msgspec.structs.replace(served.aim, count=3), now=20.0)
+    assert more.fallback is None
+
+
+def test_turning_round_has_nothing_to_go_back_to(first: Target) -> None:
+    served = settled(first)
+    large = served.toward(served.in_mode("single-large"), now=20.0)
+    assert large.toward(large.in_mode("multi-replica"), now=25.0).fallback is None
+
+
+def test_a_configuration_that_still_runs_keeps_its_generation(first: Target) -> None:
+    tried = settled(first).adopting(spec(sim=OTHER), now=20.0)
+    assert tried.adopting(spec(), now=30.0).aim == first.aim
+
+
+@pytest.mark.parametrize(("low", "high", "count"), [(2, 4, 2), (1, 4, 1), (1, 1, 1)])
+def test_the_count_is_brought_within_its_bounds(first: Target, low: int, high: int, count: int) -> None:
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": low, "max": high}}}
+    assert settled(first).adopting(spec(modes=modes), now=20.0).aim.count == count
+
+
+def test_a_mode_that_is_gone_is_left_and_can_still_be_gone_back_to(first: Target) -> None:
+    modes = {"single-large": {"shape": "large", "replicas": 1}}
+    adopted = settled(first).adopting(spec(modes=modes), now=20.0)
+    assert adopted.key() == LayerKey("m", "large", 1)
+    back = adopted.back("why", now=30.0)
+    assert back.key() == LayerKey("m", "small", 1)
+    assert (back.bounds.min, back.bounds.max) == (1, 1)
+
+
+def test_a_mode_of_another_shape_is_steered_to(first: Target) -> None:
+    modes = {"multi-replica": {"shape": "large", "replicas": {"min": 1, "max": 4}}}
+    adopted = settled(first).adopting(spec(modes=modes), now=20.0)
+    assert (adopted.key(), adopted.fallback) == (LayerKey("m", "large", 1), first.aim)
+
+
+def test_a_configuration_that_failed_is_remembered_until_it_is_adopted_again(first: Target) -> None:
+    bad = spec(sim=OTHER)
+    failed = settled(first).adopting(bad, now=20.0).back("why", now=30.0)
+    assert failed.rejected == digest(bad)
+    more = failed.toward(msgspec.structs.replace(failed.aim, count=2), now=40.0)
+    assert more.rejected == digest(bad)
+    assert more.adopting(bad, now=50.0).rejected == ""
+
+
+def test_a_mode_that_failed_rejects_no_configuration(first: Target) -> None:
+    served = settled(first)
+    assert served.toward(served.in_mode("single-large"), now=20.0).back("why", now=30.0).rejected == ""
+
+
+SHAPES = {"large": {"cpus": 2}, "small": {"cpus": 1}}
+LARGE_ONLY = {"single-large": {"shape": "large", "replicas": 1}}
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"control": {"mode": {"drain_timeout_s": 10}, "start_timeout_s": 5}}, True),
+        ({"token_file": "/t"}, True),
+        ({"source": "package:of-no-use-to-sim"}, True),
+        ({"modes": LARGE_ONLY}, True),
+        ({"modes": LARGE_ONLY, "shapes": {"large": {"cpus": 2}, "small": {"cpus": 2}}}, True),
+        ({"shapes": {**SHAPES, "idle": {"cpus": 3}}}, True),
+        ({"control": {"mode": {"drain_timeout_s": 11}}}, False),
+        ({"control": {"mode": {"drain_timeout_s": 10}, "progress_timeout_s": 5}}, False),
+        ({"sim": OTHER}, False),
+        ({"env": {"A": "1"}}, False),
+        ({"engine_args": {"max_model_len": 64}}, False),
+        ({"shapes": {**SHAPES, "small": {"cpus": 1, "max_in_flight": 3}}}, False),
+    ],
+)
+def test_other_engines_alone_are_a_new_generation(first: Target, change: dict[str, Any], same: bool) -> None:
+    assert (settled(first).adopting(spec(**change), now=20.0).aim.generation == 1) is same
+
+
+def test_a_shape_that_still_runs_is_not_taken_for_another_of_its_name(first: Target) -> None:
+    small = LayerKey("m", "small", 1)
+    without = settled(first).adopting(spec(modes=LARGE_ONLY), now=20.0)
+    again = spec(shapes={"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}})
+    # What runs of it is remembered while it runs, and no longer.
+    assert without.pruned({small}).adopting(again, now=30.0).aim.generation == 2
+    reached = settled(without)
+    assert not reached.keeps(small)
+    assert reached.pruned(set()).adopting(again, now=30.0).aim.generation == 1
+
+
+def test_what_may_be_come_back_to_is_kept(first: Target) -> None:
+    served = settled(first)
+    adopted = served.adopting(spec(sim=OTHER), now=20.0)
+    kept = [LayerKey("m", shape, generation) for generation in (1, 2) for shape in ("small", "large")]
+    assert all(adopted.keeps(key) for key in kept)
+    assert adopted.pruned(set()) == adopted
+    done = settled(adopted)
+    assert [done.keeps(key) for key in kept] == [False, False, True, True]
+    assert set(done.pruned({kept[0]}).specs) == {1, 2}
+    assert set(done.pruned(set()).specs) == {2}
+
+
+def test_what_runs_is_found_by_its_digest() -> None:
+    small, large = digest(spec(), "small"), digest(spec(), "large")
+    held = {
+        LayerKey("m", "large", 2): Held(wanted=1, digest=large),
+        LayerKey("m", "small", 2): Held(wanted=3, digest=small),
+        LayerKey("m", "small", 1): Held(wanted=4, digest="another"),
+        LayerKey("m", "gone", 1): Held(wanted=5, digest=small),
+        LayerKey("x", "small", 1): Held(wanted=9, digest=small),
+    }
+    found = found_target(spec(), held, now=5.0)
+    assert found is not None
+    assert found.aim == DesiredMode(mode="multi-replica", shape="small", count=3, generation=2)
+    assert found_target(spec(sim=OTHER), held, now=5.0) is None
+    assert found_target(spec(), {}, now=5.0) is None

@@ -1,0 +1,339 @@
+"""Names and what they stand for, as a timeline of changes.
+
+On SQLite, and also on PostgreSQL where ``TIDEGATE_TEST_POSTGRES`` is the URL of a database to be emptied.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import delete, insert
+
+from policy.errors import AdapterRefused, AdapterUnknown, TargetError
+from policy.wire.catalog import Alias
+from store.adapters.adapter_aliases import DOCUMENT, KEPT_VERSIONS, AdapterNames, NewVersion
+from store.adapters.database_tables import counters
+from store.adapters.validate import AdapterFacts
+from store.database import Database, metadata
+from tests.clock import Clock
+
+FACTS = AdapterFacts(rank=8, size=1000)
+A, B, C, D = (letter * 64 for letter in "abcd")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+POSTGRES = os.environ.get("TIDEGATE_TEST_POSTGRES")
+
+
+@pytest.fixture(params=["sqlite", *(["postgresql"] if POSTGRES else [])])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite" or POSTGRES is None:
+        return f"sqlite:///{tmp_path}/t.db"
+    database = Database(POSTGRES)
+    with database.writing() as connection:
+        for table in reversed(metadata.sorted_tables):
+            connection.execute(delete(table))
+        connection.execute(insert(counters).values(name="revision", value=0))
+    database.close()
+    return POSTGRES
+
+
+@pytest.fixture
+def registry(url: str, clock: Clock) -> Iterator[AdapterNames]:
+    opened = AdapterNames(url, clock)
+    yield opened
+    opened.close()
+
+
+def add(registry: AdapterNames, digest: str, name: str = "sql", **options: object) -> Alias:
+    return registry.put("m", name, [NewVersion(digest, FACTS, f"/from/{digest[0]}")], **options)  # type: ignore[arg-type]
+
+
+def only(registry: AdapterNames) -> Alias:
+    (alias,) = registry.catalog(1.0, 2).aliases
+    return alias
+
+
+def digests(alias: Alias) -> dict[str, float]:
+    found = {version.number: version.digest[0] for version in alias.versions}
+    return {found[number]: weight for number, weight in alias.split}
+
+
+def test_a_name_is_added(registry: AdapterNames) -> None:
+    alias = add(registry, A)
+    assert (alias.model, alias.name, alias.at) == ("m", "sql", 1000)
+    assert (alias.revision, alias.split) == (1, ((1, 1.0),))
+    (version,) = alias.versions
+    assert (version.number, version.digest, version.rank, version.size) == (1, A, 8, 1000)
+    assert (version.source, version.at) == ("/from/a", 1000)
+    catalog = registry.catalog(5.0, 7)
+    assert (catalog.epoch, catalog.version, catalog.aliases) == (5.0, 7, (alias,))
+
+
+def test_a_name_is_replaced_and_keeps_what_it_was(registry: AdapterNames, clock: Clock) -> None:
+    add(registry, A)
+    clock.now = 1010.0
+    alias = add(registry, B)
+    assert digests(alias) == {"b": 1.0}
+    versions = [(version.number, version.digest, version.at) for version in alias.versions]
+    assert versions == [(1, A, 1000), (2, B, 1010)]
+    assert (alias.revision, alias.at) == (2, 1010)
+    assert only(registry) == alias
+
+
+def test_the_same_again_changes_nothing(registry: AdapterNames, clock: Clock) -> None:
+    first = add(registry, A, tenants=["acme"])
+    clock.now = 2000.0
+    assert add(registry, A) == first
+    assert registry.revision() == 1
+
+
+def test_an_older_version_again_keeps_its_number(registry: AdapterNames) -> None:
+    add(registry, A)
+    add(registry, B)
+    alias = add(registry, A)
+    assert (alias.split, len(alias.versions), alias.revision) == (((1, 1.0),), 2, 3)
+
+
+def test_versions_share_a_name(registry: AdapterNames) -> None:
+    add(registry, A)
+    add(registry, B)
+    alias = registry.split("m", "sql", {1: 95, 2: 5})
+    assert alias.split == ((1, 95.0), (2, 5.0))
+    assert registry.split("m", "sql", {2: 5, 1: 95}) == alias, "the same is no change"
+    assert registry.split("m", "sql", {1: 0, 2: 5}).split == ((2, 5.0),)
+    assert digests(add(registry, A)) == {"a": 1.0}, "an add is all of it"
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({3: 1.0}, "has no version v3; it has v1, v2"),
+        ({}, "one above it"),
+        ({1: 0.0}, "one above it"),
+        ({1: -1.0, 2: 2.0}, "numbers from 0"),
+        ({1: float("nan")}, "numbers from 0"),
+        ({1: float("inf")}, "numbers from 0"),
+    ],
+)
+def test_splits_that_are_none(registry: AdapterNames, weights: dict[int, float], message: str) -> None:
+    add(registry, A)
+    before = add(registry, B)
+    with pytest.raises(TargetError, match=message):
+        registry.split("m", "sql", weights)
+    assert only(registry) == before
+
+
+def test_going_back_and_further_back(registry: AdapterNames) -> None:
+    add(registry, A)
+    add(registry, B)
+    registry.split("m", "sql", {1: 1, 2: 3})
+    add(registry, C)
+    assert digests(registry.rollback("m", "sql")) == {"a": 1.0, "b": 3.0}
+    assert digests(registry.rollback("m", "sql")) == {"b": 1.0}
+    assert digests(registry.rollback("m", "sql")) == {"a": 1.0}
+    with pytest.raises(TargetError, match="no former split"):
+        registry.rollback("m", "sql")
+    assert digests(add(registry, D)) == {"d": 1.0}
+    assert digests(registry.rollback("m", "sql")) == {"a": 1.0}, "what was gone back from is no past"
+    assert only(registry).revision == 9
+
+
+def test_a_name_is_removed(registry: AdapterNames) -> None:
+    add(registry, A)
+    add(registry, B, name="law")
+    registry.remove("m", "sql")
+    assert only(registry).name == "law"
+    assert registry.revision() == 3
+    alias = add(registry, C)
+    assert (alias.revision, [version.number for version in alias.versions]) == (4, [1])
+    with pytest.raises(TargetError):
+        registry.rollback("m", "sql")
+
+
+def test_what_there_is_not(registry: AdapterNames) -> None:
+    add(registry, A)
+    for run in (
+        lambda: registry.remove("m", "law"),
+        lambda: registry.rollback("n", "sql"),
+        lambda: registry.split("m", "law", {1: 1.0}),
+    ):
+        with pytest.raises(AdapterUnknown, match="there is no adapter"):
+            run()
+
+
+def test_models_do_not_share_names(registry: AdapterNames) -> None:
+    add(registry, A)
+    registry.put("other/m", "sql", candidates(b=1))
+    registry.remove("m", "sql")
+    assert (only(registry).model, digests(only(registry))) == ("other/m", {"b": 1.0})
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a@b", "../x", "-a", "a" * 65, "a\n", "a:b", "ä"])
+def test_names_that_are_none(registry: AdapterNames, name: str) -> None:
+    with pytest.raises(AdapterRefused, match="is not a valid adapter name") as caught:
+        add(registry, A, name=name)
+    assert caught.value.code == "name"
+
+
+@pytest.mark.parametrize("digest", ["/" * 64, "a" * 63, "A" * 64])
+def test_only_digests_are_recorded(registry: AdapterNames, digest: str) -> None:
+    with pytest.raises(ValueError, match="sha256"):
+        add(registry, digest)
+
+
+def test_tenants_stay_until_others_are_given(registry: AdapterNames) -> None:
+    assert add(registry, A, tenants=["b", "a", "b"]).tenants == ("a", "b")
+    assert add(registry, B).tenants == ("a", "b")
+    alias = add(registry, B, tenants=[])
+    assert (alias.tenants, alias.revision) == ((), 3)
+    assert only(registry) == alias
+
+
+def candidates(**weights: float) -> list[NewVersion]:
+    return [NewVersion(letter * 64, FACTS, f"/{letter}", weight) for letter, weight in weights.items()]
+
+
+def test_what_the_document_declares_comes_at_once(registry: AdapterNames) -> None:
+    alias = registry.put("m", "sql", candidates(a=95, b=5, c=0), origin=DOCUMENT)
+    assert alias.split == ((1, 95.0), (2, 5.0))
+    assert [version.number for version in alias.versions] == [1, 2, 3]
+    assert registry.declared() == {("m", "sql")}
+    add(registry, A, name="law")
+    assert registry.declared() == {("m", "sql")}
+
+
+def test_a_restart_does_not_undo_what_was_done_since(registry: AdapterNames) -> None:
+    registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
+    registry.put("m", "sql", candidates(b=1), origin=DOCUMENT)
+    back = registry.rollback("m", "sql")
+    assert registry.put("m", "sql", candidates(b=1), origin=DOCUMENT) == back
+    added = add(registry, C)
+    assert registry.put("m", "sql", candidates(b=1), origin=DOCUMENT) == added
+    assert registry.declared() == {("m", "sql")}
+    assert digests(registry.put("m", "sql", candidates(d=1), origin=DOCUMENT)) == {"d": 1.0}
+
+
+def test_tenants_of_the_document_count_though_its_content_is_the_same(registry: AdapterNames) -> None:
+    add(registry, A)
+    registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
+    assert registry.declared() == {("m", "sql")}, "it was added by command before"
+    add(registry, B)
+    alias = registry.put("m", "sql", candidates(a=1), tenants=["acme"], origin=DOCUMENT)
+    assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",))
+
+
+def test_tenants_that_were_given_since_outlast_a_restart(registry: AdapterNames) -> None:
+    for declared in ([], ["law"]):
+        registry.put("m", "sql", candidates(a=1), tenants=declared, origin=DOCUMENT)
+        added = registry.put("m", "sql", candidates(a=1), tenants=["acme"])
+        assert registry.put("m", "sql", candidates(a=1), tenants=declared, origin=DOCUMENT) == added
+        assert added.tenants == ("acme",)
+    alias = registry.put("m", "sql", candidates(b=1), tenants=["law"], origin=DOCUMENT)
+    assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",)), "of tenants it says what it said"
+
+
+def test_the_same_content_twice_is_one_version(registry: AdapterNames) -> None:
+    twice = [*candidates(a=1), *candidates(a=2)]
+    assert registry.put("m", "sql", twice).split == ((1, 3.0),)
+    with pytest.raises(TargetError):
+        registry.put("m", "law", candidates(a=0))
+    with pytest.raises(ValueError, match="at least one"):
+        registry.put("m", "law", [])
+
+
+def test_digests_that_no_version_has(registry: AdapterNames, clock: Clock) -> None:
+    add(registry, A)
+    add(registry, B)
+    add(registry, A, name="law")
+    stored = {A, B, C}
+    assert registry.unused_digests(stored, 60) == {C}
+    clock.now = 2000.0
+    registry.remove("m", "sql")
+    assert registry.unused_digests(stored, 60) == {C}, "a request for it may be on its way"
+    clock.now = 2061.0
+    assert registry.unused_digests(stored, 60) == {B, C}, "law still has the other"
+    add(registry, B)
+    assert registry.unused_digests(stored, 60) == {C}
+    clock.now = 3000.0
+    assert registry.unused_digests(stored, 60) == {C}
+
+
+def test_a_name_keeps_so_many_versions_and_those_that_it_serves(registry: AdapterNames, clock: Clock) -> None:
+    many = [f"{i:064x}" for i in range(KEPT_VERSIONS + 3)]
+    add(registry, many[0])
+    add(registry, many[1])
+    for digest in many[2:]:
+        registry.split("m", "sql", {1: 1.0})
+        alias = add(registry, digest)
+    alias = registry.rollback("m", "sql")
+    assert alias.split == ((1, 1.0),), "there is always a way back"
+    numbers = [version.number for version in alias.versions]
+    assert len(numbers) == KEPT_VERSIONS
+    assert numbers == [1, *range(5, KEPT_VERSIONS + 4)]
+    clock.now += 100
+    assert registry.unused_digests(many, 60) == set(many[1:4])
+    for _ in range(50):
+        try:
+            alias = registry.rollback("m", "sql")
+        except TargetError:
+            break
+        assert all(alias.version(number) for number, _ in alias.split)
+
+
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from([A, B, C, D])),
+        st.tuples(st.just("split"), st.dictionaries(st.integers(1, 4), st.integers(0, 9), min_size=1)),
+        st.tuples(st.just("rollback"), st.none()),
+        st.tuples(st.just("remove"), st.none()),
+    ),
+    max_size=25,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CHANGES)
+def test_whatever_happens_a_name_stands_for_versions_that_it_has(
+    registry: AdapterNames, changes: list[tuple[str, object]]
+) -> None:
+    for alias in registry.catalog(0, 0).aliases:
+        registry.remove(alias.model, alias.name)
+    past: list[dict[str, float]] = []
+    for what, how in changes:
+        before = registry.revision()
+        try:
+            match what:
+                case "add":
+                    alias = add(registry, str(how))
+                case "split":
+                    alias = registry.split("m", "sql", how)  # type: ignore[arg-type]
+                case "rollback":
+                    alias = registry.rollback("m", "sql")
+                    assert digests(alias) == past[-2]
+                    past[-2:] = []
+                case "remove":
+                    registry.remove("m", "sql")
+                    past = []
+        except (AdapterUnknown, TargetError):
+            assert registry.revision() == before
+            continue
+        if what == "remove":
+            assert registry.catalog(0, 0).aliases == ()
+            continue
+        assert alias == only(registry)
+        assert alias.split
+        assert all(alias.version(number) is not None and weight > 0 for number, weight in alias.split)
+        assert (registry.revision() > before) == (alias.revision > before)
+        if not past or past[-1] != digests(alias):
+            past.append(digests(alias))

@@ -1,0 +1,55 @@
+"""Processes: found by id and start time, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from store.os_process import end_all, end_child, find, started_at
+
+pytestmark = pytest.mark.process
+
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+)
+
+
+@pytest.fixture
+def stubborn() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_a_process_is_told_from_a_later_one_with_its_id(stubborn: subprocess.Popen[bytes]) -> None:
+    started = started_at(stubborn.pid)
+    assert started is not None
+    assert find(stubborn.pid) is not None
+    assert find(stubborn.pid, started) is not None
+    assert find(stubborn.pid, started - 10.0) is None
+
+
+def test_what_ignores_sigterm_is_killed_and_a_zombie_does_not_run(stubborn: subprocess.Popen[bytes]) -> None:
+    found = find(stubborn.pid)
+    assert found is not None
+    assert end_all([found], 0.1) == ()
+    assert find(stubborn.pid) is None
+    assert stubborn.wait() == -9
+    assert started_at(stubborn.pid) is None
+
+
+@pytest.mark.parametrize("group", [False, True])
+async def test_a_child_is_collected(group: bool) -> None:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STUBBORN, stdout=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    assert child.stdout is not None
+    await child.stdout.readline()
+    await end_child(child, 0.1, group=group)
+    assert child.returncode == -9

@@ -1,0 +1,122 @@
+"""The simulated engine over HTTP and the twin: the same arrivals, the same latencies."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from policy.engine.batch_scheduler import Request, Scheduler
+from policy.engine.builtin_profiles import profile
+from policy.engine.performance_model import Timing
+from policy.engine.prefix_cache import PrefixCache, block_hashes
+from policy.scaling.policies.registry import choose, make
+from sim.simulator.engine import Engine, Job, Kind
+from tests.tidegate.conftest import Site
+from tidegate.calibrate.simulator_check import check, recorded_run
+from tidegate.deployment_file import load
+
+pytestmark = [pytest.mark.process, pytest.mark.long]
+
+# Prompts of half a second, so that what the way to the engine takes is little beside it.
+WORKLOAD = """
+duration_s: 60
+mix:
+  - generate:
+      arrivals: {rate: 0.7}
+      input_tokens: {p50: 1500, p99: 3500}
+      output_tokens: {p50: 40, p99: 150}
+"""
+
+
+@pytest.fixture
+def sim(site: Site) -> Site:
+    document = site.shipped("sim.yaml")
+    document["gateway"]["workers"] = 1
+    document["models"][0]["modes"]["multi-replica"]["replicas"] = 1
+    site.up(document)
+    return site
+
+
+def test_what_is_measured_over_http_is_what_the_twin_says(sim: Site, tmp_path: Path) -> None:
+    workload, record = tmp_path / "workload.yaml", tmp_path / "record.jsonl"
+    workload.write_text(WORKLOAD)
+    url = f"http://127.0.0.1:{sim.port}"
+    code, _, err = sim.tidegate(
+        "replay", str(workload), "--url", url, "--model", "sim", "--seed", "3", "--record", str(record)
+    )
+    assert code == 0, err
+    deployment = load(sim.file, ray=False).deployment
+    policies = {"sim": make(choose("policy", "static"))}
+    found = check(deployment, policies, recorded_run(record), 0.0, lambda at: None).compared
+    assert found.live == found.simulated > 30
+    quantiles = found.quantiles
+    compared = [quantiles[measure]["p50"] for measure in ("ttft", "itl", "e2e")]
+    # Of forty requests' gaps the ninetieth percentile is one of two neighbours, as it happens.
+    compared += [quantiles[measure]["p90"] for measure in ("ttft", "e2e")]
+    assert all(abs(pair.error) <= 0.05 for pair in compared), quantiles
+
+
+# A KV cache that prompts of two or three blocks fill, some of which begin alike.
+TIMED = profile("cpu-smollm2-135m")
+
+
+def crowd(rate: float, seed: int) -> list[tuple[float, Job]]:
+    rng, at, jobs = random.Random(seed), 0.0, []  # noqa: S311 - no secret is drawn
+    for number in range(150):
+        at += rng.expovariate(rate)
+        prompt = min(1899, max(200, int(rng.gauss(1500, 300))))
+        answer = min(2047 - prompt, max(8, int(rng.expovariate(1 / 200))))
+        blocks = [10 * number + i + 100 for i in range(prompt // 512)]
+        if blocks and rng.random() < 0.3:
+            blocks[0] = rng.randrange(6)
+        jobs.append((at, Job(number, prompt, answer, "", tuple(blocks))))
+    return jobs
+
+
+def as_engine(jobs: list[tuple[float, Job]]) -> tuple[dict[int, tuple[float, float]], int]:
+    """First and last tokens of what the simulated engine does with its cache and scheduler; preemptions."""
+    limits = TIMED.limits(1)
+    scheduler = Scheduler(TIMED.model, limits, PrefixCache(limits.kv_tokens))
+    firsts: dict[int, float] = {}
+    found: dict[int, tuple[float, float]] = {}
+    preempted, now, coming = 0, 0.0, list(reversed(jobs))
+    while coming or scheduler.running or scheduler.waiting:
+        if not scheduler.running + scheduler.waiting:
+            now = max(now, coming[-1][0])
+        while coming and coming[-1][0] <= now:
+            _, job = coming.pop()
+            tokens = [(block, i) for block in job.blocks for i in range(512)]
+            tokens += [(-job.number - 1, i) for i in range(job.input_tokens - len(tokens))]
+            blocks = block_hashes(tokens, "")
+            scheduler.submit(Request(str(job.number), job.input_tokens, job.output_tokens, blocks=blocks))
+        result = scheduler.step()
+        now += result.duration_s
+        preempted += len(result.preempted)
+        firsts.update((int(name), now) for name in result.first)
+        found.update((int(name), (firsts[int(name)], now)) for name in result.finished)
+    return found, preempted
+
+
+def as_twin(jobs: list[tuple[float, Job]]) -> dict[int, tuple[float, float]]:
+    limits = TIMED.limits(1)
+    engine = Engine(Timing(limits=limits, model=TIMED.model), prefix_tokens=limits.kv_tokens)
+    for at, job in jobs:
+        engine.submit(job, at)
+    events = engine.advance(jobs[-1][0] + 1e6)
+    return {event.number: (event.first_at, event.at) for event in events if event.kind is Kind.DONE}
+
+
+@pytest.mark.parametrize(("rate", "seed"), [(0.13, 1), (0.16, 2), (0.3, 3)])
+def test_where_kv_is_full_both_have_the_same_latencies(rate: float, seed: int) -> None:
+    jobs = crowd(rate, seed)
+    live, preempted = as_engine(jobs)
+    twin = as_twin(jobs)
+    assert preempted > 20 and set(live) == set(twin)
+    came = {job.number: at for at, job in jobs}
+    for which in (0, 1):
+        expected = median(live[number][which] - came[number] for number in came)
+        got = median(twin[number][which] - came[number] for number in came)
+        assert got == pytest.approx(expected, rel=0.05)

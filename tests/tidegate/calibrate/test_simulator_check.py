@@ -1,0 +1,90 @@
+"""A recorded replay beside the twin's: what is read of it, and what is compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.config.deployment import Deployment
+from policy.scaling.policies.static import Static, StaticParameters
+from sim.request_arrival import Arrival
+from sim.simulator.run import simulate
+from sim.simulator.run_record import Requests
+from tests.policy.engine.test_performance_model_file import content
+from tests.serve.sim_documents import deployment, sim_model
+from tidegate.calibrate.simulator_check import calibrated_model, check, recorded_run
+from tidegate.replay.results import ReplayRow
+
+TRACE = [Arrival(at=0.11 * i, input_tokens=30 + 17 * (i % 9), output_tokens=3 + i % 7) for i in range(80)]
+POLICIES = {"m": Static(StaticParameters())}
+
+
+def one_replica() -> Deployment:
+    modes = {"multi-replica": {"shape": "small", "replicas": 1}}
+    return deployment(sim_model(modes=modes, shapes={"small": {"gpus": 1}}))
+
+
+def rows(requests: Requests) -> list[ReplayRow]:
+    """What a client would record of a fleet that is as the twin says."""
+    return [
+        ReplayRow(
+            at=50.0 + float(requests.at[i]),
+            late_s=0.0,
+            input_tokens=int(requests.input_tokens[i]),
+            output_tokens=int(requests.output_tokens[i]),
+            status=200,
+            ttft_s=float(requests.ttft_s[i]),
+            itl_s=float(requests.itl_s[i]),
+            e2e_s=float(requests.e2e_s[i]),
+        )
+        for i in range(len(requests))
+    ]
+
+
+def test_a_replay_that_is_the_twins_own_has_no_error() -> None:
+    live = rows(simulate(one_replica(), POLICIES, TRACE).requests["m"])
+    found = check(one_replica(), POLICIES, live, 0.0, lambda at: None).compared
+    assert (found.live, found.simulated) == (80, 80)
+    for measure in ("ttft", "itl", "e2e"):
+        for pair in found.quantiles[measure].values():
+            assert pair.error == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_way_is_added_to_what_has_a_way() -> None:
+    live = rows(simulate(one_replica(), POLICIES, TRACE).requests["m"])
+    found = check(one_replica(), POLICIES, live, 0.5, lambda at: None).compared.quantiles
+    for measure, more_s in (("ttft", 0.5), ("itl", 0.0), ("e2e", 0.5)):
+        pair = found[measure]["p50"]
+        assert pair.simulated - pair.live == pytest.approx(more_s, abs=1e-6)
+
+
+def test_requests_that_failed_are_load_and_no_measure() -> None:
+    live = rows(simulate(one_replica(), POLICIES, TRACE).requests["m"])
+    live[3] = msgspec.structs.replace(live[3], status=503, error="busy", e2e_s=None)
+    found = check(one_replica(), POLICIES, live, 0.0, lambda at: None).compared
+    assert (found.live, found.simulated) == (79, 80)
+
+
+def test_only_the_model_is_in_the_twin_and_timed_by_the_file() -> None:
+    both = deployment(sim_model(), sim_model("other"))
+    alone = calibrated_model(both, "m", content())
+    assert [spec.name for spec in alone.models] == ["m"]
+    assert alone.models[0].profile == content()
+
+
+def written(folder: Path, *lines: dict[str, Any] | str) -> Path:
+    path = folder / "rows.jsonl"
+    texts = [line if isinstance(line, str) else msgspec.json.encode(line).decode() for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+ROW = {"at": 2.0, "late_s": 0.0, "input_tokens": 5, "output_tokens": 2, "status": 200}
+
+
+def test_rows_are_in_the_order_in_which_they_were_sent(tmp_path: Path) -> None:
+    found = recorded_run(written(tmp_path, ROW, ROW | {"at": 1.0}))
+    assert [row.at for row in found] == [1.0, 2.0]

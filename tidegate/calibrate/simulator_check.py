@@ -1,0 +1,99 @@
+"""Compare a recorded replay of live replicas with the simulator, on the same arrivals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from policy.config.deployment import Deployment
+from policy.errors import ConfigError
+from policy.scaling.policy_interface import Policy
+from sim.calibration.quantiles import Compared, compare
+from sim.request_arrival import Arrival
+from sim.simulator.run import simulate
+from sim.simulator.run_record import Outcome
+from sim.workload.traces.reader import Lines, Objects
+from tidegate.replay.results import ReplayRow
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """The latencies in seconds of the served requests, by measure."""
+
+    served: int
+    seconds: dict[str, list[float]]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison, and the latencies measured ``live`` and in the simulator (``simulated``)."""
+
+    compared: Compared
+    live: Measured
+    simulated: Measured
+
+
+def recorded_run(path: Path) -> list[ReplayRow]:
+    """The requests of a replay, sorted by the time of sending.
+
+    Raises :class:`policy.errors.TraceError` for an invalid line, and :class:`policy.errors.ConfigError` if no
+    request was served.
+    """
+    rows = list(Objects(Lines(path), ReplayRow))
+    if not any(row.served for row in rows):
+        raise ConfigError(str(path), f"{len(rows)} requests", "a replay in which at least one was served")
+    return sorted(rows, key=lambda row: row.at)
+
+
+def calibrated_model(deployment: Deployment, model: str, profile: Mapping[str, object]) -> Deployment:
+    """The deployment of ``model`` alone, with a calibrated performance model as its ``profile``."""
+    spec = msgspec.structs.replace(deployment.model(model), profile=dict(profile))
+    return msgspec.structs.replace(deployment, models=(spec,))
+
+
+def check(
+    deployment: Deployment,
+    policies: Mapping[str, Policy],
+    rows: Sequence[ReplayRow],
+    path_s: float,
+    progress: Callable[[float], None],
+) -> Check:
+    """Simulate ``rows`` on the only model of ``deployment``.
+
+    ``path_s``, the network time from a client to the engine and back, is added to the simulated latencies.
+    ``progress`` receives the simulated seconds.
+    """
+    model = deployment.models[0].name
+    start = rows[0].at
+    trace = [
+        Arrival(
+            at=row.at - start,
+            input_tokens=max(row.input_tokens, 1),
+            output_tokens=max(row.output_tokens, 1),
+            adapter=row.adapter,
+            blocks=row.blocks,
+        )
+        for row in rows
+    ]
+    requests = simulate(deployment, policies, trace, progress=progress).requests[model]
+    served = requests.outcome == Outcome.SERVED
+    simulated = Measured(
+        served=int(served.sum()),
+        seconds={
+            "ttft": (requests.ttft_s[served] + path_s).tolist(),
+            "itl": requests.itl_s[served].tolist(),
+            "e2e": (requests.e2e_s[served] + path_s).tolist(),
+        },
+    )
+    answered = [row for row in rows if row.served]
+    live = Measured(
+        served=len(answered),
+        seconds={
+            measure: [value for row in answered if (value := getattr(row, f"{measure}_s")) is not None]
+            for measure in simulated.seconds
+        },
+    )
+    compared = Compared(
+        live=live.served, simulated=simulated.served, quantiles=compare(live.seconds, simulated.seconds)
+    )
+    return Check(compared=compared, live=live, simulated=simulated)
