@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from policy.scaling.policy_interface import Proposal, View
+from policy.scaling.view import Proposal, View
 
 
 class ByTheClock:

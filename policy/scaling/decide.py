@@ -23,7 +23,7 @@ from policy.scaling.budget_allocation import Allocation, Claim, allocate, alone,
 from policy.scaling.decision_types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
 from policy.scaling.guardrails import GuardrailTrace, allowed, asked, eased, override_in_force
 from policy.scaling.mode_selection import Candidate, Verdict, evaluate, expected, expected_peak
-from policy.scaling.policy_interface import Policy, Proposal, View
+from policy.scaling.view import Policy, Proposal, View
 from policy.signals.types import Demand
 
 # The assumed lengths of requests until one has ended: a question with context, and a short answer.

@@ -10,7 +10,7 @@ import msgspec
 from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
 from policy.engine.performance_model import Timing
 from policy.engine.replica_capacity import Capability
-from policy.scaling.policy_interface import Proposal, Supply
+from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Signals
 
 

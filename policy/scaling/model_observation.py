@@ -17,8 +17,8 @@ from policy.engine.builtin_profiles import price_of
 from policy.engine.performance_model import Timing
 from policy.errors import SwitchRefused
 from policy.scaling.decision_types import Memory, ModeOption, Override, Situation
-from policy.scaling.policy_interface import Supply
 from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, leaving_layer, needs_gap
+from policy.scaling.view import Supply
 from policy.signals.types import Signals
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from policy.scaling.policy_interface import Supply
 from policy.scaling.rollout import Layer, LayerKey
+from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
 
 KEPT = 9

@@ -20,7 +20,7 @@ import msgspec
 from policy.config.control import Choice
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import PolicyChoice
-from policy.scaling.policy_interface import Policy, Proposal, View
+from policy.scaling.view import Policy, Proposal, View
 
 # Of decisions: a policy that takes longer is not waited for, and not asked again before it has answered.
 PATIENCE_S = 1.0

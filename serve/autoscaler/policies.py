@@ -11,7 +11,7 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import ConfigError
 from policy.scaling.decide import ModelPolicies
 from policy.scaling.policies.registry import CUSTOM, NAMES, choose, make
-from policy.scaling.policy_interface import Policy
+from policy.scaling.view import Policy
 from serve.autoscaler.custom_policy import GuardedPolicy, load
 from serve.autoscaler.decision_journal import Policies
 from serve.state.desired_state import wanted_models

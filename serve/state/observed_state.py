@@ -9,9 +9,9 @@ import msgspec
 from policy.config.deployment import Budget, Deployment
 from policy.config.shared_gpus import gpu_group_of
 from policy.scaling.model_observation import ObservedModel, held_by, together
-from policy.scaling.policy_interface import Supply
 from policy.scaling.rollout import MAX_FAILURES, Footprint, Layer, LayerKey
 from policy.scaling.start_times import StartTimes
+from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
 from serve.actuator.interface import Held
 from serve.state.desired_state import Target, Targets

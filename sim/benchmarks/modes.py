@@ -17,7 +17,7 @@ import numpy as np
 from policy.config.deployment import Deployment, Mode, ModelSpec
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.policy_interface import Policy
+from policy.scaling.view import Policy
 from sim.charts import figure as charts
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry, Summary, summarise

@@ -12,7 +12,7 @@ import numpy as np
 
 from policy.config.control import SloConfig
 from policy.config.deployment import Deployment
-from policy.scaling.policy_interface import Policy
+from policy.scaling.view import Policy
 from sim.oracle.bounds import Bounds
 from sim.request_arrival import Arrival
 from sim.results.series import ChartData, chart_data

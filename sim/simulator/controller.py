@@ -15,8 +15,8 @@ from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_schedule import DecisionSchedule
 from policy.scaling.decision_types import Decision, Memory, Situation
 from policy.scaling.model_observation import ObservedModel, ReplicaFacts, held_by, signals_of, together
-from policy.scaling.policy_interface import Policy, Supply, View
 from policy.scaling.rollout import Footprint, LayerKey, fits, step
+from policy.scaling.view import Policy, Supply, View
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
 from sim.simulator.fleet import Fleet

@@ -23,7 +23,7 @@ from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
 from policy.config.shared_gpus import gpu_group_of
 from policy.engine.builtin_profiles import kind_and_size, price_of
 from policy.engine.power import PowerModel, power_model_of
-from policy.scaling.policy_interface import Policy
+from policy.scaling.view import Policy
 from policy.signals.aggregator import SignalAggregator
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S

@@ -21,8 +21,8 @@ from policy.engine.performance_model import Timing
 from policy.engine.replica_capacity import capability
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, Memory, ModeOption, Override, Situation
-from policy.scaling.policy_interface import Proposal, Supply, View
 from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, step
+from policy.scaling.view import Proposal, Supply, View
 from policy.signals.types import Demand, Rates, ReplicaSample, Signals
 
 NOON = 1_700_000_000.0

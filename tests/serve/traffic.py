@@ -11,7 +11,7 @@ from tests.serve.plane import Plane
 
 # One replica for each request per second; says what it remembers.
 BY_RATE = """
-from policy.scaling.policy_interface import Proposal
+from policy.scaling.view import Proposal
 
 class ByRate:
     def __init__(self, each=1.0):

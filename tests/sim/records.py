@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from policy.engine.replica_capacity import Capability
 from policy.scaling.decision_types import Decision, Guardrail, Limit
-from policy.scaling.policy_interface import Proposal
+from policy.scaling.view import Proposal
 from sim.simulator.run_record import Moment, Outcome, Record, Requests
 
 NAN = math.nan

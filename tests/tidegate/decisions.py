@@ -18,7 +18,7 @@ from policy.scaling.decision_types import (
     Override,
     Situation,
 )
-from policy.scaling.policy_interface import Proposal, Supply
+from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Shares, Signals
 
 LIMITS = Limits(max_num_batched_tokens=2048, max_num_seqs=64, kv_tokens=50_000)

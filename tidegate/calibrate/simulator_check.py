@@ -9,7 +9,7 @@ import msgspec
 
 from policy.config.deployment import Deployment
 from policy.errors import ConfigError
-from policy.scaling.policy_interface import Policy
+from policy.scaling.view import Policy
 from sim.calibration.quantiles import Compared, compare
 from sim.request_arrival import Arrival
 from sim.simulator.run import simulate

@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from policy.scaling.policies.rounding import is_usable
-from policy.scaling.policy_interface import View
+from policy.scaling.view import View
 
 # The time constant of the means: longer than an answer, shorter than a change of the load.
 MEAN_S = 180.0

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from policy.config.control import Section
 from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
-from policy.scaling.policy_interface import Proposal, View
+from policy.scaling.view import Proposal, View
 
 STABLE_S = 60.0
 

@@ -23,7 +23,7 @@ from policy.scaling.forecast import Series, Smoothing, ahead, observed, shortfal
 from policy.scaling.policies.observed_capacity import ObservedCapacity, observe_capacity, sustained
 from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
 from policy.scaling.policies.token_saturation import learned, remembered, saturation
-from policy.scaling.policy_interface import Proposal, View
+from policy.scaling.view import Proposal, View
 from policy.signals.types import Demand, Rates
 
 # The utilisation without an SLO: queues grow without bound near 1.

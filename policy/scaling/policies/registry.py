@@ -17,7 +17,7 @@ from policy.scaling.policies.predictive import Predictive, PredictiveParameters
 from policy.scaling.policies.static import Static, StaticParameters
 from policy.scaling.policies.target_tracking import TargetTracking, TargetTrackingParameters
 from policy.scaling.policies.token_saturation import TokenSaturation, TokenSaturationParameters
-from policy.scaling.policy_interface import Policy
+from policy.scaling.view import Policy
 
 P = TypeVar("P", bound=Section)
 

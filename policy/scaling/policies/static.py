@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policy.config.control import Count, Section
-from policy.scaling.policy_interface import Proposal, View
+from policy.scaling.view import Proposal, View
 
 
 class StaticParameters(Section, frozen=True):

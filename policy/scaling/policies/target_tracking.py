@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from policy.config.control import Section
 from policy.scaling.policies.rounding import is_usable, per_replica, whole
-from policy.scaling.policy_interface import Proposal, View
+from policy.scaling.view import Proposal, View
 from policy.signals.types import Demand
 
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from policy.config.control import Section
 from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
-from policy.scaling.policy_interface import Proposal, View
+from policy.scaling.view import Proposal, View
 from policy.signals.types import ReplicaSample
 
 # The weight of one observed queue in k2.

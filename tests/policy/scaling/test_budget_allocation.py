@@ -18,7 +18,7 @@ from policy.scaling.budget_allocation import (
     spare,
     total,
 )
-from policy.scaling.policy_interface import Supply
+from policy.scaling.view import Supply
 from tests.policy.control_play import LARGE, SMALL, rung, situation
 
 CARD = Allocation(gpus=1)

@@ -19,7 +19,7 @@ from policy.scaling.decide import STARVED_S, ModelPolicies, decide_all, workload
 from policy.scaling.decision_types import Decision, Memory, Override, Situation
 from policy.scaling.mode_selection import Candidate, Verdict, evaluate
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.policy_interface import Supply
+from policy.scaling.view import Supply
 from tests.policy.control_play import (
     BOTH,
     LARGE,

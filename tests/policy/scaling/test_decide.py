@@ -18,7 +18,7 @@ from policy.config.deployment import Budget
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, Memory, Override, Situation
 from policy.scaling.policies.registry import NAMES, choose, make
-from policy.scaling.policy_interface import Supply
+from policy.scaling.view import Supply
 from policy.signals.types import Rates, Signals
 from tests.policy.control_play import (
     BOTH,

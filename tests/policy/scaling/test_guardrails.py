@@ -11,7 +11,7 @@ from policy.config.control import ScaleConfig
 from policy.config.deployment import Budget
 from policy.scaling.decide import ModelPolicies, decide_all
 from policy.scaling.decision_types import Decision, Guardrail, Memory, Override, Situation
-from policy.scaling.policy_interface import Supply
+from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from tests.policy.control_play import (
     LARGE,

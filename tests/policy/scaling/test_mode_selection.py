@@ -22,7 +22,7 @@ from policy.scaling.decision_types import Decision, Memory, ModeForecast, Overri
 from policy.scaling.forecast import likely
 from policy.scaling.mode_selection import Candidate, Verdict, evaluate, forecasts, measured_cost
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.policy_interface import Supply
+from policy.scaling.view import Supply
 from policy.signals.types import LatencyQuantiles, Rates, Shares, Signals
 from tests.policy.control_play import (
     BOTH,

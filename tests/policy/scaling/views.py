@@ -7,7 +7,7 @@ from typing import Any
 
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability
-from policy.scaling.policy_interface import Policy, Proposal, Supply, View
+from policy.scaling.view import Policy, Proposal, Supply, View
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample, Signals
 from tests.policy.control_play import NOON, rates
 

@@ -13,7 +13,7 @@ from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.policies.target_tracking import Metric
-from policy.scaling.policy_interface import Policy, Proposal, Supply, View
+from policy.scaling.view import Policy, Proposal, Supply, View
 from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Signals
 
 CHOICES: list[Any] = [

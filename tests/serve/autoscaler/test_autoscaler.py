@@ -450,7 +450,7 @@ class Slow:
     answers = threading.Event()
 
     def decide(self, view: Any, memory: Any) -> Any:
-        from policy.scaling.policy_interface import Proposal  # noqa: PLC0415 - as a user's module would
+        from policy.scaling.view import Proposal  # noqa: PLC0415 - as a user's module would
 
         assert self.answers.wait(60)
         return Proposal(count=view.most, reason="all")

@@ -16,7 +16,7 @@ from policy.config.control import Choice
 from policy.engine.replica_capacity import Capability
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
-from policy.scaling.policy_interface import Policy, Proposal, Supply, View
+from policy.scaling.view import Policy, Proposal, Supply, View
 from policy.signals.types import Signals
 from serve.autoscaler.custom_policy import GuardedPolicy, beside, load
 from tests.serve.plane import READY, SMALL, Plane
@@ -28,7 +28,7 @@ VIEW = View(
     signals=Signals(), capability=Capability(mu=1.0, mu_max=1.0), lead_s=1.0,
 )  # fmt: skip
 ADDS = """
-from policy.scaling.policy_interface import Proposal
+from policy.scaling.view import Proposal
 
 class Adds:
     def __init__(self, more=1):

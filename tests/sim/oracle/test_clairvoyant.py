@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from policy.engine.replica_capacity import Capability
 from policy.errors import TargetError
-from policy.scaling.policy_interface import Supply, View
+from policy.scaling.view import Supply, View
 from policy.signals.types import Signals
 from sim.oracle.clairvoyant import (
     PRECISION,

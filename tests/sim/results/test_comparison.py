@@ -11,7 +11,7 @@ import pytest
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.policy_interface import Policy
+from policy.scaling.view import Policy
 from sim.oracle.bounds import Bounds
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry, compare, summarise

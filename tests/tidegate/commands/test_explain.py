@@ -20,7 +20,7 @@ from policy.config.deployment import Budget
 from policy.engine.replica_capacity import Capability
 from policy.errors import TargetError, Unreachable
 from policy.scaling.decision_types import Decision, Guardrail, Limit, Situation
-from policy.scaling.policy_interface import Proposal, Supply
+from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Shares, Signals
 from serve.autoscaler.decision_journal import DecisionRound, Journal
 from serve.controller_messages import LoggedDecision, SwitchOutcome

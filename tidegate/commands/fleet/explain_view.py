@@ -15,7 +15,7 @@ from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability
 from policy.scaling.decision_types import Decision, Guardrail, Limit, ModeForecast, Override, Situation
 from policy.scaling.guardrails import override_in_force
-from policy.scaling.policy_interface import Proposal, Supply
+from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample
 from serve.controller_messages import LoggedDecision
 from tidegate.commands.fleet.status import describe_switch_block

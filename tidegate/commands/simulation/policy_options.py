@@ -12,7 +12,7 @@ from policy.config.control import Choice
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import CUSTOM, PolicyChoice, choose, make
-from policy.scaling.policy_interface import Policy
+from policy.scaling.view import Policy
 from policy.types import EngineKind
 from serve.autoscaler.custom_policy import GuardedPolicy, beside, load
 from sim.results.comparison import PolicyEntry

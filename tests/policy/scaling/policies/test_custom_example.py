@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from policy.scaling.policies.registry import choose
-from policy.scaling.policy_interface import Policy
+from policy.scaling.view import Policy
 from tests.policy.scaling.views import START, demand, proposals, view
 
 EXAMPLE = Path(__file__).parents[4] / "docs" / "examples" / "custom_policy.py"

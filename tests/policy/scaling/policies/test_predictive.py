@@ -10,7 +10,7 @@ import pytest
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability
 from policy.scaling.policies.predictive import EACH, SOON_S, Predictive, PredictiveParameters, capacity
-from policy.scaling.policy_interface import Proposal
+from policy.scaling.view import Proposal
 from policy.signals.types import Demand, Rates
 from tests.policy.scaling.views import START, demand, late, proposals, replicas, view
 

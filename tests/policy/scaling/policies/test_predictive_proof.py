@@ -18,7 +18,7 @@ from policy.scaling.policies.observed_capacity import (
     sustained,
 )
 from policy.scaling.policies.predictive import Predictive, PredictiveParameters
-from policy.scaling.policy_interface import View
+from policy.scaling.view import View
 from policy.signals.types import Shares
 from tests.policy.scaling.views import demand, late, replicas, view
 
