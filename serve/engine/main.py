@@ -43,7 +43,7 @@ from serve.gpu_metrics import devices
 from serve.http import HttpServer
 from store.state_dir import listen
 
-MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim"}
+MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim.engine"}
 CHECK_S = 0.25
 REPORT_S = 0.1
 # A replica becomes ready after this many seconds even if planned adapters are not loaded yet.

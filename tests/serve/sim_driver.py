@@ -13,7 +13,7 @@ import msgspec
 from policy.config.deployment import Sim
 from policy.types import EngineKind, Runner
 from serve.engine.interface import Engine, EngineSpec, Message
-from serve.engine.sim import create
+from serve.engine.sim.engine import create
 
 # A step takes no time at FAST, and never ends within a test at FROZEN.
 FAST = 1e6

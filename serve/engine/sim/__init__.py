@@ -1,5 +1,1 @@
-"""The simulated engine: vLLM's HTTP API with timing from the latency model and deterministic text."""
-
-from serve.engine.sim.engine import create
-
-__all__ = ["create"]
+"""The simulated engine: vLLM's HTTP API over the latency model, deterministic text. Read first: `engine`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,9 +14,8 @@ from starlette.routing import Route
 
 from policy.errors import EngineFailed
 from policy.types import Runner
-from serve.engine.sim.chat import chat
-from serve.engine.sim.completions import completions, detokenize, tokenize
-from serve.engine.sim.http import ApiError, answer, on_api_error, on_engine_failed, on_http_exception
+from serve.engine.sim.completions import chat, completions, detokenize, tokenize
+from serve.engine.sim.http import answer, on_error
 from serve.engine.sim.messages import messages
 from serve.engine.sim.pooling import embeddings, rerank, score
 from serve.engine.sim.responses_api import responses
@@ -63,22 +63,12 @@ _GET: dict[str, Endpoint] = {"/v1/models": models, "/metrics": metrics}
 
 def build(service: Service) -> Starlette:
     """The ASGI app over ``service``."""
-
-    def route(path: str, endpoint: Endpoint, method: str) -> Route:
-        async def call(request: Request) -> Response:
-            return await endpoint(service, request)
-
-        return Route(path, call, methods=[method])
-
     posts = {**_ALWAYS, **_POST[service.runner]}
     return Starlette(
         routes=[
-            *(route(path, endpoint, "POST") for path, endpoint in posts.items()),
-            *(route(path, endpoint, "GET") for path, endpoint in _GET.items()),
+            Route(path, partial(endpoint, service), methods=[method])
+            for method, endpoints in (("POST", posts), ("GET", _GET))
+            for path, endpoint in endpoints.items()
         ],
-        exception_handlers={
-            ApiError: on_api_error,
-            EngineFailed: on_engine_failed,
-            HTTPException: on_http_exception,
-        },
+        exception_handlers={EngineFailed: on_error, HTTPException: on_error},
     )

@@ -1,21 +1,20 @@
-"""``POST /v1/completions``, ``/tokenize`` and ``/detokenize`` of the simulated engine."""
+"""``POST /v1/chat/completions``, ``/v1/completions`` and ``/[de]tokenize`` of the simulated engine."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Annotated, Any
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.chat import Message, template
-from serve.engine.sim.generation_api import AnswerFormat, Sampling, logprob, respond
-from serve.engine.sim.http import ApiError, answer, read
-from serve.engine.sim.service import Service
-from serve.engine.sim.text import Output, Prompt, token_bytes, token_id
+from serve.engine.sim.http import DONE, ApiError, answer, event, read, respond
+from serve.engine.sim.service import Positive, Sampling, Service, request_id
+from serve.engine.sim.step_loop import Generation
+from serve.engine.sim.text import Output, Prompt, mix, token_bytes, token_id
 
 Id = Annotated[int, Meta(ge=0)]
 Prompts = str | list[str | int | list[int]]
@@ -24,7 +23,36 @@ Prompts = str | list[str | int | list[int]]
 _DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionRequest(Sampling, frozen=True, kw_only=True):
+class Message(msgspec.Struct, frozen=True):
+    """One message of a conversation; content parts must be text."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = False
+
+
+class StreamedSampling(Sampling, frozen=True, kw_only=True):
+    """Body fields that both kinds of completion share."""
+
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+
+class ChatRequest(StreamedSampling, frozen=True, kw_only=True):
+    """The body of a chat completion."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class CompletionRequest(StreamedSampling, frozen=True, kw_only=True):
     """The body of a completion."""
 
     prompt: Prompts
@@ -48,9 +76,175 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[Id]
 
 
+_CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class AnswerFormat(NamedTuple):
+    """How an endpoint writes its answers.
+
+    ``choice`` gives the fields of a choice of a whole answer, ``chunk`` those of the event of the token at a
+    position; both without index and end. ``unfinished`` are the end fields of an event that is not the last
+    of its choice, ``first`` is an event before the first token.
+    """
+
+    id_prefix: str
+    object: str
+    choice: Callable[[Prompt, Output], dict[str, Any]]
+    chunk: Callable[[Prompt, Output, int], dict[str, Any]]
+    unfinished: dict[str, None]
+    first: dict[str, Any] | None = None
+
+
+async def _complete(
+    service: Service, request: Request, body: StreamedSampling, prompts: Sequence[Prompt], form: AnswerFormat
+) -> Response:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "Stream options can only be defined when `stream=True`.", "stream_options")
+    generation = service.generate(prompts, body)
+    n = body.n or 1
+    head = {
+        "id": request_id(request, form.id_prefix),
+        "object": form.object,
+        "created": service.now(),
+        "model": generation.model,
+    }
+
+    def whole() -> dict[str, Any]:
+        choices = [
+            {"index": index, **form.choice(prompt, output), **_end(output)}
+            for index, (prompt, output) in enumerate(zip(generation.prompts, generation.outputs, strict=True))
+        ]
+        return {**head, "choices": choices, "usage": _usage(generation, n)}
+
+    async def events() -> AsyncIterator[bytes]:
+        def chunk(index: int, fields: dict[str, Any], end: dict[str, Any]) -> bytes:
+            return event({**head, "choices": [{"index": index, **fields, **end}]})
+
+        async for index, position in generation.tokens():
+            prompt, output = generation.prompts[index], generation.outputs[index]
+            if position == 0 and form.first is not None:
+                yield chunk(index, form.first, form.unfinished)
+            last = position + 1 == len(output.deltas)
+            yield chunk(
+                index, form.chunk(prompt, output, position), _end(output) if last else form.unfinished
+            )
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield event({**head, "choices": [], "usage": _usage(generation, n)})
+        yield DONE
+
+    return await respond(request, generation, whole, events() if body.stream else None)
+
+
+def _end(output: Output) -> dict[str, Any]:
+    return {"finish_reason": output.finish_reason, "stop_reason": output.stop}
+
+
+def _usage(generation: Generation, n: int) -> dict[str, Any]:
+    """Token counts of the answer; a prompt with ``n`` choices counts once."""
+    prompt = sum(len(prompt.tokens) for prompt in generation.prompts[::n])
+    completion = sum(len(output.deltas) for output in generation.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+        "prompt_tokens_details": {"cached_tokens": sum(generation.cached[::n])},
+    }
+
+
+async def chat(service: Service, request: Request) -> Response:
+    """A chat completion, as a stream or as a whole."""
+    body = await read(request, _CHAT)
+
+    def choice(_: Prompt, output: Output) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": output.text,
+            "refusal": None,
+            "tool_calls": [],
+        }
+        return {"message": message, "logprobs": _chat_logprobs(body, output.deltas, 0)}
+
+    def chunk(_: Prompt, output: Output, position: int) -> dict[str, Any]:
+        delta = output.deltas[position]
+        return {"delta": {"content": delta}, "logprobs": _chat_logprobs(body, [delta], position)}
+
+    form = AnswerFormat(
+        "chatcmpl",
+        "chat.completion.chunk" if body.stream else "chat.completion",
+        choice,
+        chunk,
+        unfinished={"finish_reason": None},
+        first={"delta": {"role": "assistant", "content": ""}, "logprobs": None},
+    )
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    sampling = msgspec.structs.replace(body, max_tokens=max_tokens)
+    return await _complete(service, request, sampling, [template(body.messages)], form)
+
+
+def _chat_logprobs(body: ChatRequest, tokens: list[str], start: int) -> dict[str, Any] | None:
+    if not body.logprobs:
+        return None
+
+    def entry(token: str, position: int, rank: int) -> dict[str, Any]:
+        # Alternatives are the token in other spellings, so that no vocabulary is needed.
+        spelled = token + "'" * rank
+        return {"token": spelled, "logprob": _logprob(position, rank), "bytes": list(spelled.encode())}
+
+    content = [
+        {
+            **entry(token, position, 0),
+            "top_logprobs": [entry(token, position, rank) for rank in range(body.top_logprobs or 0)],
+        }
+        for position, token in enumerate(tokens, start)
+    ]
+    return {"content": content}
+
+
+def text_of(content: object) -> str:
+    """The text of a message's content; raises a 400 for parts that are not text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ApiError(400, "content must be a string or a list of parts")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise ApiError(400, "this model takes content parts of text only")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def template(messages: list[Message], system: object = None) -> Prompt:
+    """The conversation as one prompt, in ChatML; ``system`` is the content of a message before it."""
+    first = [("system", system)] if system else []
+    turns = [*first, *((message.role, message.content) for message in messages)]
+    texts = [f"<|im_start|>{role}\n{text_of(content)}<|im_end|>\n" for role, content in turns]
+    return Prompt.of_text("".join(texts) + "<|im_start|>assistant\n")
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """A completion of each prompt, as a stream or as a whole."""
+    body = await read(request, _COMPLETION)
+
+    def choice(prompt: Prompt, output: Output) -> dict[str, Any]:
+        text = (_text(prompt) if body.echo else "") + output.text
+        return {"text": text, "logprobs": _logprobs(body, output, 0, len(output.deltas))}
+
+    def chunk(prompt: Prompt, output: Output, position: int) -> dict[str, Any]:
+        text = (_text(prompt) if body.echo and position == 0 else "") + output.deltas[position]
+        return {"text": text, "logprobs": _logprobs(body, output, position, position + 1)}
+
+    form = AnswerFormat(
+        "cmpl", "text_completion", choice, chunk, unfinished={"finish_reason": None, "stop_reason": None}
+    )
+    prompts = prompts_of(body.prompt, "prompt")
+    if not body.ignore_eos:
+        body = msgspec.structs.replace(body, max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS)
+    return await _complete(service, request, body, prompts, form)
 
 
 def prompts_of(given: Prompts, param: str) -> list[Prompt]:
@@ -72,54 +266,25 @@ def prompts_of(given: Prompts, param: str) -> list[Prompt]:
     return prompts
 
 
-async def completions(service: Service, request: Request) -> Response:
-    """A completion of each prompt, as a stream or as a whole."""
-    body = await read(request, _COMPLETION)
-    unbounded = body.max_tokens is None and body.ignore_eos
-    offsets: defaultdict[int, int] = defaultdict(int)
-
-    def choice(prompt: Prompt, index: int, output: Output) -> dict[str, Any]:
-        text = (_text(prompt) if body.echo else "") + output.text
-        return {"text": text, "logprobs": _logprobs(body, output.deltas, 0, 0)}
-
-    def chunks(prompt: Prompt, index: int, output: Output, position: int) -> Iterator[dict[str, Any]]:
-        delta = output.deltas[position]
-        last = position + 1 == len(output.deltas)
-        yield {
-            "text": (_text(prompt) if body.echo and position == 0 else "") + delta,
-            "logprobs": _logprobs(body, [delta], position, offsets[index]),
-            "finish_reason": output.finish_reason if last else None,
-            "stop_reason": output.stop if last else None,
-        }
-        offsets[index] += len(delta)
-
-    return await respond(
-        service,
-        request,
-        body,
-        prompts=prompts_of(body.prompt, "prompt"),
-        max_tokens=None if unbounded else body.max_tokens or _DEFAULT_MAX_TOKENS,
-        form=AnswerFormat("cmpl", "text_completion", choice, chunks),
-    )
-
-
-def _logprobs(body: CompletionRequest, tokens: list[str], start: int, offset: int) -> dict[str, Any] | None:
+def _logprobs(body: CompletionRequest, output: Output, start: int, end: int) -> dict[str, Any] | None:
     if body.logprobs is None:
         return None
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    tops = [
-        {token + "'" * rank: logprob(position, rank) for rank in range(max(1, body.logprobs or 0))}
-        for position, token in enumerate(tokens, start)
-    ]
+    tokens, positions = output.deltas[start:end], range(start, end)
+    offset = len("".join(output.deltas[:start]))
     return {
         "tokens": tokens,
-        "token_logprobs": [logprob(position) for position in range(start, start + len(tokens))],
-        "top_logprobs": tops,
-        "text_offset": offsets,
+        "token_logprobs": [_logprob(position) for position in positions],
+        "top_logprobs": [
+            {token + "'" * rank: _logprob(position, rank) for rank in range(max(1, body.logprobs))}
+            for position, token in zip(positions, tokens, strict=True)
+        ],
+        "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=offset)),
     }
+
+
+def _logprob(position: int, rank: int = 0) -> float:
+    """A plausible log probability in nats: deterministic, and lower for each further rank."""
+    return -(0.01 + mix(position) % 1000 / 1000 + rank)
 
 
 def _text(prompt: Prompt) -> str:

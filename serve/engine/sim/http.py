@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -22,19 +22,18 @@ DONE = b"data: [DONE]\n\n"
 _NAMES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
 
 
-class ApiError(Exception):
-    """An answer other than 200, in vLLM's envelope: ``code`` is the status as an integer."""
+class ApiError(HTTPException):
+    """An answer other than 200; ``param`` is the invalid field of the body."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
+        super().__init__(status, message)
         self.param = param
 
-    @property
-    def body(self) -> dict[str, Any]:
-        name = _NAMES.get(self.status, "Error")
-        return {"error": {"message": self.message, "type": name, "param": self.param, "code": self.status}}
+
+def _error_body(status: int, message: str, param: str | None = None) -> object:
+    """vLLM's envelope of an error: ``code`` is the status as an integer."""
+    name = _NAMES.get(status, "Error")
+    return {"error": {"message": message, "type": name, "param": param, "code": status}}
 
 
 def answer(body: object, status: int = 200) -> Response:
@@ -42,21 +41,12 @@ def answer(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
-async def on_api_error(_: Request, error: Exception) -> Response:
-    """Starlette's handler of :class:`ApiError`."""
-    assert isinstance(error, ApiError)
-    return answer(error.body, error.status)
-
-
-async def on_engine_failed(_: Request, error: Exception) -> Response:
-    """Starlette's handler of :class:`policy.errors.EngineFailed`."""
-    return answer(ApiError(500, str(error)).body, 500)
-
-
-async def on_http_exception(_: Request, error: Exception) -> Response:
-    """Starlette's handler of its own 404 and 405."""
-    assert isinstance(error, HTTPException)
-    return answer(ApiError(error.status_code, error.detail).body, error.status_code)
+async def on_error(_: Request, error: Exception) -> Response:
+    """Starlette's handler of :class:`ApiError`, its own 404 and 405, and EngineFailed."""
+    if not isinstance(error, HTTPException):
+        return answer(_error_body(500, str(error)), 500)
+    param = error.param if isinstance(error, ApiError) else None
+    return answer(_error_body(error.status_code, error.detail, param), error.status_code)
 
 
 async def read(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
@@ -78,43 +68,54 @@ def event(body: object, name: str = "") -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def attended(receive: Receive, leave: Callable[[], None]) -> AsyncIterator[None]:
-    """Call ``leave`` when the client disconnects while the block runs, and when the block ends."""
+async def _aborting(generation: Generation, receive: Receive) -> AsyncIterator[None]:
+    """Abort ``generation`` when the client disconnects while the block runs, and when the block ends."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        leave()
+        generation.abort()
 
     watcher = asyncio.create_task(watch())
     try:
         yield
     finally:
         watcher.cancel()
-        leave()
+        generation.abort()
 
 
-async def whole(request: Request, generation: Generation, leave: Callable[[], None]) -> None:
-    """Wait for all of ``generation``; ``leave`` aborts it. Raises EngineFailed, and a 499 once aborted."""
-    async with attended(request.receive, leave):
+async def respond(
+    request: Request,
+    generation: Generation,
+    whole: Callable[[], object],
+    events: AsyncIterator[bytes] | None = None,
+) -> Response:
+    """The stream of ``events``; without them the body ``whole()`` once the generation is complete.
+
+    Raises :class:`policy.errors.EngineFailed`, and a 499 if the client has disconnected.
+    """
+    if events is not None:
+        return _EventStream(generation, events)
+    async with _aborting(generation, request.receive):
         try:
             await generation.finish()
         except Aborted:
             raise ApiError(499, "the client closed the request") from None
+    return answer(whole())
 
 
-class EventStream(Response):
-    """Server-sent events as they are made; ``leave`` aborts what makes them."""
+class _EventStream(Response):
+    """Server-sent events as they are made."""
 
-    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
+        self._generation = generation
         self._events = events
-        self._leave = leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with attended(receive, self._leave):
+        async with _aborting(self._generation, receive):
             try:
                 async for data in self._events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -122,6 +123,6 @@ class EventStream(Response):
                 return
             except EngineFailed as error:
                 # As vLLM: an error event, then [DONE].
-                data = event(ApiError(500, str(error)).body) + DONE
+                data = event(_error_body(500, str(error))) + DONE
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -10,9 +10,9 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.chat import Message, template
-from serve.engine.sim.http import ApiError, EventStream, answer, event, read, whole
-from serve.engine.sim.service import Service, request_id
+from serve.engine.sim.completions import Message, template
+from serve.engine.sim.http import ApiError, answer, event, read, respond
+from serve.engine.sim.service import Positive, Sampling, Service, request_id
 from serve.engine.sim.step_loop import Generation
 
 
@@ -21,7 +21,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Positive
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = False
@@ -34,40 +34,30 @@ _TYPES = {400: "invalid_request_error", 404: "not_found_error"}
 async def messages(service: Service, request: Request) -> Response:
     """A message, as a stream or as a whole."""
     body = await read(request, _DECODER)
+    sampling = Sampling(model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences)
     try:
-        return await _messages(service, request, body)
+        generation = service.generate([template(body.messages, body.system)], sampling)
+        head = {
+            "id": request_id(request, "msg"),
+            "type": "message",
+            "role": "assistant",
+            "model": generation.model,
+        }
+
+        def whole() -> dict[str, Any]:
+            content = [{"type": "text", "text": generation.outputs[0].text}]
+            return {**head, "content": content, **_stop(generation), "usage": _usage(generation)}
+
+        events = _events(generation, head) if body.stream else None
+        return await respond(request, generation, whole, events)
     except ApiError as error:
-        kind = _TYPES.get(error.status, "internal_error")
-        return answer({"type": "error", "error": {"type": kind, "message": error.message}}, error.status)
-
-
-async def _messages(service: Service, request: Request, body: MessagesRequest) -> Response:
-    adapter = service.resolve(body.model)
-    turns = body.messages
-    if body.system:
-        turns = [Message("system", body.system), *turns]
-    generation = service.generate(
-        [template(turns)],
-        adapter=adapter,
-        seed=None,
-        max_tokens=body.max_tokens,
-        stops=body.stop_sequences or (),
-    )
-    head = {
-        "id": request_id(request, "msg"),
-        "type": "message",
-        "role": "assistant",
-        "model": adapter or service.model,
-    }
-    if body.stream:
-        return EventStream(_events(generation, head), lambda: service.abort(generation))
-    await whole(request, generation, lambda: service.abort(generation))
-    content = [{"type": "text", "text": generation.outputs[0].text}]
-    return answer({**head, "content": content, **_stop(generation), "usage": _usage(generation)})
+        kind = _TYPES.get(error.status_code, "internal_error")
+        failure = {"type": "error", "error": {"type": kind, "message": error.detail}}
+        return answer(failure, error.status_code)
 
 
 async def _events(generation: Generation, head: dict[str, Any]) -> AsyncIterator[bytes]:
-    def say(kind: str, **fields: Any) -> bytes:
+    def typed(kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)
 
     deltas = generation.outputs[0].deltas
@@ -75,13 +65,13 @@ async def _events(generation: Generation, head: dict[str, Any]) -> AsyncIterator
         if position == 0:
             begun = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
             usage = {**_usage(generation), "output_tokens": 0}
-            yield say("message_start", message={**begun, "usage": usage})
-            yield say("content_block_start", index=0, content_block={"type": "text", "text": ""})
+            yield typed("message_start", message={**begun, "usage": usage})
+            yield typed("content_block_start", index=0, content_block={"type": "text", "text": ""})
         delta = {"type": "text_delta", "text": deltas[position]}
-        yield say("content_block_delta", index=0, delta=delta)
-    yield say("content_block_stop", index=0)
-    yield say("message_delta", delta=_stop(generation), usage=_usage(generation))
-    yield say("message_stop")
+        yield typed("content_block_delta", index=0, delta=delta)
+    yield typed("content_block_stop", index=0)
+    yield typed("message_delta", delta=_stop(generation), usage=_usage(generation))
+    yield typed("message_stop")
 
 
 def _usage(generation: Generation) -> dict[str, int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from serve.engine.interface import EngineStats
 
 _LABELS = ("model_name", "engine")
 _TTFT = (
@@ -22,7 +23,12 @@ _E2E = (
 )  # fmt: skip
 _ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-M = TypeVar("M", Counter, Gauge, Histogram)
+# Name, help text and the field of EngineStats.
+_GAUGES = (
+    ("num_requests_running", "Number of requests in model execution batches.", "running"),
+    ("num_requests_waiting", "Number of requests waiting to be processed.", "waiting"),
+    ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", "kv_used"),
+)
 
 
 class Metrics:
@@ -32,22 +38,13 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._model = model
 
-        def labelled(metric: M) -> M:
-            return metric.labels(model, "0")
-
         def counter(name: str, text: str) -> Counter:
-            return labelled(Counter(f"vllm:{name}", text, _LABELS, registry=registry))
-
-        def gauge(name: str, text: str) -> Gauge:
-            return labelled(Gauge(f"vllm:{name}", text, _LABELS, registry=registry))
+            return Counter(f"vllm:{name}", text, _LABELS, registry=registry).labels(model, "0")
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             metric = Histogram(f"vllm:{name}", text, _LABELS, registry=registry, buckets=buckets)
-            return labelled(metric)
+            return metric.labels(model, "0")
 
-        self._running = gauge("num_requests_running", "Number of requests in model execution batches.")
-        self._waiting = gauge("num_requests_waiting", "Number of requests waiting to be processed.")
-        self._kv_used = gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.")
         self.prompt_tokens = counter("prompt_tokens", "Number of prefill tokens processed.")
         self.generation_tokens = counter("generation_tokens", "Number of generation tokens processed.")
         self.preemptions = counter("num_preemptions", "Cumulative number of preemptions.")
@@ -64,13 +61,11 @@ class Metrics:
         self.e2e = histogram("e2e_request_latency_seconds", "End to end latency in seconds.", _E2E)
         self.iteration = histogram("iteration_tokens_total", "Tokens per engine step.", _ITERATION)
 
-    def watch(
-        self, running: Callable[[], float], waiting: Callable[[], float], kv_used: Callable[[], float]
-    ) -> None:
-        """Read the gauges from the engine when they are scraped."""
-        self._running.set_function(running)
-        self._waiting.set_function(waiting)
-        self._kv_used.set_function(kv_used)
+    def watch(self, stats: Callable[[], EngineStats]) -> None:
+        """Read the gauges from ``stats`` when they are scraped."""
+        for name, text, field in _GAUGES:
+            gauge = Gauge(f"vllm:{name}", text, _LABELS, registry=self._registry).labels(self._model, "0")
+            gauge.set_function(lambda field=field: getattr(stats(), field))  # type: ignore[misc]
 
     def success(self, reason: str) -> None:
         """Count a request that ended with ``reason``: stop, length or abort."""

@@ -20,8 +20,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.completions import Prompts, prompts_of
-from serve.engine.sim.http import ApiError, answer, read, whole
+from serve.engine.sim.http import ApiError, read, respond
 from serve.engine.sim.service import Service, request_id
+from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Prompt
 
 DIMENSIONS = 64
@@ -62,15 +63,13 @@ async def embeddings(service: Service, request: Request) -> Response:
     """A unit vector of each input."""
     body = await read(request, _EMBEDDING)
     prompts = prompts_of(body.input, "input")
-    model = await _run(service, request, body.model, prompts)
-    data: list[dict[str, object]] = []
-    for index, prompt in enumerate(prompts):
-        vector = embed(prompt, body.dimensions or DIMENSIONS)
-        packed: object = vector
-        if body.encoding_format == "base64":
-            packed = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-        data.append({"index": index, "object": "embedding", "embedding": packed})
-    return _listing(service, request, id_prefix="embd", model=model, data=data, prompts=prompts)
+    generation = service.encode(prompts, body.model)
+    vectors = [embed(prompt, body.dimensions or DIMENSIONS) for prompt in prompts]
+    packed = vectors if body.encoding_format == "float" else [_base64(vector) for vector in vectors]
+    data = [
+        {"index": index, "object": "embedding", "embedding": vector} for index, vector in enumerate(packed)
+    ]
+    return await _respond(request, generation, "embd", object="list", created=service.now(), data=data)
 
 
 async def score(service: Service, request: Request) -> Response:
@@ -81,62 +80,35 @@ async def score(service: Service, request: Request) -> Response:
     if not left or not right or len(left) not in (1, len(right)):
         raise ApiError(400, "text_1 must be one text, or as many as text_2", "text_1")
     pairs = list(zip(left * len(right) if len(left) == 1 else left, right, strict=True))
-    prompts = [Prompt.of_text(f"{one}\n{other}") for one, other in pairs]
-    model = await _run(service, request, body.model, prompts)
-    data: list[dict[str, object]] = [
-        {"index": index, "object": "score", "score": _similarity(one, other)}
-        for index, (one, other) in enumerate(pairs)
-    ]
-    return _listing(service, request, id_prefix="score", model=model, data=data, prompts=prompts)
+    generation = service.encode([Prompt.of_text(f"{one}\n{other}") for one, other in pairs], body.model)
+    scores = [_similarity(one, other) for one, other in pairs]
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+    return await _respond(request, generation, "score", object="list", created=service.now(), data=data)
 
 
 async def rerank(service: Service, request: Request) -> Response:
     """The documents, most relevant first."""
     body = await read(request, _RERANK)
     prompts = [Prompt.of_text(f"{body.query}\n{document}") for document in body.documents]
-    model = await _run(service, request, body.model, prompts)
+    generation = service.encode(prompts, body.model)
+    scores = [_similarity(body.query, text) for text in body.documents]
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     results = [
-        {"index": index, "document": {"text": text}, "relevance_score": _similarity(body.query, text)}
-        for index, text in enumerate(body.documents)
+        {"index": index, "document": {"text": body.documents[index]}, "relevance_score": scores[index]}
+        for index in order
     ]
-    results.sort(key=lambda result: (-result["relevance_score"], result["index"]))  # type: ignore[operator]
-    return answer(
-        {
-            "id": request_id(request, "rerank"),
-            "model": model,
-            "usage": _usage(prompts),
-            "results": results[: body.top_n or None],
-        }
-    )
+    return await _respond(request, generation, "rerank", results=results)
 
 
-def _listing(
-    service: Service,
-    request: Request,
-    *,
-    id_prefix: str,
-    model: str,
-    data: list[dict[str, object]],
-    prompts: Sequence[Prompt],
-) -> Response:
-    return answer(
-        {
-            "id": request_id(request, id_prefix),
-            "object": "list",
-            "created": service.now(),
-            "model": model,
-            "data": data,
-            "usage": _usage(prompts),
-        }
-    )
+async def _respond(request: Request, generation: Generation, id_prefix: str, **fields: object) -> Response:
+    total = sum(len(prompt.tokens) for prompt in generation.prompts)
+    usage = {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}
+    body = {"id": request_id(request, id_prefix), "model": generation.model, **fields, "usage": usage}
+    return await respond(request, generation, lambda: body)
 
 
-async def _run(service: Service, request: Request, model: str | None, prompts: Sequence[Prompt]) -> str:
-    """Take the engine time of the prompts; the name of the model in the answer."""
-    adapter = service.resolve(model)
-    generation = service.encode(prompts, adapter=adapter)
-    await whole(request, generation, lambda: service.abort(generation))
-    return adapter or service.model
+def _base64(vector: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def embed(prompt: Prompt, dimensions: int = DIMENSIONS) -> list[float]:
@@ -156,8 +128,3 @@ def _similarity(one: str, other: str) -> float:
     """The cosine similarity of two texts, mapped from -1..1 to 0..1."""
     pair = zip(embed(Prompt.of_text(one)), embed(Prompt.of_text(other)), strict=True)
     return (1.0 + math.fsum(a * b for a, b in pair)) / 2
-
-
-def _usage(prompts: Sequence[Prompt]) -> dict[str, int]:
-    total = sum(len(prompt.tokens) for prompt in prompts)
-    return {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 
 from policy.types import Runner
@@ -14,6 +16,27 @@ from serve.engine.sim.http import ApiError
 from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.step_loop import Generation, StepLoop
 from serve.engine.sim.text import Output, Prompt, natural_length, seed_of, write
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of a generation: ``n`` choices of each prompt.
+
+    With ``max_tokens`` an answer has exactly that many tokens unless a stop sequence ends it. Without it
+    the length is drawn from the seed, or the answer fills the context with ``ignore_eos``. The others
+    change nothing in this engine.
+    """
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    max_tokens: Positive | None = None
+    ignore_eos: bool = False
+    cache_salt: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +52,6 @@ class Service:
     metrics: Metrics
     clock: Callable[[], float]
     created: int = field(init=False)
-    _names: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def __post_init__(self) -> None:
         self.created = self.now()
@@ -39,50 +61,36 @@ class Service:
         return int(self.clock())
 
     def resolve(self, model: str | None) -> str:
-        """The adapter that ``model`` names, empty for the base; raises 404 for any other name."""
-        if model is None or model == self.model:
-            return ""
-        if model in self.adapters:
-            return model
+        """The model or adapter that ``model`` names, by default the base; raises 404 for any other name."""
+        if model is None or model == self.model or model in self.adapters:
+            return model or self.model
         raise ApiError(404, f"The model `{model}` does not exist.", "model")
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        adapter: str,
-        seed: int | None,
-        max_tokens: int | None,
-        n: int = 1,
-        stops: Sequence[str] = (),
-        ignore_eos: bool = False,
-        salt: str | None = None,
-    ) -> Generation:
-        """Start ``n`` choices of each prompt; choice i of prompt j has index ``j n + i``.
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Generation:
+        """Start the choices of each prompt; choice i of prompt j has index ``j n + i``.
 
-        With ``max_tokens`` an answer has exactly that many tokens unless a stop sequence ends it. Without it
-        the length is drawn from the seed, or the answer fills the context with ``ignore_eos``. Raises a 400
-        when a prompt leaves no room in the context.
+        Raises a 404 for an unknown model, and a 400 when a prompt leaves no room in the context.
         """
+        model, n = self.resolve(sampling.model), sampling.n or 1
+        adapter = "" if model == self.model else model
+        stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
         outputs = []
         for prompt in prompts:
             room = self._room(prompt)
             for choice in range(n):
-                own = seed_of(self.seed, seed, adapter, choice, prompt=prompt)
-                wanted = max_tokens or (room if ignore_eos else natural_length(own))
-                ends = max_tokens is None and not ignore_eos and wanted <= room
+                own = seed_of(self.seed, sampling.seed, adapter, choice, prompt=prompt)
+                wanted = sampling.max_tokens or (room if sampling.ignore_eos else natural_length(own))
+                ends = sampling.max_tokens is None and not sampling.ignore_eos and wanted <= room
                 outputs.append(write(own, min(wanted, room), ends=ends, stops=stops))
-        return self._submit([prompt for prompt in prompts for _ in range(n)], outputs, (adapter, salt))
+        choices = [prompt for prompt in prompts for _ in range(n)]
+        return self.loop.submit(model, choices, outputs, (model, sampling.cache_salt))
 
-    def encode(self, prompts: Sequence[Prompt], *, adapter: str) -> Generation:
-        """Compute the prompts without output text: a prefill and one token each."""
+    def encode(self, prompts: Sequence[Prompt], model: str | None) -> Generation:
+        """Compute the prompts without output text: a prefill and one token each; raises as `generate`."""
+        name = self.resolve(model)
         for prompt in prompts:
             self._room(prompt)
-        return self._submit(prompts, [Output([""], "stop")] * len(prompts), (adapter, None))
-
-    def abort(self, generation: Generation) -> None:
-        """Abort ``generation``; no effect if it has ended."""
-        self.loop.abort(generation)
+        return self.loop.submit(name, prompts, [Output([""], "stop")] * len(prompts), (name, None))
 
     def _room(self, prompt: Prompt) -> int:
         count = len(prompt.tokens)
@@ -94,13 +102,6 @@ class Service:
                 "input_tokens",
             )
         return self.max_model_len - count
-
-    def _submit(
-        self, prompts: Sequence[Prompt], outputs: Sequence[Output], salt: tuple[str, str | None]
-    ) -> Generation:
-        generation = Generation(str(next(self._names)), prompts, outputs)
-        self.loop.submit(generation, salt)
-        return generation
 
 
 def request_id(request: Request, prefix: str) -> str:

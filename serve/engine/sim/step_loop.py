@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Hashable, Sequence
@@ -30,15 +31,19 @@ class Aborted(Exception):
 class Generation:
     """One HTTP request in the engine: its choices and the tokens that are ready.
 
-    ``prompts`` and ``outputs`` run in parallel, one of each per choice; ``cached`` are the prompt tokens of
-    each that were in the prefix cache, known from its first token on.
+    ``model`` is its model's name in the answer. ``prompts`` and ``outputs`` run in parallel, one of each per
+    choice; ``cached`` are the prompt tokens of each that were in the prefix cache, known from its first token
+    on.
     """
 
-    def __init__(self, name: str, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> None:
-        self.name = name
+    def __init__(
+        self, loop: StepLoop, model: str, prompts: Sequence[Prompt], outputs: Sequence[Output]
+    ) -> None:
+        self.model = model
         self.prompts = prompts
         self.outputs = outputs
         self.cached = [0] * len(outputs)
+        self._loop = loop
         self._left = len(outputs)
         self._ready: deque[tuple[int, int]] = deque()
         self._more = asyncio.Event()
@@ -65,6 +70,12 @@ class Generation:
             self._error = error
             self._done.set()
             self._more.set()
+
+    def abort(self) -> None:
+        """Remove it from the engine at once; no effect if it has ended."""
+        if not self.done:
+            self.fail(Aborted())
+            self._loop.drop(self)
 
     async def finish(self) -> None:
         """Return when every choice is complete; raises :class:`Aborted` or EngineFailed."""
@@ -115,6 +126,7 @@ class StepLoop:
         self._kv_tokens = limits.kv_tokens
         self._speed = speed
         self._metrics = metrics
+        self._names = itertools.count()
         self._live: dict[str, _Live] = {}
         self._holdups: deque[tuple[float, asyncio.Future[None]]] = deque()
         self._work = asyncio.Event()
@@ -123,9 +135,7 @@ class StepLoop:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name="simulated engine")
         self._task.add_done_callback(self._ended)
-        metrics.watch(
-            lambda: self.stats().running, lambda: self.stats().waiting, lambda: self.stats().kv_used
-        )
+        metrics.watch(self.stats)
 
     def stats(self) -> EngineStats:
         """The current counts; a request whose last token is in the running step still runs."""
@@ -151,32 +161,31 @@ class StepLoop:
             error = None if self._task.cancelled() else self._task.exception()
             raise EngineFailed(f"the step loop of the simulated engine has ended: {error!r}")
 
-    def submit(self, generation: Generation, salt: Hashable) -> None:
-        """Queue all choices. Prompts with different salts share no blocks of the prefix cache.
+    def submit(
+        self, model: str, prompts: Sequence[Prompt], outputs: Sequence[Output], salt: Hashable
+    ) -> Generation:
+        """Queue one choice for each prompt. Prompts with different salts share no blocks of the prefix cache.
 
         Raises EngineFailed when the engine is dead, :class:`ValueError` as the scheduler does.
         """
         self.check()
+        generation = Generation(self, model, prompts, outputs)
         now = self._loop.time()
-        for choice, (prompt, output) in enumerate(zip(generation.prompts, generation.outputs, strict=True)):
-            name = f"{generation.name}-{choice}"
+        for choice, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            name = str(next(self._names))
             blocks = () if self._cache is None else block_hashes(prompt.tokens, salt)
             request = Request(name, len(prompt.tokens), len(output.deltas), blocks=blocks)
             self._scheduler.submit(request)
             self._live[name] = _Live(request, generation, choice, now)
         self._work.set()
+        return generation
 
-    def abort(self, generation: Generation) -> None:
-        """Remove every choice of ``generation`` at once; no effect if it has ended."""
-        if generation.done:
-            return
-        generation.fail(Aborted())
-        for choice in range(len(generation.outputs)):
-            name = f"{generation.name}-{choice}"
-            # The scheduler no longer has a choice whose last token waits for the end of the step.
+    def drop(self, generation: Generation) -> None:
+        """Remove the unfinished choices of ``generation``."""
+        for name in [name for name, live in self._live.items() if live.generation is generation]:
             self._scheduler.abort(name)
-            if self._live.pop(name, None) is not None:
-                self._metrics.success("abort")
+            del self._live[name]
+            self._metrics.success("abort")
 
     async def hold_up(self, duration_s: float) -> None:
         """Block the loop for ``duration_s`` modelled seconds between two steps, for work other than steps.

@@ -12,7 +12,7 @@ import pytest
 from policy.config.deployment import Sim
 from policy.errors import ConfigError, EngineFailed
 from serve.engine.interface import Engine
-from serve.engine.sim import create
+from serve.engine.sim.engine import create
 from tests.serve.sim_driver import client_of, engine_of, events_of, spec
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "What is the capital of France?"}]}

@@ -13,7 +13,7 @@ from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
 from serve.engine.sim.metrics import Metrics
-from serve.engine.sim.step_loop import Generation, StepLoop
+from serve.engine.sim.step_loop import StepLoop
 from serve.engine.sim.text import Output, Prompt
 from serve.engine.step_stats import MOST, StepStats, merge
 
@@ -80,14 +80,9 @@ def test_reports_that_were_not_heard_are_told_together() -> None:
     assert merge(one, other) == EngineReport(preempted=2, steps=(StepSample(4, 4.0, 600.0, 4.0, 0.105),))
 
 
-async def finish(loop: StepLoop, name: str, prompt: int, output: int) -> None:
-    generation = Generation(
-        name,
-        [Prompt.of_ids(range(prompt))],
-        [Output(deltas=["a"] * output, finish_reason="length")],
-    )
-    loop.submit(generation, [0])
-    await generation.finish()
+async def finish(loop: StepLoop, prompt: int, output: int) -> None:
+    outputs = [Output(deltas=["a"] * output, finish_reason="length")]
+    await loop.submit("m", [Prompt.of_ids(range(prompt))], outputs, salt=0).finish()
 
 
 MODEL = EngineModel(o=0.002, w=0.002, c=1e-5, g=0.0, r=0.0)
@@ -97,7 +92,7 @@ async def test_the_simulated_engine_tells_its_real_steps() -> None:
     limits = Limits(max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=1000)
     loop = StepLoop(MODEL, limits, 1.0, Metrics("m"))
     try:
-        await asyncio.gather(finish(loop, "a", 100, 20), finish(loop, "b", 10, 20))
+        await asyncio.gather(finish(loop, 100, 20), finish(loop, 10, 20))
         told = loop.took.take()
     finally:
         await loop.close()
@@ -113,7 +108,7 @@ async def test_the_simulated_engine_counts_who_lost_their_kv() -> None:
     limits = Limits(max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=40)
     loop = StepLoop(MODEL, limits, 1e6, Metrics("m"))
     try:
-        await asyncio.gather(finish(loop, "a", 18, 10), finish(loop, "b", 20, 4))
+        await asyncio.gather(finish(loop, 18, 10), finish(loop, 20, 4))
         assert loop.stats().preempted == 1
     finally:
         await loop.close()

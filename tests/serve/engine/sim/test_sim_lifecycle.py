@@ -12,7 +12,7 @@ import pytest
 from policy.errors import EngineFailed
 from policy.types import Runner
 from serve.engine.interface import Engine
-from serve.engine.sim import create
+from serve.engine.sim.engine import create
 from serve.engine.sim.step_loop import StepLoop
 from tests.serve.sim_driver import FROZEN, OpenRequest, client_of, engine_of, spec, until
 
