@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,15 +23,16 @@ _GUARDED = re.compile(r"(?:tenants|upstreams)\b")
 _SECRET = re.compile(r"key|secret|token|password", re.IGNORECASE)
 
 
-def convert_values(within: Mapping[str, Any], key: str, kind: type[Any], prefix: str) -> None:
-    """Check each value of the mapping ``within[key]`` separately, because msgspec's path omits the key.
+def require(holds: object, path: str, value: object, expected: str) -> None:
+    """Raise :class:`policy.errors.ConfigError` unless ``holds``."""
+    if not holds:
+        raise ConfigError(path, value, expected)
 
-    ``prefix`` is the path of ``within``. Raises :class:`policy.errors.ConfigError`.
-    """
-    values = within.get(key)
-    if isinstance(values, Mapping):
-        for name, value in values.items():
-            convert(value, kind, f"{prefix}.{key}.{name}")
+
+def did_you_mean(given: str, known: Sequence[str]) -> str:
+    """The ``known`` names, with a hint if one of them is like the ``given`` one."""
+    close = difflib.get_close_matches(given, known, n=1)
+    return ", ".join(known) + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def convert(raw: object, kind: type[T], prefix: str) -> T:
@@ -45,16 +46,17 @@ def convert(raw: object, kind: type[T], prefix: str) -> T:
 def _located(text: str, raw: object, kind: type[Any], prefix: str) -> ConfigError:
     match = _AT.match(text)
     what, path = (match["what"], match["path"] or "") if match else (text, "")
+    before, within_mapping, _ = path.partition("[...]")
+    if within_mapping:
+        return _located_in_mapping(raw, kind, prefix, before)
     value = _value_at(raw, path)
     dotted = f"{prefix}{path}".lstrip(".") or "$"
     if (found := _UNKNOWN.match(what)) is not None:
         key = found["key"]
         known = _fields_at(kind, path)
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
         inner = value.get(key) if isinstance(value, Mapping) else value
         where = f"{dotted}.{key}" if dotted != "$" else key
-        return ConfigError(where, display(where, inner), f"one of the keys: {', '.join(known)}{hint}")
+        return ConfigError(where, display(where, inner), f"one of the keys: {did_you_mean(key, known)}")
     if (found := _MISSING.match(what)) is not None:
         where = f"{dotted}.{found['key']}" if dotted != "$" else found["key"]
         return ConfigError(where, None, "a value: this key is required")
@@ -62,6 +64,19 @@ def _located(text: str, raw: object, kind: type[Any], prefix: str) -> ConfigErro
         return ConfigError(dotted, value, f"one of: {', '.join(_members_at(kind, path))}")
     expected = re.sub(r"^Expected ", "", what)
     return ConfigError(dotted, display(dotted, value), re.sub(r", got .*$", "", expected).replace("`", ""))
+
+
+def _located_in_mapping(raw: object, kind: type[Any], prefix: str, path: str) -> ConfigError:
+    """The error of the first invalid value of the mapping at ``path``, whose key msgspec does not name."""
+    info = _type_at(kind, path)
+    value_kind = getattr(info.value_type, "cls", str) if isinstance(info, inspect.DictType) else str
+    for key, value in _value_at(raw, path).items():
+        where = f"{prefix}{path}.{key}"
+        try:
+            msgspec.convert(value, value_kind)
+        except msgspec.ValidationError as error:
+            return _located(str(error), value, value_kind, where.lstrip("."))
+    return ConfigError(f"{prefix}{path}".lstrip("."), _value_at(raw, path), "valid values")
 
 
 def _steps(path: str) -> list[str]:

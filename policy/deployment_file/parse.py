@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from policy.config.convert import convert, convert_values
+from policy.config.convert import convert, require
 from policy.config.deployment import (
     ENTRY_NAME,
     FORBIDDEN_ENV,
@@ -15,6 +15,7 @@ from policy.config.deployment import (
     NAME,
     OWNED_ENGINE_ARGS,
     SHAPE_NAME,
+    AdapterSource,
     Budget,
     Deployment,
     Mode,
@@ -23,7 +24,6 @@ from policy.config.deployment import (
     Tenant,
     Upstream,
 )
-from policy.deployment_file.adapter_checks import check_adapters, convert_versions
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
@@ -31,6 +31,9 @@ from policy.types import EngineKind
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _VISIBLE = re.compile(r"[!-~]+")
+_HUB = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?")
+# The section ``adapters`` sets them.
+_ADAPTER_ENGINE_ARGS = frozenset({"enable_lora", "max_loras", "max_lora_rank"})
 
 
 def parse(document: object) -> Deployment:
@@ -40,28 +43,12 @@ def parse(document: object) -> Deployment:
     unknown shapes, shapes that do not fit the budget, a controller that other nodes cannot reach, keys shared
     by two tenants, and fallback providers for unknown models.
     """
-    if not isinstance(document, Mapping):
-        raise ConfigError("$", document, "a mapping with the key 'models'")
-    models = document.get("models")
-    for i, model in enumerate(models if isinstance(models, list) else []):
-        if isinstance(model, Mapping):
-            convert_values(model, "shapes", Shape, f"models[{i}]")
-            convert_values(model, "modes", Mode, f"models[{i}]")
-            convert_values(model, "env", str, f"models[{i}]")
-            convert_versions(model, f"models[{i}]")
-    upstreams = document.get("upstreams")
-    for i, upstream in enumerate(upstreams if isinstance(upstreams, list) else []):
-        if isinstance(upstream, Mapping):
-            convert_values(upstream, "models", str, f"upstreams[{i}]")
+    require(isinstance(document, Mapping), "$", document, "a mapping with the key 'models'")
     deployment = convert(document, Deployment, "")
-    seen: set[str] = set()
+    models: set[str] = set()
     for i, spec in enumerate(deployment.models):
         path = f"models[{i}]"
-        if not NAME.fullmatch(spec.name):
-            raise ConfigError(f"{path}.name", spec.name, f"a name that matches {NAME.pattern}")
-        if spec.name in seen:
-            raise ConfigError(f"{path}.name", spec.name, "a name that no other model has")
-        seen.add(spec.name)
+        _check_name(f"{path}.name", spec.name, models, "model", NAME)
         profile(spec.sim.profile, f"{path}.sim.profile")
         if spec.profile is not None:
             profile(spec.profile, f"{path}.profile")
@@ -74,89 +61,72 @@ def parse(document: object) -> Deployment:
             _check_deployed(path, spec, deployment)
     tenants = {tenant.name for tenant in deployment.tenants}
     for i, spec in enumerate(deployment.models):
-        check_adapters(f"models[{i}]", spec, seen, tenants)
+        _check_adapters(f"models[{i}]", spec, models, tenants)
     _check_cluster(deployment)
     _check_gateway(deployment)
     _check_store(deployment.store)
     _check_tenants(deployment.tenants)
-    _check_upstreams(deployment.upstreams, seen)
+    _check_upstreams(deployment.upstreams, models)
     return deployment
 
 
 def _check_external(path: str, spec: ModelSpec) -> None:
-    if not spec.urls:
-        raise ConfigError(f"{path}.urls", list(spec.urls), "at least one base URL for an external engine")
+    require(spec.urls, f"{path}.urls", list(spec.urls), "at least one base URL for an external engine")
     for i, url in enumerate(spec.urls):
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.query or parts.path not in ("", "/", "/v1"):
-            raise ConfigError(f"{path}.urls[{i}]", url, "http://HOST:PORT, optionally ending in /v1")
+        plain = parts.scheme == "http" and parts.hostname and not parts.query
+        good = plain and parts.path in ("", "/", "/v1")
+        require(good, f"{path}.urls[{i}]", url, "http://HOST:PORT, optionally ending in /v1")
     for key in ("source", "shapes", "modes", "mode", "engine_args", "env"):
-        if getattr(spec, key):
-            raise ConfigError(
-                f"{path}.{key}", getattr(spec, key), "nothing: Tidegate does not deploy an external engine"
-            )
+        value = getattr(spec, key)
+        require(not value, f"{path}.{key}", value, "nothing: Tidegate does not deploy an external engine")
 
 
 def _check_deployed(path: str, spec: ModelSpec, deployment: Deployment) -> None:
-    if spec.urls:
-        raise ConfigError(f"{path}.urls", list(spec.urls), "urls only with engine: external")
-    if spec.engine is EngineKind.VLLM and not spec.source:
-        raise ConfigError(
-            f"{path}.source", spec.source, "package:NAME, a local path or a Hugging Face id (ORG/NAME)"
-        )
+    require(not spec.urls, f"{path}.urls", list(spec.urls), "urls only with engine: external")
+    expected = "package:NAME, a local path or a Hugging Face id (ORG/NAME)"
+    require(spec.source or spec.engine is not EngineKind.VLLM, f"{path}.source", spec.source, expected)
     for key in ("shapes", "modes"):
-        if not getattr(spec, key):
-            raise ConfigError(f"{path}.{key}", {}, "at least one entry")
+        require(getattr(spec, key), f"{path}.{key}", {}, "at least one entry")
     for name, shape in spec.shapes.items():
-        _check_shape(f"{path}.shapes.{name}", name, shape, deployment)
+        _check_shape(f"{path}.shapes.{name}", name, shape, deployment.budget)
     for name, mode in spec.modes.items():
-        _check_mode(f"{path}.modes.{name}", name, mode, spec, deployment)
+        _check_mode(f"{path}.modes.{name}", name, mode, spec, deployment.budget)
     _check_affordable(spec, deployment.budget)
-    if spec.mode is not None and spec.mode not in spec.modes:
-        raise ConfigError(f"{path}.mode", spec.mode, f"one of the modes: {', '.join(spec.modes)}")
+    known = f"one of the modes: {', '.join(spec.modes)}"
+    require(spec.mode is None or spec.mode in spec.modes, f"{path}.mode", spec.mode, known)
     _check_engine_args(f"{path}.engine_args", spec.engine_args)
-    for key in sorted(FORBIDDEN_ENV & set(spec.env)):
-        raise ConfigError(
-            f"{path}.env.{key}", spec.env[key], "a variable that Tidegate does not guard or set"
-        )
+    for key, value in spec.env.items():
+        expected = "a variable that Tidegate does not guard or set"
+        require(key not in FORBIDDEN_ENV, f"{path}.env.{key}", value, expected)
 
 
-def _check_shape(path: str, name: str, shape: Shape, deployment: Deployment) -> None:
-    if not SHAPE_NAME.fullmatch(name):
-        raise ConfigError(path, name, f"a shape name that matches {SHAPE_NAME.pattern}")
-    if shape.gpus and shape.tensor_parallel != shape.gpus:
-        raise ConfigError(
-            f"{path}.tensor_parallel", shape.tensor_parallel, f"{shape.gpus}, one rank per GPU of the shape"
-        )
-    if not shape.gpus and shape.tensor_parallel != 1:
-        raise ConfigError(f"{path}.tensor_parallel", shape.tensor_parallel, "1 for a shape without GPUs")
-    if not shape.gpus and not shape.cpus:
-        raise ConfigError(path, {"gpus": 0, "cpus": 0}, "gpus or cpus of at least 1")
+def _check_shape(path: str, name: str, shape: Shape, budget: Budget) -> None:
+    require(SHAPE_NAME.fullmatch(name), path, name, f"a shape name that matches {SHAPE_NAME.pattern}")
+    ranks, gpus = shape.tensor_parallel, shape.gpus
+    expected = f"{gpus}, one rank per GPU of the shape" if gpus else "1 for a shape without GPUs"
+    require(ranks == (gpus or 1), f"{path}.tensor_parallel", ranks, expected)
+    require(gpus or shape.cpus, path, {"gpus": 0, "cpus": 0}, "gpus or cpus of at least 1")
     for key in ("gpus", "cpus"):
-        limit = getattr(deployment.budget, key)
-        if limit is not None and getattr(shape, key) > limit:
-            raise ConfigError(f"{path}.{key}", getattr(shape, key), f"at most budget.{key} = {limit}")
+        limit, value = getattr(budget, key), getattr(shape, key)
+        within = limit is None or value <= limit
+        require(within, f"{path}.{key}", value, f"at most budget.{key} = {limit}")
     _check_engine_args(f"{path}.engine_args", shape.engine_args)
 
 
-def _check_mode(path: str, name: str, mode: Mode, spec: ModelSpec, deployment: Deployment) -> None:
-    if name not in MODES:
-        raise ConfigError(path, name, f"one of: {', '.join(MODES)}")
-    shape = spec.shapes.get(mode.shape)
-    if shape is None:
-        raise ConfigError(f"{path}.shape", mode.shape, f"one of the shapes: {', '.join(spec.shapes)}")
-    bounds = mode.bounds
-    if bounds.min > bounds.max:
-        raise ConfigError(f"{path}.replicas.min", bounds.min, f"at most replicas.max = {bounds.max}")
-    if name == "single-large" and bounds.max != 1:
-        raise ConfigError(f"{path}.replicas", bounds.max, "1: single-large is one replica")
+def _check_mode(path: str, name: str, mode: Mode, spec: ModelSpec, budget: Budget) -> None:
+    require(name in MODES, path, name, f"one of: {', '.join(MODES)}")
+    known = f"one of the shapes: {', '.join(spec.shapes)}"
+    require(mode.shape in spec.shapes, f"{path}.shape", mode.shape, known)
+    least, most = mode.bounds.min, mode.bounds.max
+    require(least <= most, f"{path}.replicas.min", least, f"at most replicas.max = {most}")
+    one = name != "single-large" or most == 1
+    require(one, f"{path}.replicas", most, "1: single-large is one replica")
     for key in ("gpus", "cpus"):
-        limit = getattr(deployment.budget, key)
-        wanted = getattr(shape, key) * bounds.max
-        if limit is not None and wanted > limit:
-            each = getattr(shape, key)
+        limit, each = getattr(budget, key), getattr(spec.shapes[mode.shape], key)
+        if limit is not None and each * most > limit:
             expected = f"at most {limit // each}: each needs {each} of budget.{key} = {limit}"
-            raise ConfigError(f"{path}.replicas", bounds.max, expected)
+            raise ConfigError(f"{path}.replicas", most, expected)
 
 
 def _check_affordable(spec: ModelSpec, budget: Budget) -> None:
@@ -165,32 +135,82 @@ def _check_affordable(spec: ModelSpec, budget: Budget) -> None:
         ("watts", budget.gpu_watts, budget.cpu_watts),
         ("cost_per_h", budget.gpu_cost_per_h, budget.cpu_cost_per_h),
     ):
-        needs = [
+        needed = min(
             max(1, mode.bounds.min) * (shape.gpus * gpu + shape.cpus * cpu)
             for mode in spec.modes.values()
             for shape in (spec.shapes[mode.shape],)
-        ]
+        )
         limit = getattr(budget, key)
-        if limit is not None and min(needs) > limit:
-            raise ConfigError(f"budget.{key}", limit, f"at least {min(needs):g}, which {spec.name} needs")
+        expected = f"at least {needed:g}, which {spec.name} needs"
+        require(limit is None or needed <= limit, f"budget.{key}", limit, expected)
 
 
 def _check_engine_args(path: str, args: Mapping[str, Any]) -> None:
     for key, value in args.items():
-        flat = key.replace("-", "_")
-        if flat in OWNED_ENGINE_ARGS:
-            raise ConfigError(f"{path}.{key}", value, "an argument that Tidegate does not set itself")
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", key):
-            raise ConfigError(f"{path}.{key}", value, "a name of an engine argument in snake_case")
+        owned = key.replace("-", "_") in OWNED_ENGINE_ARGS
+        require(not owned, f"{path}.{key}", value, "an argument that Tidegate does not set itself")
+        snake_case = re.fullmatch(r"[a-z][a-z0-9_]*", key)
+        require(snake_case, f"{path}.{key}", value, "a name of an engine argument in snake_case")
+
+
+def _check_adapters(path: str, spec: ModelSpec, models: set[str], tenants: Collection[str]) -> None:
+    if spec.adapters is None:
+        return
+    given = {f"{path}.engine_args": spec.engine_args}
+    given |= {f"{path}.shapes.{name}.engine_args": shape.engine_args for name, shape in spec.shapes.items()}
+    for at, args in given.items():
+        for key in sorted(_ADAPTER_ENGINE_ARGS & args.keys()):
+            raise ConfigError(f"{at}.{key}", args[key], "nothing: the model's section `adapters` sets it")
+    sources = spec.adapters.sources
+    loads = not sources or spec.engine is not EngineKind.EXTERNAL
+    expected = "nothing: Tidegate does not load them into an external engine"
+    require(loads, f"{path}.adapters.sources", [source.name for source in sources], expected)
+    seen = set(models)
+    for i, source in enumerate(sources):
+        at = f"{path}.adapters.sources[{i}]"
+        _check_name(f"{at}.name", source.name, seen, "adapter of it and no model")
+        _check_source(at, source)
+        for j, tenant in enumerate(source.tenants):
+            known = ", ".join(sorted(tenants)) or "none are in the deployment file"
+            require(tenant in tenants, f"{at}.tenants[{j}]", tenant, f"one of the tenants: {known}")
+
+
+def _check_source(at: str, source: AdapterSource) -> None:
+    given = [key for key in ("path", "source", "versions") if getattr(source, key)]
+    one = "exactly one of path, source and versions"
+    require(len(given) == 1, at, ", ".join(given) or None, one)
+    is_url = "://" in source.path or source.path.startswith("hf:")
+    require(not is_url, f"{at}.path", source.path, "a path; a URL is written as source")
+    if source.source:
+        _check_origin(f"{at}.source", source.source)
+    owners: dict[str, str] = {}
+    for name, version in source.versions.items():
+        path = f"{at}.versions.{name}"
+        require(ENTRY_NAME.fullmatch(name), path, name, f"a name that matches {ENTRY_NAME.pattern}")
+        _check_origin(f"{path}.source", version.source)
+        owner = owners.setdefault(version.source, name)
+        expected = f"a source that no other version has ({owner} has it)"
+        require(owner == name, f"{path}.source", version.source, expected)
+    weighted = not source.versions or any(version.weight for version in source.versions.values())
+    require(weighted, f"{at}.versions", list(source.versions), "a weight above 0 of at least one")
+
+
+def _check_origin(path: str, origin: str) -> None:
+    printable = origin and origin.isprintable() and not origin.startswith("package:")
+    known = not origin.startswith("hf:") or _HUB.fullmatch(origin)
+    expected = "a path, http(s)://, hf:ORG/NAME[@REVISION], s3:// or another URL of fsspec's"
+    require(printable and known, path, origin, expected)
 
 
 def _check_cluster(deployment: Deployment) -> None:
     cluster = deployment.cluster
-    _check_host_port("cluster.controller", cluster.controller)
+    host, _, port = cluster.controller.rpartition(":")
+    good = host and port.isdigit() and 1 <= int(port) <= 65_535
+    require(good, "cluster.controller", cluster.controller, "HOST:PORT")
     joined = deployment.needs_controller and cluster.address != "local"
-    if joined and _loopback(cluster.controller) and not _loopback(cluster.address):
-        expected = f"HOST:PORT that every node of cluster.address = {cluster.address!r} reaches"
-        raise ConfigError("cluster.controller", cluster.controller, expected)
+    reached = not joined or not _loopback(cluster.controller) or _loopback(cluster.address)
+    expected = f"HOST:PORT that every node of cluster.address = {cluster.address!r} reaches"
+    require(reached, "cluster.controller", cluster.controller, expected)
 
 
 def _loopback(address: str) -> bool:
@@ -198,52 +218,40 @@ def _loopback(address: str) -> bool:
     return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
 
 
-def _check_host_port(path: str, value: str) -> None:
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdigit() or not 1 <= int(port) <= 65_535:
-        raise ConfigError(path, value, "HOST:PORT")
-
-
 def _check_gateway(deployment: Deployment) -> None:
     gateway = deployment.gateway
-    if (gateway.port, gateway.host) == (gateway.admin_port, gateway.admin_host):
-        raise ConfigError("gateway.admin_port", gateway.admin_port, "a port other than gateway.port")
-    eject = gateway.eject
-    if eject.base_s > eject.max_s:
-        expected = f"at most gateway.eject.max_s = {eject.max_s:g}"
-        raise ConfigError("gateway.eject.base_s", eject.base_s, expected)
-    coalesce = gateway.coalesce
-    if coalesce.window_s >= gateway.queue_timeout_s:
-        expected = f"less than gateway.queue_timeout_s = {gateway.queue_timeout_s:g}"
-        raise ConfigError("gateway.coalesce.window_s", coalesce.window_s, expected)
+    differ = (gateway.port, gateway.host) != (gateway.admin_port, gateway.admin_host)
+    require(differ, "gateway.admin_port", gateway.admin_port, "a port other than gateway.port")
+    base_s, max_s = gateway.eject.base_s, gateway.eject.max_s
+    expected = f"at most gateway.eject.max_s = {max_s:g}"
+    require(base_s <= max_s, "gateway.eject.base_s", base_s, expected)
+    window_s, timeout_s = gateway.coalesce.window_s, gateway.queue_timeout_s
+    expected = f"less than gateway.queue_timeout_s = {timeout_s:g}"
+    require(window_s < timeout_s, "gateway.coalesce.window_s", window_s, expected)
 
 
 def _check_store(store: str) -> None:
     scheme, colon, rest = store.partition("://")
     embedded = scheme == "sqlite" and len(rest) > 1 and rest.startswith("/") and "?" not in rest
     served = scheme in ("postgresql", "postgres", "postgresql+psycopg") and _VISIBLE.fullmatch(rest)
-    if store and not (colon and (embedded or served)):
-        # The part before the @ may contain a password.
-        raise ConfigError(
-            "store", "***" if "@" in store else store, "sqlite:///PATH or postgresql://HOST/NAME"
-        )
+    good = not store or (colon and (embedded or served))
+    # The part before the @ may contain a password.
+    shown = "***" if "@" in store else store
+    require(good, "store", shown, "sqlite:///PATH or postgresql://HOST/NAME")
 
 
 def _check_tenants(tenants: tuple[Tenant, ...]) -> None:
     seen: set[str] = set()
     owners: dict[str, str] = {}
     for i, tenant in enumerate(tenants):
-        _check_entry_name(f"tenants[{i}].name", tenant.name, seen, "tenant")
+        _check_name(f"tenants[{i}].name", tenant.name, seen, "tenant")
         for j, digest in enumerate(tenant.keys_sha256):
             path = f"tenants[{i}].keys_sha256[{j}]"
-            if not _DIGEST.fullmatch(digest):
-                # The value may be the key itself, so it is not shown.
-                raise ConfigError(
-                    path, "***", "64 hex digits in lower case, as `tidegate keys new` prints them"
-                )
-            if digest in owners:
-                taken = f"a digest that stands nowhere else (tenant {owners[digest]!r} has it)"
-                raise ConfigError(path, f"{digest[:8]}...", taken)
+            # A value of another form may be the key itself, so it is not shown.
+            expected = "64 hex digits in lower case, as `tidegate keys new` prints them"
+            require(_DIGEST.fullmatch(digest), path, "***", expected)
+            expected = f"a digest that is used once (tenant {owners.get(digest)!r} has it)"
+            require(digest not in owners, path, f"{digest[:8]}...", expected)
             owners[digest] = tenant.name
 
 
@@ -251,23 +259,22 @@ def _check_upstreams(upstreams: tuple[Upstream, ...], models: set[str]) -> None:
     seen: set[str] = set()
     for i, upstream in enumerate(upstreams):
         path = f"upstreams[{i}]"
-        _check_entry_name(f"{path}.name", upstream.name, seen, "upstream")
+        _check_name(f"{path}.name", upstream.name, seen, "upstream")
         _check_url(f"{path}.url", upstream.url)
         for name, theirs in upstream.models.items():
             model, colon, adapter = name.partition(":")
-            if model not in models or (colon and not ENTRY_NAME.fullmatch(adapter)):
-                known = ", ".join(sorted(models))
-                expected = f"one of the models as the key, or MODEL:ADAPTER: {known}"
-                raise ConfigError(f"{path}.models.{name}", theirs, expected)
-            if not theirs:
-                raise ConfigError(f"{path}.models.{name}", theirs, "the name that the upstream calls it by")
+            good = model in models and (not colon or ENTRY_NAME.fullmatch(adapter))
+            expected = f"one of the models as the key, or MODEL:ADAPTER: {', '.join(sorted(models))}"
+            require(good, f"{path}.models.{name}", theirs, expected)
+            require(theirs, f"{path}.models.{name}", theirs, "the name that the upstream calls it by")
 
 
-def _check_entry_name(path: str, name: str, seen: set[str], kind: str) -> None:
-    if not ENTRY_NAME.fullmatch(name):
-        raise ConfigError(path, name, f"a name that matches {ENTRY_NAME.pattern}")
-    if name in seen:
-        raise ConfigError(path, name, f"a name that no other {kind} has")
+def _check_name(
+    path: str, name: str, seen: set[str], kind: str, pattern: re.Pattern[str] = ENTRY_NAME
+) -> None:
+    """Check the form of a name, and that it is not among those ``seen``, to which it is added."""
+    require(pattern.fullmatch(name), path, name, f"a name that matches {pattern.pattern}")
+    require(name not in seen, path, name, f"a name that no other {kind} has")
     seen.add(name)
 
 
@@ -278,6 +285,6 @@ def _check_url(path: str, url: str) -> None:
     except ValueError:
         port_is_good = False
     good = parts.scheme in ("http", "https") and parts.hostname and port_is_good and _VISIBLE.fullmatch(url)
-    if not good or parts.query or parts.fragment or "@" in parts.netloc:
-        shown = "***" if "@" in parts.netloc else url  # the part before the @ may contain a password
-        raise ConfigError(path, shown, "http(s)://HOST[:PORT][/PATH], as in https://api.example.com/v1")
+    plain = not parts.query and not parts.fragment and "@" not in parts.netloc
+    shown = "***" if "@" in parts.netloc else url  # the part before the @ may contain a password
+    require(good and plain, path, shown, "http(s)://HOST[:PORT][/PATH], as in https://api.example.com/v1")

@@ -19,7 +19,7 @@ from policy.config.deployment import Deployment, Mode, ModelSpec
 from policy.engine.builtin_profiles import max_request_tokens, shipped
 from policy.engine.performance_model import Limits, Workload
 from policy.engine.replica_capacity import capability
-from policy.scaling.policies.static import Static, StaticParameters
+from policy.scaling.policies.static import Static
 from sim.planning.demand import met_alone
 from sim.request_arrival import Arrival
 from sim.simulator.run import simulate
@@ -102,7 +102,7 @@ def attained_rate(
         return edge
     count = min(REPLICAS, spec.modes[mode].bounds.max, load.requests)
     fixed = _fixed(deployment, spec, mode, count)
-    policies = {spec.name: Static(StaticParameters())}
+    policies = {spec.name: Static()}
 
     @cache
     def run(rate: float) -> float:

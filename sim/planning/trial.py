@@ -11,7 +11,7 @@ from policy.config.deployment import Budget, Deployment, ModelSpec, Price, Upstr
 from policy.engine.builtin_profiles import max_request_tokens, shipped
 from policy.engine.performance_model import Timing
 from policy.engine.replica_capacity import capability
-from policy.scaling.policies.static import Static, StaticParameters
+from policy.scaling.policies.static import Static
 from sim.planning.candidates import Candidate
 from sim.planning.demand import Arrivals, Demand, met_alone
 from sim.simulator.fault_scenario import EARTH, Crash, Scenario
@@ -245,7 +245,7 @@ class Trials:
         self._progress(what, 0.0, ends_at)
         return simulate(
             fixed,
-            {model.name: Static(StaticParameters())},
+            {model.name: Static()},
             self._arrivals(factor),
             world=world,
             seed=self._seed,

@@ -18,11 +18,19 @@ from policy.scaling.view import Proposal, View
 STABLE_S = 60.0
 
 
-class PanicWindowParameters(Section, frozen=True):
-    """The target is ``utilisation`` of the ``concurrency`` that a replica can take.
+class PanicWindowState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A current panic: its last cause, and the largest count so far."""
 
-    A panic begins when the panic window asks for ``panic`` times the ready replicas. One decision multiplies
-    them by at most ``up``, and divides them by at most ``down``.
+    panic_at: float
+    most: int
+
+
+class PanicWindow(Section, frozen=True):
+    """The policy; its memory is the current panic.
+
+    The target is ``utilisation`` of the ``concurrency`` per replica. A panic begins when the panic window
+    needs ``panic`` times the ready replicas. One decision multiplies them by at most ``up``, and divides them
+    by at most ``down``.
     """
 
     concurrency: Annotated[float, Meta(gt=0, le=1e6)] = 16.0
@@ -31,32 +39,18 @@ class PanicWindowParameters(Section, frozen=True):
     up: Annotated[float, Meta(gt=1, le=1e6)] = 1000.0
     down: Annotated[float, Meta(gt=1, le=1e6)] = 2.0
 
-
-class PanicWindowState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A current panic: its last cause, and the largest count so far."""
-
-    panic_at: float
-    most: int
-
-
-class PanicWindow:
-    """The policy; its memory is the current panic."""
-
-    def __init__(self, parameters: PanicWindowParameters) -> None:
-        self._parameters = parameters
-        self._target = parameters.concurrency * parameters.utilisation
-
     def decide(self, view: View, memory: Any) -> Proposal:
         """The count for the target concurrency; in a panic no scale-down."""
+        target = self.concurrency * self.utilisation
         demand = view.signals.demand
         panic = decode_state(memory, PanicWindowState)
         if demand is None:
             return view.hold(encode_state(panic), "no gateway has reported")
         ready = max(1, view.supply.serving)
-        stable = per_replica(is_usable(demand.concurrency.last_60_s), self._target)
-        short = per_replica(is_usable(demand.concurrency.last_6_s), self._target)
+        stable = per_replica(is_usable(demand.concurrency.last_60_s), target)
+        short = per_replica(is_usable(demand.concurrency.last_6_s), target)
         terms = {"stable": stable, "panic": short}
-        over = whole(short) / ready >= self._parameters.panic
+        over = whole(short) / ready >= self.panic
         if over:
             panic = PanicWindowState(view.at, panic.most if panic else 0)
         elif panic is not None and view.at > panic.panic_at + STABLE_S:
@@ -64,7 +58,7 @@ class PanicWindow:
         if panic is None:
             count = view.within(self._paced(stable, ready))
             said = f"{demand.concurrency.last_60_s:.4g} concurrent requests over 60 s"
-            return Proposal(count=count, reason=f"{said}, target {self._target:.4g} per replica", terms=terms)
+            return Proposal(count=count, reason=f"{said}, target {target:.4g} per replica", terms=terms)
         wanted = max(self._paced(stable, ready), self._paced(short, ready), view.count)
         if wanted > panic.most:
             panic = PanicWindowState(view.at, wanted)
@@ -72,13 +66,13 @@ class PanicWindow:
         said = f"panic: {demand.concurrency.last_6_s:.4g} concurrent requests over 6 s"
         return Proposal(
             count=count,
-            reason=f"{said}, target {self._target:.4g} for each of {ready} ready replicas",
+            reason=f"{said}, target {target:.4g} for each of {ready} ready replicas",
             terms=terms,
             memory=encode_state(panic),
         )
 
     def _paced(self, wanted: float, ready: int) -> int:
         """``wanted`` within the step limits of one decision."""
-        fewest = int(ready / self._parameters.down)
-        most = whole(self._parameters.up * ready)
+        fewest = int(ready / self.down)
+        most = whole(self.up * ready)
         return min(max(whole(wanted), fewest), most)

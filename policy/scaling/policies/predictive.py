@@ -49,25 +49,6 @@ MOST = 0.6
 FADES_S = 1800.0
 
 
-class PredictiveParameters(Section, frozen=True):
-    """The count covers ``quantile`` of the forecast errors, and ``margin`` times the rate of the last 20 s.
-
-    A backlog that a start can still help with is cleared in ``drain_s``. A replica is removed if the others
-    are then loaded to at most ``down`` of their capacity, and replicas are loaded to at most ``full`` of
-    their saturation rate. ``level_s`` and ``trend_s`` are the smoothing times of level and trend, ``lasts_s``
-    the decay time of a trend.
-    """
-
-    quantile: Annotated[float, Meta(ge=0.5, le=0.999)] = 0.9
-    margin: Annotated[float, Meta(ge=1, le=10)] = 1.06
-    drain_s: Seconds = 15.0
-    down: Annotated[float, Meta(ge=0.1, le=1)] = 1.0
-    full: Annotated[float, Meta(ge=0.1, le=1)] = FULL
-    level_s: Seconds = 30.0
-    trend_s: Seconds = 60.0
-    lasts_s: Seconds = 200.0
-
-
 class ScaleDownDamping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Adaptive hysteresis: a scale-down needs ``spare`` replicas of capacity left over.
 
@@ -106,12 +87,29 @@ class PredictiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proof: ObservedCapacity | None = None
 
 
-class Predictive:
-    """The policy, ahead of the load by the start-up time."""
+class Predictive(Section, frozen=True):
+    """The policy, ahead of the load by the start-up time.
 
-    def __init__(self, parameters: PredictiveParameters) -> None:
-        self._parameters = parameters
-        self._smoothing = Smoothing(parameters.level_s, parameters.trend_s, parameters.lasts_s)
+    The count covers ``quantile`` of the forecast errors, and ``margin`` times the rate of the last 20 s.
+
+    A backlog that a start can still help with is cleared in ``drain_s``. A replica is removed if the others
+    are then loaded to at most ``down`` of their capacity, and replicas are loaded to at most ``full`` of
+    their saturation rate. ``level_s`` and ``trend_s`` are the smoothing times of level and trend, ``lasts_s``
+    the decay time of a trend.
+    """
+
+    quantile: Annotated[float, Meta(ge=0.5, le=0.999)] = 0.9
+    margin: Annotated[float, Meta(ge=1, le=10)] = 1.06
+    drain_s: Seconds = 15.0
+    down: Annotated[float, Meta(ge=0.1, le=1)] = 1.0
+    full: Annotated[float, Meta(ge=0.1, le=1)] = FULL
+    level_s: Seconds = 30.0
+    trend_s: Seconds = 60.0
+    lasts_s: Seconds = 200.0
+
+    @property
+    def _smoothing(self) -> Smoothing:
+        return Smoothing(self.level_s, self.trend_s, self.lasts_s)
 
     def decide(self, view: View, memory: Any) -> Proposal:
         """The largest term plus the backlog; a scale-down only while no replica starts."""
@@ -126,21 +124,21 @@ class Predictive:
         left = PredictiveState(series, remembered(k2, mode, learned(view, k2.get(mode))), damping)
         # The capacity as observed before this view: the present load must not lower its own need.
         proof = None if before is None else before.proof
-        mu = sustained(proof, view, capacity(view), self._parameters.full)
+        mu = sustained(proof, view, capacity(view), self.full)
         left = msgspec.structs.replace(left, proof=observe_capacity(proof, view, mu))
         full = saturation(view, k2.get(mode), queued=False)
         if not mu and full is None:
             return view.hold(encode_state(left), "the capacity of a replica is unknown")
         terms = {
             "forecast": per_replica(high, mu),
-            "recent": per_replica(self._parameters.margin * is_usable(demand.arrivals.last_20_s), mu),
-            "tokens": full.replicas / self._parameters.full if full is not None else 0.0,
+            "recent": per_replica(self.margin * is_usable(demand.arrivals.last_20_s), mu),
+            "tokens": full.replicas / self.full if full is not None else 0.0,
         }
         most = max(terms, key=lambda term: terms[term])
         need = terms[most]
         behind = _backlog(view, demand, mu)
         if behind:
-            terms["queue"] = per_replica(behind / self._parameters.drain_s, mu)
+            terms["queue"] = per_replica(behind / self.drain_s, mu)
             need += terms["queue"]
         if behind and _late(view, demand):
             terms["late"] = view.supply.serving + 1.0
@@ -168,7 +166,7 @@ class Predictive:
         forecast = 0.0 if deserted else is_usable(self._ahead(series, lead_s))
         # The level, since a mean of the last minute is half a minute late.
         series = tried(series, is_usable(series.level), lead_s, forecast)
-        return series, forecast, is_usable(forecast + shortfall(series, self._parameters.quantile, forecast))
+        return series, forecast, is_usable(forecast + shortfall(series, self.quantile, forecast))
 
     def _ahead(self, series: Series, lead_s: float) -> float:
         """The rate in ``lead_s`` seconds, with the significant part of a rise."""
@@ -184,7 +182,7 @@ class Predictive:
             return whole(need)
         if view.supply.starting_s:
             return view.count
-        return min(view.count, whole(need / self._parameters.down + (spare if need else 0.0)))
+        return min(view.count, whole(need / self.down + (spare if need else 0.0)))
 
 
 def capacity(view: View) -> float:

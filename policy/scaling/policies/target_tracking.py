@@ -40,8 +40,10 @@ TARGETS: dict[Metric, float] = {
 FRESH_S = 15.0
 
 
-class TargetTrackingParameters(Section, frozen=True):
-    """``metric`` is kept at ``target`` per replica; within ``tolerance`` of it nothing changes.
+class TargetTracking(Section, frozen=True):
+    """The proportional rule on one metric.
+
+    ``metric`` is kept at ``target`` per replica; within ``tolerance`` of it nothing changes.
 
     ``concurrency``: requests that wait or run, over 20 s. ``queue``: those that wait, in gateways and
     engines. ``kv_used``: the part of the KV cache in use (0..1). ``ttft_p95``: seconds, whose target is
@@ -52,15 +54,6 @@ class TargetTrackingParameters(Section, frozen=True):
     target: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.1
 
-
-class TargetTracking:
-    """The proportional rule on one metric."""
-
-    def __init__(self, parameters: TargetTrackingParameters) -> None:
-        self._metric = parameters.metric
-        self._target = parameters.target
-        self._tolerance = parameters.tolerance
-
     def decide(self, view: View, memory: Any) -> Proposal:
         """The count that brings the metric to its target."""
         demand = view.signals.demand
@@ -69,28 +62,28 @@ class TargetTracking:
         target = self._target_of(view)
         if view.count == 0 and view.has_demand:
             return Proposal(count=view.within(1), reason="requests arrive and there is no replica")
-        if self._metric in (Metric.CONCURRENCY, Metric.QUEUE):
+        if self.metric in (Metric.CONCURRENCY, Metric.QUEUE):
             return self._by_total(view, self._total(view, demand), target)
         values = self._values_of(view, demand)
         if not values:
-            return view.hold(None, f"no replica reports {self._metric}")
+            return view.hold(None, f"no replica reports {self.metric}")
         return self._by_each(view, values, target)
 
     def _target_of(self, view: View) -> float:
-        if self._target is not None:
-            return self._target
-        if self._metric is Metric.TTFT_P95 and view.slo.ttft_p95_s is not None:
+        if self.target is not None:
+            return self.target
+        if self.metric is Metric.TTFT_P95 and view.slo.ttft_p95_s is not None:
             return view.slo.ttft_p95_s
-        return TARGETS[self._metric]
+        return TARGETS[self.metric]
 
     def _total(self, view: View, demand: Demand) -> float:
-        if self._metric is Metric.CONCURRENCY:
+        if self.metric is Metric.CONCURRENCY:
             return is_usable(demand.concurrency.last_20_s)
         return is_usable(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
 
     def _values_of(self, view: View, demand: Demand) -> list[float]:
         """The known values of the serving replicas."""
-        if self._metric is Metric.TTFT_P95:
+        if self.metric is Metric.TTFT_P95:
             known = demand.ttft is not None and demand.ttft.count > 0
             return (
                 [is_usable(demand.ttft.p95)] * view.supply.serving
@@ -98,18 +91,18 @@ class TargetTracking:
                 else []
             )
         fresh = [replica for replica in view.signals.replicas if replica.age_s <= FRESH_S]
-        if self._metric is Metric.KV_USED:
+        if self.metric is Metric.KV_USED:
             return [is_usable(replica.kv_used) for replica in fresh]
         return [is_usable(replica.tokens_per_s) for replica in fresh]
 
     def _by_total(self, view: View, total: float, target: float) -> Proposal:
         """The count for a total, which starting replicas share too."""
         needed = per_replica(total, target)
-        terms = {str(self._metric): needed}
-        if view.count and abs(needed / view.count - 1.0) <= self._tolerance:
+        terms = {str(self.metric): needed}
+        if view.count and abs(needed / view.count - 1.0) <= self.tolerance:
             return self._near(view, total / view.count, target, terms)
         count = view.within(whole(needed))
-        said = f"{self._metric} is {total:.4g}, target {target:.4g} per replica"
+        said = f"{self.metric} is {total:.4g}, target {target:.4g} per replica"
         return Proposal(count=count, reason=said, terms=terms)
 
     def _by_each(self, view: View, values: list[float], target: float) -> Proposal:
@@ -128,15 +121,15 @@ class TargetTracking:
             ratio = (sum(values) / target + silent) / counted
             direction = -1
         needed = min(ratio * counted, 1e9)
-        terms = {str(self._metric): needed}
-        if abs(ratio - 1.0) <= self._tolerance or (ratio - 1.0) * direction < 0:
+        terms = {str(self.metric): needed}
+        if abs(ratio - 1.0) <= self.tolerance or (ratio - 1.0) * direction < 0:
             return self._near(view, mean, target, terms)
         count = whole(needed)
         if (count - view.count) * direction < 0:
             return self._near(view, mean, target, terms)
-        said = f"{self._metric} is {mean:.4g} on average over {len(values)}, target {target:.4g}"
+        said = f"{self.metric} is {mean:.4g} on average over {len(values)}, target {target:.4g}"
         return Proposal(count=view.within(count), reason=said, terms=terms)
 
     def _near(self, view: View, mean: float, target: float, terms: dict[str, float]) -> Proposal:
-        said = f"{self._metric} is {mean:.4g} on average, close enough to the target {target:.4g}"
+        said = f"{self.metric} is {mean:.4g} on average, close enough to the target {target:.4g}"
         return Proposal(count=view.within(view.count), reason=said, terms=terms)

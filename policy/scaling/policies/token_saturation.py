@@ -22,22 +22,6 @@ _STEP = 0.3
 MODES = 8
 
 
-class TokenSaturationParameters(Section, frozen=True):
-    """Replicas are added above ``scale_up`` of the capacity and removed below ``scale_down``.
-
-    ``kv`` is the usable fraction of the KV cache; with ``queue`` waiting requests an engine counts as full.
-    """
-
-    kv: Annotated[float, Meta(gt=0, le=1)] = 0.8
-    queue: Annotated[int, Meta(ge=1, le=10_000)] = 5
-    scale_up: Annotated[float, Meta(gt=0, le=1)] = 0.85
-    scale_down: Annotated[float, Meta(gt=0, le=1)] = 0.70
-
-    def __post_init__(self) -> None:
-        if self.scale_down > self.scale_up:
-            raise ValueError(f"scale_down of at most scale_up = {self.scale_up:g}")
-
-
 class SaturationSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tokens in use at which a replica of each mode began to queue: ``k2``."""
 
@@ -96,25 +80,35 @@ def _in_use(replica: ReplicaSample) -> float:
     return min(is_usable(replica.kv_used), 1.0)
 
 
-class TokenSaturation:
-    """The policy; its memory is ``k2``, used from the next decision on."""
+class TokenSaturation(Section, frozen=True):
+    """The policy; its memory is ``k2``, used from the next decision on.
 
-    def __init__(self, parameters: TokenSaturationParameters) -> None:
-        self._parameters = parameters
+    Replicas are added above ``scale_up`` of the capacity and removed below ``scale_down``. ``kv`` is the
+    usable fraction of the KV cache; with ``queue`` waiting requests an engine counts as full.
+    """
+
+    kv: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    queue: Annotated[int, Meta(ge=1, le=10_000)] = 5
+    scale_up: Annotated[float, Meta(gt=0, le=1)] = 0.85
+    scale_down: Annotated[float, Meta(gt=0, le=1)] = 0.70
+
+    def __post_init__(self) -> None:
+        if self.scale_down > self.scale_up:
+            raise ValueError(f"scale_down of at most scale_up = {self.scale_up:g}")
 
     def decide(self, view: View, memory: Any) -> Proposal:
         """The count that keeps replicas between both thresholds."""
         before = decode_state(memory, SaturationSample)
         seen = before or SaturationSample({})
         k2 = seen.k2.get(view.mode)
-        full = saturation(view, k2, self._parameters.kv)
+        full = saturation(view, k2, self.kv)
         if full is None:
             reported = view.signals.demand is not None
             why = "the size of the KV cache is unknown" if reported else "no gateway has reported"
             return view.hold(encode_state(before), why)
-        seen = SaturationSample(remembered(seen.k2, view.mode, learned(view, k2, self._parameters.queue)))
-        up = full.replicas / self._parameters.scale_up
-        down = full.replicas / self._parameters.scale_down
+        seen = SaturationSample(remembered(seen.k2, view.mode, learned(view, k2, self.queue)))
+        up = full.replicas / self.scale_up
+        down = full.replicas / self.scale_down
         count = view.count
         if up > count:
             count = whole(up)

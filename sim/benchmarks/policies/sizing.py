@@ -14,9 +14,9 @@ import numpy as np
 
 from policy.config.control import Choice
 from policy.engine.builtin_profiles import profile
-from policy.scaling.policies.predictive import PredictiveParameters
-from policy.scaling.policies.static import Static, StaticParameters
-from policy.scaling.policies.token_saturation import TokenSaturationParameters
+from policy.scaling.policies.predictive import Predictive
+from policy.scaling.policies.static import Static
+from policy.scaling.policies.token_saturation import TokenSaturation
 from sim.benchmarks.policies.benchmark_setup import MODE, MODEL, MOST, Setup
 from sim.benchmarks.policies.run import problem
 from sim.oracle.clairvoyant import clairvoyant
@@ -35,7 +35,7 @@ _THRIFTY = {"quantile": 0.5, "margin": 1.0, "level_s": 120.0, "trend_s": 120.0, 
 CAREFUL_TO_THRIFTY: tuple[dict[str, float], ...] = (
     {**_CAREFUL, "quantile": 0.99, "margin": 1.25, "down": 0.85},
     _CAREFUL,
-    {"full": PredictiveParameters().full},
+    {"full": Predictive().full},
     {"full": 0.92},
     {**_THRIFTY, "full": 0.92},
     {**_THRIFTY, "full": 1.0},
@@ -76,7 +76,7 @@ def _panic_window(full: Full) -> tuple[Choice, ...]:
 
 
 def _token_saturation(full: Full) -> tuple[Choice, ...]:
-    usual = TokenSaturationParameters()
+    usual = TokenSaturation()
     thresholds = {"scale_up": usual.scale_up, "scale_down": usual.scale_down}
     # A threshold is at most 1, so a crowded cache has fewer steps.
     taken = dict.fromkeys(min(1.0, part * full.kv_used / usual.scale_up) for part in PARTS)
@@ -141,7 +141,7 @@ def _full(setup: Setup, lead_s: float, mu: float, factor: float, seed: int) -> F
     arrivals = setup.arrivals(factor, seed)
     span_s = arrivals[-1].at - arrivals[0].at
     count = max(1, round(len(arrivals) / span_s / mu))
-    fixed = {MODEL: Static(StaticParameters(replicas=count))}
+    fixed = {MODEL: Static(replicas=count)}
     record = simulate(setup.deployment(lead_s), fixed, arrivals, seed=seed)
     requests = record.requests[MODEL]
     served = requests.outcome == Outcome.SERVED

@@ -26,7 +26,7 @@ REFUSED = [
     ("models[0].adapters", {"sources": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]},
      "models[0].adapters.sources[1].name", "no other adapter"),
     ("models[0].adapters", {"sources": [{"name": "a", "path": "p", "tenants": ["acme"]}]},
-     "models[0].adapters.sources[0].tenants[0]", "none are in the document"),
+     "models[0].adapters.sources[0].tenants[0]", "none are in the deployment file"),
     ("models[0].name", ..., "models[0].name", "required"),
     ("models[0].name", "../etc", "models[0].name", "matches"),
     ("models[0].name", 7, "models[0].name", "str"),

@@ -10,7 +10,7 @@ import pytest
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import TargetError
-from policy.scaling.policies.static import Static, StaticParameters
+from policy.scaling.policies.static import Static
 from sim.oracle import replica_capacity
 from sim.oracle.bounds import bounds_of
 from sim.oracle.replica_capacity import attained_rate
@@ -96,7 +96,7 @@ def test_the_bound_of_a_short_trace_is_below_what_a_run_takes(requests: int, eac
     of = deployment(most=1)
     few = [Arrival(i * each_s, 200, 20) for i in range(requests)]
     found = bounds_of(of, lambda: few, survey(few, ModelNames(["m"])), EARTH)
-    taken = simulate(of, {"m": Static(StaticParameters())}, few)
+    taken = simulate(of, {"m": Static()}, few)
     assert taken.requests["m"].met.all()
     assert found.lower_gpu_hours is not None and found.lower_gpu_hours * 3600 <= taken.gpu_s
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from policy.config.deployment import Deployment
-from policy.scaling.policies.static import Static, StaticParameters
+from policy.scaling.policies.static import Static
 from sim.request_arrival import Arrival
 from sim.simulator.run import simulate
 from sim.simulator.run_record import Requests
@@ -19,7 +19,7 @@ from tidegate.calibrate.simulator_check import calibrated_model, check, recorded
 from tidegate.replay.results import ReplayRow
 
 TRACE = [Arrival(at=0.11 * i, input_tokens=30 + 17 * (i % 9), output_tokens=3 + i % 7) for i in range(80)]
-POLICIES = {"m": Static(StaticParameters())}
+POLICIES = {"m": Static()}
 
 
 def one_replica() -> Deployment:

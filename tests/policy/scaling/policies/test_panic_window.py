@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policy.scaling.policies.panic_window import PanicWindow, PanicWindowParameters
+from policy.scaling.policies.panic_window import PanicWindow
 from policy.signals.types import Demand, Rates
 from tests.policy.control_play import rates
 from tests.policy.scaling.views import START, counts, demand, proposals, view
@@ -10,7 +10,7 @@ from tests.policy.scaling.views import START, counts, demand, proposals, view
 
 def knative(**parameters: float) -> PanicWindow:
     """Ten requests at once for each."""
-    return PanicWindow(PanicWindowParameters(**({"concurrency": 10.0, "utilisation": 1.0} | parameters)))
+    return PanicWindow(**({"concurrency": 10.0, "utilisation": 1.0} | parameters))
 
 
 def at_once(short: float, stable: float) -> Demand:

@@ -9,12 +9,12 @@ import pytest
 
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability
-from policy.scaling.policies.predictive import EACH, SOON_S, Predictive, PredictiveParameters, capacity
+from policy.scaling.policies.predictive import EACH, SOON_S, Predictive, capacity
 from policy.scaling.view import Proposal
 from policy.signals.types import Demand, Rates
 from tests.policy.scaling.views import START, demand, late, proposals, replicas, view
 
-POLICY = Predictive(PredictiveParameters())
+POLICY = Predictive()
 
 
 def decide(*args: Any, memory: Any = None, **more: Any) -> Proposal:
@@ -49,7 +49,7 @@ def test_what_was_not_foreseen_is_kept_ready_for() -> None:
     assert jumpy.forecast is not None
     assert jumpy.forecast_high - jumpy.forecast > 2.5
     assert steady_.forecast_high == pytest.approx(steady_.forecast, abs=0.01)
-    careless = Predictive(PredictiveParameters(quantile=0.5))
+    careless = Predictive(quantile=0.5)
     assert careless.decide(view(demand(16.0), at=1800.0), jumpy.memory).count < jumpy.count
 
 
@@ -97,7 +97,7 @@ def test_nothing_goes_while_something_starts() -> None:
 
 
 def test_a_replica_goes_only_when_the_others_stay_below_the_limit() -> None:
-    careful = Predictive(PredictiveParameters(down=0.8))
+    careful = Predictive(down=0.8)
     memory = steady(10.0)
     # 2.75 replicas are needed: three would be loaded to 0.92, four to 0.69.
     assert careful.decide(view(demand(10.0), count=5), memory).count == 4
@@ -140,7 +140,7 @@ def test_what_one_mode_was_reluctant_to_give_up_is_nothing_to_another() -> None:
 def test_first_tokens_that_come_late_ask_for_one_more_than_serve() -> None:
     memory = steady(4.0)
     seen = demand(4.0, queued=700, ttft=late(2.5))
-    slow = Predictive(PredictiveParameters(drain_s=3600.0))
+    slow = Predictive(drain_s=3600.0)
     assert slow.decide(view(seen, count=6), memory).terms["late"] == 7.0
     assert slow.decide(view(seen, count=6), memory).count == 7
     assert slow.decide(view(seen, count=7, starting_s=(9.0,)), memory).count == 7

@@ -17,7 +17,7 @@ from policy.scaling.policies.observed_capacity import (
     observe_capacity,
     sustained,
 )
-from policy.scaling.policies.predictive import Predictive, PredictiveParameters
+from policy.scaling.policies.predictive import Predictive
 from policy.scaling.view import View
 from policy.signals.types import Shares
 from tests.policy.scaling.views import demand, late, replicas, view
@@ -107,7 +107,7 @@ def test_a_fleet_that_proves_to_take_more_is_smaller() -> None:
     """Twelve requests per second are four replicas by the model and its margin; two fill half a cache."""
 
     def asked(caches: float) -> int:
-        policy, memory, count = Predictive(PredictiveParameters()), None, 4
+        policy, memory, count = Predictive(), None, 4
         for at in range(0, 900, 5):
             proposal = policy.decide(seen(float(at), kv_used=caches / count, count=count), memory)
             memory, count = proposal.memory, proposal.count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.scaling.policies.static import Static, StaticParameters
+from policy.scaling.policies.static import Static
 from tests.policy.scaling.views import demand, view
 
 
@@ -22,7 +22,7 @@ from tests.policy.scaling.views import demand, view
 def test_it_keeps_what_there_is_or_what_was_written(
     replicas: int | None, count: int, proposed: int, said: str
 ) -> None:
-    policy = Static(StaticParameters(replicas=replicas))
+    policy = Static(replicas=replicas)
     for seen in (None, demand(0.0), demand(100.0, queued=50)):
         proposal = policy.decide(view(seen, count=count, least=1, most=5), None)
         assert proposal.count == proposed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policy.config.control import SloConfig
-from policy.scaling.policies.target_tracking import Metric, TargetTracking, TargetTrackingParameters
+from policy.scaling.policies.target_tracking import Metric, TargetTracking
 from policy.signals.types import ReplicaSample
 from tests.policy.scaling.views import counts, demand, late, replicas, view
 
@@ -13,7 +13,7 @@ from tests.policy.scaling.views import counts, demand, late, replicas, view
 def tracking(
     metric: Metric = Metric.CONCURRENCY, target: float | None = 10.0, **more: float
 ) -> TargetTracking:
-    return TargetTracking(TargetTrackingParameters(metric=metric, target=target, **more))
+    return TargetTracking(metric=metric, target=target, **more)
 
 
 def test_it_follows_the_requests_at_once_beyond_the_tolerance() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from policy.engine.replica_capacity import Capability
-from policy.scaling.policies.token_saturation import TokenSaturation, TokenSaturationParameters
+from policy.scaling.policies.token_saturation import TokenSaturation
 from policy.signals.types import Demand, ReplicaSample
 from tests.policy.scaling.views import demand, replicas, view
 
-POLICY = TokenSaturation(TokenSaturationParameters())
+POLICY = TokenSaturation()
 
 
 def decided(used: float, count: int, *, seen: Demand | None = None, **more: object) -> int:

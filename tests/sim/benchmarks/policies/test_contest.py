@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from policy.scaling.policies.predictive import PredictiveParameters
+from policy.scaling.policies.predictive import Predictive
 from policy.scaling.policies.registry import choose
 from sim.benchmarks.policies.all_runs import PLANNED, describe, parameter_steps, run_all, trials
 from sim.benchmarks.policies.benchmark_setup import MODEL, Setup, TraceHalf, setup_of
@@ -57,7 +57,7 @@ def test_all_run_on_the_same_arrivals_and_the_shipped_setting_is_among_them(tmp_
     )
     quick = parameter_steps("predictive", SIZE, 3)
     for settings in (parameter_steps("predictive", SIZE), quick):
-        assert PredictiveParameters() in [choose("policy", choice).parameters for choice in settings]
+        assert Predictive() in [choose("policy", choice).policy for choice in settings]
     assert len(quick) < len(parameter_steps("predictive", SIZE))
     assert describe("static") == ""
     assert describe({"static": {"replicas": 3}}) == "replicas 3"

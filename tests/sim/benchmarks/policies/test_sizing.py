@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policy.scaling.policies.predictive import PredictiveParameters
+from policy.scaling.policies.predictive import Predictive
 from policy.scaling.policies.registry import NAMES, choose
 from sim.benchmarks.policies.sizing import LADDERS, Full, ladder
 
@@ -16,7 +16,7 @@ FULL = Full(at_once=20.0, kv_used=0.4, least=4, most=16)
 def rungs(name: str, full: Full = FULL) -> list[Any]:
     chosen = [choose("policy", choice) for choice in ladder(name, full)]
     assert {each.name for each in chosen} == {name}
-    return [each.parameters for each in chosen]
+    return [each.policy for each in chosen]
 
 
 def test_every_policy_has_one() -> None:
@@ -61,7 +61,7 @@ def test_no_cache_takes_more_than_it_holds() -> None:
 
 def test_predictive_grows_thriftier_and_has_the_shipped_setting() -> None:
     found = rungs("predictive")
-    assert PredictiveParameters() in found
+    assert Predictive() in found
     care = [(each.quantile, each.margin, -each.down) for each in found]
     assert care == sorted(care, reverse=True)
     for part in zip(*care, strict=True):
