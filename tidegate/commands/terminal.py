@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import click
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
+
+T = TypeVar("T")
 
 # A pipe has no width; most tables need about this many columns to keep each row on one line.
 _PIPE_COLUMNS = 140
@@ -32,13 +35,33 @@ def warn(text: str) -> None:
     click.echo(text, err=True)
 
 
-def table(*columns: str, title: str | None = None) -> Table:
-    """An empty table without borders; a leading ``>`` aligns a column right."""
+def table(items: Iterable[T], *columns: tuple[str, Callable[[T], object]], title: str | None = None) -> Table:
+    """A table with a row for each item. A column is its head and the function that gives its cells.
+
+    A leading ``>`` aligns a column right. ``None`` is shown as ``-``.
+    """
+    return table_of_rows(
+        [head for head, _ in columns], ([cell(item) for _, cell in columns] for item in items), title=title
+    )
+
+
+def table_of_rows(
+    heads: Sequence[str], rows: Iterable[Iterable[object]], *, title: str | None = None
+) -> Table:
+    """As :func:`table`, with the cells of each row."""
     made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for name in columns:
-        right = name.startswith(">")
-        made.add_column(name.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+    for head in heads:
+        right = head.startswith(">")
+        made.add_column(head.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(_cell, row))
     return made
+
+
+def _cell(value: object) -> str | Text:
+    if isinstance(value, str | Text):
+        return value
+    return "-" if value is None else str(value)
 
 
 class Bar:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import click
@@ -75,6 +76,11 @@ def _latest(time_of_day: re.Match[str], now: float) -> float:
     second = int((time_of_day["second"] or ":0")[1:])
     today = datetime.fromtimestamp(now).replace(hour=hour, minute=minute, second=second, microsecond=0)
     return (today if today.timestamp() <= now else today - timedelta(days=1)).timestamp()
+
+
+def optional(value: float | None, text: Callable[[float], str]) -> str | None:
+    """``text`` of a value, if there is one."""
+    return None if value is None else text(value)
 
 
 def clock(at: float, now: float) -> str:

@@ -169,11 +169,15 @@ def _print_changes(changes: tuple[Change, ...]) -> None:
     if not changes:
         click.echo("No changes.")
         return
-    rows = table("path", "before", "after", "takes effect")
-    for change in changes:
-        before, after = _masked(change).values()
-        rows.add_row(change.path, _text(before), _text(after), _EFFECTS[change.effect])
-    console().print(rows)
+    console().print(
+        table(
+            changes,
+            ("path", lambda change: change.path),
+            ("before", lambda change: _text(_masked(change)["before"])),
+            ("after", lambda change: _text(_masked(change)["after"])),
+            ("takes effect", lambda change: _EFFECTS[change.effect]),
+        )
+    )
 
 
 def _masked(change: Change) -> dict[str, Any]:
@@ -181,5 +185,5 @@ def _masked(change: Change) -> dict[str, Any]:
     return {"before": redact(change.before, change.path), "after": redact(change.after, change.path)}
 
 
-def _text(value: object) -> str:
-    return "-" if value is None else value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def _text(value: object) -> str | None:
+    return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()

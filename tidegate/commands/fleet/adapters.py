@@ -19,8 +19,8 @@ from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, V
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json
 from tidegate.commands.state_directory import controller_client
-from tidegate.commands.terminal import Bar, console, print_json, table
-from tidegate.commands.units import age, size
+from tidegate.commands.terminal import Bar, console, print_json, table, table_of_rows
+from tidegate.commands.units import age, optional, size
 
 # Sources that are not paths: URLs, and repositories of the Hugging Face hub.
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://|hf:")
@@ -241,39 +241,43 @@ _NAMED_REPLICAS = 2
 def overview(status: AdaptersStatus) -> Table:
     """One row for each version that a name serves; with several base models they have a column."""
     several = len(status.models) > 1
-    rows = table(
-        *(["model"] if several else []),
-        *("name", "version", ">rank", ">size", "loaded on", ">requests/s", ">hit rate", "last used", "state"),
+    rows = [
+        (adapter.model, *row) if several else row
+        for adapter in status.adapters
+        for row in [_row(adapter, version, status.at) for version in adapter.versions if version.share]
+        or [_row_without_version(adapter)]
+    ]
+    return table_of_rows(
+        [
+            *(["model"] if several else []),
+            *("name", "version", ">rank", ">size", "loaded on", ">requests/s", ">hit rate", "last used"),
+            "state",
+        ],
+        rows,
     )
-    for adapter in status.adapters:
-        served = [_row(adapter, version, status.at) for version in adapter.versions if version.share]
-        for row in served or [_missing(adapter)]:
-            rows.add_row(*([adapter.model] if several else []), *row)
-    return rows
 
 
 def history(adapter: AdapterStatus, at: float) -> RenderableType:
     """The stored versions of one name, newest first, with their placement and the refusals of replicas."""
-    head = table("model", "tenants", "state", "note")
-    head.add_row(
-        adapter.model,
-        ", ".join(adapter.tenants) or "all",
-        _state(adapter),
-        Text(adapter.note, style="dim"),
+    head = table(
+        [adapter],
+        ("model", lambda adapter: adapter.model),
+        ("tenants", lambda adapter: ", ".join(adapter.tenants) or "all"),
+        ("state", _state),
+        ("note", lambda adapter: Text(adapter.note, style="dim")),
     )
-    versions = table("version", ">share", "digest", ">rank", ">size", "added", "loaded on", "source")
     newest_first = adapter.versions[::-1]
-    for version in newest_first:
-        versions.add_row(
-            f"v{version.number}",
-            f"{version.share:.4g}" if version.share else "-",
-            version.digest[:12],
-            str(version.rank),
-            size(version.size),
-            f"{age(at - version.at)} ago",
-            _loaded_on(version),
-            version.source,
-        )
+    versions = table(
+        newest_first,
+        ("version", lambda version: f"v{version.number}"),
+        (">share", lambda version: f"{version.share:.4g}" if version.share else None),
+        ("digest", lambda version: version.digest[:12]),
+        (">rank", lambda version: version.rank),
+        (">size", lambda version: size(version.size)),
+        ("added", lambda version: f"{age(at - version.at)} ago"),
+        ("loaded on", _loaded_on),
+        ("source", lambda version: version.source),
+    )
     placements = [
         Text(f"placement of v{version.number}: {version.why}", style="dim")
         for version in newest_first
@@ -299,30 +303,29 @@ def add_progress(name: str, *, quiet: bool) -> Iterator[Callable[[AddLine], None
         )
 
 
-def _row(adapter: AdapterStatus, version: VersionStatus, at: float) -> tuple[RenderableType, ...]:
+def _row(adapter: AdapterStatus, version: VersionStatus, at: float) -> tuple[object, ...]:
     share = "" if version.share == 1 else f" {version.share:.4g}"
     return (
         Text(adapter.name, style="bold"),
         f"v{version.number}@{version.digest[:12]}{share}",
-        str(version.rank),
+        version.rank,
         size(version.size),
         _loaded_on(version),
-        f"{version.requests_per_s:.2f}" if version.requests_per_s >= 0.005 else "-",
-        "-" if version.hit_rate is None else f"{version.hit_rate:.0%}",
-        "-" if version.last_used is None else f"{age(at - version.last_used)} ago",
+        f"{version.requests_per_s:.2f}" if version.requests_per_s >= 0.005 else None,
+        optional(version.hit_rate, "{:.0%}".format),
+        optional(version.last_used, lambda then: f"{age(at - then)} ago"),
         _state(adapter),
     )
 
 
-def _missing(adapter: AdapterStatus) -> tuple[RenderableType, ...]:
-    """A name without a version yet, and why."""
-    return (Text(adapter.name, style="bold"), *("-",) * 3, Text(adapter.note), *("-",) * 3, _state(adapter))
+def _row_without_version(adapter: AdapterStatus) -> tuple[object, ...]:
+    return (Text(adapter.name, style="bold"), *[None] * 3, adapter.note, *[None] * 3, _state(adapter))
 
 
-def _loaded_on(version: VersionStatus) -> str:
+def _loaded_on(version: VersionStatus) -> str | None:
     named = ", ".join(version.loaded[:_NAMED_REPLICAS])
     more = len(version.loaded) - _NAMED_REPLICAS
-    return f"{named} and {more} more" if more > 0 else named or "-"
+    return f"{named} and {more} more" if more > 0 else named or None
 
 
 def _state(adapter: AdapterStatus) -> Text:

@@ -13,14 +13,14 @@ from rich.text import Text
 
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability
-from policy.scaling.decision_types import Decision, Guardrail, Limit, ModeForecast, Override, Situation
+from policy.scaling.decision_types import Decision, Guardrail, Limit, Override, Situation
 from policy.scaling.guardrails import override_in_force
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample
 from serve.controller_messages import LoggedDecision
 from tidegate.commands.fleet.status import describe_switch_block
 from tidegate.commands.terminal import table
-from tidegate.commands.units import age, clock, latency, plural, rate
+from tidegate.commands.units import age, clock, latency, optional, plural, rate
 
 _LABEL = 9
 # Highlighted above these: the relative error of the performance model, and step time over its prediction.
@@ -327,21 +327,15 @@ def _limits(limits: Sequence[Limit]) -> tuple[Text, ...]:
 
 
 def _modes(decision: Decision) -> Table:
-    rows = table("mode", ">replicas", ">cost", ">within SLO", ">TTFT p95", ">ITL p95", "note")
-    for forecast in decision.outlooks:
-        rows.add_row(*_mode(forecast, selected=forecast.mode == decision.mode))
-    return rows
-
-
-def _mode(forecast: ModeForecast, *, selected: bool) -> tuple[RenderableType, ...]:
-    return (
-        Text(forecast.mode, style="bold" if selected else ""),
-        str(forecast.count),
-        f"{forecast.cost:.2f}",
-        f"{forecast.met:.0%}",
-        "-" if forecast.ttft_s is None else latency(forecast.ttft_s),
-        "-" if forecast.itl_s is None else latency(forecast.itl_s),
-        Text(forecast.why, style="dim"),
+    return table(
+        decision.outlooks,
+        ("mode", lambda mode: Text(mode.mode, style="bold" if mode.mode == decision.mode else "")),
+        (">replicas", lambda mode: mode.count),
+        (">cost", lambda mode: f"{mode.cost:.2f}"),
+        (">within SLO", lambda mode: f"{mode.met:.0%}"),
+        (">TTFT p95", lambda mode: optional(mode.ttft_s, latency)),
+        (">ITL p95", lambda mode: optional(mode.itl_s, latency)),
+        ("note", lambda mode: Text(mode.why, style="dim")),
     )
 
 

@@ -23,7 +23,7 @@ from serve.controller_messages import ModelStatus
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json
 from tidegate.commands.terminal import console, print_json, table, warn
-from tidegate.commands.units import age, clock, rate
+from tidegate.commands.units import age, clock, optional, rate
 from tidegate.exit_codes import Exit
 from tidegate.redaction import redact
 from tidegate.supervisor.control_socket import ProcessStatus, SupervisorClient, SupervisorStatus
@@ -199,45 +199,42 @@ def _header(view: StatusData) -> Table:
 
 
 def _processes(processes: tuple[ProcessStatus, ...]) -> Table:
-    rows = table("process", ">pid", ">restarts", ">uptime")
-    for process in processes:
-        rows.add_row(
-            process.name,
-            str(process.pid) if process.pid else Text("down", style="red"),
-            str(process.restarts),
-            age(process.up_s) if process.pid else "",
-        )
-    return rows
+    return table(
+        processes,
+        ("process", lambda process: process.name),
+        (">pid", lambda process: process.pid or Text("down", style="red")),
+        (">restarts", lambda process: process.restarts),
+        (">uptime", lambda process: age(process.up_s) if process.pid else ""),
+    )
 
 
 def _models(models: tuple[ModelStatus, ...]) -> Table:
-    rows = table("model", "engine", "mode", ">revision", ">desired/ready", "phase", "note")
-    for model in models:
-        rows.add_row(
-            Text(model.name, style="bold"),
-            model.engine,
-            model.mode or "-",
-            str(model.generation),
-            f"{'-' if model.phase == 'external' else model.target}/{model.ready}",
-            _colored(model.phase),
-            Text(model.note, style="dim"),
-        )
-    return rows
+    return table(
+        models,
+        ("model", lambda model: Text(model.name, style="bold")),
+        ("engine", lambda model: model.engine),
+        ("mode", lambda model: model.mode or None),
+        (">revision", lambda model: model.generation),
+        (
+            ">desired/ready",
+            lambda model: f"{'-' if model.phase == 'external' else model.target}/{model.ready}",
+        ),
+        ("phase", lambda model: _colored(model.phase)),
+        ("note", lambda model: Text(model.note, style="dim")),
+    )
 
 
 def _scaling(models: Sequence[ModelStatus], at: float) -> Table:
     """What scales each model, and the last decision; ``tidegate explain`` has the details."""
-    rows = table("model", "scaled by", ">forecast", "capacity per replica", ">last decision", "reason")
-    for model in models:
-        rows.add_row(
-            Text(model.name, style="bold"),
-            _scaled_by(model, at),
-            "-" if model.forecast is None else rate(model.forecast),
-            _capacity(model.capability),
-            "-" if model.decided_at is None else f"{age(at - model.decided_at)} ago",
-            _reason(model, at),
-        )
-    return rows
+    return table(
+        models,
+        ("model", lambda model: Text(model.name, style="bold")),
+        ("scaled by", lambda model: _scaled_by(model, at)),
+        (">forecast", lambda model: optional(model.forecast, rate)),
+        ("capacity per replica", lambda model: _capacity(model.capability)),
+        (">last decision", lambda model: optional(model.decided_at, lambda then: f"{age(at - then)} ago")),
+        ("reason", lambda model: _reason(model, at)),
+    )
 
 
 def _reason(model: ModelStatus, at: float) -> Text:
@@ -254,10 +251,10 @@ def _scaled_by(model: ModelStatus, at: float) -> Text:
     return Text(f"{model.decided_by}, dry run" if model.dry_run else model.decided_by)
 
 
-def _capacity(capability: Capability | None) -> str:
+def _capacity(capability: Capability | None) -> str | None:
     """The rate of one replica within the SLO, or its maximum rate if it cannot meet the SLO at any rate."""
     if capability is None:
-        return "-"
+        return None
     calibrated = f" (model v{capability.version})" if capability.version else ""
     if capability.mu:
         return f"{rate(capability.mu)}{calibrated}"
@@ -265,33 +262,34 @@ def _capacity(capability: Capability | None) -> str:
 
 
 def _replicas(view: StatusData) -> Table:
-    rows = table(
-        *("replica", "shape", ">revision", "state", ">load", ">running/waiting", ">KV cache", ">updated"),
-        *("node", "url", ">pid"),
+    return table(
+        sorted(view.fleet.replicas, key=lambda replica: replica.id),
+        ("replica", lambda replica: replica.id),
+        ("shape", lambda replica: replica.shape or None),
+        (">revision", lambda replica: replica.generation),
+        ("state", _replica_state),
+        (">load", lambda replica: _load(replica.load)),
+        (">running/waiting", lambda replica: f"{replica.load.running}/{replica.load.waiting}"),
+        (">KV cache", lambda replica: f"{replica.load.kv_used:.0%}"),
+        (
+            ">updated",
+            lambda replica: f"{age(view.at - replica.load.at)} ago" if replica.load.at else None,
+        ),
+        ("node", lambda replica: replica.node or None),
+        ("url", lambda replica: replica.url.removeprefix("http://") or None),
+        (">pid", lambda replica: replica.pid or None),
     )
-    for replica in sorted(view.fleet.replicas, key=lambda replica: replica.id):
-        rows.add_row(*_row(replica, view.at))
-    return rows
 
 
-def _row(replica: Replica, at: float) -> tuple[RenderableType, ...]:
-    load = replica.load
+def _load(load: Load) -> str:
+    return f"{load.in_flight}/{load.bound}" if load.bound else str(load.in_flight)
+
+
+def _replica_state(replica: Replica) -> Text:
     state = _colored(str(replica.state))
     if replica.failures:
         state.append(f", failed {replica.failures} times", style="red")
-    return (
-        replica.id,
-        replica.shape or "-",
-        str(replica.generation),
-        state,
-        f"{load.in_flight}/{load.bound}" if load.bound else str(load.in_flight),
-        f"{load.running}/{load.waiting}",
-        f"{load.kv_used:.0%}",
-        f"{age(at - load.at)} ago" if load.at else "-",
-        replica.node or "-",
-        replica.url.removeprefix("http://") or "-",
-        str(replica.pid or "-"),
-    )
+    return state
 
 
 def _colored(word: str) -> Text:

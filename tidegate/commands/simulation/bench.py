@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -44,7 +45,7 @@ from tidegate.commands.options import (
 )
 from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
 from tidegate.commands.terminal import Bar, console, print_json, table, warn
-from tidegate.commands.units import plural
+from tidegate.commands.units import optional, plural
 
 _SUFFIXES = (".csv", ".jsonl", ".gz")
 # With --quick: one seed, and every third setting.
@@ -166,44 +167,38 @@ def _ranking_title(score: PolicyScore) -> str:
 
 
 def _print_ranking(score: PolicyScore) -> None:
+    number = "{:.2f}".format
     for oracle in score.table.oracles:
         rows = table(
-            *("policy", ">GPU-hours at 99 %", ">x optimum", ">x optimum by seed", ">x lower bound"),
-            *(">attainment", ">goodput per GPU-hour", ">TTFT p99", ">recovery", ">switches"),
-            *(">forecast error, GPU-h", ">start-up time, GPU-h", ">rounding up, GPU-h"),
+            [ranking for ranking in score.table.standings if ranking.lead_s == oracle.lead_s],
+            ("policy", lambda ranking: ranking.policy),
+            (">GPU-hours at 99 %", lambda ranking: optional(ranking.gpu_hours, number)),
+            (">x optimum", lambda ranking: optional(ranking.oracle_ratio, number)),
+            (
+                ">x optimum by seed",
+                lambda ranking: optional(
+                    ranking.least_ratio, lambda least: f"{least:.2f}-{ranking.most_ratio:.2f}"
+                ),
+            ),
+            (">x lower bound", lambda ranking: optional(ranking.lower_ratio, number)),
+            (">attainment", lambda ranking: f"{ranking.attainment:.2%}"),
+            (">goodput per GPU-hour", lambda ranking: f"{ranking.goodput_per_gpu_hour:.0f}"),
+            (">TTFT p99", lambda ranking: optional(ranking.ttft_p99_s, "{:.2f} s".format)),
+            (">recovery", lambda ranking: optional(ranking.recovery_s, "{:.0f} s".format)),
+            (">switches", lambda ranking: optional(ranking.switches, "{:.0f}".format)),
+            (">forecast error, GPU-h", lambda ranking: _regret_h(ranking, "forecast_s")),
+            (">start-up time, GPU-h", lambda ranking: _regret_h(ranking, "lead_s")),
+            (">rounding up, GPU-h", lambda ranking: _regret_h(ranking, "integrality_s")),
             title=f"{_ranking_title(score)}, start-up time {oracle.lead_s:g} s\n"
             f"offline optimum: {oracle.gpu_hours:.2f} GPU-hours simulated ({oracle.plan_gpu_hours:.2f} "
             f"planned, lower bound {oracle.lower_gpu_hours:.2f}), {oracle.replicas:.1f} replicas, "
             f"{oracle.attainment:.2%} attainment",
         )
-        for ranking in score.table.standings:
-            if ranking.lead_s == oracle.lead_s:
-                rows.add_row(*_ranking_row(ranking))
         console().print(rows)
 
 
-def _ranking_row(ranking: Ranking) -> tuple[str, ...]:
-    def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-        return "-" if value is None else f"{value:.{digits}f}{unit}"
-
-    spread = "-" if ranking.least_ratio is None else f"{ranking.least_ratio:.2f}-{ranking.most_ratio:.2f}"
-    regret = ranking.regret
-    parts_s = (
-        (None, None, None) if regret is None else (regret.forecast_s, regret.lead_s, regret.integrality_s)
-    )
-    return (
-        ranking.policy,
-        number(ranking.gpu_hours),
-        number(ranking.oracle_ratio),
-        spread,
-        number(ranking.lower_ratio),
-        f"{ranking.attainment:.2%}",
-        f"{ranking.goodput_per_gpu_hour:.0f}",
-        number(ranking.ttft_p99_s, unit=" s"),
-        number(ranking.recovery_s, 0, " s"),
-        number(ranking.switches, 0),
-        *("-" if part_s is None else number(part_s / 3600) for part_s in parts_s),
-    )
+def _regret_h(ranking: Ranking, part: str) -> str | None:
+    return optional(getattr(ranking.regret, part, None), lambda part_s: f"{part_s / 3600:.2f}")
 
 
 @bench.command(
@@ -251,22 +246,17 @@ def _simulate(
 
 
 def _modes_table(benchmark: ModeBenchmark) -> Table:
-    rows = table(
-        *("mode", ">goodput/s", ">attainment", ">GPU-hours", ">switches/h"),
-        *(">TTFT p95", ">ITL p95", ">failed"),
+    return table(
+        benchmark.figures().items(),
+        ("mode", lambda row: row[0].replace("_", " ")),
+        (">goodput/s", lambda row: f"{row[1].goodput_rps:.2f}"),
+        (">attainment", lambda row: percent(row[1].attainment)),
+        (">GPU-hours", lambda row: f"{row[1].gpu_hours:.2f}"),
+        (">switches/h", lambda row: f"{row[1].switches_per_h:.2f}"),
+        (">TTFT p95", lambda row: seconds(row[1].ttft_p95_s)),
+        (">ITL p95", lambda row: seconds(row[1].itl_p95_s)),
+        (">failed", lambda row: f"{row[1].failed:.0f}"),
     )
-    for name, mean in benchmark.figures().items():
-        rows.add_row(
-            name.replace("_", " "),
-            f"{mean.goodput_rps:.2f}",
-            percent(mean.attainment),
-            f"{mean.gpu_hours:.2f}",
-            f"{mean.switches_per_h:.2f}",
-            seconds(mean.ttft_p95_s),
-            seconds(mean.itl_p95_s),
-            f"{mean.failed:.0f}",
-        )
-    return rows
 
 
 def _gain(benchmark: ModeBenchmark) -> str:
@@ -330,32 +320,32 @@ def adapters(
             click.echo(f"Chart written to {plot}")
 
 
-def _means(comparisons: Sequence[Comparison], value: Callable[[RunOutcome], float]) -> list[float]:
-    """The mean over the seeds, for each policy."""
-    return [fmean(value(each.policies[name]) for each in comparisons) for name in ROUTINGS]
+def _mean(comparisons: Sequence[Comparison], policy: str, value: Callable[[RunOutcome], float]) -> float:
+    """The mean over the seeds."""
+    return fmean(value(each.policies[policy]) for each in comparisons)
 
 
 def _adapters_table(title: str, comparisons: Sequence[Comparison], requests: int) -> Table:
-    rows = table(
-        *("policy", ">adapter loads", ">loads/request", ">TTFT p95", ">load max/mean", ">moves/min"),
+    mean = partial(_mean, comparisons)
+    return table(
+        ROUTINGS,
+        ("policy", lambda policy: policy),
+        (">adapter loads", lambda policy: f"{mean(policy, lambda run: run.loads):.0f}"),
+        (">loads/request", lambda policy: f"{mean(policy, lambda run: run.loads / requests):.3f}"),
+        (">TTFT p95", lambda policy: f"{mean(policy, lambda run: 1e3 * run.ttft_p95_s):.1f} ms"),
+        (">load max/mean", lambda policy: f"{mean(policy, lambda run: run.load_max_over_mean):.2f}"),
+        (">moves/min", lambda policy: f"{mean(policy, lambda run: run.moves_per_min):.0f}"),
         title=title,
     )
-    columns = (
-        [f"{mean:.0f}" for mean in _means(comparisons, lambda run: run.loads)],
-        [f"{mean:.3f}" for mean in _means(comparisons, lambda run: run.loads / requests)],
-        [f"{mean:.1f} ms" for mean in _means(comparisons, lambda run: 1e3 * run.ttft_p95_s)],
-        [f"{mean:.2f}" for mean in _means(comparisons, lambda run: run.load_max_over_mean)],
-        [f"{mean:.0f}" for mean in _means(comparisons, lambda run: run.moves_per_min)],
-    )
-    for row in zip(ROUTINGS, *columns, strict=True):
-        rows.add_row(*row)
-    return rows
 
 
 def _adapters_chart(title: str, comparisons: Sequence[Comparison], requests: int) -> str:
+    def means(value: Callable[[RunOutcome], float]) -> list[float]:
+        return [_mean(comparisons, policy, value) for policy in ROUTINGS]
+
     panels = (
-        Panel("adapter loads per request", _means(comparisons, lambda run: run.loads / requests)),
-        Panel("TTFT p95, ms", _means(comparisons, lambda run: 1e3 * run.ttft_p95_s)),
-        Panel("load, max/mean", _means(comparisons, lambda run: run.load_max_over_mean), BOUND),
+        Panel("adapter loads per request", means(lambda run: run.loads / requests)),
+        Panel("TTFT p95, ms", means(lambda run: 1e3 * run.ttft_p95_s)),
+        Panel("load, max/mean", means(lambda run: run.load_max_over_mean), BOUND),
     )
     return bars(title, [name.replace("_", " ") for name in ROUTINGS], panels)

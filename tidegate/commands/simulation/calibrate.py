@@ -13,11 +13,11 @@ from rich.table import Table
 from policy.config.deployment import Deployment
 from policy.engine.performance_model_file import ModelFile, encode, model_file
 from serve.controller.client import ControllerClient
-from sim.calibration.quantiles import curves
+from sim.calibration.quantiles import Compared, curves
 from store.state_dir import StateDir, write_atomic
 from tidegate import deployment_file
 from tidegate.calibrate.calibration import CalibrationRun, served_shape
-from tidegate.calibrate.simulator_check import Check, calibrated_model, check, recorded_run
+from tidegate.calibrate.simulator_check import calibrated_model, check, recorded_run
 from tidegate.commands.options import (
     FILE,
     OutputFile,
@@ -30,7 +30,7 @@ from tidegate.commands.options import (
 )
 from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
 from tidegate.commands.state_directory import stored_deployment
-from tidegate.commands.terminal import Bar, console, print_json, table, warn
+from tidegate.commands.terminal import Bar, console, print_json, table, table_of_rows, warn
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.readiness import endpoint
 
@@ -119,19 +119,24 @@ def calibrate(
 
 
 def _points(file: ModelFile) -> Table:
-    rows = table(
-        *(">clients", ">input tokens", ">output tokens", ">requests", ">steps"),
-        *(">ITL p50", ">predicted", ">TTFT p90", ">predicted", "use"),
+    return table(
+        sorted(file.points, key=lambda point: (point.input_tokens, point.concurrency)),
+        (">clients", lambda point: point.concurrency),
+        (">input tokens", lambda point: point.input_tokens),
+        (">output tokens", lambda point: point.output_tokens),
+        (">requests", lambda point: point.requests),
+        (">steps", lambda point: point.steps),
+        (">ITL p50", lambda point: _ms(point.itl_p50, "measured")),
+        (">predicted", lambda point: _ms(point.itl_p50, "predicted")),
+        (">TTFT p90", lambda point: _ms(point.ttft_p90, "measured")),
+        (">predicted", lambda point: _ms(point.ttft_p90, "predicted")),
+        ("use", lambda point: "held out" if point.held else "fit"),
         title=f"{file.model}, shape {file.shape}",
     )
-    for point in sorted(file.points, key=lambda each: (each.input_tokens, each.concurrency)):
-        cells = []
-        for measure in (point.itl_p50, point.ttft_p90):
-            values_s = () if measure is None else (measure.measured, measure.predicted)
-            cells += [f"{1e3 * value_s:.1f} ms" for value_s in values_s] or ["", ""]
-        counts = (point.concurrency, point.input_tokens, point.output_tokens, point.requests, point.steps)
-        rows.add_row(*map(str, counts), *cells, "held out" if point.held else "fit")
-    return rows
+
+
+def _ms(measure: object, part: str) -> str:
+    return "" if measure is None else f"{1e3 * getattr(measure, part):.1f} ms"
 
 
 def _describe(file: ModelFile) -> str:
@@ -164,20 +169,18 @@ def _check(
     if as_json:
         print_json(result.compared)
         return
-    console().print(_quantiles(result))
+    console().print(_quantiles(result.compared))
     if plot is not None:
         click.echo(f"Chart written to {plot}")
 
 
-def _quantiles(result: Check) -> Table:
-    compared = result.compared
-    rows = table(
-        *("metric", "quantile", ">live", ">simulated", ">error"),
+def _quantiles(compared: Compared) -> Table:
+    return table_of_rows(
+        ("metric", "quantile", ">live", ">simulated", ">error"),
+        (
+            (measure.upper(), name, f"{pair.live:.4f} s", f"{pair.simulated:.4f} s", f"{pair.error:+.1%}")
+            for measure, quantiles in compared.quantiles.items()
+            for name, pair in quantiles.items()
+        ),
         title=f"{compared.live} requests served live, {compared.simulated} simulated",
     )
-    for measure, quantiles in compared.quantiles.items():
-        for name, pair in quantiles.items():
-            rows.add_row(
-                measure.upper(), name, f"{pair.live:.4f} s", f"{pair.simulated:.4f} s", f"{pair.error:+.1%}"
-            )
-    return rows

@@ -8,11 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.planning.plan import SPARE
-from sim.planning.result import Option, Plan
-from tidegate.commands.terminal import table
-from tidegate.commands.units import latency, plural
+from sim.planning.result import Addition, Option, Plan
+from tidegate.commands.terminal import table, table_of_rows
+from tidegate.commands.units import latency, optional, plural
 
-_NONE = "-"
+_COST = "{:.2f}".format
 
 
 def tables(plan: Plan) -> Iterator[Table | Text]:
@@ -29,7 +29,7 @@ def tables(plan: Plan) -> Iterator[Table | Text]:
         yield _schedule(plan)
     if plan.overflow:
         yield _overflow(plan)
-    yield _basis(plan)
+    yield table_of_rows(("number", "basis"), plan.basis.items(), title="Basis of the numbers")
 
 
 def _load(plan: Plan) -> Text:
@@ -48,148 +48,122 @@ def _load(plan: Plan) -> Text:
 
 
 def _options(plan: Plan) -> Table:
-    rows = table(
-        *("GPU type", "per replica", "mode", "basis", ">replicas", ">GPUs", ">with a spare", ">attainment"),
-        *(">TTFT p95", ">ITL p95", ">cost/h"),
+    return table(
+        plan.options,
+        ("GPU type", lambda option: option.kind),
+        ("per replica", lambda option: plural(option.degree, option.device)),
+        ("mode", lambda option: option.mode or f"none up to {plan.most} replicas"),
+        ("basis", lambda option: option.basis.value),
+        (">replicas", lambda option: option.replicas),
+        (">GPUs", lambda option: option.devices),
+        (">with a spare", lambda option: option.with_spare),
+        (">attainment", lambda option: optional(option.attainment, "{:.2%}".format)),
+        (">TTFT p95", lambda option: optional(option.ttft_p95_s, latency)),
+        (">ITL p95", lambda option: optional(option.itl_p95_s, lambda itl_s: f"{1e3 * itl_s:.1f} ms")),
+        (">cost/h", lambda option: optional(option.cost_per_h, _COST)),
         title=f"Fewest GPUs of each type, best first by {'cost' if plan.by_cost else 'number of GPUs'}",
     )
-    for each in plan.options:
-        rows.add_row(
-            each.kind,
-            f"{each.degree} {each.device}{'s' if each.degree > 1 else ''}",
-            each.mode or f"none up to {plan.most} replicas",
-            each.basis.value,
-            _count(each.replicas),
-            _count(each.devices),
-            _count(each.with_spare),
-            _format(each.attainment, ".2%"),
-            _NONE if each.ttft_p95_s is None else latency(each.ttft_p95_s),
-            _NONE if each.itl_p95_s is None else f"{1e3 * each.itl_p95_s:.1f} ms",
-            _format(each.cost_per_h, ".2f"),
-        )
-    return rows
 
 
 def _best(plan: Plan, best: Option) -> Table:
     failure, power, network = plan.failure, plan.power, plan.network
     assert failure is not None and power is not None and network is not None
+    needs = [
+        (
+            f"busiest {failure.away_s:g} s",
+            f"{failure.none.attainment:.2%} within the SLO without a failure and without the spare",
+            "counts",
+        ),
+        (
+            "  one replica crashes",
+            f"{failure.with_spare.attainment:.2%} with the spare, {failure.without_spare.attainment:.2%} "
+            f"without; {failure.with_spare.cut} streams cut",
+            "failure",
+        ),
+        ("power", f"mean {power.mean_w / 1000:.2f} kW, max {power.peak_w / 1000:.2f} kW", "power"),
+        ("heat", f"max {power.heat_btu_per_h:.0f} BTU/h", "power"),
+        ("energy", f"{power.kwh_per_day:.1f} kWh/day", "power"),
+        ("gateway network", f"{_mbit(network.each_way)} in each direction", "requests"),
+        ("  requests", f"{_mbit(network.requests)}, {_mbit(network.replica_in)} per replica", "requests"),
+        (
+            "  streams",
+            f"{_mbit(network.streams)} in {network.events_per_s:.0f} events/s, "
+            f"{_mbit(network.replica_out)} per replica",
+            "streams",
+        ),
+        (
+            "concurrent requests",
+            f"{network.streams_open}, each with a connection on both sides",
+            "counts",
+        ),
+    ]
+    if power.joules_per_token is not None:
+        needs.insert(5, ("", f"{power.joules_per_token:.2f} J per input or output token", "power"))
     replicas = plural(best.replicas or 0, "replica")
-    rows = table(
-        *("resource", "need", "basis"),
+    return table(
+        needs,
+        ("resource", lambda need: need[0]),
+        ("need", lambda need: need[1]),
+        ("basis", lambda need: _basis_word(plan, need[2])),
         title=f"{replicas} with {best.degree} x {best.kind} each, and {SPARE} spare",
     )
 
-    def row(name: str, need: str, part: str) -> None:
-        rows.add_row(name, need, _basis_word(plan, part))
-
-    row(
-        f"busiest {failure.away_s:g} s",
-        f"{failure.none.attainment:.2%} within the SLO without a failure and without the spare",
-        "counts",
-    )
-    row(
-        "  one replica crashes",
-        f"{failure.with_spare.attainment:.2%} with the spare, {failure.without_spare.attainment:.2%} "
-        f"without; {failure.with_spare.cut} streams cut",
-        "failure",
-    )
-    row("power", f"mean {power.mean_w / 1000:.2f} kW, max {power.peak_w / 1000:.2f} kW", "power")
-    row("heat", f"max {power.heat_btu_per_h:.0f} BTU/h", "power")
-    row("energy", f"{power.kwh_per_day:.1f} kWh/day", "power")
-    if power.joules_per_token is not None:
-        row("", f"{power.joules_per_token:.2f} J per input or output token", "power")
-    row("gateway network", f"{_mbit(network.each_way)} in each direction", "requests")
-    row("  requests", f"{_mbit(network.requests)}, {_mbit(network.replica_in)} per replica", "requests")
-    row(
-        "  streams",
-        f"{_mbit(network.streams)} in {network.events_per_s:.0f} events/s, "
-        f"{_mbit(network.replica_out)} per replica",
-        "streams",
-    )
-    row("concurrent requests", f"{network.streams_open}, each with a connection on both sides", "counts")
-    return rows
-
 
 def _growth(plan: Plan) -> Table:
-    rows = table(
-        *("load", "basis", ">replicas", ">GPUs", ">max power", ">max heat", ">cost/h"),
+    return table(
+        plan.growth,
+        ("load", lambda growth: f"x {growth.factor:g}"),
+        ("basis", lambda _: _basis_word(plan, "growth")),
+        (">replicas", lambda growth: f"{growth.replicas} + {SPARE}"),
+        (">GPUs", lambda growth: growth.devices),
+        (">max power", lambda growth: f"{growth.peak_w / 1000:.2f} kW"),
+        (">max heat", lambda growth: f"{growth.heat_btu_per_h:.0f} BTU/h"),
+        (">cost/h", lambda growth: optional(growth.cost_per_h, _COST)),
         title="As the load grows, with the spare",
     )
-    for each in plan.growth:
-        rows.add_row(
-            f"x {each.factor:g}",
-            _basis_word(plan, "growth"),
-            f"{each.replicas} + {SPARE}",
-            str(each.devices),
-            f"{each.peak_w / 1000:.2f} kW",
-            f"{each.heat_btu_per_h:.0f} BTU/h",
-            _format(each.cost_per_h, ".2f"),
-        )
-    return rows
 
 
 def _schedule(plan: Plan) -> Table:
-    rows = table(
-        *("order", "in operation", "basis", ">load", ">modules", ">total GPUs"), title="Purchase schedule"
+    return table(
+        plan.schedule,
+        ("order", _order),
+        ("in operation", lambda each: "now" if each.month == 0 else f"month {each.month:.1f}"),
+        ("basis", lambda _: _basis_word(plan, "schedule")),
+        (">load", lambda each: f"x {each.factor:.2f}"),
+        (">modules", lambda each: f"+{each.modules}"),
+        (">total GPUs", lambda each: each.devices),
+        title="Purchase schedule",
     )
-    for each in plan.schedule:
-        order = "now" if each.order_month <= 0 else f"month {each.order_month:.1f}"
-        if each.order_month < 0 < each.month:
-            order += f", {-each.order_month:.1f} months late"
-        rows.add_row(
-            order,
-            "now" if each.month == 0 else f"month {each.month:.1f}",
-            _basis_word(plan, "schedule"),
-            f"x {each.factor:.2f}",
-            f"+{each.modules}",
-            str(each.devices),
-        )
-    return rows
+
+
+def _order(purchase: Addition) -> str:
+    order = "now" if purchase.order_month <= 0 else f"month {purchase.order_month:.1f}"
+    if purchase.order_month < 0 < purchase.month:
+        order += f", {-purchase.order_month:.1f} months late"
+    return order
 
 
 def _overflow(plan: Plan) -> Table:
-    rows = table(
-        *("replicas", "basis", ">GPUs", ">max_in_flight", ">spillover"),
-        *(">input tokens/h", ">output tokens/h"),
-        *(">fallback cost/h", ">owned cost/h", ">total cost/h", ">attainment"),
+    return table(
+        plan.overflow,
+        ("replicas", lambda each: each.replicas),
+        ("basis", lambda _: _basis_word(plan, "overflow")),
+        (">GPUs", lambda each: each.devices),
+        (">max_in_flight", lambda each: each.bought.bound if each.replicas else None),
+        (">spillover", lambda each: f"{each.bought.share:.2%}"),
+        (">input tokens/h", lambda each: f"{each.bought.input_tokens_per_h:,.0f}"),
+        (">output tokens/h", lambda each: f"{each.bought.output_tokens_per_h:,.0f}"),
+        (">fallback cost/h", lambda each: _COST(each.bought.cost_per_h)),
+        (">owned cost/h", lambda each: optional(each.owned_per_h, _COST)),
+        (">total cost/h", lambda each: optional(each.total_per_h, _COST)),
+        (">attainment", lambda each: f"{each.bought.served_within:.2%}" if each.replicas else None),
         title="Fewer replicas, with spillover to a fallback provider",
     )
-    for each in plan.overflow:
-        bought = each.bought
-        rows.add_row(
-            str(each.replicas),
-            _basis_word(plan, "overflow"),
-            str(each.devices),
-            str(bought.bound) if each.replicas else _NONE,
-            f"{bought.share:.2%}",
-            f"{bought.input_tokens_per_h:,.0f}",
-            f"{bought.output_tokens_per_h:,.0f}",
-            f"{bought.cost_per_h:.2f}",
-            _format(each.owned_per_h, ".2f"),
-            _format(each.total_per_h, ".2f"),
-            f"{bought.served_within:.2%}" if each.replicas else _NONE,
-        )
-    return rows
-
-
-def _basis(plan: Plan) -> Table:
-    rows = table("number", "basis", title="Basis of the numbers")
-    for row in plan.basis.items():
-        rows.add_row(*row)
-    return rows
 
 
 def _basis_word(plan: Plan, part: str) -> str:
     """``measured``, ``fitted`` or ``assumed``: the first word of the part's basis."""
     return plan.basis[part].partition(":")[0]
-
-
-def _format(value: float | None, form: str) -> str:
-    return _NONE if value is None else format(value, form)
-
-
-def _count(value: int | None) -> str:
-    return _NONE if value is None else str(value)
 
 
 def _mbit(bytes_per_s: float) -> str:

@@ -30,7 +30,7 @@ from tidegate.commands.options import (
     seed_option,
     slice_options,
 )
-from tidegate.commands.terminal import Bar, console, print_json, table, warn
+from tidegate.commands.terminal import Bar, console, print_json, table_of_rows, warn
 from tidegate.commands.units import duration, plural
 from tidegate.exit_codes import Exit
 from tidegate.replay.capture_file import CaptureFile, in_order
@@ -223,13 +223,14 @@ def _report(trace: Path, url: str, seed: int, requests: int, result: ReplayResul
 
 
 def _latencies(outcome: RequestResult) -> Table:
-    rows = table("ms", ">mean", ">p50", ">p90", ">p95", ">p99", ">max")
-    for name, spread in (
-        ("TTFT", outcome.ttft_s),
-        ("ITL", outcome.itl_s),
-        ("E2E", outcome.e2e_s),
-        ("sent late", outcome.late_s),
-    ):
-        if spread is not None:
-            rows.add_row(name, *(f"{1e3 * value_s:.2f}" for value_s in msgspec.structs.astuple(spread)))
-    return rows
+    spreads = {
+        "TTFT": outcome.ttft_s, "ITL": outcome.itl_s, "E2E": outcome.e2e_s, "sent late": outcome.late_s,
+    }  # fmt: skip
+    return table_of_rows(
+        ("ms", ">mean", ">p50", ">p90", ">p95", ">p99", ">max"),
+        (
+            (name, *(f"{1e3 * value_s:.2f}" for value_s in msgspec.structs.astuple(spread)))
+            for name, spread in spreads.items()
+            if spread is not None
+        ),
+    )

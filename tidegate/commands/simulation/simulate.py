@@ -39,7 +39,7 @@ from tidegate.commands.options import (
     trace_option,
 )
 from tidegate.commands.simulation.policy_options import choices, policy_entries, simulated_policy
-from tidegate.commands.terminal import Bar, console, print_json, table, warn
+from tidegate.commands.terminal import Bar, console, print_json, table_of_rows, warn
 
 
 @click.command(
@@ -191,7 +191,6 @@ class _DecisionFile:
 
 def _print(comparison: PolicyComparison) -> None:
     click.echo(f"{comparison.trace}, seed {comparison.seed}; {describe_bounds(comparison.bounds)}")
-    rows = table("metric", *(f">{each.name}" for each in comparison.runs))
-    for row in figures(comparison.bounds):
-        rows.add_row(row.heading, *(row.shown(each.summary) for each in comparison.runs))
-    console().print(rows)
+    runs = comparison.runs
+    rows = ([row.heading, *(row.shown(run.summary) for run in runs)] for row in figures(comparison.bounds))
+    console().print(table_of_rows(["metric", *(f">{run.name}" for run in runs)], rows))
