@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -19,51 +18,20 @@ import msgspec
 from ray import serve as ray_serve
 from ray.serve.api import RunTarget
 
-from policy.config.deployment import ModelSpec, Shape
+from policy.config.deployment import ModelSpec
 from policy.config.shared_gpus import gpu_group_of
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout import CPU_OVERCOMMIT, LayerKey
-from policy.types import EngineKind
+from policy.scaling.rollout import LayerKey
 from serve.actuator.interface import Held, host_spec
+from serve.actuator.serve_applications import DEPLOYMENT, application_name, held_layers, required_resources
 from serve.host.ray_replica import RayHost
 from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
-
-# Serve reports missing resources after 30 s, only as this sentence.
-_RESOURCES = re.compile(r"each replica: (?P<each>\{.*?\}), total resources available: (?P<free>\{.*?\})")
-
-
-def unplaced(deployment: Mapping[str, Any]) -> str:
-    """Why replicas of a deployment wait for a node, empty if none does.
-
-    Source: ``ray.serve.schema.DeploymentDetails``.
-    """
-    waiting = [
-        replica
-        for replica in deployment["replicas"]
-        if replica["state"] == "STARTING" and not replica.get("node_id")
-    ]
-    found = _RESOURCES.search(deployment["message"])
-    if not waiting or found is None:
-        return ""
-    return f"no node has room for {len(waiting)} of {found['each']}: {found['free']} is free"
-
-
-DEPLOYMENT = "replica"
-
-# The name of an application contains everything that a controller without stored state needs.
-_NAME = re.compile(
-    r"tidegate-(?P<deployment>\w+)\+(?P<model>[^+]+)\+(?P<shape>[^+]+)\+g(?P<generation>\d+)-(?P<digest>\w+)"
-)
-
-_BROKEN = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 
 # Serve waits this long before a replica's shutdown hook; the hook is what refuses new requests.
 BEFORE_HOOK_S = 0.1
 
 AFTER_DRAIN_S = 15.0
-
-SIM_CPUS = 0.01
 
 
 def deployment_id(state: StateDir) -> str:
@@ -72,24 +40,6 @@ def deployment_id(state: StateDir) -> str:
     A directory would not do: two machines may have the same path.
     """
     return hashlib.sha256(f"deployment {state.secret()}".encode()).hexdigest()[:8]
-
-
-def _application(deployment: str, key: LayerKey, digest: str) -> str:
-    return f"tidegate-{deployment}+{key.model.replace('/', '@')}+{key.shape}+g{key.generation}-{digest}"
-
-
-def _resources(model: ModelSpec, shape: Shape) -> dict[str, Any]:
-    """The resources that a host requests of Ray.
-
-    It requests fractions of cores, so that two shapes can overlap during a switch. Simulated GPUs need none.
-    """
-    if model.engine is EngineKind.SIM:
-        return {"num_cpus": SIM_CPUS}
-    if (bed := gpu_group_of(model)) is not None:
-        return {"num_gpus": bed.gpus, "num_cpus": bed.cpus}
-    if shape.gpus:
-        return {"num_gpus": shape.gpus, "num_cpus": shape.cpus}
-    return {"num_cpus": shape.cpus / CPU_OVERCOMMIT}
 
 
 class RayActuator:
@@ -115,23 +65,9 @@ class RayActuator:
     async def layers(self) -> Mapping[LayerKey, Held]:
         answer = await self._call("GET", "/api/serve/applications/")
         found: dict[LayerKey, Held] = {}
-        for name, application in answer["applications"].items():
-            match = _NAME.fullmatch(name)
-            if match is None or match["deployment"] != self._id:
-                continue
-            if application["status"] in ("DELETING", "NOT_STARTED"):
-                continue
-            key = LayerKey(match["model"].replace("@", "/"), match["shape"], int(match["generation"]))
-            deployment = application["deployments"].get(DEPLOYMENT)
-            if deployment is None:
-                continue
+        for key, name, held in held_layers(answer, self._id):
             self._applications[key] = name
-            found[key] = Held(
-                wanted=deployment["target_num_replicas"],
-                digest=match["digest"],
-                trouble=deployment["message"] if application["status"] in _BROKEN else "",
-                waits=unplaced(deployment),
-            )
+            found[key] = held
         return found
 
     async def deploy(
@@ -139,23 +75,23 @@ class RayActuator:
     ) -> None:
         if key in await self.layers():
             return
-        drain_s, bed = model.control.mode.drain_timeout_s, gpu_group_of(model)
+        drain_s, group = model.control.mode.drain_timeout_s, gpu_group_of(model)
         spec = host_spec(key, model, weights, self._state, self._controller, self._loopback)
         deployment = ray_serve.deployment(
             name=DEPLOYMENT,
             num_replicas=count,
-            ray_actor_options=_resources(model, model.shapes[key.shape]),
+            ray_actor_options=required_resources(model, model.shapes[key.shape]),
             max_ongoing_requests=1,
             health_check_period_s=2.0,
             # In a shared GPU group the engines of the shapes start one shape after the other.
-            health_check_timeout_s=model.control.start_timeout_s * (len(bed.engines) if bed else 1),
+            health_check_timeout_s=model.control.start_timeout_s * (len(group.engines) if group else 1),
             graceful_shutdown_wait_loop_s=BEFORE_HOOK_S,
             graceful_shutdown_timeout_s=drain_s + AFTER_DRAIN_S,
         )
         application = deployment(RayHost).bind(msgspec.json.encode(spec))
         target = RunTarget(
             target=application,
-            name=_application(self._id, key, digest),
+            name=application_name(self._id, key, digest),
             route_prefix=None,
             external_scaler_enabled=True,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ from tests.e2e.traffic import PATIENCE_S
 
 CHAT = "smollm2"
 POOLING = "smollm2-embed"
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of the session's deployment last: the others start their own, or need all cores."""
+    items.sort(key=lambda item: item.path.parent == FOLDER and "stack" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")

@@ -259,22 +259,3 @@ async def test_trouble_beneath_is_trouble_of_every_layer(site: Site) -> None:
     site.cluster.held[LARGE] = msgspec.structs.replace(held, trouble="no GPUs", retry_at=5.0)
     layers = await site.beds.layers()
     assert [(held.trouble, held.retry_at) for held in layers.values()] == [("no GPUs", 5.0)] * 2
-
-
-@pytest.mark.process
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_joined")
-def test_the_bed_asks_ray_for_its_gpus_once_and_for_the_cores_of_whichever_shape_needs_most() -> None:
-    from serve.actuator.ray import _resources  # noqa: PLC0415 - Ray is loaded by joining
-
-    model = sim_model(
-        engine="vllm",
-        source="ORG/NAME",
-        sim={},
-        shapes={"large": {"gpus": 8, "tensor_parallel": 8, "cpus": 10}, "small": {"gpus": 1, "cpus": 2}},
-    )
-    spec = deployment(model).models[0]
-    assert _resources(spec, spec.shapes["large"]) == {"num_gpus": 8, "num_cpus": 16}
-    model["control"]["mode"]["sleep"] = "never"
-    apart = deployment(model).models[0]
-    assert _resources(apart, apart.shapes["small"]) == {"num_gpus": 1, "num_cpus": 2}
