@@ -45,4 +45,6 @@ Row 37 has no subject: keys are read from the deployment and kept in memory. Row
 
 import pytest
 
-pytest.register_assert_rewrite("tests.faults.aftermath", "tests.faults.raw_client", "tests.faults.stand")
+pytest.register_assert_rewrite(
+    "tests.faults.postconditions", "tests.faults.raw_client", "tests.faults.harness"
+)

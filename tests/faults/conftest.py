@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.faults.stand import Stand
+from tests.faults.harness import Harness
 
 
 @pytest.fixture(scope="module")
@@ -18,20 +18,20 @@ def gateway(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def worker(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any]) -> AsyncIterator[Stand]:
-    stand = Stand(tmp_path_factory.mktemp("faults"), gateway)
-    await stand.start_controller()
-    await stand.start_worker()
-    yield stand
-    await stand.close()
+async def worker(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any]) -> AsyncIterator[Harness]:
+    harness = Harness(tmp_path_factory.mktemp("faults"), gateway)
+    await harness.start_controller()
+    await harness.start_worker()
+    yield harness
+    await harness.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def stand(worker: Stand) -> AsyncIterator[Stand]:
+async def harness(worker: Harness) -> AsyncIterator[Harness]:
     yield worker
     await worker.clear()
 
 
 @pytest.fixture
-def model(stand: Stand) -> str:
-    return stand.fresh_model()
+def model(harness: Harness) -> str:
+    return harness.fresh_model()

@@ -18,7 +18,7 @@ import psutil
 from policy.wire.headers import SECRET_HEADER
 from serve.actuator.local import LocalActuator
 from store.state_dir import StateDir
-from tests.faults.stand import Stand
+from tests.faults.harness import Harness
 from tests.gateway.fake_replica import SECRET
 from tests.gateway.worker import ROOT, until
 from tests.ports import free_ports
@@ -27,8 +27,8 @@ MODEL = "sim"
 WITHIN_S = 60.0
 
 
-class Live(Stand):
-    """A stand whose replicas are processes of a real local controller."""
+class Live(Harness):
+    """A harness whose replicas are processes of a real local controller."""
 
     def __init__(self, root: Path, gateway: dict[str, Any] | None = None, *, speed: float = 0.3) -> None:
         super().__init__(root, gateway)
@@ -80,23 +80,23 @@ class Live(Stand):
         self.plane.send_signal(how)
         await self.plane.wait()
 
-    async def tell(self, method: str, path: str, body: object = None) -> Any:
+    async def call_controller(self, method: str, path: str, body: object = None) -> Any:
         async with httpx.AsyncClient(trust_env=False, timeout=60, headers={SECRET_HEADER: SECRET}) as client:
             answer = await client.request(method, f"http://{self.address}{path}", json=body)
             return answer.raise_for_status().json()
 
     async def _answers(self) -> bool:
         try:
-            return bool((await self.tell("GET", "/status"))["pid"])
+            return bool((await self.call_controller("GET", "/status"))["pid"])
         except httpx.HTTPError:
             return False
 
     async def replicas_ready(self) -> dict[str, dict[str, Any]]:
-        found = (await self.tell("GET", "/fleet"))["replicas"]
+        found = (await self.call_controller("GET", "/fleet"))["replicas"]
         return {replica["id"]: replica for replica in found if replica["state"] == "ready"}
 
     async def scale(self, count: int) -> dict[str, dict[str, Any]]:
-        await self.tell("POST", "/scale", {"model": MODEL, "replicas": count})
+        await self.call_controller("POST", "/scale", {"model": MODEL, "replicas": count})
         return await self.settle(count)
 
     async def settle(self, count: int) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ import pytest_asyncio
 from gateway.routing.loaded_adapters import FAILED_S
 from policy.wire.catalog import served_name
 from tests.faults import faults
-from tests.faults.stand import Stand
+from tests.faults.harness import Harness
 from tests.gateway.fake_replica import Answer, Exchange, alias
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -35,18 +35,18 @@ FLAT_BYTES = 3 * 1024 * 1024
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stand]:
+async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
     """A worker for models that take adapters, and for tenants of whom one has an adapter of its own."""
-    stand = Stand(tmp_path_factory.mktemp("adapters"), adapters={"slots_per_replica": 4})
-    stand.tenants = [
+    harness = Harness(tmp_path_factory.mktemp("adapters"), adapters={"slots_per_replica": 4})
+    harness.tenants = [
         {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()], "admin": key == ADMINS}
         for name, key in (("mine", MINE), ("others", OTHERS), ("admins", ADMINS))
     ]
-    stand.http.headers["connection"] = "close"  # a row that is over holds none
-    await stand.start_controller()
-    await stand.start_worker()
-    yield stand
-    await stand.close()
+    harness.http.headers["connection"] = "close"  # a row that is over holds none
+    await harness.start_controller()
+    await harness.start_worker()
+    yield harness
+    await harness.close()
 
 
 def refusing(usual: Answer) -> Answer:
@@ -63,18 +63,18 @@ def bearer(key: str, **more: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}", **more}
 
 
-async def test_48_one_replica_of_two_cannot_load_it(stand: Stand, model: str) -> None:
+async def test_48_one_replica_of_two_cannot_load_it(harness: Harness, model: str) -> None:
     good = faults.reply(faults.WHOLE)
-    bad, works = await stand.fleet(model, 2)
+    bad, works = await harness.fleet(model, 2)
     bad.usual, works.usual = refusing(good), good
-    await stand.publish(alias("sql", DIGEST, model=model), key=ADMINS)
-    async with stand.aftermath(model) as after:
+    await harness.publish(alias("sql", DIGEST, model=model), key=ADMINS)
+    async with harness.expect(model) as after:
         began = time.monotonic()
         asked = 0
         while time.monotonic() < began + 2.5 * FAILED_S:
             replies = await asyncio.gather(
                 *(
-                    stand.ask(model=name, headers=bearer(OTHERS))
+                    harness.ask(model=name, headers=bearer(OTHERS))
                     for name in ("sql", f"{model}:sql", "sql", model)
                 )
             )
@@ -86,21 +86,21 @@ async def test_48_one_replica_of_two_cannot_load_it(stand: Stand, model: str) ->
         # Three come at once; each time that the mark has run out, some may try it again.
         assert 1 <= len(tried) <= 3 * (2 + lasted / FAILED_S)
         assert await after.outcomes() == Counter({"ok": asked})
-        assert await stand.admissible(bad.id), "for all else it is as good as ever"
+        assert await harness.admissible(bad.id), "for all else it is as good as ever"
 
 
-async def test_48_no_replica_can_load_it(stand: Stand, model: str) -> None:
+async def test_48_no_replica_can_load_it(harness: Harness, model: str) -> None:
     good = faults.reply(faults.WHOLE)
-    fleet = await stand.fleet(model, 2)
+    fleet = await harness.fleet(model, 2)
     for one in fleet:
         one.usual = refusing(good)
-    await stand.publish(alias("sql", DIGEST, model=model), key=ADMINS)
-    async with stand.aftermath(model, {"adapter_failed": 40, "ok": 40}):
+    await harness.publish(alias("sql", DIGEST, model=model), key=ADMINS)
+    async with harness.expect(model, {"adapter_failed": 40, "ok": 40}):
         for _ in range(40):
-            reply = await stand.ask("sql", headers=bearer(OTHERS))
+            reply = await harness.ask("sql", headers=bearer(OTHERS))
             assert (reply.status, reply.json["error"]["code"]) == (503, "adapter_failed")
             assert "files_missing" in reply.json["error"]["message"]
-            assert (await stand.ask(model, headers=bearer(OTHERS))).status == 200
+            assert (await harness.ask(model, headers=bearer(OTHERS))).status == 200
 
 
 def random_names(count: int) -> list[str]:
@@ -124,12 +124,12 @@ def random_names(count: int) -> list[str]:
     ]
 
 
-async def ask_all(stand: Stand, names: Sequence[str]) -> Counter[tuple[int, str]]:
+async def ask_all(harness: Harness, names: Sequence[str]) -> Counter[tuple[int, str]]:
     """Ask for each name, on a few connections that are kept; the answers by status and code."""
     found: Counter[tuple[int, str]] = Counter()
 
     async def client(own: Sequence[str]) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", harness.port)
         for name in own:
             body = json.dumps({"model": name, "messages": [{"role": "user", "content": "hi"}]}).encode()
             head = (
@@ -153,22 +153,22 @@ async def ask_all(stand: Stand, names: Sequence[str]) -> Counter[tuple[int, str]
     return found
 
 
-async def test_49_ten_thousand_random_names(stand: Stand, model: str) -> None:
-    (one,) = await stand.fleet(model, 1)
-    await stand.publish(alias("sql", DIGEST, model=model), key=ADMINS)
-    process = psutil.Process(stand.workers[0].pid)
+async def test_49_ten_thousand_random_names(harness: Harness, model: str) -> None:
+    (one,) = await harness.fleet(model, 1)
+    await harness.publish(alias("sql", DIGEST, model=model), key=ADMINS)
+    process = psutil.Process(harness.workers[0].pid)
     names = random_names(RANDOM_NAMES + 2000)
-    warm = await ask_all(stand, names[:2000])
-    labels = len((await stand.scrape()).splitlines())
+    warm = await ask_all(harness, names[:2000])
+    labels = len((await harness.scrape()).splitlines())
     memory = process.memory_info().rss
 
-    found = await ask_all(stand, names[2000:])
+    found = await ask_all(harness, names[2000:])
 
     assert warm + found == Counter({(404, "model_not_found"): RANDOM_NAMES + 2000})
-    assert len((await stand.scrape()).splitlines()) == labels
+    assert len((await harness.scrape()).splitlines()) == labels
     assert process.memory_info().rss - memory < FLAT_BYTES
     assert one.log == []
-    assert (await stand.ask("sql", headers=bearer(OTHERS))).status == 200
+    assert (await harness.ask("sql", headers=bearer(OTHERS))).status == 200
 
 
 FORMS = ("secret", "{model}:secret", "secret@{short}", "secret@{digest}", "{model}:secret@{digest}")
@@ -181,46 +181,46 @@ FORGED = {
 }
 
 
-async def test_50_another_tenants_adapter_is_as_absent(stand: Stand, model: str) -> None:
-    (one,) = await stand.fleet(model, 1)
+async def test_50_another_tenants_adapter_is_as_absent(harness: Harness, model: str) -> None:
+    (one,) = await harness.fleet(model, 1)
     one.say(adapters=[served_name("secret", DIGEST)])
     names = [form.format(model=model, short=DIGEST[:12], digest=DIGEST) for form in FORMS]
     private = alias("secret", DIGEST, model=model, tenants=["mine"])
 
     async def said() -> list[tuple[int, bytes, list[str]]]:
         replies = [
-            await stand.ask(name, path=path, headers=bearer(OTHERS, **more))
+            await harness.ask(name, path=path, headers=bearer(OTHERS, **more))
             for name in names
             for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/tokenize")
             for more in ({}, FORGED)
         ]
         return [(reply.status, reply.body, sorted(reply.headers)) for reply in replies]
 
-    await stand.publish(key=ADMINS)
+    await harness.publish(key=ADMINS)
     absent = await said()
-    await stand.publish(private, key=ADMINS)
+    await harness.publish(private, key=ADMINS)
     hidden = await said()
     assert hidden == absent
     assert {status for status, _, _ in hidden} == {404}
     for name in names:
-        answer = await stand.http.get(f"/v1/models/{name}", headers=bearer(OTHERS, **FORGED))
+        answer = await harness.http.get(f"/v1/models/{name}", headers=bearer(OTHERS, **FORGED))
         assert answer.status_code == 404
-    assert b"secret" not in (await stand.http.get("/v1/models", headers=bearer(OTHERS, **FORGED))).content
+    assert b"secret" not in (await harness.http.get("/v1/models", headers=bearer(OTHERS, **FORGED))).content
     assert one.log == []
     # What the client may use is not changed by what it says in headers, either.
-    assert (await stand.ask(model, headers=bearer(OTHERS, **FORGED))).status == 200
+    assert (await harness.ask(model, headers=bearer(OTHERS, **FORGED))).status == 200
     assert "x-tidegate-adapter" not in one.log[-1].exchange.headers
     for key in (MINE, ADMINS):
-        assert (await stand.ask("secret", headers=bearer(key))).status == 200
+        assert (await harness.ask("secret", headers=bearer(key))).status == 200
         assert one.log[-1].exchange.headers["x-tidegate-adapter"] == f"secret@{DIGEST}"
 
 
 @pytest.mark.long
-async def test_50_latency_does_not_tell(stand: Stand, model: str) -> None:
-    await stand.fleet(model, 1)
-    await stand.publish(alias("secret", DIGEST, model=model, tenants=["mine"]), key=ADMINS)
+async def test_50_latency_does_not_tell(harness: Harness, model: str) -> None:
+    await harness.fleet(model, 1)
+    await harness.publish(alias("secret", DIGEST, model=model, tenants=["mine"]), key=ADMINS)
     took: dict[str, list[float]] = {"secret": [], "absent": []}
-    async with httpx.AsyncClient(base_url=stand.url, trust_env=False, headers=bearer(OTHERS)) as client:
+    async with httpx.AsyncClient(base_url=harness.url, trust_env=False, headers=bearer(OTHERS)) as client:
         for _ in range(400):
             for name, times in took.items():
                 began = time.perf_counter()
@@ -231,8 +231,8 @@ async def test_50_latency_does_not_tell(stand: Stand, model: str) -> None:
     assert abs(hidden - absent) < 0.2 * absent
 
 
-async def test_a_catalog_of_thousands_is_followed_and_listed(stand: Stand, model: str) -> None:
-    (one,) = await stand.fleet(model, 1)
+async def test_a_catalog_of_thousands_is_followed_and_listed(harness: Harness, model: str) -> None:
+    (one,) = await harness.fleet(model, 1)
     many = [
         alias(
             f"adapter-{i}",
@@ -242,10 +242,10 @@ async def test_a_catalog_of_thousands_is_followed_and_listed(stand: Stand, model
         )
         for i in range(5000)
     ]
-    await stand.publish(*many, key=ADMINS)
-    listed = (await stand.http.get("/v1/models", headers=bearer(OTHERS))).json()["data"]
+    await harness.publish(*many, key=ADMINS)
+    listed = (await harness.http.get("/v1/models", headers=bearer(OTHERS))).json()["data"]
     assert sum(card["parent"] == model for card in listed) == 2500
     for i in (0, 2498, 4998):
-        assert (await stand.ask(f"adapter-{i}", headers=bearer(OTHERS))).status == 200
-        assert (await stand.ask(f"adapter-{i + 1}", headers=bearer(OTHERS))).status == 404
+        assert (await harness.ask(f"adapter-{i}", headers=bearer(OTHERS))).status == 200
+        assert (await harness.ask(f"adapter-{i + 1}", headers=bearer(OTHERS))).status == 404
     assert len(one.log) == 3

@@ -23,7 +23,7 @@ from tests.store.adapters.making import files, write
 from tests.store.adapters.test_bad_adapters import BAD
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
-SLOTS, REPLICAS, CROWD = 2, 2, 200
+SLOTS, REPLICAS, REQUESTS = 2, 2, 200
 # By then each host has told all that it has loaded, twice.
 BEATS_S = 1.2
 
@@ -49,11 +49,11 @@ async def add(live: Live, name: str, source: str) -> str:
     alias = answer.json()["alias"]
     ((number, _),) = alias["split"]
     digest = next(version["digest"] for version in alias["versions"] if version["number"] == number)
-    await until(lambda: stands_for(live, name, digest), "the worker follows")
+    await until(lambda: resolves_to(live, name, digest), "the worker follows")
     return served_name(name, digest)
 
 
-async def stands_for(live: Live, name: str, digest: str | None) -> bool:
+async def resolves_to(live: Live, name: str, digest: str | None) -> bool:
     answer = await live.http.get(f"/v1/models/{name}")
     return answer.status_code == 404 if digest is None else answer.json().get("root") == digest
 
@@ -93,9 +93,9 @@ async def test_46_a_name_that_is_replaced_under_load_is_one_version_in_each_answ
 
 async def test_47_two_hundred_first_requests_for_one_cold_adapter(live: Live, tmp_path: Path) -> None:
     served = await add(live, "cold", adapter(tmp_path, 20))
-    async with live.aftermath(MODEL, {"ok": CROWD}):
-        replies = await asyncio.gather(*(live.ask("cold", max_tokens=2) for _ in range(CROWD)))
-        assert Counter(reply.status for reply in replies) == Counter({200: CROWD})
+    async with live.expect(MODEL, {"ok": REQUESTS}):
+        replies = await asyncio.gather(*(live.ask("cold", max_tokens=2) for _ in range(REQUESTS)))
+        assert Counter(reply.status for reply in replies) == Counter({200: REQUESTS})
         assert {reply.json["model"] for reply in replies} == {served}
     used = {reply.headers["x-tidegate-replica"] for reply in replies}
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults import faults
 from tests.faults.faulty_upstream import FaultyUpstream
-from tests.faults.stand import Stand
+from tests.faults.harness import Harness
 from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -27,46 +27,46 @@ async def left_at(upstream: FaultyUpstream) -> float:
 
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_18_leaving_a_stream(stand: Stand, model: str, path: str, reset: bool) -> None:
-    (one,) = await stand.fleet(model, 1, usual=faults.paced(1000, 0.01))
-    async with stand.aftermath(model, {"cancelled": 1}, attempts=1) as after:
-        client = await stand.post(model, path=path, stream=True)
+async def test_18_leaving_a_stream(harness: Harness, model: str, path: str, reset: bool) -> None:
+    (one,) = await harness.fleet(model, 1, usual=faults.paced(1000, 0.01))
+    async with harness.expect(model, {"cancelled": 1}, attempts=1) as after:
+        client = await harness.post(model, path=path, stream=True)
         await client.events(5)
         gone = client.leave(reset=reset)
         assert await left_at(one) - gone <= FREED_S + after.stalls.seconds
     # What the engine has done is counted, though nobody read it to its end.
-    assert await stand.metric("tidegate_tokens_total", model=model, kind="completion") >= 5
+    assert await harness.metric("tidegate_tokens_total", model=model, kind="completion") >= 5
 
 
-async def test_18_leaving_before_the_first_event(stand: Stand, model: str) -> None:
-    (one,) = await stand.fleet(model, 1, usual=faults.stalling())
-    async with stand.aftermath(model, {"cancelled": 1}, attempts=1) as after:
-        client = await stand.post(model, stream=True)
+async def test_18_leaving_before_the_first_event(harness: Harness, model: str) -> None:
+    (one,) = await harness.fleet(model, 1, usual=faults.stalling())
+    async with harness.expect(model, {"cancelled": 1}, attempts=1) as after:
+        client = await harness.post(model, stream=True)
         await until(lambda: len(one.open) == 1)
         gone = client.leave()
         assert await left_at(one) - gone <= FREED_S + after.stalls.seconds
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
-async def test_19_leaving_an_answer_that_is_no_stream(stand: Stand, model: str, reset: bool) -> None:
-    (one,) = await stand.fleet(model, 1, usual=faults.silent)
-    async with stand.aftermath(model, {"cancelled": 1}, attempts=1) as after:
-        client = await stand.post(model)
+async def test_19_leaving_an_answer_that_is_no_stream(harness: Harness, model: str, reset: bool) -> None:
+    (one,) = await harness.fleet(model, 1, usual=faults.silent)
+    async with harness.expect(model, {"cancelled": 1}, attempts=1) as after:
+        client = await harness.post(model)
         await until(lambda: len(one.open) == 1)
         gone = client.leave(reset=reset)
         assert await left_at(one) - gone <= FREED_S + after.stalls.seconds
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_20_leaving_the_queue(stand: Stand, model: str, stream: bool) -> None:
-    (one,) = await stand.fleet(model, 1, usual=faults.silent, bound=1)
-    async with stand.aftermath(model, {"cancelled": 2}, attempts=1):
-        holder = await stand.post(model)
+async def test_20_leaving_the_queue(harness: Harness, model: str, stream: bool) -> None:
+    (one,) = await harness.fleet(model, 1, usual=faults.silent, bound=1)
+    async with harness.expect(model, {"cancelled": 2}, attempts=1):
+        holder = await harness.post(model)
         await until(lambda: len(one.open) == 1)
-        waiting = await stand.post(model, stream=stream)
+        waiting = await harness.post(model, stream=stream)
 
         async def queued(count: int) -> bool:
-            return await stand.metric("tidegate_queue_depth", model=model) == count
+            return await harness.metric("tidegate_queue_depth", model=model) == count
 
         await until(lambda: queued(1), "it waits")
         waiting.leave()
@@ -77,17 +77,17 @@ async def test_20_leaving_the_queue(stand: Stand, model: str, stream: bool) -> N
     assert len(one.log) == 1
 
 
-async def test_21_five_hundred_leave_at_random_moments(stand: Stand, model: str) -> None:
+async def test_21_five_hundred_leave_at_random_moments(harness: Harness, model: str) -> None:
     clients, together = 500, 100
     draw = random.Random(21)  # noqa: S311 - moments
-    await stand.fleet(model, 2, usual=faults.paced(20, 0.01, first_s=0.05), bound=30)
-    await stand.ask(model)  # how long one stays is known, so that nobody is refused by a guess
+    await harness.fleet(model, 2, usual=faults.paced(20, 0.01, first_s=0.05), bound=30)
+    await harness.ask(model)  # how long one stays is known, so that nobody is refused by a guess
     room = asyncio.Semaphore(together)
-    async with stand.aftermath(model) as after:
+    async with harness.expect(model) as after:
 
         async def visit(stream: bool, stays_s: float, reset: bool) -> None:
             async with room:
-                client = await stand.post(model, stream=stream)
+                client = await harness.post(model, stream=stream)
                 try:
                     async with asyncio.timeout(stays_s):
                         await client.end()
@@ -105,5 +105,5 @@ async def test_21_five_hundred_leave_at_random_moments(stand: Stand, model: str)
         assert set(outcomes) <= {"ok", "cancelled"}
         assert outcomes["cancelled"] > clients / 4
     # Nothing is lost with them: all slots serve again.
-    replies = await asyncio.gather(*(stand.ask(model) for _ in range(60)))
+    replies = await asyncio.gather(*(harness.ask(model) for _ in range(60)))
     assert {reply.status for reply in replies} == {200}

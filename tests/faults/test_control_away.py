@@ -24,8 +24,8 @@ def processes(fleet: dict[str, dict[str, object]]) -> dict[str, tuple[object, ob
 async def test_c_the_controller_is_killed(tmp_path: Path) -> None:
     async with Live(tmp_path).running(2) as live:
         before, worker = await live.settle(2), live.workers[0]
-        epoch = (await live.tell("GET", "/fleet"))["epoch"]
-        async with live.aftermath(MODEL, {"ok": 34}, attempts=34):
+        epoch = (await live.call_controller("GET", "/fleet"))["epoch"]
+        async with live.expect(MODEL, {"ok": 34}, attempts=34):
             streams = [await live.post(MODEL, stream=True, max_tokens=300, ignore_eos=True) for _ in range(4)]
             for stream in streams:
                 await stream.events(1)
@@ -38,7 +38,7 @@ async def test_c_the_controller_is_killed(tmp_path: Path) -> None:
             for stream in streams:
                 assert (await stream.end()).error is None
             assert await worker.wait() == 0
-            await live.admin_anew()
+            await live.reconnect_admin()
             await live.start_worker()
             await until(lambda: live._admits(set(before)), "the last fleet")
             assert (await live.admin.get("/admin/fleet")).json()["source"] == "disk"
@@ -47,7 +47,7 @@ async def test_c_the_controller_is_killed(tmp_path: Path) -> None:
             await live.start_controller()
             after = await live.settle(2)
             assert processes(after) == processes(before)
-            assert (await live.tell("GET", "/fleet"))["epoch"] > epoch
+            assert (await live.call_controller("GET", "/fleet"))["epoch"] > epoch
             for _ in range(10):
                 assert (await live.ask(MODEL, max_tokens=2)).status == 200
 

@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 
 from tests.faults import faults
+from tests.faults.harness import Harness
 from tests.faults.live import MODEL, Live, host_of, send
 from tests.faults.raw_client import Reply
-from tests.faults.stand import Stand
 from tests.gateway.fake_replica import Exchange
 from tests.gateway.worker import until
 
@@ -53,7 +53,7 @@ async def test_23_24_a_kill(live: Live, what: str) -> None:
     """Whoever has a byte hears of it; all others are served elsewhere and notice nothing."""
     fleet = await live.settle(2)
     victim = min(fleet)
-    async with live.aftermath(MODEL) as after:
+    async with live.expect(MODEL) as after:
         streams = [await live.post(MODEL, stream=True, max_tokens=200, ignore_eos=True) for _ in range(6)]
         for stream in streams:
             await stream.events(2)
@@ -82,7 +82,7 @@ async def test_23_24_a_kill(live: Live, what: str) -> None:
 async def stopped(live: Live, stop_s: float) -> None:
     """Stop an engine with requests on it; they are served elsewhere, and later it serves again."""
     fleet = await live.settle(2)
-    async with live.aftermath(MODEL) as after:
+    async with live.expect(MODEL) as after:
         holding = [await live.post(MODEL, max_tokens=60, ignore_eos=True) for _ in range(6)]
         await asyncio.sleep(0.1)
         victim = min(fleet)
@@ -109,39 +109,39 @@ async def test_25_an_engine_is_stopped_for_a_minute(live: Live) -> None:
     await stopped(live, 50.0)  # its own host would restart it after 60 s
 
 
-async def test_26_a_replica_is_healthy_but_silent(stand: Stand, model: str) -> None:
-    bad, good = await stand.fleet(model, 2)
+async def test_26_a_replica_is_healthy_but_silent(harness: Harness, model: str) -> None:
+    bad, good = await harness.fleet(model, 2)
     bad.usual = faults.silent
-    await stand.prefer(bad)
-    async with stand.aftermath(model) as after:
-        first = await stand.post(model, stream=True)
+    await harness.prefer(bad)
+    async with harness.expect(model) as after:
+        first = await harness.post(model, stream=True)
         await until(lambda: len(bad.open) == 1)
 
         async def ejected() -> bool:
-            return not await stand.admissible(bad.id)
+            return not await harness.admissible(bad.id)
 
         await until(ejected, "the watchdog saw it")
         seen_s = time.monotonic() - bad.log[0].at
         stalls_s = after.stalls.seconds
         assert PROGRESS_S * 0.9 - stalls_s <= seen_s <= PROGRESS_S + 1.5 + stalls_s
         hits = len(bad.log)
-        during = await asyncio.gather(*(stand.ask(model) for _ in range(20)))
+        during = await asyncio.gather(*(harness.ask(model) for _ in range(20)))
         assert {reply.headers["x-tidegate-replica"] for reply in during} == {good.id}
         assert len(bad.log) - hits <= 1  # a probe
         assert (await first.end()).headers["x-tidegate-replica"] == good.id
         bad.usual = faults.reply(faults.WHOLE)
 
         async def serves_again() -> bool:
-            return (await stand.ask(model)).headers["x-tidegate-replica"] == bad.id
+            return (await harness.ask(model)).headers["x-tidegate-replica"] == bad.id
 
         await until(serves_again, "readmitted after a probe")
         assert set(await after.outcomes()) == {"ok"}
 
 
-async def test_31_flapping(stand: Stand, model: str) -> None:
+async def test_31_flapping(harness: Harness, model: str) -> None:
     """Each return takes longer than the one before, however well it looks when it is asked again."""
     rest_s, lasts_s, well = 0.4, 6.0, 8
-    fleet = await stand.fleet(model, 3, usual=faults.paced(1, 0.005))
+    fleet = await harness.fleet(model, 3, usual=faults.paced(1, 0.005))
     flapping = fleet[0]
     asked_at = math.inf
     returns = since = 0
@@ -157,12 +157,12 @@ async def test_31_flapping(stand: Stand, model: str) -> None:
         await (faults.paced(1, 0.005) if since <= well else faults.status(500))(exchange)
 
     flapping.usual = answer
-    async with stand.aftermath(model) as after:
+    async with harness.expect(model) as after:
         asking = True
 
         async def ask() -> None:
             while asking:
-                await stand.ask(model)
+                await harness.ask(model)
 
         asked = [asyncio.create_task(ask()) for _ in range(6)]
         await asyncio.sleep(lasts_s)

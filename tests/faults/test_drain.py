@@ -12,35 +12,35 @@ import pytest
 import pytest_asyncio
 
 from tests.faults import faults
+from tests.faults.harness import Harness
 from tests.faults.live import MODEL, Live
-from tests.faults.stand import Stand
 from tests.gateway.worker import until
 
 pytestmark = pytest.mark.process
 
 
 @pytest_asyncio.fixture
-async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    made = Stand(tmp_path, {"drain_timeout_s": 60})
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    made = Harness(tmp_path, {"drain_timeout_s": 60})
     await made.start_controller()
     yield made
     await made.close()
 
 
-async def test_35_sigterm_with_fifty_streams(stand: Stand) -> None:
-    await stand.start_worker()
-    model = stand.fresh_model()
+async def test_35_sigterm_with_fifty_streams(harness: Harness) -> None:
+    await harness.start_worker()
+    model = harness.fresh_model()
     finish = asyncio.Event()
-    (one,) = await stand.fleet(model, 1, usual=faults.held(finish))
+    (one,) = await harness.fleet(model, 1, usual=faults.held(finish))
     streams = 50
-    async with stand.aftermath(model, {"ok": streams}, attempts=streams):
-        clients = [await stand.post(model, stream=True) for _ in range(streams)]
+    async with harness.expect(model, {"ok": streams}, attempts=streams):
+        clients = [await harness.post(model, stream=True) for _ in range(streams)]
         for client in clients:
             await client.events(1)
-        stand.workers[0].send_signal(signal.SIGTERM)
+        harness.workers[0].send_signal(signal.SIGTERM)
 
         async def draining() -> bool:
-            ready = await stand.admin.get("/readyz")
+            ready = await harness.admin.get("/readyz")
             return ready.status_code == 503 and ready.json()["reasons"] == ["draining"]
 
         await until(draining, "readiness is off")
@@ -48,52 +48,52 @@ async def test_35_sigterm_with_fifty_streams(stand: Stand) -> None:
         finish.set()
         for reply in await asyncio.gather(*(client.end() for client in clients)):
             assert reply.error is None
-        assert await stand.workers[0].wait() == 0
+        assert await harness.workers[0].wait() == 0
         await until(lambda: not one.connections, "nothing is left at the replica")
         assert not one.aborted
-        await stand.admin_anew()
-        await stand.start_worker()  # as the supervisor does
-        await stand.ready(one)
+        await harness.reconnect_admin()
+        await harness.start_worker()  # as the supervisor does
+        await harness.ready(one)
 
 
-async def test_36_kill_9_of_a_worker(stand: Stand) -> None:
+async def test_36_kill_9_of_a_worker(harness: Harness) -> None:
     """The next one serves with the keys of the document and the last fleet, without a controller."""
     key = "sk-of-the-tests"
-    stand.tenants = [{"name": "a", "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()]}]
+    harness.tenants = [{"name": "a", "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()]}]
     with_key = {"authorization": f"Bearer {key}"}
-    await stand.start_worker()
-    model = stand.fresh_model()
-    (one,) = await stand.fleet(model, 1, usual=faults.held(asyncio.Event()))
-    saved = stand.root / "fleet.json"
+    await harness.start_worker()
+    model = harness.fresh_model()
+    (one,) = await harness.fleet(model, 1, usual=faults.held(asyncio.Event()))
+    saved = harness.root / "fleet.json"
     await until(lambda: saved.exists() and one.id in saved.read_text(), "the fleet is on disk")
-    async with stand.aftermath(model, {"ok": 1}):
-        cut = await stand.post(model, stream=True, headers=with_key)
+    async with harness.expect(model, {"ok": 1}):
+        cut = await harness.post(model, stream=True, headers=with_key)
         await cut.events(3)
-        await stand.controller.stop()
-        stand.workers[0].send_signal(signal.SIGKILL)
-        await stand.workers[0].wait()
+        await harness.controller.stop()
+        harness.workers[0].send_signal(signal.SIGKILL)
+        await harness.workers[0].wait()
         while await cut.read():
             pass
         assert cut.reply.cut  # the one thing that nobody can tell it of
         await until(lambda: not one.connections, "the replica is rid of it")
-        await stand.admin_anew()
-        await stand.start_worker()
-        await until(lambda: stand.admissible(one.id), "the last fleet")
+        await harness.reconnect_admin()
+        await harness.start_worker()
+        await until(lambda: harness.admissible(one.id), "the last fleet")
         one.usual = faults.reply(faults.WHOLE)
-        assert (await stand.ask(model, headers=with_key)).status == 200
-        refused = await stand.ask(model)
+        assert (await harness.ask(model, headers=with_key)).status == 200
+        refused = await harness.ask(model)
         assert refused.status == 401
-        assert (await stand.ask(model, headers={"authorization": "Bearer sk-other"})).status == 401
+        assert (await harness.ask(model, headers={"authorization": "Bearer sk-other"})).status == 401
 
 
 @pytest.mark.parametrize("told", ["by the replica", "by the fleet"])
-async def test_40_a_replica_leaves_under_its_streams(stand: Stand, told: str) -> None:
-    await stand.start_worker()
-    model = stand.fresh_model()
+async def test_40_a_replica_leaves_under_its_streams(harness: Harness, told: str) -> None:
+    await harness.start_worker()
+    model = harness.fresh_model()
     finish = asyncio.Event()
-    leaving, staying = await stand.fleet(model, 2, usual=faults.held(finish))
-    async with stand.aftermath(model, {"ok": 30}, attempts=30):
-        clients = [await stand.post(model, stream=True) for _ in range(20)]
+    leaving, staying = await harness.fleet(model, 2, usual=faults.held(finish))
+    async with harness.expect(model, {"ok": 30}, attempts=30):
+        clients = [await harness.post(model, stream=True) for _ in range(20)]
         for client in clients:
             await client.events(1)
         hits = len(leaving.log)
@@ -101,17 +101,17 @@ async def test_40_a_replica_leaves_under_its_streams(stand: Stand, told: str) ->
         if told == "by the replica":
             leaving.say(state="draining")
         else:
-            stand.controller.set(staying)
+            harness.controller.set(staying)
 
         async def gone() -> bool:
-            return not await stand.admissible(leaving.id)
+            return not await harness.admissible(leaving.id)
 
         await until(gone, "it is out of rotation")
-        later = await asyncio.gather(*(stand.ask(model) for _ in range(10)))
+        later = await asyncio.gather(*(harness.ask(model) for _ in range(10)))
         assert {reply.headers["x-tidegate-replica"] for reply in later} == {staying.id}
         assert len(leaving.log) == hits
         if told == "by the replica":
-            stand.controller.set(staying)
+            harness.controller.set(staying)
         finish.set()
         for reply in await asyncio.gather(*(client.end() for client in clients)):
             assert reply.error is None
@@ -121,14 +121,14 @@ async def test_40_a_replica_leaves_under_its_streams(stand: Stand, told: str) ->
 async def test_40_scaling_down_ends_an_engine_after_its_streams(tmp_path: Path) -> None:
     async with Live(tmp_path).running(2) as live:
         before = await live.settle(2)
-        async with live.aftermath(MODEL, {"ok": 30}):
+        async with live.expect(MODEL, {"ok": 30}):
             clients = [
                 await live.post(MODEL, stream=True, max_tokens=200, ignore_eos=True) for _ in range(20)
             ]
             for client in clients:
                 await client.events(1)
             assert {client.reply.headers["x-tidegate-replica"] for client in clients} == set(before)
-            await live.tell("POST", "/scale", {"model": MODEL, "replicas": 1})
+            await live.call_controller("POST", "/scale", {"model": MODEL, "replicas": 1})
             later = [asyncio.create_task(live.ask(MODEL, max_tokens=2)) for _ in range(10)]
             replies = await asyncio.gather(*(client.end() for client in clients), *later)
             assert all(reply.status == 200 and reply.error is None for reply in replies)

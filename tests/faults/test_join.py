@@ -9,7 +9,7 @@ import pytest
 
 from policy.wire.catalog import served_name
 from tests.faults.faulty_upstream import FaultyUpstream
-from tests.faults.stand import Stand
+from tests.faults.harness import Harness
 from tests.gateway.fake_replica import alias
 from tests.gateway.worker import until
 
@@ -17,51 +17,51 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 DIGEST = "d" * 64
 
 
-async def heard(stand: Stand, upstream: FaultyUpstream) -> None:
+async def heard(harness: Harness, upstream: FaultyUpstream) -> None:
     async def said() -> bool:
-        links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+        links = (await harness.admin.get("/admin/fleet")).json()["replicas"]
         return any(link["id"] == upstream.id and link["heard_s_ago"] is not None for link in links)
 
     await until(said, "the replica is heard")
 
 
-async def joining(stand: Stand, model: str, **more: Any) -> tuple[FaultyUpstream, FaultyUpstream]:
-    (warm,) = await stand.fleet(model, 1, **more)
-    cold = stand.upstream(model)
+async def joining(harness: Harness, model: str, **more: Any) -> tuple[FaultyUpstream, FaultyUpstream]:
+    (warm,) = await harness.fleet(model, 1, **more)
+    cold = harness.upstream(model)
     cold.state = "starting"
     await cold.start()
     return warm, cold
 
 
-async def test_41_a_cold_replica(stand: Stand, model: str) -> None:
-    warm, cold = await joining(stand, model)
-    async with stand.aftermath(model, {"ok": 80}):
+async def test_41_a_cold_replica(harness: Harness, model: str) -> None:
+    warm, cold = await joining(harness, model)
+    async with harness.expect(model, {"ok": 80}):
 
         async def ask(count: int) -> set[str]:
-            await stand.prefer(cold)
-            replies = [await stand.ask(model) for _ in range(count)]
+            await harness.prefer(cold)
+            replies = [await harness.ask(model) for _ in range(count)]
             return {reply.headers["x-tidegate-replica"] for reply in replies}
 
-        stand.controller.set(warm)
-        stand.controller.replicas += [cold.entry("starting")]
+        harness.controller.set(warm)
+        harness.controller.replicas += [cold.entry("starting")]
         assert await ask(20) == {warm.id}
-        stand.controller.set(warm, cold)
-        await heard(stand, cold)
+        harness.controller.set(warm, cold)
+        await heard(harness, cold)
         assert await ask(20) == {warm.id}
         assert not cold.log
         cold.say(state="ready")
-        await until(lambda: stand.admissible(cold.id), "it may be used")
+        await until(lambda: harness.admissible(cold.id), "it may be used")
         assert cold.id in await ask(40)
 
 
-async def test_41_the_only_replica_is_cold(stand: Stand, model: str) -> None:
-    cold = stand.upstream(model)
+async def test_41_the_only_replica_is_cold(harness: Harness, model: str) -> None:
+    cold = harness.upstream(model)
     cold.state = "starting"
     await cold.start()
-    async with stand.aftermath(model, {"ok": 5}, attempts=5):
-        stand.controller.set(cold)
-        await heard(stand, cold)
-        clients = [await stand.post(model) for _ in range(5)]
+    async with harness.expect(model, {"ok": 5}, attempts=5):
+        harness.controller.set(cold)
+        await heard(harness, cold)
+        clients = [await harness.post(model) for _ in range(5)]
         await asyncio.sleep(0.3)
         assert not cold.log
         cold.say(state="ready")
@@ -69,27 +69,27 @@ async def test_41_the_only_replica_is_cold(stand: Stand, model: str) -> None:
             assert (await client.end()).status == 200
 
 
-async def test_41_a_replica_without_the_adapter(stand: Stand, model: str) -> None:
+async def test_41_a_replica_without_the_adapter(harness: Harness, model: str) -> None:
     served = served_name("sql", DIGEST)
-    warm, cold = await joining(stand, model)
+    warm, cold = await joining(harness, model)
     warm.say(adapters=[served])
-    await stand.publish(alias("sql", DIGEST, model=model))
-    async with stand.aftermath(model, {"ok": 40}, attempts=40):
+    await harness.publish(alias("sql", DIGEST, model=model))
+    async with harness.expect(model, {"ok": 40}, attempts=40):
         cold.say(state="ready")
-        await stand.ready(warm, cold)
+        await harness.ready(warm, cold)
 
         async def known(*holders: FaultyUpstream) -> bool:
-            links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+            links = (await harness.admin.get("/admin/fleet")).json()["replicas"]
             return {link["id"] for link in links if link["adapters"] == [served]} == {
                 one.id for one in holders
             }
 
         await until(lambda: known(warm), "the adapter is known")
         for _ in range(20):
-            assert (await stand.ask("sql")).headers["x-tidegate-replica"] == warm.id
+            assert (await harness.ask("sql")).headers["x-tidegate-replica"] == warm.id
         assert not cold.log
         cold.say(adapters=[served])
         await until(lambda: known(warm, cold), "both have it")
-        await stand.prefer(cold)
-        found = [(await stand.ask("sql")).headers["x-tidegate-replica"] for _ in range(20)]
+        await harness.prefer(cold)
+        found = [(await harness.ask("sql")).headers["x-tidegate-replica"] for _ in range(20)]
         assert cold.id in found

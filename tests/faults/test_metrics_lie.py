@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults import faults
 from tests.faults.faulty_upstream import FaultyUpstream
-from tests.faults.stand import Stand
+from tests.faults.harness import Harness
 from tests.gateway.fake_replica import hold
 from tests.gateway.worker import until
 
@@ -18,11 +18,11 @@ BOUND = 20
 GATEWAY = {"queue_timeout_s": 15}
 
 
-async def spread(stand: Stand, model: str, fleet: list[FaultyUpstream], streams: int) -> list[int]:
+async def spread(harness: Harness, model: str, fleet: list[FaultyUpstream], streams: int) -> list[int]:
     placed = asyncio.Event()
     for one in fleet:
         one.usual = hold(placed, faults.paced(200, 0.05))
-    clients = [await stand.post(model, stream=True) for _ in range(streams)]
+    clients = [await harness.post(model, stream=True) for _ in range(streams)]
     await until(lambda: sum(len(one.open) for one in fleet) == streams, "all are placed")
     found = [len(one.open) for one in fleet]
     placed.set()
@@ -44,23 +44,23 @@ async def spread(stand: Stand, model: str, fleet: list[FaultyUpstream], streams:
     ],
     ids=["idle", "negative", "old"],
 )
-async def test_42_a_replica_that_says_it_is_idle(stand: Stand, model: str, lies: dict[str, Any]) -> None:
-    fleet = await stand.fleet(model, 2, bound=BOUND)
+async def test_42_a_replica_that_says_it_is_idle(harness: Harness, model: str, lies: dict[str, Any]) -> None:
+    fleet = await harness.fleet(model, 2, bound=BOUND)
     fleet[0].lies = lies
-    async with stand.aftermath(model, {"cancelled": BOUND}):
-        found = await spread(stand, model, fleet, BOUND)
+    async with harness.expect(model, {"cancelled": BOUND}):
+        found = await spread(harness, model, fleet, BOUND)
     assert min(found) >= BOUND * 0.4
 
 
-async def test_42_a_load_stream_that_hangs_at_full(stand: Stand, model: str) -> None:
+async def test_42_a_load_stream_that_hangs_at_full(harness: Harness, model: str) -> None:
     served = asyncio.Event()
-    (one,) = await stand.fleet(model, 1, usual=hold(served), bound=2)
-    async with stand.aftermath(model) as after:
-        holders = [await stand.post(model) for _ in range(2)]
+    (one,) = await harness.fleet(model, 1, usual=hold(served), bound=2)
+    async with harness.expect(model) as after:
+        holders = [await harness.post(model) for _ in range(2)]
         await until(lambda: len(one.open) == 2)
 
         async def seen() -> bool:
-            links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+            links = (await harness.admin.get("/admin/fleet")).json()["replicas"]
             return [link["in_flight"] for link in links] == [2]
 
         await until(seen, "it is full")
@@ -69,21 +69,21 @@ async def test_42_a_load_stream_that_hangs_at_full(stand: Stand, model: str) -> 
         for holder in holders:
             assert (await holder.end()).status == 200
         one.usual = faults.reply(faults.WHOLE)
-        replies = await asyncio.gather(*(stand.ask(model) for _ in range(10)))
+        replies = await asyncio.gather(*(harness.ask(model) for _ in range(10)))
         assert {reply.status for reply in replies} == {200}
         one.frozen = False
         one.say()
         assert set(await after.outcomes()) == {"ok"}
 
 
-async def test_42_lines_that_mean_nothing(stand: Stand, model: str) -> None:
-    bad, good = await stand.fleet(model, 2)
-    async with stand.aftermath(model, {"ok": 20}):
+async def test_42_lines_that_mean_nothing(harness: Harness, model: str) -> None:
+    bad, good = await harness.fleet(model, 2)
+    async with harness.expect(model, {"ok": 20}):
         bad.lies = {"in_flight": "many", "bound": None}
         bad.say()
         for _ in range(20):
-            assert (await stand.ask(model)).status == 200
+            assert (await harness.ask(model)).status == 200
         bad.lies = {}
         bad.say()
-        await until(lambda: stand.admissible(bad.id), "it is understood again")
+        await until(lambda: harness.admissible(bad.id), "it is understood again")
     assert good.log

@@ -14,8 +14,15 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests.faults.crowd import REPLICAS, SLOTS, Visit, crowd, opened, quantile
 from tests.faults.live import MODEL, Live
+from tests.faults.load_generator import (
+    REPLICAS,
+    SLOTS,
+    ClientRequest,
+    load_generator,
+    model_with_slo,
+    quantile,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(900)]
 TTFT_S = 0.5
@@ -26,7 +33,7 @@ RATES = ((1, 60.0), (2, 20.0), (3, 20.0), (5, 40.0), (1, 40.0))
 class Phase:
     """What became of the visits of one rate, without its first second, in which queues fill."""
 
-    def __init__(self, visits: list[Visit], seconds: float) -> None:
+    def __init__(self, visits: list[ClientRequest], seconds: float) -> None:
         start = min(visit.asked_at for visit in visits)
         self.visits = visits
         self.served = [visit for visit in visits if visit.served]
@@ -48,8 +55,8 @@ class Phase:
 
 
 async def test_multiples_of_the_highest_rate_within_the_slo(tmp_path: Path) -> None:
-    async with opened(tmp_path, ttft_s=TTFT_S) as live:
-        clients = crowd(live)
+    async with model_with_slo(tmp_path, ttft_s=TTFT_S) as live:
+        clients = load_generator(live)
 
         async def phase(rate: float, seconds: float) -> Phase:
             return Phase(await clients.open_loop(rate, seconds), seconds)
@@ -87,15 +94,15 @@ WORDS = {"quiet": 500, "loud": 80}
 
 @pytest_asyncio.fixture
 async def live(tmp_path: Path) -> AsyncIterator[Live]:
-    async with opened(tmp_path, ttft_s=1.0, keys=KEYS) as live:
+    async with model_with_slo(tmp_path, ttft_s=1.0, keys=KEYS) as live:
         yield live
 
 
 async def test_54_ten_to_one_of_demand_is_one_to_one_of_service(live: Live) -> None:
     seconds = 60.0
     quiet, loud = await asyncio.gather(
-        crowd(live, 1).open_loop(14, seconds, key=KEYS["quiet"], retries=0),
-        crowd(live, 3).open_loop(140, seconds, key=KEYS["loud"], retries=0),
+        load_generator(live, 1).open_loop(14, seconds, key=KEYS["quiet"], retries=0),
+        load_generator(live, 3).open_loop(140, seconds, key=KEYS["loud"], retries=0),
     )
     start = quiet[0].asked_at
     one, other = (
@@ -108,12 +115,12 @@ async def test_54_ten_to_one_of_demand_is_one_to_one_of_service(live: Live) -> N
 async def test_54_a_loud_tenant_costs_a_quiet_one_little_latency(live: Live) -> None:
     seconds = 120.0
 
-    def quiet() -> Awaitable[list[Visit]]:
-        return crowd(live, 2).open_loop(1.5, seconds, key=KEYS["quiet"], words=WORDS["quiet"])
+    def quiet() -> Awaitable[list[ClientRequest]]:
+        return load_generator(live, 2).open_loop(1.5, seconds, key=KEYS["quiet"], words=WORDS["quiet"])
 
     alone = await quiet()
     beside, _ = await asyncio.gather(
-        quiet(), crowd(live).open_loop(24, seconds, key=KEYS["loud"], words=WORDS["loud"])
+        quiet(), load_generator(live).open_loop(24, seconds, key=KEYS["loud"], words=WORDS["loud"])
     )
     assert all(visit.served for visit in beside)
     for q in (0.5, 0.75, 0.95):

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.faults import faults
-from tests.faults.stand import Stand
+from tests.faults.harness import Harness
 from tests.gateway.worker import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
@@ -25,8 +25,8 @@ SLACK_S = 1.5
 
 
 @pytest_asyncio.fixture
-async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    made = Stand(
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    made = Harness(
         tmp_path,
         {
             "queue_timeout_s": QUEUE_S,
@@ -54,51 +54,51 @@ def first_free(pid: int) -> int:
     return next(number for number in itertools.count() if number not in used)
 
 
-async def test_38_no_file_descriptors(stand: Stand) -> None:
-    worker = await stand.start_worker()
-    model = stand.fresh_model()
-    (one,) = await stand.fleet(model, 1)
+async def test_38_no_file_descriptors(harness: Harness) -> None:
+    worker = await harness.start_worker()
+    model = harness.fresh_model()
+    (one,) = await harness.fleet(model, 1)
     # The worker's first use of anything is over, so that only connections want descriptors.
-    await stand.samples("tidegate_in_flight")
-    async with stand.aftermath(model) as after:
+    await harness.samples("tidegate_in_flight")
+    async with harness.expect(model) as after:
         only = first_free(worker.pid)
         with limited(worker.pid, resource.RLIMIT_NOFILE, only + 1):
             told = 0
             while told < 5:  # something else of the worker's may have had the descriptor for a moment
                 async with asyncio.timeout(PATIENCE_S):
-                    client = await stand.post(model)
+                    client = await harness.post(model)
                     while await client.read():
                         pass
                 assert client.reply.status in (0, 503)
                 told += client.reply.status == 503
                 await until(lambda: first_free(worker.pid) == only, "its descriptor is free again")
-            crowd = [await stand.post(model) for _ in range(20)]
+            crowd = [await harness.post(model) for _ in range(20)]
             await asyncio.sleep(0.2)
         assert not one.log
         for client in crowd:  # served late, told 503, or closed without a word
             while await client.read():
                 pass
             assert client.reply.status in (0, 200, 503)
-        assert await stand.admissible(one.id)
-        assert (await stand.ask(model, stream=True)).status == 200
+        assert await harness.admissible(one.id)
+        assert (await harness.ask(model, stream=True)).status == 200
         assert set(await after.outcomes()) <= {"ok", "exhausted"}
     assert worker.returncode is None
 
 
-async def test_38_a_full_disk(stand: Stand) -> None:
+async def test_38_a_full_disk(harness: Harness) -> None:
     """Nothing that serving needs is written: requests go on, and what was not saved is saved later."""
-    worker = await stand.start_worker()
-    model = stand.fresh_model()
-    (one,) = await stand.fleet(model, 1)
-    saved = stand.root / "fleet.json"
+    worker = await harness.start_worker()
+    model = harness.fresh_model()
+    (one,) = await harness.fleet(model, 1)
+    saved = harness.root / "fleet.json"
     await until(lambda: saved.exists() and one.id in saved.read_text(), "the fleet is on disk")
-    async with stand.aftermath(model, {"ok": 40}, attempts=40):
+    async with harness.expect(model, {"ok": 40}, attempts=40):
         with limited(worker.pid, resource.RLIMIT_FSIZE, 0):
             for _ in range(20):
-                assert (await stand.ask(model)).status == 200
-            (two,) = await stand.fleet(model, 1)
+                assert (await harness.ask(model)).status == 200
+            (two,) = await harness.fleet(model, 1)
             for _ in range(20):
-                assert (await stand.ask(model)).headers["x-tidegate-replica"] == two.id
+                assert (await harness.ask(model)).headers["x-tidegate-replica"] == two.id
             await asyncio.sleep(1.5)  # it tries to save the new fleet
             assert two.id not in saved.read_text()
         await until(lambda: two.id in saved.read_text(), "the fleet is saved")
@@ -123,23 +123,23 @@ pathlib.Path(os.environ["CLOCK_THAT_JUMPS"]).touch()
 
 
 @pytest.mark.parametrize("jumps", [False, True], ids=["as it is", "jumping"])
-async def test_39_deadlines_and_breakers_do_not_follow_the_wall_clock(stand: Stand, jumps: bool) -> None:
-    mark = stand.root / "the-clock-jumps"
+async def test_39_deadlines_and_breakers_do_not_follow_the_wall_clock(harness: Harness, jumps: bool) -> None:
+    mark = harness.root / "the-clock-jumps"
     if jumps:
-        (stand.root / "sitecustomize.py").write_text(JUMPS)
-        stand.environment = {"PYTHONPATH": str(stand.root), "CLOCK_THAT_JUMPS": str(mark)}
-    await stand.start_worker()
+        (harness.root / "sitecustomize.py").write_text(JUMPS)
+        harness.environment = {"PYTHONPATH": str(harness.root), "CLOCK_THAT_JUMPS": str(mark)}
+    await harness.start_worker()
     assert mark.exists() == jumps
-    model = stand.fresh_model()
-    bad, good = await stand.fleet(model, 2, bound=2)
-    async with stand.aftermath(model) as after:
+    model = harness.fresh_model()
+    bad, good = await harness.fleet(model, 2, bound=2)
+    async with harness.expect(model) as after:
         for _ in range(4):  # how long one stays is known, so that nobody is refused at once by a guess
-            assert (await stand.ask(model)).status == 200
+            assert (await harness.ask(model)).status == 200
         # A deadline in the queue: four hold what there is.
         bad.usual = good.usual = faults.paced(1, 0, first_s=2 * QUEUE_S)
-        holders = [await stand.post(model) for _ in range(4)]
+        holders = [await harness.post(model) for _ in range(4)]
         await until(lambda: len(bad.open) + len(good.open) == 4)
-        reply = await stand.ask(model)
+        reply = await harness.ask(model)
         assert reply.status == 503
         assert QUEUE_S * 0.9 <= reply.took_s <= QUEUE_S + SLACK_S + after.stalls.seconds
         for holder in holders:
@@ -150,19 +150,19 @@ async def test_39_deadlines_and_breakers_do_not_follow_the_wall_clock(stand: Sta
         good.usual = faults.reply(faults.WHOLE)
         bad.usual = faults.stalling()
         for _ in range(3):
-            await stand.prefer(bad)
-            reply = await stand.ask(model, stream=True)
+            await harness.prefer(bad)
+            reply = await harness.ask(model, stream=True)
             assert reply.headers["x-tidegate-replica"] == good.id
             assert FIRST_S * 0.9 <= reply.took_s <= FIRST_S + SLACK_S + after.stalls.seconds
         opened = [hit.left_at for hit in bad.log][-1]
         assert opened is not None
-        assert not await stand.admissible(bad.id)
+        assert not await harness.admissible(bad.id)
         bad.usual = faults.reply(faults.WHOLE)
-        await until(lambda: stand.admissible(bad.id), "it is back")
+        await until(lambda: harness.admissible(bad.id), "it is back")
         asked = bad.probes[0].at - opened
         stalls_s = after.stalls.seconds
         assert EJECT_S * 0.8 - stalls_s <= asked <= EJECT_S + SLACK_S + stalls_s
         assert set(await after.outcomes()) <= {"ok", "deadline", "overloaded"}
-    assert stand.workers[0].returncode is None
-    stand.workers[0].send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(stand.workers[0].wait(), 60) == 0
+    assert harness.workers[0].returncode is None
+    harness.workers[0].send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(harness.workers[0].wait(), 60) == 0

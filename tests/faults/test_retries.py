@@ -11,7 +11,7 @@ import pytest
 from policy.wire.catalog import served_name
 from tests.faults import faults
 from tests.faults.faulty_upstream import FaultyUpstream
-from tests.faults.stand import Stand
+from tests.faults.harness import Harness
 from tests.gateway.fake_replica import DONE, Exchange, alias, event
 from tests.gateway.worker import until
 
@@ -31,78 +31,80 @@ GATEWAY = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_1_a_refused_connection(stand: Stand, model: str, stream: bool) -> None:
-    bad, good = await stand.fleet(model, 2)
-    await stand.prefer(bad)
+async def test_1_a_refused_connection(harness: Harness, model: str, stream: bool) -> None:
+    bad, good = await harness.fleet(model, 2)
+    await harness.prefer(bad)
     bad.refuse_connections()
-    async with stand.aftermath(model, {"ok": 1}) as after:
-        reply = await stand.ask(model, stream=stream)
+    async with harness.expect(model, {"ok": 1}) as after:
+        reply = await harness.ask(model, stream=stream)
         assert await after.attempts() == 2
     assert reply.status == 200
     assert reply.headers["x-tidegate-replica"] == good.id
 
 
 @pytest.mark.parametrize(("code", "stream"), [(500, False), (500, True), (503, False)])
-async def test_2_3_an_error_before_the_first_event(stand: Stand, model: str, code: int, stream: bool) -> None:
-    bad, good = await stand.fleet(model, 2)
+async def test_2_3_an_error_before_the_first_event(
+    harness: Harness, model: str, code: int, stream: bool
+) -> None:
+    bad, good = await harness.fleet(model, 2)
     bad.usual = faults.status(code, retry_after="3600") if code == 503 else faults.status(code)
-    await stand.prefer(bad)
-    async with stand.aftermath(model, {"ok": 1}, attempts=2):
-        reply = await stand.ask(model, stream=stream)
+    await harness.prefer(bad)
+    async with harness.expect(model, {"ok": 1}, attempts=2):
+        reply = await harness.ask(model, stream=stream)
     assert reply.headers["x-tidegate-replica"] == good.id
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_2_errors_everywhere_are_tried_twice(stand: Stand, model: str, path: str) -> None:
-    fleet = await stand.fleet(model, 4, usual=faults.status(500, "no /secret/path of ours"))
-    async with stand.aftermath(model, {"upstream_failed": 1}, attempts=2):
-        reply = await stand.ask(model, path=path)
+async def test_2_errors_everywhere_are_tried_twice(harness: Harness, model: str, path: str) -> None:
+    fleet = await harness.fleet(model, 4, usual=faults.status(500, "no /secret/path of ours"))
+    async with harness.expect(model, {"upstream_failed": 1}, attempts=2):
+        reply = await harness.ask(model, path=path)
     assert reply.status == 502
     assert reply.error is not None
     assert "secret" not in reply.error["message"]
     assert sorted(len(one.log) for one in fleet) == [0, 0, 1, 1]
 
 
-async def test_3_unavailable_everywhere_says_when_to_come_back(stand: Stand, model: str) -> None:
-    await stand.fleet(model, 2, usual=faults.status(503, retry_after="3600"))
-    async with stand.aftermath(model, {"no_replica": 1}, attempts=2):
-        reply = await stand.ask(model)
+async def test_3_unavailable_everywhere_says_when_to_come_back(harness: Harness, model: str) -> None:
+    await harness.fleet(model, 2, usual=faults.status(503, retry_after="3600"))
+    async with harness.expect(model, {"no_replica": 1}, attempts=2):
+        reply = await harness.ask(model)
     assert reply.status == 503
     assert reply.headers["retry-after"] == "120"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("code", [400, 404, 422])
-async def test_4_a_rejection_is_passed_on(stand: Stand, model: str, code: int, path: str) -> None:
-    fleet = await stand.fleet(model, 2, usual=faults.status(code, "temperature must be at most 2"))
-    async with stand.aftermath(model, {"bad_request": 1}, attempts=1):
-        reply = await stand.ask(model, path=path)
+async def test_4_a_rejection_is_passed_on(harness: Harness, model: str, code: int, path: str) -> None:
+    fleet = await harness.fleet(model, 2, usual=faults.status(code, "temperature must be at most 2"))
+    async with harness.expect(model, {"bad_request": 1}, attempts=1):
+        reply = await harness.ask(model, path=path)
     assert reply.status == code
     assert reply.error is not None
     assert reply.error["message"] == "temperature must be at most 2"
     assert sum(len(one.log) for one in fleet) == 1
 
 
-async def test_5_an_adapter_that_fails_a_hundred_times(stand: Stand, model: str) -> None:
+async def test_5_an_adapter_that_fails_a_hundred_times(harness: Harness, model: str) -> None:
     """Its requests are wrong, its replica is not: what names the base model is served throughout."""
     served = served_name("sql", "d" * 64)
     message = f"Loading lora {served} failed: LoRA rank 64 is greater than max_lora_rank 16."
-    fleet = await stand.fleet(model, 2, faults={served: faults.status(500, message)})
-    await stand.publish(alias("sql", "d" * 64, model=model))
-    async with stand.aftermath(model) as after:
+    fleet = await harness.fleet(model, 2, faults={served: faults.status(500, message)})
+    await harness.publish(alias("sql", "d" * 64, model=model))
+    async with harness.expect(model) as after:
         for _ in range(100):
-            reply = await stand.ask("sql")
+            reply = await harness.ask("sql")
             assert 400 <= reply.status < 500
         for _ in range(4):
-            assert (await stand.ask(model)).status == 200
+            assert (await harness.ask(model)).status == 200
         for one in fleet:
-            assert await stand.admissible(one.id)
+            assert await harness.admissible(one.id)
         assert (await after.outcomes())["ok"] == 4
         assert await after.attempts() == 104
 
 
-async def test_28_one_of_four_fails_a_third_of_its_answers(stand: Stand, model: str) -> None:
-    fleet = await stand.fleet(model, 4, usual=faults.paced(1, 0.005))
+async def test_28_one_of_four_fails_a_third_of_its_answers(harness: Harness, model: str) -> None:
+    fleet = await harness.fleet(model, 4, usual=faults.paced(1, 0.005))
     bad, count = fleet[0], itertools.count()
     healthy, broken = faults.paced(1, 0.005), faults.status(500)
 
@@ -111,11 +113,11 @@ async def test_28_one_of_four_fails_a_third_of_its_answers(stand: Stand, model: 
 
     bad.usual = answer
     requests = 1000
-    async with stand.aftermath(model) as after:
+    async with harness.expect(model) as after:
         left = itertools.repeat(None, requests)
 
         async def ask() -> int:
-            return sum([(await stand.ask(model)).status == 200 for _ in left])
+            return sum([(await harness.ask(model)).status == 200 for _ in left])
 
         served = sum(await asyncio.gather(*(ask() for _ in range(8))))
         assert (await after.outcomes()).total() == requests
@@ -125,14 +127,14 @@ async def test_28_one_of_four_fails_a_third_of_its_answers(stand: Stand, model: 
 
 
 @pytest.mark.parametrize("how", ["answers", "connections"])
-async def test_29_all_replicas_fail(stand: Stand, model: str, how: str) -> None:
-    fleet = await stand.fleet(model, 4, usual=faults.status(500))
+async def test_29_all_replicas_fail(harness: Harness, model: str, how: str) -> None:
+    fleet = await harness.fleet(model, 4, usual=faults.status(500))
     if how == "connections":
         for one in fleet:
             one.refuse_connections()
     requests = 200
-    async with stand.aftermath(model) as after:
-        replies = [await stand.ask(model) for _ in range(requests)]
+    async with harness.expect(model) as after:
+        replies = [await harness.ask(model) for _ in range(requests)]
         assert await after.attempts() <= (1 + BUDGET) * requests + AT_LEAST
         assert (await after.outcomes())["ok"] == 0
     assert {reply.status for reply in replies} <= {502, 503}
@@ -145,13 +147,13 @@ async def test_29_all_replicas_fail(stand: Stand, model: str, how: str) -> None:
         one.usual = faults.reply(faults.WHOLE)
 
     async def served() -> bool:
-        return (await stand.ask(model)).status == 200
+        return (await harness.ask(model)).status == 200
 
     await until(served, "the model is served again")
 
 
-async def test_30_a_request_that_kills_its_replica(stand: Stand, model: str) -> None:
-    fleet = await stand.fleet(model, 4)
+async def test_30_a_request_that_kills_its_replica(harness: Harness, model: str) -> None:
+    fleet = await harness.fleet(model, 4)
     reborn: list[asyncio.Task[None]] = []
 
     def poisoned(one: FaultyUpstream) -> Any:
@@ -168,32 +170,32 @@ async def test_30_a_request_that_kills_its_replica(stand: Stand, model: str) -> 
 
     for one in fleet:
         one.faults["poison"] = poisoned(one)
-    async with stand.aftermath(model, {"replica_lost": 1, "ok": 4}):
-        reply = await stand.ask(model, "poison", stream=True)
+    async with harness.expect(model, {"replica_lost": 1, "ok": 4}):
+        reply = await harness.ask(model, "poison", stream=True)
         await asyncio.gather(*reborn)
         for _ in range(4):
-            assert (await stand.ask(model)).status == 200
+            assert (await harness.ask(model)).status == 200
     assert reply.status == 500
     assert reply.headers["x-should-retry"] == "false"
     assert sum(hit.text == "poison" for one in fleet for hit in one.log) == 2
 
 
-async def behind_a_proxy(stand: Stand, model: str) -> tuple[FaultyUpstream, FaultyUpstream]:
-    bad, good = await stand.fleet(model, 2)
-    await stand.put_behind_a_proxy(bad)
-    await stand.prefer(bad)
+async def behind_a_proxy(harness: Harness, model: str) -> tuple[FaultyUpstream, FaultyUpstream]:
+    bad, good = await harness.fleet(model, 2)
+    await harness.put_behind_a_proxy(bad)
+    await harness.prefer(bad)
     return bad, good
 
 
-async def test_33_a_partition_without_a_reset(stand: Stand, model: str) -> None:
-    bad, good = await behind_a_proxy(stand, model)
+async def test_33_a_partition_without_a_reset(harness: Harness, model: str) -> None:
+    bad, good = await behind_a_proxy(harness, model)
     assert bad.proxy is not None
-    async with stand.aftermath(model, {"ok": 3}) as after:
-        kept = await stand.post(model, stream=True)
+    async with harness.expect(model, {"ok": 3}) as after:
+        kept = await harness.post(model, stream=True)
         await kept.end()
         assert len(bad.log) == 1
         bad.proxy.partition()
-        first, second = await asyncio.gather(stand.ask(model), stand.ask(model, stream=True))
+        first, second = await asyncio.gather(harness.ask(model), harness.ask(model, stream=True))
         for reply in (first, second):
             assert reply.headers["x-tidegate-replica"] == good.id
         slowest_s = max(first.took_s, second.took_s)
@@ -202,36 +204,36 @@ async def test_33_a_partition_without_a_reset(stand: Stand, model: str) -> None:
     assert len(good.log) == 2
 
 
-async def test_33_a_host_that_never_answers_a_connection(stand: Stand, model: str) -> None:
-    bad, good = await behind_a_proxy(stand, model)
+async def test_33_a_host_that_never_answers_a_connection(harness: Harness, model: str) -> None:
+    bad, good = await behind_a_proxy(harness, model)
     assert bad.proxy is not None
-    async with stand.aftermath(model, {"ok": 1}) as after:
+    async with harness.expect(model, {"ok": 1}) as after:
         bad.proxy.partition()
-        reply = await stand.ask(model)
+        reply = await harness.ask(model)
         assert reply.headers["x-tidegate-replica"] == good.id
         assert CONNECT_S * 0.9 <= reply.took_s <= CONNECT_S + 1.5 + after.stalls.seconds
         await bad.proxy.heal()
 
 
-async def test_34_an_idle_connection_that_was_closed(stand: Stand, model: str) -> None:
-    (one,) = await stand.fleet(model, 1)
-    async with stand.aftermath(model, {"ok": 20}, attempts=20):
+async def test_34_an_idle_connection_that_was_closed(harness: Harness, model: str) -> None:
+    (one,) = await harness.fleet(model, 1)
+    async with harness.expect(model, {"ok": 20}, attempts=20):
         for _ in range(10):
-            await stand.ask(model)
+            await harness.ask(model)
             assert one.close_idle() == 1
-            await stand.ask(model)  # the close and the request cross on their way
+            await harness.ask(model)  # the close and the request cross on their way
 
 
-async def test_34_a_connection_that_closes_as_the_request_arrives(stand: Stand, model: str) -> None:
-    (one,) = await stand.fleet(model, 1)
+async def test_34_a_connection_that_closes_as_the_request_arrives(harness: Harness, model: str) -> None:
+    (one,) = await harness.fleet(model, 1)
     healthy = one.usual
-    async with stand.aftermath(model, {"ok": 2}, attempts=2):
-        await stand.ask(model)
+    async with harness.expect(model, {"ok": 2}, attempts=2):
+        await harness.ask(model)
 
         async def close(exchange: Exchange) -> None:
             one.usual = healthy
             exchange.close()
 
         one.usual = close
-        assert (await stand.ask(model, stream=True)).body.endswith(event(finish="stop") + DONE)
+        assert (await harness.ask(model, stream=True)).body.endswith(event(finish="stop") + DONE)
     assert len(one.log) == 3

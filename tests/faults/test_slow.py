@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.faults import faults
+from tests.faults.harness import Harness
 from tests.faults.raw_client import Reply
-from tests.faults.stand import Stand
 from tests.gateway.fake_replica import DONE, event
 from tests.gateway.worker import until
 
@@ -36,16 +36,16 @@ def usual_gap(replies: list[Reply]) -> float:
     )
 
 
-async def test_22_a_reader_of_a_kilobyte_a_second(stand: Stand, model: str) -> None:
+async def test_22_a_reader_of_a_kilobyte_a_second(harness: Harness, model: str) -> None:
     answer_bytes = 64 * MIB
     block = event("x" * 1000) * 16
     flood = faults.flooding(block, answer_bytes, end=event(finish="stop") + DONE)
-    (one,) = await stand.fleet(model, 1, faults={"flood": flood}, usual=faults.paced(60, GAP_S))
-    process = psutil.Process(stand.workers[0].pid)
-    async with stand.aftermath(model, {"ok": 16, "cancelled": 4}):
-        alone = await asyncio.gather(*(stand.ask(model, stream=True) for _ in range(4)))
+    (one,) = await harness.fleet(model, 1, faults={"flood": flood}, usual=faults.paced(60, GAP_S))
+    process = psutil.Process(harness.workers[0].pid)
+    async with harness.expect(model, {"ok": 16, "cancelled": 4}):
+        alone = await asyncio.gather(*(harness.ask(model, stream=True) for _ in range(4)))
         before = process.memory_info().rss
-        slow = [await stand.post(model, "flood", stream=True, window_bytes=4096) for _ in range(4)]
+        slow = [await harness.post(model, "flood", stream=True, window_bytes=4096) for _ in range(4)]
 
         async def dribble() -> None:
             while True:
@@ -55,7 +55,9 @@ async def test_22_a_reader_of_a_kilobyte_a_second(stand: Stand, model: str) -> N
 
         reading = asyncio.create_task(dribble())
         await until(lambda: all(len(client.reply.body) > 500 for client in slow), "all buffers are full")
-        beside = [await asyncio.gather(*(stand.ask(model, stream=True) for _ in range(4))) for _ in range(3)]
+        beside = [
+            await asyncio.gather(*(harness.ask(model, stream=True) for _ in range(4))) for _ in range(3)
+        ]
         held = process.memory_info().rss - before
         reading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -69,9 +71,9 @@ async def test_22_a_reader_of_a_kilobyte_a_second(stand: Stand, model: str) -> N
     assert min(map(usual_gap, beside)) <= 1.5 * max(usual_gap(alone), GAP_S)
 
 
-async def test_27_one_replica_is_five_times_slower(stand: Stand, model: str) -> None:
+async def test_27_one_replica_is_five_times_slower(harness: Harness, model: str) -> None:
     first_s, requests, clients = 0.03, 300, 12
-    fleet = await stand.fleet(model, 4, usual=faults.paced(4, GAP_S, first_s=first_s), bound=8)
+    fleet = await harness.fleet(model, 4, usual=faults.paced(4, GAP_S, first_s=first_s), bound=8)
 
     async def closed_loop() -> int:
         before = len(fleet[0].log)
@@ -79,34 +81,34 @@ async def test_27_one_replica_is_five_times_slower(stand: Stand, model: str) -> 
 
         async def ask() -> None:
             for _ in left:
-                await stand.ask(model, stream=True)
+                await harness.ask(model, stream=True)
 
         await asyncio.gather(*(ask() for _ in range(clients)))
         return len(fleet[0].log) - before
 
-    async with stand.aftermath(model, {"ok": 4 * requests}, attempts=4 * requests):
+    async with harness.expect(model, {"ok": 4 * requests}, attempts=4 * requests):
         await closed_loop()
         fleet[0].usual = faults.paced(4, 5 * GAP_S, first_s=5 * first_s)
         noticing = await closed_loop()
         later = await closed_loop() + await closed_loop()
     assert noticing < requests / 8  # half of an even share
     assert later < 2 * requests / 40  # a tenth of it
-    assert await stand.admissible(fleet[0].id)
+    assert await harness.admissible(fleet[0].id)
 
 
-async def test_32_latency_with_jitter_ejects_nobody(stand: Stand, model: str) -> None:
-    fleet = await stand.fleet(model, 3, usual=faults.paced(10, 0.01))
+async def test_32_latency_with_jitter_ejects_nobody(harness: Harness, model: str) -> None:
+    fleet = await harness.fleet(model, 3, usual=faults.paced(10, 0.01))
     for one in fleet:
-        proxy = await stand.put_behind_a_proxy(one)
+        proxy = await harness.put_behind_a_proxy(one)
         proxy.latency_s, proxy.jitter_s, proxy.slice_bytes = 0.1, 0.2, 32
     requests = 120
-    async with stand.aftermath(model, {"ok": requests}, attempts=requests):
+    async with harness.expect(model, {"ok": requests}, attempts=requests):
 
         async def ask() -> None:
             for _ in range(requests // 12):
-                await stand.ask(model, stream=True)
+                await harness.ask(model, stream=True)
                 for one in fleet:
-                    assert await stand.admissible(one.id)
+                    assert await harness.admissible(one.id)
 
         await asyncio.gather(*(ask() for _ in range(12)))
     assert all(one.log for one in fleet)

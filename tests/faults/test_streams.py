@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults import faults
 from tests.faults.faults import tokens
-from tests.faults.stand import Stand
+from tests.faults.harness import Harness
 from tests.gateway.fake_replica import DONE, Answer, event, stream
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -30,12 +30,12 @@ GATEWAY = {
 }
 
 
-async def test_6_headers_then_silence(stand: Stand, model: str) -> None:
-    bad, good = await stand.fleet(model, 2)
+async def test_6_headers_then_silence(harness: Harness, model: str) -> None:
+    bad, good = await harness.fleet(model, 2)
     bad.usual = faults.stalling()
-    await stand.prefer(bad)
-    async with stand.aftermath(model, {"ok": 1}, attempts=2) as after:
-        reply = await stand.ask(model, stream=True)
+    await harness.prefer(bad)
+    async with harness.expect(model, {"ok": 1}, attempts=2) as after:
+        reply = await harness.ask(model, stream=True)
     assert reply.headers["x-tidegate-replica"] == good.id
     (left,) = bad.aborted
     assert left.left_at is not None
@@ -44,21 +44,21 @@ async def test_6_headers_then_silence(stand: Stand, model: str) -> None:
     assert good.log[0].at >= left.at + FIRST_S * 0.9 - stalls_s
 
 
-async def test_6_no_headers_at_all_of_an_answer_that_is_no_stream(stand: Stand, model: str) -> None:
-    bad, good = await stand.fleet(model, 2)
+async def test_6_no_headers_at_all_of_an_answer_that_is_no_stream(harness: Harness, model: str) -> None:
+    bad, good = await harness.fleet(model, 2)
     bad.usual = faults.silent
-    await stand.prefer(bad)
-    async with stand.aftermath(model, {"ok": 1}, attempts=2):
-        reply = await stand.ask(model)
+    await harness.prefer(bad)
+    async with harness.expect(model, {"ok": 1}, attempts=2):
+        reply = await harness.ask(model)
     assert reply.headers["x-tidegate-replica"] == good.id
     assert len(bad.aborted) == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-async def test_7_a_stall_after_some_tokens(stand: Stand, model: str, path: str) -> None:
-    (bad,) = await stand.fleet(model, 1, usual=faults.stalling(tokens(3)))
-    async with stand.aftermath(model, {"stream_broken": 1}, attempts=1) as after:
-        reply = await stand.ask(model, path=path, stream=True)
+async def test_7_a_stall_after_some_tokens(harness: Harness, model: str, path: str) -> None:
+    (bad,) = await harness.fleet(model, 1, usual=faults.stalling(tokens(3)))
+    async with harness.expect(model, {"stream_broken": 1}, attempts=1) as after:
+        reply = await harness.ask(model, path=path, stream=True)
     assert reply.body.startswith(tokens(3))
     assert reply.error is not None
     (left,) = bad.aborted
@@ -101,12 +101,12 @@ def sent(data: bytes) -> Answer:
     ],
 )
 async def test_8_13_a_stream_that_breaks_ends_in_one_error(
-    stand: Stand, model: str, answer: Answer, said: str, lost: bytes
+    harness: Harness, model: str, answer: Answer, said: str, lost: bytes
 ) -> None:
     """What came whole is delivered, ``lost`` is not, and nothing that was begun is begun again."""
-    one, other = await stand.fleet(model, 2, usual=answer)
-    async with stand.aftermath(model, {"stream_broken": 1}, attempts=1):
-        reply = await stand.ask(model, stream=True)
+    one, other = await harness.fleet(model, 2, usual=answer)
+    async with harness.expect(model, {"stream_broken": 1}, attempts=1):
+        reply = await harness.ask(model, stream=True)
     assert reply.body.startswith(tokens(3))
     assert not lost or lost not in reply.body
     assert reply.error is not None
@@ -114,44 +114,44 @@ async def test_8_13_a_stream_that_breaks_ends_in_one_error(
     assert len(one.log) + len(other.log) == 1
 
 
-async def test_12_an_error_event_first_is_tried_elsewhere(stand: Stand, model: str) -> None:
-    bad, good = await stand.fleet(model, 2)
+async def test_12_an_error_event_first_is_tried_elsewhere(harness: Harness, model: str) -> None:
+    bad, good = await harness.fleet(model, 2)
     bad.usual = sent(ERROR + DONE)
-    await stand.prefer(bad)
-    async with stand.aftermath(model, {"ok": 1}, attempts=2):
-        reply = await stand.ask(model, stream=True)
+    await harness.prefer(bad)
+    async with harness.expect(model, {"ok": 1}, attempts=2):
+        reply = await harness.ask(model, stream=True)
     assert reply.headers["x-tidegate-replica"] == good.id
 
 
 @pytest.mark.parametrize("body", [b'{"choices": [', b'{"a": "\xff"}', b'{"logprob": NaN}', b"", b"nothing"])
-async def test_13_broken_json_of_a_whole_answer(stand: Stand, model: str, body: bytes) -> None:
-    await stand.fleet(model, 2, usual=faults.reply(body))
-    async with stand.aftermath(model, {"upstream_failed": 1}, attempts=2):
-        reply = await stand.ask(model)
+async def test_13_broken_json_of_a_whole_answer(harness: Harness, model: str, body: bytes) -> None:
+    await harness.fleet(model, 2, usual=faults.reply(body))
+    async with harness.expect(model, {"upstream_failed": 1}, attempts=2):
+        reply = await harness.ask(model)
     assert reply.status == 502
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
-async def test_14_events_split_at_every_byte(stand: Stand, model: str, newline: bytes) -> None:
+async def test_14_events_split_at_every_byte(harness: Harness, model: str, newline: bytes) -> None:
     data = (b": alive\n\n" + WHOLE).replace(b"\n", newline)
-    (one,) = await stand.fleet(model, 1)
+    (one,) = await harness.fleet(model, 1)
     one.usual = stream(data, piece=1)
-    async with stand.aftermath(model, {"ok": 2}, attempts=2):
-        assert (await stand.ask(model, stream=True)).body == data
+    async with harness.expect(model, {"ok": 2}, attempts=2):
+        assert (await harness.ask(model, stream=True)).body == data
         one.usual = stream(data)
-        assert (await stand.ask(model, stream=True)).body == data
+        assert (await harness.ask(model, stream=True)).body == data
 
 
-async def test_15_data_after_done_is_cut(stand: Stand, model: str) -> None:
-    await stand.fleet(model, 1, usual=sent(WHOLE + tokens(5)))
-    async with stand.aftermath(model, {"ok": 1}, attempts=1):
-        assert (await stand.ask(model, stream=True)).body == WHOLE
+async def test_15_data_after_done_is_cut(harness: Harness, model: str) -> None:
+    await harness.fleet(model, 1, usual=sent(WHOLE + tokens(5)))
+    async with harness.expect(model, {"ok": 1}, attempts=1):
+        assert (await harness.ask(model, stream=True)).body == WHOLE
 
 
-async def test_15_a_line_without_an_end(stand: Stand, model: str) -> None:
+async def test_15_a_line_without_an_end(harness: Harness, model: str) -> None:
     size = 100 * 1024 * 1024
-    (bad,) = await stand.fleet(model, 1, usual=faults.flooding(b"x" * 65536, size))
-    process = psutil.Process(stand.workers[0].pid)
+    (bad,) = await harness.fleet(model, 1, usual=faults.flooding(b"x" * 65536, size))
+    process = psutil.Process(harness.workers[0].pid)
     before = process.memory_info().rss
     most = before
 
@@ -162,8 +162,8 @@ async def test_15_a_line_without_an_end(stand: Stand, model: str) -> None:
             await asyncio.sleep(0.01)
 
     watching = asyncio.create_task(watch())
-    async with stand.aftermath(model, None, attempts=1) as after:
-        reply = await stand.ask(model, stream=True)
+    async with harness.expect(model, None, attempts=1) as after:
+        reply = await harness.ask(model, stream=True)
     watching.cancel()
     assert "ok" not in await after.outcomes()
     assert reply.error is not None
@@ -171,30 +171,30 @@ async def test_15_a_line_without_an_end(stand: Stand, model: str) -> None:
     assert most - before < 40 * 1024 * 1024
 
 
-async def test_16_comments_keep_a_prefill_alive(stand: Stand, model: str) -> None:
+async def test_16_comments_keep_a_prefill_alive(harness: Harness, model: str) -> None:
     gap_s, comments = FIRST_S / 8, 12
-    await stand.fleet(model, 1, usual=faults.kept_alive(comments, gap_s))
-    async with stand.aftermath(model, {"ok": 1}, attempts=1):
-        reply = await stand.ask(model, stream=True)
+    await harness.fleet(model, 1, usual=faults.kept_alive(comments, gap_s))
+    async with harness.expect(model, {"ok": 1}, attempts=1):
+        reply = await harness.ask(model, stream=True)
     prefill_s = comments * gap_s
     assert reply.took_s >= prefill_s
     assert reply.body.count(b": keep-alive") == comments
-    ((_, ttft_s),) = await stand.samples("tidegate_ttft_seconds_sum", model=model)
+    ((_, ttft_s),) = await harness.samples("tidegate_ttft_seconds_sum", model=model)
     assert prefill_s <= ttft_s <= reply.took_s
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
 async def test_16_a_prefill_of_five_minutes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    stand = Stand(tmp_path_factory.mktemp("long"))
-    await stand.start_controller()
-    await stand.start_worker()
-    model = stand.fresh_model()
-    await stand.fleet(model, 1, usual=faults.kept_alive(31, 10.0))
-    async with stand.aftermath(model, {"ok": 1}, attempts=1):
-        reply = await stand.ask(model, stream=True)
+    harness = Harness(tmp_path_factory.mktemp("long"))
+    await harness.start_controller()
+    await harness.start_worker()
+    model = harness.fresh_model()
+    await harness.fleet(model, 1, usual=faults.kept_alive(31, 10.0))
+    async with harness.expect(model, {"ok": 1}, attempts=1):
+        reply = await harness.ask(model, stream=True)
     assert reply.took_s >= 300
-    await stand.close()
+    await harness.close()
 
 
 WRONG = {
@@ -207,8 +207,8 @@ WRONG = {
 
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_17_not_an_answer(stand: Stand, model: str, kind: str, path: str) -> None:
-    await stand.fleet(model, 2, usual=WRONG[kind])
-    async with stand.aftermath(model, {"upstream_failed": 1}, attempts=2):
-        reply = await stand.ask(model, path=path, stream=kind == "gzip stream")
+async def test_17_not_an_answer(harness: Harness, model: str, kind: str, path: str) -> None:
+    await harness.fleet(model, 2, usual=WRONG[kind])
+    async with harness.expect(model, {"upstream_failed": 1}, attempts=2):
+        reply = await harness.ask(model, path=path, stream=kind == "gzip stream")
     assert reply.status == 502

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from store.state_dir import write_atomic
-from tests.faults.aftermath import Aftermath
 from tests.faults.faulty_upstream import FaultyUpstream
+from tests.faults.postconditions import Postconditions
 from tests.faults.proxy import Proxy
 from tests.faults.raw_client import RawClient, Reply
 from tests.gateway.worker import PATIENCE_S, Stack, model, until
@@ -23,10 +23,10 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 # A model for each row: breakers, budgets and counts of one are not the next one's.
 MODELS = tuple(f"row-{number}" for number in range(40))
 # Of a replica that shall look busy.
-PRETENDED = 16
+BUSY_IN_FLIGHT = 16
 
 
-class Stand(Stack):
+class Harness(Stack):
     """One worker, the fleet that the current test sets, and raw clients."""
 
     gauges = ("tidegate_in_flight", "tidegate_queue_depth", "tidegate_queue_bytes")
@@ -72,7 +72,7 @@ class Stand(Stack):
     def controller_address(self) -> str:
         return f"127.0.0.1:{self.controller.port}"
 
-    async def admin_anew(self) -> None:
+    async def reconnect_admin(self) -> None:
         await self.admin.aclose()
         self.admin = httpx.AsyncClient(base_url=self.admin_url, timeout=PATIENCE_S, trust_env=False)
 
@@ -112,12 +112,12 @@ class Stand(Stack):
 
     async def prefer(self, *wanted: FaultyUpstream) -> None:
         for one in self.upstreams:
-            one.say(pretended=0 if one in wanted else PRETENDED)
+            one.say(pretended=0 if one in wanted else BUSY_IN_FLIGHT)
         names = {one.id for one in wanted}
 
         async def seen() -> bool:
             links = (await self.admin.get("/admin/fleet")).json()["replicas"]
-            return all((link["in_flight"] < PRETENDED) == (link["id"] in names) for link in links)
+            return all((link["in_flight"] < BUSY_IN_FLIGHT) == (link["id"] in names) for link in links)
 
         await until(seen, "the load is seen")
 
@@ -152,10 +152,10 @@ class Stand(Stack):
     async def ask(self, model: str, prompt: str = "hi", **more: Any) -> Reply:
         return await (await self.post(model, prompt, **more)).end()
 
-    def aftermath(
+    def expect(
         self, model: str, outcomes: dict[str, int] | None = None, attempts: int | None = None
-    ) -> Aftermath:
-        return Aftermath(self, model, outcomes, attempts)
+    ) -> Postconditions:
+        return Postconditions(self, model, outcomes, attempts)
 
     async def scrape(self) -> str:
         return (await self.admin.get("/metrics")).text

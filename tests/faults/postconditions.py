@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
-    from tests.faults.stand import Stand
+    from tests.faults.harness import Harness
 
 EVERY_S = 0.01
 # How late an idle machine wakes a sleeper.
@@ -47,13 +47,13 @@ class Stalls:
 IDLE_WITHIN_S = 20.0
 
 
-class Aftermath:
+class Postconditions:
     """Around one row: on leaving, nothing is held any more and ``outcomes`` is what was counted."""
 
     def __init__(
-        self, stand: Stand, model: str, outcomes: dict[str, int] | None, attempts: int | None
+        self, harness: Harness, model: str, outcomes: dict[str, int] | None, attempts: int | None
     ) -> None:
-        self._stand = stand
+        self._harness = harness
         self._model = model
         self._outcomes = outcomes
         self._attempts = attempts
@@ -61,8 +61,8 @@ class Aftermath:
         self._attempts_before = 0.0
         self.stalls = Stalls()
 
-    async def __aenter__(self) -> Aftermath:
-        scraped = await self._stand.scrape()
+    async def __aenter__(self) -> Postconditions:
+        scraped = await self._harness.scrape()
         self._before = await self._counted(scraped)
         self._attempts_before = await self._attempted(scraped)
         self.stalls.start()
@@ -74,7 +74,7 @@ class Aftermath:
         await self.stalls.stop()
         if kind is not None:
             return
-        for upstream in self._stand.upstreams:
+        for upstream in self._harness.upstreams:
             upstream.say(pretended=0)
         held: list[str] = ["not looked at"]
         loop = asyncio.get_running_loop()
@@ -98,36 +98,36 @@ class Aftermath:
         return await self._attempted() - self._attempts_before
 
     async def _counted(self, scraped: str | None = None) -> Counter[str]:
-        samples = await self._stand.samples("tidegate_requests_total", scraped, model=self._model)
+        samples = await self._harness.samples("tidegate_requests_total", scraped, model=self._model)
         counts: Counter[str] = Counter()
         for labels, value in samples:
             counts[labels["outcome"]] += int(value)
         return counts
 
     async def _attempted(self, scraped: str | None = None) -> float:
-        samples = await self._stand.samples("tidegate_upstream_attempts_total", scraped, model=self._model)
+        samples = await self._harness.samples("tidegate_upstream_attempts_total", scraped, model=self._model)
         return sum(value for _, value in samples)
 
     async def _held(self) -> list[str]:
         held = []
-        for link in (await self._stand.admin.get("/admin/fleet")).json()["replicas"]:
+        for link in (await self._harness.admin.get("/admin/fleet")).json()["replicas"]:
             held += [
                 f"{link['id']}: {key} {link[key]}"
                 for key in ("mine", "in_flight", "pending_tokens")
                 if link.get(key)
             ]
-        scraped = await self._stand.scrape()
-        for name in self._stand.gauges:
-            samples = await self._stand.samples(name, scraped)
+        scraped = await self._harness.scrape()
+        for name in self._harness.gauges:
+            samples = await self._harness.samples(name, scraped)
             held += [f"{name}{labels}: {value}" for labels, value in samples if value]
-        held += [f"{one.id}: {len(one.open)} open" for one in self._stand.upstreams if one.open]
+        held += [f"{one.id}: {len(one.open)} open" for one in self._harness.upstreams if one.open]
         return held + self._sockets()
 
     def _sockets(self) -> list[str]:
         """Connections of the workers that nobody is at the other end of, or that clients have left."""
         held = []
-        reached = dict(upstream.reached for upstream in self._stand.upstreams)
-        for worker in self._stand.workers:
+        reached = dict(upstream.reached for upstream in self._harness.upstreams)
+        for worker in self._harness.workers:
             if worker.returncode is not None:
                 continue
             for one in psutil.Process(worker.pid).net_connections("tcp"):
@@ -135,7 +135,7 @@ class Aftermath:
                     held.append(f"a connection of {one.laddr} that the other side has closed")
                 if one.status != psutil.CONN_ESTABLISHED or not one.raddr:
                     continue
-                if one.laddr.port == self._stand.port:
+                if one.laddr.port == self._harness.port:
                     held.append(f"a client's connection from {one.raddr}")
                 if one.laddr.port not in reached.get(one.raddr.port, {one.laddr.port}):
                     held.append(f"a connection to {one.raddr} of which that knows nothing")

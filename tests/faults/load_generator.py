@@ -19,7 +19,7 @@ MAX_WAIT_S = 5.0
 
 
 @dataclass
-class Visit:
+class ClientRequest:
     """One client's request with all its attempts; instants are seconds of the event loop."""
 
     asked_at: float
@@ -37,7 +37,7 @@ class Visit:
         return last.arrivals[0][0] - last.asked_at
 
 
-class Crowd:
+class LoadGenerator:
     """Clients that each ask for ``tokens`` tokens of a stream."""
 
     def __init__(self, url: str, model: str, *, tokens: int, seed: int = 1) -> None:
@@ -47,9 +47,9 @@ class Crowd:
         self._texts = random.Random()  # noqa: S311 - prompts, not secrets
         self._loop = asyncio.get_running_loop()
 
-    async def ask(self, *, retries: int = 0, key: str = "", words: int = 4) -> Visit:
+    async def ask(self, *, retries: int = 0, key: str = "", words: int = 4) -> ClientRequest:
         """One visit: at most ``retries`` more attempts, each after the time that the refusal named."""
-        visit = Visit(self._loop.time())
+        visit = ClientRequest(self._loop.time())
         content = f"{self._texts.random()}: {'say something ' * (words // 2)}"
         body = self._body | {"messages": [{"role": "user", "content": content}]}
         headers = {"connection": "close"} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -64,11 +64,11 @@ class Crowd:
         visit.ended_at = self._loop.time()
         return visit
 
-    async def open_loop(self, rate: float, seconds: float, **more: Any) -> list[Visit]:
+    async def open_loop(self, rate: float, seconds: float, **more: Any) -> list[ClientRequest]:
         at = self._loop.time()
         end = at + seconds
         instants: list[float] = []
-        asking: list[asyncio.Task[Visit]] = []
+        asking: list[asyncio.Task[ClientRequest]] = []
         while (at := at + self._rng.expovariate(rate)) < end:
             instants.append(at)
             await asyncio.sleep(max(0.0, at - self._loop.time()))
@@ -101,12 +101,14 @@ def quantile(values: Sequence[float], q: float) -> float:
 REPLICAS, SLOTS, TOKENS = 2, 4, 24
 
 
-def crowd(live: Live, seed: int = 1) -> Crowd:
-    return Crowd(live.url, MODEL, tokens=TOKENS, seed=seed)
+def load_generator(live: Live, seed: int = 1) -> LoadGenerator:
+    return LoadGenerator(live.url, MODEL, tokens=TOKENS, seed=seed)
 
 
 @asynccontextmanager
-async def opened(root: Path, *, ttft_s: float, keys: Mapping[str, str] | None = None) -> AsyncIterator[Live]:
+async def model_with_slo(
+    root: Path, *, ttft_s: float, keys: Mapping[str, str] | None = None
+) -> AsyncIterator[Live]:
     """A worker whose model has the SLO ``ttft_s``, with a tenant for each of ``keys`` (name to key)."""
     live = Live(root)
     live.models[0] |= {
