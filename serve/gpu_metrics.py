@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from policy.wire.reports import PowerReport, is_of_card
@@ -115,9 +115,9 @@ def discover(names: Sequence[str]) -> GpuSet | None:
         return None
 
 
-async def watch(names: Sequence[str], tell: Callable[[PowerReport | None], None]) -> None:
-    """Call ``tell`` with a report every :data:`POLL_S` until cancelled; returns at once without GPUs."""
+async def watch(names: Sequence[str]) -> AsyncIterator[PowerReport | None]:
+    """A report every :data:`POLL_S`; ends at once without GPUs."""
     cards = await asyncio.to_thread(discover, names) if names else None
     while cards is not None:
-        tell(await asyncio.to_thread(cards.read))
+        yield await asyncio.to_thread(cards.read)
         await asyncio.sleep(POLL_S)

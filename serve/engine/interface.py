@@ -50,11 +50,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: EngineKind
-    replica: str
     model: str
     runner: Runner
-    shape: str
-    generation: int
     host: str
     secret: str
     bound: int

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Heartbeat, Orders
+from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Orders
 from policy.wire.reports import EngineReport
 from serve.engine.adapters.usage import AdapterUsage
 from serve.engine.step_stats import merge
@@ -40,12 +40,11 @@ async def _beat(host: ReplicaHost, transport: Transport) -> None:
     async with _client(host, 2.0, transport) as client:
         while True:
             host.changed.clear()
-            for use in host.take_uses():
+            heartbeat = host.take_heartbeat()
+            for use in heartbeat.uses:
                 usage.add(use)
-            engine = merge(engine, host.take_engine())
-            heartbeat = Heartbeat(
-                replica=host.snapshot(), uses=usage.pending(), engine=engine, power=host.power
-            )
+            engine = merge(engine, heartbeat.engine)
+            heartbeat = msgspec.structs.replace(heartbeat, uses=usage.pending(), engine=engine)
             # The answer may come from a controller that is stopping, or from another process on its port.
             with contextlib.suppress(httpx.HTTPError, msgspec.MsgspecError):
                 answer = await client.post("/replicas", content=msgspec.json.encode(heartbeat))
@@ -59,10 +58,9 @@ async def _beat(host: ReplicaHost, transport: Transport) -> None:
 
 
 async def _last_beat(host: ReplicaHost, transport: Transport) -> None:
-    heartbeat = Heartbeat(replica=host.snapshot(), uses=host.take_uses(), engine=host.take_engine())
     with contextlib.suppress(httpx.HTTPError):
         async with _client(host, 1.0, transport) as client:
-            await client.post("/replicas", content=msgspec.json.encode(heartbeat))
+            await client.post("/replicas", content=msgspec.json.encode(host.take_heartbeat()))
 
 
 def _client(host: ReplicaHost, timeout_s: float, transport: Transport) -> httpx.AsyncClient:

@@ -12,7 +12,6 @@ import sys
 import msgspec
 import uvloop
 
-from policy.errors import EngineFailed
 from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
 from serve.host.replica_host import HostSpec
 from serve.host.shared_gpu_host import host_of
@@ -31,23 +30,16 @@ async def _run(local: LocalHost) -> int:
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
     host = host_of(local.spec, replica=local.replica, address="127.0.0.1", node="local")
     beating = asyncio.create_task(send_heartbeats(host.replicas))
+    # A start that fails loses the host.
     starting = asyncio.create_task(host.start())
-    stopped = asyncio.create_task(stopping.wait())
-    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    code = 0
-    if starting.done() and (error := starting.exception()) is not None:
-        if not isinstance(error, EngineFailed):
-            raise error
-        code = 1
-    while not code and not stopping.is_set():
-        changed = asyncio.create_task(host.lost.wait())
-        await asyncio.wait({changed, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        changed.cancel()
-        code = 1 if host.lost.is_set() else 0
-    starting.cancel()
-    stopped.cancel()
-    await host.drain(local.spec.model.control.mode.drain_timeout_s)
+    ends = {asyncio.create_task(event.wait()) for event in (stopping, host.lost)}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    code = int(not stopping.is_set())
+    for task in (starting, *ends):
+        task.cancel()
+    await host.drain()
     await host.stop()
+    await asyncio.gather(starting, *ends, return_exceptions=True)
     beating.cancel()
     await send_last_heartbeats(host.replicas)
     return code

@@ -29,7 +29,6 @@ class RayHost:
         spec = msgspec.json.decode(encoded, type=HostSpec)
         unique = ray_serve.get_replica_context().replica_id.unique_id
         name = spec.model.name.replace("/", ".")
-        self._drain_s = spec.model.control.mode.drain_timeout_s
         self._host = host_of(
             spec,
             replica=f"{name}-{spec.shape}-g{spec.generation}-{unique}",
@@ -56,7 +55,7 @@ class RayHost:
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica stops: drain, then end the engine."""
-        await self._host.drain(self._drain_s)
+        await self._host.drain()
         await self._host.stop()
         if self._beating is not None:
             self._beating.cancel()

@@ -11,7 +11,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,7 +23,7 @@ from policy.errors import EngineFailed, TidegateError
 from policy.scaling.rollout import MAX_FAILURES, STABLE_S
 from policy.stats.backoff import Backoff, failures_after
 from policy.types import Load, Replica, ReplicaPhase, StartPath
-from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
+from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from policy.wire.reports import EngineReport, PowerReport
 from serve.engine.interface import EngineSpec
 from serve.engine.main import Event
@@ -39,7 +42,7 @@ from store.state_dir import StateDir, default_root, private_directory
 KILL_AFTER_S = 10.0
 RESTART_BACKOFF = Backoff(0.2, 10.0, factor=4.0)
 # How long to read the pipe of a dead engine for its last output.
-LAST_WORDS_S = 0.2
+LAST_OUTPUT_S = 0.2
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,11 +64,44 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     versions: Versions
 
 
+class GpuAccess:
+    """When a host's engine may use its GPUs: this one always may, as no other engine uses them.
+
+    :class:`serve.host.shared_gpu_host.SleepingEngine` shares them with others. ``visible`` is the value of
+    ``CUDA_VISIBLE_DEVICES`` for an engine that shares GPUs.
+    """
+
+    visible: str | None = None
+
+    async def acquire(self) -> None:
+        """Return when the engine may be started."""
+
+    def released(self) -> None:
+        """The engine's process has ended."""
+
+    def changed(self) -> None:
+        """The state of the replica has changed."""
+
+    def reported(self, phase: ReplicaPhase) -> None:
+        """The engine's own phase, with each of its load lines."""
+
+    def ordered(self, awake: Mapping[str, int]) -> None:
+        """The controller's order how many engines of each shape are awake."""
+
+    async def may_retry(self) -> bool:
+        """After too many failures in a row: return when it may be started again; false to give up."""
+        return False
+
+    def phase(self, replica: Replica) -> ReplicaPhase:
+        """The state of ``replica`` as heartbeats report it."""
+        return replica.state
+
+
 class ReplicaHost:
     """Runs one engine and restarts it in place with back-off.
 
-    ``changed`` is set whenever more than the load of :meth:`snapshot` has changed. ``lost`` is set once the
-    host should be replaced: the engine failed too often in a row, or was ordered to leave.
+    ``replica`` is its state. ``changed`` is set whenever more than its load has changed. ``lost`` is set once
+    the host should be replaced: the engine failed too often in a row, or was ordered to leave.
     """
 
     def __init__(
@@ -78,40 +114,35 @@ class ReplicaHost:
         core_claims: Path | None = None,
         prepare: Prepare = prepare_weights,
         stable_s: float = STABLE_S,
+        gpus: GpuAccess | None = None,
     ) -> None:
         """``core_claims`` is the file of this node's core claims, ``prepare`` fetches weights.
 
         An engine that lived for ``stable_s`` seconds ends a row of failures.
         """
         self.spec = spec
+        self.replica = Replica(
+            id=replica, model=spec.model.name, shape=spec.shape, generation=spec.generation, node=node,
+            state=ReplicaPhase.STARTING, load=Load(at=time.time()),
+        )  # fmt: skip
+        self.changed = asyncio.Event()
+        self.lost = asyncio.Event()
+        self._shape = spec.model.shapes[spec.shape]
+        self._address = address
         self._core_claims = core_claims or cpu_core_assignment.default_path()
         self._prepare = prepare
         self._stable_s = stable_s
-        self.changed = asyncio.Event()
-        self.lost = asyncio.Event()
-        self._replica = replica
-        self._address = address
-        self._node = node
-        self._state = ReplicaPhase.STARTING
-        self._load = Load(at=time.time())
-        self._adapters: tuple[str, ...] = ()
+        self._gpus = gpus or GpuAccess()
         self._hold: tuple[AdapterRef, ...] = ()
         self._uses: list[AdapterUse] = []
         self._waiting: tuple[AdapterUse, ...] = ()
         self._engine: EngineReport | None = None
         self._preempted = self._preempted_before = 0
-        self.power: PowerReport | None = None
-        self._url = ""
-        self._reason = ""
-        self._incarnation = 0
-        self._failures = 0
-        self._start_s: float | None = None
-        self._start_path = StartPath.CACHED
+        self._power: PowerReport | None = None
+        self._began = 0.0
         self._ready_at: float | None = None
-        self._max_model_len: int | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._cores: tuple[int, ...] = ()
-        self._weights = ""
         self._log = _log_of(Path(spec.state_dir), f"replica-{replica}.log")
         self._task: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -121,55 +152,35 @@ class ReplicaHost:
 
     @property
     def replicas(self) -> tuple[ReplicaHost, ...]:
-        """The replicas that send heartbeats: itself."""
+        """The hosts that send heartbeats: itself."""
         return (self,)
 
     def snapshot(self) -> Replica:
-        """The current state of the replica."""
-        return Replica(
-            id=self._replica,
-            model=self.spec.model.name,
-            shape=self.spec.shape,
-            generation=self.spec.generation,
-            state=self._state,
-            load=self._load,
-            url=self._url,
-            node=self._node,
-            incarnation=self._incarnation,
-            pid=self._process.pid if self._process else 0,
-            adapters=self._adapters,
-            reason=self._reason,
-            start_s=self._start_s,
-            start_path=self._start_path,
-            max_model_len=self._max_model_len,
-            failures=self._failures,
-        )
+        """The replica as heartbeats report it."""
+        return msgspec.structs.replace(self.replica, state=self._gpus.phase(self.replica))
+
+    def take_heartbeat(self) -> Heartbeat:
+        """The replica, its power, and its adapter usage and steps since the last call."""
+        uses, self._uses = (*self._uses, *self._waiting), []
+        engine, self._engine = self._engine, None
+        return Heartbeat(replica=self.snapshot(), uses=uses, engine=engine, power=self._power)
 
     def obey(self, orders: Orders) -> None:
         """Pass the controller's orders to the engine; one that starts later receives them first."""
         if orders.leave and self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(orders.leave))
-        if orders.hold is None or orders.hold == self._hold:
-            return
-        self._hold = orders.hold
-        self._command(b"hold " + msgspec.json.encode(self._hold))
-
-    def take_uses(self) -> tuple[AdapterUse, ...]:
-        """The adapter usage since the last call, oldest first."""
-        uses, self._uses = (*self._uses, *self._waiting), []
-        return uses
-
-    def take_engine(self) -> EngineReport | None:
-        """The engine's step times since the last call and its totals; ``None`` if there are none."""
-        report, self._engine = self._engine, None
-        return report
+        if orders.hold is not None and orders.hold != self._hold:
+            self._hold = orders.hold
+            self.command(b"hold " + msgspec.json.encode(self._hold))
+        if orders.awake is not None:
+            self._gpus.ordered(orders.awake)
 
     async def start(self) -> None:
         """Return when the engine is ready; raises :class:`EngineFailed` after too many failures in a row."""
         self.begin()
         await self._settled.wait()
-        if self._state is not ReplicaPhase.READY:
-            raise EngineFailed(self._reason)
+        if self.replica.state is not ReplicaPhase.READY:
+            raise EngineFailed(self.replica.reason)
 
     def begin(self) -> None:
         """Start the engine without waiting for it."""
@@ -177,16 +188,14 @@ class ReplicaHost:
         self._task = asyncio.create_task(self._keep_alive())
         self._task.add_done_callback(self._ended)
 
-    async def drain(self, timeout_s: float, why: str = "draining") -> None:
-        """Refuse new requests at once, and return when none is in flight or after ``timeout_s``."""
-        if self._state is not ReplicaPhase.READY or self._process is None or self._process.stdin is None:
+    async def drain(self, why: str = "draining") -> None:
+        """Refuse new requests at once, and return when none is in flight or after the drain timeout."""
+        if self.replica.state is not ReplicaPhase.READY:
             return
         self._become(ReplicaPhase.DRAINING, why)
-        with contextlib.suppress(ConnectionError):
-            self._process.stdin.write(b"drain\n")
-            await self._process.stdin.drain()
+        self.command(b"drain")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self.spec.model.control.mode.drain_timeout_s):
                 await self._drained.wait()
 
     async def stop(self) -> None:
@@ -199,32 +208,33 @@ class ReplicaHost:
                 task.cancel()
         # Only now, because the resources of a stopped replica may be given to another. The reason why a
         # host gave up is kept: it may be all that the controller receives.
-        self._become(ReplicaPhase.STOPPED, self._reason if self.lost.is_set() else "stopped")
+        self._become(ReplicaPhase.STOPPED, self.replica.reason if self.lost.is_set() else "stopped")
         self._log.close()
 
-    async def _leave(self, why: str) -> None:
-        """Drain, and let the host be replaced."""
-        await self.drain(self.spec.model.control.mode.drain_timeout_s, why)
-        self.lost.set()
-
-    def _command(self, command: bytes) -> None:
+    def command(self, command: bytes) -> None:
         """Send a command line to the engine, if there is one."""
         process = self._process
         if process is not None and process.returncode is None and process.stdin is not None:
             process.stdin.write(command + b"\n")
 
-    async def _await_gpus(self) -> None:
-        """Return when the engine may be started: at once, as no other engine uses its GPUs."""
+    def kill(self) -> None:
+        """Kill the engine, if there is one; it is started again."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
-    async def _give_up(self) -> bool:
-        """The engine failed too often in a row; whether the host gives up instead of trying again."""
-        self.lost.set()
-        return True
+    def update(self, **changes: Any) -> None:
+        """Change fields of the replica; the next heartbeat reports them."""
+        self.replica = msgspec.structs.replace(self.replica, **changes)
 
     def _become(self, state: ReplicaPhase, reason: str = "") -> None:
-        self._state = state
-        self._reason = reason
+        self.update(state=state, reason=reason)
         self.changed.set()
+        self._gpus.changed()
+
+    async def _leave(self, why: str) -> None:
+        """Drain, and let the host be replaced."""
+        await self.drain(why)
+        self.lost.set()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -235,45 +245,60 @@ class ReplicaHost:
 
     async def _keep_alive(self) -> None:
         while True:
-            await self._await_gpus()
-            self._ready_at = None
+            await self._gpus.acquire()
+            self._began, self._ready_at = time.monotonic(), None
             try:
-                await self._run_engine(time.monotonic())
+                await self._run_engine(await self._prepare_weights())
                 reason = "the engine ended"
             except (TidegateError, OSError) as error:
                 reason = str(error)
-            if self._state is ReplicaPhase.DRAINING:
+            finally:
+                self._gpus.released()
+            if self.replica.state is ReplicaPhase.DRAINING:
                 self._drained.set()
                 return
             # Time before ready does not count: a slow start that fails is another failure of the row.
             lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-            self._failures = failures_after(self._failures, lived_s, self._stable_s)
-            self._url = ""
-            self._load = Load(at=time.time())
+            failures = failures_after(self.replica.failures, lived_s, self._stable_s)
             self._waiting = ()
-            self._incarnation += 1
-            self._become(ReplicaPhase.STARTING, reason)
-            if self._failures >= MAX_FAILURES and await self._give_up():
-                return
-            await asyncio.sleep(RESTART_BACKOFF.delay_s(self._failures))
-
-    async def _run_engine(self, began: float) -> None:
-        model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
-        if (weights := self.spec.weights) is not None:
-            known = await asyncio.to_thread(was_read_before, weights.digest)
-            self._start_path = StartPath.CACHED if known else StartPath.COLD
-            prepared = await asyncio.to_thread(
-                prepare_verified,
-                weights,
-                token_file=model.token_file,
-                progress=self._log_progress,
-                prepare=self._prepare,
+            self.update(
+                url="", load=Load(at=time.time()), failures=failures, incarnation=self.replica.incarnation + 1
             )
-            self._weights = str(prepared.path)
-            if not shape.gpus and not self._cores:
-                self._cores = await asyncio.to_thread(
-                    cpu_core_assignment.claim_cores, self._core_claims, shape.cpus
-                )
+            self._become(ReplicaPhase.STARTING, reason)
+            if failures >= MAX_FAILURES and not await self._gpus.may_retry():
+                self.lost.set()
+                return
+            await asyncio.sleep(RESTART_BACKOFF.delay_s(self.replica.failures))
+
+    async def _prepare_weights(self) -> str:
+        """The directory of the weights on this node, and this node's cores; empty without weights."""
+        if (weights := self.spec.weights) is None:
+            return ""
+        known = await asyncio.to_thread(was_read_before, weights.digest)
+        self.update(start_path=StartPath.CACHED if known else StartPath.COLD)
+        loop = asyncio.get_running_loop()
+
+        def log_progress(progress: Progress) -> None:
+            if progress.fraction is not None or progress.step not in ("fetch", "verify"):
+                # A download or build, or the wait for another process that does it.
+                loop.call_soon_threadsafe(partial(self.update, start_path=StartPath.COLD))
+            self._log.write(f"{progress.step}: {progress.message}\n".encode())
+
+        prepared = await asyncio.to_thread(
+            prepare_verified,
+            weights,
+            token_file=self.spec.model.token_file,
+            progress=log_progress,
+            prepare=self._prepare,
+        )
+        if not self._shape.gpus and not self._cores:
+            self._cores = await asyncio.to_thread(
+                cpu_core_assignment.claim_cores, self._core_claims, self._shape.cpus
+            )
+        return str(prepared.path)
+
+    async def _run_engine(self, weights: str) -> None:
+        """Run an engine process until it ends; raises :class:`EngineFailed` with the reason."""
         read, write = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -288,73 +313,63 @@ class ReplicaHost:
         finally:
             os.close(write)
         self._process = process
-        assert process.stdin is not None
+        self.update(pid=process.pid)
         assert process.stdout is not None
         pump = asyncio.create_task(self._log.pump(process.stdout))
         try:
-            process.stdin.write(msgspec.json.encode(self._engine_spec()) + b"\n")
-            failed = await self._listen(read, began)
-            if failed:
+            self.command(msgspec.json.encode(self._engine_spec(weights)))
+            if failed := await self._listen(read, process):
                 raise EngineFailed(failed)
-            code = await process.wait()
-            raise EngineFailed(f"the engine ended with {_status(code)}")
+            raise EngineFailed(f"the engine ended with {_status(await process.wait())}")
         finally:
             await end_child(process, KILL_AFTER_S, group=True)
             pump.cancel()
 
-    async def _listen(self, read: int, began: float) -> str:
+    async def _listen(self, read: int, process: asyncio.subprocess.Process) -> str:
         """Follow the engine's events until its pipe closes; the error that it reported last."""
         reader = asyncio.StreamReader(limit=1 << 20)
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb")
         )
-        process = self._process
-        assert process is not None
+        # The engine's children may hold the pipe open after it died, so its exit counts.
         ended = asyncio.create_task(process.wait())
+        ended.add_done_callback(lambda _: loop.call_later(LAST_OUTPUT_S, reader.feed_eof))
         failed = ""
+        # Once it listens, an engine reports every second.
+        silence_s = self.spec.model.control.progress_timeout_s
         try:
             while True:
-                line = asyncio.create_task(reader.readline())
-                # The engine's children may hold the pipe open after it died, so its exit counts.
-                await asyncio.wait(
-                    {line, ended}, return_when=asyncio.FIRST_COMPLETED, timeout=self._silence_timeout_s
-                )
-                if not line.done():
-                    await asyncio.wait({line}, timeout=LAST_WORDS_S)
-                if not line.done():
-                    line.cancel()
-                    silent = (
-                        "" if ended.done() else f"the engine was silent for {self._silence_timeout_s:g} s"
-                    )
-                    return failed or silent
-                if not line.result().endswith(b"\n"):
+                async with asyncio.timeout(silence_s if self.replica.url else None):
+                    line = await reader.readline()
+                if not line.endswith(b"\n"):
                     return failed
-                failed = self._take(msgspec.json.decode(line.result(), type=Event), began) or failed
+                failed = self.receive(msgspec.json.decode(line, type=Event)) or failed
+        except TimeoutError:
+            return failed or f"the engine was silent for {silence_s:g} s"
         finally:
             ended.cancel()
             transport.close()
 
-    @property
-    def _silence_timeout_s(self) -> float | None:
-        """How long an engine may be silent, in seconds: once it listens, it reports every second."""
-        return self.spec.model.control.progress_timeout_s if self._url else None
-
-    def _take(self, event: Event, began: float) -> str:
+    def receive(self, event: Event) -> str:
+        """Take an event of the engine; returns the error that it reports."""
         if event.url:
-            self._url = event.url
-            self._max_model_len = event.max_model_len
-            self._start_s = time.monotonic() - began
+            start_s = time.monotonic() - self._began
+            self.update(url=event.url, max_model_len=event.max_model_len, start_s=start_s)
             if self.spec.weights is not None:
                 record_read(self.spec.weights.digest)
-        if event.line is not None:
-            self._load = event.line.load
-            self._adapters = event.line.adapters
-            if event.line.state is ReplicaPhase.READY and self._state is ReplicaPhase.STARTING:
+        if (line := event.line) is not None:
+            self.update(load=line.load, adapters=line.adapters)
+            if line.state is ReplicaPhase.READY and self.replica.state is ReplicaPhase.STARTING:
                 self._ready_at = time.monotonic()
                 self._become(ReplicaPhase.READY)
                 self._settled.set()
-            elif self._drains_for_good(event.line.state) and not self._load.in_flight:
+            elif (
+                self.replica.state is ReplicaPhase.DRAINING
+                # An engine that sleeps has nothing to drain.
+                and line.state in (ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP)
+                and not line.load.in_flight
+            ):
                 self._drained.set()
             # Waiting counts are as current as the last line, even if nothing else changed.
             self._waiting = tuple(
@@ -362,6 +377,7 @@ class ReplicaHost:
                 for use in event.uses
                 if use.waiting
             )
+            self._gpus.reported(line.state)
         if event.engine is not None:
             if event.engine.preempted < self._preempted:
                 # Totals of a restarted engine start at zero.
@@ -372,25 +388,16 @@ class ReplicaHost:
         self._uses.extend(msgspec.structs.replace(use, waiting=0) for use in event.uses)
         return event.failed
 
-    def _drains_for_good(self, does: ReplicaPhase) -> bool:
-        """Whether the engine drains for good; one that sleeps has nothing to drain."""
-        draining = self._state is ReplicaPhase.DRAINING
-        return draining and does in (ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP)
-
-    def _engine_spec(self) -> EngineSpec:
-        model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
-        adapters = model.adapters
+    def _engine_spec(self, weights: str) -> EngineSpec:
+        model, shape, adapters = self.spec.model, self._shape, self.spec.model.adapters
         return EngineSpec(
             kind=model.engine,
-            replica=self._replica,
             model=model.name,
             runner=model.runner,
-            shape=self.spec.shape,
-            generation=self.spec.generation,
             host=self._address,
             secret=self.spec.secret,
             bound=shape.max_in_flight,
-            weights=self._weights,
+            weights=weights,
             tensor_parallel=shape.tensor_parallel,
             cpus=0 if shape.gpus else shape.cpus,
             engine_args={**model.engine_args, **shape.engine_args},
@@ -403,20 +410,12 @@ class ReplicaHost:
             blobs=(str(StateDir(Path(self.spec.state_dir)).adapters), str(node_cache())),
             controller=self.spec.controller,
             hold=self._hold,
+            sleeps=self._gpus.visible is not None,
         )
 
-    def _log_progress(self, progress: Progress) -> None:
-        if progress.fraction is not None or progress.step not in ("fetch", "verify"):
-            # A download or build, or the wait for another process that does it.
-            self._start_path = StartPath.COLD
-        self._log.write(f"{progress.step}: {progress.message}\n".encode())
-
     async def _watch_cards(self) -> None:
-        def tell(power: PowerReport | None) -> None:
-            self.power = power
-
-        gpus = self.spec.model.shapes[self.spec.shape].gpus
-        await watch(devices(gpus, self._environment()), tell)
+        async for power in watch(devices(self._shape.gpus, self._environment())):
+            self._power = power
 
     def _environment(self) -> dict[str, str]:
         # Ray limits its workers' threads and metrics; the engine must not inherit that.
@@ -428,7 +427,10 @@ class ReplicaHost:
             # initialisation of a model took 154 s. This short spin costs nothing without contention
             # (28 tok/s, against 26 by default and 23 without spinning).
             env["GOMP_SPINCOUNT"] = "10000"
-        return env | self.spec.model.env
+        env |= self.spec.model.env
+        if self._gpus.visible is not None:
+            env["CUDA_VISIBLE_DEVICES"] = self._gpus.visible
+        return env
 
 
 _NOT_INHERITED = frozenset(

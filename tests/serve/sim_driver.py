@@ -32,11 +32,8 @@ def spec(
     """A small simulated engine called ``base`` with one adapter, ``sql``, and ``slots`` for others."""
     return EngineSpec(
         kind=EngineKind.SIM,
-        replica="r1",
         model="base",
         runner=runner,
-        shape="small",
-        generation=1,
         host="127.0.0.1",
         secret="s",
         bound=64,

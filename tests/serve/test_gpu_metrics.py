@@ -156,20 +156,18 @@ def test_a_replica_asks_its_own_cards(gpus: int, environment: dict[str, str], na
     assert devices(gpus, environment) == names
 
 
-@pytest.mark.parametrize("lacks", ["library", "driver", "card"])
-async def test_without_anything_to_ask_there_are_no_figures_and_one_line(
-    lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("missing", ["library", "driver", "card"])
+async def test_without_nvml_there_are_no_metrics_and_one_log_line(
+    missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nvml = FakeNvml(*([] if lacks == "card" else [card()]))
-    nvml.driver = lacks != "driver"
-    monkeypatch.setitem(sys.modules, "pynvml", None if lacks == "library" else nvml)
-    told: list[PowerReport | None] = []
-    await watch(("0",), told.append)
-    assert told == []
+    nvml = FakeNvml(*([] if missing == "card" else [card()]))
+    nvml.driver = missing != "driver"
+    monkeypatch.setitem(sys.modules, "pynvml", None if missing == "library" else nvml)
+    assert [report async for report in watch(("0",))] == []
     (line,) = caplog.messages
     assert line.startswith("GPU power metrics unavailable")
 
 
-async def test_a_shape_without_cards_asks_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    await watch((), lambda _: pytest.fail("there is nothing to tell"))
+async def test_a_shape_without_gpus_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert [report async for report in watch(())] == []
     assert caplog.messages == []

@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 def spec(engine_args: dict[str, Any], runner: Runner = Runner.GENERATE) -> EngineSpec:
     return EngineSpec(
-        kind=EngineKind.VLLM, replica="r", model="m", runner=runner, shape="s", generation=1,
-        host="127.0.0.1", secret="x", bound=8, weights="/weights", tensor_parallel=2, engine_args=engine_args,
+        kind=EngineKind.VLLM, model="m", runner=runner, host="127.0.0.1",
+        secret="x", bound=8, weights="/weights", tensor_parallel=2, engine_args=engine_args,
     )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ async def test_it_has_what_it_holds_when_it_is_ready_and_loads_the_rest_on_deman
         async with asyncio.timeout(WITHIN_S):
             while sum(use.requests for use in uses) < 41:
                 await asyncio.sleep(0.02)
-                uses += there.host.take_uses()
+                uses += there.host.take_heartbeat().uses
         assert [sum(use.requests for use in uses if use.name == name) for name in "abc"] == [1, 0, 40]
         assert sum(use.loads for use in uses if use.name == "c") == 1
         assert sum(use.busy_s for use in uses if use.name == "c") > 0

@@ -9,7 +9,6 @@ import httpx
 import msgspec
 
 from policy.engine.step_samples import StepSample
-from policy.types import Replica
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from policy.wire.reports import EngineReport, PowerReport
 from serve.engine.adapters.usage import MAX_VERSIONS, AdapterUsage
@@ -51,16 +50,10 @@ class Host:
         self.power: PowerReport | None = None
         self.obeyed: list[Orders] = []
 
-    def snapshot(self) -> Replica:
-        return replica()
-
-    def take_uses(self) -> tuple[AdapterUse, ...]:
-        uses, self.uses = tuple(self.uses), []
-        return uses
-
-    def take_engine(self) -> EngineReport | None:
-        told, self.engine = self.engine, None
-        return told
+    def take_heartbeat(self) -> Heartbeat:
+        beat = Heartbeat(replica=replica(), uses=tuple(self.uses), engine=self.engine, power=self.power)
+        self.uses, self.engine = [], None
+        return beat
 
     def obey(self, orders: Orders) -> None:
         self.obeyed.append(orders)

@@ -84,26 +84,26 @@ async def test_what_was_done_with_adapters_is_told_once_and_who_waits_as_long_as
     host = make()
     line = LoadLine(state=ReplicaPhase.STARTING, load=Load(at=0.0))
     use = AdapterUse(name="a", digest="a" * 64, requests=3, waiting=2)
-    host._take(Event(line=line, uses=(use,)), 0.0)
-    host._take(Event(failed="not of interest"), 0.0)
-    assert [(one.requests, one.waiting) for one in host.take_uses()] == [(3, 0), (0, 2)]
-    assert [(one.requests, one.waiting) for one in host.take_uses()] == [(0, 2)]
-    host._take(Event(line=line), 0.0)
-    assert host.take_uses() == ()
+    host.receive(Event(line=line, uses=(use,)))
+    host.receive(Event(failed="not of interest"))
+    assert [(one.requests, one.waiting) for one in host.take_heartbeat().uses] == [(3, 0), (0, 2)]
+    assert [(one.requests, one.waiting) for one in host.take_heartbeat().uses] == [(0, 2)]
+    host.receive(Event(line=line))
+    assert host.take_heartbeat().uses == ()
 
 
 async def test_what_its_engine_tells_of_steps_is_told_once_and_totals_outlast_a_restart(make: Make) -> None:
     host = make()
     step = StepSample(2, 4.0, 600.0, 4.0, 0.1)
-    host._take(Event(engine=EngineReport(preempted=3, steps=(step,))), 0.0)
-    host._take(Event(engine=EngineReport(preempted=5, deferred=1, steps=(step,))), 0.0)
+    host.receive(Event(engine=EngineReport(preempted=3, steps=(step,))))
+    host.receive(Event(engine=EngineReport(preempted=5, deferred=1, steps=(step,))))
     both = EngineReport(preempted=5, deferred=1, steps=(StepSample(4, 4.0, 600.0, 4.0, 0.1),))
-    assert host.take_engine() == both
-    assert host.take_engine() is None
+    assert host.take_heartbeat().engine == both
+    assert host.take_heartbeat().engine is None
     # An engine that was restarted counts from nothing.
     for preempted, total in ((0, 5), (2, 7), (0, 7), (1, 8)):
-        host._take(Event(engine=EngineReport(preempted=preempted)), 0.0)
-        assert host.take_engine() == EngineReport(preempted=total)
+        host.receive(Event(engine=EngineReport(preempted=preempted)))
+        assert host.take_heartbeat().engine == EngineReport(preempted=total)
 
 
 async def test_the_first_start_of_weights_on_a_node_is_cold_and_the_next_one_is_not(
@@ -208,7 +208,7 @@ async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> N
         async with http.stream("POST", "/v1/completions", json=prompt(100)) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
-            draining = asyncio.ensure_future(host.drain(WITHIN_S))
+            draining = asyncio.ensure_future(host.drain())
             await until(host, lambda r: r.state is ReplicaPhase.DRAINING and r.load.in_flight == 1)
             # The host says so at once, and its engine as soon as it hears of it.
             async with asyncio.timeout(WITHIN_S):
@@ -225,11 +225,13 @@ async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> N
 
 @pytest.mark.parametrize("ends_by", ["deadline", "death"])
 async def test_draining_ends_at_its_deadline_or_with_its_engine(make: Make, ends_by: str) -> None:
-    host = make(sim={"profile": "sim-small", "speed": 0.001})
+    timeout_s = 0.05 if ends_by == "deadline" else 3600.0
+    sim = {"profile": "sim-small", "speed": 0.001}
+    host = make(sim=sim, control={"mode": {"drain_timeout_s": timeout_s}})
     await host.start()
     async with client(host.snapshot().url) as http, http.stream("POST", "/v1/completions", json=prompt(1000)):
         await until(host, lambda r: r.load.in_flight == 1)
-        draining = asyncio.ensure_future(host.drain(0.05 if ends_by == "deadline" else 3600.0))
+        draining = asyncio.ensure_future(host.drain())
         if ends_by == "death":
             await until(host, lambda r: r.state is ReplicaPhase.DRAINING)
             os.kill(host.snapshot().pid, signal.SIGKILL)

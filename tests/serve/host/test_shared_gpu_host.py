@@ -42,7 +42,7 @@ def model(**over: Any) -> dict[str, Any]:
 
 @pytest.fixture
 async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
-    monkeypatch.setattr(shared_gpu_host, "FIRST_WORD_S", 0.1)
+    monkeypatch.setattr(shared_gpu_host, "FIRST_ORDERS_S", 0.1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     made: list[SharedGpuHost] = []
 
@@ -255,7 +255,7 @@ async def test_draining_and_stopping_leave_no_process(make: Make) -> None:
     await bed.start()
     pids = [replica.pid for replica in snapshots(bed)]
     async with asyncio.timeout(WITHIN_S):
-        await bed.drain(3600.0)
+        await bed.drain()
     await bed.stop()
     assert set(states(bed).values()) == {ReplicaPhase.STOPPED}
     assert not [pid for pid in pids if psutil.pid_exists(pid)]

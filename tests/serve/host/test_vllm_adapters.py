@@ -133,16 +133,16 @@ async def test_a_load_delays_a_stream_by_less_than_a_step(engine: Engine) -> Non
 
 async def test_many_first_requests_are_one_load(engine: Engine) -> None:
     cold = engine.adapter("cold", adapter(20))
-    engine.host.take_uses()
+    engine.host.take_heartbeat()
     answers = await asyncio.gather(*(engine.ask(cold, tokens=2) for _ in range(50)))
     assert {answer.status_code for answer in answers} == {200}
     loads = 0
     async with asyncio.timeout(WITHIN_S):
         while not loads:
             await asyncio.sleep(0.05)
-            loads += sum(use.loads for use in engine.host.take_uses())
+            loads += sum(use.loads for use in engine.host.take_heartbeat().uses)
     await asyncio.sleep(1.5)
-    assert loads + sum(use.loads for use in engine.host.take_uses()) == 1
+    assert loads + sum(use.loads for use in engine.host.take_heartbeat().uses) == 1
 
 
 async def test_clients_that_leave_never_have_others_served_by_the_wrong_adapter(engine: Engine) -> None:

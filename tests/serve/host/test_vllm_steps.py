@@ -35,7 +35,7 @@ async def test_an_engine_model_is_found_from_the_steps_of_a_real_engine(host: Re
 
     async def listen() -> None:
         while True:
-            told.extend((host.take_engine() or EngineReport()).steps)
+            told.extend((host.take_heartbeat().engine or EngineReport()).steps)
             await asyncio.sleep(0.5)
 
     async def ask(words: int, tokens: int) -> None:
