@@ -13,8 +13,6 @@ ANSWER_GAIN = 0.02
 class AnswerLength:
     """The decaying mean of tokens per answer of a model."""
 
-    __slots__ = ("_count", "mean")
-
     def __init__(self) -> None:
         self._count = 0
         self.mean = ASSUMED_OUTPUT_TOKENS
@@ -39,12 +37,14 @@ class Request:
 
     ``ticket`` is its place in the order of arrival, kept when a replica returns it. ``avoid`` names replicas
     that failed it: they are used only if there is no other. ``begun`` counts failures after an attempt began.
+    ``passed`` counts the later requests that went to a replica that could have served it while it waits.
     """
 
     # Written out, because the methods of @dataclass are not compiled.
     __slots__ = (
         "adapter", "adapter_key", "arrived", "avoid", "begun", "deadline", "depths", "model",
-        "output_tokens", "prefix", "priority", "prompt_tokens", "session", "size", "tenant", "ticket",
+        "output_tokens", "passed", "prefix", "priority", "prompt_tokens", "session", "size", "tenant",
+        "ticket",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917 - made for each request, in one place
@@ -82,6 +82,7 @@ class Request:
         self.ticket = ticket
         self.avoid = set() if avoid is None else avoid
         self.begun = begun
+        self.passed = 0
 
     @property
     def tokens(self) -> int:

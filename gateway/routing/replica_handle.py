@@ -96,7 +96,7 @@ class ReplicaHandle:
         # Tidegate's replicas report their adapters themselves.
         self.residency = LoadedAdapters(replica.adapters if secret is None else (), loads=secret is not None)
         self.health = health or ReplicaHealth(HealthCounters(), lambda: 0.5)
-        self.breaker = self.health.ejections.join()
+        self.breaker = self.health.join()
         self.relays: set[Relay] = set()
         self.answering = False
         self.open = True
@@ -131,7 +131,7 @@ class ReplicaHandle:
             and self.open
             and not self.full
             and self.replica.state is ReplicaPhase.READY
-            and (self.breaker.state is BreakerState.CLOSED or self.health.ejections.admits(self.breaker))
+            and (self.breaker.state is BreakerState.CLOSED or self.health.admits(self.breaker))
         )
 
     def serves(self, adapter: str) -> bool:
@@ -340,7 +340,7 @@ class ReplicaHandle:
         """Send no more requests; those in flight continue on their own connections."""
         self._events.forgotten(self.model, self.view.key)
         self.answering = False
-        self.health.ejections.leave(self.breaker)
+        self.health.leave(self.breaker)
         if self._following is not None:
             self._following.cancel()
         self.pool.close()

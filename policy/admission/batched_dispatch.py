@@ -6,9 +6,9 @@ from collections.abc import Callable, Container, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from policy.admission.queue import Waiting
+from policy.admission.fairness import QueueOrder
 from policy.request import Request
-from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.cost import Candidate
 
 # How many waiting requests are searched for companions.
 WINDOW = 32
@@ -20,122 +20,102 @@ MOST_PASSED = 8
 QUANTUM = 8192.0
 
 
-class Assignment(NamedTuple):
-    """``request`` goes to ``quote.candidate``, before those in ``passed``, which it could have served too."""
-
-    request: Request
-    quote: CostEstimate
-    passed: tuple[Request, ...]
-
-
 class FreeSlots(NamedTuple):
     """What dispatch asks of the replicas.
 
-    ``quote`` is where a request would go now, if anywhere, given all assignments so far. ``could`` is whether
-    a replica can serve a request at all, room aside. ``runs`` are the adapters in use on one.
+    ``choose`` is where a request would go now, if anywhere, given all assignments so far. ``could`` is
+    whether a replica can serve a request at all, room aside. ``runs`` are the adapters in use on one.
     """
 
-    quote: Callable[[Request], CostEstimate | None]
+    choose: Callable[[Request], Candidate | None]
     could: Callable[[Request, Candidate], bool]
     runs: Callable[[Candidate], Container[str]]
 
 
-def dispatch(order: Iterator[Waiting], room: FreeSlots) -> Iterator[Assignment]:
-    """Assignments in the fair ``order``; the caller takes each slot before it asks for the next assignment.
+def dispatch(order: Iterator[QueueOrder], room: FreeSlots) -> Iterator[Request]:
+    """The requests that go now to their last choice; the caller takes each slot before it asks for the next.
 
-    The first request that any replica can take goes. While that replica has room, companions among the next
-    :data:`WINDOW` requests follow it: first those that share its adapter and first prefix, then those of an
-    adapter in use there. Then the next in order is the first. A request is passed by others at a replica that
-    could have served it at most :data:`MOST_PASSED` times, and by none whose turn is more than
-    :data:`QUANTUM` later or whose priority is lower.
+    The first request in the fair ``order`` that any replica can take goes. While that replica has room,
+    companions among the next :data:`WINDOW` requests follow it: first those that share its adapter and first
+    prefix, then those of an adapter in use there. Then the next in order is the first. A request is passed by
+    others at a replica that could have served it at most :data:`MOST_PASSED` times, and by none whose turn is
+    more than :data:`QUANTUM` later or whose priority is lower.
     """
     window = _Window(order, room)
     misses = 0
     while misses < MOST_MISSES and (first := window.next()) is not None:
-        quote = room.quote(first.request)
-        pick = None if quote is None else window.pick(first, quote)
-        if pick is None:
+        request = window.turns[first].request
+        candidate = room.choose(request)
+        if candidate is None or not window.take(first, candidate):
             misses += 1
         else:
-            yield pick
-            yield from window.companions(first, pick.quote.candidate)
-
-
-class _Waiter:
-    """One of the window, ``gone`` once assigned."""
-
-    __slots__ = ("gone", "passed", "request", "tag")
-
-    def __init__(self, turn: Waiting) -> None:
-        self.request, self.tag, self.passed = turn
-        self.gone = False
+            yield request
+            yield from window.companions(request, candidate)
 
 
 class _Window:
-    """The part of the order that was read so far; mostly one request is enough."""
+    """The ``turns`` that were read so far, by their place in the order; mostly one request is enough."""
 
-    def __init__(self, order: Iterator[Waiting], room: FreeSlots) -> None:
+    def __init__(self, order: Iterator[QueueOrder], room: FreeSlots) -> None:
         self._order = order
         self._room = room
-        self._waiters: list[_Waiter] = []
+        self.turns: list[QueueOrder] = []
+        self._taken: set[int] = set()
         self._tried = 0
 
-    def next(self) -> _Waiter | None:
-        """The next in order that was neither assigned nor tried."""
+    def next(self) -> int | None:
+        """The next place that was neither taken nor tried."""
         while self._tried < WINDOW:
-            if self._tried == len(self._waiters):
+            if self._tried == len(self.turns):
                 self._grow(1)
-            if self._tried == len(self._waiters):
+            if self._tried == len(self.turns):
                 break
-            waiter = self._waiters[self._tried]
+            place = self._tried
             self._tried += 1
-            if not waiter.gone:
-                return waiter
+            if place not in self._taken:
+                return place
         return None
 
-    def pick(self, waiter: _Waiter, quote: CostEstimate) -> Assignment | None:
-        """The assignment of ``waiter``, unless it would pass a request that must not be passed."""
-        passed = []
-        for other in self._waiters:
-            if other is waiter:
-                break
-            if not other.gone and self._room.could(other.request, quote.candidate):
+    def take(self, place: int, candidate: Candidate) -> bool:
+        """Let the request there go to ``candidate``, unless it would pass one that must not be passed."""
+        request, tag = self.turns[place]
+        passed: list[Request] = []
+        for i in range(place):
+            other, earlier_tag = self.turns[i]
+            if i not in self._taken and self._room.could(other, candidate):
                 if (
                     other.passed >= MOST_PASSED
-                    or other.request.priority is not waiter.request.priority
-                    or waiter.tag - other.tag > QUANTUM
+                    or other.priority is not request.priority
+                    or tag - earlier_tag > QUANTUM
                 ):
-                    return None
+                    return False
                 passed.append(other)
         for other in passed:
             other.passed += 1
-        waiter.gone = True
-        return Assignment(waiter.request, quote, tuple(other.request for other in passed))
+        self._taken.add(place)
+        return True
 
-    def companions(self, first: _Waiter, candidate: Candidate) -> Iterator[Assignment]:
+    def companions(self, first: Request, candidate: Candidate) -> Iterator[Request]:
         """The companions of ``first``, as long as the router sends them to ``candidate``."""
         if candidate.bound and candidate.in_flight >= candidate.bound:
             return
         self._grow(WINDOW)
         running = self._room.runs(candidate)
         ranked: list[tuple[int, int]] = []
-        for place in range(self._tried, len(self._waiters)):
-            waiter = self._waiters[place]
-            kinship = None if waiter.gone else _kinship(first.request, waiter.request, running)
-            if kinship is not None:
-                ranked.append((kinship, place))
+        for place in range(self._tried, len(self.turns)):
+            if place not in self._taken:
+                kinship = _kinship(first, self.turns[place].request, running)
+                if kinship is not None:
+                    ranked.append((kinship, place))
         for _, place in sorted(ranked):
-            waiter = self._waiters[place]
-            quote = self._room.quote(waiter.request)
-            if quote is None or quote.candidate is not candidate:
+            request = self.turns[place].request
+            if self._room.choose(request) is not candidate:
                 return
-            pick = self.pick(waiter, quote)
-            if pick is not None:
-                yield pick
+            if self.take(place, candidate):
+                yield request
 
     def _grow(self, count: int) -> None:
-        count = min(count, WINDOW - len(self._waiters))
-        self._waiters.extend(_Waiter(turn) for turn in islice(self._order, count))
+        self.turns.extend(islice(self._order, min(count, WINDOW - len(self.turns))))
 
 
 def _kinship(first: Request, other: Request, running: Container[str]) -> int | None:

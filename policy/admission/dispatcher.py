@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from policy.admission.batched_dispatch import FreeSlots, dispatch
-from policy.admission.fairness import FairQueue, Peers, ReservedSlots
-from policy.admission.queue import Admitted, Queue, Waiting
+from policy.admission.fairness import FairQueue, Peers, QueueOrder, ReservedSlots
+from policy.admission.queue import Admitted, Queue
 from policy.admission.replica_pool import Replica, ReplicaPool
 from policy.admission.retry import RESULTS, AttemptOutcome, Cause, Rejection, RetryState
 from policy.errors import Refusal
@@ -271,11 +271,12 @@ class Dispatcher(Generic[R]):
             return
         waiting = self.waiting
 
-        def quote(request: Request) -> CostEstimate | None:
+        def choose(request: Request) -> Candidate | None:
             ticket = waiting[request.ticket]
             if ticket.is_abandoned() or not self.has_room() or not self.choose(ticket, at):
                 return None
-            return ticket.quote
+            assert ticket.quote is not None
+            return ticket.quote.candidate
 
         def could(request: Request, candidate: Candidate) -> bool:
             return not request.adapter or pool.serves(candidate, request.adapter)
@@ -283,18 +284,16 @@ class Dispatcher(Generic[R]):
         def adapters(candidate: Candidate) -> Container[str]:
             return {"", *self._adapters.get(candidate.id, ())}
 
-        picks = []
-        for pick in dispatch(self._in_order(), FreeSlots(quote, could, adapters)):
-            self.take_slot(waiting[pick.request.ticket], at)
-            picks.append(pick)
-        for pick in picks:
-            ticket = waiting.pop(pick.request.ticket)
+        picked = []
+        for request in dispatch(self._in_order(), FreeSlots(choose, could, adapters)):
+            self.take_slot(waiting[request.ticket], at)
+            picked.append(request.ticket)
+        for number in picked:
+            ticket = waiting.pop(number)
             ticket._admit(at)
-            for passed in pick.passed:
-                queue.pass_by(passed)
             pool.queued(-1)
             self._resolved(ticket)
-        if not picks:
+        if not picked:
             self.idle_since = at
 
     def expire(self, at: float) -> None:
@@ -388,13 +387,13 @@ class Dispatcher(Generic[R]):
         free = sum([max(0, each.bound - each.in_flight) for each in candidates])
         return self.reserved.kept_from(tenant, free, len(candidates))
 
-    def _in_order(self) -> Iterator[Waiting]:
+    def _in_order(self) -> Iterator[QueueOrder]:
         """Waiting requests in order, without those of tenants that leave the last slots to others."""
         denied: set[str] = set()
-        for waiting in islice(self.queue.walk(), MAX_CONSIDERED):
-            tenant = waiting.request.tenant
+        for turn in islice(self.queue.walk(), MAX_CONSIDERED):
+            tenant = turn.request.tenant
             if tenant not in denied:
                 if self._kept_from(tenant, self.pool.candidates()) >= 0:
-                    yield waiting
+                    yield turn
                 else:  # slots that are taken leave less room, never more
                     denied.add(tenant)

@@ -17,8 +17,6 @@ class OrderedSet(Generic[T]):
     entry is current while it is its member's last; ``puts`` numbers the last entry of each member.
     """
 
-    __slots__ = ("_heap", "_puts", "puts")
-
     def __init__(self) -> None:
         self._heap: list[_Entry[T]] = []
         self.puts: dict[T, int] = {}

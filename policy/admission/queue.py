@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from policy.admission.fairness import Discipline, cost
+from policy.admission.fairness import Discipline, QueueOrder, cost
 from policy.admission.ordered_set import OrderedSet
 from policy.admission.wait_prediction import LEAST, RANK, ServiceRate, WaitMargin
 from policy.errors import Refusal
@@ -43,17 +43,6 @@ class Verdict(NamedTuple):
     displaced: tuple[Request, ...] = ()
 
 
-class Waiting(NamedTuple):
-    """A waiting request in order; ``tag`` as in :class:`policy.admission.fairness.QueueOrder`.
-
-    ``passed`` counts later requests that a replica was given which could have served this one.
-    """
-
-    request: Request
-    tag: float
-    passed: int
-
-
 class Admitted:
     """A request that was sent to a replica, until :meth:`Queue.ended`."""
 
@@ -77,7 +66,6 @@ class Queue:
         self._classes: dict[Priority, Discipline[Any]] = {priority: discipline() for priority in Priority}
         self.waiting: dict[int, Request] = {}
         self._deadlines: OrderedSet[Request] = OrderedSet()
-        self._passed: dict[int, int] = {}
         self._drain = ServiceRate()
         self._margin = WaitMargin()
         self._predicted: dict[int, tuple[float, float]] = {}
@@ -154,7 +142,6 @@ class Queue:
             return False
         self._classes[request.priority].remove(request)
         self._deadlines.drop(request)
-        self._passed.pop(request.ticket, None)
         self._predicted.pop(request.ticket, None)
         self.size -= request.size
         self._drain.busy(at, waits=self.ready and bool(self.waiting))
@@ -181,17 +168,11 @@ class Queue:
             self._drain.ended(began.request.ticket, at, whole=whole)
             self._classes[began.request.priority].ended(began.charge)
 
-    def walk(self) -> Iterator[Waiting]:
+    def walk(self) -> Iterator[QueueOrder]:
         """All waiting requests in order; the queue must not change meanwhile."""
-        passed = self._passed
         for queue in self._classes.values():
             if len(queue):
-                for request, tag in queue.walk():
-                    yield Waiting(request, tag, passed.get(request.ticket, 0))
-
-    def pass_by(self, request: Request) -> None:
-        """A later request went to a replica that could have served ``request``."""
-        self._passed[request.ticket] = self._passed.get(request.ticket, 0) + 1
+                yield from queue.walk()
 
     @property
     def unmeasured(self) -> bool:
@@ -258,6 +239,7 @@ class Queue:
     def _put(self, request: Request, at: float, *, returned: bool) -> None:
         if request.ticket in self.waiting:
             raise ValueError(f"ticket {request.ticket} already waits")
+        request.passed = 0
         self.waiting[request.ticket] = request
         self._classes[request.priority].add(request, returned=returned)
         self._deadlines.put(request, request.deadline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import msgspec
 
@@ -16,26 +17,6 @@ _HOLD = 1e-3
 _HUBER = 0.08
 _ENOUGH = 1e-4
 Vector = list[float]
-
-
-def ridge_fit(model: EngineModel) -> EngineModel:
-    """The engine model at its own degree, as one device.
-
-    The all-reduce time per token is counted as compute, which is within 3 % of a step.
-    """
-    if model.degree == 1:
-        return model
-    k = model.degree
-    per_token = 2 * model.layers * model.allreduce_b * 2 * (k - 1) / k
-    return EngineModel(
-        o=model.o + 2 * model.layers * model.allreduce_a,
-        w=model.w / k,
-        c=model.c / k + per_token,
-        g=model.g / k,
-        r=model.r,
-        p=model.p,
-        layers=model.layers,
-    )
 
 
 def fit(points: Sequence[StepSample], prior: EngineModel, *starts: EngineModel) -> EngineModel:
@@ -135,38 +116,23 @@ def _linear(
 
 
 def _non_negative(normal: Sequence[Vector], right: Vector) -> Vector:
-    """Lawson and Hanson's active set, on normal equations."""
+    """The best of the solutions that leave some coefficients at 0 and have the others above it.
+
+    The minimum is unique, and there are only 31 choices. Most often it is the first, of all coefficients.
+    """
     size = len(right)
-    free: list[int] = []
-    found = [0.0] * size
-    for _ in range(4 * size):
-        gradient = [
-            right[i] - sum(a * b for a, b in zip(normal[i], found, strict=True)) if i not in free else 0.0
-            for i in range(size)
-        ]
-        best = max(range(size), key=gradient.__getitem__)
-        if gradient[best] <= 1e-12:
-            break
-        free.append(best)
-        while True:
+    found, gain = [0.0] * size, 0.0
+    for count in range(size, 0, -1):
+        for free in combinations(range(size), count):
             solved = _solve([[normal[i][j] for j in free] for i in free], [right[i] for i in free])
-            if min(solved) > 0.0:
+            reached = sum(right[i] * value for i, value in zip(free, solved, strict=True))
+            if min(solved) > 0.0 and reached > gain:
+                gain = reached
                 found = [0.0] * size
                 for i, value in zip(free, solved, strict=True):
                     found[i] = value
-                break
-            # As far as the first that would be less than 0, which is held there.
-            step = min(
-                found[i] / (found[i] - value) for i, value in zip(free, solved, strict=True) if value <= 0.0
-            )
-            for i, value in zip(free, solved, strict=True):
-                found[i] += step * (value - found[i])
-            stay = [i for i in free if found[i] > 1e-12]
-            for i in set(free) - set(stay):
-                found[i] = 0.0
-            free = stay
-            if not free:
-                break
+        if gain and count == size:
+            break
     return found
 
 

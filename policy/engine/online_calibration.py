@@ -3,7 +3,7 @@
 The last samples of each region of load are kept, so no region dominates. A region counts by its median
 sample, so bursts of stalls change nothing. A change that recently seen regions share is applied to the
 others. Samples of a replica that is slower than its peers are corrected for that. Coefficients are those of
-the shape's own degree, as one device (:func:`policy.engine.least_squares.ridge_fit`).
+the shape's own degree, as one device (:meth:`policy.engine.performance_model.EngineModel.as_one_device`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from policy.engine.least_squares import fit, ridge_fit, with_knee
+from policy.engine.least_squares import fit, with_knee
 from policy.engine.performance_model import EngineModel
-from policy.engine.step_samples import Region, StepSample, step_class
+from policy.engine.step_samples import Region, StepSample
 from policy.engine.stragglers import StepReport, reports_of, slowdown
 from policy.stats.quantiles import nearest_rank
 
@@ -57,7 +57,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Place(msgspec.Struct, kw_only=True):
+class RegionSamples(msgspec.Struct, kw_only=True):
     """The last samples of a region, oldest first; ``seen`` counts all samples up to the newest."""
 
     key: Region
@@ -66,25 +66,27 @@ class Place(msgspec.Struct, kw_only=True):
 
 
 class State(msgspec.Struct, kw_only=True):
-    """The state of a calibration, persisted over restarts."""
+    """The state of a calibration, persisted over restarts.
+
+    ``regions`` are in the order of their last sample; ``reports`` are by replica.
+    """
 
     model: EngineModel
     version: int = 0
     note: str = ""
     seen: int = 0
     fitted: int = 0
-    places: list[Place] = []
+    regions: list[RegionSamples] = msgspec.field(default_factory=list, name="places")
     held: list[StepSample] = []
-    told: dict[str, StepReport] = {}
+    reports: dict[str, StepReport] = msgspec.field(default_factory=dict, name="told")
 
 
 class Calibration:
     """Fits an engine model to step samples; deterministic."""
 
     def __init__(self, prior: EngineModel, state: State | None = None) -> None:
-        self._prior = ridge_fit(prior)
+        self._prior = prior.as_one_device()
         self.state = state or State(model=self._prior, note="no steps were measured")
-        self._places = {place.key: place for place in self.state.places}
 
     @property
     def current(self) -> Fit:
@@ -103,56 +105,56 @@ class Calibration:
     @property
     def lately(self) -> list[StepSample]:
         """The samples of recently seen regions."""
-        recent = (place for place in self.state.places if self.state.seen - place.seen <= RECENT)
-        return [sample for place in recent for sample in place.samples]
+        return [sample for region in self._recent() for sample in region.samples]
 
-    def take(self, samples: Iterable[StepSample], replica: str = "") -> bool:
-        """Learn from the ``samples`` of ``replica``; returns whether the model has changed."""
-        return self.take_all([(replica, samples)])
+    def take_all(self, reports: Iterable[tuple[str, Iterable[StepSample]]]) -> bool:
+        """Learn from the samples of several replicas; returns whether the model has changed.
 
-    def take_all(self, told: Iterable[tuple[str, Iterable[StepSample]]]) -> bool:
-        """Learn from several replicas, with one fit at the end (the fit takes the time)."""
-        for replica, samples in told:
-            self._hear(replica, samples)
+        There is one fit, at the end: it takes the time.
+        """
+        for replica, samples in reports:
+            self._record(replica, samples)
         state = self.state
         if state.seen - state.fitted < FIT_EVERY:
             return False
         state.fitted = state.seen
         return self._fit()
 
-    def _hear(self, replica: str, samples: Iterable[StepSample]) -> None:
+    def _record(self, replica: str, samples: Iterable[StepSample]) -> None:
         state = self.state
-        sound = [each for each in samples if each.count > 0 and each.seconds > 0.0 and each.tokens > 0.0]
-        reports_of(state.told, replica, sound, state.seen)
-        factor = slowdown(state.told, replica)
-        for told in sound:
+        valid = [each for each in samples if each.count > 0 and each.seconds > 0.0 and each.tokens > 0.0]
+        reports_of(state.reports, replica, valid, state.seen)
+        factor = slowdown(state.reports, replica)
+        for reported in valid:
             state.seen += 1
-            sample = msgspec.structs.replace(told, seconds=told.seconds / factor)
+            sample = msgspec.structs.replace(reported, seconds=reported.seconds / factor)
             if state.seen * GOLDEN % 1.0 * HELD_EVERY < 1.0:
                 state.held.append(sample)
                 del state.held[:-HELD]
             else:
-                self._place(sample)
+                self._add(sample)
 
-    def _place(self, sample: StepSample) -> None:
-        key = step_class(sample.tokens, sample.kv_tokens, sample.running)
-        place = self._places.pop(key, None) or Place(key=key, samples=[])
-        if len(self._places) >= REGIONS:
-            del self._places[next(iter(self._places))]
-        # The dictionary's order is from the region that was seen longest ago to the newest.
-        self._places[key] = place
-        place.samples.append(sample)
-        del place.samples[:-KEPT]
-        place.seen = self.state.seen
-        self.state.places = list(self._places.values())
+    def _add(self, sample: StepSample) -> None:
+        regions = self.state.regions
+        key = sample.region()
+        index = next((i for i, region in enumerate(regions) if region.key == key), None)
+        region = RegionSamples(key=key) if index is None else regions.pop(index)
+        if len(regions) >= REGIONS:
+            del regions[0]
+        regions.append(region)
+        region.samples = [*region.samples, sample][-KEPT:]
+        region.seen = self.state.seen
+
+    def _recent(self) -> list[RegionSamples]:
+        return [region for region in self.state.regions if self.state.seen - region.seen <= RECENT]
 
     def _fit(self) -> bool:
         state = self.state
-        heard = [place for place in state.places if len(place.samples) >= MIN_SAMPLES]
-        if not heard:
+        self._shift()
+        usable = [region for region in state.regions if len(region.samples) >= MIN_SAMPLES]
+        if not usable:
             return False
-        self._shift(heard)
-        points = [median(place.samples, state.model) for place in heard]
+        points = [median(region.samples, state.model) for region in usable]
         near = self._prior.faster(1.0 / slowness(self._prior, points))
         tokens = [point.tokens for point in points]
         if len(points) < ENOUGH_REGIONS or max(tokens) < ENOUGH_RANGE * min(tokens):
@@ -166,19 +168,18 @@ class Calibration:
         state.model, state.version = found, state.version + 1
         return True
 
-    def _shift(self, heard: Sequence[Place]) -> None:
+    def _shift(self) -> None:
         """Apply a change that all recently seen regions share to the other regions."""
-        recent = [place for place in heard if self.state.seen - place.seen <= RECENT]
-        if not self.state.version or not recent:
+        model = self.state.model
+        usable = [region.samples for region in self._recent() if len(region.samples) >= MIN_SAMPLES]
+        factor = slowness(model, [median(samples, model) for samples in usable])
+        if not self.state.version or abs(math.log(factor)) < SHIFTED:
             return
-        factor = slowness(self.state.model, [median(place.samples, self.state.model) for place in recent])
-        if abs(math.log(factor)) < SHIFTED:
-            return
-        for place in self.state.places:
-            if self.state.seen - place.seen > RECENT:
-                place.samples = [
+        for region in self.state.regions:
+            if self.state.seen - region.seen > RECENT:
+                region.samples = [
                     msgspec.structs.replace(sample, seconds=sample.seconds * factor)
-                    for sample in place.samples
+                    for sample in region.samples
                 ]
 
 

@@ -50,6 +50,22 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
         """The same model split over ``degree`` devices."""
         return msgspec.structs.replace(self, degree=degree)
 
+    def as_one_device(self) -> EngineModel:
+        """The engine model at degree 1 with the same step times, within 3 %: all-reduce counts as compute."""
+        k = self.degree
+        if k == 1:
+            return self
+        per_token = 2 * self.layers * self.allreduce_b * 2 * (k - 1) / k
+        return EngineModel(
+            o=self.o + 2 * self.layers * self.allreduce_a,
+            w=self.w / k,
+            c=self.c / k + per_token,
+            g=self.g / k,
+            r=self.r,
+            p=self.p,
+            layers=self.layers,
+        )
+
     def faster(self, speed: float) -> EngineModel:
         """The same model in a time that runs ``speed`` times as fast."""
         timed = ("o", "w", "c", "g", "r", "allreduce_a", "allreduce_b")

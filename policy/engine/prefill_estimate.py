@@ -22,11 +22,6 @@ class StepTable:
     are the seconds of each token in KV and of each request in a step.
     """
 
-    __slots__ = (
-        "_full", "a_request", "a_token", "batch", "capacity", "height", "kv_tokens", "per_width",
-        "seats", "slope", "width",
-    )  # fmt: skip
-
     def __init__(self, timing: Timing) -> None:
         model, limits = timing.model, timing.limits
         assert model is not None

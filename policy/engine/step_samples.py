@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 import msgspec
+from msgspec.structs import astuple
 
 # Fewer KV tokens than this have no measurable effect on a step.
 _FEW_TOKENS = 256.0
@@ -27,14 +28,13 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     running: float
     seconds: float
 
-
-def step_class(tokens: float, kv_tokens: float, running: float, octaves: int = 1) -> Region:
-    """The region of load of a step; each is ``octaves`` powers of two wide."""
-    return (
-        _octave(tokens) // octaves,
-        _octave(kv_tokens / _FEW_TOKENS) // octaves,
-        _octave(running) // octaves,
-    )
+    def region(self, octaves: int = 1) -> Region:
+        """The region of load of these steps; each is ``octaves`` powers of two wide."""
+        return (
+            _octave(self.tokens) // octaves,
+            _octave(self.kv_tokens / _FEW_TOKENS) // octaves,
+            _octave(self.running) // octaves,
+        )
 
 
 def pool_steps(samples: Iterable[StepSample], most: int) -> tuple[StepSample, ...]:
@@ -48,8 +48,7 @@ def pool_steps(samples: Iterable[StepSample], most: int) -> tuple[StepSample, ..
     while True:
         found: dict[tuple[Region, int], StepSample] = {}
         for sample in pool:
-            where = step_class(sample.tokens, sample.kv_tokens, sample.running, octaves)
-            key = (where, _octave(sample.seconds / _SHORTEST_S) // octaves)
+            key = (sample.region(octaves), _octave(sample.seconds / _SHORTEST_S) // octaves)
             before = found.get(key)
             found[key] = sample if before is None else _together(before, sample)
         if len(found) <= most:
@@ -64,10 +63,5 @@ def _octave(value: float) -> int:
 def _together(one: StepSample, other: StepSample) -> StepSample:
     count = one.count + other.count
     part = other.count / count
-    return StepSample(
-        count,
-        one.tokens + part * (other.tokens - one.tokens),
-        one.kv_tokens + part * (other.kv_tokens - one.kv_tokens),
-        one.running + part * (other.running - one.running),
-        one.seconds + part * (other.seconds - one.seconds),
-    )
+    means = zip(astuple(one)[1:], astuple(other)[1:], strict=True)
+    return StepSample(count, *(first + part * (second - first) for first, second in means))

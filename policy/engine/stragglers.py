@@ -10,7 +10,7 @@ from statistics import median, median_low
 
 import msgspec
 
-from policy.engine.step_samples import Region, StepSample, step_class
+from policy.engine.step_samples import Region, StepSample
 
 # Limits of what is kept: replicas, latest regions of a replica, latest samples of a region.
 REPLICAS = 32
@@ -40,19 +40,14 @@ def reports_of(
     """
     if not replica or not samples:
         return
-    own = reports.pop(replica, None) or StepReport(regions=[], seconds=[])
+    own = reports.pop(replica, None) or StepReport()
     reports[replica] = own
     own.seen = seen
+    # The last is the region that was seen last.
+    by_region = dict(zip(own.regions, own.seconds, strict=True))
     for sample in samples:
-        key = step_class(sample.tokens, sample.kv_tokens, sample.running)
-        place = own.regions.index(key) if key in own.regions else -1
-        before = own.seconds.pop(place) if place >= 0 else []
-        if place >= 0:
-            del own.regions[place]
-        # The last is the region that was seen last.
-        own.regions.append(key)
-        own.seconds.append([*before, sample.seconds][-KEPT:])
-        del own.regions[:-REGIONS], own.seconds[:-REGIONS]
+        by_region[sample.region()] = [*by_region.pop(sample.region(), ()), sample.seconds][-KEPT:]
+    own.regions, own.seconds = list(by_region)[-REGIONS:], list(by_region.values())[-REGIONS:]
     while len(reports) > REPLICAS or seen - reports[next(iter(reports))].seen > LATELY * len(reports):
         del reports[next(iter(reports))]
 
@@ -67,11 +62,9 @@ def slowdown(reports: Mapping[str, StepReport], replica: str) -> float:
         return 1.0
     found, samples_seen = [], 0
     for key, seconds in zip(own.regions, own.seconds, strict=True):
-        all_of_it = [
-            each.seconds[each.regions.index(key)] for each in reports.values() if key in each.regions
-        ]
-        if len(all_of_it) > 1:
-            found.append(median(seconds) / median_low(map(median, all_of_it)))
-            samples_seen += min(map(len, all_of_it))
+        of_all = [each.seconds[each.regions.index(key)] for each in reports.values() if key in each.regions]
+        if len(of_all) > 1:
+            found.append(median(seconds) / median_low(map(median, of_all)))
+            samples_seen += min(map(len, of_all))
     factor = median(found) if samples_seen >= MIN_SAMPLES else 1.0
     return 1.0 if 1.0 / (1.0 + ALIKE) < factor < 1.0 + ALIKE else factor

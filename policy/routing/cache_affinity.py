@@ -38,8 +38,6 @@ class Popularity:
     There are two generations: after ``span`` requests the younger becomes the older.
     """
 
-    __slots__ = ("_old", "_seen", "_span", "_squares", "_young", "worth")
-
     def __init__(self, span: int) -> None:
         self._span = span
         self._young: dict[int, int] = {}
@@ -83,8 +81,6 @@ class Slots:
 
     A replica that reports its adapters has those, and the ones requested since the report.
     """
-
-    __slots__ = ("_asked", "_reports", "_resident", "count")
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -174,31 +170,6 @@ class Share:
         if begun > self.seen >= 0:
             self.load += begun - self.seen
         self.seen = begun
-
-
-class Recent:
-    """The last value of each key, for at least the ``bound / 2`` most recent keys."""
-
-    __slots__ = ("_half", "_old", "_young")
-
-    def __init__(self, bound: int) -> None:
-        self._half = bound // 2
-        self._young: dict[int, int] = {}
-        self._old: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)
-
-    def get(self, key: int) -> int | None:
-        """The value of ``key``, if it is remembered."""
-        value = self._young.get(key)
-        return self._old.get(key) if value is None else value
-
-    def put(self, key: int, value: int) -> None:
-        """Remember ``value``."""
-        if len(self._young) >= self._half:
-            self._old, self._young = self._young, {}
-        self._young[key] = value
 
 
 class Balance(NamedTuple):

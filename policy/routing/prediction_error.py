@@ -29,8 +29,6 @@ class OnlineLine:
     outliers (a stall, an evicted prefix) do not count.
     """
 
-    __slots__ = ("_error", "_long", "_short", "fixed_s", "slope")
-
     def __init__(self) -> None:
         self.fixed_s = 0.0
         self.slope = 1.0
@@ -70,8 +68,6 @@ class OnlineLine:
 class InterTokenGaps:
     """The ratio of measured inter-token gaps to the step time of the engine model, for all replicas."""
 
-    __slots__ = ("_log", "factor")
-
     def __init__(self) -> None:
         self._log = 0.0
         self.factor = 1.0
@@ -88,8 +84,6 @@ class PredictionError:
 
     While ``alike`` the difference is insignificant, and the factor 1.
     """
-
-    __slots__ = ("_at", "_log", "alike")
 
     def __init__(self) -> None:
         self._log = 0.0

@@ -28,8 +28,6 @@ class PrefixIndex:
     a prompt.
     """
 
-    __slots__ = ("_age_s", "_doubt", "_half", "capacity", "given", "old", "turn_s", "turned_at", "young")
-
     def __init__(self, capacity: int = CAPACITY, age_s: float = AGE_S) -> None:
         self._half = capacity // 2
         self._age_s = age_s

@@ -51,19 +51,6 @@ class Breaker:
     instants are seconds of one monotonic clock.
     """
 
-    __slots__ = (
-        "_closed_at",
-        "_count",
-        "_losses",
-        "_recent",
-        "_until",
-        "limits",
-        "probing",
-        "reachable",
-        "state",
-        "streak",
-    )
-
     def __init__(self, limits: Eject) -> None:
         self.limits = limits
         self.state = BreakerState.CLOSED
@@ -87,12 +74,12 @@ class Breaker:
         volume = recent.first + recent.second
         return volume >= MIN_VOLUME and recent.first < self.limits.success_rate * volume
 
-    def note(self, sign: AttemptResult, at: float) -> None:
+    def note(self, result: AttemptResult, at: float) -> None:
         """Take the result of an attempt."""
-        if sign is AttemptResult.GOOD:
+        if result is AttemptResult.GOOD:
             self.streak = 0
             self._recent.add(at, 1, 0)
-        elif sign is AttemptResult.BAD:
+        elif result is AttemptResult.BAD:
             self.streak += 1
             self._recent.add(at, 0, 1)
 
@@ -130,16 +117,16 @@ class Breaker:
         self.probing = True
         return True
 
-    def probed(self, sign: AttemptResult, at: float, draw: float) -> None:
+    def probed(self, result: AttemptResult, at: float, draw: float) -> None:
         """Take the result of the probe; after one without a result the next may be claimed."""
         if self.state is not BreakerState.HALF_OPEN or not self.probing:
             return
         self.probing = False
-        if sign is AttemptResult.GOOD:
+        if result is AttemptResult.GOOD:
             self.state = BreakerState.CLOSED
             self._closed_at = at
             self._forget()
-        elif sign is AttemptResult.BAD:
+        elif result is AttemptResult.BAD:
             self.open(at, draw)
 
     def lost(self, at: float) -> bool:
@@ -166,100 +153,8 @@ class Breaker:
         self._recent.clear()
 
 
-class OutlierEjection:
-    """The breakers of one model: how many may be open, and what is admitted when none is closed."""
-
-    __slots__ = ("breakers", "limits")
-
-    def __init__(self, limits: Eject) -> None:
-        self.limits = limits
-        self.breakers: list[Breaker] = []
-
-    def follow(self, limits: Eject) -> None:
-        """Apply other limits."""
-        self.limits = limits
-        for breaker in self.breakers:
-            breaker.limits = limits
-
-    def join(self) -> Breaker:
-        """The breaker of a new replica."""
-        breaker = Breaker(self.limits)
-        self.breakers.append(breaker)
-        return breaker
-
-    def leave(self, breaker: Breaker) -> None:
-        """Remove the breaker of a replica that is gone."""
-        self.breakers.remove(breaker)
-
-    @property
-    def ejected(self) -> int:
-        """How many breakers are not closed."""
-        return sum(breaker.state is not BreakerState.CLOSED for breaker in self.breakers)
-
-    def note(self, breaker: Breaker, sign: AttemptResult, at: float, draw: float) -> bool:
-        """Take the result of an attempt; returns whether that ejected the replica."""
-        breaker.note(sign, at)
-        return sign is AttemptResult.BAD and breaker.failing(at) and self.eject(breaker, at, draw)
-
-    def lost(self, breaker: Breaker, at: float, draw: float) -> bool:
-        """Its replica has become unreachable; returns whether it was ejected for flapping."""
-        return breaker.lost(at) and self.eject(breaker, at, draw)
-
-    def eject(self, breaker: Breaker, at: float, draw: float) -> bool:
-        """Open ``breaker`` unless too many are open, or its replica is the last that can serve."""
-        if breaker.state is not BreakerState.CLOSED:
-            return False
-        if self.ejected + 1 > self.limits.max_fraction * len(self.breakers):
-            return False
-        if not any(other is not breaker and _serves(other) for other in self.breakers):
-            return False
-        breaker.open(at, draw)
-        return True
-
-    def admits(self, breaker: Breaker) -> bool:
-        """Whether a request may go there: closed, free for a probe, or no replica can serve."""
-        if breaker.state is BreakerState.CLOSED:
-            return True
-        if breaker.state is BreakerState.HALF_OPEN and not breaker.probing:
-            return True
-        return not any(map(_serves, self.breakers))
-
-    def all_fail(self, at: float) -> bool:
-        """Whether every reachable replica is ejected, or would be."""
-        return not any(_serves(breaker) and not breaker.failing(at) for breaker in self.breakers)
-
-
-def _serves(breaker: Breaker) -> bool:
-    return breaker.reachable and breaker.state is BreakerState.CLOSED
-
-
-class RetryBudget:
-    """The retry budget of one model: a fraction of the requests in a window, with a minimum."""
-
-    __slots__ = ("_recent", "limits")
-
-    def __init__(self, limits: Retry) -> None:
-        self.limits = limits
-        self._recent = RecentCounts(limits.window_s)
-
-    def request(self, at: float) -> None:
-        """Count a new request."""
-        self._recent.add(at, 1, 0)
-
-    def take(self, at: float) -> bool:
-        """Whether one more retry fits the budget, to which it is then charged."""
-        recent = self._recent
-        recent.advance(at)
-        if recent.second + 1 > max(self.limits.at_least, self.limits.budget * recent.first):
-            return False
-        recent.add(at, 0, 1)
-        return True
-
-
 class Watchdog:
     """Detects a replica that holds requests and makes no progress."""
-
-    __slots__ = ("_mark", "_since")
 
     def __init__(self) -> None:
         self._mark: object = None
@@ -287,31 +182,52 @@ class HealthCounters:
 
 
 class ReplicaHealth:
-    """Takes the results of attempts and probes.
+    """The breakers of one model's replicas: how many may be open, and what is admitted when none is closed.
 
-    Instants are seconds of one monotonic clock. ``draw`` yields random numbers in [0, 1), which spread the
-    probes of several workers.
+    Takes the results of attempts and probes, and keeps the retry budget: a fraction of the requests in a
+    window, with a minimum. Instants are seconds of one monotonic clock. ``draw`` yields random numbers in
+    [0, 1), which spread the probes of several workers.
     """
 
     def __init__(self, counters: HealthCounters, draw: Callable[[], float]) -> None:
-        self.ejections = OutlierEjection(Eject())
         self.counters = counters
-        self._budget = RetryBudget(Retry())
+        self.breakers: list[Breaker] = []
         self._draw = draw
+        self._eject_limits = Eject()
+        self._retry_limits = Retry()
+        # Requests and retries.
+        self._recent = RecentCounts(self._retry_limits.window_s)
 
     def configure(self, eject: Eject, retry: Retry) -> None:
         """Apply limits; a retry budget with other limits starts empty."""
-        self.ejections.follow(eject)
-        if retry != self._budget.limits:
-            self._budget = RetryBudget(retry)
+        self._eject_limits = eject
+        for breaker in self.breakers:
+            breaker.limits = eject
+        if retry != self._retry_limits:
+            self._retry_limits = retry
+            self._recent = RecentCounts(retry.window_s)
+
+    def join(self) -> Breaker:
+        """The breaker of a new replica."""
+        breaker = Breaker(self._eject_limits)
+        self.breakers.append(breaker)
+        return breaker
+
+    def leave(self, breaker: Breaker) -> None:
+        """Remove the breaker of a replica that is gone."""
+        self.breakers.remove(breaker)
 
     def request(self, at: float) -> None:
         """Count a new request, which adds to the retry budget."""
-        self._budget.request(at)
+        self._recent.add(at, 1, 0)
 
     def may_retry(self, at: float) -> bool:
         """Whether the retry budget allows one more retry, which is then charged to it."""
-        allowed = self._budget.take(at)
+        recent, limits = self._recent, self._retry_limits
+        recent.advance(at)
+        allowed = recent.second + 1 <= max(limits.at_least, limits.budget * recent.first)
+        if allowed:
+            recent.add(at, 0, 1)
         self.counters.retries["allowed" if allowed else "over_budget"] += 1
         return allowed
 
@@ -321,23 +237,16 @@ class ReplicaHealth:
 
     def record(self, breaker: Breaker, result: AttemptResult, at: float) -> bool:
         """Take the result of an attempt; returns whether that ejected the replica."""
-        draw = self._draw() if result is AttemptResult.BAD else 0.0
-        if not self.ejections.note(breaker, result, at, draw):
-            return False
-        self.counters.ejections["failures"] += 1
-        return True
+        breaker.note(result, at)
+        return result is AttemptResult.BAD and breaker.failing(at) and self._eject(breaker, at, "failures")
 
     def stalled(self, breaker: Breaker, at: float) -> bool:
         """The replica holds requests and makes no progress; returns whether that ejected it."""
-        if not self.ejections.eject(breaker, at, self._draw()):
-            return False
-        self.counters.ejections["silence"] += 1
-        return True
+        return self._eject(breaker, at, "silence")
 
-    def disconnected(self, breaker: Breaker, at: float) -> None:
-        """The replica has become unreachable; one that flaps is ejected."""
-        if self.ejections.lost(breaker, at, self._draw()):
-            self.counters.ejections["flapping"] += 1
+    def disconnected(self, breaker: Breaker, at: float) -> bool:
+        """The replica has become unreachable; returns whether it was ejected because it flaps."""
+        return breaker.lost(at) and self._eject(breaker, at, "flapping")
 
     def probed(self, breaker: Breaker, result: AttemptResult, at: float) -> bool:
         """Take the result of a probe; returns whether the replica is in rotation again."""
@@ -345,6 +254,31 @@ class ReplicaHealth:
         self.counters.probes[result] += 1
         return breaker.state is BreakerState.CLOSED
 
+    def admits(self, breaker: Breaker) -> bool:
+        """Whether a request may go there: closed, free for a probe, or no replica can serve."""
+        if breaker.state is BreakerState.CLOSED:
+            return True
+        if breaker.state is BreakerState.HALF_OPEN and not breaker.probing:
+            return True
+        return not any(map(_serves, self.breakers))
+
     def all_fail(self, at: float) -> bool:
-        """Whether no reachable replica is in good standing."""
-        return self.ejections.all_fail(at)
+        """Whether every reachable replica is ejected, or would be."""
+        return not any(_serves(breaker) and not breaker.failing(at) for breaker in self.breakers)
+
+    def _eject(self, breaker: Breaker, at: float, reason: str) -> bool:
+        """Open ``breaker`` unless too many are open, or its replica is the last that can serve."""
+        if breaker.state is not BreakerState.CLOSED:
+            return False
+        closed = sum(other.state is BreakerState.CLOSED for other in self.breakers)
+        if len(self.breakers) - closed + 1 > self._eject_limits.max_fraction * len(self.breakers):
+            return False
+        if not any(other is not breaker and _serves(other) for other in self.breakers):
+            return False
+        breaker.open(at, self._draw())
+        self.counters.ejections[reason] += 1
+        return True
+
+
+def _serves(breaker: Breaker) -> bool:
+    return breaker.reachable and breaker.state is BreakerState.CLOSED

@@ -23,12 +23,6 @@ class ReplicaState:
     their tokens, and the seconds ``seat_s`` to a free sequence.
     """
 
-    __slots__ = (
-        "ahead_s", "first_s", "held", "in_flight", "key", "kv_tokens", "kv_used",
-        "load_s", "loads", "pace", "pending", "residual", "rest", "rest_s", "running",
-        "seat_s", "seen_at", "share", "slots", "step_s", "still_s", "timing",
-    )  # fmt: skip
-
     def __init__(self, key: int, timing: Timing | None, assumed: Timing, slots: int) -> None:
         self.key = key
         self.held = PrefixIndex()

@@ -6,6 +6,7 @@ The costs are in :mod:`policy.routing.cost`.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import nsmallest
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import step_table_of
 from policy.hashing import rendezvous
 from policy.request import Request
-from policy.routing.cache_affinity import Popularity, Recent, balance_of
+from policy.routing.cache_affinity import Popularity, balance_of
 from policy.routing.cost import Candidate, CostEstimate, CostModel, Row
 from policy.routing.prediction_error import InterTokenGaps
 from policy.routing.replica_state import ReplicaState
@@ -70,7 +71,8 @@ class Router:
         self._gaps = InterTokenGaps()
         self._popular = Popularity(SPAN)
         self._costs = CostModel(self._popular)
-        self._sessions = Recent(SPAN)
+        # The replica of each session's last request, the least recent session first.
+        self._sessions: OrderedDict[int, int] = OrderedDict()
         self._measured = 0
         self._hash_tokens = 128.0
 
@@ -134,7 +136,10 @@ class Router:
                 site.loading(at)
                 news = (*news, request.adapter_key)
         if request.session:
-            self._sessions.put(request.session, candidate.key)
+            self._sessions[request.session] = candidate.key
+            self._sessions.move_to_end(request.session)
+            if len(self._sessions) > SPAN:
+                self._sessions.popitem(last=False)
         return news
 
     def learned(self, hashes: Sequence[int], key: int, at: float) -> None:

@@ -11,7 +11,7 @@ from policy.engine.least_squares import fit, with_knee
 from policy.engine.online_calibration import KNEES, MIN_SAMPLES, median, slowness
 from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.performance_model_file import Errors, Measure, PointResult
-from policy.engine.step_samples import Region, StepSample, step_class
+from policy.engine.step_samples import Region, StepSample
 from policy.errors import PreconditionFailed
 from policy.stats.quantiles import interpolated
 from sim.calibration.load_points import Latency, Point, closed_loop
@@ -106,13 +106,12 @@ def _fit(loads: Sequence[StepSample], prior: EngineModel) -> EngineModel:
 
 def _loads(samples: Sequence[StepSample], prior: EngineModel) -> list[StepSample]:
     """The median sample of each region of load: stalls must not count."""
-    places: dict[Region, list[StepSample]] = {}
+    regions: dict[Region, list[StepSample]] = {}
     for sample in samples:
         if sample.tokens > 0.0 and sample.seconds > 0.0:
-            key = step_class(sample.tokens, sample.kv_tokens, sample.running)
-            places.setdefault(key, []).append(sample)
-    known = [place for place in places.values() if sum(sample.count for sample in place) >= MIN_SAMPLES]
-    return [median(place, prior) for place in known]
+            regions.setdefault(sample.region(), []).append(sample)
+    known = [region for region in regions.values() if sum(each.count for each in region) >= MIN_SAMPLES]
+    return [median(region, prior) for region in known]
 
 
 def _path_s(seen: Sequence[Observation], model: EngineModel, limits: Limits) -> float:

@@ -316,7 +316,7 @@ class Fleet:
         )
         name = f"{key.model}-{key.shape}-{number}"
         view = Candidate(name, hash_name(name), bound=shape.max_in_flight, timing=timing)
-        runner = SimulatedReplica(key, span, engine, view, self.health.ejections.join())
+        runner = SimulatedReplica(key, span, engine, view, self.health.join())
         self._all.append(runner)
         return runner
 
@@ -338,7 +338,7 @@ class Fleet:
         self.starts.note(self._replica(runner, at), at)
         self._changed()
         runner.breaker.reachable = False
-        self.health.ejections.leave(runner.breaker)
+        self.health.leave(runner.breaker)
         self._lost(runner)
 
     def close(self, at: float) -> None:

@@ -174,8 +174,8 @@ def test_prefixes_that_came_from_elsewhere_are_passed_on() -> None:
 
 def test_the_one_request_that_probes_is_told_apart() -> None:
     one, other = link(), link()
-    other.health.ejections.leave(other.breaker)
-    one.health.ejections.breakers.append(other.breaker)  # so that something else serves
+    other.health.leave(other.breaker)
+    one.health.breakers.append(other.breaker)  # so that something else serves
     for _ in range(5):
         one.health.record(one.breaker, AttemptResult.BAD, 0.0)
     assert not one.admissible

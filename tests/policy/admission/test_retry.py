@@ -48,7 +48,7 @@ class Attempts:
     def __init__(self, replicas: int, retries: int) -> None:
         self.health = ReplicaHealth(HealthCounters(), lambda: 0.5)
         self.health.configure(Eject(failures=2), Retry(budget=0.0, at_least=retries))
-        self.breakers = [self.health.ejections.join() for _ in range(replicas)]
+        self.breakers = [self.health.join() for _ in range(replicas)]
         self.pool = Pool(replicas)
         self.request = Request("m")
         self.state = RetryState()

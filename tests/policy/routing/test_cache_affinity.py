@@ -1,4 +1,4 @@
-"""Homes: who wins them, how even they are, and what that is worth in simulated fleets."""
+"""Cache affinity: adapters assumed loaded, and the prices that keep homes and load even."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.hashing import rendezvous
-from policy.routing.cache_affinity import Popularity, Recent, Share, Slots, balance_of, crowd_price
+from policy.routing.cache_affinity import Popularity, Share, Slots, balance_of, crowd_price
 
 REPLICAS = [0x1111_2222_3333_4444 * i + 7 for i in range(1, 6)]
 
@@ -24,7 +24,7 @@ def test_homes_are_shared_out_by_weight() -> None:
     assert wins[REPLICAS[0]] == pytest.approx(1000, rel=0.1)
 
 
-def test_the_adapter_longest_unused_leaves() -> None:
+def test_the_least_recently_used_adapter_is_evicted() -> None:
     slots = Slots(2)
     assert slots.use(1) and slots.use(3)
     assert not slots.use(1)
@@ -33,58 +33,54 @@ def test_the_adapter_longest_unused_leaves() -> None:
     assert 3 not in slots and 1 in slots and 5 in slots
 
 
-def test_what_a_replica_says_that_it_has_loaded_is_believed() -> None:
+def test_a_report_of_loaded_adapters_replaces_the_assumption() -> None:
     slots = Slots(3)
     slots.use(1)
     slots.use(3)
     slots.report([3, 5], [])
     assert 3 in slots and 5 in slots
-    assert 1 in slots, "it was asked for, and is yet to tell"
-    assert slots.oldest(1) == [5], "nobody here has used it"
+    assert 1 in slots, "requested, and not reported yet"
+    assert slots.oldest(1) == [5], "not used by this worker"
     slots.report([1, 3], [])
     assert 5 not in slots and len(slots) == 2
     slots.report([3], [])
-    assert 1 not in slots, "it was told of, and is unloaded now"
+    assert 1 not in slots, "was reported, and is unloaded now"
+    slots.use(7)
+    slots.report([3], [7])
+    assert 7 not in slots, "the load failed"
+    assert slots.use(7), "it has to be loaded again"
 
 
-def test_what_a_replica_could_not_load_is_not_believed_to_be_coming() -> None:
-    slots = Slots(2)
-    slots.use(1)
-    slots.report([], [1])
-    assert 1 not in slots
-    assert slots.use(1), "it has to be loaded again"
-
-
-def test_what_is_coming_takes_no_place_before_the_replica_says_whose() -> None:
+def test_a_load_in_progress_evicts_nothing_before_the_next_report() -> None:
     slots = Slots(2)
     slots.report([1, 3], [])
     slots.use(5)
-    slots.report([1, 3], [])  # the load is under way
+    slots.report([1, 3], [])  # the load is in progress
     assert 5 in slots and 1 in slots and 3 in slots
     assert not slots.loaded(5) and slots.loaded(3)
     slots.report([5, 1], [])
     assert slots.loaded(5) and 3 not in slots
 
 
-def test_who_waited_for_an_adapter_and_had_its_first_token_proves_the_load() -> None:
+def test_a_first_token_proves_the_load() -> None:
     slots = Slots(2)
     slots.report([], [])
     slots.use(5)
     slots.confirm(5)
     slots.report([], [])
-    assert 5 not in slots, "it went again before the replica told of it"
+    assert 5 not in slots, "evicted before the replica reported it"
 
 
 @given(
     st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 30), max_size=6)), max_size=60),
     st.integers(1, 8),
 )
-def test_what_is_told_last_is_held_and_what_is_asked_for_is_bounded(
+def test_requested_and_reported_adapters_are_resident_and_bounded(
     events: list[tuple[bool, list[int]]], count: int
 ) -> None:
     slots = Slots(count)
-    for telling, adapters in events:
-        if telling:
+    for is_report, adapters in events:
+        if is_report:
             slots.report(adapters[:count], [])
             fresh = Slots(count)
             fresh.report(adapters[:count], [])
@@ -94,18 +90,15 @@ def test_what_is_told_last_is_held_and_what_is_asked_for_is_bounded(
                 slots.use(adapter)
                 assert adapter in slots
         assert len(slots) <= 2 * count
-        assert len(slots._asked) <= count
 
 
 @given(st.lists(st.integers(0, 1000), max_size=300), st.integers(1, 50))
-def test_counts_and_memories_are_bounded(keys: list[int], span: int) -> None:
-    popular, recent = Popularity(span), Recent(2 * span)
+def test_popularity_is_bounded(keys: list[int], span: int) -> None:
+    popular = Popularity(span)
     for key in keys:
         popular.add(key)
-        recent.put(key, key + 1)
-        assert len(popular) <= 2 * span and len(recent) <= 2 * span
+        assert len(popular) <= 2 * span
         assert 0.0 < popular.share(key) <= 1.0
-        assert recent.get(key) == key + 1
 
 
 def shares(*loads: float) -> list[Share]:
@@ -117,30 +110,29 @@ def shares(*loads: float) -> list[Share]:
     return found
 
 
-def test_a_share_within_chance_of_the_mean_costs_next_to_nothing() -> None:
+def test_a_load_within_chance_of_the_mean_has_almost_no_price() -> None:
     even = shares(104, 100, 98, 98)
-    balance = balance_of(even)
-    assert balance.share_price(even[0], leverage=1.0) < 0.05
+    assert balance_of(even).share_price(even[0], leverage=1.0) < 0.05
 
 
-def test_above_its_bound_a_home_is_dearer_than_a_cold_prefill() -> None:
+def test_above_the_bound_a_warm_home_costs_more_than_a_cold_prefill() -> None:
     uneven = shares(500, 400, 400, 380)
     balance = balance_of(uneven)
     assert balance.share_price(uneven[0], leverage=1.0) > 2.0
-    assert balance.share_price(uneven[0], leverage=0.01) < 1.0, "too little to be the cure"
+    assert balance.share_price(uneven[0], leverage=0.01) < 1.0, "a prefix with too little traffic to help"
     assert balance.share_price(uneven[3], leverage=1.0) < 0.0
 
 
-def test_while_a_cure_is_under_way_no_other_is_begun() -> None:
+def test_copies_that_take_over_traffic_suspend_the_price() -> None:
     uneven = shares(500, 400, 400, 380)
     uneven[0].takers = [(uneven[3], 1.0)]
     assert balance_of(uneven).share_price(uneven[0], leverage=1.0) < 1.0
     uneven[1].load = uneven[2].load = 340.0
     uneven[3].load = 500.0
-    assert balance_of(uneven).share_price(uneven[0], leverage=1.0) > 2.0, "who takes it has too much itself"
+    assert balance_of(uneven).share_price(uneven[0], leverage=1.0) > 2.0, "the taker is overloaded itself"
 
 
-def test_a_new_home_costs_least_where_least_is() -> None:
+def test_a_new_home_is_cheapest_at_the_replica_with_the_least_load_and_homes() -> None:
     uneven = shares(100, 90, 120, 110)
     uneven[1].homes = 10.0
     balance = balance_of(uneven, worth=2.0)
@@ -148,24 +140,24 @@ def test_a_new_home_costs_least_where_least_is() -> None:
     assert min(prices) == prices[0] == 0.0 and prices[1] > 0.0
 
 
-def test_a_slower_replica_is_due_less() -> None:
+def test_the_fair_share_follows_the_weight() -> None:
     uneven = shares(100, 100, 100, 40)
     uneven[3].weight = 0.2
     balance = balance_of(uneven)
     assert balance.share_price(uneven[3], leverage=1.0) > balance.share_price(uneven[0], leverage=1.0)
 
 
-def test_old_requests_are_forgotten_by_halves() -> None:
+def test_loads_beyond_the_window_are_halved() -> None:
     many = shares(3000, 1000, 1000, 1000)
     assert balance_of(many).load == 750.0
     assert many[0].load == 1500.0
 
 
-def test_who_holds_more_homes_than_others_pays_for_the_next() -> None:
+def test_a_replica_with_more_homes_than_the_mean_pays_for_the_next() -> None:
     share = shares(100)[0]
     share.homes = 9.0
     assert crowd_price(share, 8.0, free=1.0) == 0.0, "one more than the mean is free"
     share.homes = 11.0
-    assert crowd_price(share, 8.0, free=1.0) > 1.0, "dearer than a prefill elsewhere"
+    assert crowd_price(share, 8.0, free=1.0) > 1.0, "more than a prefill elsewhere"
     assert crowd_price(share, 8.0, free=1.25) == 0.0
-    assert crowd_price(share, 0.0, free=1.0) == 0.0, "nobody has any"
+    assert crowd_price(share, 0.0, free=1.0) == 0.0, "no replica has homes"

@@ -1,4 +1,4 @@
-"""Breakers open by themselves and close by a probe; retries stay within their budget."""
+"""Breakers open on failures and close by a probe; retries stay within their budget."""
 
 from __future__ import annotations
 
@@ -12,105 +12,111 @@ from policy.routing.replica_health import (
     AttemptResult,
     Breaker,
     BreakerState,
-    OutlierEjection,
-    RetryBudget,
+    HealthCounters,
+    ReplicaHealth,
     Watchdog,
 )
 
 LIMITS = Eject(failures=5, success_rate=0.85, window_s=10.0, base_s=30.0, max_s=300.0, max_fraction=0.5)
-MIDDLE = 0.5  # the draw that neither lengthens nor shortens
+MIDDLE = 0.5  # the draw that leaves the ejection time as it is
 
 
-def model(count: int, limits: Eject = LIMITS) -> tuple[OutlierEjection, list[Breaker]]:
-    ejections = OutlierEjection(limits)
-    return ejections, [ejections.join() for _ in range(count)]
+def health_of(eject: Eject = LIMITS, retry: Retry | None = None) -> ReplicaHealth:
+    health = ReplicaHealth(HealthCounters(), lambda: MIDDLE)
+    health.configure(eject, retry or Retry())
+    return health
 
 
-def fail(ejections: OutlierEjection, breaker: Breaker, at: float, times: int = 5) -> bool:
-    return [ejections.note(breaker, AttemptResult.BAD, at, MIDDLE) for _ in range(times)][-1]
+def model(count: int, limits: Eject = LIMITS) -> tuple[ReplicaHealth, list[Breaker]]:
+    health = health_of(limits)
+    return health, [health.join() for _ in range(count)]
 
 
-def ejected(limits: Eject = LIMITS) -> tuple[OutlierEjection, Breaker]:
+def fail(health: ReplicaHealth, breaker: Breaker, at: float, times: int = 5) -> bool:
+    return [health.record(breaker, AttemptResult.BAD, at) for _ in range(times)][-1]
+
+
+def ejected(limits: Eject = LIMITS) -> tuple[ReplicaHealth, Breaker]:
     """The first of two replicas, ejected at 0."""
-    ejections, (one, _) = model(2, limits)
-    fail(ejections, one, 0.0)
-    return ejections, one
+    health, (one, _) = model(2, limits)
+    fail(health, one, 0.0)
+    return health, one
 
 
-def readmit(breaker: Breaker, at: float, sign: AttemptResult = AttemptResult.GOOD) -> None:
+def readmit(breaker: Breaker, at: float, result: AttemptResult = AttemptResult.GOOD) -> None:
     assert breaker.due(at)
     breaker.half_open()
     assert breaker.take_probe()
-    breaker.probed(sign, at, MIDDLE)
+    breaker.probed(result, at, MIDDLE)
 
 
 def test_failures_in_a_row_eject() -> None:
-    ejections, (one, _) = model(2)
-    assert not fail(ejections, one, 0.0, 4)
-    ejections.note(one, AttemptResult.GOOD, 0.0, MIDDLE)
-    assert not fail(ejections, one, 0.0, 4)
-    assert fail(ejections, one, 0.0, 1)
-    assert not ejections.admits(one)
+    health, (one, _) = model(2)
+    assert not fail(health, one, 0.0, 4)
+    health.record(one, AttemptResult.GOOD, 0.0)
+    assert not fail(health, one, 0.0, 4)
+    assert fail(health, one, 0.0, 1)
+    assert not health.admits(one)
 
 
-def test_what_says_nothing_of_a_replica_changes_nothing() -> None:
-    ejections, (one, _) = model(2)
-    fail(ejections, one, 0.0, 4)
-    assert not any(ejections.note(one, AttemptResult.NOTHING, 0.0, MIDDLE) for _ in range(100))
-    assert fail(ejections, one, 0.0, 1)
+def test_results_without_meaning_for_the_replica_do_not_count() -> None:
+    health, (one, _) = model(2)
+    fail(health, one, 0.0, 4)
+    assert not any(health.record(one, AttemptResult.NOTHING, 0.0) for _ in range(100))
+    assert fail(health, one, 0.0, 1)
 
 
-def test_a_third_of_failures_ejects_once_there_is_enough_to_judge() -> None:
-    ejections, (one, _) = model(2)
+def test_a_third_of_failures_ejects_once_the_volume_is_reached() -> None:
+    health, (one, _) = model(2)
     answers = 0
     while one.state is BreakerState.CLOSED:
-        sign = AttemptResult.BAD if answers % 3 == 2 else AttemptResult.GOOD
-        ejections.note(one, sign, answers * 0.1, MIDDLE)
+        result = AttemptResult.BAD if answers % 3 == 2 else AttemptResult.GOOD
+        health.record(one, result, answers * 0.1)
         answers += 1
     assert MIN_VOLUME <= answers <= MIN_VOLUME + 2
 
 
-def test_failures_that_are_older_than_the_window_are_forgotten() -> None:
-    ejections, (one, _) = model(2)
+def test_failures_older_than_the_window_do_not_count() -> None:
+    health, (one, _) = model(2)
     for i in range(200):
-        ejections.note(one, AttemptResult.BAD if i % 20 == 0 else AttemptResult.GOOD, i * 0.1, MIDDLE)
-    for i in range(8):  # beside what came before, two good and six bad would be too many
-        ejections.note(one, AttemptResult.BAD if i % 4 else AttemptResult.GOOD, 40.0 + i * 0.1, MIDDLE)
+        health.record(one, AttemptResult.BAD if i % 20 == 0 else AttemptResult.GOOD, i * 0.1)
+    for i in range(8):  # with those before, two good and six bad would be too many
+        health.record(one, AttemptResult.BAD if i % 4 else AttemptResult.GOOD, 40.0 + i * 0.1)
     assert one.state is BreakerState.CLOSED
 
 
-def test_flapping_at_1_hz_is_readmitted_ever_more_seldom() -> None:
-    """Well in even seconds, failing in odd ones, probed as soon as may be."""
-    ejections, (one, _) = model(2, Eject(base_s=1.0, max_s=60.0))
+def test_the_ejection_time_of_a_flapping_replica_grows() -> None:
+    """Healthy in even seconds, failing in odd ones, probed as soon as due."""
+    health, (one, _) = model(2, Eject(base_s=1.0, max_s=60.0))
     readmitted = []
     at = 0.0
     while at < 120.0:
-        well = int(at) % 2 == 0
+        healthy = int(at) % 2 == 0
         if one.state is BreakerState.CLOSED:
-            ejections.note(one, AttemptResult.GOOD if well else AttemptResult.BAD, at, MIDDLE)
+            health.record(one, AttemptResult.GOOD if healthy else AttemptResult.BAD, at)
         elif one.due(at):
-            readmit(one, at, AttemptResult.GOOD if well else AttemptResult.BAD)
-            readmitted += [at] * well
+            readmit(one, at, AttemptResult.GOOD if healthy else AttemptResult.BAD)
+            readmitted += [at] * healthy
         at += 0.05
     assert 2 <= len(readmitted) <= 10
     assert readmitted[-1] - readmitted[-2] > 3 * (readmitted[1] - readmitted[0])
 
 
-def test_good_time_forgives() -> None:
-    ejections, one = ejected()
+def test_the_ejection_time_shrinks_after_healthy_time() -> None:
+    health, one = ejected()
     readmit(one, 30.0)
-    fail(ejections, one, 31.0)
+    fail(health, one, 31.0)
     assert not one.due(90.0)
     readmit(one, 91.0)
-    fail(ejections, one, 91.0 + 60.0 + 30.0)
+    fail(health, one, 91.0 + 60.0 + 30.0)
     assert one.due(91.0 + 90.0 + 30.0)
 
 
-def test_an_ejection_ends_at_the_longest() -> None:
-    ejections, (one, _) = model(2, Eject(base_s=30.0, max_s=40.0))
+def test_the_ejection_time_is_bounded() -> None:
+    health, (one, _) = model(2, Eject(base_s=30.0, max_s=40.0))
     at = 0.0
     for _ in range(3):
-        fail(ejections, one, at)
+        fail(health, one, at)
         assert one.due(at + 40.0)
         readmit(one, at + 40.0)
         at += 40.0
@@ -124,80 +130,80 @@ def test_the_draw_spreads_the_probes_of_many_workers(draw: float, lasts_s: float
     assert breaker.due(lasts_s + 0.1)
 
 
-def test_a_new_process_is_probed_at_once_and_starts_without_guilt() -> None:
-    ejections, one = ejected()
+def test_a_new_process_is_probed_at_once_with_cleared_counts() -> None:
+    health, one = ejected()
     one.renew(1.0)
     assert one.due(1.0)
-    assert not ejections.admits(one)
+    assert not health.admits(one)
     readmit(one, 1.0)
-    assert not fail(ejections, one, 1.0, 4)
+    assert not fail(health, one, 1.0, 4)
 
 
-def test_who_goes_away_again_and_again_stays_out_for_a_while() -> None:
-    ejections, (one, _) = model(2)
-    assert not ejections.lost(one, 0.0, MIDDLE)
-    assert not ejections.lost(one, 1.0, MIDDLE)
-    assert not ejections.lost(one, 20.0, MIDDLE)
-    assert not ejections.lost(one, 21.0, MIDDLE)
-    assert ejections.lost(one, 22.0, MIDDLE)
+def test_repeated_disconnections_eject() -> None:
+    health, (one, _) = model(2)
+    assert not health.disconnected(one, 0.0)
+    assert not health.disconnected(one, 1.0)
+    assert not health.disconnected(one, 20.0)
+    assert not health.disconnected(one, 21.0)
+    assert health.disconnected(one, 22.0)
     one.renew(23.0)
     readmit(one, 23.0)
     for at in (24.0, 25.0):
-        ejections.lost(one, at, MIDDLE)
+        health.disconnected(one, at)
     one.renew(26.0)
     assert not one.due(26.0)
 
 
-def test_what_failed_as_it_went_away_is_not_held_against_what_came_back() -> None:
-    ejections, (one, _) = model(2)
-    fail(ejections, one, 0.0, 4)
+def test_a_reconnection_clears_failures_but_not_an_ejection() -> None:
+    health, (one, _) = model(2)
+    fail(health, one, 0.0, 4)
     one.reconnected()
-    assert not fail(ejections, one, 0.0, 4)
-    assert fail(ejections, one, 0.0, 1)
+    assert not fail(health, one, 0.0, 4)
+    assert fail(health, one, 0.0, 1)
     one.reconnected()
     assert not one.due(1.0)
 
 
-def test_half_of_them_are_out_at_most_and_what_fails_beside_them_is_known() -> None:
-    ejections, breakers = model(4)
+def test_at_most_half_are_ejected_and_all_fail_knows_the_rest() -> None:
+    health, breakers = model(4)
     for breaker in breakers:
-        assert not ejections.all_fail(0.0)
-        fail(ejections, breaker, 0.0)
+        assert not health.all_fail(0.0)
+        fail(health, breaker, 0.0)
     assert [breaker.state for breaker in breakers] == [BreakerState.OPEN] * 2 + [BreakerState.CLOSED] * 2
-    assert ejections.all_fail(0.0)
-    ejections.note(breakers[3], AttemptResult.GOOD, 0.0, MIDDLE)
-    assert not ejections.all_fail(0.0)
+    assert health.all_fail(0.0)
+    health.record(breakers[3], AttemptResult.GOOD, 0.0)
+    assert not health.all_fail(0.0)
 
 
-def test_other_limits_act_on_replicas_that_are_there() -> None:
-    ejections, (one, _) = model(2)
-    ejections.follow(Eject(failures=2))
-    assert fail(ejections, one, 0.0, 2)
+def test_new_limits_apply_to_existing_breakers() -> None:
+    health, (one, _) = model(2)
+    health.configure(Eject(failures=2), Retry())
+    assert fail(health, one, 0.0, 2)
 
 
-def test_who_left_counts_no_more() -> None:
-    ejections, (one, two) = model(2)
-    ejections.leave(two)
-    assert not fail(ejections, one, 0.0)
+def test_a_removed_replica_does_not_count() -> None:
+    health, (one, two) = model(2)
+    health.leave(two)
+    assert not fail(health, one, 0.0)
 
 
-def test_silence_counts_from_the_last_progress_and_only_while_something_is_held() -> None:
-    dog = Watchdog()
-    assert dog.stuck_s(0, 0, 0.0) == 0.0
-    assert dog.stuck_s(1, 0, 100.0) == 0.0
-    assert dog.stuck_s(1, 0, 104.0) == 4.0
-    assert dog.stuck_s(1, 7, 105.0) == 0.0
-    assert dog.stuck_s(0, 7, 200.0) == 0.0
-    assert dog.stuck_s(2, 7, 300.0) == 0.0
+def test_the_watchdog_counts_from_the_last_progress_while_requests_are_held() -> None:
+    watchdog = Watchdog()
+    assert watchdog.stuck_s(0, 0, 0.0) == 0.0
+    assert watchdog.stuck_s(1, 0, 100.0) == 0.0
+    assert watchdog.stuck_s(1, 0, 104.0) == 4.0
+    assert watchdog.stuck_s(1, 7, 105.0) == 0.0
+    assert watchdog.stuck_s(0, 7, 200.0) == 0.0
+    assert watchdog.stuck_s(2, 7, 300.0) == 0.0
 
 
 class Rotation(RuleBasedStateMachine):
-    """A model whose replicas come, go, fail and are probed in any order."""
+    """Replicas that disconnect, reconnect, fail and are probed in any order."""
 
     @initialize(count=st.integers(1, 6), fraction=st.floats(0, 1), failures=st.integers(1, 4))
     def begin(self, count: int, fraction: float, failures: int) -> None:
         self.limits = Eject(failures=failures, max_fraction=fraction, base_s=1.0, max_s=8.0, window_s=5.0)
-        self.ejections, self.breakers = model(count, self.limits)
+        self.health, self.breakers = model(count, self.limits)
         self.at = 0.0
         self.probes: set[int] = set()
         self.probed = [0] * count
@@ -210,30 +216,33 @@ class Rotation(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.at += seconds
 
-    @rule(data=st.data(), sign=st.sampled_from(AttemptResult), draw=st.floats(0, 1, exclude_max=True))
-    def attempt(self, data: st.DataObject, sign: AttemptResult, draw: float) -> None:
-        self.eject_lawfully(lambda breaker: self.ejections.note(breaker, sign, self.at, draw), data)
-
-    @rule(data=st.data(), draw=st.floats(0, 1, exclude_max=True))
-    def watchdog(self, data: st.DataObject, draw: float) -> None:
-        self.eject_lawfully(lambda breaker: self.ejections.eject(breaker, self.at, draw), data)
-
-    @rule(data=st.data(), draw=st.floats(0, 1, exclude_max=True))
-    def flap(self, data: st.DataObject, draw: float) -> None:
-        self.eject_lawfully(lambda breaker: self.ejections.lost(breaker, self.at, draw), data)
+    @rule(data=st.data(), result=st.sampled_from(AttemptResult))
+    def attempt(self, data: st.DataObject, result: AttemptResult) -> None:
+        self.check_ejection(lambda breaker: self.health.record(breaker, result, self.at), data)
 
     @rule(data=st.data())
-    def come_back(self, data: st.DataObject) -> None:
+    def watchdog(self, data: st.DataObject) -> None:
+        self.check_ejection(lambda breaker: self.health.stalled(breaker, self.at), data)
+
+    @rule(data=st.data())
+    def flap(self, data: st.DataObject) -> None:
+        self.check_ejection(lambda breaker: self.health.disconnected(breaker, self.at), data)
+
+    @rule(data=st.data())
+    def reconnect(self, data: st.DataObject) -> None:
         self.breakers[self.pick(data)].reconnected()
 
-    def eject_lawfully(self, act, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
+    def check_ejection(self, act, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
         breaker = self.breakers[self.pick(data)]
         was, serving = breaker.state, self.serving()
         ejected = act(breaker)
         assert ejected == (was is BreakerState.CLOSED and breaker.state is BreakerState.OPEN)
         if ejected:
-            assert self.ejections.ejected <= self.limits.max_fraction * len(self.breakers)
+            assert self.ejected() <= self.limits.max_fraction * len(self.breakers)
             assert serving - 1 >= self.serving() > 0 or not breaker.reachable
+
+    def ejected(self) -> int:
+        return sum(b.state is not BreakerState.CLOSED for b in self.breakers)
 
     def serving(self) -> int:
         return sum(b.reachable and b.state is BreakerState.CLOSED for b in self.breakers)
@@ -257,15 +266,15 @@ class Rotation(RuleBasedStateMachine):
             self.probes.add(i)
 
     @precondition(lambda self: self.probes)
-    @rule(data=st.data(), sign=st.sampled_from(AttemptResult), draw=st.floats(0, 1, exclude_max=True))
-    def answer(self, data: st.DataObject, sign: AttemptResult, draw: float) -> None:
+    @rule(data=st.data(), result=st.sampled_from(AttemptResult), draw=st.floats(0, 1, exclude_max=True))
+    def answer(self, data: st.DataObject, result: AttemptResult, draw: float) -> None:
         i = data.draw(st.sampled_from(sorted(self.probes)))
         self.probes.remove(i)
-        self.breakers[i].probed(sign, self.at, draw)
-        self.probed[i] += sign is AttemptResult.GOOD
+        self.breakers[i].probed(result, self.at, draw)
+        self.probed[i] += result is AttemptResult.GOOD
 
     @rule(data=st.data())
-    def restart(self, data: st.DataObject) -> None:
+    def replace_process(self, data: st.DataObject) -> None:
         self.breakers[self.pick(data)].renew(self.at)
 
     @invariant()
@@ -277,23 +286,23 @@ class Rotation(RuleBasedStateMachine):
             self.before[i] = breaker.state
 
     @invariant()
-    def something_that_can_be_reached_is_admitted(self) -> None:
+    def a_reachable_replica_is_admitted(self) -> None:
         if any(b.reachable for b in self.breakers):
-            assert any(b.reachable and self.ejections.admits(b) for b in self.breakers)
+            assert any(b.reachable and self.health.admits(b) for b in self.breakers)
 
     @invariant()
-    def what_is_probed_is_half_open(self) -> None:
+    def a_probed_breaker_is_half_open(self) -> None:
         assert all(b.probing == (i in self.probes) for i, b in enumerate(self.breakers))
         assert all(b.state is BreakerState.HALF_OPEN for b in self.breakers if b.probing)
 
 
 class Retries(RuleBasedStateMachine):
-    """Requests and retries over a time in which no window ends, and after it."""
+    """Requests and retries within one window and beyond it."""
 
     @initialize(budget=st.floats(0, 1), at_least=st.integers(0, 5))
     def begin(self, budget: float, at_least: int) -> None:
         self.limits = Retry(budget=budget, at_least=at_least, window_s=10.0)
-        self.budget = RetryBudget(self.limits)
+        self.health = health_of(retry=self.limits)
         self.at = 0.0
         self.requests: list[float] = []
         self.retries: list[float] = []
@@ -305,12 +314,12 @@ class Retries(RuleBasedStateMachine):
     @rule(count=st.integers(1, 50))
     def request(self, count: int) -> None:
         for _ in range(count):
-            self.budget.request(self.at)
+            self.health.request(self.at)
         self.requests += [self.at] * count
 
     @rule(count=st.integers(1, 30))
     def retry(self, count: int) -> None:
-        allowed = sum(self.budget.take(self.at) for _ in range(count))
+        allowed = sum(self.health.may_retry(self.at) for _ in range(count))
         self.retries += [self.at] * allowed
         # A slot expires whole, so that up to a slot less or more of the past counts.
         recent = sum(at > self.at - self.limits.window_s for at in self.requests)
@@ -323,7 +332,7 @@ class Retries(RuleBasedStateMachine):
             assert spent + 1 > max(self.limits.at_least, self.limits.budget * surely)
 
     @invariant()
-    def attempts_stay_within_the_budget_of_the_first_window(self) -> None:
+    def retries_stay_within_the_budget_of_the_first_window(self) -> None:
         if self.at < self.limits.window_s:
             share = self.limits.budget * len(self.requests)
             assert len(self.retries) <= share + self.limits.at_least
