@@ -6,7 +6,6 @@ digest covers sources, interpreter and compiler, so an edited source is never sh
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib
 import importlib.metadata
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import policy
 from policy.errors import PreconditionFailed
+from store.state_dir import locked
 
 # The modules of the request path. Structures of msgspec and ctypes are created at run time, uncompiled.
 MODULES = {
@@ -117,8 +117,7 @@ def build() -> Path:
     """Compile unless there is a build; raises :class:`policy.errors.PreconditionFailed` if that fails."""
     final = home() / digest()
     final.parent.mkdir(parents=True, exist_ok=True)
-    with (final.parent / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(final.parent / ".lock"):
         if final.is_dir():  # built by the last holder of the lock
             return final
         work = final.parent / ".work"

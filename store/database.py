@@ -5,10 +5,9 @@ An acknowledged transaction survives a crash of the process and a power loss.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from policy.errors import PreconditionFailed, Unreachable
+from store.state_dir import locked
 
 metadata = MetaData()
 BUSY_S = 30
@@ -104,7 +104,9 @@ def _settle(connection: Any, _record: Any) -> None:
     # Otherwise the driver begins transactions itself, and too late.
     connection.isolation_level = None
     cursor = connection.cursor()
-    for pragma in (f"busy_timeout = {BUSY_S * 1000}", "synchronous = FULL", "foreign_keys = ON"):
+    # The first connection to a new file is opened under the lock of :func:`_prepared`.
+    settings = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON")
+    for pragma in (f"busy_timeout = {BUSY_S * 1000}", *settings):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 
@@ -117,30 +119,21 @@ def _begin(connection: Connection) -> None:
 
 @contextmanager
 def _prepared(url: URL) -> Iterator[None]:
-    """Create the file of an embedded database with mode 600 and a write-ahead log, one process at a time."""
+    """Create the file of an embedded database with mode 600, and migrate it in one process at a time."""
     if url.get_backend_name() != "sqlite":
         yield
         return
     if not url.database or url.database == ":memory:":
         raise PreconditionFailed("store: expected sqlite:///PATH: several processes use the database")
     path = Path(url.database)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        held = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise PreconditionFailed(f"store: {path} cannot be written: {error}") from error
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with _answering():
-            engine = create_engine(url)
-            with engine.connect() as connection:
-                connection.exec_driver_sql(f"PRAGMA busy_timeout = {BUSY_S * 1000}")
-                connection.exec_driver_sql("PRAGMA journal_mode = WAL")
-            engine.dispose()
+    with ExitStack() as held:
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            held.enter_context(locked(path.with_name(f"{path.name}.lock")))
+        except OSError as error:
+            raise PreconditionFailed(f"store: {path} cannot be written: {error}") from error
         yield
-    finally:
-        os.close(held)
 
 
 @contextmanager

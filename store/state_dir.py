@@ -9,6 +9,8 @@ import secrets
 import socket
 import stat
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +60,44 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def read_secret(path: Path, least: int) -> bytes:
+    """The secret in ``path``, made on first use with mode 600, by one of several processes.
+
+    Raises ``PermissionError`` for fewer than ``least`` characters, or if other users can read it.
+    """
+    if not path.exists():
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        write_atomic(part, secrets.token_urlsafe(48).encode(), mode=0o600)
+        with suppress(FileExistsError):
+            path.hardlink_to(part)
+        part.unlink()
+    secret = path.read_bytes().strip()
+    if len(secret) < least or path.stat().st_mode & 0o077:
+        raise PermissionError(
+            f"{path}: expected at least {least} characters that only its owner may read (mode 600);"
+            " remove it to have a new one made"
+        )
+    return secret
+
+
+@contextmanager
+def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the lock file ``path``, made with mode 600, among all threads and processes of this machine.
+
+    ``waiting`` is called if another one holds it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -130,16 +170,7 @@ class StateDir:
 
     def secret(self) -> str:
         """The secret that guards every internal port, made on first use with mode 600."""
-        self.ensure()
-        if not self.secret_path.exists():
-            write_atomic(self.secret_path, secrets.token_urlsafe(32).encode(), mode=0o600)
-        secret = self.secret_path.read_text().strip()
-        if len(secret) < MIN_SECRET or self.secret_path.stat().st_mode & 0o077:
-            raise PermissionError(
-                f"{self.secret_path}: expected at least {MIN_SECRET} characters that only its owner may read"
-                " (mode 600); remove it to have a new one made"
-            )
-        return secret
+        return read_secret(self.ensure().secret_path, MIN_SECRET).decode()
 
     def load(self, path: Path, kind: type[T]) -> T | None:
         """Decode a JSON file of this directory; ``None`` when it does not exist."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from statistics import fmean
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from policy.config.deployment import Deployment, Mode, ModelSpec
+from policy.config.deployment import Deployment, Mode
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
@@ -100,7 +100,15 @@ def fixed_mode(deployment: Deployment) -> list[PolicyEntry]:
     (spec,) = deployment.models
     if len(spec.modes) < 2:
         raise ConfigError(f"models[{spec.name}].modes", ", ".join(spec.modes), "two modes at least")
-    return [_alone(deployment, spec, name) for name in spec.modes]
+    control = msgspec.structs.replace(spec.control, policy="static")
+    policies: dict[str, Policy] = {spec.name: make(choose("", "static"))}
+    entries = []
+    for name, mode in spec.modes.items():
+        only = {name: Mode(shape=mode.shape, replicas=mode.bounds.max)}
+        fixed = msgspec.structs.replace(spec, modes=only, mode=None, control=control)
+        alone = msgspec.structs.replace(deployment, models=(fixed,))
+        entries.append(PolicyEntry(name, alone, policies))
+    return entries
 
 
 def compare(
@@ -117,28 +125,15 @@ def compare(
     """
     trials: dict[str, list[Trial]] = {}
     for contender in (ours._replace(name=BY_LOAD), *fixed_mode(ours.deployment)):
-        past = 0.0
+        row = trials[contender.name] = []
         for seed in seeds:
-            record = play(contender, arrivals(seed), seed, partial(_further, progress, contender.name, past))
-            past += record.ends_at
-            trials.setdefault(contender.name, []).append(_trial(record))
+            past = sum(trial.ends_at for trial in row)
+
+            def report(at: float, name: str = contender.name, past: float = past) -> None:
+                progress(name, past + at)
+
+            row.append(_trial(play(contender, arrivals(seed), seed, report)))
     return ModeBenchmark(tuple(seeds), {name: tuple(row) for name, row in trials.items()})
-
-
-def _further(progress: Callable[[str, float], None], name: str, past: float, at: float) -> None:
-    progress(name, past + at)
-
-
-def _alone(deployment: Deployment, spec: ModelSpec, name: str) -> PolicyEntry:
-    mode = spec.modes[name]
-    replaced = msgspec.structs.replace(
-        spec,
-        modes={name: Mode(shape=mode.shape, replicas=mode.bounds.max)},
-        mode=None,
-        control=msgspec.structs.replace(spec.control, policy="static"),
-    )
-    policies: dict[str, Policy] = {spec.name: make(choose("", "static"))}
-    return PolicyEntry(name, msgspec.structs.replace(deployment, models=(replaced,)), policies)
 
 
 def _trial(record: Record) -> Trial:
@@ -153,24 +148,20 @@ def _figures(trials: Sequence[Trial]) -> ModeResult:
     summaries = [trial.summary for trial in trials]
     hours = sum(trial.ends_at for trial in trials) / HOUR_S
     return ModeResult(
-        goodput_rps=_mean([each.goodput_rps for each in summaries]),
-        attainment=_mean([each.attainment or 0.0 for each in summaries]),
-        gpu_hours=_mean([each.gpu_hours for each in summaries]),
+        goodput_rps=fmean(each.goodput_rps for each in summaries),
+        attainment=fmean(each.attainment or 0.0 for each in summaries),
+        gpu_hours=fmean(each.gpu_hours for each in summaries),
         switches=max(each.switches for each in summaries),
         switches_per_h=sum(each.switches for each in summaries) / hours if hours else 0.0,
-        ttft_p95_s=_known([each.ttft_p95_s for each in summaries]),
-        itl_p95_s=_known([each.itl_p95_s for each in summaries]),
-        failed=_mean([each.failed for each in summaries]),
+        ttft_p95_s=_known(each.ttft_p95_s for each in summaries),
+        itl_p95_s=_known(each.itl_p95_s for each in summaries),
+        failed=fmean(each.failed for each in summaries),
     )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _known(values: Sequence[float | None]) -> float | None:
+def _known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return _mean(known) if known else None
+    return fmean(known) if known else None
 
 
 WIDTH, HEIGHT = 760, 330

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policy.errors import TargetError
 from policy.scaling.view import Proposal, View
 from sim.oracle.problem import ROUNDING, Problem
 from sim.simulator.run_record import Floats, Ints
@@ -47,10 +46,6 @@ class Plan:
     def mean(self) -> float:
         """The mean replica count."""
         return self.replica_s / self.ends_at
-
-    def count_at(self, at: float) -> int:
-        """The replica count at the instant ``at``, starting replicas included."""
-        return self.counts[max(0, bisect_right(self.at, at) - 1)]
 
     def most_within(self, at: float, for_s: float) -> int:
         """The highest replica count from ``at`` until before ``for_s`` seconds later."""
@@ -186,23 +181,19 @@ def clairvoyant(problem: Problem) -> Plan:
     load = _spread(problem.load, problem.waits)
     needs = served_demand(load, problem)
     if dropped(load, needs) > problem.spare + ROUNDING * problem.bins:
-        wanted = f"{problem.attainment:g} of the requests"
-        raise TargetError(
-            f"{problem.most} replicas of {problem.mu:g} requests per second cannot serve {wanted}"
-        )
+        raise problem.infeasible()
     return plan_layers(needs, problem.bin_s, problem.lead_s)
 
 
 class Clairvoyant:
-    """A plan as a scaling policy; the plan begins at the instant ``began_at`` of the run."""
+    """A plan as a scaling policy; the plan begins with the run."""
 
-    def __init__(self, plan: Plan, began_at: float = 0.0) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._began_at = began_at
 
     def decide(self, view: View, memory: Any) -> Proposal:
         """The highest planned count until the next decision, so that no start is late for the tick."""
-        planned = self._plan.most_within(view.at - self._began_at, view.tick_s)
+        planned = self._plan.most_within(view.at, view.tick_s)
         count = max(view.least, min(planned, view.most))
         return Proposal(count=count, reason=f"{planned} as planned", terms={"planned": planned}, fixed=True)
 

@@ -21,7 +21,6 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import block_array, coo_array, diags_array, eye_array
 
-from policy.errors import TargetError
 from sim.oracle.problem import Problem
 from sim.simulator.run_record import Floats
 
@@ -74,10 +73,7 @@ def lower_bound(problem: Problem, lasts_s: float | None = None) -> Bound:
         method="highs",
     )
     if found.status == _INFEASIBLE:
-        wanted = f"{problem.attainment:g} of the requests"
-        raise TargetError(
-            f"{problem.most} replicas of {problem.mu:g} requests per second cannot serve {wanted}"
-        )
+        raise problem.infeasible()
     if found.x is None:
         raise RuntimeError(f"the linear program was not solved: {found.message}")
     ready, _, dropped, _ = np.split(found.x, 4)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from policy.errors import TargetError
 from sim.simulator.run_record import Floats
 
 # Tolerance for float rounding of counts.
@@ -24,8 +25,7 @@ class Problem:
     ``mu`` is the capacity within the SLO (:mod:`sim.oracle.replica_capacity`). A start takes ``lead_s``
     seconds. At least ``attainment`` of the requests must be served, each within ``wait_s`` seconds (rounded
     down to whole bins) of its bin; requests still waiting at the end are served after it. There are ``least``
-    to ``most`` replicas at any time (``None``: unbounded). Raises :class:`ValueError` for values out of
-    range.
+    to ``most`` replicas at any time (``None``: unbounded).
     """
 
     demand: Floats
@@ -37,28 +37,10 @@ class Problem:
     attainment: float = 0.99
     wait_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        shape = self.demand.shape
-        _expect(len(shape) == 1 and shape[0] > 0, "demand", shape, "one row of bins")
-        wrong = self.demand[~(np.isfinite(self.demand) & (self.demand >= 0))]
-        _expect(not len(wrong), "demand", wrong[:1], "finite counts of at least 0")
-        _expect(0 < self.bin_s < math.inf, "bin_s", self.bin_s, "seconds above 0")
-        _expect(0 < self.mu < math.inf, "mu", self.mu, "requests per second above 0")
-        _expect(0 <= self.lead_s < math.inf, "lead_s", self.lead_s, "seconds of at least 0")
-        _expect(0 <= self.attainment <= 1, "attainment", self.attainment, "a fraction, 0 to 1")
-        _expect(0 <= self.wait_s < math.inf, "wait_s", self.wait_s, "seconds of at least 0")
-        _expect(self.least >= 0, "least", self.least, "a count of at least 0")
-        _expect(self.most is None or self.most >= self.least, "most", self.most, f"at least {self.least}")
-
     @property
     def bins(self) -> int:
         """The number of bins."""
         return len(self.demand)
-
-    @property
-    def ends_at(self) -> float:
-        """The end of the last bin in seconds; the first begins at 0."""
-        return self.bins * self.bin_s
 
     @property
     def load(self) -> Floats:
@@ -84,6 +66,11 @@ class Problem:
         ahead = self.bin_s * np.arange(self.bins, dtype=np.float64)
         return np.minimum(ahead, self.lead_s)
 
+    def infeasible(self) -> TargetError:
+        """The error that ``most`` replicas cannot serve enough."""
+        served = f"{self.attainment:g} of the requests"
+        return TargetError(f"{self.most} replicas of {self.mu:g} requests per second cannot serve {served}")
+
 
 def bin_arrivals(at: Floats, bin_s: float, since: float, until: float) -> Floats:
     """How many of the instants ``at`` fall in each bin of ``bin_s`` seconds, from ``since`` to ``until``."""
@@ -91,8 +78,3 @@ def bin_arrivals(at: Floats, bin_s: float, since: float, until: float) -> Floats
     inside = at[(at >= since) & (at < until)]
     places = np.minimum(((inside - since) / bin_s).astype(np.int64), bins - 1)
     return np.bincount(places, minlength=bins).astype(np.float64)
-
-
-def _expect(holds: bool, name: str, value: object, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}: got {value}, expected {expected}")

@@ -35,10 +35,6 @@ def rate_attaining(
     (a fraction) higher failed. Low rates need long runs, so ``low`` itself is tried last. Raises
     :class:`ValueError` where the edge is not between the two.
     """
-    if not 0 < low < high or precision <= 0:
-        raise ValueError(
-            f"rates from {low:g} to {high:g} by {precision:g}: expected 0 < low < high, and 0 < precision"
-        )
     if (shown := run(high)) >= attainment:
         raise ValueError(
             f"still at {high:g} requests per second {shown:.4g} attain, expected under {attainment:g}"

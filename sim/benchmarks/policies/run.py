@@ -1,34 +1,34 @@
-"""One run of the benchmark: one policy at one setting, or the offline plan."""
+"""The trials of the benchmark: each policy at each setting, and the offline plan, on several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-
-import numpy as np
+from multiprocessing import get_context
 
 from policy.config.control import Choice
 from policy.scaling.policies.registry import choose, make
 from sim.benchmarks.policies.benchmark_setup import MODEL, Setup
+from sim.benchmarks.policies.sizing import SHIPPED, ReplicaSize, ladder
 from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
 from sim.oracle.linear_program import lower_bound
-from sim.oracle.problem import Problem, bin_arrivals
-from sim.request_arrival import Arrival
 from sim.results.score import Score, score
 from sim.simulator.run import simulate
 from sim.simulator.run_record import HOUR_S
 
 PLAN = "clairvoyant"
-# Requests of the Azure trace are answered in about as long.
-BIN_S = 10.0
+# Capacity factors of the plan, of which the cheapest that meets the SLO counts: bins hide bursts, and
+# replicas in a pool help each other out.
+PLANNED = (0.84, 0.88, 0.92, 0.96, 1.0, 1.04, 1.08, 1.12)
 # The plan runs without the safety limits.
 UNHELD = {"hold_s": 0.1, "max_step_up": 100, "max_step_down": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """``choice`` on ``factor`` times the load drawn with ``seed``; with a ``mu`` the offline plan made with
-    it.
+    """``choice`` on ``factor`` times the load drawn with ``seed``; with a ``mu`` the plan made with it.
 
     ``setting`` is unique within one policy.
     """
@@ -53,6 +53,42 @@ class TrialResult:
     lower_hours: float = 0.0
 
 
+def trials(
+    setup: Setup,
+    size: ReplicaSize,
+    names: Sequence[str],
+    *,
+    leads_s: Sequence[float],
+    seeds: Sequence[int],
+    each: int = 1,
+) -> list[Trial]:
+    """The plan and each policy of ``names`` at every ``each``-th setting, for each start-up time and seed."""
+    found = []
+    for lead_s in leads_s:
+        for seed in seeds:
+            for part in PLANNED[::each]:
+                mu = part * size.mu
+                found.append(Trial(setup, size.factor, lead_s, seed, PLAN, f"{mu:.4g} requests/s", mu=mu))
+            for name in names:
+                for choice in parameter_steps(name, size, each):
+                    found.append(Trial(setup, size.factor, lead_s, seed, name, describe(choice), choice))
+    return found
+
+
+def parameter_steps(name: str, size: ReplicaSize, each: int = 1) -> tuple[Choice, ...]:
+    """Every ``each``-th setting of a policy, the default of ``predictive`` among them."""
+    return ladder(name, size.full)[SHIPPED % each :: each]
+
+
+def describe(choice: Choice) -> str:
+    """A setting as a table names it."""
+    parameters = {} if isinstance(choice, str) else next(iter(choice.values()))
+    return ", ".join(
+        f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in parameters.items()
+    )
+
+
 def run_trial(trial: Trial) -> TrialResult:
     """Run ``trial``; the same trial gives the same result."""
     setup = trial.setup
@@ -61,8 +97,8 @@ def run_trial(trial: Trial) -> TrialResult:
         policy = make(choose("policy", trial.choice))
         record = simulate(setup.deployment(trial.lead_s), {MODEL: policy}, arrivals, seed=trial.seed)
         return TrialResult(trial, score(record, MODEL, setup.stretch, setup.attainment))
-    whole = problem(setup, arrivals, trial.mu, trial.lead_s, since=0.0)
-    judged = problem(setup, arrivals, trial.mu, trial.lead_s, since=setup.stretch.since)
+    whole = setup.problem(arrivals, trial.mu, trial.lead_s, since=0.0)
+    judged = setup.problem(arrivals, trial.mu, trial.lead_s, since=setup.stretch.since)
     planned = Clairvoyant(clairvoyant(whole))
     record = simulate(setup.deployment(trial.lead_s, UNHELD), {MODEL: planned}, arrivals, seed=trial.seed)
     return TrialResult(
@@ -73,16 +109,18 @@ def run_trial(trial: Trial) -> TrialResult:
     )
 
 
-def problem(setup: Setup, arrivals: Iterable[Arrival], mu: float, lead_s: float, *, since: float) -> Problem:
-    """The problem of the offline optimum from ``since`` on, at ``mu`` requests per second per replica."""
-    until = setup.stretch.until
-    at = np.array([arrival.at for arrival in arrivals])
-    return Problem(
-        demand=bin_arrivals(at, BIN_S, since, until),
-        bin_s=BIN_S,
-        mu=mu,
-        lead_s=lead_s,
-        attainment=setup.attainment,
-        wait_s=setup.ttft_p95_s,
-        least=1,
-    )
+def run_all(
+    field: Sequence[Trial],
+    processes: int | None = None,
+    ended: Callable[[TrialResult], None] = lambda result: None,
+) -> list[TrialResult]:
+    """Run all of them, in the order of ``field``; ``ended`` gets each result as it ends."""
+    with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(run_trial, trial) for trial in field]
+        try:
+            for future in as_completed(futures):
+                ended(future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]

@@ -6,8 +6,9 @@ shows at its capacity (:mod:`sim.oracle.replica_capacity`). The sweep of ``predi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +19,6 @@ from policy.scaling.policies.predictive import Predictive
 from policy.scaling.policies.static import Static
 from policy.scaling.policies.token_saturation import TokenSaturation
 from sim.benchmarks.policies.benchmark_setup import MODE, MODEL, MOST, Setup
-from sim.benchmarks.policies.run import problem
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.replica_capacity import attained_rate
 from sim.simulator.run import simulate
@@ -56,44 +56,21 @@ class Full(msgspec.Struct, frozen=True, kw_only=True):
 
 def ladder(name: str, full: Full) -> tuple[Choice, ...]:
     """The settings of the built-in policy ``name``, from careful to thrifty; raises :class:`KeyError`."""
-    return LADDERS[name](full)
-
-
-def _static(full: Full) -> tuple[Choice, ...]:
     counts = np.unique(np.linspace(full.least, full.most, len(PARTS)).round().astype(int))
-    return tuple({"static": {"replicas": int(count)}} for count in counts[::-1])
-
-
-def _target_tracking(full: Full) -> tuple[Choice, ...]:
-    return tuple(
-        {"target_tracking": {"metric": "concurrency", "target": part * full.at_once}} for part in PARTS
-    )
-
-
-def _panic_window(full: Full) -> tuple[Choice, ...]:
-    # Utilisation is at most 1, so the concurrency is swept.
-    return tuple({"panic_window": {"concurrency": part * full.at_once, "utilisation": 1.0}} for part in PARTS)
-
-
-def _token_saturation(full: Full) -> tuple[Choice, ...]:
+    concurrency = [part * full.at_once for part in PARTS]
     usual = TokenSaturation()
     thresholds = {"scale_up": usual.scale_up, "scale_down": usual.scale_down}
     # A threshold is at most 1, so a crowded cache has fewer steps.
-    taken = dict.fromkeys(min(1.0, part * full.kv_used / usual.scale_up) for part in PARTS)
-    return tuple({"token_saturation": {"kv": kv, **thresholds}} for kv in taken)
-
-
-def _predictive(full: Full) -> tuple[Choice, ...]:
-    return tuple({"predictive": rung} for rung in CAREFUL_TO_THRIFTY)
-
-
-LADDERS: Mapping[str, Callable[[Full], tuple[Choice, ...]]] = {
-    "static": _static,
-    "target_tracking": _target_tracking,
-    "panic_window": _panic_window,
-    "token_saturation": _token_saturation,
-    "predictive": _predictive,
-}
+    kv_used = dict.fromkeys(min(1.0, part * full.kv_used / usual.scale_up) for part in PARTS)
+    steps: dict[str, Iterable[dict[str, Any]]] = {
+        "static": [{"replicas": int(count)} for count in counts[::-1]],
+        "target_tracking": [{"metric": "concurrency", "target": target} for target in concurrency],
+        # Utilisation is at most 1, so the concurrency is swept.
+        "panic_window": [{"concurrency": target, "utilisation": 1.0} for target in concurrency],
+        "token_saturation": [{"kv": kv, **thresholds} for kv in kv_used],
+        "predictive": CAREFUL_TO_THRIFTY,
+    }
+    return tuple({name: step} for step in steps[name])
 
 
 # Mean replica count of the plan: with few replicas, rounding hides the differences.
@@ -122,7 +99,7 @@ def size_of(setup: Setup, lead_s: float, seed: int = 0) -> ReplicaSize:
     spec = document.models[0]
     mu = attained_rate(document, spec, MODE, arrivals=lambda: arrivals, load=load, seed=seed)
 
-    asked = problem(setup, arrivals, mu, lead_s, since=setup.stretch.since)
+    asked = setup.problem(arrivals, mu, lead_s, since=setup.stretch.since)
 
     def mean(factor: float) -> float:
         return clairvoyant(replace(asked, demand=asked.demand * factor)).mean

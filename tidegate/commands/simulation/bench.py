@@ -16,11 +16,10 @@ from policy.scaling.policies import registry
 from sim.benchmarks.adapters.benchmark import NAMES as ROUTINGS
 from sim.benchmarks.adapters.benchmark import Comparison, Fleet, RunOutcome, compare_seeds, traffic
 from sim.benchmarks.modes import BY_LOAD, ModeBenchmark, compare, curves
-from sim.benchmarks.policies.all_runs import run_all, trials
 from sim.benchmarks.policies.benchmark_setup import TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.ranking import Ranking, RankingTable, rank
-from sim.benchmarks.policies.run import Trial, TrialResult
+from sim.benchmarks.policies.run import Trial, TrialResult, run_all, trials
 from sim.benchmarks.policies.sizing import ReplicaSize, size_of
 from sim.charts.figure import Panel, bars
 from sim.charts.table import percent, seconds

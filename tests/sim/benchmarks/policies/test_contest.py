@@ -10,11 +10,20 @@ import pytest
 
 from policy.scaling.policies.predictive import Predictive
 from policy.scaling.policies.registry import choose
-from sim.benchmarks.policies.all_runs import PLANNED, describe, parameter_steps, run_all, trials
 from sim.benchmarks.policies.benchmark_setup import MODEL, Setup, TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.ranking import rank
-from sim.benchmarks.policies.run import PLAN, Trial, TrialResult, run_trial
+from sim.benchmarks.policies.run import (
+    PLAN,
+    PLANNED,
+    Trial,
+    TrialResult,
+    describe,
+    parameter_steps,
+    run_all,
+    run_trial,
+    trials,
+)
 from sim.benchmarks.policies.sizing import Full, ReplicaSize, size_of
 from sim.results.score import Score
 
