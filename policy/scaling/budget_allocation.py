@@ -8,39 +8,9 @@ from functools import reduce
 from typing import NamedTuple
 
 from policy.config.deployment import Budget
-from policy.scaling.decision_types import ModeOption, Situation
+from policy.scaling.decision_types import Situation
+from policy.scaling.resources import ROUNDING, Resources, total
 from policy.scaling.rollout import CPU_OVERCOMMIT
-
-# The count that fits where a replica takes nothing: only its mode bounds it.
-UNBOUNDED = 1 << 30
-# Watts and prices are sums of fractions: a billionth of a replica may be missing.
-ROUNDING = 1e-9
-
-
-class Allocation(NamedTuple):
-    """An amount of each budgeted resource; infinite where it is unbounded."""
-
-    gpus: float = 0.0
-    cpus: float = 0.0
-    watts: float = 0.0
-    cost_per_h: float = 0.0
-
-    def plus(self, other: Allocation, times: float = 1.0) -> Allocation:
-        """This plus ``times`` the other."""
-        return Allocation(*(mine + times * its for mine, its in zip(self, other, strict=True)))
-
-    def most(self, other: Allocation) -> Allocation:
-        """The larger of both, per resource."""
-        return Allocation(*(max(pair) for pair in zip(self, other, strict=True)))
-
-    def holds(self, each: Allocation) -> int:
-        """How many replicas that take ``each`` fit into it."""
-        fits = [
-            math.floor(min(max(left, 0.0) / one + ROUNDING, UNBOUNDED))
-            for left, one in zip(self, each, strict=True)
-            if one > 0 and left < math.inf
-        ]
-        return max(0, min(fits, default=UNBOUNDED))
 
 
 class Claim(NamedTuple):
@@ -53,62 +23,51 @@ class Claim(NamedTuple):
 
     model: str
     priority: int
-    each: Allocation
+    each: Resources
     asked: int
     floor: int
     now: int
-    held: Allocation
+    held: Resources
     replaces: bool = False
     starved: bool = False
-    claim: Allocation = Allocation()
+    claim: Resources = Resources()
 
 
-def total(budget: Budget) -> Allocation:
-    """The whole budget."""
-    bounds = (budget.gpus, budget.cpus, budget.watts, budget.cost_per_h)
-    return Allocation(*(math.inf if bound is None else float(bound) for bound in bounds))
-
-
-def each(rung: ModeOption) -> Allocation:
-    """What one replica takes."""
-    return Allocation(rung.gpus, rung.cpus, rung.watts, rung.cost_per_h)
-
-
-def held(situation: Situation) -> Allocation:
+def held(situation: Situation) -> Resources:
     """What the model's replicas take, or will at once: of its layer what is aimed for, or runs, if more."""
     supply = situation.supply
     running = supply.serving + len(supply.starting_s) + supply.draining
     counts = dict(situation.leaving)
     counts[situation.mode] = counts.get(situation.mode, 0) + max(supply.wanted, running)
-    actual = aimed = Allocation()
+    actual = aimed = Resources()
     for rung in situation.rungs:
-        actual = actual.plus(each(rung), counts.get(rung.mode, 0))
-        aimed = aimed.plus(each(rung), situation.count if rung.mode == situation.mode else 0)
+        actual = actual.plus(rung.resources, counts.get(rung.mode, 0))
+        aimed = aimed.plus(rung.resources, situation.count if rung.mode == situation.mode else 0)
     return actual.most(aimed)
 
 
-def spare(wants: Iterable[Claim], budget: Budget) -> Allocation:
+def spare(wants: Iterable[Claim], budget: Budget) -> Resources:
     """What is free, with cores as often as a switch may overcommit them."""
     bounds = total(budget)
     return _less_held(bounds._replace(cpus=bounds.cpus * CPU_OVERCOMMIT), wants)
 
 
-def alone(model: str, wants: Mapping[str, Claim], budget: Budget) -> Allocation:
+def alone(model: str, wants: Mapping[str, Claim], budget: Budget) -> Resources:
     """What ``model`` could hold while no other model is scaled down for it."""
     return _less_held(total(budget), (want for want in wants.values() if want.model != model))
 
 
-def _less_held(left: Allocation, wants: Iterable[Claim]) -> Allocation:
+def _less_held(left: Resources, wants: Iterable[Claim]) -> Resources:
     return reduce(lambda rest, want: rest.plus(want.held, -1), wants, left)
 
 
-def attainable(model: str, wants: Mapping[str, Claim], budget: Budget) -> Allocation:
+def attainable(model: str, wants: Mapping[str, Claim], budget: Budget) -> Resources:
     """What ``model`` could hold if models of lower priority were scaled down to their floors."""
     left = total(budget)
     for want in wants.values():
         if want.model != model:
             yields = want.priority < wants[model].priority
-            keeps = Allocation().plus(want.each, min(want.floor, want.now)) if yields else want.held
+            keeps = Resources().plus(want.each, min(want.floor, want.now)) if yields else want.held
             left = left.plus(keeps, -1)
     return left
 
@@ -145,7 +104,7 @@ def allocate(wants: Sequence[Claim], budget: Budget) -> dict[str, int]:
         left = left.plus(claims[-1], -1)
     for index, level in enumerate(levels):
         # Claims bind lower priorities alone.
-        kept = reduce(Allocation.plus, claims[index:])
+        kept = reduce(Resources.plus, claims[index:])
         left = _filled(level, lambda want: want.asked, shares, left.plus(kept)).plus(kept, -1)
 
     free = _less_held(total(budget), ranked)
@@ -161,8 +120,8 @@ def _kept(want: Claim) -> int:
 
 
 def _filled(
-    level: Sequence[Claim], goal: Callable[[Claim], int], shares: dict[str, int], left: Allocation
-) -> Allocation:
+    level: Sequence[Claim], goal: Callable[[Claim], int], shares: dict[str, int], left: Resources
+) -> Resources:
     """Raise shares of one priority towards the goal, one replica at a time; returns what is left."""
     short = [want for want in level if shares[want.model] < goal(want)]
     while short:
@@ -175,24 +134,24 @@ def _filled(
     return left
 
 
-def _claimed(level: Sequence[Claim], shares: Mapping[str, int], left: Allocation) -> Allocation:
+def _claimed(level: Sequence[Claim], shares: Mapping[str, int], left: Resources) -> Resources:
     """What those of one priority claim beyond their shares, of what is ``left``.
 
     A claim that can only be had in part is not kept: nobody would have any use of it.
     """
-    claimed = Allocation()
+    claimed = Resources()
     for want in level:
-        beyond = want.claim.plus(want.each, -shares[want.model]).most(Allocation())
+        beyond = want.claim.plus(want.each, -shares[want.model]).most(Resources())
         room = left.plus(claimed, -1)
         if all(mine <= there + ROUNDING for mine, there in zip(beyond, room, strict=True) if mine > 0):
             claimed = claimed.plus(beyond)
     return claimed
 
 
-def _granted(want: Claim, share: int, free: Allocation) -> tuple[int, Allocation]:
+def _granted(want: Claim, share: int, free: Resources) -> tuple[int, Resources]:
     """How many replicas of its share a model gets now, and what is free then."""
     if want.replaces:
         grant = min(share, free.plus(want.held).holds(want.each))
-        return grant, free.plus(want.held).plus(want.held.most(Allocation().plus(want.each, grant)), -1)
+        return grant, free.plus(want.held).plus(want.held.most(Resources().plus(want.each, grant)), -1)
     more = max(0, min(share - want.now, free.holds(want.each)))
     return min(share, want.now) + more, free.plus(want.each, -more)

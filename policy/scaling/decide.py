@@ -19,10 +19,11 @@ from policy.config.deployment import Budget
 from policy.engine.performance_model import Workload
 from policy.engine.replica_capacity import Capability, capability
 from policy.request import ASSUMED_OUTPUT_TOKENS
-from policy.scaling.budget_allocation import Allocation, Claim, allocate, alone, attainable, each, held, spare
+from policy.scaling.budget_allocation import Claim, allocate, alone, attainable, held, spare
 from policy.scaling.decision_types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
-from policy.scaling.guardrails import GuardrailTrace, allowed, asked, eased, override_in_force
-from policy.scaling.mode_selection import Candidate, Verdict, evaluate, expected, expected_peak
+from policy.scaling.guardrails import GuardrailTrace, limit, low_since, override_in_force, requested
+from policy.scaling.mode_selection import ModeComparison, Verdict, expected, expected_peak
+from policy.scaling.resources import Resources
 from policy.scaling.view import Policy, Proposal, View
 from policy.signals.types import Demand
 
@@ -43,18 +44,18 @@ class ModelPolicies:
 
 
 def decide_all(
-    situations: Mapping[str, Situation], budget: Budget, minds: Mapping[str, ModelPolicies]
+    situations: Mapping[str, Situation], budget: Budget, policies: Mapping[str, ModelPolicies]
 ) -> dict[str, tuple[Decision, Memory]]:
     """The decision of every model, with the memory that it leaves to the next.
 
     The budget is divided among the models that are given: all that share it have to be.
     """
-    thoughts = {model: _think(situations[model], minds[model]) for model in sorted(situations)}
-    wants = {model: thought.want() for model, thought in thoughts.items()}
-    for thought in thoughts.values():
-        thought.compare(wants, budget)
-    grants = _allotted(thoughts, budget)
-    return {model: thought.conclude(grants[model]) for model, thought in thoughts.items()}
+    models = {model: _propose(situations[model], policies[model]) for model in sorted(situations)}
+    claims = {name: model.claim() for name, model in models.items()}
+    for model in models.values():
+        model.compare(claims, budget)
+    grants = _granted(models, budget)
+    return {name: model.conclude(grants[name]) for name, model in models.items()}
 
 
 def workload_of(demand: Demand | None) -> Workload:
@@ -71,11 +72,14 @@ def workload_of(demand: Demand | None) -> Workload:
 
 
 @dataclass(slots=True)
-class _Proposal:
-    """The decision of one model in the making."""
+class _ModelDecision:
+    """The decision of one model in the making: ``option`` is its current mode, ``to`` that of a switch.
+
+    ``lacks`` is what a postponed switch needs in all.
+    """
 
     situation: Situation
-    rung: ModeOption
+    option: ModeOption
     workload: Workload
     capabilities: dict[str, Capability]
     proposal: Proposal
@@ -84,106 +88,105 @@ class _Proposal:
     course: GuardrailTrace
     verdict: Verdict = Verdict()  # noqa: RUF009 - never changed
     to: ModeOption | None = None
-    # What a postponed switch needs in all.
-    lacks: Allocation | None = None
+    lacks: Resources | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
-    def foreseen(self) -> float:
+    def forecast(self) -> float:
         """The forecast rate in requests per second, else the recent one."""
         demand, proposal = self.situation.signals.demand, self.proposal
         if demand is None:
             return 0.0
-        foreseen = proposal.forecast if proposal.forecast_high is None else proposal.forecast_high
-        return max(0.0, demand.arrivals.last_60_s if foreseen is None else foreseen)
+        high = proposal.forecast if proposal.forecast_high is None else proposal.forecast_high
+        return max(0.0, demand.arrivals.last_60_s if high is None else high)
 
-    def want(self) -> Claim:
+    def claim(self) -> Claim:
         """What the model asks of the budgets."""
-        situation, course, rung = self.situation, self.course, self.to or self.rung
-        waits = self._long(situation.memory.waits_since)
+        situation, course, option = self.situation, self.course, self.to or self.option
+        waits = self._is_long(situation.memory.waits_since)
         return Claim(
             model=situation.model,
             priority=situation.priority,
-            each=each(rung),
+            each=option.resources,
             asked=course.count,
             floor=course.floor,
             now=0 if self.to else situation.count,
             held=held(situation),
             replaces=self.to is not None,
-            starved=self._long(situation.memory.starved_since) or (self.to is not None and waits),
-            claim=self.lacks if self.lacks and waits else Allocation(),
+            starved=self._is_long(situation.memory.starved_since) or (self.to is not None and waits),
+            claim=self.lacks if self.lacks and waits else Resources(),
         )
 
-    def _long(self, since: float | None) -> bool:
+    def _is_long(self, since: float | None) -> bool:
         return since is not None and self.situation.at - since >= STARVED_S
 
-    def compare(self, wants: Mapping[str, Claim], budget: Budget) -> None:
+    def compare(self, claims: Mapping[str, Claim], budget: Budget) -> None:
         """Compare modes, and choose one that is worth a switch or is set manually."""
         situation = self.situation
         if len(situation.rungs) < 2:
             return
-        prospect = Candidate(
-            rate=expected(situation, self.foreseen, self.capabilities[self.rung.mode]),
-            during=partial(expected_peak, situation, self.capabilities[self.rung.mode]),
+        able = self.capabilities[self.option.mode]
+        self.verdict = ModeComparison(
+            situation=situation,
+            rate=expected(situation, self.forecast, able),
+            during=partial(expected_peak, situation, able),
             workload=self.workload,
             capabilities=self.capabilities,
-            reach=attainable(situation.model, wants, budget),
-            alone=alone(situation.model, wants, budget),
-            spare=spare(wants.values(), budget),
+            reach=attainable(situation.model, claims, budget),
+            alone=alone(situation.model, claims, budget),
+            spare=spare(claims.values(), budget),
             fixed="the policy does not change modes" if self.proposal.fixed else "",
-        )
-        self.verdict = evaluate(situation, prospect)
-        hand, found = override_in_force(situation), self.verdict.to
-        if hand is not None and hand.mode != situation.mode:
-            self._set_out(next(seen for seen in self.verdict.outlooks if seen.mode == hand.mode))
-        elif found is not None and hand is not None:
-            self.notes.append(
-                f"{found.mode} would cost {self.verdict.gain:.0%} less, but the mode is set manually"
-            )
-        elif found is not None and situation.count and self.course.count:
-            self._set_out(found)
+        ).evaluate()
+        override, better = override_in_force(situation), self.verdict.to
+        if override is not None and override.mode != situation.mode:
+            self._switch(next(there for there in self.verdict.outlooks if there.mode == override.mode))
+        elif better is not None and override is not None:
+            saving = f"{better.mode} would cost {self.verdict.gain:.0%} less"
+            self.notes.append(f"{saving}, but the mode is set manually")
+        elif better is not None and situation.count and self.course.count:
+            self._switch(better)
 
-    def _set_out(self, outlook: ModeForecast) -> None:
-        self.to = next(rung for rung in self.situation.rungs if rung.mode == outlook.mode)
-        self.course = asked(self.situation, self.to, outlook.count)
+    def _switch(self, there: ModeForecast) -> None:
+        self.to = next(option for option in self.situation.rungs if option.mode == there.mode)
+        self.course = requested(self.situation, self.to, there.count)
 
     def is_cut(self, grants: Mapping[str, int]) -> bool:
         """Whether the budget grants too little for the switch, or it waits for lower priorities."""
         if self.to is None:
             return False
-        by_hand = override_in_force(self.situation) is not None
-        needed = min(1, self.course.count) if by_hand else self.course.count
-        return grants[self.situation.model] < needed or (self.verdict.early and not by_hand)
+        manual = override_in_force(self.situation) is not None
+        needed = min(1, self.course.count) if manual else self.course.count
+        return grants[self.situation.model] < needed or (self.verdict.early and not manual)
 
     def stay(self, granted: int) -> None:
         """Postpone the switch, for which ``granted`` replicas fit; a dry run claims nothing for it."""
         assert self.to is not None
-        said = f"switch to {self.to.mode} waits: it needs {self.course.count}, the budget leaves {granted}"
+        note = f"switch to {self.to.mode} waits: it needs {self.course.count}, the budget leaves {granted}"
         if not self.situation.guard.dry_run or self.course.by_hand:
-            self.lacks = Allocation().plus(each(self.to), self.course.count)
-            if self._long(self.situation.memory.waits_since):
-                said += ", so lower priorities are scaled down"
-        self.notes.append(said)
+            self.lacks = Resources().plus(self.to.resources, self.course.count)
+            if self._is_long(self.situation.memory.waits_since):
+                note += ", so lower priorities are scaled down"
+        self.notes.append(note)
         self.to = None
-        self.course = asked(self.situation, self.rung, self.proposal.count)
+        self.course = requested(self.situation, self.option, self.proposal.count)
 
     def conclude(self, granted: int) -> tuple[Decision, Memory]:
         """The decision with ``granted`` replicas, and the memory for the next."""
-        situation, course, rung = self.situation, self.course, self.to or self.rung
-        allowed(course, situation, rung, granted)
+        situation, course, option = self.situation, self.course, self.to or self.option
+        limit(course, situation, option, granted)
         by_load = self.to is not None and override_in_force(situation) is None
-        starved = granted < min(course.enough, rung.most)
-        short = self._short(rung, granted)
+        starved = granted < min(course.enough, option.most)
+        short = self._short(option, granted)
         decision = Decision(
             at=situation.at,
             model=situation.model,
-            mode=rung.mode,
+            mode=option.mode,
             count=course.count,
             was_mode=situation.mode,
             was_count=situation.count,
-            reason=self._reason(rung, by_load, short),
+            reason=self._reason(option, by_load, short),
             proposal=self.proposal,
-            capability=self.capabilities[self.rung.mode],
+            capability=self.capabilities[self.option.mode],
             clips=tuple(course.clips),
             outlooks=self.verdict.outlooks,
             gain=self.verdict.gain if by_load else None,
@@ -201,7 +204,11 @@ class _Proposal:
             policy=self.proposal.memory,
             shadow=None if self.shadow is None else self.shadow.memory,
             others={name: proposal.memory for name, proposal in self.others.items()},
-            low_since=eased(course, situation) if self.to is None else {} if switched else before.low_since,
+            low_since=low_since(course, situation)
+            if self.to is None
+            else {}
+            if switched
+            else before.low_since,
             better_since={} if switched else self.verdict.better_since,
             switched_at=situation.at if switched or _still_switches(situation) else before.switched_at,
             starved_since=_since(before.starved_since, situation.at) if starved else None,
@@ -209,34 +216,35 @@ class _Proposal:
         )
         return decision, memory
 
-    def _short(self, rung: ModeOption, granted: int) -> float:
+    def _short(self, option: ModeOption, granted: int) -> float:
         """Requests per second that the budget and the bounds leave unserved."""
-        course, able = self.course, self.capabilities[rung.mode]
-        if course.by_hand or (granted >= course.enough and rung.most > course.enough):
+        course, able = self.course, self.capabilities[option.mode]
+        if course.by_hand or (granted >= course.enough and option.most > course.enough):
             return 0.0
-        return max(0.0, self.foreseen - min(granted, rung.most) * (able.mu or able.mu_max))
+        return max(0.0, self.forecast - min(granted, option.most) * (able.mu or able.mu_max))
 
-    def _reason(self, rung: ModeOption, by_load: bool, short: float) -> str:
-        proposal = self.proposal
-        said = [f"wants {proposal.count}: {proposal.reason}"]
+    def _reason(self, option: ModeOption, by_load: bool, short: float) -> str:
+        parts = slo_misses(self.situation)
         if by_load:
-            said = [f"{rung.mode} is predicted to cost {self.verdict.gain:.0%} less than {self.rung.mode}"]
+            saving = f"{self.verdict.gain:.0%} less than {self.option.mode}"
+            parts.append(f"{option.mode} is predicted to cost {saving}")
         elif self.to is not None:
-            said = [f"{rung.mode} is set manually"]
-        said = [*slo_misses(self.situation), *said]
-        said += [f"{self._limited(clip)} by {clip.rule}: {clip.why}" for clip in self.course.clips]
-        said += self.notes
-        if self.course.asleep and self.course.asleep not in said[-1]:
-            said.append(self.course.asleep)
+            parts.append(f"{option.mode} is set manually")
+        else:
+            parts.append(f"wants {self.proposal.count}: {self.proposal.reason}")
+        parts += [f"{self._limited(clip)} by {clip.rule}: {clip.why}" for clip in self.course.clips]
+        parts += self.notes
+        if self.course.asleep and self.course.asleep not in parts[-1]:
+            parts.append(self.course.asleep)
         if short:
             spillover = ", may spill over to upstreams" if self.situation.overflow else ""
-            said.append(f"{short:.2f} req/s over capacity{spillover}")
-        return "; ".join(said)
+            parts.append(f"{short:.2f} req/s over capacity{spillover}")
+        return "; ".join(parts)
 
-    def _limited(self, limit: Limit) -> str:
-        if limit.now < limit.was:
-            return f"capped at {limit.now}"
-        return f"{'kept at' if limit.now == self.situation.count else 'raised to'} {limit.now}"
+    def _limited(self, clip: Limit) -> str:
+        if clip.now < clip.was:
+            return f"capped at {clip.now}"
+        return f"{'kept at' if clip.now == self.situation.count else 'raised to'} {clip.now}"
 
 
 def slo_misses(situation: Situation) -> list[str]:
@@ -246,9 +254,9 @@ def slo_misses(situation: Situation) -> list[str]:
         return []
     measured = (("TTFT", demand.ttft, slo.ttft_p95_s), ("ITL", demand.itl, slo.itl_p95_s))
     return [
-        f"SLO missed: {name} p95 {seen.p95 * 1e3:.0f} ms > {target_s * 1e3:.0f} ms"
-        for name, seen, target_s in measured
-        if seen is not None and target_s is not None and seen.p95 > target_s
+        f"SLO missed: {name} p95 {latency.p95 * 1e3:.0f} ms > {target_s * 1e3:.0f} ms"
+        for name, latency, target_s in measured
+        if latency is not None and target_s is not None and latency.p95 > target_s
     ]
 
 
@@ -264,11 +272,11 @@ def _since(earlier: float | None, at: float) -> float:
     return at if earlier is None else earlier
 
 
-def _remembered(situation: Situation) -> Memory:
+def _current_memory(situation: Situation) -> Memory:
     """The memory without what is outdated: nothing is known of a time without decisions.
 
-    Instants that are still to come are of a clock that was set back while no controller ran: policies would
-    see no observation as newer than those, and every term would last until then.
+    Instants in the future are of a clock that was set back while no controller ran: policies would take no
+    observation for newer than those, and every duration would last until then.
     """
     memory, at = situation.memory, situation.at
     if memory.at is None:
@@ -282,14 +290,15 @@ def _remembered(situation: Situation) -> Memory:
     return memory
 
 
-def _think(situation: Situation, mind: ModelPolicies) -> _Proposal:
-    """What the policies propose, and what the model asks of the budget."""
-    situation = msgspec.structs.replace(situation, memory=_remembered(situation))
+def _propose(situation: Situation, policies: ModelPolicies) -> _ModelDecision:
+    """The proposals of the policies, and what the model requests of the budget."""
+    memory = _current_memory(situation)
+    situation = msgspec.structs.replace(situation, memory=memory)
     workload = workload_of(situation.signals.demand)
-    rung = next(rung for rung in situation.rungs if rung.mode == situation.mode)
+    option = next(option for option in situation.rungs if option.mode == situation.mode)
     capabilities = {
-        rung.mode: capability(rung.timing, workload, situation.slo, error=rung.error, version=rung.version)
-        for rung in situation.rungs
+        each.mode: capability(each.timing, workload, situation.slo, error=each.error, version=each.version)
+        for each in situation.rungs
     }
     view = View(
         at=situation.at,
@@ -297,37 +306,35 @@ def _think(situation: Situation, mind: ModelPolicies) -> _Proposal:
         model=situation.model,
         mode=situation.mode,
         count=situation.count,
-        least=rung.least,
-        most=rung.most,
+        least=option.least,
+        most=option.most,
         supply=situation.supply,
         signals=situation.signals,
-        capability=capabilities[rung.mode],
-        lead_s=rung.lead_s,
+        capability=capabilities[option.mode],
+        lead_s=option.lead_s,
         queue_s=situation.queue_s,
         slo=situation.slo,
     )
-    memory = situation.memory
-    proposal = mind.live.decide(view, memory.policy)
-    return _Proposal(
+    proposal = policies.live.decide(view, memory.policy)
+    others = sorted(policies.others.items())
+    return _ModelDecision(
         situation=situation,
-        rung=rung,
+        option=option,
         workload=workload,
         capabilities=capabilities,
         proposal=proposal,
-        shadow=None if mind.shadow is None else mind.shadow.decide(view, memory.shadow),
-        others={
-            name: mind.others[name].decide(view, memory.others.get(name)) for name in sorted(mind.others)
-        },
-        course=asked(situation, rung, proposal.count),
+        shadow=None if policies.shadow is None else policies.shadow.decide(view, memory.shadow),
+        others={name: policy.decide(view, memory.others.get(name)) for name, policy in others},
+        course=requested(situation, option, proposal.count),
     )
 
 
-def _allotted(thoughts: Mapping[str, _Proposal], budget: Budget) -> dict[str, int]:
+def _granted(models: Mapping[str, _ModelDecision], budget: Budget) -> dict[str, int]:
     """The counts that the budget grants; a switch that cannot get all it needs is postponed."""
     while True:
-        grants = allocate([thought.want() for thought in thoughts.values()], budget)
-        cut = [thought for thought in thoughts.values() if thought.is_cut(grants)]
+        grants = allocate([model.claim() for model in models.values()], budget)
+        cut = [(model.situation.priority, name) for name, model in models.items() if model.is_cut(grants)]
         if not cut:
             return grants
-        last = min(cut, key=lambda thought: (thought.situation.priority, thought.situation.model))
-        last.stay(grants[last.situation.model])
+        _, last = min(cut)
+        models[last].stay(grants[last])

@@ -10,6 +10,7 @@ import msgspec
 from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
 from policy.engine.performance_model import Timing
 from policy.engine.replica_capacity import Capability
+from policy.scaling.resources import Resources
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Signals
 
@@ -46,6 +47,11 @@ class ModeOption(msgspec.Struct, frozen=True, kw_only=True):
     error: float = 0.0
     lead_s: float = 60.0
     gap_s: float = 0.0
+
+    @property
+    def resources(self) -> Resources:
+        """What one replica needs of the budget."""
+        return Resources(self.gpus, self.cpus, self.watts, self.cost_per_h)
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from policy.scaling.decision_types import Guardrail, Limit, ModeOption, Override, Situation
 from policy.scaling.rollout import MAX_FAILURES
 
-# What ``hold_s: auto`` is at least.
+# The minimum of ``hold_s: auto``.
 HOLD_S = 60.0
 # A product such as 0.1 * 30 may come out a rounding error above 3.
 ROUNDING = 1e-9
 # A mean level below this counts as zero.
-NOBODY = 1e-6
+IDLE = 1e-6
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class GuardrailTrace:
     asleep: str = ""
     clips: list[Limit] = field(default_factory=list)
 
-    def turn(self, rule: Guardrail, count: int, why: str) -> None:
+    def limit(self, rule: Guardrail, count: int, why: str) -> None:
         """Set ``count``, and record a change."""
         if count != self.count:
             self.clips.append(Limit(rule=rule, was=self.count, now=count, why=why))
@@ -46,10 +46,10 @@ class GuardrailTrace:
 
 def override_in_force(situation: Situation) -> Override | None:
     """The manual override in force, if its mode exists."""
-    hand = situation.override
-    if hand is None or (hand.until is not None and situation.at >= hand.until):
+    override = situation.override
+    if override is None or (override.until is not None and situation.at >= override.until):
         return None
-    return hand if any(rung.mode == hand.mode for rung in situation.rungs) else None
+    return override if any(rung.mode == override.mode for rung in situation.rungs) else None
 
 
 def metrics_stale(situation: Situation) -> str:
@@ -59,9 +59,8 @@ def metrics_stale(situation: Situation) -> str:
         return "no gateway has reported"
     if demand.age_s > stale_s:
         return f"demand metrics are {demand.age_s:.1f} s old, guard.stale_s is {stale_s:g} s"
-    fresh = sum(figures.age_s <= stale_s for figures in situation.signals.replicas)
-    if fresh < situation.supply.serving:
-        silent = situation.supply.serving - fresh
+    silent = situation.supply.serving - sum(each.age_s <= stale_s for each in situation.signals.replicas)
+    if silent > 0:
         return f"{silent} of {situation.supply.serving} serving replicas have not reported for {stale_s:g} s"
     return ""
 
@@ -80,7 +79,7 @@ def unsettled(situation: Situation) -> str:
     return "" if situation.settled else "the last decision is not carried out yet"
 
 
-def asleep(situation: Situation, rung: ModeOption) -> str:
+def scale_to_zero(situation: Situation, rung: ModeOption) -> str:
     """Why the model is scaled to zero, or an empty string if it should have replicas."""
     scale, demand = situation.scale, situation.signals.demand
     if scale.zero_after_s is None or rung.least:
@@ -89,12 +88,12 @@ def asleep(situation: Situation, rung: ModeOption) -> str:
         # Missing data is no reason to wake a model, a queued request is.
         waits = demand is not None and demand.queued > 0
         return "" if situation.count or waits else f"no replica runs, and {metrics_stale(situation)}"
-    busy = sum(figures.running + figures.waiting for figures in situation.signals.replicas)
-    if demand.queued or busy or demand.concurrency.last_6_s > NOBODY:
+    busy = sum(replica.running + replica.waiting for replica in situation.signals.replicas)
+    if demand.queued or busy or demand.concurrency.last_6_s > IDLE:
         return ""
     # A restarted gateway, which counts from zero again, does not wake a model.
-    asks = demand.arrivals.last_60_s > NOBODY or situation.count > 0
-    if asks and demand.idle_s < scale.zero_after_s:
+    used = demand.arrivals.last_60_s > IDLE or situation.count > 0
+    if used and demand.idle_s < scale.zero_after_s:
         return ""
     # The rate is at most one request in the time without any.
     rate = min(demand.arrivals.last_600_s, 1 / max(demand.idle_s, 1.0))
@@ -107,68 +106,68 @@ def asleep(situation: Situation, rung: ModeOption) -> str:
     )
 
 
-def asked(situation: Situation, rung: ModeOption, proposed: int) -> GuardrailTrace:
-    """The count after OVERRIDE, STALENESS and MIN_HEALTHY: what the model asks of the budgets.
+def requested(situation: Situation, rung: ModeOption, proposed: int) -> GuardrailTrace:
+    """The count after OVERRIDE, STALENESS and MIN_HEALTHY: what the model requests of the budgets.
 
-    In another mode than there is now, nothing is there yet that could be lost.
+    ``rung`` is the current mode, or that of a switch, which has no replicas yet.
     """
     course = GuardrailTrace(proposed, since=situation.at)
     there = situation.count if rung.mode == situation.mode else 0
-    hand = override_in_force(situation)
-    if hand is not None and hand.count is not None and hand.mode == rung.mode:
-        course.by_hand = True
-        term = "until cleared" if hand.until is None else f"for {hand.until - situation.at:.0f} s more"
-        course.turn(Guardrail.OVERRIDE, hand.count, f"set manually {term}")
-    unseen = "" if course.by_hand else metrics_stale(situation)
-    if unseen:
-        course.turn(Guardrail.STALENESS, max(course.count, there), unseen)
-    course.asleep = "" if course.by_hand else asleep(situation, rung)
+    override = override_in_force(situation)
+    if override is not None and override.count is not None and override.mode == rung.mode:
+        course.by_hand, until = True, override.until
+        duration = "until cleared" if until is None else f"for {until - situation.at:.0f} s more"
+        course.limit(Guardrail.OVERRIDE, override.count, f"set manually {duration}")
+    stale = "" if course.by_hand else metrics_stale(situation)
+    if stale:
+        course.limit(Guardrail.STALENESS, max(course.count, there), stale)
+    course.asleep = "" if course.by_hand else scale_to_zero(situation, rung)
     if course.asleep:
-        course.turn(Guardrail.MIN_HEALTHY, 0, course.asleep)
-        if situation.signals.demand is not None and not unseen:
+        course.limit(Guardrail.MIN_HEALTHY, 0, course.asleep)
+        if situation.signals.demand is not None and not stale:
             course.since -= situation.signals.demand.idle_s
     else:
         course.floor, why = _healthy(situation, rung, course)
-        course.turn(Guardrail.MIN_HEALTHY, max(course.count, course.floor), why)
+        course.limit(Guardrail.MIN_HEALTHY, max(course.count, course.floor), why)
     course.enough = course.count
-    course.turn(Guardrail.BUDGET, min(course.count, rung.most), f"{rung.mode} has at most {rung.most}")
-    if not course.by_hand and (unseen or unsettled(situation)):
+    course.limit(Guardrail.BUDGET, min(course.count, rung.most), f"{rung.mode} has at most {rung.most}")
+    if not course.by_hand and (stale or unsettled(situation)):
         course.floor = max(course.floor, min(there, course.count))
     return course
 
 
-def allowed(course: GuardrailTrace, situation: Situation, rung: ModeOption, granted: int) -> None:
+def limit(course: GuardrailTrace, situation: Situation, rung: ModeOption, granted: int) -> None:
     """Apply BUDGET with ``granted`` replicas, STEP and HOLD; the last two only within a mode."""
     was = situation.count
-    # Replicas whose resources go to others are not held.
+    # Replicas whose resources other models get are not held.
     most = granted if granted < course.count else was
-    course.turn(Guardrail.BUDGET, min(course.count, granted), f"the budget leaves {granted}")
+    course.limit(Guardrail.BUDGET, min(course.count, granted), f"the budget leaves {granted}")
     if course.by_hand or rung.mode != situation.mode:
         return
     scale, failures = situation.scale, situation.supply.failures
     up = max(1, math.ceil(scale.max_step_up * was - ROUNDING))
     if course.count > was + up:
-        course.turn(Guardrail.STEP, was + up, f"at most {up} more per decision")
+        course.limit(Guardrail.STEP, was + up, f"at most {up} more per decision")
     if course.count > was > 0 and failures >= MAX_FAILURES:
-        course.turn(Guardrail.STEP, was, f"{failures} starts in a row failed")
+        course.limit(Guardrail.STEP, was, f"{failures} starts in a row failed")
     down = max(1, math.floor(scale.max_step_down * was + ROUNDING))
     if course.count < was - down:
-        course.turn(Guardrail.STEP, was - down, f"at most {down} fewer per decision")
+        course.limit(Guardrail.STEP, was - down, f"at most {down} fewer per decision")
     if course.count < min(was, most):
         kept, why = _held(course, situation, rung)
-        course.turn(Guardrail.HOLD, max(course.count, min(kept, most)), why)
+        course.limit(Guardrail.HOLD, max(course.count, min(kept, most)), why)
 
 
-def eased(course: GuardrailTrace, situation: Situation) -> dict[int, float]:
-    """Since when each count below those of now and next would have been enough, told where that changes.
+def low_since(course: GuardrailTrace, situation: Situation) -> dict[int, float]:
+    """Since when each count below the current and the next one would have been enough.
 
-    An instant holds for its count and all above it, up to the next.
+    An instant holds for its count and all above it, up to the next count in the result.
     """
     if course.by_hand:
         return {}
     before, top = situation.memory.low_since, max(situation.count, course.count)
     since = min([course.since, *(at for count, at in before.items() if count <= course.enough)])
-    # Fewer than are enough now were not; more than those say something only of a time before.
+    # Fewer replicas than are enough now were not; larger counts only matter if they were enough for longer.
     kept = {count: at for count, at in before.items() if at < since}
     return {count: at for count, at in sorted({course.enough: since, **kept}.items()) if count < top}
 
@@ -194,9 +193,8 @@ def _held(course: GuardrailTrace, situation: Situation, rung: ModeOption) -> tup
         return situation.count, waits
     chosen = situation.scale.hold_s
     hold_s = max(rung.lead_s, HOLD_S) if chosen == "auto" else chosen
-    lows = eased(course, situation)
+    lows = low_since(course, situation)
     long = [count for count, since in lows.items() if situation.at - since >= hold_s]
     shown = situation.at - lows.get(course.enough, situation.at)
-    return min(
-        long, default=situation.count
-    ), f"{course.enough} enough for {shown:.0f} of {hold_s:g} s (scale.hold_s)"
+    why = f"{course.enough} enough for {shown:.0f} of {hold_s:g} s (scale.hold_s)"
+    return min(long, default=situation.count), why

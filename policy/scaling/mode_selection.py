@@ -1,16 +1,18 @@
 """Which mode: the predicted cost of each with the replica count that it needs, and when to switch.
 
-A rung that meets the objective costs the GPUs (or cores, or money, where prices are given) of the replicas it
-needs. One that misses it costs the largest footprint of any rung, times one and what it misses: so more than
-any that meets it, and of two that miss the worse one more. One that cannot keep up costs ten such
-footprints, times the rate over what it can carry. Without an objective a rung meets it while it is
-no fuller than :data:`policy.engine.replica_capacity.FULL`.
+A mode that meets the SLO costs the GPUs (or cores, or money, if prices are given) of the replicas it needs.
+One that misses it costs the largest footprint of any mode, times one plus the miss: more than any mode that
+meets the SLO, and the more the larger the miss. One that cannot keep up costs ten such footprints, times the
+rate over its capacity. Without an SLO a mode is good enough up to the utilisation
+:data:`policy.engine.replica_capacity.FULL`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -19,11 +21,11 @@ from policy.config.control import SloConfig
 from policy.engine.performance_model import Workload
 from policy.engine.prefill_estimate import GENERIC
 from policy.engine.replica_capacity import FULL, Capability, ExpectedLatency, latency_at
-from policy.scaling.budget_allocation import Allocation, each
 from policy.scaling.decision_types import ModeForecast, ModeOption, Situation
 from policy.scaling.forecast import likely
 from policy.scaling.guardrails import metrics_stale, unsettled
-from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, needs_gap
+from policy.scaling.resources import Resources
+from policy.scaling.rollout import Goal, Layer, LayerKey, Rollout
 
 # The percentile of the latencies that an SLO bounds.
 PERCENTILE = 0.95
@@ -40,34 +42,15 @@ DRAIN_S = 60.0
 DURING = 0.95
 # The usable fraction of the capacity during a switch.
 RESIDUAL = 0.9
-# What has promised a gain for some time is expected to do so as long again, up to an hour: so who waits until
-# a switch pays loses at most as much again as who knew.
+# A saving that has been predicted for some time is expected to last as long again, up to an hour: waiting
+# until a switch pays then costs at most twice the optimum.
 LONGEST_DWELL_S = 3600.0
 
 
-class Candidate(NamedTuple):
-    """The inputs of a comparison of modes.
-
-    ``rate`` requests per second are expected, of ``workload``, and while a switch of so many seconds lasts no
-    more than ``during`` says in 19 of 20. ``reach`` is what the model could hold in all, ``alone`` while
-    nobody makes way for it, ``spare`` what nobody holds. ``fixed`` says why no mode is worth a switch,
-    whatever it promises.
-    """
-
-    rate: float
-    during: Callable[[float], float]
-    workload: Workload
-    capabilities: Mapping[str, Capability]
-    reach: Allocation
-    alone: Allocation
-    spare: Allocation
-    fixed: str = ""
-
-
 class Verdict(NamedTuple):
-    """What came of the comparison: where ``to`` go, if anywhere, and the ``gain`` that this promises.
+    """The result of a comparison: the forecast ``to`` switch to, if any, and its predicted saving ``gain``.
 
-    ``early`` says that it is worth it only once a lower priority has made way.
+    With ``early`` the switch pays only once lower priorities have been scaled down for it.
     """
 
     outlooks: tuple[ModeForecast, ...] = ()
@@ -77,138 +60,235 @@ class Verdict(NamedTuple):
     early: bool = False
 
 
-def expected(situation: Situation, foreseen: float, able: Capability) -> float:
-    """Requests per second that a mode would have to serve, with those that wait.
+def expected(situation: Situation, forecast: float, able: Capability) -> float:
+    """The rate in requests per second that a mode has to serve, with the queued requests.
 
-    As many as those that serve can, each as ``able``, while nobody has told: who changes the mode by hand
-    then loses none of it.
+    Without a report of a gateway, what the serving replicas can carry, each with the capacity ``able``: a
+    manual switch then loses none of it.
     """
     demand = situation.signals.demand
     if demand is None:
         return situation.supply.serving * (able.mu or able.mu_max * FULL)
-    return foreseen + demand.queued / DRAIN_S
+    return forecast + demand.queued / DRAIN_S
 
 
 def expected_peak(situation: Situation, able: Capability, seconds: float) -> float:
-    """As :func:`expected`, the most that may come over so many seconds, whatever the policy foresees."""
+    """As :func:`expected`, with a high quantile of the arrivals in ``seconds`` as the forecast."""
     demand = situation.signals.demand
     return expected(situation, likely(demand.arrivals, seconds, DURING) if demand else 0.0, able)
 
 
-def forecasts(situation: Situation, prospect: Candidate) -> dict[str, ModeForecast]:
-    """The forecast of each mode, with the replicas that it needs and the budget allows."""
-    whole, price = whole_of(situation, prospect), _price(situation.rungs)
-    return {
-        rung.mode: _outlook(situation, rung, prospect, price[rung.mode], whole) for rung in situation.rungs
-    }
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModeComparison:
+    """The modes of a model, compared at an expected load.
+
+    ``rate`` requests per second of ``workload`` are expected; ``during`` returns the rate to carry during a
+    switch of so many seconds. ``reach`` is what the model could hold if lower priorities were scaled down,
+    ``alone`` what it could hold without that, ``spare`` what is free. ``fixed`` is a reason why no switch is
+    considered.
+    """
+
+    situation: Situation
+    rate: float
+    during: Callable[[float], float]
+    workload: Workload
+    capabilities: Mapping[str, Capability]
+    reach: Resources
+    alone: Resources
+    spare: Resources
+    fixed: str = ""
+
+    @cached_property
+    def options(self) -> dict[str, ModeOption]:
+        """The modes by name."""
+        return {option.mode: option for option in self.situation.rungs}
+
+    @cached_property
+    def largest(self) -> float:
+        """The cost of the largest footprint of any mode."""
+        price = _price(self.situation.rungs)
+        return max(price[mode] * max(1, self._most(option)) for mode, option in self.options.items())
+
+    def forecasts(self) -> dict[str, ModeForecast]:
+        """The forecast of each mode, with the replicas that it needs and the budget allows."""
+        price = _price(self.situation.rungs)
+        return {mode: self._forecast(option, price[mode]) for mode, option in self.options.items()}
+
+    def evaluate(self) -> Verdict:
+        """Compare all modes; the verdict has the switch to make, if any."""
+        situation, found = self.situation, self.forecasts()
+        here = found[situation.mode]
+        known = [there for there in found.values() if not there.why]
+        best = min(known, key=lambda there: (there.cost, there.mode != situation.mode), default=here)
+        excluded = self.fixed or metrics_stale(situation)
+        since: dict[str, float] = {}
+        outlooks: list[ModeForecast] = []
+        verdict = Verdict()
+        for mode, there in found.items():
+            if mode == situation.mode:
+                why = there.why or "the current mode"
+            elif there.why or excluded:
+                why = there.why or excluded
+            else:
+                gain = 1 - there.cost / here.cost if here.cost else 0.0
+                # A mode that no longer fits the budget can be left, one of unknown speed cannot be compared.
+                why = "" if is_known(self.options[here.mode]) else f"{here.mode}: {here.why}"
+                if not why and gain >= situation.switching.gain:
+                    since[mode] = situation.memory.better_since.get(mode, situation.at)
+                why = why or self._objection(here, there, since.get(mode))
+                freed = self._freed(there) if why and best.mode == mode else None
+                early = freed is not None and not freed._objection(here, there, since.get(mode))
+                if best.mode == mode and (early or not why):
+                    verdict = Verdict(to=there, gain=gain, early=early)
+                why = why or ("worth a switch" if best.mode == mode else f"{best.mode} costs less")
+                why = f"gain {gain:.0%}: {why}"
+            outlooks.append(msgspec.structs.replace(there, why=why))
+        return verdict._replace(outlooks=tuple(outlooks), better_since=since)
+
+    def _most(self, option: ModeOption) -> int:
+        """The maximum count, by the mode and the budget."""
+        return min(option.most, self.reach.holds(option.resources))
+
+    def _forecast(self, option: ModeOption, price: float) -> ModeForecast:
+        """The forecast of one mode, at ``price`` per replica."""
+        situation, rate, most = self.situation, self.rate, self._most(option)
+        least = max(option.least, min(situation.scale.min_healthy, option.most), int(rate > 0))
+        unknown = ModeForecast(
+            mode=option.mode, count=max(least, min(most, situation.count)), cost=self.largest * WORST, met=0.0
+        )
+        if not is_known(option):
+            return msgspec.structs.replace(unknown, why="its speed is unknown (no engine model)")
+        if most < max(1, least):
+            return msgspec.structs.replace(unknown, why="the budget has no room for it")
+        # If the SLO cannot be met at all, as many as keep up, as policies do.
+        able = self.capabilities[option.mode]
+        mu = (able.mu or able.mu_max * FULL) / (1 + min(able.error, MOST_ERROR))
+        needed = math.ceil(rate / mu - 1e-9) if mu > 0 else most
+        count = min(max(least, needed), most)
+        each = msgspec.structs.replace(self.workload, lam=rate / max(1, count))
+        latency = latency_at(option.timing, each, situation.slo)
+        missed = _missed(situation.slo, latency) if rate > 0 or count else 0.0
+        return ModeForecast(
+            mode=option.mode,
+            count=count,
+            cost=cost_of(count, price, self.largest, missed),
+            met=latency.met,
+            ttft_s=latency.ttft_p95_s,
+            itl_s=latency.itl_p95_s,
+        )
+
+    def _objection(self, here: ModeForecast, there: ModeForecast, since: float | None) -> str:
+        """Why the switch is not made now, or an empty string."""
+        situation, switching = self.situation, self.situation.switching
+        at, switched_at = situation.at, situation.memory.switched_at
+        if since is None:
+            return f"below mode.gain = {switching.gain:.0%}"
+        if at - since < switching.confirm_s:
+            return f"confirmed for {at - since:.0f} of {switching.confirm_s:g} s (mode.confirm_s)"
+        if switched_at is not None and at - switched_at < switching.dwell_s:
+            return f"the mode changed {at - switched_at:.0f} s ago, mode.dwell_s is {switching.dwell_s:g}"
+        draining = "waits for a scale-down to end" if situation.supply.draining else ""
+        if waits := unsettled(situation) or draining:
+            return waits
+        new = self.options[there.mode]
+        dwell_s = max(switching.dwell_s, min(at - since, LONGEST_DWELL_S))
+        saved = (here.cost - there.cost) * dwell_s
+        # New replicas cost during their start; while no replica serves, all requests miss the SLO.
+        missed = WORST * self.largest if self.rate else 0.0
+        spent = there.cost * new.lead_s + missed * new.gap_s
+        if saved <= spent:
+            return f"saves {saved:.0f} in {dwell_s:.0f} s, less than the {spent:.0f} that the switch costs"
+        return self._interruption(here, there)
+
+    def _freed(self, there: ModeForecast) -> ModeComparison | None:
+        """The comparison once lower priorities are scaled down for the switch, if it needs that."""
+        new, old = self.options[there.mode], self.options[self.situation.mode]
+        room = self.alone.most(Resources().plus(new.resources, there.count))
+        if room == self.alone or not is_known(new):
+            return None
+        more = (later - now if later < math.inf else 0.0 for later, now in zip(room, self.alone, strict=True))
+        options = self.situation.rungs
+        if new.gap_s and not self._leaves_gap(old, new, room):
+            without_gap = msgspec.structs.replace(new, gap_s=0.0)
+            options = tuple(without_gap if option is new else option for option in options)
+        situation = msgspec.structs.replace(self.situation, rungs=options)
+        return dataclasses.replace(self, situation=situation, spare=self.spare.plus(Resources(*more)))
+
+    def _leaves_gap(self, old: ModeOption, new: ModeOption, room: Resources) -> bool:
+        """Whether the first replica of ``new`` fits into ``room`` only while none serves."""
+        situation, count = self.situation, max(1, new.least)
+        was, key = (LayerKey(situation.model, option.mode, 0) for option in (old, new))
+        goal = Goal(key=key, count=count, min_healthy=min(situation.scale.min_healthy, count))
+        layers = {was: Layer(wanted=situation.supply.wanted, ready=situation.supply.serving)}
+        footprints = {was: Resources(old.gpus, old.cpus), key: Resources(new.gpus, new.cpus)}
+        return Rollout(goal, layers, footprints, room).needs_gap()
+
+    def _interruption(self, here: ModeForecast, there: ModeForecast) -> str:
+        """Why requests would be unserved during the switch, or an empty string.
+
+        If the current mode keeps up, the remaining replicas have to as well. If it does not, requests wait in
+        any case, so they may also wait during the switch as long as the queue can hold them. The rate is the
+        peak until the new replicas are ready, which may take longer than a start in the current mode.
+        """
+        new, old = self.options[there.mode], self.options[here.mode]
+        lasts_s = new.gap_s or new.lead_s
+        rate, serving = self.during(lasts_s), self.situation.supply.serving
+        beside = self.spare.holds(new.resources)
+        if not serving or not rate or (not new.gap_s and beside >= there.count):
+            return ""
+        carried = 0.0
+        if not new.gap_s:
+            # First start what fits beside the others; then drain half of those, or what a new one needs.
+            drained = serving - serving // 2
+            while drained < serving and not self.spare.plus(old.resources, drained).holds(new.resources):
+                drained += 1
+            able = self.capabilities
+            carried = beside * able[new.mode].mu_max + (serving - drained) * able[old.mode].mu_max
+            carried *= RESIDUAL
+        if rate <= carried:
+            return ""
+        waits_s = lasts_s * (1 - carried / rate)
+        if waits_s <= self.situation.queue_s and (new.gap_s or here.ttft_s is None):
+            return ""
+        served = f"{carried:.2f} of {rate:.2f} req/s can be served during the switch"
+        return f"{served}: others wait for {waits_s:.0f} s"
 
 
-def whole_of(situation: Situation, prospect: Candidate) -> float:
-    """The cost of the largest footprint of any mode."""
-    price = _price(situation.rungs)
-    return max(price[rung.mode] * max(1, _most(rung, prospect)) for rung in situation.rungs)
-
-
-def evaluate(situation: Situation, prospect: Candidate) -> Verdict:
-    """Compare all modes; the verdict has the switch to make, if any."""
-    seen = forecasts(situation, prospect)
-    here = seen[situation.mode]
-    known = [outlook for outlook in seen.values() if not outlook.why]
-    best = min(known, key=lambda outlook: (outlook.cost, outlook.mode != situation.mode), default=here)
-    unseen = metrics_stale(situation)
-    since: dict[str, float] = {}
-    told: dict[str, ModeForecast] = {}
-    verdict = Verdict()
-    for mode, outlook in seen.items():
-        why = outlook.why
-        gain = 1 - outlook.cost / here.cost if here.cost else 0.0
-        if mode == situation.mode:
-            why = why or "the current mode"
-        elif prospect.fixed or unseen:
-            why = why or prospect.fixed or unseen
-        elif not why:
-            # What has no room any more is left for what has; of what is not known nothing can be said.
-            why = "" if is_known(_rung(situation, here.mode)) else f"{here.mode}: {here.why}"
-            if not why and gain >= situation.switching.gain:
-                since[mode] = situation.memory.better_since.get(mode, situation.at)
-            why = why or _objection(situation, prospect, here, outlook, since.get(mode))
-            freed = _freed(situation, prospect, outlook) if why and best.mode == mode else None
-            early = freed is not None and not _objection(*freed, here, outlook, since.get(mode))
-            if best.mode == mode and (early or not why):
-                verdict = Verdict(to=outlook, gain=gain, early=early)
-            why = why or ("worth a switch" if best.mode == mode else f"{best.mode} costs less")
-            why = f"gain {gain:.0%}: {why}"
-        told[mode] = msgspec.structs.replace(outlook, why=why)
-    return verdict._replace(outlooks=tuple(told.values()), better_since=since)
-
-
-def _price(rungs: tuple[ModeOption, ...]) -> dict[str, float]:
+def _price(options: tuple[ModeOption, ...]) -> dict[str, float]:
     """The cost of one replica of each mode, all in one unit."""
     for cost in ("cost_per_h", "gpus", "cpus"):
-        prices = {rung.mode: float(getattr(rung, cost)) for rung in rungs}
+        prices = {option.mode: float(getattr(option, cost)) for option in options}
         if all(prices.values()) or (cost == "gpus" and any(prices.values())):
             return prices
-    return dict.fromkeys((rung.mode for rung in rungs), 1.0)
+    return dict.fromkeys((option.mode for option in options), 1.0)
 
 
-def _most(rung: ModeOption, prospect: Candidate) -> int:
-    """The maximum count, by the mode and the budget."""
-    return min(rung.most, prospect.reach.holds(each(rung)))
+def is_known(option: ModeOption) -> bool:
+    """Whether its engine model describes the mode: the generic one is the same for every shape."""
+    model = option.timing.model
+    return model is not None and (option.version > 0 or model != GENERIC.model)
 
 
-def _outlook(
-    situation: Situation, rung: ModeOption, prospect: Candidate, price: float, whole: float
-) -> ModeForecast:
-    """The forecast of one mode, at ``price`` per replica."""
-    able, rate, most = prospect.capabilities[rung.mode], prospect.rate, _most(rung, prospect)
-    least = max(rung.least, min(situation.scale.min_healthy, rung.most), int(rate > 0))
-    unknown = ModeForecast(
-        mode=rung.mode, count=max(least, min(most, situation.count)), cost=whole * WORST, met=0.0
-    )
-    if not is_known(rung):
-        return msgspec.structs.replace(unknown, why="its speed is unknown (no engine model)")
-    if most < max(1, least):
-        return msgspec.structs.replace(unknown, why="the budget has no room for it")
-    # Where the objective cannot be met at all, as many as keep up: the same that a policy would ask for.
-    mu = (able.mu or able.mu_max * FULL) / (1 + min(able.error, MOST_ERROR))
-    needed = math.ceil(rate / mu - 1e-9) if mu > 0 else most
-    count = min(max(least, needed), most)
-    alone = msgspec.structs.replace(prospect.workload, lam=rate / max(1, count))
-    found = latency_at(rung.timing, alone, situation.slo)
-    missed = _missed(situation.slo, found) if rate > 0 or count else 0.0
-    return ModeForecast(
-        mode=rung.mode,
-        count=count,
-        cost=cost_of(count, price, whole, missed),
-        met=found.met,
-        ttft_s=found.ttft_p95_s,
-        itl_s=found.itl_p95_s,
-    )
-
-
-def is_known(rung: ModeOption) -> bool:
-    """Whether its engine model says anything of it: the generic one is the same for every shape."""
-    return rung.timing.model is not None and (rung.version > 0 or rung.timing.model != GENERIC.model)
-
-
-def _missed(slo: SloConfig, found: ExpectedLatency) -> float:
-    """By how much the SLO is missed; 0 where it is met."""
-    if found.ttft_p95_s is None or found.itl_p95_s is None:
-        return WORST * min(max(1.0, found.utilisation), 2**CLIP) - 1
-    bounds = [(found.ttft_p95_s, slo.ttft_p95_s), (found.itl_p95_s, slo.itl_p95_s)]
+def _missed(slo: SloConfig, latency: ExpectedLatency) -> float:
+    """The predicted miss of the SLO, as :func:`missed_by`."""
+    if latency.ttft_p95_s is None or latency.itl_p95_s is None:
+        return WORST * min(max(1.0, latency.utilisation), 2**CLIP) - 1
+    bounds = [(latency.ttft_p95_s, slo.ttft_p95_s), (latency.itl_p95_s, slo.itl_p95_s)]
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
-        bounds = [(found.utilisation, FULL)]
+        bounds = [(latency.utilisation, FULL)]
     late = [(value, bound) for value, bound in bounds if bound is not None and value > bound * PRECISION]
-    return missed_by(found.met, late)
+    return missed_by(latency.met, late)
 
 
 def missed_by(met: float, late: Collection[tuple[float, float]]) -> float:
-    """By how much an SLO is missed: 0 where no 95th percentile is ``late``.
+    """The amount by which an SLO is missed: 0 if no 95th percentile is ``late``.
 
-    Otherwise the fraction of requests that miss it (``met`` is that of the others), plus how many times each
-    late percentile has to be halved to be in time. ``late`` are pairs of a percentile and its target.
+    Otherwise the fraction of requests that miss it (``met`` meet it), plus for each late percentile how often
+    it has to be halved to meet its target. ``late`` are pairs of a percentile and its target.
     """
-    return 1 - met + sum(_halvings(value, target) for value, target in late) if late else 0.0
+    if not late:
+        return 0.0
+    return 1 - met + sum(min(CLIP, math.log2(max(1.0, value / target))) for value, target in late)
 
 
 def cost_of(count: int, price: float, largest: float, missed: float) -> float:
@@ -220,120 +300,21 @@ def cost_of(count: int, price: float, largest: float, missed: float) -> float:
 
 
 def measured_cost(situation: Situation) -> tuple[float, float] | None:
-    """The cost of the present mode by the latencies that were measured, and the fraction that met the SLO.
+    """The cost of the current mode by the measured latencies, and the fraction that met the SLO.
 
     The same formula as that of a forecast, so that both can be compared; ``None`` without measurements.
     """
     demand, price = situation.signals.demand, _price(situation.rungs)
     if demand is None or demand.ttft is None or situation.mode not in price:
         return None
-    largest = max(price[rung.mode] * max(1, rung.most) for rung in situation.rungs)
+    largest = max(price[option.mode] * max(1, option.most) for option in situation.rungs)
     slo, met = situation.slo, demand.met
     latencies = ((demand.ttft, slo.ttft_p95_s, met.ttft), (demand.itl, slo.itl_p95_s, met.itl))
     # Fractions are counted exactly, while percentiles are interpolated between the bounds of a histogram.
     late = [
-        (seen.p95, target)
-        for seen, target, within in latencies
-        if seen is not None and target is not None and within < PERCENTILE
+        (measured.p95, target)
+        for measured, target, within in latencies
+        if measured is not None and target is not None and within < PERCENTILE
     ]
-    missed = missed_by(met.both, late)
-    return cost_of(max(1, situation.count), price[situation.mode], largest, missed), met.both
-
-
-def _halvings(value: float, target: float) -> float:
-    return min(CLIP, math.log2(max(1.0, value / target)))
-
-
-def _objection(
-    situation: Situation, prospect: Candidate, here: ModeForecast, there: ModeForecast, since: float | None
-) -> str:
-    """Why the switch is not made now, or an empty string."""
-    at, switching, switched_at = situation.at, situation.switching, situation.memory.switched_at
-    if since is None:
-        return f"below mode.gain = {switching.gain:.0%}"
-    if at - since < switching.confirm_s:
-        return f"confirmed for {at - since:.0f} of {switching.confirm_s:g} s (mode.confirm_s)"
-    lasted_s = math.inf if switched_at is None else at - switched_at
-    if lasted_s < switching.dwell_s:
-        return f"the mode changed {lasted_s:.0f} s ago, mode.dwell_s is {switching.dwell_s:g}"
-    if waits := unsettled(situation) or (
-        "waits for a scale-down to end" if situation.supply.draining else ""
-    ):
-        return waits
-    new = _rung(situation, there.mode)
-    dwell_s = max(switching.dwell_s, min(at - since, LONGEST_DWELL_S))
-    gained = (here.cost - there.cost) * dwell_s
-    # While it starts it is paid for and serves nobody; while nobody serves, everything is missed.
-    missed = WORST * whole_of(situation, prospect) if prospect.rate else 0.0
-    spent = there.cost * new.lead_s + missed * new.gap_s
-    if gained <= spent:
-        return f"saves {gained:.0f} in {dwell_s:.0f} s, less than the {spent:.0f} that the switch costs"
-    return _interrupted(situation, prospect, here, there)
-
-
-def _freed(
-    situation: Situation, prospect: Candidate, there: ModeForecast
-) -> tuple[Situation, Candidate] | None:
-    """The same once those of a lower priority have made way for the switch; ``None`` where they need not."""
-    new, old = _rung(situation, there.mode), _rung(situation, situation.mode)
-    needs = Allocation().plus(each(new), there.count)
-    room = prospect.alone.most(needs)
-    if room == prospect.alone or not is_known(new):
-        return None
-    more = Allocation(*(_less(later, now) for later, now in zip(room, prospect.alone, strict=True)))
-    rungs = situation.rungs
-    if new.gap_s and not _leaves_a_gap(situation, old, new, room):
-        rungs = tuple(msgspec.structs.replace(rung, gap_s=0.0) if rung is new else rung for rung in rungs)
-    freed = prospect._replace(spare=prospect.spare.plus(more))
-    return msgspec.structs.replace(situation, rungs=rungs), freed
-
-
-def _less(later: float, now: float) -> float:
-    """What is added; 0 where it is unbounded."""
-    return later - now if later < math.inf else 0.0
-
-
-def _leaves_a_gap(situation: Situation, old: ModeOption, new: ModeOption, room: Allocation) -> bool:
-    """Whether a first replica of ``new`` can be had in that room only while nobody serves."""
-    keys = {mode: LayerKey(situation.model, mode, 0) for mode in (old.mode, new.mode)}
-    footprints = {keys[rung.mode]: Footprint(gpus=rung.gpus, cpus=rung.cpus) for rung in (old, new)}
-    count = max(1, new.least)
-    goal = Goal(key=keys[new.mode], count=count, min_healthy=min(situation.scale.min_healthy, count))
-    layers = {keys[old.mode]: Layer(wanted=situation.supply.wanted, ready=situation.supply.serving)}
-    bounds = (None if bound == math.inf else int(bound) for bound in room[:2])
-    return needs_gap(goal, layers, footprints, *bounds)
-
-
-def _interrupted(situation: Situation, prospect: Candidate, here: ModeForecast, there: ModeForecast) -> str:
-    """Why requests would be unserved during the switch, or an empty string.
-
-    Where the present mode keeps up, what serves meanwhile has to as well. Where it does not, requests wait in
-    any case: so they may then, while the queue can hold them. The rate is what may come until the new ones
-    are ready, which may take another time than a start in the present mode.
-    """
-    new, old = _rung(situation, there.mode), _rung(situation, here.mode)
-    lasts_s = new.gap_s or new.lead_s
-    rate, serving, spare = prospect.during(lasts_s), situation.supply.serving, prospect.spare
-    beside = spare.holds(each(new))
-    if not serving or not rate or (not new.gap_s and beside >= there.count):
-        return ""
-    carried = 0.0
-    if not new.gap_s:
-        # What fits beside the others comes first; then half of those go, or as many as one more needs.
-        gone = serving - serving // 2
-        while gone < serving and not spare.plus(each(old), gone).holds(each(new)):
-            gone += 1
-        able = prospect.capabilities
-        carried = RESIDUAL * (beside * able[new.mode].mu_max + (serving - gone) * able[old.mode].mu_max)
-    if rate <= carried:
-        return ""
-    waits_s = lasts_s * (1 - carried / rate)
-    if waits_s <= situation.queue_s and (new.gap_s or here.ttft_s is None):
-        return ""
-    return (
-        f"{carried:.2f} of {rate:.2f} req/s can be served during the switch: others wait for {waits_s:.0f} s"
-    )
-
-
-def _rung(situation: Situation, mode: str) -> ModeOption:
-    return next(rung for rung in situation.rungs if rung.mode == mode)
+    cost = cost_of(max(1, situation.count), price[situation.mode], largest, missed_by(met.both, late))
+    return cost, met.both

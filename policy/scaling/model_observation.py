@@ -6,7 +6,7 @@ come from, not in what a decision is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +17,8 @@ from policy.engine.builtin_profiles import price_of
 from policy.engine.performance_model import Timing
 from policy.errors import SwitchRefused
 from policy.scaling.decision_types import Memory, ModeOption, Override, Situation
-from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, leaving_layer, needs_gap
+from policy.scaling.resources import Resources, summed, total
+from policy.scaling.rollout import Goal, Layer, LayerKey, Rollout, leaving_layer
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 
@@ -39,8 +40,8 @@ class ReplicaFacts(NamedTuple):
 class ObservedModel(NamedTuple):
     """What is desired of a model (``replicas`` of ``mode``, in the layer ``key``) and what it has.
 
-    ``footprints`` say what one replica of each layer takes; ``others`` is what all other models hold of the
-    ``budget``. ``gap`` allows the switch that is under way to fall below ``min_healthy`` replicas.
+    ``footprints`` are the resources of one replica of each layer, ``others`` those that all other models hold
+    of the ``budget``. ``gap`` allows the switch that is under way to fall below ``min_healthy`` replicas.
     """
 
     spec: ModelSpec
@@ -48,28 +49,25 @@ class ObservedModel(NamedTuple):
     key: LayerKey
     replicas: int
     layers: Mapping[LayerKey, Layer]
-    footprints: Mapping[LayerKey, Footprint]
+    footprints: Mapping[LayerKey, Resources]
     budget: Budget
-    others: Footprint
+    others: Resources
     gap: bool = False
 
-    def goal(self, extra: int = 0) -> Goal:
-        """What the planner steers for, with ``extra`` replicas while one is replaced."""
+    def rollout(self, extra: int = 0) -> Rollout:
+        """The steps to what is desired, with ``extra`` replicas while one is replaced."""
         healthy = min(self.spec.control.scale.min_healthy, self.replicas)
-        return Goal(key=self.key, count=self.replicas + extra, min_healthy=healthy, gap=self.gap)
+        goal = Goal(key=self.key, count=self.replicas + extra, min_healthy=healthy, gap=self.gap)
+        return Rollout(goal, self.layers, self.footprints, self.bounds())
 
     def in_mode(self, mode: str, count: int) -> ObservedModel:
         """The same model with ``count`` replicas of ``mode`` desired."""
         key = LayerKey(self.key.model, self.spec.modes[mode].shape, self.key.generation)
         return self._replace(mode=mode, key=key, replicas=count, gap=False)
 
-    def room(self) -> tuple[int | None, int | None]:
-        """GPUs and CPUs that the model may hold (``None``: unbounded): the budget less the others' share.
-
-        In a mode of a shared GPU group, also no more than the GPUs of the group.
-        """
-        gpus = None if self.budget.gpus is None else self.budget.gpus - self.others.gpus
-        cpus = None if self.budget.cpus is None else self.budget.cpus - self.others.cpus
+    def bounds(self) -> Resources:
+        """What the model may hold: the budget less the others' share, or the GPUs of its shared group."""
+        bounds = total(self.budget).plus(self.others, -1)
         group = gpu_group_of(self.spec)
         if group is not None and self.key.shape in group.engines:
             leaving = sum(
@@ -77,13 +75,8 @@ class ObservedModel(NamedTuple):
                 for key, layer in self.layers.items()
                 if key.generation != self.key.generation
             )
-            gpus = leaving + group.gpus if gpus is None else min(gpus, leaving + group.gpus)
-        return gpus, cpus
-
-    def leaves_gap(self) -> bool:
-        """Whether the desired state can be had only by falling below ``min_healthy`` ready replicas."""
-        goal = msgspec.structs.replace(self.goal(), gap=False)
-        return needs_gap(goal, self.layers, self.footprints, *self.room())
+            bounds = bounds._replace(gpus=min(bounds.gpus, leaving + group.gpus))
+        return bounds
 
     def check_gap(self, start_s: float, queue_s: float) -> bool:
         """Whether the switch leaves a gap, which the queue can hold.
@@ -91,7 +84,7 @@ class ObservedModel(NamedTuple):
         Raises :class:`policy.errors.SwitchRefused` where a start takes longer (``start_s``) than requests
         may wait (``queue_s``).
         """
-        if not self.leaves_gap():
+        if not self.rollout().needs_gap():
             return False
         if start_s > queue_s:
             raise SwitchRefused(
@@ -105,7 +98,7 @@ class ObservedModel(NamedTuple):
         """One mode that the model may be in."""
         wanted = self.spec.modes[mode]
         shape, bounds = self.spec.shapes[wanted.shape], wanted.bounds
-        gap = mode != self.mode and self.in_mode(mode, max(1, bounds.min)).leaves_gap()
+        gap = mode != self.mode and self.in_mode(mode, max(1, bounds.min)).rollout().needs_gap()
         return ModeOption(
             mode=mode,
             shape=wanted.shape,
@@ -162,25 +155,16 @@ class ObservedModel(NamedTuple):
 
 def held_by(
     layers: Mapping[LayerKey, Layer],
-    footprints: Mapping[LayerKey, Footprint],
+    footprints: Mapping[LayerKey, Resources],
     groups: Mapping[int, GpuGroup],
-) -> Footprint:
+) -> Resources:
     """What the replicas of a model hold.
 
     The generations in ``groups`` are shared GPU groups: they hold their GPUs whichever engines are awake.
     """
-    held = [Footprint(gpus=group.gpus, cpus=group.cpus) for group in groups.values()]
-    for key, layer in layers.items():
-        if key.generation not in groups:
-            each = footprints[key]
-            held.append(Footprint(gpus=layer.occupied * each.gpus, cpus=layer.occupied * each.cpus))
-    return together(held)
-
-
-def together(footprints: Iterable[Footprint]) -> Footprint:
-    """The sum of ``footprints``."""
-    each = tuple(footprints)
-    return Footprint(gpus=sum(one.gpus for one in each), cpus=sum(one.cpus for one in each))
+    alone = {key: layer for key, layer in layers.items() if key.generation not in groups}
+    shared = summed(Resources(group.gpus, group.cpus) for group in groups.values())
+    return shared.plus(summed(Resources().plus(footprints[key], of.occupied) for key, of in alone.items()))
 
 
 def signals_of(signals: Signals, ids: Collection[str], slowness: Callable[[str], float]) -> Signals:

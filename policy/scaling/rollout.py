@@ -7,10 +7,12 @@ from what is observed, so a restarted controller continues a switch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from policy.config.deployment import ModelSpec
+from policy.scaling.resources import Resources, summed
 
 # During a switch on CPUs cores may be claimed twice: threads share them, and no request waits for a start.
 CPU_OVERCOMMIT = 2
@@ -54,17 +56,6 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
         return self.ready if self.failures or self.broken else self.ready + silent
 
 
-class Footprint(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs and cores of one replica."""
-
-    gpus: int = 0
-    cpus: int = 0
-
-
-Layers = Mapping[LayerKey, Layer]
-Footprints = Mapping[LayerKey, Footprint]
-
-
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """The only layer that should serve, and its replica count.
 
@@ -77,81 +68,100 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     gap: bool = False
 
 
-def fits(free: int | None, each: int) -> int:
-    """How many more replicas that take ``each`` fit into ``free``; ``None`` is unbounded."""
-    if free is None or each == 0:
-        return 1 << 30
-    return max(0, free // each)
+class Rollout(NamedTuple):
+    """The steps to a ``goal`` from the observed ``layers`` of its model.
 
-
-def step(
-    goal: Goal, layers: Layers, footprints: Footprints, gpus: int | None, cpus: int | None
-) -> dict[LayerKey, int]:
-    """The next counts of all layers of the goal's model, which may hold ``gpus`` and ``cpus`` in all.
-
-    Make before break where there is room: other layers stay until the goal is ready. Without room, roll by
-    halves: drain half of the others (or what one new replica needs), start what fits, and repeat. Never below
-    ``min_healthy`` ready replicas unless the goal allows the gap.
+    ``footprints`` are the resources of one replica of each layer, ``bounds`` what the model may hold in all.
     """
-    target = layers.get(goal.key, Layer())
-    others = {key: layer for key, layer in layers.items() if key != goal.key}
-    counts = {key: layer.wanted for key, layer in others.items()}
-    if target.ready >= goal.count:
-        counts = dict.fromkeys(others, 0)
-        # No scale-down while other layers drain: the goal's layer may carry their load.
-        settled = not any(layer.occupied for layer in others.values())
-        counts[goal.key] = goal.count if settled else max(goal.count, target.wanted)
-        return counts
 
-    counts[goal.key] = min(goal.count, target.wanted + _room(goal, layers, footprints, gpus, cpus))
-    grows = counts[goal.key] > target.wanted or target.starting or target.ready < target.wanted
-    leaving = any(layer.occupied > layer.wanted for layer in layers.values())
-    if not grows and not leaving:
-        counts |= _give_way(goal, layers, footprints, gpus, cpus)
-    return counts
+    goal: Goal
+    layers: Mapping[LayerKey, Layer]
+    footprints: Mapping[LayerKey, Resources]
+    bounds: Resources
 
+    @property
+    def target(self) -> Layer:
+        """The goal's own layer."""
+        return self.layers.get(self.goal.key, Layer())
 
-def _room(goal: Goal, layers: Layers, footprints: Footprints, gpus: int | None, cpus: int | None) -> int:
-    """How many more replicas of the goal's layer fit now."""
-    each = footprints[goal.key]
-    own = layers.get(goal.key, Layer()).occupied
-    used_gpus = sum(layer.occupied * footprints[key].gpus for key, layer in layers.items())
-    used_cpus = sum(layer.occupied * footprints[key].cpus for key, layer in layers.items())
-    free_gpus = None if gpus is None else gpus - used_gpus
-    # A layer alone must not overcommit: it stays so after the others have drained.
-    free_cpus = None if cpus is None else min(CPU_OVERCOMMIT * cpus - used_cpus, cpus - own * each.cpus)
-    return min(fits(free_gpus, each.gpus), fits(free_cpus, each.cpus))
+    @property
+    def others(self) -> dict[LayerKey, Layer]:
+        """All layers but the goal's."""
+        return {key: layer for key, layer in self.layers.items() if key != self.goal.key}
 
+    def step(self) -> dict[LayerKey, int]:
+        """The next counts of all layers of the goal's model.
 
-def _give_way(
-    goal: Goal, layers: Layers, footprints: Footprints, gpus: int | None, cpus: int | None
-) -> dict[LayerKey, int]:
-    """Shrink the others by half, further until one new replica fits, less to stay healthy; else not at all.
+        Make before break where there is room: other layers stay until the goal is ready. Without room, roll
+        by halves: drain half of the others (or what one new replica needs), start what fits, and repeat.
+        Never below ``min_healthy`` ready replicas unless the goal allows the gap.
+        """
+        goal, target, others = self.goal, self.target, self.others
+        if target.ready >= goal.count:
+            # No scale-down while other layers drain: the goal's layer may carry their load.
+            settled = not any(layer.occupied for layer in others.values())
+            count = goal.count if settled else max(goal.count, target.wanted)
+            return dict.fromkeys(others, 0) | {goal.key: count}
+        counts = {key: layer.wanted for key, layer in others.items()}
+        counts[goal.key] = min(goal.count, target.wanted + self._room())
+        grows = counts[goal.key] > target.wanted or target.starting or target.ready < target.wanted
+        leaving = any(layer.occupied > layer.wanted for layer in self.layers.values())
+        return counts if grows or leaving else counts | self._scale_down_others()
 
-    Each replica that leaves is assumed to serve: the actuator chooses which.
-    """
-    target = layers.get(goal.key, Layer())
-    others = {key: layer for key, layer in layers.items() if key != goal.key}
+    def _room(self) -> int:
+        """How many more replicas of the goal's layer fit now."""
+        each = self.footprints[self.goal.key]
+        used = summed(Resources().plus(self.footprints[key], of.occupied) for key, of in self.layers.items())
+        free = self.bounds._replace(cpus=CPU_OVERCOMMIT * self.bounds.cpus).plus(used, -1)
+        # A layer alone must not overcommit: it stays so after the others have drained.
+        own = self.bounds.plus(each, -self.target.occupied)
+        return min(free.holds(each), own.holds(each))
 
-    def healthy(keep: Mapping[LayerKey, int]) -> int:
-        left = (max(0, layer.serving - layer.wanted + keep[key]) for key, layer in others.items())
-        return target.ready + sum(left)
+    def _scale_down_others(self) -> dict[LayerKey, int]:
+        """Shrink the others by half, or until one new replica fits, less to stay healthy; else not at all.
 
-    def room(keep: Mapping[LayerKey, int]) -> int:
-        after = {key: Layer(wanted=count) for key, count in keep.items()} | {goal.key: target}
-        return _room(goal, after, footprints, gpus, cpus)
+        Each replica that leaves is assumed to serve: the actuator chooses which.
+        """
+        goal, others = self.goal, self.others
 
-    keep = {key: layer.wanted for key, layer in others.items()}
-    floor = 0 if goal.gap else min(goal.min_healthy, healthy(keep))
-    half = sum(keep.values()) // 2
-    while any(keep.values()) and (sum(keep.values()) > half or not room(keep)):
-        # First layers without a ready replica, then the largest.
-        key = max((key for key in keep if keep[key]), key=lambda key: (not others[key].ready, keep[key], key))
-        fewer = keep | {key: keep[key] - 1}
-        if healthy(fewer) < floor:
-            break
-        keep = fewer
-    return keep if room(keep) else {}
+        def healthy(keep: Mapping[LayerKey, int]) -> int:
+            left = (max(0, layer.serving - layer.wanted + keep[key]) for key, layer in others.items())
+            return self.target.ready + sum(left)
+
+        def room(keep: Mapping[LayerKey, int]) -> int:
+            after = {key: Layer(wanted=count) for key, count in keep.items()} | {goal.key: self.target}
+            return self._replace(layers=after)._room()
+
+        keep = {key: layer.wanted for key, layer in others.items()}
+        floor = 0 if goal.gap else min(goal.min_healthy, healthy(keep))
+        half = sum(keep.values()) // 2
+        while any(keep.values()) and (sum(keep.values()) > half or not room(keep)):
+            # First layers without a ready replica, then the largest.
+            _, _, key = max((not others[key].ready, count, key) for key, count in keep.items() if count)
+            fewer = keep | {key: keep[key] - 1}
+            if healthy(fewer) < floor:
+                break
+            keep = fewer
+        return keep if room(keep) else {}
+
+    def needs_gap(self) -> bool:
+        """Whether the goal needs a moment below ``min_healthy`` ready replicas.
+
+        Simulates the switch with :meth:`step`, each step succeeding at once; replicas that do not serve now
+        are assumed never to.
+        """
+        goal = msgspec.structs.replace(self.goal, gap=False)
+        now = {key: _simulated(layer, layer.wanted) for key, layer in self.layers.items()}
+        while True:
+            own = now.get(goal.key, Layer()).wanted
+            now[goal.key] = Layer(wanted=own, ready=own)
+            counts = self._replace(goal=goal, layers=now).step()
+            if counts[goal.key] >= goal.count:
+                return False
+            then = {key: _simulated(now[key], count) for key, count in counts.items()}
+            if then == now:
+                return True
+            now = then
 
 
 def reached(count: int, layer: Layer) -> bool:
@@ -184,25 +194,7 @@ def leaving_layer(spec: ModelSpec, layers: Mapping[LayerKey, Layer], key: LayerK
     return found
 
 
-def needs_gap(goal: Goal, layers: Layers, footprints: Footprints, gpus: int | None, cpus: int | None) -> bool:
-    """Whether the goal needs a moment below ``min_healthy`` ready replicas.
-
-    Simulates the switch with :func:`step`, each step succeeding at once; replicas that do not serve now are
-    assumed never to.
-    """
-    now = {key: _simulated(layer, layer.wanted) for key, layer in layers.items()}
-    while True:
-        own = now.get(goal.key, Layer()).wanted
-        now[goal.key] = Layer(wanted=own, ready=own)
-        counts = step(goal, now, footprints, gpus, cpus)
-        if counts[goal.key] >= goal.count:
-            return False
-        then = {key: _simulated(now[key], count) for key, count in counts.items()}
-        if then == now:
-            return True
-        now = then
-
-
 def _simulated(layer: Layer, count: int) -> Layer:
+    """The layer after it was scaled to ``count``."""
     ready = max(0, layer.serving - max(0, layer.wanted - count))
     return Layer(wanted=count, ready=ready, starting=max(0, count - ready))

@@ -13,9 +13,10 @@ from policy.engine.builtin_profiles import price_of, shipped
 from policy.engine.online_calibration import Fit
 from policy.engine.performance_model import EngineModel, Timing
 from policy.engine.prefill_estimate import GENERIC
-from policy.scaling.budget_allocation import Allocation, held, total
+from policy.scaling.budget_allocation import held
 from policy.scaling.decision_types import Memory, Situation
 from policy.scaling.model_observation import ReplicaFacts, signals_of
+from policy.scaling.resources import Resources, total
 from policy.scaling.rollout import LayerKey
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
@@ -89,18 +90,18 @@ class SituationBuilder:
         layers = self.observed.layers(replica.model)
         return any(layer.starting or (layer.occupied and key != own) for key, layer in layers.items())
 
-    def beside(self, models: Iterable[str], deployment: Deployment, at: float) -> Allocation:
+    def beside(self, models: Iterable[str], deployment: Deployment, at: float) -> Resources:
         """What ``models`` leave of the budget."""
         left = total(deployment.budget)
         for model in models:
             left = left.plus(held(self.situation(model, deployment, Memory(), at)), -1)
         return left
 
-    def takes(self, target: Target, budget: Budget) -> Allocation:
+    def takes(self, target: Target, budget: Budget) -> Resources:
         """What one replica of the desired mode takes of the budget."""
         shape = target.spec.shapes[target.aim.shape]
         watts = self._needs(target, target.aim.shape, budget)
-        return Allocation(shape.gpus, shape.cpus, watts, price_of(shape, budget))
+        return Resources(shape.gpus, shape.cpus, watts, price_of(shape, budget))
 
     def _timing(self, spec: ModelSpec, shape: str, generation: int) -> Timing:
         """The engine model and limits that replicas of a shape report, else those of its profile."""

@@ -22,7 +22,7 @@ from policy.config.model_revision import digest
 from policy.deployment_file.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError
 from policy.scaling.decision_types import Override
-from policy.scaling.rollout import Layer, LayerKey, reached, step, verdict
+from policy.scaling.rollout import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
 from policy.types import Fleet, Replica
 from policy.wire.heartbeat import Heartbeat, Orders
@@ -312,7 +312,7 @@ class Controller:
         if wanted and target.weighed:
             extra = self._replacement.look(target, lambda: self.autoscaler.has_room(target, self._deployment))
             model = self._observed.model(target, self._deployment.budget)
-            counts = step(model.goal(extra), model.layers, model.footprints, *model.room())
+            counts = model.rollout(extra).step()
         for key, count in counts.items():
             await self._actuate(target, key, count)
         await self._sweep(name, layers)

@@ -8,8 +8,9 @@ import msgspec
 
 from policy.config.deployment import Budget, Deployment
 from policy.config.shared_gpus import gpu_group_of
-from policy.scaling.model_observation import ObservedModel, held_by, together
-from policy.scaling.rollout import MAX_FAILURES, Footprint, Layer, LayerKey
+from policy.scaling.model_observation import ObservedModel, held_by
+from policy.scaling.resources import Resources, summed
+from policy.scaling.rollout import MAX_FAILURES, Layer, LayerKey
 from policy.scaling.start_times import StartTimes
 from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
@@ -146,7 +147,7 @@ class ObservedState:
             layers=self.layers(name),
             footprints=self._footprints(target),
             budget=budget,
-            others=together(others),
+            others=summed(others),
             gap=target.gap,
         )
 
@@ -159,17 +160,17 @@ class ObservedState:
         model = self.model(proposed, deployment.budget)
         return model.check_gap(start_s, deployment.gateway.queue_timeout_s)
 
-    def _footprints(self, target: Target) -> dict[LayerKey, Footprint]:
+    def _footprints(self, target: Target) -> dict[LayerKey, Resources]:
         """What one replica takes, for every layer that ``target`` knows or that still runs."""
         model = target.spec.name
         known = {
-            LayerKey(model, shape, generation): Footprint(gpus=made.gpus, cpus=made.cpus)
+            LayerKey(model, shape, generation): Resources(made.gpus, made.cpus)
             for generation, spec in target.specs.items()
             for shape, made in spec.shapes.items()
         }
-        return {key: known.get(key, Footprint()) for key in {*known, *self.layers(model)}}
+        return {key: known.get(key, Resources()) for key in {*known, *self.layers(model)}}
 
-    def _held(self, model: str) -> Footprint:
+    def _held(self, model: str) -> Resources:
         target = self._targets.get(model)
         asleep = {key.generation for key, held in self.held.items() if key.model == model and held.sleeps}
         groups = {

@@ -14,8 +14,9 @@ from policy.errors import SwitchRefused
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_schedule import DecisionSchedule
 from policy.scaling.decision_types import Decision, Memory, Situation
-from policy.scaling.model_observation import ObservedModel, ReplicaFacts, held_by, signals_of, together
-from policy.scaling.rollout import Footprint, LayerKey, fits, step
+from policy.scaling.model_observation import ObservedModel, ReplicaFacts, held_by, signals_of
+from policy.scaling.resources import Resources, summed
+from policy.scaling.rollout import LayerKey
 from policy.scaling.view import Policy, Supply, View
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
@@ -42,7 +43,7 @@ class SwitchCourse:
         self.settled = True
         self.gap = False
         self.footprints = {
-            LayerKey(spec.name, name, GENERATION): Footprint(gpus=shape.gpus, cpus=shape.cpus)
+            LayerKey(spec.name, name, GENERATION): Resources(shape.gpus, shape.cpus)
             for name, shape in spec.shapes.items()
         }
 
@@ -51,7 +52,7 @@ class SwitchCourse:
         """The layer that is desired."""
         return LayerKey(self.spec.name, self.spec.modes[self.mode].shape, GENERATION)
 
-    def held(self) -> Footprint:
+    def held(self) -> Resources:
         """What the replicas of the model hold."""
         group = gpu_group_of(self.spec)
         groups = {} if group is None else {GENERATION: group}
@@ -90,8 +91,7 @@ class SimulatedController:
             count = min(count, course.spec.modes[course.mode].bounds.max)
             model = self._observed(course)
             each = model.footprints[course.key]
-            gpus, cpus = model.room()
-            course.count = count = min(count, fits(gpus, each.gpus), fits(cpus, each.cpus))
+            course.count = count = min(count, model.bounds().holds(each))
             course.fleet.begin(course.key, count)
 
     def _fixed(self, course: SwitchCourse) -> int | None:
@@ -151,7 +151,7 @@ class SimulatedController:
             elif here is None and not course.count:
                 course.settled = True
             model = self._observed(course)
-            for key, count in step(model.goal(), model.layers, model.footprints, *model.room()).items():
+            for key, count in model.rollout().step().items():
                 had = layers[key].wanted if key in layers else 0
                 if had != count:
                     course.fleet.scale(key, count, at)
@@ -177,7 +177,7 @@ class SimulatedController:
             layers=course.fleet.layers(),
             footprints=course.footprints,
             budget=self._deployment.budget,
-            others=together(others),
+            others=summed(others),
             gap=course.gap,
         )
 

@@ -21,7 +21,8 @@ from policy.engine.performance_model import Timing
 from policy.engine.replica_capacity import capability
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, Memory, ModeOption, Override, Situation
-from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, step
+from policy.scaling.resources import Resources, summed, total
+from policy.scaling.rollout import Goal, Layer, LayerKey, Rollout
 from policy.scaling.view import Proposal, Supply, View
 from policy.signals.types import Demand, Rates, ReplicaSample, Signals
 
@@ -313,30 +314,21 @@ class Play:
     def _steer(self, model: Model) -> None:
         """Have the planner say the next counts, and carry them out."""
         layers = {self._key(model, rung.mode): model.layer(rung.mode, self.at) for rung in model.rungs}
-        footprints = {
-            self._key(model, rung.mode): Footprint(gpus=rung.gpus, cpus=rung.cpus) for rung in model.rungs
-        }
-        others = [
-            other.of(replica.mode)
+        footprints = {self._key(model, rung.mode): Resources(rung.gpus, rung.cpus) for rung in model.rungs}
+        others = summed(
+            Resources(other.of(replica.mode).gpus, other.of(replica.mode).cpus)
             for other in self.models
             for replica in other.replicas
             if other is not model
-        ]
-        gpus, cpus = self.budget.gpus, self.budget.cpus
+        )
         goal = Goal(
             key=self._key(model, model.mode),
             count=model.count,
             min_healthy=min(model.scale.min_healthy, model.count),
             gap=model.of(model.mode).gap_s > 0,
         )
-        counts = step(
-            goal,
-            layers,
-            footprints,
-            None if gpus is None else gpus - sum(rung.gpus for rung in others),
-            None if cpus is None else cpus - sum(rung.cpus for rung in others),
-        )
-        for key, count in counts.items():
+        rollout = Rollout(goal, layers, footprints, total(self.budget).plus(others, -1))
+        for key, count in rollout.step().items():
             self._set(model, key.shape, count)
 
     @staticmethod

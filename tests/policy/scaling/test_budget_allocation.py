@@ -9,32 +9,31 @@ from hypothesis import strategies as st
 
 from policy.config.deployment import Budget
 from policy.scaling.budget_allocation import (
-    Allocation,
     Claim,
     allocate,
     alone,
     attainable,
     held,
     spare,
-    total,
 )
+from policy.scaling.resources import Resources, total
 from policy.scaling.view import Supply
 from tests.policy.control_play import LARGE, SMALL, rung, situation
 
-CARD = Allocation(gpus=1)
+CARD = Resources(gpus=1)
 
 
 def want(model: str, asked: int, **changes: Any) -> Claim:
     """So many replicas of one card each, none of which is there yet but for ``now``."""
     given: dict[str, Any] = {"priority": 0, "each": CARD, "floor": 0, "now": 0} | changes
-    given.setdefault("held", Allocation().plus(given["each"], given["now"]))
+    given.setdefault("held", Resources().plus(given["each"], given["now"]))
     return Claim(model=model, asked=asked, **given)
 
 
 @st.composite
-def takes(draw: st.DrawFn) -> Allocation:
+def takes(draw: st.DrawFn) -> Resources:
     gpus = draw(st.integers(0, 4))
-    return Allocation(
+    return Resources(
         gpus, draw(st.integers(int(not gpus), 4)), draw(st.floats(0, 900)), draw(st.floats(0, 9))
     )
 
@@ -51,7 +50,7 @@ def everybody(draw: st.DrawFn) -> tuple[list[Claim], Budget]:
         priority = draw(st.integers(-1, 1))
         starved = draw(st.booleans())
         there = 0 if replaces else now
-        claim = draw(st.just(Allocation()) | takes())
+        claim = draw(st.just(Resources()) | takes())
         wants.append(Claim(f"m{index}", priority, each, asked, floor, there, held, replaces, starved, claim))
     bounds = st.none() | st.integers(0, 24)
     amounts = st.none() | st.floats(0.1, 5000)
@@ -62,12 +61,12 @@ def everybody(draw: st.DrawFn) -> tuple[list[Claim], Budget]:
 def test_nobody_grows_beyond_what_there_is(given: tuple[list[Claim], Budget]) -> None:
     wants, budget = given
     grants = allocate(wants, budget)
-    before = after = Allocation()
+    before = after = Resources()
     for each in wants:
         grant = grants[each.model]
         before = before.plus(each.held)
         if each.replaces:
-            after = after.plus(each.held.most(Allocation().plus(each.each, grant)))
+            after = after.plus(each.held.most(Resources().plus(each.each, grant)))
         else:
             after = after.plus(each.held).plus(each.each, max(0, grant - each.now))
     for used, was, bound in zip(after, before, total(budget), strict=True):
@@ -106,7 +105,7 @@ def test_who_goes_first_gets_no_less_for_what_a_lower_priority_asks(
 @given(everybody())
 def test_nobody_falls_below_a_floor_that_fits(given: tuple[list[Claim], Budget]) -> None:
     wants, budget = given
-    floors = Allocation()
+    floors = Resources()
     for each in wants:
         floors = floors.plus(each.each, each.floor)
     # Whatever watts and money there are.
@@ -125,7 +124,7 @@ def test_a_lower_priority_shrinks_to_its_floor_first_and_then_the_higher_grows()
     # Three of the lower ones drain: they hold their cards until they are gone.
     low = low._replace(now=3)
     assert allocate([low, high], Budget(gpus=8)) == {"low": 3, "high": 2}
-    assert allocate([low._replace(held=Allocation(gpus=3)), high], Budget(gpus=8)) == {"low": 3, "high": 5}
+    assert allocate([low._replace(held=Resources(gpus=3)), high], Budget(gpus=8)) == {"low": 3, "high": 5}
 
 
 @given(everybody())
@@ -133,7 +132,7 @@ def test_a_claim_takes_only_of_lower_priorities(given: tuple[list[Claim], Budget
     wants, budget = given
     claims = [each.priority for each in wants if any(each.claim)]
     before, after = (
-        allocate([each._replace(claim=Allocation()) for each in wants], budget),
+        allocate([each._replace(claim=Resources()) for each in wants], budget),
         allocate(wants, budget),
     )
     for each in wants:
@@ -155,10 +154,10 @@ def test_equals_take_nothing_of_each_other_and_share_the_rest_by_need() -> None:
 
 
 def test_watts_and_money_bind_like_cards() -> None:
-    each = Allocation(gpus=1, watts=300, cost_per_h=2.5)
+    each = Resources(gpus=1, watts=300, cost_per_h=2.5)
     assert allocate([want("a", 8, each=each)], Budget(gpus=8, watts=1000)) == {"a": 3}
     assert allocate([want("a", 8, each=each)], Budget(gpus=8, cost_per_h=5)) == {"a": 2}
-    assert allocate([want("a", 8, each=Allocation(gpus=1, watts=0.1))], Budget(watts=0.3)) == {"a": 3}
+    assert allocate([want("a", 8, each=Resources(gpus=1, watts=0.1))], Budget(watts=0.3)) == {"a": 3}
 
 
 def test_a_budget_that_was_cut_takes_what_is_over_it() -> None:
@@ -168,8 +167,8 @@ def test_a_budget_that_was_cut_takes_what_is_over_it() -> None:
 
 def test_watts_and_money_take_nobody_that_runs_below_its_floor() -> None:
     for each, short in (
-        (Allocation(gpus=1, watts=2560), Budget(gpus=8, watts=2500)),
-        (Allocation(gpus=1, cost_per_h=5), Budget(gpus=8, cost_per_h=4)),
+        (Resources(gpus=1, watts=2560), Budget(gpus=8, watts=2500)),
+        (Resources(gpus=1, cost_per_h=5), Budget(gpus=8, cost_per_h=4)),
     ):
         assert allocate([want("a", 3, each=each, now=1, floor=1)], short) == {"a": 1}
         assert allocate([want("a", 3, each=each, now=3, floor=1)], short) == {"a": 1}
@@ -182,7 +181,7 @@ def test_watts_and_money_take_nobody_that_runs_below_its_floor() -> None:
 
 
 def test_a_switch_counts_what_makes_way_for_it() -> None:
-    large = Allocation(gpus=8)
+    large = Resources(gpus=8)
     other = want("b", 2, now=2)
     assert allocate([want("a", 8, held=large, replaces=True), other], Budget(gpus=10)) == {"a": 8, "b": 2}
     assert allocate([want("a", 8, held=large, replaces=True), other], Budget(gpus=9)) == {"a": 7, "b": 2}
@@ -198,12 +197,12 @@ def test_what_a_model_holds_counts_leaving_replicas_of_other_shapes_too() -> Non
         supply=Supply(wanted=3, serving=2, starting_s=(5.0,), draining=1),
         leaving={LARGE.mode: 1},
     )
-    assert held(given) == Allocation(gpus=4 * SMALL.gpus + LARGE.gpus)
+    assert held(given) == Resources(gpus=4 * SMALL.gpus + LARGE.gpus)
     # An older generation of the same shape holds its cards until it has left.
     renewed = situation(count=2, settled=False, leaving={SMALL.mode: 2})
-    assert held(renewed) == Allocation(gpus=4)
+    assert held(renewed) == Resources(gpus=4)
     # Nothing runs yet of what is aimed for, but it is spoken for.
-    assert held(situation(count=3, supply=Supply(wanted=1))) == Allocation(gpus=3)
+    assert held(situation(count=3, supply=Supply(wanted=1))) == Resources(gpus=3)
 
 
 def test_the_reach_of_a_model_goes_down_to_the_floors_of_lower_priorities() -> None:
@@ -220,5 +219,5 @@ def test_the_reach_of_a_model_goes_down_to_the_floors_of_lower_priorities() -> N
 def test_cores_may_be_claimed_twice_during_a_switch() -> None:
     cores = rung("two-cores", gpus=0, cpus=2, of="cpu-smollm2-135m")
     given = situation(mode="two-cores", rungs=(cores,))
-    mine = want("chat", 1, each=Allocation(cpus=2), now=1, held=held(given))
+    mine = want("chat", 1, each=Resources(cpus=2), now=1, held=held(given))
     assert spare([mine], Budget(cpus=2)).cpus == 2

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from policy.config.control import GuardConfig
 from policy.config.deployment import Budget
 from policy.engine.replica_capacity import capability
-from policy.scaling.budget_allocation import Allocation
 from policy.scaling.decide import STARVED_S, ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, Memory, Override, Situation
-from policy.scaling.mode_selection import Candidate, Verdict, evaluate
+from policy.scaling.mode_selection import ModeComparison, Verdict
 from policy.scaling.policies.registry import choose, make
+from policy.scaling.resources import Resources
 from policy.scaling.view import Supply
 from tests.policy.control_play import (
     BOTH,
@@ -174,18 +174,16 @@ def test_what_can_be_carried_meanwhile_counts_what_will_have_made_way() -> None:
     able = {r.mode: capability(r.timing, workload_of(demand(3.7)), given.slo) for r in given.rungs}
 
     def seen(alone: float, spare: float, reach: float = 8.0) -> Verdict:
-        return evaluate(
-            given,
-            Candidate(
-                rate=3.7,
-                during=lambda seconds: 3.7,
-                workload=workload_of(demand(3.7)),
-                capabilities=able,
-                reach=Allocation(reach, math.inf, math.inf, math.inf),
-                alone=Allocation(alone, math.inf, math.inf, math.inf),
-                spare=Allocation(spare, math.inf, math.inf, math.inf),
-            ),
-        )
+        return ModeComparison(
+            situation=given,
+            rate=3.7,
+            during=lambda seconds: 3.7,
+            workload=workload_of(demand(3.7)),
+            capabilities=able,
+            reach=Resources(reach, math.inf, math.inf, math.inf),
+            alone=Resources(alone, math.inf, math.inf, math.inf),
+            spare=Resources(spare, math.inf, math.inf, math.inf),
+        ).evaluate()
 
     now = seen(alone=8.0, spare=4.0)
     assert (now.to and now.to.mode, now.early) == (large.mode, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -10,17 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policy.config.deployment import Budget
+from policy.scaling.resources import Resources, total
 from policy.scaling.rollout import (
     CPU_OVERCOMMIT,
     MAX_FAILURES,
-    Footprint,
     Goal,
     Layer,
     LayerKey,
-    fits,
-    needs_gap,
+    Rollout,
     reached,
-    step,
     verdict,
 )
 
@@ -30,12 +30,12 @@ KEYS = (LARGE, SMALL, NEW_LARGE, NEW_SMALL)
 ENOUGH_TICKS = 400
 
 
-def gpu_shapes(large: int, small: int) -> dict[LayerKey, Footprint]:
-    return {key: Footprint(gpus=large if key.shape == "large" else small) for key in KEYS}
+def gpu_shapes(large: int, small: int) -> dict[LayerKey, Resources]:
+    return {key: Resources(gpus=large if key.shape == "large" else small) for key in KEYS}
 
 
-def cpu_shapes(large: int, small: int) -> dict[LayerKey, Footprint]:
-    return {key: Footprint(cpus=large if key.shape == "large" else small) for key in KEYS}
+def cpu_shapes(large: int, small: int) -> dict[LayerKey, Resources]:
+    return {key: Resources(cpus=large if key.shape == "large" else small) for key in KEYS}
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Cluster:
     """
 
     goal: Goal
-    footprints: Mapping[LayerKey, Footprint]
+    footprints: Mapping[LayerKey, Resources]
     gpus: int | None = None
     cpus: int | None = None
     random: Random = field(default_factory=lambda: Random(0))  # noqa: S311 - chance, not secrecy
@@ -84,10 +84,13 @@ class Cluster:
             for key, wanted in self.wanted.items()
         }
 
+    def rollout(self) -> Rollout:
+        bounds = total(Budget(gpus=self.gpus, cpus=self.cpus))
+        return Rollout(self.goal, self.layers(), self.footprints, bounds)
+
     def tick(self) -> None:
         """One step of the plan, then one tick of every replica."""
-        counts = step(self.goal, self.layers(), self.footprints, self.gpus, self.cpus)
-        for key, count in counts.items():
+        for key, count in self.rollout().step().items():
             self._ask(key, count)
         said = {_name(key): count for key, count in self.wanted.items()}
         if not self.timeline or self.timeline[-1] != said:
@@ -176,7 +179,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 @given(clusters())
 def test_a_switch_keeps_its_promises_at_every_tick(cluster: Cluster) -> None:
     floor = 0 if cluster.goal.gap else min(cluster.goal.min_healthy, cluster.ready())
-    starves = needs_gap(cluster.goal, cluster.layers(), cluster.footprints, cluster.gpus, cluster.cpus)
+    starves = cluster.rollout().needs_gap()
     for _ in range(ENOUGH_TICKS):
         cluster.tick()
         assert cluster.gpus is None or cluster.used("gpus") <= cluster.gpus
@@ -259,47 +262,47 @@ def test_of_two_old_layers_one_gives_way() -> None:
 
 ONE_STEP = {
     "cores are not overcommitted by one layer alone": (
-        Goal(key=SMALL, count=4), {SMALL: Layer(wanted=1, ready=1)}, cpu_shapes(2, 1), (None, 2), {SMALL: 2},
+        Goal(key=SMALL, count=4), {SMALL: Layer(wanted=1, ready=1)}, cpu_shapes(2, 1), {"cpus": 2}, {SMALL: 2},
     ),
     "a scale-down waits while others drain": (
         Goal(key=SMALL, count=2),
         {SMALL: Layer(wanted=4, ready=4), LARGE: Layer(wanted=0, draining=1)},
-        gpu_shapes(4, 1), (8, None), {SMALL: 4, LARGE: 0},
+        gpu_shapes(4, 1), {"gpus": 8}, {SMALL: 4, LARGE: 0},
     ),
     "a scale-down once the others are gone": (
         Goal(key=SMALL, count=2),
         {SMALL: Layer(wanted=4, ready=4), LARGE: Layer(wanted=0)},
-        gpu_shapes(4, 1), (8, None), {SMALL: 2, LARGE: 0},
+        gpu_shapes(4, 1), {"gpus": 8}, {SMALL: 2, LARGE: 0},
     ),
     "a scale-up waits for the GPUs of its own draining replica": (
         Goal(key=SMALL, count=2), {SMALL: Layer(wanted=1, ready=1, draining=1)},
-        gpu_shapes(4, 1), (2, None), {SMALL: 1},
+        gpu_shapes(4, 1), {"gpus": 2}, {SMALL: 1},
     ),
     "what fails to start gives way although nothing is healthy": (
         Goal(key=NEW_SMALL, count=1), {SMALL: Layer(wanted=1, starting=1, failures=2)},
-        gpu_shapes(4, 1), (1, None), {SMALL: 0, NEW_SMALL: 0},
+        gpu_shapes(4, 1), {"gpus": 1}, {SMALL: 0, NEW_SMALL: 0},
     ),
     "a replica that has not reported yet is kept": (
         Goal(key=NEW_SMALL, count=1), {SMALL: Layer(wanted=1)},
-        gpu_shapes(4, 1), (1, None), {SMALL: 1, NEW_SMALL: 0},
+        gpu_shapes(4, 1), {"gpus": 1}, {SMALL: 1, NEW_SMALL: 0},
     ),
     "nothing is given up where that makes no room": (
         Goal(key=LARGE, count=1, gap=True), {SMALL: Layer(wanted=2, ready=2)},
-        gpu_shapes(4, 1), (2, None), {SMALL: 2, LARGE: 0},
+        gpu_shapes(4, 1), {"gpus": 2}, {SMALL: 2, LARGE: 0},
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ONE_STEP)
 def test_one_step(name: str) -> None:
-    goal, layers, shapes, room, counts = ONE_STEP[name]
-    assert step(goal, layers, shapes, *room) == counts
+    goal, layers, shapes, budget, counts = ONE_STEP[name]
+    assert Rollout(goal, layers, shapes, total(Budget(**budget))).step() == counts
 
 
 def test_room_without_a_bound_is_unbounded() -> None:
-    assert fits(None, 8) > 1000
-    assert fits(3, 0) > 1000
-    assert (fits(7, 2), fits(-4, 2)) == (3, 0)
+    assert Resources(math.inf).holds(Resources(8)) > 1000
+    assert Resources(3).holds(Resources(cpus=0)) > 1000
+    assert (Resources(7).holds(Resources(2)), Resources(-4).holds(Resources(2))) == (3, 0)
 
 
 @pytest.mark.parametrize(("ready", "expected"), [(1, False), (2, True), (3, True)])
@@ -330,18 +333,20 @@ def test_a_verdict_says_why(layer: Layer, elapsed_s: float, said: str) -> None:
 def test_a_large_replica_over_all_gpus_needs_a_gap(gpus: int | None, min_healthy: int, gap: bool) -> None:
     goal = Goal(key=LARGE, count=1, min_healthy=min_healthy)
     layers = {SMALL: Layer(wanted=8, ready=8)}
-    assert needs_gap(goal, layers, gpu_shapes(8, 1), gpus, None) is gap
+    assert Rollout(goal, layers, gpu_shapes(8, 1), total(Budget(gpus=gpus))).needs_gap() is gap
 
 
 def test_what_already_fails_to_serve_needs_no_gap_to_be_replaced() -> None:
     new = LayerKey("m", "large", 2)
     layers = {LARGE: Layer(wanted=1, starting=1, failures=2)}
-    footprints = gpu_shapes(8, 1) | {new: Footprint(gpus=8)}
-    assert not needs_gap(Goal(key=new, count=1), layers, footprints, 8, None)
-    assert needs_gap(Goal(key=new, count=1), {LARGE: Layer(wanted=1, ready=1)}, footprints, 8, None)
-    assert needs_gap(Goal(key=new, count=1), {LARGE: Layer(wanted=1)}, footprints, 8, None)
+    footprints = gpu_shapes(8, 1) | {new: Resources(gpus=8)}
+    rollout = Rollout(Goal(key=new, count=1), layers, footprints, total(Budget(gpus=8)))
+    assert not rollout.needs_gap()
+    for serves in (Layer(wanted=1, ready=1), Layer(wanted=1)):
+        assert rollout._replace(layers={LARGE: serves}).needs_gap()
 
 
 def test_a_switch_in_progress_is_judged_from_where_it_is() -> None:
     layers = {SMALL: Layer(wanted=1, ready=1), LARGE: Layer(wanted=1, ready=1)}
-    assert not needs_gap(Goal(key=LARGE, count=1), layers, gpu_shapes(8, 1), 9, None)
+    rollout = Rollout(Goal(key=LARGE, count=1), layers, gpu_shapes(8, 1), total(Budget(gpus=9)))
+    assert not rollout.needs_gap()
