@@ -49,19 +49,9 @@ def large(**changes: Any) -> Situation:
 def comparison(given: Situation, rate: float, **changes: Any) -> ModeComparison:
     workload: Workload = workload_of(demand(rate))
     able = {rung.mode: capability(rung.timing, workload, given.slo, error=rung.error) for rung in given.rungs}
-    return ModeComparison(
-        **(
-            {
-                "situation": given,
-                "rate": rate,
-                "during": lambda seconds: rate,
-                "workload": workload,
-                "capabilities": able,
-            }
-            | {"reach": ALL, "alone": ALL, "spare": ALL}
-            | changes
-        )
-    )
+    inputs: dict[str, Any] = {"rate": rate, "during": lambda seconds: rate, "capabilities": able}
+    inputs |= {"workload": workload, "reach": ALL, "alone": ALL, "spare": ALL}
+    return ModeComparison(situation=given, **(inputs | changes))
 
 
 def seen(given: Situation, rate: float, **changes: Any) -> Mapping[str, ModeForecast]:

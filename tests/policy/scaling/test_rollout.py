@@ -262,7 +262,8 @@ def test_of_two_old_layers_one_gives_way() -> None:
 
 ONE_STEP = {
     "cores are not overcommitted by one layer alone": (
-        Goal(key=SMALL, count=4), {SMALL: Layer(wanted=1, ready=1)}, cpu_shapes(2, 1), {"cpus": 2}, {SMALL: 2},
+        Goal(key=SMALL, count=4), {SMALL: Layer(wanted=1, ready=1)},
+        cpu_shapes(2, 1), {"cpus": 2}, {SMALL: 2},
     ),
     "a scale-down waits while others drain": (
         Goal(key=SMALL, count=2),
