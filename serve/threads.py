@@ -1,8 +1,12 @@
-"""Blocking work off the event loop, in threads that do not delay the end of the process."""
+"""Waiting in the event loop: for events with a timeout, and for blocking work.
+
+Its threads do not delay the end of the process.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,3 +33,11 @@ async def run_in_thread(work: Callable[[], T], name: str) -> T:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await asyncio.wrap_future(outcome)
+
+
+async def wait_at_most(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for ``event``, at most ``timeout_s`` seconds; whether it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()

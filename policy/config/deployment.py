@@ -60,6 +60,10 @@ class Replicas(Section, frozen=True):
     min: Count = 1
     max: Positive = 1
 
+    def clamp(self, count: int) -> int:
+        """The allowed count nearest to ``count``."""
+        return sorted((self.min, count, self.max))[1]
+
 
 class Mode(Section, frozen=True):
     """A deployment mode: a shape and its replica bounds."""

@@ -61,6 +61,10 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
     count: int | None = None
     until: float | None = None
 
+    def ended(self, at: float) -> bool:
+        """Whether its duration is over."""
+        return self.until is not None and self.until <= at
+
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """The state that the decision of ``at`` leaves to the next. Instants are Unix seconds.

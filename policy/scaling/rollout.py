@@ -13,6 +13,7 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.scaling.resources import Resources, summed
+from policy.types import Replica
 
 # During a switch on CPUs cores may be claimed twice: threads share them, and no request waits for a start.
 CPU_OVERCOMMIT = 2
@@ -29,6 +30,11 @@ class LayerKey(msgspec.Struct, frozen=True, order=True):
     model: str
     shape: str
     generation: int
+
+    @classmethod
+    def of(cls, replica: Replica) -> LayerKey:
+        """The layer of a replica."""
+        return cls(replica.model, replica.shape, replica.generation)
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ class StartTimes:
     def note(self, replica: Replica, at: float) -> bool:
         """Take a heartbeat; returns whether an engine has just become ready."""
         if replica.state is ReplicaPhase.STARTING and replica.id not in self._began:
-            asked = self._asked.get(_key(replica))
+            asked = self._asked.get(LayerKey.of(replica))
             self._began[replica.id] = asked.popleft() if asked else at
         elif replica.state in (ReplicaPhase.STOPPED, ReplicaPhase.ASLEEP):
             self._began.pop(replica.id, None)
@@ -105,7 +105,3 @@ class StartTimes:
         for taken in saved:
             key = (taken.model, taken.shape, taken.path)
             self._taken[key] = deque(taken.seconds, maxlen=KEPT)
-
-
-def _key(replica: Replica) -> LayerKey:
-    return LayerKey(replica.model, replica.shape, replica.generation)

@@ -51,7 +51,7 @@ class SharedGpuActuator:
 
     def awake(self, replica: Replica) -> dict[str, int] | None:
         """The desired awake count of each shape in the group of ``replica``, if it is in one."""
-        key = LayerKey(replica.model, replica.shape, replica.generation)
+        key = LayerKey.of(replica)
         record = self._of(key)
         if record is None or replica.shape not in record.plan.engines:
             return None

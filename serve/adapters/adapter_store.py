@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from policy.config.deployment import Adapters, ModelSpec
 from policy.types import EngineKind
-from policy.wire.catalog import DIGITS, Alias
-from serve.adapters.add_job import ImportedAdapter
-from store.adapters import fetch_job
+from policy.wire.catalog import DIGITS, Alias, Version
 from store.adapters.adapter_aliases import API, DOCUMENT, AdapterNames, NewVersion
 from store.adapters.base_model_shapes import BaseModel
 from store.adapters.blobs import Blobs
@@ -25,7 +23,7 @@ BASE_S = 600.0
 
 
 class AdapterStore:
-    """Files and records of adapters; opens database and folder at first use.
+    """The files of adapters, and their records (``names``); opens database and folder at first use.
 
     Every call blocks, may come from any thread, and may raise :class:`policy.errors.TidegateError`.
     """
@@ -41,67 +39,38 @@ class AdapterStore:
 
     def aliases(self) -> tuple[Alias, ...]:
         """The aliases of all names."""
-        return self._records.catalog(0.0, 0).aliases
+        return self.names.catalog(0.0, 0).aliases
 
-    def declared(self) -> set[tuple[str, str]]:
-        """Model and name of the aliases that the deployment file declared."""
-        return self._records.declared()
-
-    def redacted(self, source: str) -> str:
-        """``source`` without parts that may be secret, for messages and records."""
-        return fetch_job.redacted(source)
-
-    def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:
+    def take(self, spec: ModelSpec, source: str, report: Report) -> NewVersion:
         """Fetch the adapter at ``source``, validate it for the model and store it.
 
         Raises :class:`policy.errors.AdapterRefused`. The same source may be imported again at any time.
         """
         rules = spec.adapters or Adapters()
         limits = ValidationLimits(rules.max_rank, rules.max_bytes)
-        found = import_adapter(
-            self._files, source, ImportLimits(self._base(spec, report), limits, spec.token_file), report
-        )
-        return ImportedAdapter(found.digest, found.facts.rank, found.facts.size, found.source)
+        terms = ImportLimits(self._base(spec, report), limits, spec.token_file)
+        return import_adapter(self._files, source, terms, report)
 
-    def holds(self, digest: str) -> bool:
-        """Whether the files of this digest are stored."""
-        return self._files.path(digest) is not None
+    def stored(self, version: Version) -> NewVersion | None:
+        """A version that was taken before, if its files are still stored."""
+        if self._files.path(version.digest) is None:
+            return None
+        return NewVersion(version.digest, AdapterFacts(version.rank, version.size), version.source)
 
     def put(
         self,
         key: tuple[str, str],
-        parts: Sequence[tuple[ImportedAdapter, float]],
+        versions: Sequence[NewVersion],
         tenants: Collection[str] | None,
         *,
         declared: bool,
     ) -> Alias:
-        """Set the versions of a name (``key``: model, name) and their weights; durable when it returns.
+        """Set the versions of a name (``key``: model, name) by their weights; durable when it returns.
 
         ``tenants`` of ``None`` keeps those of the name. A digest that is among its versions keeps its number.
         The same declaration again (``declared``) changes nothing.
         """
-        candidates = [
-            NewVersion(taken.digest, AdapterFacts(taken.rank, taken.size), taken.source, weight)
-            for taken, weight in parts
-        ]
-        origin = DOCUMENT if declared else API
-        return self._records.put(*key, candidates, tenants=tenants, origin=origin)
-
-    def split(self, model: str, name: str, weights: Mapping[int, float]) -> Alias:
-        """Split ``name`` over the versions with these numbers; durable when it returns.
-
-        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` for an unknown
-        version.
-        """
-        return self._records.split(model, name, weights)
-
-    def rollback(self, model: str, name: str) -> Alias:
-        """Return ``name`` to its former split; raises as :meth:`split` if there is none."""
-        return self._records.rollback(model, name)
-
-    def remove(self, model: str, name: str) -> None:
-        """Remove ``name``; raises :class:`policy.errors.AdapterUnknown`."""
-        self._records.remove(model, name)
+        return self.names.put(*key, versions, tenants=tenants, origin=DOCUMENT if declared else API)
 
     def tar(self, digest: str) -> Iterator[bytes] | None:
         """The files of a version as a tar, in blocks; ``None`` if there are none."""
@@ -116,12 +85,13 @@ class AdapterStore:
         ``in_use`` are serving names, which contain the beginning of a digest.
         """
         used = {name.rpartition("@")[2] for name in in_use}
-        unnamed = self._records.unused_digests(self._files.digests(), older_s)
+        unnamed = self.names.unused_digests(self._files.digests(), older_s)
         idle = sorted(digest for digest in unnamed if digest[:DIGITS] not in used)
         return [digest for digest in idle if self._files.remove(digest, older_s)]
 
     @property
-    def _records(self) -> AdapterNames:
+    def names(self) -> AdapterNames:
+        """The records."""
         with self._opening:
             if self._registry is None:
                 self._registry = AdapterNames(self._url)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from policy.errors import AdapterRefused, TargetError, TidegateError
-from policy.wire.catalog import Alias
+from policy.wire.catalog import Alias, Version
 from policy.wire.controller import AddLine, Problem
 from store.preparation_progress import Progress
 
@@ -23,15 +23,7 @@ def is_remote(source: str) -> bool:
     return _REMOTE.match(source) is not None
 
 
-class ImportedAdapter(NamedTuple):
-    """An adapter that is stored under its ``digest``: ``size`` in bytes, ``source`` without secrets."""
-
-    digest: str
-    rank: int
-    size: int
-    source: str
-
-
+@dataclass(eq=False)
 class AddJob:
     """``parts`` are sources with their weights; ``tenants`` of ``None`` keeps those of the name.
 
@@ -40,30 +32,21 @@ class AddJob:
     when its name is removed: its watchers get the error at once, and its thread ends at its next report.
     """
 
-    def __init__(
-        self,
-        key: Key,
-        parts: tuple[tuple[str, float], ...],
-        tenants: tuple[str, ...] | None,
-        *,
-        known: Mapping[str, ImportedAdapter] | None = None,
-        declared: bool = False,
-    ) -> None:
-        self.key = key
-        self.parts = parts
-        self.tenants = tenants
-        self.known = known or {}
-        self.declared = declared
-        self._moving = AddLine(step="wait", message="waiting for other imports")
-        self._ended: AddLine | None = None
-        self.error: TidegateError | None = None
-        self.revoked = False
-        self.done = asyncio.Event()
+    key: Key
+    parts: tuple[tuple[str, float], ...]
+    tenants: tuple[str, ...] | None
+    known: Mapping[str, Version] = field(default_factory=dict)
+    declared: bool = False
+    error: TidegateError | None = field(default=None, init=False)
+    revoked: bool = field(default=False, init=False)
+    done: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _progress: AddLine = field(default=AddLine(step="wait", message="waiting for other imports"), init=False)
+    _outcome: AddLine | None = field(default=None, init=False)
 
     @property
     def line(self) -> AddLine:
         """The progress, or the outcome; later reports of a thread do not change the outcome."""
-        return self._ended or self._moving
+        return self._outcome or self._progress
 
     @property
     def remote(self) -> bool:
@@ -75,7 +58,7 @@ class AddJob:
         self.check()
         part = progress.fraction
         done, total = (0, None) if part is None else (round(100 * part), 100)
-        self._moving = AddLine(step=progress.step, message=progress.message, done=done, total=total)
+        self._progress = AddLine(step=progress.step, message=progress.message, done=done, total=total)
 
     def succeed(self, alias: Alias) -> None:
         """The adapter is stored durably."""
@@ -97,19 +80,10 @@ class AddJob:
         if self.revoked:
             raise self._removed()
 
-    async def ended(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` seconds for the end; whether it has ended."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.done.wait()
-        except TimeoutError:
-            return False
-        return True
-
     def _end(self, line: AddLine) -> None:
         """Record the outcome; only the first one counts."""
-        if self._ended is None:
-            self._ended = line
+        if self._outcome is None:
+            self._outcome = line
             self.done.set()
 
     def _removed(self) -> TargetError:

@@ -17,6 +17,7 @@ from serve.adapters.add_job import AddJob
 from serve.adapters.controller import AdapterController
 from serve.adapters.library import AdapterLibrary
 from serve.http import json_answer, refusing
+from serve.threads import wait_at_most
 
 HEARTBEAT_S = 1.0
 # Changes within this many seconds are sent as one catalog.
@@ -40,7 +41,7 @@ def routes(adapters: AdapterController) -> list[Route]:
 
     async def remove(request: Request) -> Response:
         model, name = _key(request)
-        await adapters.declaring.remove((model, name))
+        await adapters.declared.remove((model, name))
         return json_answer({"model": model, "name": name})
 
     async def split(request: Request) -> Response:
@@ -81,15 +82,15 @@ async def catalogs(library: AdapterLibrary) -> AsyncIterator[bytes]:
         version, line = await library.line()
         yield line
         await asyncio.sleep(COALESCE_S)
-        await library.wait(version, HEARTBEAT_S - COALESCE_S)
+        await library.catalog.revision.past(version, HEARTBEAT_S - COALESCE_S)
 
 
 async def _progress(adding: AddJob) -> AsyncIterator[bytes]:
     """The progress of ``adding``, repeated once a second without a change, and its outcome."""
     loop = asyncio.get_running_loop()
-    said, until = AddLine(), 0.0
-    while not await adding.ended(PROGRESS_S):
-        if adding.line != said or loop.time() >= until:
-            said, until = adding.line, loop.time() + HEARTBEAT_S
-            yield msgspec.json.encode(said) + b"\n"
+    sent, until = AddLine(), 0.0
+    while not await wait_at_most(adding.done, PROGRESS_S):
+        if adding.line != sent or loop.time() >= until:
+            sent, until = adding.line, loop.time() + HEARTBEAT_S
+            yield msgspec.json.encode(sent) + b"\n"
     yield msgspec.json.encode(adding.line) + b"\n"

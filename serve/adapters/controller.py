@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from serve.adapters.placement import AdapterPlacement
 from serve.adapters.reconcile_declared import DeclaredAdapters
 from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
 from serve.state.replica_registry import ReplicaRegistry
+from serve.threads import wait_at_most
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class AdapterController:
 
     def __init__(
         self,
-        shelf: Callable[[], AdapterStore],
+        open_store: Callable[[], AdapterStore],
         registry: ReplicaRegistry,
         state: StateDir,
         epoch: float,
@@ -52,13 +52,13 @@ class AdapterController:
         self._demand = AdapterDemand()
         self._placing = AdapterPlacement(self._demand, slots)
         self.changed = asyncio.Event()
-        self.library = AdapterLibrary(shelf, epoch, event)
-        self.declaring = DeclaredAdapters(self.library, state, monotonic)
+        self.library = AdapterLibrary(open_store, epoch, event)
+        self.declared = DeclaredAdapters(self.library, state, monotonic)
 
     def declare(self, deployment: Deployment, *, applied: bool) -> None:
         """Set the deployment; if it was just ``applied``, its adapter sources are checked for changes."""
         self.library.declare(deployment)
-        self.declaring.declare(deployment, applied=applied)
+        self.declared.declare(deployment, applied=applied)
         self.changed.set()
 
     def beat(self, beat: Heartbeat) -> Orders:
@@ -66,7 +66,7 @@ class AdapterController:
         now = self._monotonic()
         self._demand.note(beat, now)
         replica = beat.replica
-        if replica.model in self.library.models and self._placing.lacks(replica):
+        if replica.model in self.library.catalog.models and self._placing.lacks(replica):
             # A starting replica gets its plan at once, so that it can load adapters before traffic.
             self._plan(replica.model, now)
         return self._placing.orders(replica.id)
@@ -74,11 +74,11 @@ class AdapterController:
     def place(self) -> None:
         """Make the placement plans that are due."""
         now = self._monotonic()
-        due = [model for model in self.library.models if self._placing.due(model, now)]
+        due = [model for model in self.library.catalog.models if self._placing.due(model, now)]
         if due:
             replicas = [replica.id for replica in self._fleet()]
             self._demand.keep(replicas)
-            self._placing.keep(self.library.models, replicas)
+            self._placing.keep(self.library.catalog.models, replicas)
         for model in due:
             self._plan(model, now)
 
@@ -86,10 +86,10 @@ class AdapterController:
         """The status of all adapters."""
         now, wall = self._monotonic(), self._wall()
         adapters: dict[tuple[str, str], AdapterStatus] = {}
-        troubles, fetching = self.declaring.troubles, self.library.fetching()
-        for model in self.library.models:
+        troubles, fetching = self.declared.troubles, self.library.fetching()
+        for model in self.library.catalog.models:
             overview = AdapterOverview(self._replicas(model), self._demand, self._placing, now, wall)
-            for alias in self.library.aliases(model):
+            for alias in self.library.catalog.of(model):
                 key = (alias.model, alias.name)
                 trouble = troubles.get(key)
                 adapters[key] = overview.of(alias, trouble.reason if trouble else fetching.get(key, ""))
@@ -104,7 +104,7 @@ class AdapterController:
                     note=trouble.reason if trouble else fetching[key],
                 )
         shown = tuple(adapters[key] for key in sorted(adapters))
-        return AdaptersStatus(at=wall, models=self.library.models, adapters=shown)
+        return AdaptersStatus(at=wall, models=self.library.catalog.models, adapters=shown)
 
     async def run(self) -> None:
         """Reconcile declared adapters and delete unused files, until cancelled."""
@@ -113,7 +113,7 @@ class AdapterController:
         while True:
             self.changed.clear()
             try:
-                await self.declaring.step()
+                await self.declared.step()
                 if self._monotonic() >= clear_at:
                     clear_at = self._monotonic() + CLEAR_S
                     await self.library.clear(self._in_use())
@@ -122,12 +122,10 @@ class AdapterController:
             except Exception:
                 # An unforeseen error must not stop the loop: existing adapters must be kept available.
                 log.exception("adapters")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STEP_S):
-                    await self.changed.wait()
+            await wait_at_most(self.changed, STEP_S)
 
     def _plan(self, model: str, now: float) -> None:
-        self._placing.plan(model, self._replicas(model), self.library.aliases(model), now)
+        self._placing.plan(model, self._replicas(model), self.library.catalog.of(model), now)
 
     def _replicas(self, model: str) -> list[Replica]:
         return [replica for replica in self._fleet() if replica.model == model]

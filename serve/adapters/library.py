@@ -17,13 +17,15 @@ from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetErr
 from policy.stats.backoff import Backoff
 from policy.wire.catalog import NAME, Alias
 from policy.wire.controller import AddRequest
-from serve.adapters.add_job import AddJob, ImportedAdapter, Key
+from serve.adapters.add_job import AddJob, Key
 from serve.adapters.catalog import CatalogPublisher
-from serve.threads import run_in_thread
+from serve.threads import run_in_thread, wait_at_most
 from store.preparation_progress import Progress
 
 if TYPE_CHECKING:
-    from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
+    # They import the database, which takes long.
+    from serve.adapters.adapter_store import AdapterStore
+    from store.adapters.adapter_aliases import NewVersion
 
 log = logging.getLogger("tidegate.adapters")
 
@@ -42,21 +44,21 @@ _VERSION = re.compile(r"v([1-9][0-9]{0,8})")
 class AdapterLibrary:
     """The adapters of all models; for one event loop, with blocking work in threads.
 
-    The store is made by ``shelf`` when the first model has an `adapters` section.
+    The store is opened when the first model has an `adapters` section.
     """
 
-    def __init__(self, shelf: Callable[[], AdapterStore], epoch: float, event: Event) -> None:
-        self._make = shelf
-        self._shelf: AdapterStore
+    def __init__(self, open_store: Callable[[], AdapterStore], epoch: float, event: Event) -> None:
+        self._open_store = open_store
+        self._store: AdapterStore
         self._event = event
-        self._published = CatalogPublisher(epoch)
+        self.catalog = CatalogPublisher(epoch)
         self._specs: dict[str, ModelSpec] = {}
         self._names: frozenset[str] = frozenset()
         self._tenants: tuple[str, ...] = ()
         self._opened = asyncio.Event()
         self._turns: defaultdict[Key, asyncio.Lock] = defaultdict(asyncio.Lock)
         # One for remote sources, one for local ones.
-        self._few = {remote: asyncio.Semaphore(ADDS_AT_ONCE) for remote in (False, True)}
+        self._slots = {remote: asyncio.Semaphore(ADDS_AT_ONCE) for remote in (False, True)}
         self._writing = asyncio.Lock()
         self._adding: dict[AddJob, asyncio.Task[None]] = {}
 
@@ -65,46 +67,29 @@ class AdapterLibrary:
         self._names = frozenset(spec.name for spec in deployment.models)
         self._specs = {spec.name: spec for spec in deployment.models if spec.adapters and spec.modes}
         self._tenants = tuple(tenant.name for tenant in deployment.tenants)
-        self._published.serve(self._specs)
+        self.catalog.serve(self._specs)
 
     async def open(self) -> None:
         """Return once the records are read; they are read when a model has an `adapters` section."""
         failures = 0
         while not self._opened.is_set():
             if not self._specs:
-                await self._published.revision.changed()
+                await self.catalog.revision.changed()
                 continue
             try:
-                self._shelf, found = await run_in_thread(self._first_look, "adapters-open")
+                self._store, found = await run_in_thread(self._read, "adapters-open")
             except (TidegateError, OSError) as error:
                 self._event(f"adapters: {error}")
                 failures += 1
                 await asyncio.sleep(RETRY.delay_s(failures))
                 continue
-            self._published.fill(found)
+            self.catalog.fill(found)
             self._opened.set()
 
     async def read(self) -> None:
         """Return once the records are read, if needed; may raise :class:`Unreachable`."""
-        if self._specs:
-            try:
-                async with asyncio.timeout(PATIENCE_S):
-                    await self._opened.wait()
-            except TimeoutError:
-                raise Unreachable("the records of adapters cannot be read yet") from None
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """The models with an `adapters` section."""
-        return self._published.models
-
-    def aliases(self, model: str) -> list[Alias]:
-        """The aliases on ``model``."""
-        return self._published.of(model)
-
-    def alias(self, key: Key) -> Alias | None:
-        """The alias of one name, if there is one."""
-        return self._published.get(key)
+        if self._specs and not await wait_at_most(self._opened, PATIENCE_S):
+            raise Unreachable("the records of adapters cannot be read yet")
 
     def adding(self) -> tuple[AddJob, ...]:
         """The jobs that run or wait."""
@@ -112,20 +97,14 @@ class AdapterLibrary:
 
     def fetching(self) -> dict[Key, str]:
         """A progress message for each name that is being added; for several jobs of one name, the first."""
-        waited_for = [adding for adding in self._adding if not adding.done.is_set()]
-        return {adding.key: adding.line.message for adding in reversed(waited_for)}
-
-    # Published catalog.
+        pending = [adding for adding in self._adding if not adding.done.is_set()]
+        return {adding.key: adding.line.message for adding in reversed(pending)}
 
     async def line(self) -> tuple[int, bytes]:
         """The version of the catalog and the catalog as a JSON line, once the records are read."""
         while self._specs and not self._opened.is_set():
             await self._opened.wait()
-        return self._published.line()
-
-    async def wait(self, version: int, timeout_s: float) -> None:
-        """Return when the catalog is past ``version``, or after ``timeout_s``."""
-        await self._published.revision.past(version, timeout_s)
+        return self.catalog.line()
 
     # Requests of users.
 
@@ -152,7 +131,7 @@ class AdapterLibrary:
         """
         await self._known(key)
         numbers = weights_by_number(weights)
-        return await self._write(lambda: self._shelf.split(*key, numbers))
+        return await self._write(lambda: self._store.names.split(*key, numbers))
 
     async def rollback(self, key: Key) -> Alias:
         """Return a name to its former split.
@@ -160,36 +139,32 @@ class AdapterLibrary:
         Raises :class:`AdapterUnknown`, and :class:`TargetError` if there is no former split.
         """
         await self._known(key)
-        return await self._write(lambda: self._shelf.rollback(*key))
+        return await self._write(lambda: self._store.names.rollback(*key))
 
     async def remove(self, key: Key) -> None:
         """Remove a name and revoke its jobs; raises :class:`AdapterUnknown` if there is none."""
         await self.read()
         async with self._writing:
             coming = [each for each in self._adding if each.key == key and not each.done.is_set()]
-            if self._published.get(key) is not None:
-                await run_in_thread(lambda: self._shelf.remove(*key), "adapters-write")
-                self._published.drop(key)
+            if self.catalog.get(key) is not None:
+                await run_in_thread(lambda: self._store.names.remove(*key), "adapters-write")
+                self.catalog.drop(key)
             elif not coming:
                 raise _unknown(key)
             for adding in coming:
                 adding.revoke()
         log.info("adapter %s on %s: removed", key[1], key[0])
 
-    def redacted(self, source: str) -> str:
-        """``source`` as it is recorded, without secrets."""
-        return self._shelf.redacted(source)
-
     async def declared(self) -> set[Key]:
         """The names that the deployment file declared."""
-        return await run_in_thread(self._shelf.declared, "adapters-read")
+        return await run_in_thread(self._store.names.declared, "adapters-read")
 
     async def tar(self, digest: str) -> Iterator[bytes] | None:
         """The files of a version as a tar, for other nodes; ``None`` if there are none."""
         await self.read()
         if not self._opened.is_set():
             return None
-        return await run_in_thread(lambda: self._shelf.tar(digest), "adapters-read")
+        return await run_in_thread(lambda: self._store.tar(digest), "adapters-read")
 
     async def clear(self, in_use: Collection[str]) -> None:
         """Delete files that no record names and that are not among the serving names ``in_use``.
@@ -198,23 +173,23 @@ class AdapterLibrary:
         """
         async with self._writing:
             if not self._adding and self._opened.is_set():
-                gone = await run_in_thread(lambda: self._shelf.clear(in_use, GRACE_S), "adapters-clear")
+                gone = await run_in_thread(lambda: self._store.clear(in_use, GRACE_S), "adapters-clear")
                 for digest in gone:
-                    log.info("%s: deleted, for nothing names it", digest[:12])
+                    log.info("%s: deleted, as no record names it", digest[:12])
 
-    def _first_look(self) -> tuple[AdapterStore, tuple[Alias, ...]]:
-        shelf = self._make()
-        return shelf, shelf.aliases()
+    def _read(self) -> tuple[AdapterStore, tuple[Alias, ...]]:
+        store = self._open_store()
+        return store, store.aliases()
 
     async def _add(self, adding: AddJob) -> None:
         model, name = adding.key
         try:
-            async with self._turns[adding.key], self._few[adding.remote]:
+            async with self._turns[adding.key], self._slots[adding.remote]:
                 adding.check()
                 # The files to delete were chosen before this job started.
                 async with self._writing:
                     pass
-                alias = await self._carried_out(adding)
+                alias = await self._import(adding)
         except TidegateError as error:
             log.warning("adapter %s on %s: %s", name, model, error)
             adding.fail(error)
@@ -227,32 +202,28 @@ class AdapterLibrary:
         else:
             adding.succeed(alias)
 
-    async def _carried_out(self, adding: AddJob) -> Alias:
+    async def _import(self, adding: AddJob) -> Alias:
         model, name = adding.key
         await self._opened.wait()
         spec = self._specs.get(model)
         if spec is None:
             raise TargetError(f"{model} takes no adapters any more")
 
-        def take() -> list[tuple[ImportedAdapter, float]]:
-            return [(self._one(spec, source, adding), weight) for source, weight in adding.parts]
+        def take(source: str, weight: float) -> NewVersion:
+            known = adding.known.get(source)
+            stored = self._store.stored(known) if known else None
+            return (stored or self._store.take(spec, source, adding.report))._replace(weight=weight)
 
-        parts = await run_in_thread(take, f"adapter-{name}")
-        adding.report(Progress(step="record", message=f"writing down what {name} stands for"))
-        before = self._published.get(adding.key)
+        versions = await run_in_thread(lambda: [take(*part) for part in adding.parts], f"adapter-{name}")
+        adding.report(Progress(step="record", message=f"recording the versions of {name}"))
+        before = self.catalog.get(adding.key)
         alias = await self._write(
-            lambda: self._shelf.put(adding.key, parts, adding.tenants, declared=adding.declared), adding
+            lambda: self._store.put(adding.key, versions, adding.tenants, declared=adding.declared), adding
         )
         if alias != before:
-            said = ", ".join(taken.digest[:12] for taken, _ in parts)
-            log.info("adapter %s on %s: stands for %s", name, model, said)
+            digests = ", ".join(version.digest[:12] for version in versions)
+            log.info("adapter %s on %s: versions %s", name, model, digests)
         return alias
-
-    def _one(self, spec: ModelSpec, source: str, adding: AddJob) -> ImportedAdapter:
-        before = adding.known.get(source)
-        if before is not None and self._shelf.holds(before.digest):
-            return before
-        return self._shelf.take(spec, source, adding.report)
 
     async def _write(self, change: Callable[[], Alias], adding: AddJob | None = None) -> Alias:
         """Carry out one transaction and publish its result, in the order of the transactions."""
@@ -260,7 +231,7 @@ class AdapterLibrary:
             if adding is not None:
                 adding.check()
             alias = await run_in_thread(change, "adapters-write")
-            self._published.put(alias)
+            self.catalog.put(alias)
         return alias
 
     def _left(self, adding: AddJob) -> None:
@@ -282,7 +253,7 @@ class AdapterLibrary:
 
     async def _known(self, key: Key) -> None:
         await self.read()
-        if self._published.get(key) is None:
+        if self.catalog.get(key) is None:
             raise _unknown(key)
 
 

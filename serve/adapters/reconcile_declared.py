@@ -11,9 +11,10 @@ from policy.config.deployment import AdapterSource, Deployment
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
 from policy.stats.backoff import Backoff
 from policy.wire.catalog import Alias
-from serve.adapters.add_job import AddJob, ImportedAdapter, Key, is_remote
+from serve.adapters.add_job import AddJob, Key, is_remote
 from serve.adapters.library import AdapterLibrary
 from serve.threads import run_in_thread
+from store.adapters.fetch_job import redacted
 from store.state_dir import StateDir
 
 # Delays between attempts to add an adapter.
@@ -112,22 +113,22 @@ class DeclaredAdapters:
             return self._monotonic() >= trouble.retry_at
         if key in self._again:
             return True
-        alias = self._library.alias(key)
+        alias = self._library.catalog.get(key)
         if alias is None:
             return True
         return self._done.get(key) != self._wanted[key] and not self._matches(self._wanted[key], alias)
 
     def _begin(self, key: Key, stamps: dict[str, int]) -> None:
-        entry, alias = self._wanted[key], self._library.alias(key)
+        entry, alias = self._wanted[key], self._library.catalog.get(key)
         known = {}
         parts = _parts(entry)
         taken = {version.source: version for version in alias.versions} if alias else {}
         for source, _ in parts:
-            version = taken.get(self._library.redacted(source))
+            version = taken.get(redacted(source))
             if version is not None and not (
                 key in self._again and stamps.get(source) != self._stamps.get(source)
             ):
-                known[source] = ImportedAdapter(version.digest, version.rank, version.size, version.source)
+                known[source] = version
         self._stamps |= {source: stamps[source] for source, _ in parts if source in stamps}
         self._again.discard(key)
         adding = AddJob(key, parts, entry.tenants, known=known, declared=True)
@@ -154,7 +155,7 @@ class DeclaredAdapters:
     def _matches(self, entry: AdapterSource, alias: Alias) -> bool:
         """Whether ``alias`` already matches the declaration."""
         numbers = {version.source: version.number for version in alias.versions}
-        parts = [(numbers.get(self._library.redacted(source), 0), weight) for source, weight in _parts(entry)]
+        parts = [(numbers.get(redacted(source), 0), weight) for source, weight in _parts(entry)]
         split = sorted(part for part in parts if part[1])
         return split == list(alias.split) and set(entry.tenants) == set(alias.tenants)
 

@@ -56,7 +56,7 @@ class SituationBuilder:
         key, speed = target.key(), here.timing.model
         signals = signals_of(
             self.aggregator.signals(model, self.now()),
-            self.observed.ids(key),
+            frozenset(replica.id for replica in self.observed.registry.of(key)),
             lambda replica: self.calibrations.slowness(replica, speed, self.now()),
         )
         self._note_watts(target, signals)
@@ -76,7 +76,7 @@ class SituationBuilder:
         if spec is None or replica.shape not in spec.shapes:
             return
         if beat.engine is not None and beat.engine.timing is not None:
-            self._reported[LayerKey(replica.model, replica.shape, replica.generation)] = beat.engine.timing
+            self._reported[LayerKey.of(replica)] = beat.engine.timing
         prior = self._timing(spec, replica.shape, replica.generation).model
         assert prior is not None
         crowded = not spec.shapes[replica.shape].gpus and self._others_start(replica)
@@ -86,7 +86,7 @@ class SituationBuilder:
 
     def _others_start(self, replica: Replica) -> bool:
         """Whether other replicas start or other layers run, which slow it down where it runs on cores."""
-        own = LayerKey(replica.model, replica.shape, replica.generation)
+        own = LayerKey.of(replica)
         layers = self.observed.layers(replica.model)
         return any(layer.starting or (layer.occupied and key != own) for key, layer in layers.items())
 

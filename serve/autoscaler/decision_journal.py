@@ -1,7 +1,7 @@
 """The decision journal: situations, decisions and outcomes of switches, one JSON object per line.
 
-A round can be decided again, bit for bit: :func:`replayed`. Most change nothing, so of those that are like
-the last one only one a minute is written; each has its memories, so it stands alone.
+A round has its memories, so it can be decided again, bit for bit. Most rounds change nothing: of those that
+are like the last one only one a minute is written.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import contextlib
 import heapq
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
 
 from policy.config.control import Choice
 from policy.config.deployment import Budget
-from policy.scaling.decide import ModelPolicies, decide_all
 from policy.scaling.decision_types import Decision, Memory, Situation
 from serve.controller_messages import LoggedDecision, SwitchOutcome
 from store.log_file import KEPT, MAX_BYTES, RotatingLog
@@ -28,6 +28,7 @@ log = logging.getLogger("tidegate.controller")
 EVERY_S = 60.0
 # Lines kept in memory while the disk takes none.
 MAX_PENDING = 1024
+_at = attrgetter("decision.at")
 # Bytes read at once: reading a whole file would delay the event loop.
 BLOCK = 256 * 1024
 
@@ -61,7 +62,7 @@ class Journal:
         self._lock = threading.Lock()
         self._pending: list[bytes] = []
         self._writer: threading.Thread | None = None
-        self._shown: dict[str, tuple[object, float]] = {}
+        self._written: dict[str, tuple[object, float]] = {}
         self._skipped: dict[str, LoggedDecision] = {}
         self._lost = 0
 
@@ -90,21 +91,21 @@ class Journal:
             if model in (None, name) and (at is None or each.decision.at <= at)
         ]
         newest.sort(key=_at, reverse=True)
-        return list(islice(heapq.merge(newest, self._written(at, model), key=_at, reverse=True), last))
+        return list(islice(heapq.merge(newest, self._read_files(at, model), key=_at, reverse=True), last))
 
-    def _written(self, at: float | None, model: str | None) -> Iterator[LoggedDecision]:
+    def _read_files(self, at: float | None, model: str | None) -> Iterator[LoggedDecision]:
         # The outcome of a decision is written after it, so it is read first.
-        came: dict[tuple[str, float], SwitchOutcome] = {}
+        outcomes: dict[tuple[str, float], SwitchOutcome] = {}
         for line in self.lines():
             if isinstance(line, SwitchOutcome):
-                came[line.model, line.decided_at] = line
+                outcomes[line.model, line.decided_at] = line
             elif at is None or line.at <= at:
                 for name, decision in line.decisions.items():
                     if model in (None, name):
                         yield LoggedDecision(
-                            situation=forgotten(line.situations[name]),
+                            situation=without_memory(line.situations[name]),
                             decision=decision,
-                            outcome=came.pop((name, decision.at), None),
+                            outcome=outcomes.pop((name, decision.at), None),
                         )
 
     def lines(self) -> Iterator[Line]:
@@ -118,7 +119,7 @@ class Journal:
 
     def forget(self, model: str) -> None:
         """Forget unwritten decisions of ``model``, which was removed."""
-        self._shown.pop(model, None)
+        self._written.pop(model, None)
         self._skipped.pop(model, None)
 
     def flush(self) -> None:
@@ -129,15 +130,14 @@ class Journal:
     def _is_new(self, made: DecisionRound) -> bool:
         new = False
         for name, decision in made.decisions.items():
-            gist = _gist(decision)
-            before, at = self._shown.get(name, (None, 0.0))
-            new |= decision.changes or gist != before or abs(made.at - at) >= EVERY_S
+            written, at = self._written.get(name, (None, 0.0))
+            new |= decision.changes or _gist(decision) != written or abs(made.at - at) >= EVERY_S
         for name, decision in made.decisions.items():
             if new:
-                self._shown[name] = (_gist(decision), made.at)
+                self._written[name] = (_gist(decision), made.at)
                 self._skipped.pop(name, None)
             else:
-                situation = forgotten(made.situations[name])
+                situation = without_memory(made.situations[name])
                 self._skipped[name] = LoggedDecision(situation=situation, decision=decision)
         return new
 
@@ -150,14 +150,11 @@ class Journal:
                     return
                 lost, self._lost = self._lost, 0
             try:
-                file = RotatingLog(self._path, MAX_BYTES)
-                try:
+                with contextlib.closing(RotatingLog(self._path, MAX_BYTES)) as file:
                     if not _ends_a_line(self._path):
                         file.write(b"\n")
                     for line in lines:
                         file.write(line)
-                finally:
-                    file.close()
             except OSError as error:
                 lost += len(lines)
                 log.warning("%s: %s", self._path, error)
@@ -165,14 +162,8 @@ class Journal:
                 log.warning("%d decisions are not in the log", lost)
 
 
-def replayed(made: DecisionRound, minds: Mapping[str, ModelPolicies]) -> dict[str, Decision]:
-    """Decide again; ``minds`` are new instances of the policies that were configured then."""
-    decided = decide_all(made.situations, made.budget, minds)
-    return {model: decision for model, (decision, _) in decided.items()}
-
-
-def forgotten(situation: Situation) -> Situation:
-    """The situation without its memory, which is for policies and not for readers."""
+def without_memory(situation: Situation) -> Situation:
+    """The situation without its memory, which only policies read."""
     return msgspec.structs.replace(situation, memory=Memory())
 
 
@@ -181,10 +172,6 @@ def _gist(decision: Decision) -> object:
     shadow = decision.shadow.count if decision.shadow is not None else None
     clips = tuple((clip.rule, clip.now) for clip in decision.clips)
     return decision.mode, decision.count, decision.proposal.count, clips, shadow, decision.dry_run
-
-
-def _at(logged: LoggedDecision) -> float:
-    return logged.decision.at
 
 
 def _backwards(path: Path) -> Iterator[bytes]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from policy.config.control import Choice
 from policy.config.deployment import Deployment, ModelSpec
@@ -19,68 +20,47 @@ from serve.state.desired_state import wanted_models
 # Keeps the replica count.
 STAY = "static"
 
+Event = Callable[[str], None]
 
-class PolicySet:
-    """Policies are made again only where the configuration changed. Errors of a user's policy are events."""
 
-    def __init__(self, event: Callable[[str], None]) -> None:
-        self._event = event
-        self._made: dict[str, tuple[Policies, ModelPolicies]] = {}
-        self._prepared: dict[str, tuple[Policies, ModelPolicies]] = {}
+class MadePolicies(NamedTuple):
+    """The configured policies of a model, and the instances that were made of them."""
 
-    def prepare(self, deployment: Deployment) -> None:
-        """Make the policies of ``deployment``; raises :class:`policy.errors.ConfigError`."""
-        self._prepared = {spec.name: self._make(spec) for spec in wanted_models(deployment)}
+    chosen: Policies
+    instances: ModelPolicies
 
-    def ready(self, deployment: Deployment) -> None:
-        """Make the missing policies of ``deployment``; raises :class:`policy.errors.ConfigError`."""
-        self._prepared = {
-            spec.name: self._known(spec) or self._make(spec) for spec in wanted_models(deployment)
-        }
-
-    def adopt(self) -> None:
-        """Let the policies that are ready decide from now on."""
-        self._made, self._prepared = self._prepared, {}
-
-    def restore(self, deployment: Deployment) -> None:
-        """Make the policies of a deployment that was applied before; a missing one keeps replica counts.
-
-        Guardrails, and waking a model at zero, work all the same.
-        """
-        for spec in wanted_models(deployment):
-            try:
-                self._made[spec.name] = self._make(spec)
-            except ConfigError as error:
-                self._event(f"{spec.name}: {STAY} decides instead: {error}")
-                stays = msgspec.structs.replace(spec.control, policy=STAY, shadow=None)
-                self._made[spec.name] = self._make(msgspec.structs.replace(spec, control=stays))
-
-    def _known(self, spec: ModelSpec) -> tuple[Policies, ModelPolicies] | None:
-        known = (self._prepared.get(spec.name), self._made.get(spec.name))
-        chosen = policies_of(spec)
-        return next((each for each in known if each is not None and each[0] == chosen), None)
-
-    def _make(self, spec: ModelSpec) -> tuple[Policies, ModelPolicies]:
-        chosen = policies_of(spec)
-        return chosen, policies_for(spec.name, chosen, self._event)
-
-    def __contains__(self, model: str) -> bool:
-        return model in self._made
-
-    def of(self, model: str) -> ModelPolicies:
-        """The policies of ``model``."""
-        return self._made[model][1]
-
-    def chosen(self, model: str) -> Policies:
-        """Which policies the deployment configures for ``model``."""
-        return self._made[model][0]
-
-    def name(self, model: str) -> str:
+    def live_name(self, model: str) -> str:
         """The name of the live policy; of a user's policy that of its class."""
-        if model not in self._made:
-            return "nobody"
-        label = choose(_path(model, "policy"), self._made[model][0].live).label
-        return label.rpartition("/")[2]
+        return choose(_path(model, "policy"), self.chosen.live).label.rpartition("/")[2]
+
+
+def make_policies(deployment: Deployment, event: Event) -> dict[str, MadePolicies]:
+    """The policies of each model; errors of a user's policy are events.
+
+    Raises :class:`policy.errors.ConfigError`. Imports what users wrote: not for an event loop.
+    """
+    return {spec.name: _made_policies(spec, event) for spec in wanted_models(deployment)}
+
+
+def restore_policies(deployment: Deployment, event: Event) -> dict[str, MadePolicies]:
+    """The policies of a deployment that was applied before; a missing one keeps replica counts.
+
+    Guardrails, and waking a model at zero, work all the same.
+    """
+    restored = {}
+    for spec in wanted_models(deployment):
+        try:
+            restored[spec.name] = _made_policies(spec, event)
+        except ConfigError as error:
+            event(f"{spec.name}: {STAY} decides instead: {error}")
+            control = replace(spec.control, policy=STAY, shadow=None)
+            restored[spec.name] = _made_policies(replace(spec, control=control), event)
+    return restored
+
+
+def _made_policies(spec: ModelSpec, event: Event) -> MadePolicies:
+    chosen = policies_of(spec)
+    return MadePolicies(chosen, policies_for(spec.name, chosen, event))
 
 
 def policies_of(spec: ModelSpec) -> Policies:
@@ -92,7 +72,7 @@ def policies_of(spec: ModelSpec) -> Policies:
     )
 
 
-def policies_for(model: str, chosen: Policies, event: Callable[[str], None]) -> ModelPolicies:
+def policies_for(model: str, chosen: Policies, event: Event) -> ModelPolicies:
     """Make them; raises :class:`policy.errors.ConfigError`. Imports what users wrote."""
     return ModelPolicies(
         live=_made(_path(model, "policy"), chosen.live, event),
@@ -102,7 +82,7 @@ def policies_for(model: str, chosen: Policies, event: Callable[[str], None]) -> 
     )
 
 
-def _made(path: str, choice: Choice, event: Callable[[str], None]) -> Policy:
+def _made(path: str, choice: Choice, event: Event) -> Policy:
     chosen = choose(path, choice)
     if chosen.name == CUSTOM:
         return GuardedPolicy(load(chosen, path), event, alone=True)

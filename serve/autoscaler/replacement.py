@@ -49,15 +49,15 @@ class ReplicaReplacement:
         """A note for operators about the GPUs of the model, or an empty string."""
         return self._plans[model].note if model in self._plans else ""
 
-    def look(self, target: Target, has_room: Callable[[], bool]) -> int:
+    def step(self, target: Target, has_room: Callable[[], bool]) -> int:
         """Take the next step; returns how many replicas are needed on top of the desired count."""
         model, at = target.spec.name, self.now()
         before, slots = self._plans.get(model, ReplacementPlan()), self._slots(target, at)
         if before == ReplacementPlan() and not any(slot.ailment for slot in slots):
             return 0
-        bed = gpu_group_of(target.spec)
-        if not target.aim.count or (bed is not None and target.aim.shape in bed.engines):
-            after = ReplacementPlan(note=_in_bed(slots) if target.aim.count else "")
+        group = gpu_group_of(target.spec)
+        if not target.aim.count or (group is not None and target.aim.shape in group.engines):
+            after = ReplacementPlan(note=_group_note(slots) if target.aim.count else "")
         else:
             after = replacement.step(before, slots, self._state(target, before, has_room), at)
         self._plans[model] = after
@@ -97,7 +97,7 @@ class ReplicaReplacement:
             self.event(f"{model}: {after.note}")
 
 
-def _in_bed(slots: list[Slot]) -> str:
+def _group_note(slots: list[Slot]) -> str:
     worst = next((slot for slot in slots if slot.ailment is not None), None)
     if worst is None or worst.ailment is None:
         return ""

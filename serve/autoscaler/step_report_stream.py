@@ -32,10 +32,10 @@ class StepSubscribers:
     def __init__(self) -> None:
         self._queues: list[tuple[str, asyncio.Queue[StepLine]]] = []
 
-    def tell(self, beat: Heartbeat) -> None:
-        """Pass a heartbeat on."""
+    def publish(self, beat: Heartbeat) -> None:
+        """Pass the step report of a heartbeat on."""
         replica = beat.replica
-        if self.idle or beat.engine is None or replica.state is not ReplicaPhase.READY:
+        if not self._queues or beat.engine is None or replica.state is not ReplicaPhase.READY:
             return
         line = StepLine(
             replica=replica.id, shape=replica.shape, generation=replica.generation, engine=beat.engine
@@ -45,11 +45,6 @@ class StepSubscribers:
                 if queue.full():
                     queue.get_nowait()
                 queue.put_nowait(line)
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is no subscriber."""
-        return not self._queues
 
     async def listen(self, model: str, silent_s: float = SILENT_S) -> AsyncGenerator[StepLine, None]:
         """The step reports of the replicas of ``model`` from now on, and empty lines in between."""

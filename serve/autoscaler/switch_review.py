@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from policy.scaling.decision_types import Decision, Situation
 from policy.scaling.mode_selection import measured_cost
 from serve.controller_messages import SwitchOutcome
-from serve.state.desired_state import ExpectedGain
+from serve.state.desired_state import ExpectedGain, Target
 
 # Latencies are measured over a minute, which must be one after the switch.
 MEASURED_S = 75.0
@@ -24,22 +26,27 @@ def expected_gain(decision: Decision, situation: Situation) -> ExpectedGain | No
     )
 
 
-def due(promise: ExpectedGain, settled: bool, at: float) -> tuple[ExpectedGain, bool]:
-    """``promise`` with when its replicas were ready, and whether it can be reviewed by now."""
+def review(
+    target: Target, at: float, situation: Callable[[], Situation]
+) -> tuple[ExpectedGain | None, SwitchOutcome | None]:
+    """The predicted saving that is still to be reviewed after ``at``, and the outcome if it was reviewed now.
+
+    There is no outcome where requests no longer arrive.
+    """
+    promise = target.promise
+    if promise is None or promise.mode != target.aim.mode:
+        return None, None
     if promise.settled_at is None:
-        return (msgspec.structs.replace(promise, settled_at=at) if settled else promise), False
-    return promise, at - promise.settled_at >= MEASURED_S
-
-
-def outcome(promise: ExpectedGain, situation: Situation) -> SwitchOutcome | None:
-    """The measured saving, or ``None`` where requests no longer arrive."""
-    measured = measured_cost(situation)
+        return (replace(promise, settled_at=at) if target.settled else promise), None
+    if at - promise.settled_at < MEASURED_S:
+        return promise, None
+    measured = measured_cost(situation())
     if measured is None or promise.cost <= 0:
-        return None
+        return None, None
     cost, met = measured
-    return SwitchOutcome(
-        at=situation.at,
-        model=situation.model,
+    return None, SwitchOutcome(
+        at=at,
+        model=target.spec.name,
         decided_at=promise.at,
         was=promise.was,
         mode=promise.mode,

@@ -2,20 +2,18 @@
 
 The composition root of the control plane. All its state can be rebuilt: targets from the state directory,
 layers from the actuator, replicas from heartbeats.
-This module is over 400 lines: it composes the parts of the control plane.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace
 
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.model_revision import digest
@@ -31,16 +29,18 @@ from serve.actuator.interface import Actuator, Held
 from serve.actuator.shared_gpus import SharedGpuActuator
 from serve.adapters.controller import AdapterController
 from serve.autoscaler.autoscaler import Autoscaler
+from serve.autoscaler.policies import MadePolicies, make_policies
 from serve.autoscaler.replacement import ReplicaReplacement
 from serve.autoscaler.step_report_stream import StepLine, StepSubscribers
 from serve.controller.liveness_probe import probe_silent
-from serve.controller.status import model_status, models
+from serve.controller.status import fleet_models, model_status
 from serve.controller_messages import ControllerStatus, ModelStatus
 from serve.host.weight_verification import Resolver
 from serve.state.desired_state import Target, Targets, first_target, found_target, wanted_models
 from serve.state.generation_weights import GenerationWeights
 from serve.state.observed_state import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
+from serve.threads import wait_at_most
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Controller:
         actuator: Actuator,
         state: StateDir,
         pid: int,
-        shelf: Callable[[], AdapterStore],
+        open_adapters: Callable[[], AdapterStore],
         *,
         wall: Callable[[], float],
         monotonic: Callable[[], float],
@@ -76,13 +76,12 @@ class Controller:
         self._epoch = wall()
         self._listen_until = monotonic() + LISTEN_S
         self._all_reported = asyncio.Event()
-        self._targets = Targets(state)
-        self._saves = True
+        self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
+        self._targets = Targets(state, self._event)
         self.registry = ReplicaRegistry(self._epoch)
         self.aggregator = SignalAggregator()
         self.subscribers = StepSubscribers()
         self._observed = ObservedState(self.registry, self._targets)
-        self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._replacement = ReplicaReplacement(self.registry, self._observed, monotonic, self._event)
         self._wake = asyncio.Event()
         self._weights = GenerationWeights(self._observed, Resolver(monotonic, self._wake.set), self._event)
@@ -93,7 +92,7 @@ class Controller:
             set_target=self._set_target, wake=self._wake.set, event=self._event,
         )  # fmt: skip
         self.adapters = AdapterController(
-            shelf, self.registry, state, self._epoch,
+            open_adapters, self.registry, state, self._epoch,
             slots=self._adapter_slots, wall=wall, monotonic=monotonic, event=self._event,
         )  # fmt: skip
         self.adapters.declare(self._deployment, applied=False)
@@ -109,9 +108,7 @@ class Controller:
 
         A snapshot of a restarted controller before that would remove them from the gateways.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LISTEN_S):
-                await self._all_reported.wait()
+        await wait_at_most(self._all_reported, LISTEN_S)
 
     def status(self) -> ControllerStatus:
         """The status of each model."""
@@ -130,14 +127,14 @@ class Controller:
         self.aggregator.take_beat(beat, self._monotonic())
         self.autoscaler.beat(beat)
         self._replacement.beat(beat)
-        self.subscribers.tell(beat)
+        self.subscribers.publish(beat)
         if self.registry.put(replica, self._monotonic()):
             self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
             self._wake.set()
-            if self._observed.lacks(LayerKey(replica.model, replica.shape, replica.generation)):
+            if self._observed.is_short(LayerKey.of(replica)):
                 self.autoscaler.decide_soon(replica.model)
         orders, leave = self.adapters.beat(beat), self._replacement.leave(replica)
-        return msgspec.structs.replace(orders, awake=self._actuator.awake(replica), leave=leave)
+        return replace(orders, awake=self._actuator.awake(replica), leave=leave)
 
     def signals(self, report: GatewayReport) -> None:
         """Take the counts that a gateway worker reports."""
@@ -155,19 +152,19 @@ class Controller:
         """
         target = self._target(model)
         if replicas is None:
-            self._set_target(model, msgspec.structs.replace(target, set_count=None))
+            self._set_target(model, replace(target, set_count=None))
         else:
             bounds = target.bounds
-            if not bounds.min <= replicas <= bounds.max:
+            if replicas != bounds.clamp(replicas):
                 expected = f"{bounds.min} to {bounds.max}" if bounds.min < bounds.max else str(bounds.max)
                 raise TargetError(
                     f"{model}: {replicas} replicas in mode {target.aim.mode}, expected {expected}"
                     f" (models.{model}.modes.{target.aim.mode}.replicas)"
                 )
-            aim = msgspec.structs.replace(target.aim, count=replicas)
+            aim = replace(target.aim, count=replicas)
             chosen = Override(mode=aim.mode, count=replicas, until=self._until(for_s))
             toward = target.toward(aim, self.autoscaler.at, gap=target.gap) if aim != target.aim else target
-            self._set_target(model, msgspec.structs.replace(toward, set_count=chosen))
+            self._set_target(model, replace(toward, set_count=chosen))
         self.autoscaler.decide_soon(model, urgent=True)
         return self._model_status(model)
 
@@ -179,7 +176,7 @@ class Controller:
         """
         target = self._target(model)
         if mode is None:
-            self._set_target(model, msgspec.structs.replace(target, set_mode=None))
+            self._set_target(model, replace(target, set_mode=None))
         elif mode not in target.spec.modes:
             raise TargetError(f"{model}: mode {mode!r}, expected one of {', '.join(target.spec.modes)}")
         else:
@@ -189,35 +186,37 @@ class Controller:
                 self.autoscaler.check_budget(target, self._deployment)
                 gap = self._observed.check_gap(target, self._deployment)
                 # A count that was set for the other mode does not apply to this one.
-                target = msgspec.structs.replace(target, gap=gap, set_count=None)
-            self._set_target(model, msgspec.structs.replace(target, set_mode=chosen))
+                target = replace(target, gap=gap, set_count=None)
+            self._set_target(model, replace(target, set_mode=chosen))
         self.autoscaler.decide_soon(model, urgent=True)
         return self._model_status(model)
 
-    def prepare(self, document: dict[str, object]) -> None:
+    def prepare(self, document: dict[str, object]) -> dict[str, MadePolicies]:
         """The slow part of :meth:`apply`, which changes nothing; not for an event loop.
 
         Raises :class:`ConfigError`.
         """
-        self.autoscaler.prepare(parse(document))
+        return make_policies(parse(document), self._event)
 
-    def apply(self, document: dict[str, object]) -> ControllerStatus:
-        """Apply a new deployment, whole or not at all.
+    def apply(
+        self, document: dict[str, object], policies: dict[str, MadePolicies] | None = None
+    ) -> ControllerStatus:
+        """Apply a new deployment, of which ``policies`` may be prepared, whole or not at all.
 
         Raises :class:`ConfigError` for an invalid one, and :class:`SwitchRefused` for a new revision during
         whose start requests would wait too long.
         """
         deployment = parse(document)
-        self.autoscaler.ready(deployment)
-        steered = {spec.name: self._adopted(spec, deployment) for spec in wanted_models(deployment)}
+        policies = self.prepare(document) if policies is None else policies
+        targets = {spec.name: self._adopted(spec, deployment) for spec in wanted_models(deployment)}
         self._state.save(self._state.deployment_path, document)
-        self.autoscaler.adopt(deployment)
+        self.autoscaler.adopt(policies)
         self._deployment = deployment
-        for name, target in steered.items():
+        for name, target in targets.items():
             # Failed modes are tried again: the cause may be fixed. A running switch keeps its note.
             note = "" if target.settled else target.note
-            self._set_target(name, msgspec.structs.replace(target, barred={}, note=note))
-            self._weights.look_again(name)
+            self._set_target(name, replace(target, barred={}, note=note))
+            self._weights.invalidate(name)
         self.adapters.declare(deployment, applied=True)
         self._event("a new deployment was applied")
         return self.status()
@@ -239,9 +238,7 @@ class Controller:
                     # OSError: a full disk must not stop the control loop.
                     self._event(str(error))
                     await asyncio.sleep(RETRY_S)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TICK_S):
-                        await self._wake.wait()
+                await wait_at_most(self._wake, TICK_S)
                 self._wake.clear()
         finally:
             probing.cancel()
@@ -255,7 +252,7 @@ class Controller:
         held = self._observed.held
         for name in self._targets.names():
             running = {key.generation for key in held if key.model == name}
-            self._targets.put(name, self._targets.get(name).resting(running))
+            self._targets.put(name, self._targets.get(name).keep_weights(running))
         for spec in wanted_models(self._deployment):
             if spec.name not in self._targets.names():
                 target = found_target(spec, held, now) or first_target(spec, held, now)
@@ -280,7 +277,8 @@ class Controller:
 
         Raises the first :class:`TidegateError` or ``OSError``, after the other models had their step.
         """
-        self._save_targets()
+        if self._targets.unsaved:
+            self._targets.save()
         self._observed.held = await self._actuator.layers()
         errors: list[Exception] = []
         if self._has_listened():
@@ -290,27 +288,31 @@ class Controller:
                     await self._tick_model(name)
                 except (TidegateError, OSError) as error:
                     errors.append(error)
-        self.registry.set_models(models(self._targets, self._observed, self.registry))
+        self.registry.set_models(fleet_models(self._targets, self._observed))
         self.adapters.place()
         if errors:
             raise errors[0]
 
     def _has_listened(self) -> bool:
         """Whether running replicas had the time to report: without data nothing is changed."""
-        if self._observed.unheard() and self._monotonic() < self._listen_until:
+        if self._observed.unreported() and self._monotonic() < self._listen_until:
             return False
         self._listen_until = 0.0
         self._all_reported.set()
         return True
 
     async def _tick_model(self, name: str) -> None:
-        target = self._with_weights(name, self._judge(name, self._targets.get(name)))
+        target = self._judge(name, self._targets.get(name))
+        resolved = self._weights.resolve(target, self._deployment, self.autoscaler.at)
+        if resolved != target:
+            target = resolved
+            self._set_target(name, target)
         layers = self._observed.layers(name)
-        wanted = self._wanted(name)
-        counts = {key: layer.wanted if wanted else 0 for key, layer in layers.items()}
+        deployed = self._deployed(name)
+        counts = {key: layer.wanted if deployed else 0 for key, layer in layers.items()}
         # Nothing is scaled down for a revision whose weights are not known to exist.
-        if wanted and target.weighed:
-            extra = self._replacement.look(target, lambda: self.autoscaler.has_room(target, self._deployment))
+        if deployed and target.weights_known:
+            extra = self._replacement.step(target, lambda: self.autoscaler.has_room(target, self._deployment))
             model = self._observed.model(target, self._deployment.budget)
             counts = model.rollout(extra).step()
         for key, count in counts.items():
@@ -336,11 +338,11 @@ class Controller:
         The target is read again after each call of the actuator: it may have changed meanwhile.
         """
         for key, layer in layers.items():
-            left = not self._wanted(name) or not self._targets.get(name).keeps(key)
+            left = not self._deployed(name) or not self._targets.get(name).keeps(key)
             if left and not layer.occupied and key in self._observed.held:
                 self._event(f"{name}: delete {_describe(key)}")
                 await self._actuator.delete(key)
-        if not self._wanted(name) and not layers:
+        if not self._deployed(name) and not layers:
             self._targets.drop(name)
             return
         target = self._targets.get(name)
@@ -365,13 +367,6 @@ class Controller:
                 self.autoscaler.decide_soon(name)
         return target
 
-    def _with_weights(self, name: str, target: Target) -> Target:
-        """Resolve the weights of the desired revision."""
-        taken = self._weights.look(target, self._deployment, self.autoscaler.at)
-        if taken != target:
-            self._set_target(name, taken)
-        return taken
-
     def _adopted(self, spec: ModelSpec, deployment: Deployment) -> Target:
         """The target with ``spec`` as its configuration: live where it can, a new generation where not.
 
@@ -384,15 +379,15 @@ class Controller:
         adopting = target.adopting(spec, now)
         same = adopting.key() == target.key()
         gap = target.gap if same else self._observed.check_gap(adopting, deployment)
-        return msgspec.structs.replace(adopting, gap=gap)
+        return replace(adopting, gap=gap)
 
-    def _wanted(self, model: str) -> bool:
+    def _deployed(self, model: str) -> bool:
         return any(spec.name == model for spec in wanted_models(self._deployment))
 
     def _target(self, model: str) -> Target:
         """The target of a model; raises :class:`TargetError` for one that is unknown or being removed."""
         target = self._targets.get(model)
-        if not self._wanted(model):
+        if not self._deployed(model):
             raise TargetError(f"{model} is no longer in the deployment; its replicas drain")
         return target
 
@@ -401,19 +396,9 @@ class Controller:
         self._targets.put(model, target)
         if aimed != target.aim:
             # Earlier start failures do not count against a new target.
-            self._observed.forgive(target.key())
+            self._observed.clear_failures(target.key())
             self._event(f"{model}: target {target.aim}")
         self._wake.set()
-
-    def _save_targets(self) -> None:
-        """Save targets again that could not be saved; the failure is reported once."""
-        if not self._targets.unsaved:
-            self._saves = True
-            return
-        if self._saves:
-            self._event(f"targets apply, but cannot be saved for a restart: {self._targets.unsaved}")
-        self._targets.save()
-        self._saves = False
 
     def _adapter_slots(self, replica: Replica) -> int:
         """How many adapters a replica can load at once, by its revision."""
@@ -430,9 +415,8 @@ class Controller:
         return None if for_s is None else self.autoscaler.at + for_s
 
     def _model_status(self, name: str) -> ModelStatus:
-        status = model_status(name, self._targets, self._observed, self.autoscaler)
-        said = "; ".join(note for note in (status.note, self._replacement.note(name)) if note)
-        return msgspec.structs.replace(status, note=said)
+        note = self._replacement.note(name)
+        return model_status(self._targets.get(name), self._observed, self.autoscaler, note)
 
     def _event(self, text: str) -> None:
         if not self._events or not self._events[-1].endswith(text):

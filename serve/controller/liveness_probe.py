@@ -29,12 +29,9 @@ async def probe_silent(
 
 
 async def _refuses(client: httpx.AsyncClient, replica: Replica) -> bool:
-    if not replica.url:
-        return False
-    try:
-        await client.get(f"{replica.url}/v1/models")
-    except httpx.ConnectError:
-        return True
-    except httpx.HTTPError:
-        return False
+    if replica.url:
+        try:
+            await client.get(f"{replica.url}/v1/models")
+        except httpx.HTTPError as error:
+            return isinstance(error, httpx.ConnectError)
     return False

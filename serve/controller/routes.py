@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Iterable
-from typing import Annotated, Literal
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,7 @@ from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
 from serve.adapters import api
 from serve.controller.controller import Controller
+from serve.controller_messages import ModelStatus
 from serve.http import error_answer, json_answer, refusing
 from serve.threads import run_in_thread
 
@@ -31,7 +32,9 @@ HEARTBEAT_S = 1.0
 COALESCE_S = 0.05
 MAX_DECISIONS = 1000
 
+OK = {"ok": True}
 Auto = Literal["auto"]
+T = TypeVar("T")
 
 
 class ScaleRequest(msgspec.Struct, frozen=True):
@@ -84,43 +87,28 @@ class _Secret:
 def build_app(controller: Controller, secret: str) -> Starlette:
     """The app over one controller."""
 
-    async def livez(request: Request) -> Response:
-        return json_answer({"ok": True})
-
-    async def fleet(request: Request) -> Response:
-        return json_answer(controller.fleet())
-
     async def stream(request: Request) -> Response:
         return StreamingResponse(_snapshots(controller), media_type="application/x-ndjson")
-
-    async def status(request: Request) -> Response:
-        return json_answer(controller.status())
 
     async def steps(request: Request) -> Response:
         asked = msgspec.convert(dict(request.query_params), StepsQuery)
         return StreamingResponse(_lines(controller.steps(asked.model)), media_type="application/x-ndjson")
 
-    async def beat(request: Request) -> Response:
-        return json_answer(controller.beat(msgspec.json.decode(await request.body(), type=Heartbeat)))
+    def signals(report: GatewayReport) -> dict[str, bool]:
+        controller.signals(report)
+        return OK
 
-    async def signals(request: Request) -> Response:
-        controller.signals(msgspec.json.decode(await request.body(), type=GatewayReport))
-        return json_answer({"ok": True})
-
-    async def scale(request: Request) -> Response:
-        wanted = msgspec.json.decode(await request.body(), type=ScaleRequest)
+    def scale(wanted: ScaleRequest) -> ModelStatus:
         count = None if wanted.replicas == "auto" else wanted.replicas
-        return json_answer(controller.scale(wanted.model, count, wanted.for_s))
+        return controller.scale(wanted.model, count, wanted.for_s)
 
-    async def mode(request: Request) -> Response:
-        wanted = msgspec.json.decode(await request.body(), type=ModeRequest)
-        name = None if wanted.mode == "auto" else wanted.mode
-        return json_answer(controller.mode(wanted.model, name, wanted.for_s))
+    def mode(wanted: ModeRequest) -> ModelStatus:
+        return controller.mode(wanted.model, None if wanted.mode == "auto" else wanted.mode, wanted.for_s)
 
     async def apply(request: Request) -> Response:
         document = msgspec.json.decode(await request.body(), type=dict[str, object])
-        await run_in_thread(lambda: controller.prepare(document), "apply")
-        return json_answer(controller.apply(document))
+        policies = await run_in_thread(lambda: controller.prepare(document), "apply")
+        return json_answer(controller.apply(document, policies))
 
     async def decisions(request: Request) -> Response:
         asked = msgspec.convert(dict(request.query_params), DecisionsQuery, strict=False)
@@ -129,21 +117,35 @@ def build_app(controller: Controller, secret: str) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/livez", livez),
-            Route(FLEET, fleet),
+            _get("/livez", lambda: OK),
+            _get(FLEET, controller.fleet),
+            _get(STATUS, controller.status),
             Route(FLEET_STREAM, stream),
-            Route(STATUS, status),
             Route(DECISIONS, refusing(decisions)),
             Route(STEPS, refusing(steps)),
-            Route(REPLICAS, refusing(beat), methods=["POST"]),
-            Route(SIGNALS, refusing(signals), methods=["POST"]),
-            Route("/scale", refusing(scale), methods=["POST"]),
-            Route("/mode", refusing(mode), methods=["POST"]),
+            _post(REPLICAS, Heartbeat, controller.beat),
+            _post(SIGNALS, GatewayReport, signals),
+            _post("/scale", ScaleRequest, scale),
+            _post("/mode", ModeRequest, mode),
             Route("/apply", refusing(apply), methods=["POST"]),
             *api.routes(controller.adapters),
         ],
         middleware=[Middleware(_Secret, secret=secret)],
     )
+
+
+def _get(path: str, answer: Callable[[], object]) -> Route:
+    async def endpoint(request: Request) -> Response:
+        return json_answer(answer())
+
+    return Route(path, endpoint)
+
+
+def _post(path: str, kind: type[T], answer: Callable[[T], object]) -> Route:
+    async def endpoint(request: Request) -> Response:
+        return json_answer(answer(msgspec.json.decode(await request.body(), type=kind)))
+
+    return Route(path, refusing(endpoint), methods=["POST"])
 
 
 def _list_of(values: Iterable[object]) -> bytes:

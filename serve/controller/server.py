@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -25,13 +26,9 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
 
     The port is fixed, so a predecessor that is just ending is waited for.
     """
+    open_adapters = partial(_open_adapters, state)
     controller = Controller(
-        actuator,
-        state,
-        os.getpid(),
-        lambda: _shelf(state),
-        wall=time.time,
-        monotonic=time.monotonic,
+        actuator, state, os.getpid(), open_adapters, wall=time.time, monotonic=time.monotonic
     )
     host, _, port = address.rpartition(":")
     for attempt in range(50):
@@ -61,7 +58,7 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
         sock.close()
 
 
-def _shelf(state: StateDir) -> AdapterStore:
+def _open_adapters(state: StateDir) -> AdapterStore:
     from serve.adapters.adapter_store import AdapterStore  # noqa: PLC0415 - its database takes long to import
 
     deployment = parse(state.load(state.deployment_path, dict[str, object]))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-import msgspec
+from msgspec.structs import replace
 
 from policy.scaling.rollout import Layer, LayerKey
 from policy.types import Model
@@ -12,17 +12,16 @@ from serve.autoscaler.autoscaler import Autoscaler
 from serve.controller_messages import ModelStatus
 from serve.state.desired_state import Target, Targets
 from serve.state.observed_state import ObservedState
-from serve.state.replica_registry import ReplicaRegistry
 
 
 def model_status(
-    name: str, targets: Targets, observation: ObservedState, autoscaler: Autoscaler | None = None
+    target: Target, observed: ObservedState, autoscaler: Autoscaler, replacement_note: str = ""
 ) -> ModelStatus:
-    """The status of one model; without ``autoscaler``, without its decision."""
-    target = targets.get(name)
-    key = target.key()
-    layers = observation.layers(name)
-    decision = autoscaler.latest.get(name) if autoscaler is not None else None
+    """The status of one model and its last decision."""
+    name, key, at = target.spec.name, target.key(), autoscaler.at
+    layers, held = observed.layers(name), observed.held.get(key)
+    retry_at = held.retry_at if held is not None else None
+    again = "" if retry_at is None or retry_at <= at else f"tried again in {retry_at - at:.0f} s"
     status = ModelStatus(
         name=name,
         engine=str(target.spec.engine),
@@ -32,22 +31,15 @@ def model_status(
         target=target.aim.count,
         ready=layers.get(key, Layer()).ready,
         phase=phase(target, layers),
-        note=target.note or observation.reason(key),
+        note="; ".join(note for note in (_note(target, observed), again, replacement_note) if note),
+        decided_by=autoscaler.decided_by(name),
+        override=target.override(at),
+        barred={mode: block.until for mode, block in target.barred.items() if block.until > at},
     )
-    if autoscaler is None:
-        return status
-    held = observation.held.get(key)
-    if held is not None and held.retry_at is not None and held.retry_at > autoscaler.at:
-        again = f"tried again in {held.retry_at - autoscaler.at:.0f} s"
-        status = msgspec.structs.replace(status, note=f"{status.note}; {again}" if status.note else again)
-    at = autoscaler.at
-    barred = {mode: each.until for mode, each in target.barred.items() if each.until > at}
-    status = msgspec.structs.replace(
-        status, decided_by=autoscaler.decided_by(name), override=target.override(at), barred=barred
-    )
+    decision = autoscaler.latest.get(name)
     if decision is None:
         return status
-    return msgspec.structs.replace(
+    return replace(
         status,
         decided_at=decision.at,
         reason=decision.reason,
@@ -57,27 +49,23 @@ def model_status(
     )
 
 
-def models(targets: Targets, observation: ObservedState, registry: ReplicaRegistry) -> tuple[Model, ...]:
+def fleet_models(targets: Targets, observed: ObservedState) -> Iterator[Model]:
     """The models of a fleet snapshot."""
-    said = []
     for name in targets.names():
-        target, status = targets.get(name), model_status(name, targets, observation)
-        lengths = (replica.max_model_len for replica in registry.of(target.key()))
-        said.append(
-            Model(
-                name=name,
-                engine=target.spec.engine,
-                runner=target.spec.runner,
-                mode=status.mode,
-                shape=status.shape,
-                target=status.target,
-                generation=status.generation,
-                max_model_len=next((length for length in lengths if length), None),
-                created=int(target.created),
-                note=status.note,
-            )
+        target = targets.get(name)
+        lengths = (replica.max_model_len for replica in observed.registry.of(target.key()))
+        yield Model(
+            name=name,
+            engine=target.spec.engine,
+            runner=target.spec.runner,
+            mode=target.aim.mode,
+            shape=target.aim.shape,
+            target=target.aim.count,
+            generation=target.aim.generation,
+            max_model_len=next((length for length in lengths if length), None),
+            created=int(target.created),
+            note=_note(target, observed),
         )
-    return tuple(said)
 
 
 def phase(target: Target, layers: Mapping[LayerKey, Layer]) -> str:
@@ -100,3 +88,7 @@ def phase(target: Target, layers: Mapping[LayerKey, Layer]) -> str:
     if layer.ready < target.aim.count:
         return "recovering"
     return "idle" if target.aim.count == 0 else "steady"
+
+
+def _note(target: Target, observed: ObservedState) -> str:
+    return target.note or observed.reason(target.key())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from policy.config.deployment import Deployment, ModelSpec, Replicas
 from policy.config.model_revision import built_shapes, digest, same_engines, used_shapes
@@ -29,14 +29,20 @@ BLOCK_BACKOFF = Backoff(120.0, 3600.0)
 class DesiredMode(msgspec.Struct, frozen=True, kw_only=True):
     """A desired state: a mode, its shape at that time, a replica count, and the revision to build from.
 
-    The shape is kept beside the mode: a document may give the mode another, or drop it, while the
-    replicas still run.
+    The shape is kept beside the mode: a later document may change or drop it while the replicas still run.
     """
 
     mode: str
     shape: str
     count: int
     generation: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, mode: str, generation: int, count: int | None = None) -> DesiredMode:
+        """``mode`` of ``spec`` with ``count`` replicas, by default its lowest count, min 1."""
+        chosen = spec.modes[mode]
+        count = max(chosen.bounds.min, 1) if count is None else count
+        return cls(mode=mode, shape=chosen.shape, count=count, generation=generation)
 
     def __str__(self) -> str:
         return f"{self.mode} x {self.count}, generation {self.generation}"
@@ -52,8 +58,8 @@ class SwitchBlock(msgspec.Struct, frozen=True, kw_only=True):
 class ExpectedGain(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted saving (fraction ``gain`` of the cost) of a switch by load from ``was`` to ``mode``.
 
-    ``cost`` and ``met`` were measured when it was decided, at the instant ``at``; ``settled_at`` is when
-    its replicas were there, from which on it is measured again.
+    ``cost`` and ``met`` were measured when it was decided, at the instant ``at``. They are measured again
+    after its replicas are ready, at ``settled_at``.
     """
 
     at: float
@@ -66,14 +72,13 @@ class ExpectedGain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The desired state of one model, and what to roll back to if it cannot be reached.
+    """The desired state of one model (``aim``), and the ``fallback`` if it cannot be reached.
 
-    ``created`` is when the model was first wanted, ``since`` when the aim was set; ``settled`` whether
-    it was reached once; ``note`` says what the operator should know. ``rejected`` is the digest of
-    the configuration that was rolled back last, ``specs`` the configuration of each generation in use,
-    its shapes as its layers are built, and ``weights`` which ones each was found to be made of.
-    ``set_mode`` and ``set_count`` are what somebody set by hand, ``barred`` the modes that failed, and
-    ``promise`` is open until it was compared with what came of it.
+    ``created`` is when the model was first deployed, ``since`` when the aim was set; ``settled`` whether it
+    was reached once; ``note`` is for operators. ``rejected`` is the digest of the configuration that was
+    rolled back last, ``specs`` the configuration of each generation in use, its shapes as its layers are
+    built, and ``weights`` those of each generation. ``set_mode`` and ``set_count`` are manual overrides,
+    ``barred`` the modes that failed, ``promise`` the predicted gain of a switch that is not reviewed yet.
     """
 
     aim: DesiredMode
@@ -115,109 +120,87 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     def override(self, at: float) -> Override | None:
         """The manual override in force at ``at``: one of the count comes before one of the mode."""
         for chosen in (self.set_count, self.set_mode):
-            over = chosen is None or (chosen.until is not None and chosen.until <= at)
-            if chosen is None or over or chosen.mode not in self.spec.modes:
+            if chosen is None or chosen.ended(at) or chosen.mode not in self.spec.modes:
                 continue
             if chosen.count is None:
                 return chosen
-            bounds = self.spec.modes[chosen.mode].bounds
-            return msgspec.structs.replace(chosen, count=min(max(chosen.count, bounds.min), bounds.max))
+            return replace(chosen, count=self.spec.modes[chosen.mode].bounds.clamp(chosen.count))
         return None
 
     def blocked(self, mode: str, at: float) -> bool:
         """Whether ``mode`` failed to start recently, so that load does not switch to it."""
         return mode in self.barred and self.barred[mode].until > at
 
-    def in_mode(self, mode: str) -> DesiredMode:
-        """The desired state that ``mode`` starts with: its lowest count, min 1."""
-        wanted = self.spec.modes[mode]
-        return DesiredMode(
-            mode=mode,
-            shape=wanted.shape,
-            count=max(wanted.bounds.min, 1),
-            generation=self.aim.generation,
-        )
+    def in_mode(self, mode: str, count: int | None = None) -> DesiredMode:
+        """``mode`` of the desired revision with ``count`` replicas, by default its lowest count, min 1."""
+        return DesiredMode.of(self.spec, mode, self.aim.generation, count)
 
     def toward(self, aim: DesiredMode, now: float, *, gap: bool = False) -> Target:
         """Set ``aim``; roll back to what served before if it fails.
 
-        What served is the current aim once it was reached, else its own fallback. A count of the
-        same layer has nothing to go back to, and no more time to become ready than the switch that goes on.
+        What served is the current aim once it was reached, else its own fallback. Another count of the same
+        layer has no fallback, and does not extend the time to become ready.
         """
         back = self.aim if self.settled else self.fallback
         if back is not None and self.key(back) == self.key(aim):
             back = None
         since = self.since if back is not None and self.key() == self.key(aim) else now
-        return msgspec.structs.replace(
-            self, aim=aim, since=since, settled=False, fallback=back, gap=gap, note=""
-        )
+        return replace(self, aim=aim, since=since, settled=False, fallback=back, gap=gap, note="")
 
     def back(self, note: str, now: float) -> Target:
         """Roll back to the fallback, and remember the configuration or mode that failed.
 
-        A mode that was set by hand and failed is no longer set.
+        Manual overrides of a mode that failed end.
         """
         assert self.fallback is not None
-        target = msgspec.structs.replace(
-            self, aim=self.fallback, fallback=None, since=now, gap=True, note=note, promise=None
-        )
+        target = replace(self, aim=self.fallback, fallback=None, since=now, gap=True, note=note, promise=None)
+        mode = self.aim.mode
         if self.fallback.generation != self.aim.generation:
-            return msgspec.structs.replace(target, rejected=digest(self.spec))
-        return target._without(self.aim.mode, now)
-
-    def _without(self, mode: str, now: float) -> Target:
+            return replace(target, rejected=digest(self.spec))
         attempts = 1 + (self.barred[mode].attempts if mode in self.barred else 0)
-        barred = self.barred | {
-            mode: SwitchBlock(attempts=attempts, until=now + BLOCK_BACKOFF.delay_s(attempts))
-        }
-        chosen = None if self.set_mode is not None and self.set_mode.mode == mode else self.set_mode
-        counted = None if self.set_count is not None and self.set_count.mode == mode else self.set_count
-        return msgspec.structs.replace(self, barred=barred, set_mode=chosen, set_count=counted)
+        block = SwitchBlock(attempts=attempts, until=now + BLOCK_BACKOFF.delay_s(attempts))
+        overrides = {"set_mode": self.set_mode, "set_count": self.set_count}
+        failed = {name: None for name, chosen in overrides.items() if chosen and chosen.mode == mode}
+        return replace(target, barred=self.barred | {mode: block}, **failed)
 
     def reached(self) -> Target:
         """The desired state was reached: the fallback and the block of its mode are dropped."""
         barred = {mode: barred for mode, barred in self.barred.items() if mode != self.aim.mode}
-        return msgspec.structs.replace(self, settled=True, fallback=None, gap=False, barred=barred)
+        return replace(self, settled=True, fallback=None, gap=False, barred=barred)
 
     def adopting(self, spec: ModelSpec, now: float) -> Target:
         """Take ``spec`` as the configuration: a new generation unless one in use makes its engines.
 
-        The count is brought within the bounds of the mode, and a mode that is gone is left.
+        The count is clamped to the bounds of the mode; a removed mode is replaced by the first one.
         """
         same = [generation for generation, used in self.specs.items() if same_engines(used, spec)]
         ours = self.aim.generation
         generation = ours if ours in same else max(same, default=max(self.specs) + 1)
         before = self.specs[generation].shapes if same else {}
         mode = self.aim.mode if self.aim.mode in spec.modes else spec.first_mode
-        wanted = spec.modes[mode]
-        aim = DesiredMode(
-            mode=mode,
-            shape=wanted.shape,
-            count=min(max(self.aim.count, wanted.bounds.min), wanted.bounds.max),
-            generation=generation,
-        )
+        aim = DesiredMode.of(spec, mode, generation, spec.modes[mode].bounds.clamp(self.aim.count))
         specs = self.specs | {generation: built_shapes(spec, before)}
-        target = msgspec.structs.replace(self, specs=specs, rejected="")
+        target = replace(self, specs=specs, rejected="")
         return target if aim == self.aim else target.toward(aim, now)
 
     @property
-    def weighed(self) -> bool:
+    def weights_known(self) -> bool:
         """Whether the weights of the desired revision are resolved, where its engine has any."""
         return self.spec.engine is not EngineKind.VLLM or self.aim.generation in self.weights
 
-    def weighing(self, found: Weights, now: float, *, others_run: bool) -> Target:
+    def with_weights(self, found: Weights, now: float, *, others_run: bool) -> Target:
         """Use the weights ``found``, in a new revision where replicas with others run (``others_run``)."""
         aim, target = self.aim, self
         if others_run:
-            aim = msgspec.structs.replace(aim, generation=max(self.specs) + 1)
+            aim = replace(aim, generation=max(self.specs) + 1)
             specs = self.specs | {aim.generation: built_shapes(self.spec, {})}
-            target = msgspec.structs.replace(self, specs=specs).toward(aim, now)
-        return msgspec.structs.replace(target, weights=self.weights | {aim.generation: found})
+            target = replace(self, specs=specs).toward(aim, now)
+        return replace(target, weights=self.weights | {aim.generation: found})
 
-    def resting(self, held: Collection[int]) -> Target:
-        """Forget the weights of revisions without replicas: their source may have changed."""
-        kept = {generation: weights for generation, weights in self.weights.items() if generation in held}
-        return msgspec.structs.replace(self, weights=kept)
+    def keep_weights(self, generations: Collection[int]) -> Target:
+        """Forget the weights of all other revisions: their source may have changed."""
+        kept = {number: weights for number, weights in self.weights.items() if number in generations}
+        return replace(self, weights=kept)
 
     def keeps(self, key: LayerKey) -> bool:
         """Whether the layer is desired, or a mode of a revision in use may need it again."""
@@ -229,40 +212,39 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         """Forget configurations and shapes that are no longer used."""
         in_use = self.generations | {key.generation for key in layers}
         specs = {}
-        for generation, spec in self.specs.items():
-            if generation in in_use:
-                keys = {shape: LayerKey(spec.name, shape, generation) for shape in spec.shapes}
-                # A shared GPU group keeps all its shapes while any engine of it is there.
-                bed = gpu_group_of(spec)
-                whole = set(bed.engines) if bed is not None else set()
-                shapes = {
-                    shape: spec.shapes[shape]
-                    for shape, key in keys.items()
-                    if key in layers or self.keeps(key) or shape in whole
-                }
-                specs[generation] = msgspec.structs.replace(spec, shapes=shapes)
-        weights = {generation: found for generation, found in self.weights.items() if generation in specs}
-        return msgspec.structs.replace(self, specs=specs, weights=weights)
+        for generation in in_use & self.specs.keys():
+            spec = self.specs[generation]
+            keys = {shape: LayerKey(spec.name, shape, generation) for shape in spec.shapes}
+            # A shared GPU group keeps all its shapes while any engine of it is there.
+            group = gpu_group_of(spec)
+            shapes = {
+                shape: spec.shapes[shape]
+                for shape, key in keys.items()
+                if key in layers or self.keeps(key) or (group is not None and shape in group.engines)
+            }
+            specs[generation] = replace(spec, shapes=shapes)
+        return replace(self, specs=specs).keep_weights(specs)
 
 
 class Targets:
     """All targets, saved at each change.
 
-    One that the disk does not take holds all the same, and is saved as soon as it does: what was asked for
-    is done, whole, and only a controller that is killed meanwhile forgets it.
+    A target that cannot be saved applies all the same, and is ``unsaved`` until the disk takes it: only a
+    controller that is killed meanwhile forgets it.
     """
 
-    def __init__(self, state: StateDir) -> None:
+    def __init__(self, state: StateDir, event: Callable[[str], None] = log.warning) -> None:
         self._state = state
-        self._path: Path = state.targets_path
+        self._event = event
+        self._path = state.targets_path
         self._all = self._read()
-        self.unsaved = ""
+        self.unsaved = False
 
     def _read(self) -> dict[str, Target]:
         try:
             return self._state.load(self._path, dict[str, Target]) or {}
         except msgspec.DecodeError as error:
-            # Written by another version: running replicas tell enough, and the file is kept for inspection.
+            # Written by another version. Targets are made of the running replicas, the file is kept.
             aside = self._path.with_suffix(".unreadable")
             self._path.replace(aside)
             log.warning("%s cannot be read (%s); kept as %s", self._path, error, aside)
@@ -292,27 +274,23 @@ class Targets:
         self.save()
 
     def save(self) -> None:
-        """Write all; ``unsaved`` is the reason if that fails, or empty."""
+        """Write all; a failure is reported once."""
         try:
             self._state.save(self._path, self._all)
+            self.unsaved = False
         except OSError as error:
             if not self.unsaved:
-                log.warning("%s: %s", self._path, error)
-            self.unsaved = str(error)
-        else:
-            self.unsaved = ""
+                self._event(f"targets apply, but cannot be saved for a restart: {error}")
+            self.unsaved = True
 
 
 def first_target(spec: ModelSpec, held: Iterable[LayerKey], now: float) -> Target:
     """The first target of a model: its first mode at its lowest count, min 1.
 
-    Its generation is none that ``held`` still has replicas of: those are of another configuration.
+    Its generation is above those that are ``held``, which are of another configuration.
     """
     generation = 1 + max((key.generation for key in held if key.model == spec.name), default=0)
-    mode = spec.modes[spec.first_mode]
-    aim = DesiredMode(
-        mode=spec.first_mode, shape=mode.shape, count=max(mode.bounds.min, 1), generation=generation
-    )
+    aim = DesiredMode.of(spec, spec.first_mode, generation)
     return Target(aim=aim, since=now, created=now, specs={generation: built_shapes(spec, {})})
 
 

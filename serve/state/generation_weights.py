@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from policy.config.deployment import Deployment
 from policy.errors import ModelUnavailable, SwitchRefused
@@ -14,57 +15,59 @@ from serve.state.observed_state import ObservedState
 from store.model_weights.prepare import Origin
 
 
+@dataclass(eq=False)
 class GenerationWeights:
-    """Looks at the weights of a generation before its first layer is deployed.
+    """Resolves the weights of a generation before its first layer is deployed.
 
-    They stay the same as long as it runs, except that a local directory that was changed in place is a
-    new generation once it is applied again: only the controller's own copy is looked at.
+    They stay the same as long as it runs. A local directory that was changed in place makes a new generation
+    once the deployment is applied again.
     """
 
-    def __init__(self, observed: ObservedState, resolver: Resolver, event: Callable[[str], None]) -> None:
-        self._observed = observed
-        self._resolver = resolver
-        self._event = event
-        self._applied: set[str] = set()
+    observed: ObservedState
+    resolver: Resolver
+    event: Callable[[str], None]
+    _applied: set[str] = field(default_factory=set, init=False)
 
-    def look_again(self, model: str) -> None:
-        """The model was applied again: a resolution under way may be out of date."""
-        self._resolver.forget(model)
+    def invalidate(self, model: str) -> None:
+        """Resolve again after an apply: a resolution under way may be out of date."""
+        self.resolver.forget(model)
         self._applied.add(model)
 
-    def look(self, target: Target, deployment: Deployment, now: float) -> Target:
-        """``target`` with the weights of its aim's generation, or as it is while they are not known.
+    def resolve(self, target: Target, deployment: Deployment, now: float) -> Target:
+        """``target`` with the weights of its desired generation; unchanged while they are not known.
 
-        What fails is an event, counts as a start that failed where nothing can be deployed without it,
-        and is tried again.
+        A failure is an event, and is tried again. If nothing can be deployed without the weights, it counts
+        as a failed start.
         """
         name, known = target.spec.name, target.weights.get(target.aim.generation)
         again = known is not None and known.origin is Origin.DIRECTORY and name in self._applied
-        if target.weighed and not again:
+        if target.weights_known and not again:
             return target
         try:
-            found = self._resolver.weights(target.spec)
+            found = self.resolver.weights(target.spec)
         except ModelUnavailable as error:
-            self._event(f"{name}: {error}")
+            self.event(f"{name}: {error}")
             if not again:
-                self._observed.cannot_start(target.key(), str(error))
+                self.observed.cannot_start(target.key(), str(error))
             return target
         if found is None:
             return target
         self._applied.discard(name)
         others_run = self._others_run(target, known, found)
-        taken = target.weighing(found, now, others_run=others_run)
+        taken = target.with_weights(found, now, others_run=others_run)
         try:
-            gap = self._observed.check_gap(taken, deployment) if others_run else taken.gap
+            gap = self.observed.check_gap(taken, deployment) if others_run else taken.gap
         except SwitchRefused as refused:
-            self._event(str(refused))
+            self.event(str(refused))
             return target
-        return msgspec.structs.replace(taken, gap=gap)
+        return replace(taken, gap=gap)
 
     def _others_run(self, target: Target, known: Weights | None, found: Weights) -> bool:
-        """Whether replicas of the aim's generation are made of other weights than ``found``."""
+        """Whether replicas of the desired generation have other weights than ``found``."""
         if known is not None:
             return known != found
-        # A controller that lost its memory knows only the digests of the layers.
-        running = self._observed.digests(target.spec.name, target.aim.generation)
-        return not all(digest.endswith(found.short) for digest in running)
+        # After a restart only the digests of the layers, of configuration and weights, are known.
+        revision = (target.spec.name, target.aim.generation)
+        held = self.observed.held.items()
+        digests = [layer.digest for key, layer in held if (key.model, key.generation) == revision]
+        return not all(digest.endswith(found.short) for digest in digests)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import msgspec
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from policy.config.deployment import Budget, Deployment
 from policy.config.shared_gpus import gpu_group_of
@@ -19,29 +19,29 @@ from serve.state.desired_state import Target, Targets
 from serve.state.replica_registry import ReplicaRegistry
 
 
-class _Failed(msgspec.Struct, frozen=True, kw_only=True):
+class _FailedStarts(NamedTuple):
     """Starts in a row that failed, and why the last one did."""
 
-    failures: int
+    times: int
     reason: str
 
 
+@dataclass(eq=False)
 class ObservedState:
     """The layers of each model, and what they take of the budget."""
 
-    def __init__(self, registry: ReplicaRegistry, targets: Targets) -> None:
-        self._registry = registry
-        self._targets = targets
-        self._failed: dict[LayerKey, _Failed] = {}
-        self._start_s: dict[LayerKey, float] = {}
-        self.starts = StartTimes()
-        self.held: Mapping[LayerKey, Held] = {}
+    registry: ReplicaRegistry
+    targets: Targets
+    starts: StartTimes = field(default_factory=StartTimes, init=False)
+    held: Mapping[LayerKey, Held] = field(default_factory=dict, init=False)
+    _failed: dict[LayerKey, _FailedStarts] = field(default_factory=dict, init=False)
+    _start_s: dict[LayerKey, float] = field(default_factory=dict, init=False)
 
     def note(self, replica: Replica, at: float) -> None:
         """Learn from a heartbeat how long a start took, or why it failed."""
-        key = LayerKey(replica.model, replica.shape, replica.generation)
+        key = LayerKey.of(replica)
         if self.starts.note(replica, at):
-            # Only a new success clears failures: other replicas of the layer may serve all the while.
+            # Only a new success clears failures: other replicas of the layer may be serving.
             self._failed.pop(key, None)
         if replica.state is ReplicaPhase.READY:
             if replica.start_s is not None and replica.start_path is not StartPath.SLEEPING:
@@ -53,14 +53,14 @@ class ObservedState:
             replica.state is ReplicaPhase.STARTING or replica.failures >= MAX_FAILURES
         ):
             # Kept after the replica is gone: the last heartbeat of a failing host may be the only report.
-            self._failed[key] = _Failed(failures=replica.failures, reason=replica.reason)
+            self._failed[key] = _FailedStarts(replica.failures, replica.reason)
 
     def cannot_start(self, key: LayerKey, reason: str) -> None:
         """A start failed before there was any replica."""
-        before = self._failed[key].failures if key in self._failed else 0
-        self._failed[key] = _Failed(failures=before + 1, reason=reason)
+        before = self._failed[key].times if key in self._failed else 0
+        self._failed[key] = _FailedStarts(before + 1, reason)
 
-    def forgive(self, key: LayerKey) -> None:
+    def clear_failures(self, key: LayerKey) -> None:
         """Forget earlier start failures of the layer."""
         self._failed.pop(key, None)
 
@@ -70,11 +70,9 @@ class ObservedState:
             return self.lead_s(key, assumed_s)
         if key in self._start_s:
             return self._start_s[key]
-        shape = (key.model, key.shape)
-        of_shape = (
-            start_s for other, start_s in self._start_s.items() if (other.model, other.shape) == shape
-        )
-        return max(of_shape, default=assumed_s)
+        shape, starts = (key.model, key.shape), self._start_s.items()
+        measured = [start_s for other, start_s in starts if (other.model, other.shape) == shape]
+        return max(measured, default=assumed_s)
 
     def lead_s(self, key: LayerKey, assumed_s: float) -> float:
         """How long the next start in the layer takes by the quickest way that is at hand."""
@@ -83,49 +81,37 @@ class ObservedState:
     def _sleeps(self, key: LayerKey) -> bool:
         return key in self.held and self.held[key].sleeps
 
-    def lacks(self, key: LayerKey) -> bool:
+    def is_short(self, key: LayerKey) -> bool:
         """Whether a replica of the layer is missing that was not scaled down."""
         layer = self.layer(key)
         return layer.starting + layer.ready < layer.wanted
 
-    def unheard(self) -> bool:
+    def unreported(self) -> bool:
         """Whether replicas that the actuator holds have sent no heartbeat yet."""
-        return any(held.wanted > len(self._registry.of(key)) for key, held in self.held.items())
+        return any(held.wanted > len(self.registry.of(key)) for key, held in self.held.items())
 
     def layer(self, key: LayerKey) -> Layer:
         """One layer as it is now."""
         held = self.held.get(key)
-        states = [replica.state for replica in self._registry.of(key)]
+        states = [replica.state for replica in self.registry.of(key)]
         failed = self._failed.get(key)
         return Layer(
             wanted=held.wanted if held else 0,
             starting=states.count(ReplicaPhase.STARTING),
             ready=states.count(ReplicaPhase.READY),
             draining=states.count(ReplicaPhase.DRAINING),
-            failures=failed.failures if failed else 0,
+            failures=failed.times if failed else 0,
             broken=bool(held and held.trouble),
         )
 
-    def ids(self, key: LayerKey) -> frozenset[str]:
-        """The replicas of one layer."""
-        return frozenset(replica.id for replica in self._registry.of(key))
-
     def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:
         """The layer as a policy sees it."""
-        starting = [r for r in self._registry.of(key) if r.state is ReplicaPhase.STARTING]
+        starting = [r for r in self.registry.of(key) if r.state is ReplicaPhase.STARTING]
         return self.starts.supply(self.layer(key), starting, lead_s, at)
-
-    def digests(self, model: str, generation: int) -> set[str]:
-        """The digests (configuration and weights) of the held layers of a revision."""
-        return {
-            held.digest
-            for key, held in self.held.items()
-            if (key.model, key.generation) == (model, generation)
-        }
 
     def layers(self, model: str) -> dict[LayerKey, Layer]:
         """Every layer of ``model`` that is held or has replicas."""
-        keys = {key for key in self.held if key.model == model} | self._registry.keys(model)
+        keys = {key for key in self.held if key.model == model} | self.registry.keys(model)
         return {key: self.layer(key) for key in keys}
 
     def reason(self, key: LayerKey) -> str:
@@ -138,7 +124,7 @@ class ObservedState:
     def model(self, target: Target, budget: Budget) -> ObservedModel:
         """The model of ``target``: what is desired, what it has, and what the others hold of the budget."""
         name = target.spec.name
-        others = [self._held(other) for other in self._targets.names() if other != name]
+        others = [self._held(other) for other in self.targets.names() if other != name]
         return ObservedModel(
             spec=target.spec,
             mode=target.aim.mode,
@@ -171,7 +157,7 @@ class ObservedState:
         return {key: known.get(key, Resources()) for key in {*known, *self.layers(model)}}
 
     def _held(self, model: str) -> Resources:
-        target = self._targets.get(model)
+        target = self.targets.get(model)
         asleep = {key.generation for key, held in self.held.items() if key.model == model and held.sleeps}
         groups = {
             generation: group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from policy.scaling.rollout import LayerKey
 from policy.types import Fleet, Model, Replica, ReplicaPhase
@@ -13,6 +14,10 @@ from serve.state.resource_version import Revision
 # does not empty the fleet.
 SILENT_S = 1.2
 GONE_S = 10.0
+
+
+# Everything but the load and the loaded adapters, which change all the time.
+_identity = attrgetter("state", "url", "incarnation", "reason", "failures", "pid")
 
 
 @dataclass(slots=True)
@@ -63,17 +68,11 @@ class ReplicaRegistry:
 
     def of(self, key: LayerKey) -> list[Replica]:
         """The replicas of one layer."""
-        return [
-            entry.replica
-            for entry in self._entries.values()
-            if (entry.replica.model, entry.replica.shape, entry.replica.generation)
-            == (key.model, key.shape, key.generation)
-        ]
+        return [e.replica for e in self._entries.values() if LayerKey.of(e.replica) == key]
 
     def keys(self, model: str) -> set[LayerKey]:
         """The layers of which ``model`` has replicas."""
-        replicas = (entry.replica for entry in self._entries.values())
-        return {LayerKey(r.model, r.shape, r.generation) for r in replicas if r.model == model}
+        return {LayerKey.of(e.replica) for e in self._entries.values() if e.replica.model == model}
 
     def fleet(self, now: float) -> Fleet:
         """The snapshot of this instant, loads included."""
@@ -87,14 +86,3 @@ class ReplicaRegistry:
             return False
         self.revision.bump()
         return True
-
-
-def _identity(replica: Replica) -> tuple[object, ...]:
-    return (
-        replica.state,
-        replica.url,
-        replica.incarnation,
-        replica.reason,
-        replica.failures,
-        replica.pid,
-    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from serve.threads import wait_at_most
+
 
 class Revision:
     """The version of a document that is streamed; it begins at 1."""
@@ -24,10 +26,5 @@ class Revision:
 
     async def past(self, number: int, timeout_s: float) -> None:
         """Return when the version is past ``number``, or after ``timeout_s``."""
-        if self.number > number:
-            return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+        if self.number <= number:
+            await wait_at_most(self._changed, timeout_s)

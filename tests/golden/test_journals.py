@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from policy.scaling.decision_types import Decision
-from serve.autoscaler.decision_journal import DecisionRound, Journal, replayed
+from serve.autoscaler.decision_journal import DecisionRound, Journal
 from serve.autoscaler.policies import policies_for
+from tests.policy.control_play import replayed
 
 JOURNALS = Path(__file__).parent / "journals"
 
@@ -41,7 +42,7 @@ def test_a_journal_of_an_earlier_version_replays_to_the_same_decisions(name: str
     assert len(rounds) > 10
     for line in rounds:
         minds = {model: policies_for(model, chosen, print) for model, chosen in line.policies.items()}
-        again = replayed(line, minds)
+        again = replayed(line.situations, line.budget, minds)
         assert {model: without_prose(made) for model, made in again.items()} == {
             model: without_prose(made) for model, made in line.decisions.items()
         }

@@ -55,7 +55,7 @@ class MemoryCluster:
         """Let every start finish."""
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaPhase.STARTING and not self._blocked(replica):
-                key = LayerKey(replica.model, replica.shape, replica.generation)
+                key = LayerKey.of(replica)
                 self._fail(replica, key) if key in self.failing else self._become(replica, ReplicaPhase.READY)
 
     def drained(self) -> None:
@@ -64,7 +64,7 @@ class MemoryCluster:
             if replica.state is ReplicaPhase.DRAINING:
                 stays = self._bed(replica) in self.held
                 self._become(replica, ReplicaPhase.ASLEEP if stays else ReplicaPhase.STOPPED)
-                key = LayerKey(replica.model, replica.shape, replica.generation)
+                key = LayerKey.of(replica)
                 if replica.reason and key in self.held and not stays:
                     # Who left as it was told is replaced.
                     self.settle(key)

@@ -15,7 +15,7 @@ from policy.wire.reports import PowerReport
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
 from store.state_dir import StateDir
-from tests.serve.fake_shelf import FakeShelf
+from tests.serve.fake_adapter_store import FakeAdapterStore
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 
 SMALL, LARGE, NEW_SMALL = LayerKey("m", "small", 1), LayerKey("m", "large", 1), LayerKey("m", "small", 2)
@@ -30,14 +30,14 @@ class Plane:
     now: float = 1000.0
     # What the wall clock is ahead of the one that never goes back.
     ahead: float = 0.0
-    shelf: FakeShelf = field(init=False)
+    store: FakeAdapterStore = field(init=False)
     # What the cards of replicas tell, by its id.
     cards: dict[str, PowerReport] = field(default_factory=dict)
     cluster: MemoryCluster = field(init=False)
     controller: Controller = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shelf = FakeShelf(self.state.root)
+        self.store = FakeAdapterStore(self.state.root)
 
     async def up(self, written: dict[str, Any]) -> Plane:
         self.cluster = MemoryCluster(self._beat)
@@ -54,7 +54,7 @@ class Plane:
         """A controller that was killed comes back; its hosts beat on."""
         actuator = MemoryActuator(self.cluster)
         self.controller = Controller(
-            actuator, self.state, 1, lambda: self.shelf, wall=self.clock, monotonic=lambda: self.now - 700.0
+            actuator, self.state, 1, lambda: self.store, wall=self.clock, monotonic=lambda: self.now - 700.0
         )
         await self.controller.rebuild()
 
@@ -80,7 +80,7 @@ class Plane:
         found: dict[LayerKey, int] = {}
         for replica in self.cluster.replicas.values():
             if replica.state in (states or tuple(ReplicaPhase)):
-                key = LayerKey(replica.model, replica.shape, replica.generation)
+                key = LayerKey.of(replica)
                 found[key] = found.get(key, 0) + 1
         return found
 

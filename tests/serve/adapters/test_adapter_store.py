@@ -1,4 +1,4 @@
-"""The real shelf: files in a folder, records in a database, both found again by the next controller."""
+"""The real store: files in a folder, records in a database, both found again by the next controller."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def state(tmp_path: Path) -> StateDir:
     return StateDir(tmp_path / "state")
 
 
-def shelf_of(state: StateDir) -> AdapterStore:
+def open_store(state: StateDir) -> AdapterStore:
     return AdapterStore(state, f"sqlite:///{state.database_path}")
 
 
 @pytest.fixture
-def shelf(state: StateDir) -> AdapterStore:
-    return shelf_of(state)
+def store(state: StateDir) -> AdapterStore:
+    return open_store(state)
 
 
 def spec(**adapters: Any) -> ModelSpec:
@@ -47,38 +47,38 @@ def quiet(progress: Progress) -> None:
 
 
 def test_what_was_put_is_there_for_the_next_controller(
-    shelf: AdapterStore, state: StateDir, tmp_path: Path
+    store: AdapterStore, state: StateDir, tmp_path: Path
 ) -> None:
     steps: list[str] = []
-    taken = shelf.take(spec(), source(tmp_path), lambda progress: steps.append(progress.step))
+    taken = store.take(spec(), source(tmp_path), lambda progress: steps.append(progress.step))
     assert {"fetch", "check", "store"} <= set(steps)
-    alias = shelf.put(SQL, [(taken, 1.0)], None, declared=True)
+    alias = store.put(SQL, [taken], None, declared=True)
     assert (alias.versions[0].digest, alias.versions[0].rank, alias.split) == (taken.digest, 4, ((1, 1.0),))
-    again = shelf_of(state)
+    again = open_store(state)
     assert again.aliases() == (alias,)
-    assert again.declared() == {SQL}
-    assert again.holds(taken.digest)
+    assert again.names.declared() == {SQL}
+    assert again.stored(alias.versions[0]) == taken
 
 
-def test_the_limits_are_the_documents(shelf: AdapterStore, tmp_path: Path) -> None:
+def test_the_limits_are_the_documents(store: AdapterStore, tmp_path: Path) -> None:
     with pytest.raises(AdapterRefused) as refused:
-        shelf.take(spec(max_rank=2), source(tmp_path), quiet)
+        store.take(spec(max_rank=2), source(tmp_path), quiet)
     assert refused.value.code == "rank"
     with pytest.raises(AdapterRefused) as refused:
-        shelf.take(spec(max_bytes=1000), source(tmp_path), quiet)
+        store.take(spec(max_bytes=1000), source(tmp_path), quiet)
     assert refused.value.code == "too_large"
 
 
-def test_only_what_nobody_names_or_uses_is_cleared_away(shelf: AdapterStore, tmp_path: Path) -> None:
-    named, used, idle = (shelf.take(spec(), source(tmp_path, seed), quiet) for seed in (1, 2, 3))
-    shelf.put(SQL, [(named, 1.0)], None, declared=False)
-    assert shelf.clear({f"old@{used.digest[:12]}"}, 3600.0) == []
-    assert shelf.clear({f"old@{used.digest[:12]}"}, 0.0) == [idle.digest]
-    assert [shelf.holds(each.digest) for each in (named, used, idle)] == [True, True, False]
+def test_only_what_nobody_names_or_uses_is_cleared_away(store: AdapterStore, tmp_path: Path) -> None:
+    named, used, idle = (store.take(spec(), source(tmp_path, seed), quiet) for seed in (1, 2, 3))
+    store.put(SQL, [named], None, declared=False)
+    assert store.clear({f"old@{used.digest[:12]}"}, 3600.0) == []
+    assert store.clear({f"old@{used.digest[:12]}"}, 0.0) == [idle.digest]
+    assert [store.tar(each.digest) is not None for each in (named, used, idle)] == [True, True, False]
 
 
 def test_adapters_are_compared_with_the_base_model_which_is_read_once(
-    shelf: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = sim_model(engine="vllm", source="package:base", adapters={})
     del model["sim"]
@@ -93,6 +93,6 @@ def test_adapters_are_compared_with_the_base_model_which_is_read_once(
     monkeypatch.setattr(BaseModel, "of", lambda directory: BaseModel({"model.layers.0.mlp.up_proj": (8, 8)}))
     for seed in (1, 2):
         with pytest.raises(AdapterRefused) as refused:
-            shelf.take(of_vllm, source(tmp_path, seed), quiet)
+            store.take(of_vllm, source(tmp_path, seed), quiet)
         assert refused.value.code == "target_module"
     assert asked == ["package:base"]

@@ -1,4 +1,4 @@
-"""The controller's HTTP API for adapters, over a shelf in memory, and the client that reads it."""
+"""The controller's HTTP API for adapters, over a store in memory, and the client that reads it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serve.adapters.api import catalogs
 from serve.adapters.placement import AdapterPlacement
 from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
 from serve.controller.client import ControllerClient
-from tests.serve.fake_shelf import digest_of, unreachable
+from tests.serve.fake_adapter_store import digest_of, unreachable
 from tests.serve.plane import Plane
 from tests.serve.replicas import replica
 from tests.serve.sim_documents import document, sim_model
@@ -37,6 +37,8 @@ def adapted(name: str = "m", **adapters: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def api_of(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
     running = asyncio.create_task(plane.controller.adapters.run())
+    # A request waits for the records, but not as long as a busy machine may take to open them.
+    await plane.controller.adapters.library.line()
     async with plane.client() as client:
         yield client
     running.cancel()
@@ -99,28 +101,28 @@ async def test_progress_is_told_while_it_is_added(
     plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "PROGRESS_S", 0.001)
-    plane.shelf.gate.clear()
+    plane.store.gate.clear()
     adding = plane.controller.adapters.library.add(AddRequest(name="sql", source="/a"))
     lines = api._progress(adding)
     seen = []
     async for raw in lines:
         seen.append(msgspec.json.decode(raw, type=AddLine))
         if seen[-1].step == "fetch":
-            plane.shelf.gate.set()
+            plane.store.gate.set()
     assert AddLine(step="fetch", message="/a", done=50, total=100) in seen
     assert seen[-1].alias is not None
 
 
 async def test_who_leaves_does_not_stop_what_was_begun(plane: Plane, served: httpx.AsyncClient) -> None:
-    plane.shelf.gate.clear()
+    plane.store.gate.clear()
     asking = asyncio.create_task(add(served))
-    while not plane.shelf.took:  # noqa: ASYNC110 - the thread has no event
+    while not plane.store.imported:  # noqa: ASYNC110 - the thread has no event
         await asyncio.sleep(0.001)
     asking.cancel()
     await asyncio.wait([asking])
     shown = await one(served)
     assert (shown.state, shown.note) == (AdapterState.FETCHING, "/a")
-    plane.shelf.gate.set()
+    plane.store.gate.set()
     while (await one(served)).state is AdapterState.FETCHING:  # noqa: ASYNC110 - nobody is told
         await asyncio.sleep(0.001)
     assert (await one(served)).state is AdapterState.READY
@@ -219,12 +221,12 @@ async def test_a_replica_is_told_what_to_hold_before_it_takes_traffic(
 
 
 async def test_a_source_that_cannot_be_had_is_shown_with_its_reason(plane: Plane) -> None:
-    plane.shelf.contents |= {"hf:o/away": unreachable("no route"), "hf:o/bad": AdapterRefused("dora", "DoRA")}
+    plane.store.contents |= {"hf:o/away": unreachable("no route"), "hf:o/bad": AdapterRefused("dora", "DoRA")}
     sources = [{"name": name, "source": f"hf:o/{name}"} for name in ("away", "bad", "good")]
     await plane.up(document(adapted(sources=sources)))
     adapters = plane.controller.adapters
     running = asyncio.create_task(adapters.run())
-    while len(adapters.declaring.troubles) < 2 or not adapters.library.aliases("m"):
+    while len(adapters.declared.troubles) < 2 or not adapters.library.catalog.of("m"):
         adapters.changed.set()
         await asyncio.sleep(0.001)
     shown = {each.name: (each.state, each.note) for each in adapters.status().adapters}

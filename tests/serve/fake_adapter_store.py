@@ -10,9 +10,10 @@ from typing import Any
 
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, TidegateError
-from policy.wire.catalog import Alias
+from policy.wire.catalog import Alias, Version
 from serve.adapters.adapter_store import AdapterStore
-from serve.adapters.add_job import ImportedAdapter
+from store.adapters.adapter_aliases import NewVersion
+from store.adapters.validate import AdapterFacts
 from store.preparation_progress import Progress, Report
 from store.state_dir import StateDir
 
@@ -23,52 +24,55 @@ def digest_of(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-class FakeShelf(AdapterStore):
+def new_version(content: str, source: str) -> NewVersion:
+    return NewVersion(digest_of(content), AdapterFacts(8, 1000), source)
+
+
+class FakeAdapterStore(AdapterStore):
     """``contents`` maps sources to their content (default: the source itself) or to an error.
 
     Imports wait for ``gate``; ``down`` is why the database does not answer.
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(StateDir(folder), f"sqlite:///{folder / 'shelf.db'}")
+        super().__init__(StateDir(folder), f"sqlite:///{folder / 'store.db'}")
         self.contents: dict[str, str | Exception] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.down = ""
-        self.lying: set[str] = set()
-        self.took: list[str] = []
+        self.digests: set[str] = set()
+        self.imported: list[str] = []
         self.cleared: list[set[str]] = []
 
     @property
-    def kept(self) -> dict[Key, Alias]:
+    def records(self) -> dict[Key, Alias]:
         return {(alias.model, alias.name): alias for alias in super().aliases()}
 
     def aliases(self) -> tuple[Alias, ...]:
         self._answer()
         return super().aliases()
 
-    def redacted(self, source: str) -> str:
-        return source
-
-    def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:
-        self.took.append(source)
+    def take(self, spec: ModelSpec, source: str, report: Report) -> NewVersion:
+        self.imported.append(source)
         report(Progress(step="fetch", message=source, fraction=0.5))
         assert self.gate.wait(60)
         content = self.contents.get(source, source)
         if isinstance(content, Exception):
             raise content
-        self.lying.add(digest_of(content))
-        return ImportedAdapter(digest_of(content), 8, 1000, source)
+        self.digests.add(digest_of(content))
+        return new_version(content, source)
 
-    def holds(self, digest: str) -> bool:
-        return digest in self.lying
+    def stored(self, version: Version) -> NewVersion | None:
+        if version.digest not in self.digests:
+            return None
+        return NewVersion(version.digest, AdapterFacts(version.rank, version.size), version.source)
 
     def put(self, *args: Any, **options: Any) -> Alias:
         self._answer()
         return super().put(*args, **options)
 
     def tar(self, digest: str) -> Iterator[bytes] | None:
-        return iter([b"tar of ", digest.encode()]) if digest in self.lying else None
+        return iter([b"tar of ", digest.encode()]) if digest in self.digests else None
 
     def clear(self, in_use: Collection[str], older_s: float) -> list[str]:
         self.cleared.append(set(in_use))
