@@ -47,6 +47,12 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
     tenants: tuple[str, ...] = ()
     at: float = 0.0
 
+    @property
+    def shares(self) -> dict[int, float]:
+        """The share of requests (0..1) of each version in the split, by its number."""
+        total = sum(weight for _, weight in self.split) or 1.0
+        return {number: weight / total for number, weight in self.split}
+
     def version(self, number: int) -> Version | None:
         """The version with this number, if it is kept."""
         return next((version for version in self.versions if version.number == number), None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from policy.adapter_placement.slots import HALF_LIFE_S
@@ -98,56 +99,77 @@ class _Counts:
         )
 
 
+@dataclass(slots=True)
+class _EngineReports:
+    """The failures of the engine of a replica, oldest first, and its waiting requests with their instants."""
+
+    incarnation: int
+    failures: dict[AdapterRef, Failure] = field(default_factory=dict)
+    waiting: dict[AdapterRef, tuple[int, float]] = field(default_factory=dict)
+
+    def note(self, replica: Replica, uses: Mapping[AdapterRef, AdapterUse], at: float) -> None:
+        waiting = self.waiting | {ref: (use.waiting, at) for ref, use in uses.items()}
+        self.waiting = {
+            ref: (count, since) for ref, (count, since) in waiting.items() if count and at - since < WAITS_S
+        }
+        failed = self.failures
+        while failed and at - next(iter(failed.values())).at >= REFUSING_S + AGAIN_S:
+            del failed[next(iter(failed))]
+        for ref, use in uses.items():
+            if use.failed or use.loads:
+                failed.pop(ref, None)
+            if use.failed:
+                failed[ref] = Failure(use.failed[:MAX_REASON], at)
+                if len(failed) > MAX_FAILURES:
+                    del failed[next(iter(failed))]
+        # A report of a load may be lost, but the loaded adapters are in every heartbeat.
+        loaded = set(replica.adapters) if failed else set()
+        for ref in [each for each in failed if served_name(each.name, each.digest) in loaded]:
+            del failed[ref]
+
+
 class AdapterDemand:
     """Recent demand of all versions. Each call gets the instant ``at`` in seconds, which never goes back."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[Key, _Counts] = OrderedDict()
-        self._failures: dict[str, dict[AdapterRef, Failure]] = {}
-        self._waiting: dict[str, dict[AdapterRef, tuple[int, float]]] = {}
-        self._incarnations: dict[str, int] = {}
+        self._reports: dict[str, _EngineReports] = {}
 
     def note(self, beat: Heartbeat, at: float) -> None:
         """Add the heartbeat of a replica."""
         replica = beat.replica
         uses = {AdapterRef(name=use.name, digest=use.digest): use for use in beat.uses}
-        for wanted, use in uses.items():
-            self._count((replica.model, wanted), use, at)
+        for ref, use in uses.items():
+            self._count((replica.model, ref), use, at)
         if replica.state is ReplicaPhase.STOPPED:
-            self._forget(replica.id)
+            self._reports.pop(replica.id, None)
             return
-        if self._incarnations.get(replica.id) != replica.incarnation:
+        reports = self._reports.get(replica.id)
+        if reports is None or reports.incarnation != replica.incarnation:
             # A new engine: failures of the one before do not apply to it.
-            self._forget(replica.id)
-            self._incarnations[replica.id] = replica.incarnation
-        waiting = self._waiting.setdefault(replica.id, {})
-        waiting |= {wanted: (use.waiting, at) for wanted, use in uses.items()}
-        self._waiting[replica.id] = {
-            w: report for w, report in waiting.items() if report[0] and at - report[1] < WAITS_S
-        }
-        self._judge(replica, uses, at)
+            reports = self._reports[replica.id] = _EngineReports(replica.incarnation)
+        reports.note(replica, uses, at)
 
     def keep(self, replicas: Collection[str]) -> None:
         """Drop the state of all replicas but these."""
-        for gone in self._incarnations.keys() - set(replicas):
-            self._forget(gone)
+        self._reports = {name: reports for name, reports in self._reports.items() if name in replicas}
 
     def usage(self, model: str, wanted: AdapterRef, at: float) -> Usage:
         """The usage of the version."""
         counts = self._counts.get((model, wanted))
         if counts is None:
             return Usage()
-        reports = [waiting[wanted] for waiting in self._waiting.values() if wanted in waiting]
-        return counts.usage(at, sum(count for count, since in reports if at - since < WAITS_S))
+        waiting = [reports.waiting[wanted] for reports in self._reports.values() if wanted in reports.waiting]
+        return counts.usage(at, sum(count for count, since in waiting if at - since < WAITS_S))
 
     def failures(self, wanted: AdapterRef) -> dict[str, Failure]:
         """Recent failures to load the version, by replica."""
-        found = ((replica, failed.get(wanted)) for replica, failed in self._failures.items())
-        return {replica: failure for replica, failure in found if failure is not None}
+        reports = self._reports.items()
+        return {name: each.failures[wanted] for name, each in reports if wanted in each.failures}
 
     def refusing(self, replica: str, at: float) -> frozenset[AdapterRef]:
         """The versions that ``replica`` failed to load less than :data:`REFUSING_S` ago."""
-        failed = self._failures.get(replica, {})
+        failed = self._reports[replica].failures if replica in self._reports else {}
         return frozenset(wanted for wanted, failure in failed.items() if at - failure.at < REFUSING_S)
 
     def _count(self, key: Key, use: AdapterUse, at: float) -> None:
@@ -159,26 +181,3 @@ class AdapterDemand:
         counts.add(use, at)
         if use.requests:
             self._counts.move_to_end(key)
-
-    def _judge(self, replica: Replica, uses: Mapping[AdapterRef, AdapterUse], at: float) -> None:
-        failed = self._failures.setdefault(replica.id, {})
-        # The first is the oldest.
-        while failed and at - next(iter(failed.values())).at >= REFUSING_S + AGAIN_S:
-            del failed[next(iter(failed))]
-        for wanted, use in uses.items():
-            if use.failed:
-                failed.pop(wanted, None)
-                failed[wanted] = Failure(use.failed[:MAX_REASON], at)
-                if len(failed) > MAX_FAILURES:
-                    del failed[next(iter(failed))]
-            elif use.loads:
-                failed.pop(wanted, None)
-        # A report of a load may be lost, but the loaded adapters are in every heartbeat.
-        loaded = set(replica.adapters) if failed else set()
-        for wanted in [each for each in failed if served_name(each.name, each.digest) in loaded]:
-            del failed[wanted]
-
-    def _forget(self, replica: str) -> None:
-        self._failures.pop(replica, None)
-        self._waiting.pop(replica, None)
-        self._incarnations.pop(replica, None)

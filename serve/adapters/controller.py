@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from policy.config.deployment import Deployment
@@ -16,7 +17,7 @@ from serve.adapters.adapter_demand import AdapterDemand
 from serve.adapters.library import AdapterLibrary
 from serve.adapters.placement import AdapterPlacement
 from serve.adapters.reconcile_declared import DeclaredAdapters
-from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
+from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.state.replica_registry import ReplicaRegistry
 from serve.threads import wait_at_most
 from store.state_dir import StateDir
@@ -30,30 +31,25 @@ STEP_S = 1.0
 CLEAR_S = 60.0
 
 
+@dataclass(eq=False)
 class AdapterController:
     """Composition root. ``slots`` gives the number of adapter slots of a replica."""
 
-    def __init__(
-        self,
-        open_store: Callable[[], AdapterStore],
-        registry: ReplicaRegistry,
-        state: StateDir,
-        epoch: float,
-        *,
-        slots: Callable[[Replica], int],
-        wall: Callable[[], float],
-        monotonic: Callable[[], float],
-        event: Callable[[str], None],
-    ) -> None:
-        self._registry = registry
-        self._wall = wall
-        self._monotonic = monotonic
-        self._event = event
-        self._demand = AdapterDemand()
-        self._placing = AdapterPlacement(self._demand, slots)
+    open_store: Callable[[], AdapterStore]
+    registry: ReplicaRegistry
+    state: StateDir
+    epoch: float
+    slots: Callable[[Replica], int]
+    wall: Callable[[], float]
+    monotonic: Callable[[], float]
+    event: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self.changed = asyncio.Event()
-        self.library = AdapterLibrary(open_store, epoch, event)
-        self.declared = DeclaredAdapters(self.library, state, monotonic)
+        self.library = AdapterLibrary(self.open_store, self.epoch, self.event)
+        self.declared = DeclaredAdapters(self.library, self.state, self.monotonic)
+        self._demand = AdapterDemand()
+        self._placement = AdapterPlacement(self._demand, self.slots)
 
     def declare(self, deployment: Deployment, *, applied: bool) -> None:
         """Set the deployment; if it was just ``applied``, its adapter sources are checked for changes."""
@@ -63,78 +59,73 @@ class AdapterController:
 
     def beat(self, beat: Heartbeat) -> Orders:
         """Record the adapter usage of a registered replica; the adapters that are planned for it."""
-        now = self._monotonic()
+        now = self.monotonic()
         self._demand.note(beat, now)
         replica = beat.replica
-        if replica.model in self.library.catalog.models and self._placing.lacks(replica):
+        if replica.model in self.library.catalog.models and self._placement.lacks(replica):
             # A starting replica gets its plan at once, so that it can load adapters before traffic.
             self._plan(replica.model, now)
-        return self._placing.orders(replica.id)
+        return self._placement.orders(replica.id)
 
     def place(self) -> None:
         """Make the placement plans that are due."""
-        now = self._monotonic()
-        due = [model for model in self.library.catalog.models if self._placing.due(model, now)]
+        now = self.monotonic()
+        due = [model for model in self.library.catalog.models if self._placement.due(model, now)]
         if due:
             replicas = [replica.id for replica in self._fleet()]
             self._demand.keep(replicas)
-            self._placing.keep(self.library.catalog.models, replicas)
+            self._placement.keep(self.library.catalog.models, replicas)
         for model in due:
             self._plan(model, now)
 
     def status(self) -> AdaptersStatus:
         """The status of all adapters."""
-        now, wall = self._monotonic(), self._wall()
+        now, wall = self.monotonic(), self.wall()
+        troubles = self.declared.troubles
+        notes = self.library.fetching() | {key: trouble.reason for key, trouble in troubles.items()}
         adapters: dict[tuple[str, str], AdapterStatus] = {}
-        troubles, fetching = self.declared.troubles, self.library.fetching()
         for model in self.library.catalog.models:
-            overview = AdapterOverview(self._replicas(model), self._demand, self._placing, now, wall)
+            view = AdapterStatusView(self._replicas(model), self._demand, self._placement, now, wall)
             for alias in self.library.catalog.of(model):
                 key = (alias.model, alias.name)
-                trouble = troubles.get(key)
-                adapters[key] = overview.of(alias, trouble.reason if trouble else fetching.get(key, ""))
-        for key in {**troubles, **fetching}:
-            if key not in adapters:
-                trouble = troubles.get(key)
-                refused = trouble is not None and trouble.refused
-                adapters[key] = AdapterStatus(
-                    model=key[0],
-                    name=key[1],
-                    state=AdapterState.FAILED if refused else AdapterState.FETCHING,
-                    note=trouble.reason if trouble else fetching[key],
-                )
+                adapters[key] = view.of(alias, notes.get(key, ""))
+        for model, name in notes.keys() - adapters.keys():
+            key = (model, name)
+            refused = key in troubles and troubles[key].refused
+            state = AdapterState.FAILED if refused else AdapterState.FETCHING
+            adapters[key] = AdapterStatus(model=model, name=name, state=state, note=notes[key])
         shown = tuple(adapters[key] for key in sorted(adapters))
         return AdaptersStatus(at=wall, models=self.library.catalog.models, adapters=shown)
 
     async def run(self) -> None:
         """Reconcile declared adapters and delete unused files, until cancelled."""
-        clear_at = self._monotonic() + CLEAR_S
+        clear_at = self.monotonic() + CLEAR_S
         await self.library.open()
         while True:
             self.changed.clear()
             try:
                 await self.declared.step()
-                if self._monotonic() >= clear_at:
-                    clear_at = self._monotonic() + CLEAR_S
+                if self.monotonic() >= clear_at:
+                    clear_at = self.monotonic() + CLEAR_S
                     await self.library.clear(self._in_use())
             except (TidegateError, OSError) as error:
-                self._event(f"adapters: {error}")
+                self.event(f"adapters: {error}")
             except Exception:
                 # An unforeseen error must not stop the loop: existing adapters must be kept available.
                 log.exception("adapters")
             await wait_at_most(self.changed, STEP_S)
 
     def _plan(self, model: str, now: float) -> None:
-        self._placing.plan(model, self._replicas(model), self.library.catalog.of(model), now)
+        self._placement.plan(model, self._replicas(model), self.library.catalog.of(model), now)
 
     def _replicas(self, model: str) -> list[Replica]:
         return [replica for replica in self._fleet() if replica.model == model]
 
     def _fleet(self) -> tuple[Replica, ...]:
-        return self._registry.fleet(self._wall()).replicas
+        return self.registry.fleet(self.wall()).replicas
 
     def _in_use(self) -> set[str]:
         """Serving names of the adapters that replicas have loaded or that are planned for them."""
         loaded = {name for replica in self._fleet() for name in replica.adapters}
-        holds = self._placing.holds.values()
+        holds = self._placement.holds.values()
         return loaded | {served_name(each.name, each.digest) for hold in holds for each in hold}

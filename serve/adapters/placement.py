@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from policy.adapter_placement.plan import PLAN_PERIOD_S, plan
 from policy.adapter_placement.types import EMPTY, Demand, Host, Plan
@@ -10,27 +11,22 @@ from policy.hashing import hash_name
 from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import Alias, served_name
 from policy.wire.heartbeat import AdapterRef, Orders
-from serve.adapters.adapter_demand import AdapterDemand, Usage
+from serve.adapters.adapter_demand import AdapterDemand
 
 # Assumed seconds of a load before one was measured.
 LOAD_S = 0.25
 
-Slots = Callable[[Replica], int]
 
-
+@dataclass(eq=False)
 class AdapterPlacement:
-    """The current plan of each model.
+    """The current plan of each model; ``slots`` gives the number of adapter slots of a replica."""
 
-    ``slots`` gives the number of adapter slots of a replica.
-    """
-
-    def __init__(self, demand: AdapterDemand, slots: Slots) -> None:
-        self._demand = demand
-        self._slots = slots
-        self._plans: dict[str, Plan] = {}
-        # The planned adapters of each replica; ``None`` while the demand is unknown.
-        self._holds: dict[str, tuple[AdapterRef, ...] | None] = {}
-        self._planned_at: dict[str, float] = {}
+    demand: AdapterDemand
+    slots: Callable[[Replica], int]
+    _plans: dict[str, Plan] = field(default_factory=dict, init=False)
+    # The planned adapters of each replica; ``None`` while the demand is unknown.
+    _holds: dict[str, tuple[AdapterRef, ...] | None] = field(default_factory=dict, init=False)
+    _planned_at: dict[str, float] = field(default_factory=dict, init=False)
 
     def due(self, model: str, at: float) -> bool:
         """Whether a new plan of ``model`` is due."""
@@ -82,11 +78,11 @@ class AdapterPlacement:
         return self._plans.get(model, EMPTY).explain(served)
 
     def _host(self, replica: Replica, at: float) -> Host:
-        refused = self._demand.refusing(replica.id, at)
+        refused = self.demand.refusing(replica.id, at)
         return Host(
             id=replica.id,
             key=hash_name(replica.id),
-            slots=self._slots(replica),
+            slots=self.slots(replica),
             seats=float(max(1, replica.load.bound)),
             resident=frozenset(replica.adapters),
             refused=frozenset(served_name(wanted.name, wanted.digest) for wanted in refused),
@@ -94,15 +90,16 @@ class AdapterPlacement:
 
     def _demands(self, alias: Alias, at: float) -> Iterable[Demand]:
         """The demand for each version. The forecast follows the current split of the name."""
-        usages: dict[int, Usage] = {}
-        for version in alias.versions:
-            wanted = AdapterRef(name=alias.name, digest=version.digest)
-            usages[version.number] = self._demand.usage(alias.model, wanted, at)
+        usages = {
+            version.number: self.demand.usage(
+                alias.model, AdapterRef(name=alias.name, digest=version.digest), at
+            )
+            for version in alias.versions
+        }
         whole = sum(max(usage.rate, usage.rising) for usage in usages.values())
         if not whole and not any(usage.waiting for usage in usages.values()):
             return
-        total = sum(weight for _, weight in alias.split) or 1.0
-        shares = {number: weight / total for number, weight in alias.split}
+        shares = alias.shares
         for version in alias.versions:
             usage = usages[version.number]
             served = served_name(alias.name, version.digest)

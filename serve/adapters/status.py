@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -86,31 +87,26 @@ class AdaptersStatus(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterStatus, ...] = ()
 
 
-class AdapterOverview:
+@dataclass(eq=False)
+class AdapterStatusView:
     """The ``replicas`` of one model and their planned adapters.
 
     ``at`` is now by the monotonic clock of the demand, ``wall`` the same instant in Unix seconds.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        demand: AdapterDemand,
-        placing: AdapterPlacement,
-        at: float,
-        wall: float,
-    ) -> None:
+    replicas: Sequence[Replica]
+    demand: AdapterDemand
+    placement: AdapterPlacement
+    at: float
+    wall: float
+
+    def __post_init__(self) -> None:
         gone = (ReplicaPhase.STOPPED, ReplicaPhase.ASLEEP)
-        self._replicas = [replica for replica in replicas if replica.state not in gone]
-        self._demand = demand
-        self._placing = placing
-        self._at = at
-        self._ahead_s = wall - at
+        self.replicas = [replica for replica in self.replicas if replica.state not in gone]
 
     def of(self, alias: Alias, note: str = "") -> AdapterStatus:
         """The status of ``alias``."""
-        total = sum(weight for _, weight in alias.split) or 1.0
-        shares = {number: weight / total for number, weight in alias.split}
+        shares = alias.shares
         versions = tuple(self._version(alias, v, shares.get(v.number, 0.0)) for v in alias.versions)
         rate = sum(version.requests_per_s for version in versions)
         hits = sum(version.requests_per_s * (version.hit_rate or 0.0) for version in versions)
@@ -131,32 +127,27 @@ class AdapterOverview:
     def _version(self, alias: Alias, version: Version, share: float) -> VersionStatus:
         wanted = AdapterRef(name=alias.name, digest=version.digest)
         served = served_name(alias.name, version.digest)
-        usage = self._demand.usage(alias.model, wanted, self._at)
-        failures = self._demand.failures(wanted)
-        ids = [replica.id for replica in self._replicas]
-        holds = self._placing.holds
-        planned = tuple(id_ for id_ in ids if wanted in holds.get(id_, ()))
+        usage = self.demand.usage(alias.model, wanted, self.at)
+        failures, holds = self.demand.failures(wanted), self.placement.holds
+        ids = [replica.id for replica in self.replicas]
+        planned = tuple(replica for replica in ids if wanted in holds.get(replica, ()))
+        ahead_s = self.wall - self.at
         return VersionStatus(
-            number=version.number,
-            digest=version.digest,
+            **msgspec.structs.asdict(version),
             served=served,
-            rank=version.rank,
-            size=version.size,
-            source=version.source,
-            at=version.at,
             share=share,
-            loaded=tuple(replica.id for replica in self._replicas if served in replica.adapters),
+            loaded=tuple(replica.id for replica in self.replicas if served in replica.adapters),
             planned=planned,
             # A version without demand is not in the plan.
-            why=self._placing.why(alias.model, served) if planned or usage.rate else "",
+            why=self.placement.why(alias.model, served) if planned or usage.rate else "",
             refused=tuple(
-                RefusedBy(replica=id_, reason=failures[id_].reason, at=failures[id_].at + self._ahead_s)
-                for id_ in ids
-                if id_ in failures
+                RefusedBy(replica=name, reason=failures[name].reason, at=failures[name].at + ahead_s)
+                for name in ids
+                if name in failures
             ),
             requests_per_s=usage.rate,
             hit_rate=usage.hit_rate,
-            last_used=None if usage.last_used is None else usage.last_used + self._ahead_s,
+            last_used=None if usage.last_used is None else usage.last_used + ahead_s,
             loads=usage.loads,
             load_s=usage.load_s,
         )
@@ -166,5 +157,5 @@ class AdapterOverview:
         refusals = [len(version.refused) for version in versions]
         if not any(refusals):
             return AdapterState.READY
-        all_refuse = all(count == len(self._replicas) for count in refusals)
+        all_refuse = all(count == len(self.replicas) for count in refusals)
         return AdapterState.FAILED if all_refuse else AdapterState.PARTIAL

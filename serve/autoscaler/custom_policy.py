@@ -1,7 +1,7 @@
-"""Users' own scaling policies: found, loaded and kept from doing harm.
+"""Users' own scaling policies: found, loaded, and isolated from the other policies.
 
 ``custom: "module:Class"`` names a module of the Python path, or a file: ``/path/file.py:Class``. The command
-line writes the second where the module lies beside the deployment document.
+line writes the second form if the module is in the folder of the deployment file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import math
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from policy.errors import ConfigError
 from policy.scaling.policies.registry import PolicyChoice
 from policy.scaling.view import Policy, Proposal, View
 
-# Of decisions: a policy that takes longer is not waited for, and not asked again before it has answered.
+# Maximum duration of a decision. A policy that takes longer is not called again before it has returned.
 PATIENCE_S = 1.0
 
 _lock = threading.Lock()
@@ -31,7 +32,7 @@ _stamps: dict[str, int] = {}
 
 
 def beside(choice: Choice, folder: Path) -> Choice:
-    """The choice with a module that lies in ``folder``, where the document is, written as its file."""
+    """The choice, with the path of its module if that is in ``folder``, the one of the deployment file."""
     given = choice.get("custom") if isinstance(choice, Mapping) else None
     where = given.get("class") if isinstance(given, Mapping) else given
     if not isinstance(where, str) or where.startswith("/"):
@@ -46,88 +47,88 @@ def beside(choice: Choice, folder: Path) -> Choice:
 
 
 def load(chosen: PolicyChoice, path: str) -> Policy:
-    """The policy that was ``chosen`` at ``path`` of the document, made of its parameters.
+    """The policy that was ``chosen`` at ``path`` of the deployment file, made with its parameters.
 
-    Raises :class:`policy.errors.ConfigError`. Imports what it is told to: not for an event loop.
+    Raises :class:`policy.errors.ConfigError`. Imports the module: not for an event loop.
     """
     where = chosen.class_path
     module, _, name = where.rpartition(":")
     try:
         found = getattr(_module(module), name, None)
     except (Exception, SystemExit) as error:
-        # Whatever their module raises when it is imported is what they have to know; nor may it end us.
-        raise ConfigError(path, where, f"a module that can be imported ({_said(error)})") from error
+        # Any error of a user's module is reported, and must not end this process.
+        raise ConfigError(path, where, f"a module that can be imported ({_describe(error)})") from error
     if not isinstance(found, type) or not callable(getattr(found, "decide", None)):
         raise ConfigError(path, where, f"a class {name!r} in {module} with a method decide(view, memory)")
     try:
         made = found(**chosen.arguments)
     except (Exception, SystemExit) as error:
-        raise ConfigError(path, chosen.arguments, f"parameters that {name} takes ({_said(error)})") from error
+        raise ConfigError(
+            path, chosen.arguments, f"parameters that {name} takes ({_describe(error)})"
+        ) from error
     return cast(Policy, made)
 
 
+@dataclass(eq=False)
 class GuardedPolicy:
-    """A policy: where it raises, or answers what is no proposal, the count stays, and that is an event.
+    """A policy whose failures, and invalid proposals, are events that leave the replica count unchanged.
 
-    One that somebody else wrote (``alone``) is asked in a thread of its own, with a copy of its memory:
-    whatever it does there, the others are decided on, and the log says what it was asked.
+    A user's policy runs in a thread of its own (``alone``) with a copy of its memory, so that it can neither
+    delay the decisions on other models nor change the input that the journal records.
     """
 
-    def __init__(self, policy: Policy, event: Callable[[str], None], *, alone: bool = False) -> None:
-        self._policy = policy
-        self._event = event
-        self._alone = alone
-        self._asked: threading.Thread | None = None
-        self._trouble = ""
+    policy: Policy
+    event: Callable[[str], None]
+    alone: bool = False
+    _running: threading.Thread | None = field(default=None, init=False)
+    _error: str = field(default="", init=False)
 
     def decide(self, view: View, memory: Any) -> Proposal:
-        """What the policy proposes, or as many as there are."""
+        """The proposal of the policy, or the present count."""
         try:
-            answer = self._ask(view, memory) if self._alone else self._policy.decide(view, memory)
-            proposal, trouble = _understood(answer)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the fleet must stand it
-            proposal, trouble = None, f"raised {_said(error)}"
-        if trouble and trouble != self._trouble:
-            self._event(f"{view.model}: the policy {type(self._policy).__name__} {trouble}; the count stays")
-        self._trouble = trouble
-        if proposal is None:
-            return Proposal(count=view.count, reason=f"the policy {trouble}", memory=memory)
-        return proposal
+            answer = self._call(view, memory) if self.alone else self.policy.decide(view, memory)
+            proposal, error = _checked(answer)
+        except Exception as raised:  # noqa: BLE001 - no error may stop the control loop
+            proposal, error = None, f"raised {_describe(raised)}"
+        if error and error != self._error:
+            self.event(f"{view.model}: the policy {type(self.policy).__name__} {error}; the count stays")
+        self._error = error
+        return proposal or Proposal(count=view.count, reason=f"the policy {error}", memory=memory)
 
-    def _ask(self, view: View, memory: Any) -> Any:
-        """What it answers in time; raises what it raises, and ``TimeoutError``."""
+    def _call(self, view: View, memory: Any) -> Any:
+        """The result of the policy; raises its errors, and ``TimeoutError``."""
         answers: list[Any] = []
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
-                answers.append(self._policy.decide(view, copy.deepcopy(memory)))
-            except BaseException as error:  # noqa: BLE001 - one that ends its thread has not answered either
+                answers.append(self.policy.decide(view, copy.deepcopy(memory)))
+            except BaseException as error:  # noqa: BLE001 - SystemExit ends only its thread
                 errors.append(error)
 
-        if self._asked is None or not self._asked.is_alive():
-            self._asked = threading.Thread(target=run, name="policy", daemon=True)
-            self._asked.start()
-            self._asked.join(PATIENCE_S)
+        if self._running is None or not self._running.is_alive():
+            self._running = threading.Thread(target=run, name="policy", daemon=True)
+            self._running.start()
+            self._running.join(PATIENCE_S)
         if errors:
-            raise errors[0] if isinstance(errors[0], Exception) else RuntimeError(_said(errors[0]))
+            raise errors[0] if isinstance(errors[0], Exception) else RuntimeError(_describe(errors[0]))
         if not answers:
             raise TimeoutError(f"no answer within {PATIENCE_S:g} s")
         return answers[0]
 
 
-def _understood(answer: object) -> tuple[Proposal | None, str]:
-    """The proposal as the log will have it, from which the next decision is made, or why there is none."""
-    if trouble := _wrong(answer):
-        return None, trouble
+def _checked(answer: object) -> tuple[Proposal | None, str]:
+    """The proposal as it is journaled, with which the next decision is made, or why it is invalid."""
+    if error := _invalid(answer):
+        return None, error
     try:
         return msgspec.json.decode(msgspec.json.encode(answer), type=Proposal), ""
-    except (TypeError, ValueError, RecursionError) as error:
-        return None, f"wants to remember what JSON has no word for ({_said(error)})"
+    except (TypeError, ValueError, RecursionError) as raised:
+        return None, f"returned a memory that JSON cannot express ({_describe(raised)})"
 
 
-def _wrong(proposal: object) -> str:
-    """Why it is no proposal, or an empty string."""
+def _invalid(proposal: object) -> str:
+    """Why it is no valid proposal, or an empty string."""
     if not isinstance(proposal, Proposal):
         return f"answered {proposal!r:.100}, which is no Proposal"
     if type(proposal.count) is not int or proposal.count < 0:
@@ -158,7 +159,7 @@ def _module(name: str) -> Any:
 
 
 def _imported(name: str) -> Any:
-    """A module by its name, as its file is now: a document that is applied again takes what was saved."""
+    """A module by its name, reloaded if its file has changed."""
     with _lock:
         module = importlib.import_module(name)
         file = getattr(module, "__file__", None)
@@ -169,5 +170,5 @@ def _imported(name: str) -> Any:
         return module
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300]

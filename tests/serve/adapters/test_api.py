@@ -20,7 +20,7 @@ from serve.adapters import api
 from serve.adapters.adapter_demand import AdapterDemand
 from serve.adapters.api import catalogs
 from serve.adapters.placement import AdapterPlacement
-from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
+from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.controller.client import ControllerClient
 from tests.serve.fake_adapter_store import digest_of, unreachable
 from tests.serve.plane import Plane
@@ -282,6 +282,6 @@ def test_instants_are_told_in_unix_seconds_whatever_clock_counts() -> None:
     demand.note(Heartbeat(replica=replica("r1"), uses=(used,)), 7.0)
     version = Version(number=1, digest=digest, rank=8, size=10, source="/a", at=1e9)
     alias = Alias(model="m", name="sql", revision=1, versions=(version,), split=((1, 1.0),))
-    shown = AdapterOverview([replica("r1")], demand, placing, 10.0, 2e9).of(alias)
+    shown = AdapterStatusView([replica("r1")], demand, placing, 10.0, 2e9).of(alias)
     assert shown.last_used == 2e9 - 3.0
     assert (shown.versions[0].refused[0].at, shown.versions[0].at) == (2e9 - 3.0, 1e9)

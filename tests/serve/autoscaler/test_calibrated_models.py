@@ -14,7 +14,7 @@ from policy.engine.step_samples import StepSample
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
-from serve.autoscaler.calibrated_models import BELIEVED_S, SAVE_EVERY_S, CalibrationStore
+from serve.autoscaler.calibrated_models import SAVE_EVERY_S, VALID_S, CalibrationStore
 from store.state_dir import StateDir
 from tests.serve.replicas import replica
 from tests.serve.sim_documents import deployment, sim_model
@@ -130,7 +130,7 @@ def test_a_slow_replica_is_told_from_the_others_while_it_steps(state: StateDir) 
     made.take(beat(model.faster(0.5), "slow"), spec(), model, 100.0)
     assert made.slowness("quick", model, 100.0) == pytest.approx(1.0, rel=0.05)
     assert made.slowness("slow", model, 100.0) == pytest.approx(2.0, rel=0.05)
-    assert made.slowness("slow", model, 101.0 + BELIEVED_S) == 1.0
+    assert made.slowness("slow", model, 101.0 + VALID_S) == 1.0
     made.take(beat(model, "slow", state=ReplicaPhase.STOPPED), spec(), model, 101.0)
     assert made.slowness("slow", model, 101.0) == 1.0
 
@@ -139,6 +139,6 @@ def test_a_replica_that_was_killed_is_forgotten(state: StateDir) -> None:
     of = spec()
     made = CalibrationStore(state)
     made.take(beat(prior(of), "killed"), of, prior(of), 1000.0)
-    made.take(beat(prior(of), "lives"), of, prior(of), 1000.0 + BELIEVED_S)
-    made.take(beat(prior(of), "lives"), of, prior(of), 1001.0 + 2 * BELIEVED_S)
-    assert set(made._of) == set(made._heard) == {"lives"}
+    made.take(beat(prior(of), "lives"), of, prior(of), 1000.0 + VALID_S)
+    made.take(beat(prior(of), "lives"), of, prior(of), 1001.0 + 2 * VALID_S)
+    assert set(made._recent) == {"lives"}

@@ -131,7 +131,7 @@ class Answering:
         (Proposal(count=1, reason=None), "gave None as its reason"),  # type: ignore[arg-type]
         (Proposal(count=1, reason="", forecast=math.nan), "answered nan for 'forecast'"),
         (Proposal(count=1, reason="", terms={"a": math.inf}), "answered inf for 'a'"),
-        (Proposal(count=1, reason="", memory=object()), "wants to remember what JSON has no word for"),
+        (Proposal(count=1, reason="", memory=object()), "returned a memory that JSON cannot express"),
     ],
 )
 def test_what_is_no_answer_leaves_the_count(answer: Any, said: str) -> None:
@@ -181,8 +181,8 @@ def test_one_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.Mo
     assert (answers.asked, len(events)) == (1, 1)
     assert "no answer within 0.01 s; the count stays" in events[0]
     answers.go.set()
-    assert policy._asked is not None
-    policy._asked.join()
+    assert policy._running is not None
+    policy._running.join()
     monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 60.0)
     assert policy.decide(VIEW, {"seen": []}).count == 4
 
