@@ -15,13 +15,10 @@ from policy.wire.catalog import DIGEST
 from policy.wire.controller import ADAPTERS, ADAPTERS_STREAM, AddLine, AddRequest
 from serve.adapters.add_job import AddJob
 from serve.adapters.controller import AdapterController
-from serve.adapters.library import AdapterLibrary
 from serve.http import json_answer, refusing
+from serve.state.resource_version import HEARTBEAT_S
 from serve.threads import wait_at_most
 
-HEARTBEAT_S = 1.0
-# Changes within this many seconds are sent as one catalog.
-COALESCE_S = 0.05
 # Minimum interval between two lines of progress.
 PROGRESS_S = 0.1
 NDJSON = "application/x-ndjson"
@@ -52,7 +49,7 @@ def routes(adapters: AdapterController) -> list[Route]:
         return json_answer(await library.rollback(_key(request)))
 
     async def stream(request: Request) -> Response:
-        return StreamingResponse(catalogs(library), media_type=NDJSON)
+        return StreamingResponse(library.catalog.revision.stream(library.line), media_type=NDJSON)
 
     async def blob(request: Request) -> Response:
         digest = request.path_params["digest"]
@@ -74,15 +71,6 @@ def routes(adapters: AdapterController) -> list[Route]:
 
 def _key(request: Request) -> tuple[str, str]:
     return request.path_params["model"], request.path_params["name"]
-
-
-async def catalogs(library: AdapterLibrary) -> AsyncIterator[bytes]:
-    """A catalog line now, after each change, and at least once a second; none before the records are read."""
-    while True:
-        version, line = await library.line()
-        yield line
-        await asyncio.sleep(COALESCE_S)
-        await library.catalog.revision.past(version, HEARTBEAT_S - COALESCE_S)
 
 
 async def _progress(adding: AddJob) -> AsyncIterator[bytes]:

@@ -42,10 +42,11 @@ class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _CalibratedModel:
-    """A calibration as it was ``saved``, and the fit since then."""
+    """A calibration, and the version that was saved last."""
 
     def __init__(self, saved: SavedModel) -> None:
         self.saved = saved
+        self.saved_version = saved.state.version
         self.calibration = Calibration(saved.prior, saved.state)
         self.changed = False
         self._publish()
@@ -122,7 +123,7 @@ class CalibrationStore:
             self._all[key].learn(learned)
         due = at - self._saved_at >= SAVE_EVERY_S
         for known in self._all.values():
-            if known.changed and (due or known.fit.version != known.saved.state.version):
+            if known.changed and (due or known.fit.version != known.saved_version):
                 self._save(known)
         if due:
             self._saved_at = at
@@ -169,7 +170,7 @@ class CalibrationStore:
         except OSError as error:
             log.warning("%s: %s", name, error)
             return
-        known.saved, known.changed = saved, False
+        known.saved_version, known.changed = known.fit.version, False
 
 
 def _is_fitted(known: _CalibratedModel, spec: ModelSpec) -> bool:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from policy.config.deployment import Budget, Deployment, ModelSpec
 from policy.engine.builtin_profiles import price_of, shipped
@@ -20,7 +20,6 @@ from policy.scaling.resources import Resources, total
 from policy.scaling.rollout import LayerKey
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
-from policy.types import Replica
 from policy.wire.heartbeat import Heartbeat
 from serve.autoscaler.calibrated_models import CalibrationStore
 from serve.state.desired_state import Target, Targets
@@ -68,7 +67,7 @@ class SituationBuilder:
 
     def note(self, beat: Heartbeat) -> None:
         """Learn the limits and step times that a replica reports."""
-        replica = beat.replica
+        replica, key = beat.replica, LayerKey.of(beat.replica)
         if replica.model not in self.targets.names():
             return
         target = self.targets.get(replica.model)
@@ -76,18 +75,17 @@ class SituationBuilder:
         if spec is None or replica.shape not in spec.shapes:
             return
         if beat.engine is not None and beat.engine.timing is not None:
-            self._reported[LayerKey.of(replica)] = beat.engine.timing
+            self._reported[key] = beat.engine.timing
         prior = self._timing(spec, replica.shape, replica.generation).model
         assert prior is not None
-        crowded = not spec.shapes[replica.shape].gpus and self._others_start(replica)
+        crowded = not spec.shapes[replica.shape].gpus and self._shares_cores(key)
         # Engines of a leaving revision may differ: each would undo what was learned from the other.
         learns = not crowded and replica.generation == target.aim.generation
         self.calibrations.take(beat, spec, prior, self.now(), learns=learns)
 
-    def _others_start(self, replica: Replica) -> bool:
-        """Whether other replicas start or other layers run, which slow it down where it runs on cores."""
-        own = LayerKey.of(replica)
-        layers = self.observed.layers(replica.model)
+    def _shares_cores(self, own: LayerKey) -> bool:
+        """Whether other replicas start or other layers run, which slow it down on cores."""
+        layers = self.observed.layers(own.model)
         return any(layer.starting or (layer.occupied and key != own) for key, layer in layers.items())
 
     def beside(self, models: Iterable[str], deployment: Deployment, at: float) -> Resources:
@@ -110,23 +108,24 @@ class SituationBuilder:
         if reported is None:
             return timing
         seats = min(reported.limits.max_num_seqs, spec.shapes[shape].max_in_flight)
-        limits = msgspec.structs.replace(reported.limits, max_num_seqs=seats)
+        limits = replace(reported.limits, max_num_seqs=seats)
         return Timing(limits=limits, model=reported.model or timing.model)
 
     def _facts(self, target: Target, mode: str, budget: Budget) -> ReplicaFacts:
         spec, name = target.spec, target.spec.modes[mode].shape
         timing = self._timing(spec, name, target.aim.generation)
-        known = self._known(target, name, timing.model)
+        assert timing.model is not None
+        fit = self._fit(target, name, timing.model)
         key = LayerKey(spec.name, name, target.aim.generation)
         return ReplicaFacts(
-            timing=msgspec.structs.replace(timing, model=None if known is None else known.model),
+            timing=replace(timing, model=fit.model),
             watts=self._needs(target, name, budget),
             lead_s=self.observed.lead_s(key, spec.control.assumed_start_s),
-            version=0 if known is None else known.version,
-            error=0.0 if known is None else known.error,
+            version=fit.version,
+            error=fit.error,
         )
 
-    def _known(self, target: Target, shape: str, prior: EngineModel | None) -> Fit | None:
+    def _fit(self, target: Target, shape: str, prior: EngineModel) -> Fit:
         """The engine model of a shape: measured where possible, else assumed.
 
         On cores, the correction that was measured on the running shape applies to an idle shape too: its old
@@ -134,8 +133,6 @@ class SituationBuilder:
         """
         spec = target.spec
         fit = self.calibrations.fitted(spec, shape)
-        if prior is None:
-            return fit
         assumed = self.calibrations.assumed(spec, shape, prior)
         idle = shape != target.aim.shape and not spec.shapes[shape].gpus
         if assumed is not None and (fit is None or (idle and prior != GENERIC.model)):

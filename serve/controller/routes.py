@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Annotated, Literal, TypeVar
@@ -27,9 +26,6 @@ from serve.controller_messages import ModelStatus
 from serve.http import error_answer, json_answer, refusing
 from serve.threads import run_in_thread
 
-HEARTBEAT_S = 1.0
-# Changes within this many seconds are sent as one snapshot.
-COALESCE_S = 0.05
 MAX_DECISIONS = 1000
 
 OK = {"ok": True}
@@ -88,7 +84,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
     """The app over one controller."""
 
     async def stream(request: Request) -> Response:
-        return StreamingResponse(_snapshots(controller), media_type="application/x-ndjson")
+        return StreamingResponse(snapshots(controller), media_type="application/x-ndjson")
 
     async def steps(request: Request) -> Response:
         asked = msgspec.convert(dict(request.query_params), StepsQuery)
@@ -159,10 +155,12 @@ async def _lines(values: AsyncIterator[object]) -> AsyncIterator[bytes]:
         yield msgspec.json.encode(value) + b"\n"
 
 
-async def _snapshots(controller: Controller) -> AsyncIterator[bytes]:
-    await controller.wait_for_reports()
-    while True:
+def snapshots(controller: Controller) -> AsyncIterator[bytes]:
+    """The fleet as NDJSON; none before running replicas had the time to report."""
+
+    async def line() -> tuple[int, bytes]:
+        await controller.wait_for_reports()
         fleet = controller.fleet()
-        yield msgspec.json.encode(fleet) + b"\n"
-        await asyncio.sleep(COALESCE_S)
-        await controller.registry.revision.past(fleet.version, HEARTBEAT_S - COALESCE_S)
+        return fleet.version, msgspec.json.encode(fleet) + b"\n"
+
+    return controller.registry.revision.stream(line)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from serve.threads import wait_at_most
+
+# A stream has a line at least this often, so that both ends notice a broken connection.
+HEARTBEAT_S = 1.0
+# Changes within this many seconds are sent as one line.
+COALESCE_S = 0.05
 
 
 class Revision:
@@ -28,3 +34,11 @@ class Revision:
         """Return when the version is past ``number``, or after ``timeout_s``."""
         if self.number <= number:
             await wait_at_most(self._changed, timeout_s)
+
+    async def stream(self, line: Callable[[], Awaitable[tuple[int, bytes]]]) -> AsyncIterator[bytes]:
+        """``line``, a version and its encoding, now, after each change and at least once a second."""
+        while True:
+            number, encoded = await line()
+            yield encoded
+            await asyncio.sleep(COALESCE_S)
+            await self.past(number, HEARTBEAT_S - COALESCE_S)

@@ -18,10 +18,10 @@ from policy.wire.controller import AddLine, AddRequest
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from serve.adapters import api
 from serve.adapters.adapter_demand import AdapterDemand
-from serve.adapters.api import catalogs
 from serve.adapters.placement import AdapterPlacement
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.controller.client import ControllerClient
+from serve.state import resource_version
 from tests.serve.fake_adapter_store import digest_of, unreachable
 from tests.serve.plane import Plane
 from tests.serve.replicas import replica
@@ -158,8 +158,9 @@ async def test_what_cannot_be_says_so(  # noqa: PLR0917 - a row of the table
 async def test_the_stream_tells_each_change_and_beats(
     plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "HEARTBEAT_S", 3600.0)
-    lines = catalogs(plane.controller.adapters.library)
+    monkeypatch.setattr(resource_version, "HEARTBEAT_S", 3600.0)
+    library = plane.controller.adapters.library
+    lines = library.catalog.revision.stream(library.line)
     first = msgspec.json.decode(await anext(lines), type=Catalog)
     assert (first.epoch, first.aliases) == (1000.0, ())
     following = asyncio.ensure_future(anext(lines))
@@ -167,7 +168,7 @@ async def test_the_stream_tells_each_change_and_beats(
     second = msgspec.json.decode(await following, type=Catalog)
     assert (second.epoch, second.aliases[0].name) == (1000.0, "sql")
     assert second.version > first.version
-    monkeypatch.setattr(api, "HEARTBEAT_S", api.COALESCE_S)
+    monkeypatch.setattr(resource_version, "HEARTBEAT_S", resource_version.COALESCE_S)
     assert msgspec.json.decode(await anext(lines), type=Catalog) == second
     await lines.aclose()
 

@@ -17,6 +17,7 @@ from policy.wire.headers import SECRET_HEADER
 from serve.controller import routes
 from serve.controller.client import ControllerClient
 from serve.controller_messages import ControllerStatus, LoggedDecision, ModelStatus
+from serve.state import resource_version
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document
 from tests.serve.traffic import Traffic
@@ -154,9 +155,9 @@ async def test_what_cannot_be_decoded_is_400(served: httpx.AsyncClient, path: st
 async def test_the_stream_tells_each_change_and_a_burst_once(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(resource_version, "HEARTBEAT_S", 3600.0)
     await plane.ready(document())
-    lines = routes._snapshots(plane.controller)
+    lines = routes.snapshots(plane.controller)
     first = msgspec.json.decode(await anext(lines), type=Fleet)
     assert len(first.replicas) == 1
     following = asyncio.ensure_future(anext(lines))
@@ -171,9 +172,9 @@ async def test_the_stream_tells_each_change_and_a_burst_once(
 
 @pytest.mark.slow
 async def test_the_stream_beats_when_nothing_changes(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "HEARTBEAT_S", routes.COALESCE_S)
+    monkeypatch.setattr(resource_version, "HEARTBEAT_S", resource_version.COALESCE_S)
     await plane.up(document())
-    lines = routes._snapshots(plane.controller)
+    lines = routes.snapshots(plane.controller)
     first, second = [msgspec.json.decode(await anext(lines), type=Fleet) for _ in range(2)]
     assert first.version == second.version
     await lines.aclose()
