@@ -36,6 +36,22 @@ def devices(gpus: int, environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name.strip() for name in named if name.strip())[:gpus]
 
 
+def product_name(names: Sequence[str]) -> str:
+    """The name of the first GPU, as all of a replica are alike; ``GPU`` if NVML does not know it. Blocks."""
+    with contextlib.suppress(ImportError, IndexError):
+        nvml = importlib.import_module("pynvml")
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlInit()
+            return str(nvml.nvmlDeviceGetName(_handle(nvml, names[0])))
+    return "GPU"
+
+
+def _handle(nvml: Any, name: str) -> Any:
+    if name.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(name))
+    return nvml.nvmlDeviceGetHandleByUUID(name)
+
+
 class GpuSet:
     """The GPUs of one replica. Every method blocks."""
 
@@ -43,12 +59,7 @@ class GpuSet:
         """Raises the library's ``NVMLError`` for a GPU that does not exist."""
         self._nvml = nvml
         nvml.nvmlInit()
-        self._handles = [
-            nvml.nvmlDeviceGetHandleByIndex(int(name))
-            if name.isdigit()
-            else nvml.nvmlDeviceGetHandleByUUID(name)
-            for name in names
-        ]
+        self._handles = [_handle(nvml, name) for name in names]
         self._xid, self._card = 0, ""
         # One event set per GPU, because an event does not name its GPU.
         self._errors: dict[str, Any] = {}

@@ -162,7 +162,8 @@ class LocalActuator:
             record = await self._start(record)
         # The newest are removed first: the oldest has the warmest caches.
         for process in staying[record.wanted :]:
-            self._leave(process)
+            if (found := find(process.pid, process.created)) is not None:
+                terminate(found)
             kept = tuple(
                 msgspec.structs.replace(p, leaving=True) if p is process else p for p in record.processes
             )
@@ -187,11 +188,6 @@ class LocalActuator:
         child.stdin.write(msgspec.json.encode(LocalHost(replica=replica, spec=spec)) + b"\n")
         child.stdin.close()
         return record
-
-    def _leave(self, process: Process) -> None:
-        found = find(process.pid, process.created)
-        if found is not None:
-            terminate(found)
 
     def _put(self, record: Record) -> None:
         self._records[record.key] = record

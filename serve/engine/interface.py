@@ -89,10 +89,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """One engine in this process. ``app`` is its OpenAI-compatible HTTP surface."""
+    """One engine in this process. ``app`` is its OpenAI-compatible HTTP surface.
+
+    ``adapter_slots`` is how many adapters it can have loaded at once, 0 if it loads none.
+    """
 
     app: ASGIApp
     max_model_len: int | None
+    adapter_slots: int
 
     def stats(self) -> EngineStats:
         """The current counts; does not block."""
@@ -105,10 +109,6 @@ class Engine(Protocol):
 
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters it can serve now."""
-
-    @property
-    def adapter_slots(self) -> int:
-        """How many adapters it can have loaded at once; 0 if it loads none."""
 
     async def load(self, name: str, path: Path) -> None:
         """Load the adapter in the directory ``path``, whose files never change, and serve it as ``name``.
@@ -129,10 +129,6 @@ class Engine(Protocol):
 
         Raises :class:`policy.errors.EngineFailed`.
         """
-
-    @property
-    def can_sleep(self) -> bool:
-        """Whether it was built with sleep mode."""
 
     async def sleep(self) -> None:
         """Return when no request runs and its GPU memory is free. Running requests are not cancelled.

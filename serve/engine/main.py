@@ -19,7 +19,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -39,7 +40,7 @@ from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import Engine, EngineSpec
 from serve.engine.request_guard import Guard
 from serve.engine.sleep import SleepControl
-from serve.gpu_metrics import devices
+from serve.gpu_metrics import devices, product_name
 from serve.http import HttpServer
 from store.state_dir import listen
 
@@ -71,17 +72,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed: str = ""
 
 
-class Events:
-    """The pipe to the host."""
+Send = Callable[[Event], None]
 
-    def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)
-        self._descriptor = descriptor
 
-    def send(self, event: Event) -> None:
-        """Write one line. A host that is gone is detected on standard input, not here."""
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._descriptor, msgspec.json.encode(event) + b"\n")
+def send(descriptor: int, event: Event) -> None:
+    """Write one line to the host. A host that is gone is detected on standard input, not here."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(descriptor, msgspec.json.encode(event) + b"\n")
 
 
 class Progress:
@@ -119,7 +116,7 @@ async def _lifeline(
     os.killpg(0, signal.SIGKILL)
 
 
-async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
+async def _watch(engine: Engine, timeout_s: float) -> None:
     progress = Progress(timeout_s, time.monotonic())
     while True:
         await asyncio.sleep(CHECK_S)
@@ -129,7 +126,7 @@ async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
 
 
 async def _report(
-    engine: Engine, guard: Guard, adapters: AdapterLoader, events: Events, runs_on: str
+    engine: Engine, guard: Guard, adapters: AdapterLoader, report_event: Send, hardware: str
 ) -> None:
     async for line in guard.lines():
         stats = engine.stats()
@@ -138,9 +135,9 @@ async def _report(
             deferred=stats.deferred,
             steps=engine.take_steps(),
             timing=engine.timing(),
-            hardware=runs_on,
+            hardware=hardware,
         )
-        events.send(Event(line=line, uses=adapters.uses(), engine=report))
+        report_event(Event(line=line, uses=adapters.uses(), engine=report))
         await asyncio.sleep(REPORT_S)
 
 
@@ -170,7 +167,7 @@ async def _prepare(url: str, spec: EngineSpec, adapters: AdapterLoader) -> None:
         log.warning("not all adapters were loaded in %g s; the others follow", HOLD_S)
 
 
-async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> None:
+async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send) -> None:
     """Serve ``spec`` until the engine fails or the process is told to stop."""
     create = importlib.import_module(MODULES[spec.kind]).create
     engine: Engine = await create(spec)
@@ -199,14 +196,14 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
         asyncio.create_task(server.serve(sockets=[sock])),
         asyncio.create_task(adapters.run()),
         asyncio.create_task(_lifeline(stdin, guard, adapters, rest)),
-        asyncio.create_task(_watch(engine, guard, spec.progress_timeout_s)),
-        asyncio.create_task(_report(engine, guard, adapters, events, describe_machine(spec))),
+        asyncio.create_task(_watch(engine, spec.progress_timeout_s)),
+        asyncio.create_task(_report(engine, guard, adapters, report_event, describe_machine(spec))),
     }
     preparing = asyncio.create_task(_prepare(url, spec, adapters))
     done, _ = await asyncio.wait({*tasks, preparing}, return_when=asyncio.FIRST_COMPLETED)
     if done == {preparing}:
         preparing.result()
-        events.send(Event(url=url, max_model_len=engine.max_model_len))
+        report_event(Event(url=url, max_model_len=engine.max_model_len))
         guard.become(ReplicaPhase.READY)
         tasks.add(asyncio.create_task(rest.run()))
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -223,7 +220,7 @@ def describe_machine(
         return f"simulated: {spec.sim.profile} at {spec.sim.speed:g} times its speed"
     if spec.cpus:
         return f"{spec.cpus} of {os.cpu_count()} cores of {_cpu(cpuinfo)}"
-    return f"{spec.tensor_parallel} x {_card(spec.tensor_parallel, environment)}"
+    return f"{spec.tensor_parallel} x {product_name(devices(spec.tensor_parallel, environment))}"
 
 
 def _cpu(cpuinfo: Path) -> str:
@@ -235,31 +232,18 @@ def _cpu(cpuinfo: Path) -> str:
     return platform.machine()
 
 
-def _card(count: int, environment: Mapping[str, str]) -> str:
-    """The name of the first GPU, as all of a replica are alike; unknown without NVML."""
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return "GPU"
-    with contextlib.suppress(nvml.NVMLError):
-        nvml.nvmlInit()
-        for name in devices(count, environment):
-            by = nvml.nvmlDeviceGetHandleByIndex if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID
-            return str(nvml.nvmlDeviceGetName(by(int(name) if name.isdigit() else name)))
-    return "GPU"
-
-
 async def _main(descriptor: int) -> None:
     reader = asyncio.StreamReader(limit=MAX_LINE)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
     spec = msgspec.json.decode(await reader.readline(), type=EngineSpec)
-    events = Events(descriptor)
+    os.set_inheritable(descriptor, False)
+    report_event = partial(send, descriptor)
     try:
-        await run(spec, reader, events)
+        await run(spec, reader, report_event)
     except Exception as error:
         # Report any error to the host: the operator needs it.
-        events.send(Event(failed=f"{type(error).__name__}: {error}"[:2000]))
+        report_event(Event(failed=f"{type(error).__name__}: {error}"[:2000]))
         raise
 
 

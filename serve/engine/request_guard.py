@@ -36,9 +36,9 @@ _ADAPTER = re.compile(f"({NAME.pattern})@({DIGEST.pattern})")
 # A load line is sent at least this often, so that a reader can tell an idle replica from a dead one.
 HEARTBEAT_S = 1.0
 # Prefixes kept for load lines; a new reader of the stream receives at most this many.
-MAX_NEWS = 512
+MAX_PREFIXES = 512
 # A request that arrived less than this ago may not be in the engine's own count yet.
-ON_ITS_WAY_S = 0.05
+UNSEEN_S = 0.05
 
 
 class Guard:
@@ -61,27 +61,23 @@ class Guard:
         self._serving: set[asyncio.Task[Any]] = set()
         # Prefill estimates of requests whose answer has not started, with their arrival.
         self._prefills: dict[_Answer, tuple[int, float]] = {}
-        self._news: deque[int] = deque(maxlen=MAX_NEWS)
-        self._newsworthy = 0
-        self._state = ReplicaPhase.STARTING
+        self._prefixes: deque[int] = deque(maxlen=MAX_PREFIXES)
+        self._prefix_count = 0
+        self.state = ReplicaPhase.STARTING
         self._changed = asyncio.Event()
         adapters.watch(self._notify)
 
-    @property
-    def state(self) -> ReplicaPhase:
-        return self._state
-
     def become(self, state: ReplicaPhase) -> None:
         """Move to ``state``; a draining replica never becomes ready again."""
-        if self._state is ReplicaPhase.DRAINING and state is ReplicaPhase.READY:
+        if self.state is ReplicaPhase.DRAINING and state is ReplicaPhase.READY:
             return
-        self._state = state
+        self.state = state
         self._notify()
 
     def reopen(self) -> None:
         """Serve again after a drain that was only meant to end in sleep."""
-        if self._state is ReplicaPhase.DRAINING:
-            self._state = ReplicaPhase.READY
+        if self.state is ReplicaPhase.DRAINING:
+            self.state = ReplicaPhase.READY
             self._notify()
 
     async def emptied(self) -> None:
@@ -109,7 +105,7 @@ class Guard:
             pending_tokens=self._pending(stats.prefilling),
         )
         return LoadLine(
-            state=self._state,
+            state=self.state,
             load=load,
             adapters=self._engine.adapters(),
             refused=self._adapters.refused(),
@@ -149,14 +145,14 @@ class Guard:
             await self._count(scope, receive, send, headers)
 
     def _refusal(self, canary: bool) -> Refusal | None:
-        if self._engine.dead and self._state is ReplicaPhase.READY:
+        if self._engine.dead and self.state is ReplicaPhase.READY:
             # The process is about to end; until then no other request should be sent here.
             self.become(ReplicaPhase.STARTING)
-        if self._state is ReplicaPhase.STARTING:
+        if self.state is ReplicaPhase.STARTING:
             return None if canary else Refusal.STARTING
-        if self._state is ReplicaPhase.ASLEEP:
+        if self.state is ReplicaPhase.ASLEEP:
             return Refusal.STARTING
-        if self._state is not ReplicaPhase.READY:
+        if self.state is not ReplicaPhase.READY:
             return Refusal.DRAINING
         return Refusal.BUSY if self._in_flight >= self._bound else None
 
@@ -168,8 +164,8 @@ class Guard:
         self._in_flight += 1
         self._prefills[answer] = (_tokens(headers.get(_PREFILL, b"")), self._clock())
         prefixes = _hashes(headers.get(_PREFIX, b""))
-        self._news.extend(prefixes)
-        self._newsworthy += len(prefixes)
+        self._prefixes.extend(prefixes)
+        self._prefix_count += len(prefixes)
         self._notify()
         try:
             if (wanted := headers.get(_NEEDS)) is None:
@@ -190,20 +186,22 @@ class Guard:
         if found is None:
             await _answer(answer, 400, Refusal.BAD_REQUEST, "the header names no version of an adapter")
             return
-        try:
-            claim = self._adapters.claim(*found.groups())
-        except AdapterRefused as error:
-            await _answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
-            return
         inbox = _Inbox(receive)
-        try:
-            if claim.arrival is None or await self._arrived(claim.arrival, inbox, answer):
-                await self._engine.app(scope, inbox, answer)
-        finally:
-            claim.release()
+        with contextlib.ExitStack() as leased:
+            try:
+                arrival = leased.enter_context(self._adapters.lease(*found.groups()))
+                if arrival is not None and not await self._arrived(arrival, inbox, answer):
+                    return
+            except AdapterRefused as error:
+                await _answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
+                return
+            except EngineFailed as error:
+                await _answer(answer, 503, Refusal.REPLICA_LOST, str(error))
+                return
+            await self._engine.app(scope, inbox, answer)
 
     async def _arrived(self, arrival: asyncio.Future[float], inbox: _Inbox, answer: _Answer) -> bool:
-        """Wait for the adapter; whether the request goes on: it may be refused or cancelled."""
+        """Wait for the adapter, and raise as its load does; false when the client has disconnected."""
         tokens, _ = self._prefills[answer]
         # While it waits it is not in the engine's own count.
         self._prefills[answer] = (tokens, math.inf)
@@ -216,14 +214,7 @@ class Guard:
             await asyncio.wait({listening})
         if not arrival.done():
             return False
-        try:
-            arrival.result()
-        except AdapterRefused as error:
-            await _answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
-            return False
-        except EngineFailed as error:
-            await _answer(answer, 503, Refusal.REPLICA_LOST, str(error))
-            return False
+        arrival.result()
         self._prefills[answer] = (tokens, self._clock())
         return True
 
@@ -238,15 +229,15 @@ class Guard:
         The guard's own counts too much for answers that are not streamed, whose first byte comes with the
         last. The engine's count may include tokens that are cached.
         """
-        recent = self._clock() - ON_ITS_WAY_S
+        recent = self._clock() - UNSEEN_S
         announced = sum(tokens for tokens, _ in self._prefills.values())
         on_its_way = sum(tokens for tokens, at in self._prefills.values() if at > recent)
         return min(announced, prefilling + on_its_way)
 
-    def _news_since(self, count: int) -> tuple[int, ...]:
+    def _prefixes_since(self, count: int) -> tuple[int, ...]:
         """The prefixes after the first ``count``, as far as they are kept."""
-        new = min(self._newsworthy - count, len(self._news))
-        return tuple(self._news)[-new:] if new else ()
+        new = min(self._prefix_count - count, len(self._prefixes))
+        return tuple(self._prefixes)[-new:] if new else ()
 
     def _notify(self) -> None:
         self._changed.set()
@@ -262,8 +253,8 @@ class Guard:
             async for line in self.lines():
                 if gone.done():
                     return
-                news = msgspec.structs.replace(line, timing=timing, prefixes=self._news_since(reported))
-                reported, timing = self._newsworthy, None
+                news = msgspec.structs.replace(line, timing=timing, prefixes=self._prefixes_since(reported))
+                reported, timing = self._prefix_count, None
                 body = msgspec.json.encode(news) + b"\n"
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
@@ -306,15 +297,15 @@ class _Inbox:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._heard: deque[Message] = deque()
+        self._received: deque[Message] = deque()
 
     async def __call__(self) -> Message:
-        return self._heard.popleft() if self._heard else await self._receive()
+        return self._received.popleft() if self._received else await self._receive()
 
     async def left(self) -> None:
         """Return when the client has disconnected."""
-        while not self._heard or self._heard[-1]["type"] != "http.disconnect":
-            self._heard.append(await self._receive())
+        while not self._received or self._received[-1]["type"] != "http.disconnect":
+            self._received.append(await self._receive())
 
 
 def _tokens(value: bytes) -> int:

@@ -132,7 +132,8 @@ class VLLMEngine:
         self._static = frozenset(self._models.lora_requests)
         lora = llm.vllm_config.lora_config if managed else None
         # Beyond either limit vLLM evicts by itself.
-        self._slots = 0 if lora is None else min(lora.max_loras, lora.max_cpu_loras) - len(self._static)
+        slots = 0 if lora is None else min(lora.max_loras, lora.max_cpu_loras) - len(self._static)
+        self.adapter_slots = slots
 
     def stats(self) -> EngineStats:
         latest = self._steps.latest
@@ -159,10 +160,6 @@ class VLLMEngine:
 
     def adapters(self) -> tuple[str, ...]:
         return tuple(self._models.lora_requests)
-
-    @property
-    def adapter_slots(self) -> int:
-        return self._slots
 
     async def load(self, name: str, path: Path) -> None:
         # Ids are never reused, so that no request can get another adapter.
@@ -196,7 +193,7 @@ class VLLMEngine:
         await self._remove(request.lora_int_id)
 
     async def loaded(self) -> frozenset[str]:
-        if not self._slots:
+        if not self.adapter_slots:
             return frozenset()
         try:
             there = await self._llm.list_loras()
@@ -212,10 +209,6 @@ class VLLMEngine:
             await self._llm.remove_lora(adapter_id)
         except EngineDeadError as error:
             raise EngineFailed(f"vLLM's engine died: {error}") from error
-
-    @property
-    def can_sleep(self) -> bool:
-        return bool(self._llm.model_config.enable_sleep_mode)
 
     async def sleep(self) -> None:
         # Level 1: weights move to host memory, the KV cache is dropped. By default vLLM aborts requests.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
+from policy.types import ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Orders
 from policy.wire.reports import EngineReport
@@ -24,20 +25,18 @@ Transport = httpx.AsyncBaseTransport | None
 
 
 async def send_heartbeats(hosts: Sequence[ReplicaHost], transport: Transport = None) -> None:
-    """Send heartbeats of ``hosts`` until cancelled."""
-    await asyncio.gather(*(_beat(host, transport) for host in hosts))
+    """Send heartbeats of ``hosts`` until each has been sent once, or tried, with its replica stopped."""
+    await asyncio.gather(*(_send_heartbeats(host, transport) for host in hosts))
 
 
-async def send_last_heartbeats(hosts: Sequence[ReplicaHost], transport: Transport = None) -> None:
-    """Report to the controller, once, that ``hosts`` have stopped."""
-    await asyncio.gather(*(_last_beat(host, transport) for host in hosts))
-
-
-async def _beat(host: ReplicaHost, transport: Transport) -> None:
-    """Send heartbeats of ``host``; usage is kept while the controller does not answer."""
+async def _send_heartbeats(host: ReplicaHost, transport: Transport) -> None:
+    """Usage is kept while the controller does not answer."""
     usage = AdapterUsage()
     engine: EngineReport | None = None
-    async with _client(host, 2.0, transport) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://{host.spec.controller}", headers={SECRET_HEADER: host.spec.secret},
+        timeout=2.0, trust_env=False, transport=transport,
+    ) as client:  # fmt: skip
         while True:
             host.changed.clear()
             heartbeat = host.take_heartbeat()
@@ -52,19 +51,8 @@ async def _beat(host: ReplicaHost, transport: Transport) -> None:
                     usage.clear()
                     engine = None
                     host.obey(msgspec.json.decode(answer.content, type=Orders))
+            if heartbeat.replica.state is ReplicaPhase.STOPPED:
+                return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_PERIOD_S):
                     await host.changed.wait()
-
-
-async def _last_beat(host: ReplicaHost, transport: Transport) -> None:
-    with contextlib.suppress(httpx.HTTPError):
-        async with _client(host, 1.0, transport) as client:
-            await client.post("/replicas", content=msgspec.json.encode(host.take_heartbeat()))
-
-
-def _client(host: ReplicaHost, timeout_s: float, transport: Transport) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=f"http://{host.spec.controller}", headers={SECRET_HEADER: host.spec.secret},
-        timeout=timeout_s, trust_env=False, transport=transport,
-    )  # fmt: skip

@@ -12,7 +12,7 @@ import sys
 import msgspec
 import uvloop
 
-from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
+from serve.host.heartbeat import send_heartbeats
 from serve.host.replica_host import HostSpec
 from serve.host.shared_gpu_host import host_of
 
@@ -40,8 +40,7 @@ async def _run(local: LocalHost) -> int:
     await host.drain()
     await host.stop()
     await asyncio.gather(starting, *ends, return_exceptions=True)
-    beating.cancel()
-    await send_last_heartbeats(host.replicas)
+    await beating
     return code
 
 

@@ -9,7 +9,7 @@ import ray
 from ray import serve as ray_serve
 
 from policy.errors import EngineFailed
-from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
+from serve.host.heartbeat import send_heartbeats
 from serve.host.replica_host import HostSpec
 from serve.host.shared_gpu_host import host_of
 from serve.host.version_check import Versions, installed, refuse_other
@@ -58,5 +58,4 @@ class RayHost:
         await self._host.drain()
         await self._host.stop()
         if self._beating is not None:
-            self._beating.cancel()
-        await send_last_heartbeats(self._host.replicas)
+            await self._beating

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @example(["small", "apply", "revert", "ready", "four", "apply"], 2 * GPUS)
 @given(st.lists(OPS, max_size=30), st.sampled_from([GPUS, 2 * GPUS, None]))
-def test_it_gets_where_it_is_told_to(ops: list[str], gpus: int | None) -> None:
+def test_a_group_converges_after_any_sequence_of_events(ops: list[str], gpus: int | None) -> None:
     before = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_play(Path(folder), ops, gpus))

@@ -45,9 +45,7 @@ def awake(cluster: MemoryCluster) -> set[str]:
 
 # However much is free elsewhere, or nothing is known of it.
 @pytest.mark.parametrize("gpus", [GPUS, 4 * GPUS, None])
-async def test_shapes_change_places_in_their_bed_and_nothing_is_started(
-    plane: Plane, gpus: int | None
-) -> None:
+async def test_a_switch_in_a_group_starts_nothing(plane: Plane, gpus: int | None) -> None:
     engines = await up(plane, gpus)
     assert {key: held.wanted for key, held in plane.cluster.held.items()} == {LARGE: 1}
     plane.controller.mode("m", "multi-replica")
@@ -66,7 +64,7 @@ async def test_shapes_change_places_in_their_bed_and_nothing_is_started(
     assert {key: held.wanted for key, held in plane.cluster.held.items()} == {LARGE: 1}
 
 
-async def test_what_a_switch_costs_is_a_wake(plane: Plane) -> None:
+async def test_the_lead_time_of_a_switch_is_a_wake(plane: Plane) -> None:
     # A start would take longer than requests may wait, and so would not be made.
     await plane.ready(written() | {"gateway": {"queue_timeout_s": 5}})
     plane.controller.mode("m", "multi-replica")
@@ -99,7 +97,7 @@ async def test_a_shape_that_cannot_be_woken_is_rolled_back(plane: Plane) -> None
 
 
 @pytest.mark.parametrize("gpus", [GPUS, 2 * GPUS])
-async def test_a_new_generation_has_a_bed_of_its_own(plane: Plane, gpus: int) -> None:
+async def test_a_new_revision_has_its_own_group(plane: Plane, gpus: int) -> None:
     old = await up(plane, gpus)
     new = written(gpus, sim={"profile": "sim-small", "wake_s": 1.0, "seed": 7})
     plane.controller.apply(new)
@@ -115,7 +113,7 @@ async def test_a_new_generation_has_a_bed_of_its_own(plane: Plane, gpus: int) ->
     assert fewest == (1 if gpus > GPUS else 0)
 
 
-async def test_a_new_generation_that_fails_gives_the_gpus_back(plane: Plane) -> None:
+async def test_a_failed_new_revision_gives_the_gpus_back(plane: Plane) -> None:
     await up(plane)
     plane.cluster.failing[NEW_LARGE] = "no such weights"
     plane.controller.apply(written(sim={"profile": "sim-small", "wake_s": 1.0, "seed": 7}))
@@ -125,7 +123,7 @@ async def test_a_new_generation_that_fails_gives_the_gpus_back(plane: Plane) -> 
     assert "no such weights" in plane.note()
 
 
-async def test_with_never_engines_start_and_stop_again(plane: Plane) -> None:
+async def test_sleep_never_starts_and_stops_engines(plane: Plane) -> None:
     await up(plane)
     never = {"policy": "static", "mode": {"drain_timeout_s": 10, "sleep": "never"}, "start_timeout_s": 60}
     plane.controller.apply(written(control=never))
@@ -140,7 +138,7 @@ async def test_with_never_engines_start_and_stop_again(plane: Plane) -> None:
     assert plane.counts(ASLEEP) == {LayerKey("m", "large", 3): 1, LayerKey("m", "small", 3): 2}
 
 
-async def test_at_zero_all_are_asleep_and_the_bed_keeps_its_gpus(plane: Plane) -> None:
+async def test_at_zero_all_are_asleep_and_the_group_keeps_its_gpus(plane: Plane) -> None:
     modes = {
         "multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}},
         "single-large": {"shape": "large", "replicas": 1},
@@ -167,7 +165,7 @@ async def test_at_zero_all_are_asleep_and_the_bed_keeps_its_gpus(plane: Plane) -
     assert {r.id for r in plane.cluster.replicas.values() if r.model == "m"} == engines
 
 
-async def test_a_model_that_leaves_takes_its_bed_along(plane: Plane) -> None:
+async def test_a_removed_model_removes_its_group(plane: Plane) -> None:
     await up(plane)
     plane.controller.apply(document(sim_model("other")))
     await plane.ticks(20)
@@ -176,7 +174,7 @@ async def test_a_model_that_leaves_takes_its_bed_along(plane: Plane) -> None:
     assert [status.name for status in plane.controller.status().models] == ["other"]
 
 
-async def test_orders_are_told_to_every_engine_of_the_bed_and_to_no_other(plane: Plane) -> None:
+async def test_orders_go_to_every_engine_of_the_group_only(plane: Plane) -> None:
     await up(plane)
     for replica in list(plane.cluster.replicas.values()):
         orders = plane.controller.beat(Heartbeat(replica=replica))

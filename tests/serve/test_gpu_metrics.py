@@ -83,7 +83,7 @@ def told_by(cards: GpuSet) -> PowerReport:
     return report
 
 
-def test_the_cards_of_a_replica_are_told_together() -> None:
+def test_metrics_are_summed_over_gpus() -> None:
     nvml = FakeNvml(card(), card(mw=150_500, mj=1_000, c=71, why=0x4), card(mw=999_000))
     assert GpuSet(nvml, ("0", "GPU-1")).read() == PowerReport(
         watts=450.5, joules=5001.0, celsius=71.0, throttled="software power cap", reasons=0x4
@@ -91,7 +91,7 @@ def test_the_cards_of_a_replica_are_told_together() -> None:
     assert nvml.told_of == [0, 1]
 
 
-def test_every_reason_that_costs_speed_has_its_word_and_others_have_none() -> None:
+def test_only_throttle_reasons_are_named() -> None:
     nvml = FakeNvml(card(why=0x1 | 0x2 | 0x10 | 0x100))
     cards = GpuSet(nvml, ("0",))
     read = told_by(cards)
@@ -101,7 +101,7 @@ def test_every_reason_that_costs_speed_has_its_word_and_others_have_none() -> No
     assert (read.throttled, read.reasons) == ("hardware slowdown, hardware thermal slowdown", 0x48)
 
 
-def test_the_last_error_of_a_card_stays_known_and_which_card_it_was() -> None:
+def test_the_last_gpu_error_and_its_gpu_are_kept() -> None:
     nvml = FakeNvml(card(), card())
     cards = GpuSet(nvml, ("0", "GPU-1"))
     nvml.errors = {0: [31], 1: [48, 79]}
@@ -117,7 +117,7 @@ def test_the_last_error_of_a_card_stays_known_and_which_card_it_was() -> None:
     assert cards.read() == PowerReport(watts=0.0, xid=79, card="GPU-1")
 
 
-def test_the_error_of_a_program_is_told_until_a_card_has_one() -> None:
+def test_a_program_error_is_replaced_by_a_gpu_error() -> None:
     nvml = FakeNvml(card(), card())
     cards = GpuSet(nvml, ("0", "1"))
     for errors, told in (({0: [31]}, (31, "GPU 0")), ({1: [43]}, (43, "GPU 1")), ({0: [94]}, (94, "GPU 0"))):
@@ -126,12 +126,12 @@ def test_the_error_of_a_program_is_told_until_a_card_has_one() -> None:
         assert (read.xid, read.card) == told
 
 
-def test_a_figure_that_a_card_does_not_have_is_left_out() -> None:
+def test_unsupported_metrics_are_left_out() -> None:
     assert GpuSet(FakeNvml({"mw": 70_000}), ("0",)).read() == PowerReport(watts=70.0)
     assert GpuSet(FakeNvml({"c": 50}), ("0",)).read() is None
 
 
-def test_events_that_are_not_supported_are_no_reason_to_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_read_without_event_support(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml(card())
 
     def refuse(*_: Any) -> None:
@@ -152,7 +152,7 @@ def test_events_that_are_not_supported_are_no_reason_to_tell_nothing(monkeypatch
         (0, {"CUDA_VISIBLE_DEVICES": "0,1"}, ()),
     ],
 )
-def test_a_replica_asks_its_own_cards(gpus: int, environment: dict[str, str], names: tuple[str, ...]) -> None:
+def test_a_replica_reads_its_own_gpus(gpus: int, environment: dict[str, str], names: tuple[str, ...]) -> None:
     assert devices(gpus, environment) == names
 
 

@@ -29,7 +29,7 @@ def status(plane: Plane) -> ModelStatus:
     return plane.controller.status().models[0]
 
 
-async def test_a_count_by_hand_holds_until_it_is_taken_back(plane: Plane, tmp_path: Path) -> None:
+async def test_a_manual_count_holds_until_it_is_cleared(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 20, m=2.0)
     assert plane.counts(READY) == {SMALL: 2}
     assert status(plane).decided_by.endswith("by_rate.py:ByRate")
@@ -45,7 +45,7 @@ async def test_a_count_by_hand_holds_until_it_is_taken_back(plane: Plane, tmp_pa
     assert status(plane).override is None
 
 
-async def test_a_term_outlives_the_controller(plane: Plane, tmp_path: Path) -> None:
+async def test_an_override_duration_survives_a_controller_restart(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 10, m=1.0)
     plane.controller.scale("m", 3, 30.0)
     await traffic.run(10)
@@ -57,7 +57,7 @@ async def test_a_term_outlives_the_controller(plane: Plane, tmp_path: Path) -> N
     assert plane.counts(READY) == {SMALL: 1}
 
 
-async def test_a_mode_by_hand_leaves_its_count_to_the_policy(plane: Plane, tmp_path: Path) -> None:
+async def test_a_manual_mode_leaves_the_count_to_the_policy(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(tmp_path)))
     traffic = Traffic(plane)
     plane.controller.mode("m", "single-large")
@@ -72,9 +72,7 @@ async def test_a_mode_by_hand_leaves_its_count_to_the_policy(plane: Plane, tmp_p
     assert status(plane).override is None
 
 
-async def test_a_mode_by_hand_that_the_budget_has_no_room_for_is_refused(
-    plane: Plane, tmp_path: Path
-) -> None:
+async def test_a_manual_mode_over_the_budget_is_refused(plane: Plane, tmp_path: Path) -> None:
     other = sim_model("other", control={"policy": "static"})
     # With the large one 300 W beside the 100 W that the other model holds.
     large = {"large": {"gpus": 3, "tensor_parallel": 3}, "small": {"gpus": 1}}
@@ -92,7 +90,7 @@ async def test_a_mode_by_hand_that_the_budget_has_no_room_for_is_refused(
     assert plane.counts(READY)[LARGE] == 1
 
 
-async def test_a_count_belongs_to_its_mode(plane: Plane, tmp_path: Path) -> None:
+async def test_a_manual_count_belongs_to_its_mode(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(tmp_path)))
     traffic = Traffic(plane)
     plane.controller.scale("m", 4)
@@ -106,7 +104,7 @@ async def test_a_count_belongs_to_its_mode(plane: Plane, tmp_path: Path) -> None
     assert plane.counts(READY) == {SMALL: 1}
 
 
-async def test_nothing_by_hand_where_the_mode_may_be_empty(plane: Plane, tmp_path: Path) -> None:
+async def test_a_manual_count_of_zero_is_not_woken_by_requests(plane: Plane, tmp_path: Path) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
     traffic = await Traffic.over(plane, document(model(tmp_path, modes=modes)), 10, m=2.0)
     assert plane.controller.scale("m", 0).target == 0
@@ -122,7 +120,7 @@ async def test_nothing_by_hand_where_the_mode_may_be_empty(plane: Plane, tmp_pat
     assert plane.counts(READY)[SMALL] >= 1
 
 
-async def test_a_count_by_hand_is_kept_within_new_bounds(plane: Plane, tmp_path: Path) -> None:
+async def test_a_manual_count_is_clamped_to_new_bounds(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(tmp_path)))
     traffic = Traffic(plane)
     plane.controller.scale("m", 4)
@@ -134,7 +132,7 @@ async def test_a_count_by_hand_is_kept_within_new_bounds(plane: Plane, tmp_path:
     assert status(plane).override == Override(mode="multi-replica", count=3)
 
 
-async def test_a_mode_by_hand_that_fails_is_set_no_longer(plane: Plane, tmp_path: Path) -> None:
+async def test_a_manual_mode_that_fails_is_cleared(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 5, m=1.0)
     plane.cluster.failing[LARGE] = "out of memory"
     plane.controller.mode("m", "single-large")
@@ -146,7 +144,7 @@ async def test_a_mode_by_hand_that_fails_is_set_no_longer(plane: Plane, tmp_path
     assert len(deploys) == 1
 
 
-async def test_a_count_by_hand_outlives_a_new_generation(plane: Plane, tmp_path: Path) -> None:
+async def test_a_manual_count_survives_a_new_revision(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(tmp_path)))
     traffic = Traffic(plane)
     plane.controller.scale("m", 3)

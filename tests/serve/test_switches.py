@@ -114,7 +114,7 @@ async def test_load_alone_switches_there_and_back(plane: Plane, gpus: int) -> No
         assert {"giving way", "starting"} <= set(switch.phases)
 
 
-async def test_what_was_promised_is_compared_with_what_came(plane: Plane) -> None:
+async def test_the_predicted_saving_is_compared_with_the_measured(plane: Plane) -> None:
     switch = await up(plane, ROOMY)
     switch.traffic.met = 0.5
     while plane.counts(READY) != {SMALL: 4}:
@@ -152,7 +152,7 @@ EACH = [(gpus, phase, back) for gpus, phases in PHASES.items() for phase in phas
 
 
 @pytest.mark.parametrize(("gpus", "phase", "back"), EACH)
-async def test_a_controller_killed_in_any_state_of_a_switch_goes_on(
+async def test_a_switch_continues_after_a_controller_is_killed_in_any_phase(
     plane: Plane, gpus: int, phase: str, back: bool
 ) -> None:
     switch = await up(plane, gpus)
@@ -175,7 +175,7 @@ async def test_a_controller_killed_in_any_state_of_a_switch_goes_on(
         assert switches(plane) == []
 
 
-async def test_a_controller_killed_while_it_rolls_back_goes_on(plane: Plane) -> None:
+async def test_a_rollback_continues_after_the_controller_is_killed(plane: Plane) -> None:
     switch = await up(plane, SCARCE)
     plane.cluster.failing[SMALL] = "no memory left"
     await until_phase(switch, HIGH, "rolling back", "single-large")
@@ -202,7 +202,7 @@ async def until_phase(switch: Switch, rate: float, phase: str, to: str) -> None:
 
 @pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.long)])
-async def test_a_mode_that_does_not_start_is_left_and_tried_again_later_and_later(
+async def test_a_mode_that_fails_to_start_is_retried_with_backoff(
     plane: Plane, gpus: int, kills: bool
 ) -> None:
     switch = await up(plane, gpus)
@@ -230,7 +230,7 @@ async def test_a_mode_that_does_not_start_is_left_and_tried_again_later_and_late
     assert plane.controller._targets.get("m").barred == {}
 
 
-async def test_a_switch_by_hand_dwells_past_its_term(plane: Plane) -> None:
+async def test_a_manual_switch_dwells_past_its_duration(plane: Plane) -> None:
     switch = await up(plane, ROOMY)
     plane.cluster.slow = False
     plane.controller.mode("m", "multi-replica", 2.0)
@@ -240,7 +240,7 @@ async def test_a_switch_by_hand_dwells_past_its_term(plane: Plane) -> None:
     assert plane.counts(READY) == {LARGE: 1}
 
 
-async def test_a_switch_goes_on_while_the_wall_clock_is_set(plane: Plane) -> None:
+async def test_a_switch_continues_while_the_wall_clock_is_set(plane: Plane) -> None:
     switch = await up(plane, ROOMY)
     await until_phase(switch, HIGH, "switching", "multi-replica")
     # Far past the time that a start may take.
@@ -250,7 +250,7 @@ async def test_a_switch_goes_on_while_the_wall_clock_is_set(plane: Plane) -> Non
     assert switches(plane)[-1] == "multi-replica"
 
 
-async def test_a_gap_that_the_queue_cannot_hold_keeps_the_mode(plane: Plane) -> None:
+async def test_a_gap_longer_than_the_queue_timeout_keeps_the_mode(plane: Plane) -> None:
     made = written(SCARCE, assumed_start_s=30) | {"gateway": {"queue_timeout_s": 20}}
     await plane.up(made)
     switch = Switch(plane)
@@ -277,7 +277,7 @@ async def test_a_switch_that_was_refused_does_not_dwell(
     assert plane.controller.autoscaler._kept.memories["m"].switched_at is None
 
 
-async def test_draining_replicas_are_kept_for_the_streams_that_they_have(plane: Plane) -> None:
+async def test_draining_replicas_finish_their_streams(plane: Plane) -> None:
     switch = await up(plane, ROOMY)
     await until_phase(switch, HIGH, "draining the old", "multi-replica")
     for _ in range(20):

@@ -1,7 +1,7 @@
 """Load and unload the adapters of one engine, by the rules of :mod:`policy.adapter_placement.slots`.
 
-A request holds an :class:`AdapterLease` from before the engine sees it until the engine has finished it. One
-task loads and unloads, one adapter at a time. Files are fetched and read concurrently, before the load.
+A request leases its adapter from before the engine sees it until the engine has finished it. One task loads
+and unloads, one adapter at a time. Files are fetched and read concurrently, before the load.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from policy.adapter_placement.slots import PREFETCH_PAUSE, AdapterSlots, SlotEntry, SlotState
 from policy.errors import AdapterRefused, EngineFailed
 from policy.stats.backoff import Backoff
 from policy.wire.heartbeat import AdapterRef, AdapterUse
+from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.usage import AdapterUsage
 from serve.engine.interface import Engine
 
@@ -42,40 +43,6 @@ class LocalFiles:
 
 Entry = SlotEntry[AdapterRef, "asyncio.Future[float]", LocalFiles]
 Slots = AdapterSlots[AdapterRef, "asyncio.Future[float]", LocalFiles]
-
-
-class AdapterLease:
-    """A request's use of an adapter, which must be released.
-
-    ``arrival`` is ``None`` if the engine may see the request at once. Otherwise it resolves to the instant
-    when it may, or raises :class:`policy.errors.AdapterRefused` or :class:`policy.errors.EngineFailed`.
-    """
-
-    def __init__(
-        self,
-        entry: Entry,
-        arrival: asyncio.Future[float] | None,
-        at: float,
-        released: Callable[[AdapterLease, Entry, float | None], None],
-    ) -> None:
-        self.arrival = arrival
-        self._entry = entry
-        self._at = at
-        self._on_release = released
-        self._released = False
-
-    def release(self) -> None:
-        """The request has finished, or waits no longer; a second call has no effect."""
-        if self._released:
-            return
-        self._released = True
-        arrival = self.arrival
-        began: float | None = self._at
-        if arrival is not None:
-            arrival.cancel()
-            refused = arrival.cancelled() or arrival.exception() is not None
-            began = None if refused else arrival.result()
-        self._on_release(self, self._entry, began)
 
 
 @dataclass(slots=True)
@@ -118,16 +85,6 @@ class LoadFailures:
         return tuple(served for served, failure in self._kept.items() if now < failure.until)
 
 
-class AdapterFiles(Protocol):
-    """Source of adapter files; see :class:`serve.engine.adapters.files.AdapterFileCache`."""
-
-    async def fetch(self, digest: str) -> Path:
-        """The directory of the adapter; raises :class:`policy.errors.AdapterRefused`."""
-
-    async def warm(self, path: Path) -> None:
-        """Read the files into memory; raises :class:`policy.errors.AdapterRefused`."""
-
-
 class AdapterLoader:
     """The adapters of one engine. Nothing is loaded unless :meth:`run` runs.
 
@@ -137,7 +94,7 @@ class AdapterLoader:
     def __init__(
         self,
         engine: Engine,
-        files: AdapterFiles,
+        files: AdapterFileCache,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -183,11 +140,13 @@ class AdapterLoader:
         """Return when every planned adapter is loaded or refused, as far as there are slots."""
         await self._settled.wait()
 
-    def claim(self, name: str, digest: str) -> AdapterLease:
-        """A lease of version ``digest`` of ``name``.
+    @contextlib.contextmanager
+    def lease(self, name: str, digest: str) -> Iterator[asyncio.Future[float] | None]:
+        """A request uses version ``digest`` of ``name`` within the block.
 
-        Raises :class:`policy.errors.AdapterRefused` if its last load failed a short time ago, or if there are
-        no slots.
+        Gives ``None`` if the engine may see the request at once. Otherwise the future resolves to the instant
+        when it may, or raises :class:`policy.errors.AdapterRefused` or :class:`policy.errors.EngineFailed`.
+        Raises AdapterRefused if the adapter's last load failed a short time ago, or if there are no slots.
         """
         now, ref = self._clock(), AdapterRef(name=name, digest=digest)
         known = self._slots.get(ref)
@@ -198,14 +157,25 @@ class AdapterLoader:
         if (refusal := self._failures.standing(ref.served, now)) is not None:
             raise refusal
         entry = self._slots.track(ref)
-        if self._slots.claim(entry, now):
-            return AdapterLease(entry, None, now, self._release)
-        arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._slots.wait(entry, arrival, now)
-        if entry.state is SlotState.ABSENT:
-            self._fetch(entry)
-        self._wake_loader()
-        return AdapterLease(entry, arrival, now, self._release)
+        arrival: asyncio.Future[float] | None = None
+        if not self._slots.claim(entry, now):
+            arrival = asyncio.get_running_loop().create_future()
+            self._slots.wait(entry, arrival, now)
+            if entry.state is SlotState.ABSENT:
+                self._fetch(entry)
+            self._wake_loader()
+        try:
+            yield arrival
+        finally:
+            if arrival is not None:
+                arrival.cancel()
+            if arrival is not None and (arrival.cancelled() or arrival.exception() is not None):
+                self._slots.drop(entry, arrival)
+            else:
+                self._slots.release(entry)
+                began = now if arrival is None else arrival.result()
+                self._count(ref, busy_s=self._clock() - began)
+            self._prune(entry)
 
     async def run(self) -> None:
         """Load and unload until cancelled; raises :class:`policy.errors.EngineFailed`."""
@@ -356,15 +326,6 @@ class AdapterLoader:
         for arrival in self._slots.reject(entry):
             if not arrival.done():
                 arrival.set_exception(error())
-
-    def _release(self, lease: AdapterLease, entry: Entry, began: float | None) -> None:
-        """A request ended that used its adapter since ``began``, or one that waited (``None``)."""
-        if began is not None:
-            self._slots.release(entry)
-            self._count(entry.adapter, busy_s=self._clock() - began)
-        elif lease.arrival is not None:
-            self._slots.drop(entry, lease.arrival)
-        self._prune(entry)
 
     def _count(self, ref: AdapterRef, **counts: Any) -> None:
         self._usage.add(AdapterUse(name=ref.name, digest=ref.digest, **counts))

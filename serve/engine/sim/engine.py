@@ -51,10 +51,9 @@ class SimEngine:
         timing = profile(spec.sim.profile, "sim.profile")
         degree = spec.cpus or spec.tensor_parallel
         limits = timing.limits(degree)
-        if args.num_gpu_blocks_override is not None:
-            limits = msgspec.structs.replace(limits, kv_tokens=BLOCK * args.num_gpu_blocks_override)
         limits = msgspec.structs.replace(
             limits,
+            kv_tokens=BLOCK * (args.num_gpu_blocks_override or 0) or limits.kv_tokens,
             max_num_batched_tokens=args.max_num_batched_tokens or limits.max_num_batched_tokens,
             max_num_seqs=args.max_num_seqs or limits.max_num_seqs,
         )
@@ -68,8 +67,8 @@ class SimEngine:
         self._timing = Timing(limits=limits, model=model.faster(spec.sim.speed))
         self._cache = PrefixCache(limits.kv_tokens) if args.enable_prefix_caching else None
         self._loop = StepLoop(model, limits, spec.sim.speed, metrics, self._cache)
-        self._sleeps, self._wake_s = spec.sleeps, spec.sim.wake_s or 0.0
-        self._slots = spec.adapter_slots
+        self._wake_s = spec.sim.wake_s or 0.0
+        self.adapter_slots = spec.adapter_slots
         self._load_s = spec.sim.adapter_load_s
         # The service serves exactly these as models.
         self._adapters = dict(args.lora_modules)
@@ -99,15 +98,11 @@ class SimEngine:
     def adapters(self) -> tuple[str, ...]:
         return tuple(self._adapters)
 
-    @property
-    def adapter_slots(self) -> int:
-        return self._slots
-
     async def load(self, name: str, path: Path) -> None:
         if name in self._adapters:
             return
-        if len(await self.loaded()) >= self._slots:
-            raise AdapterRefused("no_slots", f"all {self._slots} slots are taken")
+        if len(await self.loaded()) >= self.adapter_slots:
+            raise AdapterRefused("no_slots", f"all {self.adapter_slots} slots are taken")
         await self._loop.hold_up(self._load_s)
         if not (path / "adapter_config.json").is_file():
             raise AdapterRefused("engine_refused", f"no adapter found for {name} at {path}")
@@ -119,10 +114,6 @@ class SimEngine:
 
     async def loaded(self) -> frozenset[str]:
         return frozenset(self._adapters.keys() - self._static)
-
-    @property
-    def can_sleep(self) -> bool:
-        return self._sleeps
 
     async def sleep(self) -> None:
         await self._loop.idle()

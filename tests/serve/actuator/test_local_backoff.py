@@ -69,7 +69,7 @@ async def ended(actuator: LocalActuator) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_hosts_that_fail_are_trouble_until_asked_anew(actuator: LocalActuator, clock: Clock) -> None:
+async def test_failing_hosts_are_trouble_until_scaled_to_zero(actuator: LocalActuator, clock: Clock) -> None:
     await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     assert (await actuator.layers())[KEY].trouble == ""
     await failures(actuator, 3, clock)
@@ -91,7 +91,7 @@ async def test_a_start_waits_for_its_backoff(actuator: LocalActuator, clock: Clo
     assert len(actuator._records[KEY].processes) == 1
 
 
-async def test_other_counts_do_not_undo_the_backoff(actuator: LocalActuator, clock: Clock) -> None:
+async def test_other_counts_do_not_reset_the_backoff(actuator: LocalActuator, clock: Clock) -> None:
     await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     await failures(actuator, 3, clock)
     again_at = actuator._records[KEY].retry_at
@@ -102,7 +102,7 @@ async def test_other_counts_do_not_undo_the_backoff(actuator: LocalActuator, clo
     assert (await actuator.layers())[KEY].trouble != ""
 
 
-async def test_a_clock_that_is_set_back_holds_no_start_back(actuator: LocalActuator, clock: Clock) -> None:
+async def test_a_clock_set_back_does_not_delay_starts(actuator: LocalActuator, clock: Clock) -> None:
     await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     await failures(actuator, 2, clock)
     await ended(actuator)
@@ -111,7 +111,7 @@ async def test_a_clock_that_is_set_back_holds_no_start_back(actuator: LocalActua
     assert len(actuator._records[KEY].processes) == 1
 
 
-async def test_a_host_that_lives_long_ends_the_row(
+async def test_a_stable_host_resets_the_failures(
     actuator: LocalActuator, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     await actuator.deploy(KEY, deployment().models[0], None, "d", 1)

@@ -98,7 +98,7 @@ async def _end_hosts(state: StateDir) -> None:
     await actuator.close()
 
 
-def test_a_controller_that_was_killed_finds_its_replicas_and_restarts_none(local: Local) -> None:
+def test_a_killed_controller_finds_its_replicas_and_restarts_none(local: Local) -> None:
     local.client.scale("m", 2)
     before = local.ready(2)
     epoch = local.client.fleet().epoch
@@ -112,7 +112,7 @@ def test_a_controller_that_was_killed_finds_its_replicas_and_restarts_none(local
     assert local.client.status().models[0].target == 2
 
 
-def test_a_host_that_was_killed_is_replaced_and_a_switch_ends_the_other_shape(local: Local) -> None:
+def test_a_killed_host_is_replaced_and_a_switch_ends_the_other_shape(local: Local) -> None:
     (first,) = local.ready(1).values()
     # Its engine holds the host's lifeline, and goes with it.
     psutil.Process(psutil.Process(first.pid).ppid()).kill()

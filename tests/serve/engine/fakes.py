@@ -14,6 +14,7 @@ from policy.engine.performance_model import Limits, Timing
 from policy.errors import AdapterRefused
 from policy.wire.headers import REFUSAL_HEADER
 from policy.wire.heartbeat import AdapterRef
+from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import EngineStats, Message
 from serve.engine.request_guard import Guard
@@ -93,8 +94,6 @@ class FakeEngine:
     async def loaded(self) -> frozenset[str]:
         return frozenset(self.there)
 
-    can_sleep = True
-
     async def sleep(self) -> None:
         assert not self._busy, "sleeps while it loads"
         self.log.append("sleep")
@@ -149,10 +148,11 @@ class Request:
         return self.sent[0]["status"], error["code"], error["message"]
 
 
-class FakeFiles:
+class FakeFiles(AdapterFileCache):
     """Files of every digest but those in ``missing``; those in ``slow`` wait for ``go``."""
 
     def __init__(self) -> None:
+        super().__init__((), controller="", secret="", max_bytes=0)
         self.fetched: list[str] = []
         self.missing: set[str] = set()
         self.slow: set[str] = set()
@@ -173,14 +173,11 @@ class FakeFiles:
 
 @asynccontextmanager
 async def using(adapters: AdapterLoader, letter: str) -> AsyncIterator[None]:
-    """The adapter is loaded within the block; raises as its claim does."""
-    claim = adapters.claim(letter, digest(letter))
-    try:
-        if claim.arrival is not None:
-            await claim.arrival
+    """The adapter is loaded within the block; raises as its lease does."""
+    with adapters.lease(letter, digest(letter)) as arrival:
+        if arrival is not None:
+            await arrival
         yield
-    finally:
-        claim.release()
 
 
 class Replica:

@@ -65,7 +65,7 @@ async def guarded(slots: int) -> AsyncIterator[Guarded]:
         yield there, guard, app
 
 
-async def test_the_app_sees_a_request_once_its_adapter_is_loaded_and_all_of_it() -> None:
+async def test_the_app_receives_the_whole_request_after_the_load() -> None:
     async with guarded(1) as (there, guard, app):
         there.engine.gate.clear()
         request = post(guard, named("a"), (b"one ", b"two ", b"three"))
@@ -86,7 +86,7 @@ async def test_the_app_sees_a_request_once_its_adapter_is_loaded_and_all_of_it()
         assert there.engine.log == ["+a"]
 
 
-async def test_an_adapter_stays_until_the_app_is_done_with_it() -> None:
+async def test_an_adapter_stays_loaded_until_its_requests_end() -> None:
     async with guarded(1) as (_there, guard, app):
         app.go.clear()
         first = post(guard, named("a"))
@@ -99,7 +99,7 @@ async def test_an_adapter_stays_until_the_app_is_done_with_it() -> None:
         assert app.seen == [(served("a"),)] * 2 + [(served("b"),)] * 2
 
 
-async def test_without_the_header_the_engine_says_what_it_serves() -> None:
+async def test_a_request_without_the_header_loads_nothing() -> None:
     async with guarded(1) as (there, guard, app):
         request = post(guard, None)
         await request.task
@@ -114,7 +114,7 @@ async def test_without_the_header_the_engine_says_what_it_serves() -> None:
         f" a@{'a' * 64}", f"a@a@{'a' * 64}", f"\xe9@{'a' * 64}", f".a@{'a' * 64}",
     ],
 )  # fmt: skip
-async def test_a_header_that_names_no_version_is_refused(header: str) -> None:
+async def test_an_invalid_adapter_header_is_refused(header: str) -> None:
     async with guarded(1) as (there, guard, app):
         request = post(guard, header)
         await request.task
@@ -124,7 +124,7 @@ async def test_a_header_that_names_no_version_is_refused(header: str) -> None:
         assert guard.line().load.in_flight == 0
 
 
-async def test_a_failed_load_is_a_503_that_says_so_and_the_load_line_names_it() -> None:
+async def test_a_failed_load_is_a_503_and_is_in_the_load_line() -> None:
     async with guarded(1) as (there, guard, app):
         there.engine.refuses = {served("a")}
         requests = [post(guard, named("a")) for _ in range(3)]
@@ -139,7 +139,7 @@ async def test_a_failed_load_is_a_503_that_says_so_and_the_load_line_names_it() 
         assert msgspec.json.decode(msgspec.json.encode(line))["refused"] == [served("a")]
 
 
-async def test_a_load_is_a_change_that_the_lines_tell() -> None:
+async def test_loads_and_failures_send_load_lines() -> None:
     async with guarded(1) as (there, guard, _):
         lines = guard.lines()
         assert (await anext(lines)).adapters == ()
@@ -151,7 +151,7 @@ async def test_a_load_is_a_change_that_the_lines_tell() -> None:
 
 
 @pytest.mark.parametrize("how", ["leave", "cancel"])
-async def test_a_client_that_leaves_while_its_adapter_loads_frees_everything(how: str) -> None:
+async def test_a_disconnect_during_the_load_frees_everything(how: str) -> None:
     async with guarded(1) as (there, guard, _app):
         there.engine.gate.clear()
         leaves, stays = post(guard, named("a")), post(guard, named("a"))
@@ -188,7 +188,7 @@ async def test_a_prefill_is_pending_while_its_adapter_loads() -> None:
         await request.task
 
 
-async def test_an_engine_that_dies_under_a_load_says_so() -> None:
+async def test_an_engine_failure_during_a_load_is_replica_lost() -> None:
     with pytest.raises(EngineFailed):
         async with guarded(1) as (there, guard, app):
             there.engine.broken = EngineFailed("the core is gone")

@@ -19,7 +19,7 @@ def vllm(**over: object) -> EngineSpec:
     return msgspec.structs.replace(spec(), kind=EngineKind.VLLM, **over)
 
 
-def test_cores_are_of_a_processor(tmp_path: Path) -> None:
+def test_cores_are_described_by_their_processor(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\n")
     said = describe_machine(vllm(cpus=2), cpuinfo=info)
@@ -28,7 +28,7 @@ def test_cores_are_of_a_processor(tmp_path: Path) -> None:
     assert describe_machine(vllm(cpus=2), cpuinfo=tmp_path / "none")
 
 
-def test_cards_have_names_where_nvml_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_described_by_their_nvml_name(monkeypatch: pytest.MonkeyPatch) -> None:
     class NVMLError(Exception):
         pass
 
@@ -49,6 +49,6 @@ def test_cards_have_names_where_nvml_knows_them(monkeypatch: pytest.MonkeyPatch)
     assert describe_machine(cards, {"CUDA_VISIBLE_DEVICES": "9"}) == "2 x GPU"
 
 
-def test_without_nvml_a_card_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_have_no_name_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert describe_machine(vllm(tensor_parallel=2), {}) == "2 x GPU"

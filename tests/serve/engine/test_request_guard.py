@@ -16,7 +16,7 @@ from policy.wire.headers import CANARY_HEADER, PREFILL_HEADER, PREFIX_HEADER, RE
 from serve.engine import request_guard
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, EngineStats, Receive, Scope, Send
-from serve.engine.request_guard import MAX_NEWS, Guard
+from serve.engine.request_guard import MAX_PREFIXES, Guard
 from tests.clock import Clock
 from tests.serve.engine.fakes import TIMING, FakeEngine, FakeFiles, Request
 
@@ -94,7 +94,7 @@ def refusal(answer: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("given", [{}, {SECRET_HEADER: ""}, {SECRET_HEADER: "S"}, {SECRET_HEADER: "ss"}])
-async def test_nothing_is_served_without_the_secret(
+async def test_requests_without_the_secret_are_refused(
     engine: Held, client: httpx.AsyncClient, given: dict[str, str]
 ) -> None:
     client.headers.pop(SECRET_HEADER)
@@ -120,7 +120,7 @@ async def test_nothing_is_served_without_the_secret(
         ("POST", "/internal/load"),
     ],
 )
-async def test_what_is_not_listed_reaches_no_engine(
+async def test_unlisted_paths_do_not_reach_the_engine(
     engine: Held, guard: Guard, method: str, path: str
 ) -> None:
     request = Request(guard, method, path, SECRET)
@@ -129,14 +129,16 @@ async def test_what_is_not_listed_reaches_no_engine(
     assert engine.reached == []
 
 
-async def test_everything_listed_reaches_the_engine(engine: Held, client: httpx.AsyncClient) -> None:
+async def test_listed_paths_reach_the_engine(engine: Held, client: httpx.AsyncClient) -> None:
     engine.go.set()
     for method, path in ALLOWED:
         assert (await client.request(method, path)).status_code == 200
     assert sorted(engine.reached) == sorted(f"{method} {path}" for method, path in ALLOWED)
 
 
-async def test_over_the_bound_is_busy_at_once(engine: Held, guard: Guard, client: httpx.AsyncClient) -> None:
+async def test_requests_over_the_bound_are_refused_as_busy(
+    engine: Held, guard: Guard, client: httpx.AsyncClient
+) -> None:
     held = [Request(guard, "POST", CHAT, SECRET) for _ in range(2)]
     await in_flight(guard, 2)
     answer = await client.post(CHAT)
@@ -149,7 +151,7 @@ async def test_over_the_bound_is_busy_at_once(engine: Held, guard: Guard, client
     assert (await client.post(CHAT)).status_code == 200
 
 
-async def test_draining_refuses_at_once_while_what_is_in_flight_finishes(
+async def test_draining_refuses_new_requests_and_finishes_others(
     engine: Held, guard: Guard, client: httpx.AsyncClient
 ) -> None:
     held = Request(guard, "POST", CHAT, SECRET)
@@ -168,7 +170,7 @@ async def test_draining_refuses_at_once_while_what_is_in_flight_finishes(
 
 
 @pytest.mark.parametrize("status", [200, 500])
-async def test_an_engine_that_dies_under_a_request_says_so(
+async def test_an_engine_failure_during_a_request_is_replica_lost(
     engine: Held, guard: Guard, client: httpx.AsyncClient, status: int
 ) -> None:
     engine.status = status
@@ -184,7 +186,7 @@ async def test_an_engine_that_dies_under_a_request_says_so(
     assert guard.state is ReplicaPhase.STARTING
 
 
-async def test_starting_serves_the_canary_alone(engine: Held, client: httpx.AsyncClient) -> None:
+async def test_only_the_canary_is_served_while_starting(engine: Held, client: httpx.AsyncClient) -> None:
     guard = guarded(engine)
     engine.go.set()
     refused = Request(guard, "POST", CHAT, SECRET)
@@ -195,7 +197,7 @@ async def test_starting_serves_the_canary_alone(engine: Held, client: httpx.Asyn
     assert canary.sent[0]["status"] == 200
 
 
-async def test_the_count_comes_back_after_an_exception(engine: Held, guard: Guard) -> None:
+async def test_an_exception_decrements_the_in_flight_count(engine: Held, guard: Guard) -> None:
     engine.fail = True
     engine.go.set()
     request = Request(guard, "POST", CHAT, SECRET)
@@ -205,7 +207,7 @@ async def test_the_count_comes_back_after_an_exception(engine: Held, guard: Guar
 
 
 @pytest.mark.parametrize("how", ["leave", "cancel"])
-async def test_the_count_comes_back_when_a_client_leaves(guard: Guard, how: str) -> None:
+async def test_a_disconnect_decrements_the_in_flight_count(guard: Guard, how: str) -> None:
     requests = [Request(guard, "POST", CHAT, SECRET) for _ in range(2)]
     await in_flight(guard, 2)
     for request in requests:
@@ -214,7 +216,7 @@ async def test_the_count_comes_back_when_a_client_leaves(guard: Guard, how: str)
     assert guard.line().load.in_flight == 0
 
 
-async def test_a_load_line_says_what_engine_and_guard_count(guard: Guard) -> None:
+async def test_a_load_line_has_the_counts_of_engine_and_guard(guard: Guard) -> None:
     request = Request(guard, "POST", CHAT, SECRET)
     await in_flight(guard, 1)
     line = guard.line()
@@ -231,7 +233,7 @@ def loads(request: Request) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-async def test_a_burst_is_one_line_and_no_change_goes_unsaid(
+async def test_changes_in_a_burst_are_one_load_line(
     engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_guard, "HEARTBEAT_S", 3600.0)
@@ -269,9 +271,7 @@ async def test_announced_prefills_are_pending_until_the_first_byte(engine: Held,
     assert guard.line().load.pending_tokens == 0
 
 
-async def test_a_stream_is_pending_no_more_with_its_first_byte_and_says_so(
-    guard: Guard, engine: Held
-) -> None:
+async def test_the_first_byte_of_a_stream_ends_its_pending_prefill(guard: Guard, engine: Held) -> None:
     more = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -294,7 +294,7 @@ async def test_a_stream_is_pending_no_more_with_its_first_byte_and_says_so(
     await request.task
 
 
-async def test_what_the_engine_has_computed_is_not_pending_though_nothing_was_said(engine: Held) -> None:
+async def test_computed_prompts_are_not_pending_before_the_first_byte(engine: Held) -> None:
     now = 0.0
     guard = guarded(engine, bound=4, clock=lambda: now)
     guard.become(ReplicaPhase.READY)
@@ -313,9 +313,7 @@ async def test_what_the_engine_has_computed_is_not_pending_though_nothing_was_sa
 
 
 @pytest.mark.parametrize("tokens", ["", "-5", "1e3", "9" * 5000, "\xb2"])
-async def test_an_announcement_that_makes_no_sense_announces_nothing(
-    engine: Held, guard: Guard, tokens: str
-) -> None:
+async def test_an_invalid_announcement_is_ignored(engine: Held, guard: Guard, tokens: str) -> None:
     engine.go.set()
     request = Request(guard, "POST", CHAT, announcing(tokens, "zz,1"))
     await in_flight(guard, 1)
@@ -324,12 +322,12 @@ async def test_an_announcement_that_makes_no_sense_announces_nothing(
     assert request.sent[0]["status"] == 200
 
 
-async def test_each_stream_of_lines_says_the_timing_first_and_every_prefix_once(
+async def test_each_load_stream_has_the_timing_first_and_each_prefix_once(
     engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_guard, "HEARTBEAT_S", 3600.0)
     engine.go.set()
-    first, late = f"{(1 << 64) - 1:x},a", ",".join(f"{i:x}" for i in range(MAX_NEWS + 1))
+    first, late = f"{(1 << 64) - 1:x},a", ",".join(f"{i:x}" for i in range(MAX_PREFIXES + 1))
     await Request(guard, "POST", CHAT, announcing("5", first)).task
     streams = [Request(guard, "GET", "/internal/load", SECRET) for _ in range(2)]
     while not all(loads(stream) for stream in streams):  # noqa: ASYNC110 - the test's own timeout bounds it
@@ -344,5 +342,5 @@ async def test_each_stream_of_lines_says_the_timing_first_and_every_prefix_once(
     for stream in streams:
         line = loads(stream)[1]
         assert "timing" not in line
-        assert line["prefixes"] == list(range(1, MAX_NEWS + 1))
+        assert line["prefixes"] == list(range(1, MAX_PREFIXES + 1))
         stream.task.cancel()

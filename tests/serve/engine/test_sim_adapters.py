@@ -26,7 +26,7 @@ async def say(client: httpx.AsyncClient, model: str) -> httpx.Response:
     return await client.post("/v1/completions", json=body)
 
 
-async def test_what_is_loaded_is_served_by_its_name_and_by_no_other(tmp_path: Path) -> None:
+async def test_loaded_adapters_are_served_by_name(tmp_path: Path) -> None:
     async with engine_of(spec(slots=2)) as engine, client_of(engine) as client:
         assert (engine.adapter_slots, engine.adapters()) == (2, ("sql",))
         for letter in "ab":
@@ -52,7 +52,7 @@ async def test_what_is_loaded_is_served_by_its_name_and_by_no_other(tmp_path: Pa
         assert engine.adapters() == ("sql", "x@b", "x@c")
 
 
-async def test_no_more_are_loaded_than_there_are_slots_nor_what_is_no_adapter(tmp_path: Path) -> None:
+async def test_loads_beyond_the_slots_and_invalid_adapters_are_refused(tmp_path: Path) -> None:
     async with engine_of(spec(slots=1)) as engine:
         with pytest.raises(AdapterRefused) as refused:
             await engine.load("x@a", tmp_path)
@@ -64,7 +64,7 @@ async def test_no_more_are_loaded_than_there_are_slots_nor_what_is_no_adapter(tm
         assert await engine.loaded() == {"x@b"}
 
 
-async def test_a_load_waits_for_the_step_that_runs_and_holds_the_next_up(tmp_path: Path) -> None:
+async def test_a_load_waits_for_the_running_step(tmp_path: Path) -> None:
     async with engine_of(spec(slots=1, speed=FROZEN)) as engine:
         request = OpenRequest(engine, "/v1/completions", {"model": "base", "prompt": "x", "max_tokens": 4})
         await until(lambda: engine.stats().running == 1)
@@ -75,7 +75,7 @@ async def test_a_load_waits_for_the_step_that_runs_and_holds_the_next_up(tmp_pat
         await request.task
 
 
-async def test_a_load_takes_its_modelled_time_also_of_an_idle_engine(tmp_path: Path) -> None:
+async def test_a_load_takes_its_modelled_time_in_an_idle_engine(tmp_path: Path) -> None:
     async with engine_of(spec(slots=1, speed=1.0, adapter_load_s=3600.0)) as engine:
         with pytest.raises(TimeoutError):
             await bounded(engine, adapter(tmp_path, "a"))
@@ -86,7 +86,7 @@ async def test_a_load_takes_its_modelled_time_also_of_an_idle_engine(tmp_path: P
         await request.task
 
 
-async def test_a_load_ends_with_its_engine(tmp_path: Path) -> None:
+async def test_a_load_fails_when_its_engine_closes(tmp_path: Path) -> None:
     async with engine_of(spec(slots=1, speed=FROZEN, adapter_load_s=1.0)) as engine:
         loading = asyncio.ensure_future(engine.load("x@a", adapter(tmp_path, "a")))
         await asyncio.sleep(0)

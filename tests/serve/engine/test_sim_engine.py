@@ -49,7 +49,7 @@ async def test_a_chat_answer_has_exactly_the_tokens_asked_for(client: httpx.Asyn
     assert body["usage"]["total_tokens"] == 12 + prompt["count"]
 
 
-async def test_a_stream_says_what_the_whole_answer_says_one_event_a_token(client: httpx.AsyncClient) -> None:
+async def test_a_stream_equals_the_whole_answer_with_one_event_per_token(client: httpx.AsyncClient) -> None:
     whole = await post(client, "/v1/chat/completions", **CHAT, max_tokens=9, n=2)
     asked = {**CHAT, "max_tokens": 9, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
     answer = await client.post("/v1/chat/completions", json=asked)
@@ -96,7 +96,7 @@ async def test_a_stop_sequence_ends_the_text_before_it(client: httpx.AsyncClient
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_the_same_seed_and_prompt_give_the_same_text_in_another_engine() -> None:
+async def test_text_depends_on_seeds_model_and_prompt_only() -> None:
     async def said(engine_seed: int, **body: Any) -> str:
         async with engine_of(spec(seed=engine_seed)) as engine, client_of(engine) as client:
             answer = await post(client, "/v1/completions", **{"prompt": "A tide", **body})
@@ -188,9 +188,7 @@ async def test_a_generating_model_has_no_pooling_routes(client: httpx.AsyncClien
         ({"max_model_len": 512, "num_gpu_blocks_override": 8}, "larger than the 128 tokens"),
     ],
 )
-async def test_engine_arguments_that_make_no_engine_are_refused(
-    engine_args: dict[str, Any], reason: str
-) -> None:
+async def test_invalid_engine_arguments_are_refused(engine_args: dict[str, Any], reason: str) -> None:
     with pytest.raises(EngineFailed, match=reason):
         await create(spec(**engine_args))
 

@@ -100,7 +100,7 @@ async def place() -> AsyncIterator[Place]:
     await asyncio.gather(*made.tasks, return_exceptions=True)
 
 
-async def test_it_sleeps_after_the_last_request_and_wakes_with_an_answer(place: Place) -> None:
+async def test_it_sleeps_after_the_last_request_and_answers_the_canary_after_waking(place: Place) -> None:
     place.run()
     request = await place.draining()
     assert await place.refusal() == "draining"
@@ -121,7 +121,7 @@ async def test_it_sleeps_after_the_last_request_and_wakes_with_an_answer(place: 
     assert await place.refusal() == ""
 
 
-async def test_told_twice_it_does_it_once(place: Place) -> None:
+async def test_repeated_commands_have_no_effect(place: Place) -> None:
     place.run()
     place.rest.sleep(LONG_S)
     await place.asleep()
@@ -133,7 +133,7 @@ async def test_told_twice_it_does_it_once(place: Place) -> None:
     assert place.engine.did == ["sleep", "wake", "answer"]
 
 
-async def test_one_that_is_wanted_again_while_it_falls_asleep_wakes(place: Place) -> None:
+async def test_a_wake_during_falling_asleep_wakes(place: Place) -> None:
     place.run()
     place.engine.bell.clear()
     place.rest.sleep(LONG_S)
@@ -147,7 +147,7 @@ async def test_one_that_is_wanted_again_while_it_falls_asleep_wakes(place: Place
 
 
 @pytest.mark.parametrize("way", ["fall asleep", "wake"])
-async def test_one_that_is_stuck_fails(place: Place, way: str) -> None:
+async def test_a_stuck_engine_fails(place: Place, way: str) -> None:
     running = place.run(timeout_s=0.01)
     if way == "wake":
         await place.asleep()
@@ -157,7 +157,7 @@ async def test_one_that_is_stuck_fails(place: Place, way: str) -> None:
         await running
 
 
-async def test_one_that_leaves_for_good_neither_sleeps_nor_serves_again(place: Place) -> None:
+async def test_a_draining_engine_neither_sleeps_nor_serves_again(place: Place) -> None:
     place.run()
     place.rest.leave()
     place.guard.become(DRAINING)
@@ -171,7 +171,7 @@ async def test_one_that_leaves_for_good_neither_sleeps_nor_serves_again(place: P
     assert place.guard.state is DRAINING
 
 
-async def test_nothing_is_loaded_while_it_sleeps(place: Place) -> None:
+async def test_no_adapter_is_loaded_during_sleep(place: Place) -> None:
     place.run()
     await place.asleep()
     place.adapters.hold(wanted("a"))

@@ -38,7 +38,7 @@ def test_an_idle_gap_is_no_step() -> None:
     assert [(each.count, each.tokens, each.seconds) for each in steps.take()] == [(1, 1, 0.1), (1, 4, 0.5)]
 
 
-def test_what_stands_between_two_steps_belongs_to_neither() -> None:
+def test_time_between_two_steps_belongs_to_neither() -> None:
     steps = StepStats()
     steps.ended(10.0, 4, 100, 4, goes_on=True)
     steps.ended(10.5, 4, 104, 4, goes_on=True)
@@ -48,7 +48,7 @@ def test_what_stands_between_two_steps_belongs_to_neither() -> None:
     assert [(each.count, each.seconds) for each in steps.take()] == [(2, 0.5)]
 
 
-def test_steps_that_were_alike_are_told_together_and_stalls_apart() -> None:
+def test_similar_steps_are_pooled_and_stalls_are_not() -> None:
     steps, at = StepStats(), 0.0
     for seconds in [0.0, *[0.1] * 9, 2.0, *[0.1] * 10]:
         at += seconds
@@ -56,7 +56,7 @@ def test_steps_that_were_alike_are_told_together_and_stalls_apart() -> None:
     assert [(each.count, each.seconds) for each in steps.take()] == [(19, 0.1), (1, 2.0)]
 
 
-def test_a_report_stays_small_however_many_steps_there_were() -> None:
+def test_a_report_of_many_steps_stays_small() -> None:
     steps, at = StepStats(), 0.0
     for i in range(5000):
         at += 0.0123456789 * (1 + i % 50)
@@ -72,7 +72,7 @@ def test_a_report_stays_small_however_many_steps_there_were() -> None:
     assert len(msgspec.json.encode(Heartbeat(replica=replica, engine=report))) < 2048
 
 
-def test_reports_that_were_not_heard_are_told_together() -> None:
+def test_unsent_reports_are_merged() -> None:
     one = EngineReport(preempted=1, deferred=5, steps=(StepSample(3, 4.0, 600.0, 4.0, 0.1),))
     other = EngineReport(preempted=2, steps=(StepSample(1, 4.0, 600.0, 4.0, 0.12),))
     assert merge(None, one) is merge(one, None) is one
@@ -88,7 +88,7 @@ async def finish(loop: StepLoop, prompt: int, output: int) -> None:
 MODEL = EngineModel(o=0.002, w=0.002, c=1e-5, g=0.0, r=0.0)
 
 
-async def test_the_simulated_engine_tells_its_real_steps() -> None:
+async def test_the_simulated_engine_reports_its_real_steps() -> None:
     limits = Limits(max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=1000)
     loop = StepLoop(MODEL, limits, 1.0, Metrics("m"))
     try:
@@ -104,7 +104,7 @@ async def test_the_simulated_engine_tells_its_real_steps() -> None:
     assert max(each.kv_tokens for each in told) > 110
 
 
-async def test_the_simulated_engine_counts_who_lost_their_kv() -> None:
+async def test_the_simulated_engine_counts_preemptions() -> None:
     limits = Limits(max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=40)
     loop = StepLoop(MODEL, limits, 1e6, Metrics("m"))
     try:

@@ -27,7 +27,7 @@ def spec(engine_args: dict[str, Any], runner: Runner = Runner.GENERATE) -> Engin
     )  # fmt: skip
 
 
-def test_what_ships_is_what_vllm_understands() -> None:
+def test_shipped_deployments_have_valid_engine_arguments() -> None:
     from serve.engine.vllm import arguments  # noqa: PLC0415 - vLLM takes seconds to import
 
     for path in sorted((ROOT / "deployments").glob("*.yaml")):
@@ -37,7 +37,7 @@ def test_what_ships_is_what_vllm_understands() -> None:
                     arguments(spec({**model.get("engine_args", {}), **shape.get("engine_args", {})}))
 
 
-def test_our_own_arguments_win_and_nested_ones_become_objects() -> None:
+def test_own_arguments_take_precedence_and_nested_ones_become_objects() -> None:
     from serve.engine.vllm import arguments  # noqa: PLC0415
 
     given = {"max_model_len": 512, "enforce_eager": True, "generation_config": None, "hf_overrides": {"a": 1}}
@@ -48,7 +48,7 @@ def test_our_own_arguments_win_and_nested_ones_become_objects() -> None:
     assert args.enable_log_requests is False
 
 
-def test_adapters_have_as_many_slots_as_are_kept_in_memory() -> None:
+def test_adapter_slots_become_max_loras() -> None:
     from serve.engine.vllm import arguments  # noqa: PLC0415
 
     told = msgspec.structs.replace(
@@ -70,14 +70,14 @@ def test_adapters_have_as_many_slots_as_are_kept_in_memory() -> None:
         ({"dtype": "float3"}, "dtype"),
     ],
 )
-def test_a_wrong_argument_is_refused_in_vllms_words(given: dict[str, Any], said: str) -> None:
+def test_an_invalid_argument_is_refused_with_vllms_message(given: dict[str, Any], said: str) -> None:
     from serve.engine.vllm import arguments  # noqa: PLC0415
 
     with pytest.raises(EngineFailed, match=said):
         arguments(spec(given))
 
 
-def test_each_step_adds_up_and_tells_what_it_took() -> None:
+def test_the_step_logger_counts_and_times_steps() -> None:
     from vllm.v1.metrics.stats import (  # noqa: PLC0415
         IterationStats,
         SchedulerIterationDetails,
@@ -129,13 +129,13 @@ def test_each_step_adds_up_and_tells_what_it_took() -> None:
     ]
 
 
-def test_every_step_tells_its_details() -> None:
+def test_iteration_details_are_always_logged() -> None:
     from serve.engine.vllm import arguments  # noqa: PLC0415
 
     assert arguments(spec({"enable_logging_iteration_details": False})).enable_logging_iteration_details
 
 
-def test_only_what_shares_its_gpus_is_made_to_sleep() -> None:
+def test_sleep_mode_is_enabled_for_shared_gpus_only() -> None:
     from serve.engine.vllm import arguments  # noqa: PLC0415
 
     assert arguments(spec({})).enable_sleep_mode is False
@@ -163,13 +163,12 @@ class Llm:
         return self.awake
 
 
-async def test_it_sleeps_with_its_weights_in_memory_and_ends_nothing_that_runs() -> None:
+async def test_sleep_keeps_weights_in_memory_and_running_requests() -> None:
     from serve.engine.vllm import StepLogger, VLLMEngine  # noqa: PLC0415
 
     app: Any = SimpleNamespace(state=SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={})))
     llm: Any = Llm()
     engine = VLLMEngine(llm, app, StepLogger(llm.vllm_config), managed=False)
-    assert engine.can_sleep
     await engine.sleep()
     await engine.wake()
     assert [{key: told[key] for key in told if key != "self"} for told in llm.did] == [
@@ -181,7 +180,7 @@ async def test_it_sleeps_with_its_weights_in_memory_and_ends_nothing_that_runs()
         await engine.wake()
 
 
-def test_the_core_of_an_engine_on_cpus_rests_until_its_worker_answers(
+def test_the_engine_core_on_cpus_sleeps_until_its_worker_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415

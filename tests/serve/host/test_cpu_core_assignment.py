@@ -25,24 +25,24 @@ def kept(path: Path) -> list[CoreSet]:
     return msgspec.json.decode(path.read_bytes(), type=list[CoreSet])
 
 
-def test_the_least_claimed_come_first(path: Path) -> None:
+def test_the_least_claimed_cores_come_first(path: Path) -> None:
     assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 1)
     assert cpu_core_assignment.claim_cores(path, 1, ALL) == (2,)
     assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 3)
 
 
-def test_a_second_shape_shares_once_all_are_taken(path: Path) -> None:
+def test_a_second_shape_shares_cores_when_all_are_claimed(path: Path) -> None:
     assert cpu_core_assignment.claim_cores(path, 4, ALL) == ALL
     assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 1)
     assert cpu_core_assignment.claim_cores(path, 2, ALL) == (2, 3)
 
 
-def test_more_than_there_are_is_all_there_are(path: Path) -> None:
+def test_a_claim_of_too_many_cores_gets_all(path: Path) -> None:
     assert cpu_core_assignment.claim_cores(path, 9, ALL) == ALL
 
 
 @pytest.mark.slow
-def test_a_process_that_ended_holds_nothing(path: Path) -> None:
+def test_claims_of_ended_processes_are_dropped(path: Path) -> None:
     code = "import sys; from pathlib import Path; from serve.host.cpu_core_assignment import claim_cores\n"
     code += "print(claim_cores(Path(sys.argv[1]), 2, (0, 1)))"
     command = [sys.executable, "-c", code, str(path)]
@@ -53,7 +53,7 @@ def test_a_process_that_ended_holds_nothing(path: Path) -> None:
     assert len(kept(path)) == 1
 
 
-def test_a_later_process_with_the_same_id_does_not_inherit(path: Path) -> None:
+def test_a_recycled_process_id_does_not_inherit_claims(path: Path) -> None:
     process = psutil.Process()
     earlier = CoreSet(process.pid, process.create_time() - 100, (0, 1))
     path.write_bytes(msgspec.json.encode([earlier]))
@@ -61,6 +61,6 @@ def test_a_later_process_with_the_same_id_does_not_inherit(path: Path) -> None:
     assert [claim.cores for claim in kept(path)] == [(0, 1)]
 
 
-def test_only_cores_that_this_process_may_use_are_taken(path: Path) -> None:
+def test_only_cores_of_the_processes_affinity_are_claimed(path: Path) -> None:
     usable = set(psutil.Process().cpu_affinity())
     assert set(cpu_core_assignment.claim_cores(path, 1)) <= usable

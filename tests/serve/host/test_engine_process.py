@@ -81,7 +81,7 @@ async def process(
         await made.host.stop()
 
 
-async def test_it_has_what_it_holds_when_it_is_ready_and_loads_the_rest_on_demand(
+async def test_planned_adapters_are_loaded_before_ready_and_others_on_demand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with process(tmp_path, monkeypatch, 2, "ab") as (there, (a, b)):
@@ -108,7 +108,7 @@ async def test_it_has_what_it_holds_when_it_is_ready_and_loads_the_rest_on_deman
         assert sum(use.busy_s for use in uses if use.name == "c") > 0
 
 
-async def test_one_that_fails_is_said_and_keeps_neither_the_start_nor_others(
+async def test_a_failed_adapter_is_reported_and_blocks_neither_start_nor_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with process(tmp_path, monkeypatch, 2) as (there, _):
@@ -127,7 +127,7 @@ async def test_one_that_fails_is_said_and_keeps_neither_the_start_nor_others(
         assert (await there.ask(good)).status_code == 200
 
 
-async def test_an_engine_that_comes_back_has_what_it_was_told_to_hold(
+async def test_a_restarted_engine_loads_the_planned_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with process(tmp_path, monkeypatch, 2, "a") as (there, (a,)):

@@ -1,4 +1,4 @@
-"""What a host did with adapters reaches the controller once, also when that was away."""
+"""Heartbeats: usage and steps reach the controller once, even if it was away."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import httpx
 import msgspec
 
 from policy.engine.step_samples import StepSample
+from policy.types import ReplicaPhase
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from policy.wire.reports import EngineReport, PowerReport
 from serve.engine.adapters.usage import MAX_VERSIONS, AdapterUsage
-from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
+from serve.host.heartbeat import send_heartbeats
 from tests.serve.replicas import replica
 
 SQL = "a" * 64
@@ -45,13 +46,15 @@ class Host:
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
+        self.state = ReplicaPhase.READY
         self.uses: list[AdapterUse] = []
         self.engine: EngineReport | None = None
         self.power: PowerReport | None = None
         self.obeyed: list[Orders] = []
 
     def take_heartbeat(self) -> Heartbeat:
-        beat = Heartbeat(replica=replica(), uses=tuple(self.uses), engine=self.engine, power=self.power)
+        stub = replica(state=self.state)
+        beat = Heartbeat(replica=stub, uses=tuple(self.uses), engine=self.engine, power=self.power)
         self.uses, self.engine = [], None
         return beat
 
@@ -74,7 +77,7 @@ class ControllerStub(httpx.AsyncBaseTransport):
         return answer
 
 
-async def test_uses_are_told_again_until_they_are_received_and_orders_are_obeyed() -> None:
+async def test_usage_is_sent_again_until_it_is_received_and_orders_are_obeyed() -> None:
     orders = Orders(hold=(AdapterRef(name="sql", digest=SQL),))
     controller = ControllerStub(
         httpx.ConnectError("away"),
@@ -93,15 +96,20 @@ async def test_uses_are_told_again_until_they_are_received_and_orders_are_obeyed
     assert [sum(use.requests for use in each.uses) for each in controller.received[:4]] == [3, 3, 3, 0]
 
 
-async def test_the_last_beat_has_the_last_uses() -> None:
-    controller = ControllerStub()
+async def test_the_last_heartbeat_of_a_stopped_replica_has_all_that_was_not_received() -> None:
+    controller = ControllerStub(httpx.ConnectError("away"))
     host = Host()
     host.uses = [use(requests=1)]
-    await send_last_heartbeats([host], controller)  # type: ignore[list-item]
-    assert controller.received[0].uses == (use(requests=1),)
+    beating = asyncio.create_task(send_heartbeats([host], controller))  # type: ignore[list-item]
+    while not controller.received:  # noqa: ASYNC110 - the stub has no event
+        await asyncio.sleep(0)
+    host.uses, host.state = [use(requests=2)], ReplicaPhase.STOPPED
+    host.changed.set()
+    await beating
+    assert [sum(use.requests for use in each.uses) for each in controller.received] == [1, 3]
 
 
-async def test_steps_are_told_until_they_are_received_and_power_as_it_is() -> None:
+async def test_steps_are_sent_until_they_are_received_and_power_as_it_is() -> None:
     controller = ControllerStub(httpx.ConnectError("away"), httpx.Response(409, json={"error": {}}))
     host = Host()
     host.power = PowerReport(watts=300.0)
@@ -115,7 +123,7 @@ async def test_steps_are_told_until_they_are_received_and_power_as_it_is() -> No
         await asyncio.sleep(0)
     beating.cancel()
     assert [each.power for each in controller.received[:4]] == [host.power] * 4
-    told = [each.engine.steps[0].count if each.engine else None for each in controller.received[:4]]
-    assert told == [2, 4, 4, None]
+    counts = [each.engine.steps[0].count if each.engine else None for each in controller.received[:4]]
+    assert counts == [2, 4, 4, None]
     assert controller.received[2].engine is not None
     assert controller.received[2].engine.preempted == 2

@@ -61,7 +61,7 @@ async def until(host: ReplicaHost, true: Callable[[Replica], bool]) -> Replica:
     return host.snapshot()
 
 
-async def test_it_is_ready_once_its_engine_answered(make: Make) -> None:
+async def test_host_is_ready_after_the_canary(make: Make) -> None:
     host = make()
     assert host.snapshot().state is ReplicaPhase.STARTING
     await host.start()
@@ -80,7 +80,7 @@ async def test_it_is_ready_once_its_engine_answered(make: Make) -> None:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
 
 
-async def test_what_was_done_with_adapters_is_told_once_and_who_waits_as_long_as_they_do(make: Make) -> None:
+async def test_adapter_usage_is_reported_once_and_waiting_counts_with_each_heartbeat(make: Make) -> None:
     host = make()
     line = LoadLine(state=ReplicaPhase.STARTING, load=Load(at=0.0))
     use = AdapterUse(name="a", digest="a" * 64, requests=3, waiting=2)
@@ -92,7 +92,7 @@ async def test_what_was_done_with_adapters_is_told_once_and_who_waits_as_long_as
     assert host.take_heartbeat().uses == ()
 
 
-async def test_what_its_engine_tells_of_steps_is_told_once_and_totals_outlast_a_restart(make: Make) -> None:
+async def test_steps_are_reported_once_and_totals_survive_an_engine_restart(make: Make) -> None:
     host = make()
     step = StepSample(2, 4.0, 600.0, 4.0, 0.1)
     host.receive(Event(engine=EngineReport(preempted=3, steps=(step,))))
@@ -106,7 +106,7 @@ async def test_what_its_engine_tells_of_steps_is_told_once_and_totals_outlast_a_
         assert host.take_heartbeat().engine == EngineReport(preempted=total)
 
 
-async def test_the_first_start_of_weights_on_a_node_is_cold_and_the_next_one_is_not(
+async def test_only_the_first_start_of_weights_on_a_node_is_cold(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -137,7 +137,7 @@ async def test_the_first_start_of_weights_on_a_node_is_cold_and_the_next_one_is_
     assert await path() is StartPath.COLD
 
 
-async def test_an_engine_that_was_killed_comes_back_in_place_and_says_so(make: Make) -> None:
+async def test_a_killed_engine_restarts_in_place_and_reports_it(make: Make) -> None:
     host = make()
     await host.start()
     before = host.snapshot()
@@ -154,7 +154,9 @@ async def test_an_engine_that_was_killed_comes_back_in_place_and_says_so(make: M
 
 # With the second every start takes longer than an engine must live to be called stable.
 @pytest.mark.parametrize("stable_s", [STABLE_S, 1e-6])
-async def test_an_engine_that_keeps_failing_is_given_up_with_its_reason(make: Make, stable_s: float) -> None:
+async def test_an_engine_that_fails_repeatedly_is_given_up_with_its_reason(
+    make: Make, stable_s: float
+) -> None:
     host = make(stable_s=stable_s, engine_args={"max_num_seqs": "many"})
     with pytest.raises(EngineFailed) as failed:
         await host.start()
@@ -169,7 +171,7 @@ async def test_an_engine_that_keeps_failing_is_given_up_with_its_reason(make: Ma
     assert (last.state, last.reason, last.failures) == (ReplicaPhase.STOPPED, replica.reason, MAX_FAILURES)
 
 
-async def test_a_node_without_the_heads_directory_keeps_its_logs_elsewhere(
+async def test_logs_fall_back_to_other_directories_on_a_node_without_the_heads(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -188,7 +190,7 @@ async def test_a_node_without_the_heads_directory_keeps_its_logs_elsewhere(
     assert log.exists()
 
 
-async def test_an_engine_that_lived_long_begins_a_new_row(make: Make) -> None:
+async def test_a_stable_engine_resets_the_failure_count(make: Make) -> None:
     host = make(stable_s=0.0)
     await host.start()
     for incarnation in range(1, MAX_FAILURES + 1):
@@ -200,7 +202,7 @@ async def test_an_engine_that_lived_long_begins_a_new_row(make: Make) -> None:
     assert not host.lost.is_set()
 
 
-async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> None:
+async def test_draining_waits_for_streams_and_refuses_new_requests(make: Make) -> None:
     # The stream lasts some seconds, in which all the rest has room.
     host = make(sim={"profile": "sim-small", "speed": 0.05})
     await host.start()
@@ -224,7 +226,7 @@ async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> N
 
 
 @pytest.mark.parametrize("ends_by", ["deadline", "death"])
-async def test_draining_ends_at_its_deadline_or_with_its_engine(make: Make, ends_by: str) -> None:
+async def test_draining_ends_at_its_timeout_or_with_its_engine(make: Make, ends_by: str) -> None:
     timeout_s = 0.05 if ends_by == "deadline" else 3600.0
     sim = {"profile": "sim-small", "speed": 0.001}
     host = make(sim=sim, control={"mode": {"drain_timeout_s": timeout_s}})

@@ -87,7 +87,7 @@ def serves(bed: SharedGpuHost, shape: str, count: int) -> Callable[[], bool]:
     )
 
 
-def test_a_model_without_a_bed_has_a_host_of_one_engine(tmp_path: Path) -> None:
+def test_a_model_without_a_group_has_a_host_of_one_engine(tmp_path: Path) -> None:
     spec = host_spec(deployment(sim_model()).models[0], tmp_path)
     host = host_of(spec, replica="r", address="127.0.0.1", node="local")
     assert isinstance(host, ReplicaHost)
@@ -95,7 +95,7 @@ def test_a_model_without_a_bed_has_a_host_of_one_engine(tmp_path: Path) -> None:
     host._log.close()
 
 
-async def test_every_engine_is_made_and_only_those_that_are_wanted_are_awake(make: Make) -> None:
+async def test_every_engine_is_started_and_only_wanted_ones_are_awake(make: Make) -> None:
     bed = make()
     bed.order({"large": 1, "small": 0})
     assert states(bed) == {
@@ -112,7 +112,7 @@ async def test_every_engine_is_made_and_only_those_that_are_wanted_are_awake(mak
     assert (large.start_path, large.incarnation) == (StartPath.CACHED, 0)
 
 
-async def test_without_a_word_all_are_put_to_sleep(make: Make) -> None:
+async def test_without_orders_all_engines_are_put_to_sleep(make: Make) -> None:
     bed = make()
     await bed.start()
     assert set(states(bed).values()) == {ASLEEP}
@@ -121,7 +121,7 @@ async def test_without_a_word_all_are_put_to_sleep(make: Make) -> None:
     assert of(bed, "small")[0].start_path is StartPath.SLEEPING
 
 
-async def test_shapes_change_places_and_no_stream_is_cut(make: Make) -> None:
+async def test_a_switch_of_shapes_cuts_no_stream(make: Make) -> None:
     bed = make(sim={"profile": "sim-small", "speed": 0.2, "wake_s": 0.05})
     bed.order({"large": 1, "small": 0})
     await bed.start()
@@ -153,7 +153,7 @@ async def test_shapes_change_places_and_no_stream_is_cut(make: Make) -> None:
     assert {replica.pid for replica in snapshots(bed)} == pids
 
 
-async def test_a_switch_that_is_taken_back_while_it_drains_serves_on(make: Make) -> None:
+async def test_a_switch_cancelled_during_the_drain_continues_to_serve(make: Make) -> None:
     bed = make(sim={"profile": "sim-small", "speed": 0.05, "wake_s": 0.05})
     bed.order({"large": 1, "small": 0})
     await bed.start()
@@ -174,7 +174,7 @@ async def test_a_switch_that_is_taken_back_while_it_drains_serves_on(make: Make)
         assert (await http.post("/v1/completions", json=prompt(1))).is_success
 
 
-async def test_what_runs_past_the_deadline_is_cut_and_the_others_wake(make: Make) -> None:
+async def test_requests_past_the_drain_timeout_are_cut(make: Make) -> None:
     bed = make(
         sim={"profile": "sim-small", "speed": 0.02, "wake_s": 0.0},
         control={"mode": {"drain_timeout_s": 0.3}},
@@ -194,7 +194,7 @@ async def test_what_runs_past_the_deadline_is_cut_and_the_others_wake(make: Make
     assert of(bed, "large")[0].pid == large.pid
 
 
-async def test_a_shape_that_cannot_be_made_leaves_the_other_serving(
+async def test_a_shape_that_cannot_start_leaves_the_other_serving(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = {"gpus": 1, "engine_args": {"max_num_seqs": "many"}}
@@ -212,7 +212,9 @@ async def test_a_shape_that_cannot_be_made_leaves_the_other_serving(
     assert not bed.lost.is_set()
 
 
-async def test_a_bed_that_is_of_no_use_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_without_a_working_wanted_engine_is_given_up(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_gpu_host, "LOST_S", 2.0)
     bed = make(engine_args={"max_num_seqs": "many"})
     bed.order({"large": 1, "small": 0})
@@ -221,7 +223,7 @@ async def test_a_bed_that_is_of_no_use_is_given_up(make: Make, monkeypatch: pyte
     assert bed.lost.is_set()
 
 
-async def test_one_that_dies_asleep_is_made_anew_when_it_is_wanted(make: Make) -> None:
+async def test_an_engine_killed_asleep_is_started_again_when_wanted(make: Make) -> None:
     bed = make()
     bed.order({"large": 1, "small": 0})
     await bed.start()
@@ -239,7 +241,7 @@ async def test_one_that_dies_asleep_is_made_anew_when_it_is_wanted(make: Make) -
     assert [replica.start_path for replica in of(bed, "small")] == [StartPath.CACHED, StartPath.SLEEPING]
 
 
-async def test_one_that_dies_awake_comes_back_in_place(make: Make) -> None:
+async def test_an_engine_killed_awake_restarts_in_place(make: Make) -> None:
     bed = make()
     bed.order({"large": 0, "small": 1})
     await bed.start()

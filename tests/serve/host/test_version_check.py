@@ -18,7 +18,7 @@ HEAD = Versions(tidegate="1.2", python="3.11", vllm="0.32.0")
 
 
 @pytest.mark.parametrize("change", [{"tidegate": "1.3"}, {"python": "3.12"}, {"vllm": "0.31.0"}])
-def test_a_node_that_differs_is_refused_by_name(change: dict[str, str]) -> None:
+def test_a_node_with_other_versions_is_refused(change: dict[str, str]) -> None:
     node = msgspec.structs.replace(HEAD, **change)
     with pytest.raises(EngineFailed) as refused:
         refuse_other(HEAD, node)
@@ -27,13 +27,13 @@ def test_a_node_that_differs_is_refused_by_name(change: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("change", [{}, {"vllm": ""}])
-def test_a_node_like_the_head_is_taken(change: dict[str, str]) -> None:
+def test_a_node_with_the_heads_versions_is_accepted(change: dict[str, str]) -> None:
     refuse_other(HEAD, msgspec.structs.replace(HEAD, **change))
     refuse_other(msgspec.structs.replace(HEAD, **change), HEAD)
 
 
 @pytest.mark.slow
-def test_a_host_on_ray_asks_before_it_reads_the_rest(tmp_path: Path) -> None:
+def test_a_ray_host_checks_versions_before_it_decodes_the_rest(tmp_path: Path) -> None:
     # Another version may have other fields: what is asked first is all that both must understand.
     spec = msgspec.to_builtins(host_spec(deployment().models[0], tmp_path))
     spec["versions"]["tidegate"] = "9.9"

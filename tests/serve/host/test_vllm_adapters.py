@@ -97,7 +97,7 @@ async def engine() -> AsyncIterator[Engine]:
             yield made
 
 
-async def test_an_adapter_answers_otherwise_and_goes_for_another(engine: Engine) -> None:
+async def test_an_adapter_changes_answers_and_is_evicted_for_another(engine: Engine) -> None:
     a, b = (engine.adapter("sql", adapter(seed)) for seed in (1, 2))
     base = await engine.says(None)
     said = {digest.digest: await engine.says(digest) for digest in (a, b)}
@@ -131,7 +131,7 @@ async def test_a_load_delays_a_stream_by_less_than_a_step(engine: Engine) -> Non
     assert grown <= median(alone), said
 
 
-async def test_many_first_requests_are_one_load(engine: Engine) -> None:
+async def test_concurrent_first_requests_are_one_load(engine: Engine) -> None:
     cold = engine.adapter("cold", adapter(20))
     engine.host.take_heartbeat()
     answers = await asyncio.gather(*(engine.ask(cold, tokens=2) for _ in range(50)))
@@ -145,7 +145,7 @@ async def test_many_first_requests_are_one_load(engine: Engine) -> None:
     assert loads + sum(use.loads for use in engine.host.take_heartbeat().uses) == 1
 
 
-async def test_clients_that_leave_never_have_others_served_by_the_wrong_adapter(engine: Engine) -> None:
+async def test_disconnects_never_serve_others_with_the_wrong_adapter(engine: Engine) -> None:
     adapters = [engine.adapter(f"turn{seed}", adapter(seed)) for seed in (60, 61, 62)]
     alone = [await engine.says(each, tokens=3) for each in adapters]
     assert len(set(alone)) == 3
@@ -166,7 +166,7 @@ async def test_clients_that_leave_never_have_others_served_by_the_wrong_adapter(
     assert await engine.says(adapters[0], tokens=3) == alone[0]
 
 
-async def test_bad_adapters_are_refused_and_others_served(engine: Engine) -> None:
+async def test_invalid_adapters_are_refused_and_others_served(engine: Engine) -> None:
     base = await engine.says(None)
     for what, files in bad_adapters().items():
         bad = engine.adapter(what.replace(" ", "-"), files)
@@ -180,14 +180,14 @@ async def test_bad_adapters_are_refused_and_others_served(engine: Engine) -> Non
     assert await engine.says(engine.adapter("good", adapter(30)))
 
 
-async def test_fifty_loads_in_a_row_leave_nothing_behind(engine: Engine) -> None:
+async def test_fifty_loads_leak_nothing(engine: Engine) -> None:
     files = adapter(40)
     said = {await engine.says(engine.adapter(f"name{number}", files), tokens=2) for number in range(50)}
     assert len(said) == 1
     assert await engine.models() == ["smollm2", served_name("name49", engine.adapter("x", files).digest)]
 
 
-async def test_an_adapter_whose_files_are_gone_is_served_until_it_goes(engine: Engine) -> None:
+async def test_an_adapter_with_deleted_files_is_served_until_it_is_evicted(engine: Engine) -> None:
     doomed, other = engine.adapter("doomed", adapter(50)), engine.adapter("other", adapter(51))
     said = await engine.says(doomed)
     assert Blobs(engine.blobs).remove(doomed.digest)

@@ -29,7 +29,7 @@ async def host() -> AsyncIterator[ReplicaHost]:
         yield host
 
 
-async def test_an_engine_model_is_found_from_the_steps_of_a_real_engine(host: ReplicaHost) -> None:
+async def test_the_latency_model_is_calibrated_from_real_steps(host: ReplicaHost) -> None:
     assert host.snapshot().start_path is StartPath.COLD
     told: list[StepSample] = []
 

@@ -78,9 +78,7 @@ def folder(path: Path, content: str = "1") -> str:
     return str(path)
 
 
-async def test_a_branch_is_taken_at_its_commit_for_as_long_as_the_generation_lives(
-    plane: Plane, store: Store
-) -> None:
+async def test_a_branch_stays_at_its_commit_for_the_life_of_a_revision(plane: Plane, store: Store) -> None:
     store.digests[HUB] = "c0ffee00ff"
     await plane.up(document(model(HUB)))
     await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
@@ -98,7 +96,7 @@ async def test_a_branch_is_taken_at_its_commit_for_as_long_as_the_generation_liv
     assert (store.asked, kept(plane)) == ([HUB], pinned)
 
 
-async def test_a_generation_of_which_nothing_runs_is_found_out_anew(plane: Plane, store: Store) -> None:
+async def test_a_revision_without_replicas_is_resolved_again(plane: Plane, store: Store) -> None:
     store.digests[HUB] = "old"
     await plane.up(document(model(HUB)))
     await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
@@ -110,7 +108,7 @@ async def test_a_generation_of_which_nothing_runs_is_found_out_anew(plane: Plane
     assert kept(plane)[1].digest == "new"
 
 
-async def test_nothing_waits_for_weights(plane: Plane, store: Store) -> None:
+async def test_other_models_start_while_weights_are_resolved(plane: Plane, store: Store) -> None:
     store.open.clear()
     store.digests[PACKAGE] = "a"
     await plane.ready(document(model(PACKAGE), sim_model("other")))
@@ -119,7 +117,7 @@ async def test_nothing_waits_for_weights(plane: Plane, store: Store) -> None:
     await until(plane, lambda: SMALL in plane.counts(READY))
 
 
-async def test_nothing_gives_way_to_weights_that_may_not_be_had(plane: Plane, store: Store) -> None:
+async def test_replicas_are_not_stopped_for_weights_that_are_unavailable(plane: Plane, store: Store) -> None:
     store.digests[PACKAGE] = "a"
     shapes = {"large": {"gpus": 1}, "small": {"gpus": 1}}
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}}
@@ -135,7 +133,7 @@ async def test_nothing_gives_way_to_weights_that_may_not_be_had(plane: Plane, st
     assert plane.cluster.held.keys() == {SMALL}
 
 
-async def test_weights_that_are_not_there_yet_are_tried_again(plane: Plane, store: Store) -> None:
+async def test_unavailable_weights_are_retried(plane: Plane, store: Store) -> None:
     await plane.up(document(model(PACKAGE)))
     await until(plane, lambda: len(store.asked) == 2)
     await until(plane, lambda: "no package:p" in plane.note())
@@ -145,7 +143,7 @@ async def test_weights_that_are_not_there_yet_are_tried_again(plane: Plane, stor
     assert plane.note() == ""
 
 
-async def test_a_directory_that_was_changed_in_place_is_a_new_generation_once_applied(
+async def test_a_directory_changed_in_place_is_a_new_revision_once_applied(
     plane: Plane, tmp_path: Path
 ) -> None:
     written = document(model(folder(tmp_path / "w")))
@@ -174,7 +172,7 @@ async def test_a_directory_that_was_changed_in_place_is_a_new_generation_once_ap
     assert (plane.counts(), kept(plane)) == ({NEW_SMALL: 1}, first)
 
 
-async def test_a_controller_that_lost_its_memory_knows_other_weights_by_the_layers(
+async def test_a_controller_without_state_detects_other_weights_by_the_layer_digest(
     plane: Plane, tmp_path: Path
 ) -> None:
     await plane.up(document(model(folder(tmp_path / "w"))))
@@ -191,13 +189,13 @@ async def test_a_controller_that_lost_its_memory_knows_other_weights_by_the_laye
     await until(plane, lambda: plane.counts() == {NEW_SMALL: 1})
 
 
-async def test_an_engine_without_weights_asks_for_none(plane: Plane, store: Store) -> None:
+async def test_the_simulated_engine_resolves_no_weights(plane: Plane, store: Store) -> None:
     await plane.ready(document(sim_model(source=PACKAGE)))
     assert plane.counts(READY) == {SMALL: 1}
     assert (store.asked, kept(plane)) == ([], {})
 
 
-async def test_attempts_grow_rarer_and_another_source_is_tried_at_once(store: Store) -> None:
+async def test_retries_back_off_and_another_source_is_tried_at_once(store: Store) -> None:
     now = 0.0
     done = asyncio.Event()
     resolver = Resolver(lambda: now, done.set)
@@ -225,7 +223,7 @@ async def test_attempts_grow_rarer_and_another_source_is_tried_at_once(store: St
 @pytest.mark.parametrize(
     ("origin", "same"), [(Origin.PACKAGE, False), (Origin.HUB, False), (Origin.DIRECTORY, True)]
 )
-def test_a_node_with_other_weights_says_so(store: Store, origin: Origin, same: bool) -> None:
+def test_different_weights_on_a_node_are_an_error(store: Store, origin: Origin, same: bool) -> None:
     store.digests["s"] = "here"
     told = Weights(origin=origin, source="s", digest="there")
     if same:

@@ -73,7 +73,7 @@ def make(tmp_path: Path) -> Make:
     return files
 
 
-async def test_the_first_directory_that_has_it_is_used(make: Make, tmp_path: Path) -> None:
+async def test_the_first_directory_with_the_files_is_used(make: Make, tmp_path: Path) -> None:
     digest = stored(tmp_path / "head", "a")
     assert stored(tmp_path / "node", "a") == digest
     files = make("elsewhere", "head", "node")
@@ -84,7 +84,7 @@ async def test_the_first_directory_that_has_it_is_used(make: Make, tmp_path: Pat
     assert not (tmp_path / "elsewhere").exists()
 
 
-async def test_what_is_not_here_is_pulled_once_into_the_last(make: Make, tmp_path: Path) -> None:
+async def test_missing_files_are_pulled_once_into_the_last_directory(make: Make, tmp_path: Path) -> None:
     digest = stored(tmp_path / "controller", "a")
     asked: list[str] = []
     with controller(Blobs(tmp_path / "controller"), asked) as address:
@@ -108,7 +108,7 @@ async def test_what_is_not_here_is_pulled_once_into_the_last(make: Make, tmp_pat
         ("large", ""),
     ],
 )
-async def test_what_cannot_be_had_is_refused_with_its_cause(
+async def test_unavailable_files_are_refused_with_the_cause(
     make: Make, tmp_path: Path, why: str, says: str
 ) -> None:
     digest = stored(tmp_path / "controller", "a")
@@ -128,7 +128,7 @@ async def test_what_cannot_be_had_is_refused_with_its_cause(
     assert Blobs(tmp_path / "node").digests() == set()
 
 
-async def test_what_was_deleted_is_pulled_again(make: Make, tmp_path: Path) -> None:
+async def test_deleted_files_are_pulled_again(make: Make, tmp_path: Path) -> None:
     digest = stored(tmp_path / "controller", "a")
     with controller(Blobs(tmp_path / "controller"), []) as address:
         files = make("node", controller=address)
@@ -140,7 +140,7 @@ async def test_what_was_deleted_is_pulled_again(make: Make, tmp_path: Path) -> N
         await files.warm(path)
 
 
-async def test_what_is_here_waits_for_no_pull(make: Make, tmp_path: Path) -> None:
+async def test_local_files_do_not_wait_for_pulls(make: Make, tmp_path: Path) -> None:
     digest = stored(tmp_path / "node", "a")
     gate, asked = Event(), list[str]()
     with controller(Blobs(tmp_path / "controller"), asked, gate) as address:

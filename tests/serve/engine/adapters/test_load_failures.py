@@ -8,7 +8,7 @@ from serve.engine.adapters.loader import BACKOFF, MAX_KEPT, LoadFailures
 WRONG = AdapterRefused("rank", "the rank is 64")
 
 
-def test_a_failure_stands_twice_as_long_after_each_in_a_row() -> None:
+def test_the_backoff_doubles_with_each_failure() -> None:
     failures, now = LoadFailures(), 100.0
     for backoff in (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0):
         failures.add("a", WRONG, now)
@@ -23,7 +23,7 @@ def test_a_failure_stands_twice_as_long_after_each_in_a_row() -> None:
         assert failures.names(now) == ()
 
 
-def test_what_was_loaded_after_all_begins_anew() -> None:
+def test_a_load_resets_the_backoff() -> None:
     failures = LoadFailures()
     failures.add("a", WRONG, 0.0)
     failures.add("a", WRONG, BACKOFF.first_s)
@@ -33,7 +33,7 @@ def test_what_was_loaded_after_all_begins_anew() -> None:
     assert failures.standing("a", 100.0 + BACKOFF.first_s) is None
 
 
-def test_what_failed_long_ago_is_a_first_failure_again() -> None:
+def test_old_failures_are_forgotten() -> None:
     failures = LoadFailures()
     for _ in range(3):
         failures.add("a", WRONG, 0.0)
@@ -43,7 +43,7 @@ def test_what_failed_long_ago_is_a_first_failure_again() -> None:
     assert failures.standing("a", later + BACKOFF.first_s) is None
 
 
-def test_no_more_are_kept_than_there_is_room_for() -> None:
+def test_the_number_of_kept_failures_is_bounded() -> None:
     failures = LoadFailures()
     for number in range(MAX_KEPT + 10):
         failures.add(str(number), WRONG, 0.0)

@@ -15,7 +15,7 @@ from serve.engine.adapters.loader import BACKOFF
 from tests.serve.engine.fakes import Replica, digest, quiet, replica, served, until, wanted
 
 
-async def test_200_first_requests_are_one_load_and_one_look_for_files() -> None:
+async def test_200_first_requests_are_one_load_and_one_fetch() -> None:
     async with replica(2) as there:
         there.engine.gate.clear()
         users = [there.use("a") for _ in range(200)]
@@ -34,23 +34,20 @@ async def test_200_first_requests_are_one_load_and_one_look_for_files() -> None:
         assert there.adapters.uses() == ()
 
 
-async def test_what_is_loaded_is_used_at_once() -> None:
+async def test_a_loaded_adapter_is_used_at_once() -> None:
     async with replica(1) as there:
         await there.used("a")
-        claim = there.adapters.claim("a", digest("a"))
-        assert claim.arrival is None
-        claim.release()
-        claim.release()
+        with there.adapters.lease("a", digest("a")) as arrival:
+            assert arrival is None
         assert there.adapters.uses() == (
             AdapterUse(name="a", digest=digest("a"), requests=2, found=1, loads=1),
         )
         # Another version of the same name is another adapter.
-        other = there.adapters.claim("a", digest("b"))
-        assert other.arrival is not None
-        other.release()
+        with there.adapters.lease("a", digest("b")) as arrival:
+            assert arrival is not None
 
 
-async def test_the_cheapest_to_load_again_for_what_it_is_asked_for_goes_first() -> None:
+async def test_the_lowest_reload_cost_times_requests_is_evicted_first() -> None:
     async with replica(3) as there:
         there.engine.takes_s = {served("a"): 10.0}
         await there.used("a" + "b" * 5 + "c" * 2)
@@ -61,7 +58,7 @@ async def test_the_cheapest_to_load_again_for_what_it_is_asked_for_goes_first() 
         assert there.engine.log[-2:] == ["-b", "+c"]
 
 
-async def test_who_finds_no_slot_waits_in_order() -> None:
+async def test_requests_without_a_slot_wait_in_order() -> None:
     async with replica(2) as there:
         a, b = there.use("a"), there.use("b")
         await until(lambda: a.in_use and b.in_use)
@@ -89,7 +86,7 @@ async def test_who_finds_no_slot_waits_in_order() -> None:
             await user.stop()
 
 
-async def test_who_waits_for_a_slot_and_how_long_slots_are_in_use_is_counted() -> None:
+async def test_waiting_requests_and_busy_time_are_counted() -> None:
     async with replica(1) as there:
         first, second = there.use("a"), there.use("a")
         await until(lambda: first.in_use)
@@ -112,7 +109,7 @@ async def test_who_waits_for_a_slot_and_how_long_slots_are_in_use_is_counted() -
         waits[2].task.cancel()
 
 
-async def test_a_stream_of_requests_for_one_keeps_no_other_out_for_ever() -> None:
+async def test_constant_requests_for_one_adapter_do_not_starve_others() -> None:
     async with replica(1) as there:
         first = await there.using("a")
         waits = there.use("b")
@@ -134,7 +131,7 @@ async def test_a_stream_of_requests_for_one_keeps_no_other_out_for_ever() -> Non
         assert there.engine.log == ["+a", "-a", "+b", "-b", "+a"]
 
 
-async def test_who_was_waited_for_is_used_however_long_others_have_waited() -> None:
+async def test_requests_that_waited_for_a_load_use_it_first() -> None:
     async with replica(1) as there:
         first = await there.using("a")
         late = [there.use(letter) for letter in "bcdbcd"]
@@ -149,7 +146,7 @@ async def test_who_was_waited_for_is_used_however_long_others_have_waited() -> N
         assert there.engine.log == ["+a", "-a", "+b", "-b", "+c", "-c", "+d"]
 
 
-async def test_who_made_room_by_waiting_goes_on_when_nobody_needs_it_any_more() -> None:
+async def test_requests_that_yielded_continue_when_nobody_waits_any_more() -> None:
     async with replica(1) as there:
         first = await there.using("a")
         waits = there.use("b")
@@ -166,7 +163,7 @@ async def test_who_made_room_by_waiting_goes_on_when_nobody_needs_it_any_more() 
 
 
 @pytest.mark.parametrize("where", ["files", "engine"])
-async def test_a_load_that_fails_is_one_attempt_for_all_who_ask_for_a_while(where: str) -> None:
+async def test_a_failed_load_is_not_retried_by_every_request(where: str) -> None:
     async with replica(2) as there:
         if where == "files":
             there.files.missing = {"a"}
@@ -178,8 +175,8 @@ async def test_a_load_that_fails_is_one_attempt_for_all_who_ask_for_a_while(wher
         failed = await asyncio.gather(*(user.task for user in users), return_exceptions=True)
         assert all(isinstance(error, AdapterRefused) for error in failed)
         assert len({id(error) for error in failed}) == 200
-        with pytest.raises(AdapterRefused):
-            there.adapters.claim("a", digest("a"))
+        with pytest.raises(AdapterRefused), there.adapters.lease("a", digest("a")):
+            pass
         assert (there.files.fetched, there.adapters.refused()) == (["a"], (served("a"),))
         assert (served("a"),) in changes
         (use,) = there.adapters.uses()
@@ -195,7 +192,7 @@ async def test_a_load_that_fails_is_one_attempt_for_all_who_ask_for_a_while(wher
         assert [use.failed for use in there.adapters.uses()] == ["", ""]
 
 
-async def test_what_everybody_left_before_its_turn_is_not_loaded() -> None:
+async def test_an_adapter_whose_requests_left_is_not_loaded() -> None:
     async with replica(1) as there:
         held = await there.using("a")
         gone = there.use("b")
@@ -209,7 +206,7 @@ async def test_what_everybody_left_before_its_turn_is_not_loaded() -> None:
         assert there.files.fetched == ["a", "b", "b"]
 
 
-async def test_what_is_held_is_loaded_ahead_in_order_as_far_as_there_is_room() -> None:
+async def test_planned_adapters_are_loaded_ahead_in_order() -> None:
     async with replica(3) as there:
         there.adapters.hold(wanted("cab"))
         await there.adapters.settled()
@@ -221,7 +218,7 @@ async def test_what_is_held_is_loaded_ahead_in_order_as_far_as_there_is_room() -
         assert there.engine.log[3:] == ["-b", "+d"]
 
 
-async def test_one_that_cannot_be_loaded_keeps_no_other_from_being_held() -> None:
+async def test_an_unloadable_planned_adapter_does_not_block_others() -> None:
     async with replica(3) as there:
         there.files.missing = {"a"}
         there.engine.refuses = {served("b")}
@@ -231,7 +228,7 @@ async def test_one_that_cannot_be_loaded_keeps_no_other_from_being_held() -> Non
         assert sorted(there.adapters.refused()) == [served("a"), served("b")]
 
 
-async def test_a_prefetch_takes_no_slot_of_what_is_used_or_was_asked_for_lately() -> None:
+async def test_a_prefetch_evicts_nothing_in_use_or_recently_requested() -> None:
     async with replica(2) as there:
         used = await there.using("a")
         await there.used("b")
@@ -253,7 +250,7 @@ async def fetching(there: Replica, letters: str) -> None:
     await until(lambda: there.files.fetched == ["a"])
 
 
-async def test_requests_come_before_what_is_held_and_take_its_slot_last() -> None:
+async def test_requests_precede_prefetches_and_evict_planned_adapters_last() -> None:
     async with replica(2) as there:
         await fetching(there, "ab")
         await there.used("c")
@@ -271,7 +268,7 @@ async def test_requests_come_before_what_is_held_and_take_its_slot_last() -> Non
         await used.stop()
 
 
-async def test_what_is_held_no_more_is_not_loaded() -> None:
+async def test_an_adapter_no_longer_planned_is_not_loaded() -> None:
     async with replica(2) as there:
         await fetching(there, "a")
         there.adapters.hold(())
@@ -280,7 +277,7 @@ async def test_what_is_held_no_more_is_not_loaded() -> None:
         assert there.engine.log == []
 
 
-async def test_loads_leave_the_engine_as_much_time_as_they_took() -> None:
+async def test_the_pause_after_a_load_is_as_long_as_the_load() -> None:
     async with replica(3) as there:
         there.engine.takes_s = {served(letter): 0.5 for letter in "abc"}
         await there.used("a")
@@ -292,7 +289,7 @@ async def test_loads_leave_the_engine_as_much_time_as_they_took() -> None:
         assert [use.load_s for use in there.adapters.uses()] == [0.5, 0.5, 0.5]
 
 
-async def test_prefetches_leave_it_more_and_delay_no_request() -> None:
+async def test_prefetches_pause_longer_and_delay_no_request() -> None:
     async with replica(4) as there:
         there.engine.running = 1
         there.engine.takes_s = {served(letter): 3600.0 for letter in "ab"}
@@ -307,7 +304,7 @@ async def test_prefetches_leave_it_more_and_delay_no_request() -> None:
         assert there.engine.log == ["+a", "+c", "+d", "+b"]
 
 
-async def test_the_books_follow_what_the_engine_evicted_by_itself() -> None:
+async def test_slots_follow_evictions_by_the_engine() -> None:
     async with replica(3) as there:
         used = there.use("a")
         await there.used("b")
@@ -324,7 +321,7 @@ async def test_the_books_follow_what_the_engine_evicted_by_itself() -> None:
         await used.stop()
 
 
-async def test_a_load_shows_what_the_engine_evicted_for_it() -> None:
+async def test_slots_follow_evictions_during_a_load() -> None:
     async with replica(3) as there:
         await there.used("ab")
         there.engine.there.remove(served("a"))
@@ -334,7 +331,7 @@ async def test_a_load_shows_what_the_engine_evicted_for_it() -> None:
         assert there.engine.log == ["+a", "+b", "+c", "-a", "+a"]
 
 
-async def test_files_that_fail_as_nobody_expected_are_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error_of_files_is_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
     async with replica(1) as there:
 
         async def fetch(_: str) -> None:
@@ -350,14 +347,14 @@ async def test_an_engine_without_slots_refuses() -> None:
     async with replica(0) as there:
         there.adapters.hold(wanted("a"))
         await there.adapters.settled()
-        with pytest.raises(AdapterRefused) as refused:
-            there.adapters.claim("a", digest("a"))
+        with pytest.raises(AdapterRefused) as refused, there.adapters.lease("a", digest("a")):
+            pass
         assert refused.value.code == "no_slots"
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("slots", [1, 3])
-async def test_whatever_comes_and_leaves_in_the_end_all_are_served(slots: int, seed: int) -> None:
+async def test_all_requests_are_served_in_any_order_of_events(slots: int, seed: int) -> None:
     chance = random.Random(seed)  # noqa: S311
     async with replica(slots) as there:
         there.engine.refuses = {served("f")}
