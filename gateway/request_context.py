@@ -47,31 +47,6 @@ class Call:
     came through our port.
     """
 
-    __slots__ = (
-        "_receive",
-        "adapter",
-        "answered",
-        "deadlines",
-        "elsewhere",
-        "events",
-        "exchange",
-        "explain",
-        "first_byte_at",
-        "headers",
-        "last_event_at",
-        "outcome",
-        "queued_s",
-        "replica",
-        "request_id",
-        "route",
-        "send",
-        "sent_at",
-        "started",
-        "streaming",
-        "upstream_id",
-        "usage",
-    )
-
     def __init__(
         self, route: Route, scope: Scope, receive: Receive, send: Send, deadlines: IdleTimeouts | None = None
     ) -> None:

@@ -42,33 +42,6 @@ class Relay:
     sent a part of the answer. ``on_first`` is called at the first token.
     """
 
-    __slots__ = (
-        "_call",
-        "_committed",
-        "_connection",
-        "_end",
-        "_error",
-        "_headers",
-        "_held",
-        "_holds",
-        "_itl",
-        "_last_at",
-        "_meter",
-        "_on_first",
-        "_send",
-        "_size",
-        "_status",
-        "_stream",
-        "_tail",
-        "begun",
-        "done",
-        "quiet_since",
-        "reason",
-        "refused",
-        "sent_at",
-        "streams",
-    )
-
     def __init__(
         self,
         call: Call,

@@ -28,8 +28,6 @@ _PREFILL, _PREFIX = PREFILL_HEADER.encode(), PREFIX_HEADER.encode()
 
 
 class Attempts:
-    __slots__ = ("_body", "_call", "_clock", "_meter", "_outgoing", "_ticket")
-
     def __init__(
         self, ticket: Ticket, call: Call, meter: ModelCounters, *, body: Body, outgoing: UpstreamBody
     ) -> None:

@@ -38,16 +38,17 @@ class Acceptor:
         sock.setblocking(False)
         loop.add_reader(sock, self._accept)
 
-    def close(self) -> None:
-        """Stop accepting; accepted connections go on. Closing again does nothing."""
-        if self._sock.fileno() < 0:
-            return
-        if self._resting is not None:
-            self._resting.cancel()
-        else:
-            self._loop.remove_reader(self._sock)
-        self._sock.close()
-        self._spare.give()
+    async def close(self) -> None:
+        """Stop accepting; returns when every accepted connection has its protocol. May be called again."""
+        if self._sock.fileno() >= 0:
+            if self._resting is not None:
+                self._resting.cancel()
+            else:
+                self._loop.remove_reader(self._sock)
+            self._sock.close()
+            self._spare.give()
+        if self._opening:
+            await asyncio.wait(self._opening)
 
     def _accept(self) -> None:
         try:

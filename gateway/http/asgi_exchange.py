@@ -40,8 +40,6 @@ def request_ids(given: bytes | None) -> tuple[bytes, bytes]:
 class _Sent:
     """An awaitable that is done already: awaiting it does not yield to the loop."""
 
-    __slots__ = ()
-
     def __await__(self) -> Generator[None, None, None]:
         return iter(())  # type: ignore[return-value] # an exhausted iterator is a finished generator
 
@@ -77,21 +75,6 @@ class Exchange:
     ``keep`` is whether the connection stays open for another request. ``started`` and ``done`` are set when
     the first and the last byte of the response are written.
     """
-
-    __slots__ = (
-        "_body",
-        "_chunked",
-        "_gone",
-        "_head",
-        "_headless",
-        "_http_1_1",
-        "_line",
-        "done",
-        "keep",
-        "left",
-        "started",
-        "task",
-    )
 
     def __init__(
         self, line: _ResponseWriter, body: bytes, *, keep: bool, http_1_1: bool, headless: bool

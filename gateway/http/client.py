@@ -49,25 +49,6 @@ class ClientConnection:
     connection may serve another. Every read sets ``heard``.
     """
 
-    __slots__ = (
-        "_between",
-        "_chunks",
-        "_complete",
-        "_extra",
-        "_headers",
-        "_interim",
-        "_keep",
-        "_parser",
-        "_paused",
-        "_pool",
-        "_sink",
-        "_transport",
-        "_until_eof",
-        "begun",
-        "heard",
-        "reused",
-    )
-
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)

@@ -46,35 +46,6 @@ class ServerConnection:
     server's clock; never while a request is served.
     """
 
-    __slots__ = (
-        "_active",
-        "_ahead",
-        "_ahead_bytes",
-        "_body_left",
-        "_continue",
-        "_discarded",
-        "_fed",
-        "_feeding",
-        "_fresh",
-        "_head_done",
-        "_headers",
-        "_http_1_1",
-        "_keep",
-        "_method",
-        "_parser",
-        "_parts",
-        "_reading",
-        "_refused",
-        "_server",
-        "_size",
-        "_transport",
-        "_unsent",
-        "_url",
-        "deadline",
-        "ended",
-        "sent",
-    )
-
     def __init__(self, server: Server) -> None:
         self._server = server
         self._transport: asyncio.Transport
@@ -87,7 +58,7 @@ class ServerConnection:
         self._body_left = 0
         self._unsent = 0
         self._feeding = 0
-        self._reading = self._fresh = False
+        self._reading = self._fresh = self._used = False
         self.deadline = _NEVER
         self.ended = False
         self.sent: Awaitable[None] = SENT
@@ -100,10 +71,13 @@ class ServerConnection:
         self._parts: list[bytes] = []
         self._size = self._fed = 0
 
-    @property
-    def idle(self) -> bool:
-        """Whether no request is being read or served."""
-        return self._active is None and not self._reading and not self.ended
+    def drain(self, until: float) -> None:
+        """Close an idle connection; one that has not sent its first request yet has time ``until`` then."""
+        if self._active is None and not self._reading and not self.ended:
+            if self._used:
+                self.end()
+            else:
+                self.deadline = until
 
     def cancel(self) -> None:
         """Cancel the current request; its client gets an error response."""
@@ -207,7 +181,7 @@ class ServerConnection:
 
     def on_message_begin(self) -> None:
         self._reset()
-        self._reading = self._fresh = True
+        self._reading = self._fresh = self._used = True
         if self._active is None:
             self.deadline = self._server.now + self._server.times.head_s
 

@@ -86,10 +86,9 @@ class Server:
         """Stop accepting, give requests in flight ``timeout_s``, then answer them with an error."""
         assert self._listening is not None
         self.draining = True
-        self._listening.close()
+        await self._listening.close()
         for connection in list(self._connections):
-            if connection.idle:
-                connection.end()
+            connection.drain(self._loop.time() + FINAL_GRACE_S)
         # A client that reads its last bytes slowly has the same time.
         await self._all_lost(timeout_s)
         for connection in list(self._connections):

@@ -21,8 +21,6 @@ EMPTY = Catalog(epoch=0.0, version=0)
 class Adapter:
     """A version of an adapter: ``served`` is its name in engines and answers, ``header`` tells a replica."""
 
-    __slots__ = ("digest", "header", "model", "name", "served")
-
     def __init__(self, alias: Alias, version: Version) -> None:
         self.model = alias.model
         self.name = alias.name
@@ -33,8 +31,6 @@ class Adapter:
 
 class Entry:
     """An alias, as requests find it; ``main`` is the version with the largest weight."""
-
-    __slots__ = ("_only", "_tenants", "_versions", "alias", "main")
 
     def __init__(self, alias: Alias, given: dict[Version, float]) -> None:
         self.alias = alias

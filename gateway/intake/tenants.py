@@ -20,11 +20,6 @@ _WRONG = "The API key is not valid."
 class TenantAccount:
     """A tenant in this worker. ``salt`` (a JSON string, empty without tenants) isolates its prefix cache."""
 
-    __slots__ = (
-        "admin", "in_flight", "name", "output_tokens", "priority",
-        "prompt_tokens", "salt", "weight",
-    )  # fmt: skip
-
     def __init__(self, name: str, salt: bytes) -> None:
         self.name = name
         self.salt = salt

@@ -48,8 +48,6 @@ class PromptHash(NamedTuple):
 class BytesPerToken:
     """Running estimates of one model: bytes of JSON per token, and tokens per answer."""
 
-    __slots__ = ("answers", "bytes_a_token")
-
     def __init__(self) -> None:
         self.answers = AnswerLength()
         self.bytes_a_token = BYTES_A_TOKEN

@@ -32,8 +32,6 @@ class Tail:
     answer. ``usage``: as the engine reported it.
     """
 
-    __slots__ = ("_held", "_last_words", "closed", "error", "events", "failed", "finished", "usage")
-
     def __init__(self, last_words: tuple[str, ...] = ()) -> None:
         self.finished = not last_words
         self._last_words = last_words
@@ -158,8 +156,6 @@ class ChatTail(Tail):
     With ``strip_usage`` the event that only counts tokens was not asked for by the client.
     """
 
-    __slots__ = ("_choices", "_finished", "_strip_usage")
-
     def __init__(self, choices: int, *, strip_usage: bool = False) -> None:
         super().__init__((_DONE.decode(),))
         self._choices = choices
@@ -185,8 +181,6 @@ class ChatTail(Tail):
 
 class ResponsesTail(Tail):
     """OpenAI's responses: one of three events is the last word."""
-
-    __slots__ = ()
 
     def __init__(self) -> None:
         super().__init__(("response.completed", "response.incomplete", "response.failed"))
@@ -214,8 +208,6 @@ class ResponsesTail(Tail):
 
 class MessagesTail(Tail):
     """Anthropic's messages end with ``message_stop``; its first and last deltas count the tokens."""
-
-    __slots__ = ()
 
     def __init__(self) -> None:
         super().__init__(("message_stop",))

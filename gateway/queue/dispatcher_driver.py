@@ -31,8 +31,6 @@ _COUNTED_ON_ARRIVAL = frozenset({Cause.LATE, Cause.FULL, Cause.DEADLINE})
 class Ticket(dispatching.Ticket[ReplicaHandle]):
     """A request's ticket in this worker; :meth:`wait` is ``enter`` for a task."""
 
-    __slots__ = ("_granted", "_queue", "_unseen")
-
     def __init__(self, queue: ModelQueue, request: Request) -> None:
         super().__init__(queue.dispatcher, request)
         self._queue = queue

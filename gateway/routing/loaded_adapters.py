@@ -16,8 +16,6 @@ class LoadedAdapters:
     those listed.
     """
 
-    __slots__ = ("_failed", "_listed", "_refused", "loaded", "loads", "refused")
-
     def __init__(self, loaded: Sequence[str], *, loads: bool) -> None:
         self.loads = loads
         self.loaded = frozenset(loaded)

@@ -56,8 +56,6 @@ NO_EVENTS = FleetEvents()
 class UnseenPrefill:
     """A prefill whose end is not seen: ``tokens`` are assumed computed at ``at`` (loop time), 0 after it."""
 
-    __slots__ = ("at", "tokens")
-
     def __init__(self, tokens: int, at: float) -> None:
         self.tokens = tokens
         self.at = at

@@ -30,8 +30,6 @@ SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 class AdapterCounters:
     """The counts of one adapter in this worker since they were last published."""
 
-    __slots__ = ("cached_tokens", "completion_tokens", "news", "prompt_tokens", "requests", "ttft")
-
     def __init__(self) -> None:
         self.requests: Counts[str] = Counts()
         self.prompt_tokens = 0

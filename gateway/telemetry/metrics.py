@@ -49,13 +49,6 @@ PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 
 class ModelCounters(HealthCounters):
     """The counts of one model in this worker since they were last published; ``totals`` since it started."""
 
-    __slots__ = (
-        "attempts", "breakers", "cached_tokens", "coalesced_calls", "coalesced_requests",
-        "completion_tokens", "e2e", "in_flight", "itl", "model", "prompt_tokens",
-        "queue_wait", "replicas_up", "requests", "streams", "totals", "ttft",
-        "ttft_error", "ttft_error_part",
-    )  # fmt: skip
-
     def __init__(self, model: str) -> None:
         super().__init__()
         self.model = model
@@ -129,8 +122,6 @@ class QueueCounters:
 
     ``foreseen`` sums, over those that waited, the seconds by which the prediction was long or short.
     """
-
-    __slots__ = ("depth", "displaced", "foreseen", "refused", "size", "waited")
 
     def __init__(self) -> None:
         self.depth: dict[Priority, int] = dict.fromkeys(Priority, 0)

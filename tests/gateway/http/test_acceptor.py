@@ -62,7 +62,7 @@ class Door:
 async def door() -> AsyncIterator[Door]:
     made = Door()
     yield made
-    made.acceptor.close()
+    await made.acceptor.close()
     for client in made.clients:
         client.close()
     await asyncio.sleep(0)
@@ -86,7 +86,7 @@ async def test_closing_while_it_rests_ends_it(door: Door) -> None:
     door.listening.errors = [errno.ENOBUFS] * 2
     door.knock()
     await until(lambda: not door.listening.errors, "it has tried")
-    door.acceptor.close()
-    door.acceptor.close()
+    await door.acceptor.close()
+    await door.acceptor.close()
     await asyncio.sleep(0.1)
     assert door.made == 0

@@ -462,25 +462,40 @@ async def test_more_connections_than_there_may_be_are_told_so(port: Port) -> Non
 
 
 @on_uvloop
-async def test_a_drain_finishes_what_runs_and_closes_what_rests(port: Port) -> None:
+async def test_a_drain_serves_requests_in_flight_and_new_connections_and_closes_idle_ones(port: Port) -> None:
     release = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await release.wait()
         await echo(scope, receive, send)
 
-    resting, _ = await port.open()
+    idle, idle_writer = await port.open()
+    idle_writer.write(post())
+    await idle.readuntil(b"}")
     running, writer = await port.open()
     port.app = app
     writer.write(post(b"x"))
     await asyncio.sleep(0.01)
+    accepted, accepted_writer = await port.open()
     draining = asyncio.create_task(port.server.drain(10))
-    assert await resting.read() == b""
+    await idle.read()
+    assert idle.at_eof()
     with pytest.raises(ConnectionRefusedError):
         await port.open()
+    accepted_writer.write(post(b"y"))
     release.set()
-    ((status, headers, _),) = answers(await running.read())
-    assert (status, headers["connection"]) == (200, "close")
+    for reader in (running, accepted):
+        ((status, headers, _),) = answers(await reader.read())
+        assert (status, headers["connection"]) == (200, "close")
+    await draining
+
+
+@on_uvloop
+async def test_a_drain_closes_connections_that_never_send_a_request(port: Port) -> None:
+    await port.start(times=ServerTimeouts(head_s=0.1))
+    reader, _ = await port.open()
+    draining = asyncio.create_task(port.server.drain(10))
+    assert await asyncio.wait_for(reader.read(), 5) == b""
     await draining
 
 
