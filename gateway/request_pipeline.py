@@ -187,7 +187,7 @@ class Gateway:
             if (usage := call.usage) is not None:
                 self.tenants.served(request.tenant, usage)
                 if (adapter := call.adapter) is not None:
-                    self.metrics.adapters.of(adapter.model, adapter.name).count_tokens(usage)
+                    self.metrics.adapters.of(adapter.model, adapter.name).tokens.count(usage)
 
     def count_refused(self, refused: Refused) -> None:
         """Count a request that was rejected before it could be read."""

@@ -127,7 +127,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         await reporter.leave()
     for task in background.values():
         task.cancel()
-    post.close()
+    await post.close()
     gateway.close()
     shared.close()
     log.info("worker_stopped")

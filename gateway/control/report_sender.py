@@ -6,14 +6,15 @@ A report is sent every second, and at once when a request arrives for a model wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import httpx
 import msgspec
 
-from gateway.http.client import ClientConnection, ConnectionPool
 from gateway.queue.model_queues import Admission
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
@@ -50,6 +51,7 @@ class Reporter:
         due = self._clock()
         while True:
             self.admission.sleeping.clear()
+            self.admission.woken.clear()
             await self._report()
             due = max(due + EVERY_S, self._clock())
             while await self._woken_before(due):
@@ -83,16 +85,17 @@ class Reporter:
     async def _woken_before(self, due: float) -> bool:
         try:
             async with asyncio.timeout_at(due):
-                await self.admission.sleeping.wait()
+                await self.admission.woken.wait()
         except TimeoutError:
             return False
+        self.admission.woken.clear()
         return True
 
     def _model(self, name: str) -> ModelReport:
         meter = self.metrics.model(name)
         return meter.totals.report(
             in_flight=meter.in_flight,
-            queued=sum(self.metrics.queues.model(name).depth.values()),
+            queued=sum(meter.queue.depth.values()),
             oldest_s=self.admission.oldest_s(name),
         )
 
@@ -107,80 +110,23 @@ class ReportSender:
     def __init__(self, address: Callable[[], str], path: str, secret: str, log: Log) -> None:
         self._address = address
         self._path = path
-        self._secret = secret
         self._log = log
-        self._pool: ConnectionPool | None = None
-        self._url = ""
+        self._http = httpx.AsyncClient(
+            headers={SECRET_HEADER: secret, "content-type": "application/json"}, trust_env=False
+        )
         self._lost = False
 
     async def send(self, body: bytes) -> None:
         """Send ``body``, and wait until it is received or lost."""
         status = 0
-        try:
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                status = await self._exchange(body)
-        except OSError:  # TimeoutError is one
-            pass
+                answer = await self._http.post(f"http://{self._address()}{self._path}", content=body)
+                status = answer.status_code
         lost = status != 200
         if lost and not self._lost:
             self._log.warning("report_lost", path=self._path, status=status)
         self._lost = lost
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-
-    async def _exchange(self, body: bytes) -> int:
-        """The status of the answer, 0 without one. If the pooled connection is dead, it is replaced once."""
-        pool = self._reach()
-        head = (
-            f"POST {self._path} HTTP/1.1\r\nhost: {pool.host_header.decode()}\r\n"
-            f"{SECRET_HEADER}: {self._secret}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
-        ).encode()
-        pooled = pool.take()
-        if pooled is not None and (status := await _Exchange(pooled).to(head, body)):
-            return status
-        return await _Exchange(await pool.connect()).to(head, body)
-
-    def _reach(self) -> ConnectionPool:
-        url = f"http://{self._address()}"
-        if self._pool is None or url != self._url:
-            self.close()
-            self._pool, self._url = ConnectionPool(url, ANSWER_TIMEOUT_S, max_idle=1), url
-        return self._pool
-
-
-class _Exchange:
-    def __init__(self, connection: ClientConnection) -> None:
-        self._connection = connection
-        self._status = 0
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    async def to(self, head: bytes, body: bytes) -> int:
-        """The status of the answer to this request, 0 if the connection died."""
-        try:
-            self._connection.send(self, head, body)
-            return await self._ended
-        except asyncio.CancelledError:
-            self._connection.abort(self)
-            raise
-
-    # the connection's sink
-
-    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        self._status = status
-
-    def on_data(self, data: bytes, *, complete: bool) -> None:
-        if complete:
-            self._end(self._status)
-
-    def on_chunk(self, data: bytes, framed: bytes) -> None:
-        """Ignore the body."""
-
-    def on_lost(self, *, begun: bool) -> None:
-        self._end(0)
-
-    def _end(self, status: int) -> None:
-        if not self._ended.done():
-            self._ended.set_result(status)
+    async def close(self) -> None:
+        await self._http.aclose()

@@ -5,39 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+from policy.config.deployment import GatewayConfig
+
+if TYPE_CHECKING:
+    from gateway.delivery.relay import Relay
 
 SWEEP_EVERY_S = 0.1
-
-
-class Limits(Protocol):
-    """The keys of the document's ``gateway`` section that bound silence, in seconds."""
-
-    @property
-    def first_token_timeout_s(self) -> float: ...
-    @property
-    def inter_token_timeout_s(self) -> float: ...
-    @property
-    def answer_timeout_s(self) -> float: ...
-
-
-class WatchedAttempt(Protocol):
-    """An attempt under a timeout. ``streams``: a stream was requested; ``begun``: its first event came.
-
-    ``stirred`` is whether a byte came since the last call, or none could because the client is slow;
-    ``quiet_since`` belongs to the sweep. Instants are seconds of ``time.monotonic``.
-    """
-
-    streams: bool
-    begun: bool
-    sent_at: float
-    quiet_since: float
-
-    def stirred(self) -> bool:
-        """Whether any byte came since the last call."""
-
-    def expire(self, waited_s: float) -> None:
-        """The replica was silent for too long."""
 
 
 class IdleTimeouts:
@@ -47,14 +22,14 @@ class IdleTimeouts:
     after it; any other answer must be whole within ``answer_timeout_s``.
     """
 
-    def __init__(self, limits: Callable[[], Limits]) -> None:
+    def __init__(self, limits: Callable[[], GatewayConfig]) -> None:
         self._limits = limits
-        self._attempts: set[WatchedAttempt] = set()
+        self._attempts: set[Relay] = set()
 
-    def watch(self, attempt: WatchedAttempt) -> None:
+    def watch(self, attempt: Relay) -> None:
         self._attempts.add(attempt)
 
-    def unwatch(self, attempt: WatchedAttempt) -> None:
+    def unwatch(self, attempt: Relay) -> None:
         self._attempts.discard(attempt)
 
     async def run(self) -> None:

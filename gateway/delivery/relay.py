@@ -319,7 +319,7 @@ class Relay:
         usage = tail.usage if self._stream else usage_of_answer(self._end)
         self._call.events = tail.events
         self._call.usage = usage = usage or Usage(completion=tail.events, exact=False)
-        self._meter.count_tokens(usage)
+        self._meter.tokens.count(usage)
 
     def _collect(self, data: bytes, complete: bool) -> None:
         assert self._error is not None

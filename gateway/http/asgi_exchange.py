@@ -11,9 +11,12 @@ import itertools
 import re
 import secrets
 from collections.abc import Awaitable, Generator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.types import Message
+
+if TYPE_CHECKING:
+    from gateway.http.connection import ServerConnection
 
 _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
@@ -47,28 +50,6 @@ class _Sent:
 SENT: Awaitable[None] = _Sent()
 
 
-class _ResponseWriter(Protocol):
-    """The connection that an exchange responds on. ``sent`` is :data:`SENT` or a future to wait for."""
-
-    sent: Awaitable[None]
-
-    @property
-    def leaving(self) -> bool:
-        """Whether this is the last response on the connection."""
-
-    def write(self, data: bytes) -> None:
-        """Write bytes to the client's connection, if it is open."""
-
-    def general_header(self) -> bytes:
-        """The header lines of every response."""
-
-    def answered(self, exchange: Exchange) -> None:
-        """The last byte of the response was written."""
-
-    def abort(self) -> None:
-        """Close immediately, so that an aborted response does not look complete."""
-
-
 class Exchange:
     """A complete request. ``left`` is set when its client disconnects before the response is complete.
 
@@ -77,9 +58,9 @@ class Exchange:
     """
 
     def __init__(
-        self, line: _ResponseWriter, body: bytes, *, keep: bool, http_1_1: bool, headless: bool
+        self, connection: ServerConnection, body: bytes, *, keep: bool, http_1_1: bool, headless: bool
     ) -> None:
-        self._line = line
+        self._connection = connection
         self._body: bytes | None = body
         self._http_1_1 = http_1_1
         self._headless = headless
@@ -116,27 +97,27 @@ class Exchange:
             self._begin(body, more)
         elif self._chunked:
             if not more:
-                self._line.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n")
+                self._connection.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n")
             elif body:
-                self._line.write(b"%x\r\n%b\r\n" % (len(body), body))
+                self._connection.write(b"%x\r\n%b\r\n" % (len(body), body))
         elif body and not self._headless:
-            self._line.write(body)
+            self._connection.write(body)
         if not more:
             self._finish()
-        return self._line.sent
+        return self._connection.sent
 
     def pass_on(self, body: bytes, framed: bytes | None) -> Awaitable[None]:
         """Send a part of the body that is not the last; ``framed`` is it as an HTTP/1.1 chunk, if known."""
         if self._chunked and not (self.done or self.left):
-            self._line.write(framed or b"%x\r\n%b\r\n" % (len(body), body))
-            return self._line.sent
+            self._connection.write(framed or b"%x\r\n%b\r\n" % (len(body), body))
+            return self._connection.sent
         return self.send({"type": "http.response.body", "body": body, "more_body": True})
 
     def end(self) -> None:
         """The task of the request has ended, with or without a complete response."""
         self.task = None
         if not (self.done or self.left):
-            self._line.abort()
+            self._connection.abort()
 
     def leave(self) -> None:
         """The client disconnected: cancel the task of the request."""
@@ -154,7 +135,7 @@ class Exchange:
         status: int = self._head["status"]
         lines = [
             _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
-            self._line.general_header(),
+            self._connection.general_header(),
         ]
         length = False
         for name, value in self._head["headers"]:
@@ -173,7 +154,7 @@ class Exchange:
                 lines.append(b"transfer-encoding: chunked\r\n")
             else:
                 self.keep = False
-        if self._line.leaving:
+        if self._connection.leaving:
             self.keep = False
         if not self.keep:
             lines.append(b"connection: close\r\n\r\n")
@@ -183,12 +164,12 @@ class Exchange:
             lines.append(b"connection: keep-alive\r\n\r\n")
         if body and not self._headless:
             lines.append(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
-        self._line.write(b"".join(lines))
+        self._connection.write(b"".join(lines))
 
     def _finish(self) -> None:
         self.done = True
         self._wake()
-        self._line.answered(self)
+        self._connection.answered(self)
 
     def _wake(self) -> None:
         if self._gone is not None and not self._gone.done():

@@ -153,7 +153,7 @@ class ModelQueue:
         assert isinstance(ticket, Ticket)
         if ticket.rejection is None:
             waited_s = self.clock() - ticket.request.arrived
-            self._meter.waited_for(waited_s, ticket.expected_wait_s)
+            self._meter.count_wait(waited_s, ticket.expected_wait_s)
         else:
             self.count(ticket.rejection, waited=True)
         ticket.resolve()

@@ -15,31 +15,12 @@ from policy.config.deployment import Deployment
 from policy.request import Request
 
 
-class SleepingModels:
-    """Models without a replica for which a request came, until the controller has been told of them."""
-
-    def __init__(self) -> None:
-        self._models: set[str] = set()
-        self._added = asyncio.Event()
-
-    def add(self, model: str) -> None:
-        """A request came; once between two reports is enough."""
-        if model not in self._models:
-            self._models.add(model)
-            self._added.set()
-
-    def clear(self) -> None:
-        """A report has told of all of them."""
-        self._models.clear()
-        self._added.clear()
-
-    async def wait(self) -> None:
-        await self._added.wait()
-        self._added.clear()
-
-
 class Admission:
-    """Late binding: a request waits here, not in a replica, while no replica can take it."""
+    """Late binding: a request waits here, not in a replica, while no replica can take it.
+
+    ``sleeping``: models without a replica for which a request came since the last report; ``woken`` is set
+    when one is added.
+    """
 
     def __init__(
         self,
@@ -56,14 +37,16 @@ class Admission:
         self._weight = weight
         self._shared = shared
         self._queues: dict[str, ModelQueue] = {}
-        self.sleeping = SleepingModels()
+        self.sleeping: set[str] = set()
+        self.woken = asyncio.Event()
 
     def ticket(self, served: ServedModel, request: Request) -> Ticket:
         queue = self._queues.get(served.name)
         if queue is None or queue.served is not served:
             queue = self._queues[served.name] = self._queue(served)
-        if served.asleep:
+        if served.asleep and served.name not in self.sleeping:
             self.sleeping.add(served.name)
+            self.woken.set()
         return Ticket(queue, request)
 
     def oldest_s(self, model: str) -> float:
@@ -76,7 +59,7 @@ class Admission:
             queue.news()
 
     def dismiss(self, model: str) -> None:
-        """No replica of ``model`` is up and none is starting: whoever waits would wait in vain."""
+        """No replica of ``model`` is up and none is starting: reject all that wait."""
         if (queue := self._queues.get(model)) is not None:
             queue.dismiss()
 
@@ -92,4 +75,4 @@ class Admission:
 
         pool = ModelPool(served, self._routers, self._deployment, self._shared, elsewhere)
         peers = None if self._shared is LOCAL else SharedPeers(self._shared, name)
-        return ModelQueue(pool, served.health, self._metrics.queues.model(name), self._weight, peers)
+        return ModelQueue(pool, served.health, self._metrics.model(name).queue, self._weight, peers)

@@ -1,7 +1,7 @@
 """Counts that the gateway workers of one host share: a mapped file with a row for each.
 
 A row has one writer and only whole aligned words are written, so there is no lock. Two counts of one replica
-may be read of two moments, which the next read corrects; news carry a check word.
+may be read at two moments, which the next read corrects; published prefixes carry a check word.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 BEAT_EVERY_S = 0.25
 DEAD_AFTER_S = 3.0
-# As many as a document may ask for; rows that nobody has used take no memory.
+# As many workers as a deployment may configure; unused rows take no memory.
 ROWS = 256
-NEWS = 4096
+RING_ENTRIES = 4096
 
 _MASK = (1 << 64) - 1
 # Words of a row's header; a header is a cache line, and all headers lie together before all tables.
@@ -27,7 +27,7 @@ _LAYOUT, _PID, _INCARNATION, _BEAT, _CLAIMS, _SEQUENCE = range(6)
 _HEADER = 8
 _ENTRY = struct.Struct("4Q")
 _ENTRY_WORDS = 4
-# A key is within so many slots of its own, or nowhere.
+# A key is within this many slots of its own, or nowhere.
 _WINDOW = 16
 
 
@@ -51,23 +51,23 @@ class _Table(NamedTuple):
 _LINKS = _Table(at=0, slots=1024, counts=3)
 _TENANTS = _Table(at=_LINKS.at + _LINKS.words, slots=4096, counts=1)
 _RING = _TENANTS.at + _TENANTS.words
-_ROW = _RING + NEWS * _ENTRY_WORDS
+_ROW = _RING + RING_ENTRIES * _ENTRY_WORDS
 _BYTES = 8 * ROWS * (_HEADER + _ROW)
 # Another version, or other sizes, must not be read as this one.
-_THIS_LAYOUT = 1 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | NEWS
+_THIS_LAYOUT = 1 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | RING_ENTRIES
 
 _HEADS = [(row, row * _HEADER) for row in range(ROWS)]
 
-News = tuple[int, int, list[int]]
+PublishedPrefixes = tuple[int, int, list[int]]
 
 
-class SharedCounts(Protocol):
-    """What a worker tells the others of its host, and hears from them. Keys are 64-bit hashes.
+class SharedCounts:
+    """What a worker reports to the other workers of its host, and reads of them. Keys are 64-bit hashes.
 
-    ``alone`` is whether no other lives, as of the last beat: then there is nothing to hear.
+    This base class is that of a worker without others. ``alone``: no other worker lived at the last beat.
     """
 
-    alone: bool
+    alone: bool = True
 
     def begin(self, key: int, tokens: int) -> None:
         """A request with ``tokens`` uncached prompt tokens goes to the replica with ``key``."""
@@ -75,59 +75,42 @@ class SharedCounts(Protocol):
     def first_token(self, key: int, tokens: int) -> None:
         """The prefill of such a request is over: its first token came, or it ended without one."""
 
-    def end(self, key: int) -> None: ...
+    def end(self, key: int) -> None:
+        """Such a request ended."""
 
     def others(self, key: int) -> tuple[int, int, int]:
         """What the others have there: requests in flight, pending prompt tokens, requests ever begun.
 
-        The last may fall: a worker that starts anew begins at 0.
+        The last may decrease: a worker that starts anew begins at 0.
         """
+        return 0, 0, 0
 
     def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None:
-        """Say that prompts with these prefixes were sent to a replica of a model."""
+        """Report that prompts with these prefixes were sent to a replica of a model."""
 
-    def news(self) -> list[News]:
+    def published_by_others(self) -> list[PublishedPrefixes]:
         """What the others published since the last call: (model key, replica key, hashes)."""
+        return []
 
     def served(self, tenant_key: int, tokens: int) -> None:
         """A tenant was served so many virtual tokens; a correction may be negative."""
 
     def served_by_others(self, tenant_key: int) -> int:
-        """Virtual tokens that the others served a tenant since they started; it may fall."""
+        """Virtual tokens that the others served a tenant since they started; it may decrease."""
+        return 0
 
     def beat(self) -> None:
-        """Say that this worker lives, and look who else does; every :data:`BEAT_EVERY_S`."""
+        """Report that this worker lives, and look which others do; every :data:`BEAT_EVERY_S`."""
 
     def close(self) -> None:
         """Leave: the others count nothing of this worker any more."""
 
 
-class LocalCounts:
-    alone = True
-
-    def begin(self, key: int, tokens: int) -> None: ...
-    def first_token(self, key: int, tokens: int) -> None: ...
-    def end(self, key: int) -> None: ...
-    def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None: ...
-    def served(self, tenant_key: int, tokens: int) -> None: ...
-    def beat(self) -> None: ...
-    def close(self) -> None: ...
-
-    def others(self, key: int) -> tuple[int, int, int]:
-        return 0, 0, 0
-
-    def news(self) -> list[News]:
-        return []
-
-    def served_by_others(self, tenant_key: int) -> int:
-        return 0
+LOCAL = SharedCounts()
 
 
-LOCAL = LocalCounts()
-
-
-class SharedRows:
-    """One worker's row, and its view of the others'. Raises :class:`OSError` if no row is free.
+class SharedRows(SharedCounts):
+    """One worker's row, and its view of the other rows. Raises :class:`OSError` if no row is free.
 
     ``row`` is the row to take, or the next free one while a draining worker holds it. ``clock`` is the host's
     monotonic clock, in seconds.
@@ -153,8 +136,8 @@ class SharedRows:
         self._peers: tuple[tuple[int, int, int], ...] = ()
         self.alone = True
         self._rings: list[int] = []
-        self._heard: list[int] = []
-        self._heard_of: dict[int, int] = {}
+        self._read_upto: list[int] = []
+        self._read_of: dict[int, int] = {}
         self._places: dict[int, tuple[int, ...]] = {}
         self._tenant_places: dict[int, tuple[int, ...]] = {}
         self._clear()
@@ -196,29 +179,29 @@ class SharedRows:
         sequence = words[head + _SEQUENCE]
         for prefix in hashes:
             check = sequence ^ model_key ^ replica_key ^ prefix
-            at = base + _RING + sequence % NEWS * _ENTRY_WORDS
+            at = base + _RING + sequence % RING_ENTRIES * _ENTRY_WORDS
             _ENTRY.pack_into(self._map, at * 8, check, model_key, replica_key, prefix)
             sequence += 1
         words[head + _SEQUENCE] = sequence
 
-    def news(self) -> list[News]:
+    def published_by_others(self) -> list[PublishedPrefixes]:
         words = self._words
-        if [words[at] for at in self._rings] == self._heard:
+        if [words[at] for at in self._rings] == self._read_upto:
             return []
-        found: list[News] = []
+        found: list[PublishedPrefixes] = []
         for i, at in enumerate(self._rings):
             upto, ring = words[at], _tables(at // _HEADER) + _RING
-            for sequence in range(max(self._heard[i], upto - NEWS), upto):
-                entry = ring + sequence % NEWS * _ENTRY_WORDS
+            for sequence in range(max(self._read_upto[i], upto - RING_ENTRIES), upto):
+                entry = ring + sequence % RING_ENTRIES * _ENTRY_WORDS
                 check, model, replica, prefix = _ENTRY.unpack_from(self._map, entry * 8)
-                # Written while it was read, or overtaken by the writer: a hint less, no harm.
+                # Written while it was read, or overwritten: skipped, since it is only a hint.
                 if check != sequence ^ model ^ replica ^ prefix:
                     continue
                 if found and found[-1][0] == model and found[-1][1] == replica:
                     found[-1][2].append(prefix)
                 else:
                     found.append((model, replica, [prefix]))
-            self._heard[i] = upto
+            self._read_upto[i] = upto
         return found
 
     def served(self, tenant_key: int, tokens: int) -> None:
@@ -238,12 +221,12 @@ class SharedRows:
         self._words[self._head + _BEAT] = now
         peers = tuple(self._look(now))
         if peers != self._peers:
-            self._heard_of.update(zip(self._rings, self._heard, strict=True))
+            self._read_of.update(zip(self._rings, self._read_upto, strict=True))
             self._peers = peers
             self.alone = not peers
             self._rings = [row * _HEADER + _SEQUENCE for row, _, _ in peers]
             # From a worker that is new here, all that its ring still holds.
-            self._heard = [self._heard_of.get(at, 0) for at in self._rings]
+            self._read_upto = [self._read_of.get(at, 0) for at in self._rings]
             self._places.clear()
             self._tenant_places.clear()
 
@@ -266,7 +249,7 @@ class SharedRows:
         raise OSError(f"{ROWS} workers of this host already share their counts")
 
     def _clear(self) -> None:
-        """Begin anew: what a worker that died here left says nothing. Its news stay, and are numbered on."""
+        """Clear the counts of the row's last worker. Its published prefixes stay, and are numbered on."""
         words, head, begin = self._words, self._head, self._base * 8
         words[head + _BEAT] = 0
         if words[head + _LAYOUT] != _THIS_LAYOUT:
@@ -278,7 +261,7 @@ class SharedRows:
         words[head + _CLAIMS] = 0
 
     def _look(self, now: int) -> list[tuple[int, int, int]]:
-        """The other rows that live, with what changes when their keys do."""
+        """The rows of other living workers, with what changes when their keys do."""
         words, oldest = self._words, now - int(DEAD_AFTER_S * 1e9)
         # A beat in the future was before this machine started.
         return [

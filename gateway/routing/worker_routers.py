@@ -124,7 +124,7 @@ class ModelRouters:
         return b"{}"
 
     def _read_news(self, now: float) -> None:
-        for model_key, replica_key, hashes in self._shared.news():
+        for model_key, replica_key, hashes in self._shared.published_by_others():
             router = self._by_key.get(model_key)
             if router is not None:
                 router.learned(hashes, replica_key, now)

@@ -11,8 +11,7 @@ from collections import Counter as Counts
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from gateway.protocol.usage import Usage
-from gateway.telemetry.metric_families import MetricFamilies
+from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts
 from policy.stats.histogram import HistogramCounter
 
 if TYPE_CHECKING:
@@ -28,29 +27,24 @@ SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 class AdapterCounters:
-    """The counts of one adapter in this worker since they were last published."""
+    """The counts of one adapter in this worker since they were last published.
+
+    ``changed``: a call has ended since then, after its tokens were counted.
+    """
 
     def __init__(self) -> None:
         self.requests: Counts[str] = Counts()
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
+        self.tokens = TokenCounters()
         self.ttft = HistogramCounter(SECONDS)
-        self.news = False
+        self.changed = False
 
     def count(self, call: Call, began: float) -> None:
         """Count a call that began at this instant, whatever its outcome."""
-        self.news = True
+        self.changed = True
         self.requests[call.outcome] += 1
         first_at = call.first_byte_at
         if first_at is not None:
             self.ttft.add(first_at - began)
-
-    def count_tokens(self, usage: Usage) -> None:
-        self.news = True
-        self.prompt_tokens += usage.prompt
-        self.cached_tokens += usage.cached
-        self.completion_tokens += usage.completion
 
 
 class AdapterMetrics:
@@ -107,13 +101,9 @@ class AdapterMetrics:
             self._publish(model, OTHER, meter)
 
     def _publish(self, model: str, name: str, meter: AdapterCounters) -> None:
-        if not meter.news:
+        if not meter.changed:
             return
-        for outcome in tuple(meter.requests):
-            self._requests.labels(model, name, outcome).inc(meter.requests.pop(outcome))
-        self._tokens.labels(model, name, "prompt").inc(meter.prompt_tokens)
-        self._tokens.labels(model, name, "cached").inc(meter.cached_tokens)
-        self._tokens.labels(model, name, "completion").inc(meter.completion_tokens)
-        meter.prompt_tokens = meter.cached_tokens = meter.completion_tokens = 0
+        publish_counts(self._requests, meter.requests, model, name)
+        meter.tokens.publish(self._tokens, model, name)
         self._ttft.labels(model, name).merge(meter.ttft)
-        meter.news = False
+        meter.changed = False

@@ -1,11 +1,13 @@
-"""Prometheus metric families of one registry, and a histogram that takes counts in bulk."""
+"""Prometheus metric families of one registry, and counts that are published into them in bulk."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import Counter as Counts
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from gateway.protocol.usage import Usage
 from policy.stats.histogram import HistogramCounter
 
 
@@ -40,3 +42,27 @@ class MergedHistogram(Histogram):
         if tally.total:
             self._sum.inc(tally.total)
             tally.total = 0.0
+
+
+class TokenCounters:
+    """Tokens of answers since they were last published; cached ones are a part of the prompt."""
+
+    def __init__(self) -> None:
+        self.prompt = self.cached = self.completion = 0
+
+    def count(self, usage: Usage) -> None:
+        self.prompt += usage.prompt
+        self.cached += usage.cached
+        self.completion += usage.completion
+
+    def publish(self, metric: Counter, *labels: str) -> None:
+        for kind in ("prompt", "cached", "completion"):
+            metric.labels(*labels, kind).inc(getattr(self, kind))
+            setattr(self, kind, 0)
+
+
+def publish_counts(metric: Counter, counts: Counts[Any], *labels: str) -> None:
+    """Move ``counts`` into ``metric``; their keys are the values of the labels that follow ``labels``."""
+    for key in tuple(counts):
+        values = (key,) if isinstance(key, str) else key
+        metric.labels(*labels, *values).inc(counts.pop(key))

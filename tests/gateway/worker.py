@@ -129,6 +129,10 @@ class Stack:
         body = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}], **more}
         return await self.http.post("/v1/chat/completions", json=body)
 
+    async def warm_up(self) -> None:
+        """Serve one request: waits are then predicted from its measured service time, not an assumed one."""
+        assert (await self.chat()).status_code == 200
+
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples with these labels, 0 where there is none yet."""
         return sum(

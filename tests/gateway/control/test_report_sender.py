@@ -256,7 +256,7 @@ async def test_a_controller_that_was_restarted_hears_the_next(controller: FakeCo
     await controller.start()
     await post.send(b"{}")
     assert len(controller.reports) == 2
-    post.close()
+    await post.close()
 
 
 async def test_a_kept_connection_that_died_is_replaced_at_once(controller: FakeController) -> None:
@@ -264,10 +264,11 @@ async def test_a_kept_connection_that_died_is_replaced_at_once(controller: FakeC
     await post.send(b"{}")
     for connection in tuple(controller.connections):
         connection.transport.abort()
+    await until(lambda: not controller.connections)
     await post.send(b"{}")
     assert len(controller.reports) == 2
     assert logged.getvalue() == ""
-    post.close()
+    await post.close()
 
 
 async def test_the_document_may_move_the_controller(controller: FakeController) -> None:
@@ -279,8 +280,7 @@ async def test_the_document_may_move_the_controller(controller: FakeController) 
     ports.append(other.port)
     await post.send(b"{}")
     assert len(controller.reports) == len(other.reports) == 1
-    await until(lambda: not controller.connections)
-    post.close()
+    await post.close()
     await other.stop()
 
 

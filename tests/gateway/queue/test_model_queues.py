@@ -86,7 +86,7 @@ class Hall:
         return place
 
     def depth(self, priority: Priority = Priority.STANDARD) -> int:
-        return self.metrics.queues.model("alpha").depth[priority]
+        return self.metrics.model("alpha").queue.depth[priority]
 
 
 async def settled() -> None:
@@ -135,7 +135,7 @@ async def test_the_bytes_that_wait_are_bounded_over_all_models() -> None:
     with pytest.raises(Refused) as refused:
         await hall.arrive(hall.beta, 1).wait()
     assert refused.value.reason is Refusal.QUEUE_FULL
-    assert hall.metrics.queues.model("beta").refused[Refusal.QUEUE_FULL] == 1
+    assert hall.metrics.model("beta").queue.refused[Refusal.QUEUE_FULL] == 1
     await leave(waits)
     now_fits = await hall.ask(hall.arrive(hall.beta, 1))
     assert not now_fits.done()
@@ -196,7 +196,7 @@ async def test_a_full_queue_turns_out_the_least_important() -> None:
         await batch
     assert (refused.value.reason, refused.value.status) == (Refusal.QUEUE_FULL, 429)
     assert refused.value.retry_after_s is not None
-    assert hall.metrics.queues.model("alpha").displaced == 1
+    assert hall.metrics.model("alpha").queue.displaced == 1
     assert (hall.depth(Priority.BATCH), hall.depth(Priority.CRITICAL)) == (0, 1)
     await leave(critical)
     assert hall.depth(Priority.CRITICAL) == 0
@@ -231,7 +231,7 @@ async def test_who_waits_for_a_model_at_zero_waits_to_its_deadline() -> None:
     hall.alpha.down = hall.alpha.asleep = True
     now = asyncio.get_running_loop().time()
     asked = await hall.ask(hall.arrive(hall.alpha, deadline=now + 0.02))
-    await asyncio.wait_for(hall.admission.sleeping.wait(), 1)
+    await asyncio.wait_for(hall.admission.woken.wait(), 1)
     assert not asked.done()
     with pytest.raises(Refused) as refused:
         await asked

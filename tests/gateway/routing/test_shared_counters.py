@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.routing import shared_counters
-from gateway.routing.shared_counters import NEWS, SharedRows
+from gateway.routing.shared_counters import RING_ENTRIES, SharedRows
 from tests.clock import Clock
 
 REPLICA, OTHER = 0xFEED_FACE_CAFE_BEEF, 7
@@ -110,14 +110,14 @@ def test_a_worker_that_starts_anew_has_nothing_in_flight(worker: Worker) -> None
     killed.publish(1, REPLICA, [11])
     me.beat()
     assert me.others(REPLICA) == (1, 10, 1)
-    assert me.news() == [(1, REPLICA, [11])]
+    assert me.published_by_others() == [(1, REPLICA, [11])]
     # As after kill -9: the row is not given back, and somebody takes it anew.
     successor = worker(1)
     me.beat()
     assert me.others(REPLICA) == (0, 0, 0)
     assert me.served_by_others(1) == 0
     successor.publish(1, REPLICA, [12])
-    assert me.news() == [(1, REPLICA, [12])]
+    assert me.published_by_others() == [(1, REPLICA, [12])]
 
 
 def test_who_leaves_counts_no_more(tmp_path: Path, clock: Clock) -> None:
@@ -184,9 +184,9 @@ def test_service_adds_up_and_can_be_corrected(worker: Worker) -> None:
 
 def test_who_comes_later_hears_what_is_still_there(worker: Worker) -> None:
     first = worker(0)
-    first.publish(1, REPLICA, list(range(NEWS + 5)))
-    ((_, _, hashes),) = worker(1).news()
-    assert hashes == list(range(5, NEWS + 5))
+    first.publish(1, REPLICA, list(range(RING_ENTRIES + 5)))
+    ((_, _, hashes),) = worker(1).published_by_others()
+    assert hashes == list(range(5, RING_ENTRIES + 5))
 
 
 def test_a_torn_entry_is_skipped(worker: Worker) -> None:
@@ -195,7 +195,7 @@ def test_a_torn_entry_is_skipped(worker: Worker) -> None:
     other.publish(1, REPLICA, [10, 11, 12])
     at = other._base + shared_counters._RING + shared_counters._ENTRY_WORDS
     other._words[at + 2] = OTHER
-    assert me.news() == [(1, REPLICA, [10, 12])]
+    assert me.published_by_others() == [(1, REPLICA, [10, 12])]
 
 
 def still() -> float:
@@ -234,7 +234,7 @@ def test_processes_that_hammer_never_show_what_nobody_wrote(tmp_path: Path) -> N
             in_flight, tokens, _ = me.others(key)
             assert 0 <= in_flight <= 3
             assert 0 <= tokens <= 30
-        for model, replica, hashes in me.news():
+        for model, replica, hashes in me.published_by_others():
             for prefix in hashes:
                 assert (prefix & 0xFF, prefix >> 32) == (model, replica)
                 number = prefix >> 8 & 0xFFFFFF
@@ -245,11 +245,11 @@ def test_processes_that_hammer_never_show_what_nobody_wrote(tmp_path: Path) -> N
         process.join()
         assert process.exitcode == 0
     me.beat()
-    heard += sum(len(hashes) for _, _, hashes in me.news())
+    heard += sum(len(hashes) for _, _, hashes in me.published_by_others())
     totals = [me.others(key) for key in range(1, 9)]
     assert totals == [(0, 0, 3 * rounds // 8)] * 8
     assert [me.served_by_others(key) for key in range(1, 9)] == [9 * rounds // 8] * 8
-    assert heard > NEWS
+    assert heard > RING_ENTRIES
     me.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.routing.fleet import ServedModel
 from gateway.routing.replica_handle import ReplicaHandle
-from gateway.routing.shared_counters import LocalCounts, News
+from gateway.routing.shared_counters import PublishedPrefixes, SharedCounts
 from gateway.routing.worker_routers import KEPT, ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.config.control import ControlConfig, SloConfig
@@ -25,17 +25,17 @@ CHAIN = tuple(range(100, 116, 2))
 DEPTHS = tuple(range(128, 1025, 128))
 
 
-class Wall(LocalCounts):
+class Wall(SharedCounts):
     """What one worker published, for another to read."""
 
     def __init__(self) -> None:
-        self.written: list[News] = []
+        self.written: list[PublishedPrefixes] = []
 
     def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None:
         self.written.append((model_key, replica_key, list(hashes)))
 
 
-class Reader(LocalCounts):
+class Reader(SharedCounts):
     """Another worker of the host."""
 
     alone = False
@@ -43,13 +43,13 @@ class Reader(LocalCounts):
     def __init__(self, wall: Wall) -> None:
         self._wall = wall
 
-    def news(self) -> list[News]:
+    def published_by_others(self) -> list[PublishedPrefixes]:
         read, self._wall.written = self._wall.written, []
         return read
 
 
-def routes(shared: LocalCounts | None = None, metrics: Metrics | None = None) -> ModelRouters:
-    return ModelRouters(random.Random(1), shared or LocalCounts(), metrics=metrics)  # noqa: S311 - ties, not secrets
+def routes(shared: SharedCounts | None = None, metrics: Metrics | None = None) -> ModelRouters:
+    return ModelRouters(random.Random(1), shared or SharedCounts(), metrics=metrics)  # noqa: S311 - ties, not secrets
 
 
 def served(replicas: int = 3) -> ServedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client.metrics import MetricWrapperBase
 
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.protocol.usage import Usage
@@ -30,14 +32,17 @@ def samples(metrics: Metrics, name: str) -> dict[str, float]:
 
 
 @contextmanager
-def failing(patch: pytest.MonkeyPatch, metric: Any) -> Iterator[None]:
-    """A metric whose file cannot grow."""
+def full_disk(patch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
+    """Metric files that can grow for ``after`` more series, and no further."""
+    labels, left = MetricWrapperBase.labels, itertools.count(after, -1)
 
-    def labels(*_: object) -> None:
-        raise OSError("no room")
+    def grow(metric: Any, *values: str) -> Any:
+        if next(left) <= 0:
+            raise OSError("no room")
+        return labels(metric, *values)
 
     with patch.context() as full, pytest.raises(OSError, match="no room"):
-        full.setattr(metric, "labels", labels)
+        full.setattr(MetricWrapperBase, "labels", grow)
         yield
 
 
@@ -63,7 +68,7 @@ def test_requests_tokens_and_first_bytes_are_counted_by_name() -> None:
     meter.count(call("ok", 10.3), 10.0)
     meter.count(call("ok"), 10.0)
     meter.count(call("adapter_failed"), 10.0)
-    meter.count_tokens(Usage(prompt=5, cached=2, completion=3))
+    meter.tokens.count(Usage(prompt=5, cached=2, completion=3))
     for _ in range(2):  # what was published once is not published again
         assert samples(metrics, "tidegate_adapter_requests_total") == {
             '{adapter="sql",model="alpha",outcome="ok"}': 2.0,
@@ -132,7 +137,7 @@ def test_what_cannot_be_published_of_a_dropped_name_is_published_the_next_time(
     metrics.adapters.follow(alphas("a"))
     sent(metrics, "a")
     metrics.adapters.follow(())
-    with failing(monkeypatch, metrics.adapters._requests):
+    with full_disk(monkeypatch, after=0):
         metrics.publish()
     for _ in range(2):
         assert counted(metrics) == {"a": 1.0}
@@ -152,19 +157,23 @@ def test_no_adapter_can_be_called_as_the_others_are() -> None:
     assert NAME.fullmatch(adapter_metrics.OTHER) is None
 
 
-@pytest.mark.parametrize("what", ["_requests", "_attempts", "_streams", "_tokens"])
-def test_nothing_is_counted_twice_or_lost(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+@pytest.mark.parametrize("after", range(18))
+def test_counts_are_neither_lost_nor_published_twice_when_the_disk_is_full(
+    monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
     metrics = Metrics()
     meter = metrics.model("m")
     meter.requests["/v1/chat/completions", "ok"] += 2
     meter.attempts["served"] += 3
     meter.streams["0.1", "0.01"] += 4
-    meter.completion_tokens += 5
-    with failing(monkeypatch, getattr(metrics, what)):
+    meter.tokens.count(Usage(1, 1, 3))
+    meter.coalesced_calls = meter.coalesced_requests = meter.queue.displaced = meter.queue.predicted = 6
+    meter.queue.refused["queue_full"] += 7
+    with full_disk(monkeypatch, after):
         metrics.publish()
     metrics.publish()
-    counted = {
-        name: sum(samples(metrics, f"tidegate_{name}_total").values())
-        for name in ("requests", "upstream_attempts", "served_streams", "tokens")
-    }
-    assert counted == {"requests": 2, "upstream_attempts": 3, "served_streams": 4, "tokens": 5}
+    expected = {
+        "requests": 2, "upstream_attempts": 3, "served_streams": 4, "tokens": 5, "coalesced_calls": 6,
+        "coalesced_requests": 6, "queue_displaced": 6, "queue_foreseen": 6, "queue_refused": 7,
+    }  # fmt: skip
+    assert {name: sum(samples(metrics, f"tidegate_{name}_total").values()) for name in expected} == expected
