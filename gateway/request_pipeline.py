@@ -17,7 +17,7 @@ from gateway.api.application import admin_app, client_app
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.dependencies import Services
 from gateway.api.model_list import ModelList
-from gateway.control.deployment_watcher import FollowedDeployment, Readiness
+from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.delivery.idle_timeouts import IdleTimeouts
 from gateway.delivery.retry_loop import Attempts
 from gateway.delivery.spillover import Overflow
@@ -51,11 +51,14 @@ _EXPLAIN = EXPLAIN_HEADER.encode()
 
 
 class Gateway:
-    """One worker's data plane. ``client`` and ``admin`` are the ASGI apps of its two ports."""
+    """One worker's data plane. ``client`` and ``admin`` are the ASGI apps of its two ports.
+
+    ``draining`` is set when the worker accepts no more requests.
+    """
 
     def __init__(
         self,
-        document: FollowedDeployment,
+        watcher: DeploymentWatcher,
         secret: str,
         salt_secret: bytes,
         *,
@@ -65,13 +68,15 @@ class Gateway:
         captures: Path,
     ) -> None:
         def current() -> Deployment:
-            return document.deployment
+            return watcher.deployment
 
+        self._deployment = current
+        self.draining = False
         self.log = log
         self.metrics = Metrics()
         self._no_model = self.metrics.model("")
-        self._limits = document.deployment.gateway
-        self.deadlines = IdleTimeouts(lambda: document.deployment.gateway)
+        self._limits = watcher.deployment.gateway
+        self.deadlines = IdleTimeouts(lambda: watcher.deployment.gateway)
         self.catalog = CatalogView(partial(rng.getrandbits, 64), self.metrics.adapters.follow)
         self.tenants = Tenants(salt_secret, own_key(secret))
         self.routes = ModelRouters(rng, shared, current, self.metrics)
@@ -87,7 +92,6 @@ class Gateway:
             unloadable=self.admission.give_up,
         )
         self.fleet = FleetView(secret, self.metrics, shared, rng.random, events)
-        self.readiness = Readiness(document, self.fleet, self.catalog)
         self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
         self.coalescer = Coalescer(self._deliver, self.metrics)
         self.overflow = Overflow(self.metrics, log, rng)
@@ -99,7 +103,7 @@ class Gateway:
             tenants=self.tenants,
             metrics=self.metrics,
             routers=self.routes,
-            readiness=self.readiness,
+            not_ready=self.not_ready,
             controller=ControllerProxy(secret, current),
             capture=self.listeners.lines,
         )
@@ -115,6 +119,19 @@ class Gateway:
         self.overflow.read(deployment)
         for spec in deployment.models:
             self.metrics.model(spec.name).totals.promise(spec.control.slo)
+
+    def not_ready(self) -> list[str]:
+        """The reasons why this worker should not be sent requests; empty when it is ready."""
+        reasons = []
+        if self.draining:
+            reasons.append("draining")
+        if not self.fleet.models:
+            reasons.append("no model is known")
+        if self._deployment().needs_controller and self.fleet.source == "none":
+            reasons.append("the controller was not seen yet and no last fleet is on disk")
+        elif self.catalog.wanted and not self.catalog.known:
+            reasons.append("the controller has not sent the adapter catalog yet")
+        return reasons
 
     def end_captures(self) -> None:
         """Send capture subscribers the rows that are left, and close their streams."""

@@ -9,26 +9,24 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from gateway.control.controller_feed import ControllerFeed, catalog_feed, fleet_feed
-from gateway.control.deployment_watcher import FollowedDeployment
+from gateway.control.controller_feed import catalog_feed, fleet_feed
+from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.control.report_sender import Reporter, ReportSender
 from gateway.http.server import Server
 from gateway.request_pipeline import Gateway
 from gateway.routing.external_servers import ExternalPoller
 from gateway.routing.health_probes import Probes
-from gateway.routing.shared_counters import BEAT_EVERY_S, SharedCounts, SharedRows
+from gateway.routing.shared_counters import BEAT_EVERY_S, SharedRows
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import LibraryHandler, Log
 from policy.config.deployment import Deployment
-from policy.types import Fleet
-from policy.wire.catalog import Catalog
 from policy.wire.controller import SIGNALS
 from store.api_keys import salt_secret
 from store.state_dir import StateDir
@@ -69,12 +67,16 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     logging.getLogger("uvicorn").addHandler(LibraryHandler(log))
     logging.getLogger("asyncio").addHandler(LibraryHandler(log))
 
-    document = FollowedDeployment(state, log)
-    # Ties between replicas are all that it decides.
+    watcher = DeploymentWatcher(state, log)
+
+    def current() -> Deployment:
+        return watcher.deployment
+
     shared = SharedRows(state.rows_path, worker)
+    # It only decides ties between replicas.
     rng = random.Random()  # noqa: S311
     gateway = Gateway(
-        document,
+        watcher,
         state.secret(),
         salt_secret(state),
         log=log,
@@ -82,34 +84,42 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         shared=shared,
         captures=state.captures,
     )
-    post = ReportSender(lambda: document.deployment.cluster.controller, SIGNALS, state.secret(), log)
-    reporter = Reporter(gateway.metrics, gateway.admission, lambda: document.deployment, post.send)
-    background: dict[str, asyncio.Task[None]] = {}
-
-    def start(name: str, task: Coroutine[Any, Any, None]) -> None:
-        background[name] = _supervised(log, name, task)
+    sender = ReportSender(lambda: current().cluster.controller, SIGNALS, state.secret(), log)
+    reporter = Reporter(gateway.metrics, gateway.admission, current, sender.send)
+    background = BackgroundTasks(log)
 
     def read(deployment: Deployment) -> None:
         gateway.read(deployment)
-        if deployment.needs_controller and "controller" not in background:
-            start("reports", reporter.run())
-            for name, source in _sources(deployment, state, gateway, log).items():
-                source.start_from_disk()
-                start(name, source.stream.run())
+        if deployment.needs_controller and "reports" not in background.tasks:
+            background.start("reports", reporter.run())
+            address, timeout_s = deployment.cluster.controller, deployment.gateway.connect_timeout_s
+            for feed in (
+                fleet_feed(address, state, gateway.fleet, log, connect_timeout_s=timeout_s),
+                catalog_feed(address, state, gateway.catalog, log, connect_timeout_s=timeout_s),
+            ):
+                feed.start_from_disk()
+                background.start(feed.name, feed.stream.run())
                 if worker == 0:
-                    start(f"{name}_file", source.keep_on_disk())
+                    background.start(f"{feed.name}_file", feed.keep_on_disk())
 
-    read(document.deployment)
-    start("document", document.follow(read))
-    for name, upkeep in _upkeep(gateway, document, state, shared, log).items():
-        start(name, upkeep)
+    read(current())
+    for name, upkeep in {
+        "deployment": watcher.follow(read),
+        "external_servers": ExternalPoller(gateway.fleet, current).run(),
+        "probes": Probes(gateway.fleet, gateway.metrics, current, state.secret()).run(),
+        "metrics": _every(PUBLISH_EVERY_S, lambda: _publish(gateway.metrics, log)),
+        "shared_counters": _every(BEAT_EVERY_S, shared.beat),
+        "idle_timeouts": gateway.deadlines.run(),
+        "capture": gateway.capture.run(),
+    }.items():
+        background.start(name, upkeep)
 
-    client = Server(gateway.client, lambda: document.deployment.gateway.max_body_bytes, gateway.count_refused)
+    client = Server(gateway.client, lambda: current().gateway.max_body_bytes, gateway.count_refused)
     admin = AdminServer(gateway.admin)
     stopping = asyncio.Event()
 
     def drain() -> None:
-        gateway.readiness.draining = True
+        gateway.draining = True
         log.info("draining")
         stopping.set()
 
@@ -119,72 +129,45 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     await client.start(socket.socket(fileno=client_fd))
     log.info("worker_started", pid=os.getpid(), compiled=compiled)
     await stopping.wait()
-    await client.drain(document.deployment.gateway.drain_timeout_s)
+    await client.drain(current().gateway.drain_timeout_s)
     gateway.end_captures()
     admin.should_exit = True
     await admin_task
-    if "reports" in background:
+    if "reports" in background.tasks:
         await reporter.leave()
-    for task in background.values():
+    for task in background.tasks.values():
         task.cancel()
-    await post.close()
+    await sender.close()
     gateway.close()
     shared.close()
     log.info("worker_stopped")
 
 
-def _upkeep(
-    gateway: Gateway, document: FollowedDeployment, state: StateDir, shared: SharedCounts, log: Log
-) -> dict[str, Coroutine[Any, Any, None]]:
-    """Background tasks, with or without a controller."""
+class BackgroundTasks:
+    """The background tasks by name. One that ends by an error ends the worker, which is then replaced."""
 
-    def current() -> Deployment:
-        return document.deployment
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    return {
-        "prober": ExternalPoller(gateway.fleet, current).run(),
-        "probes": Probes(gateway.fleet, gateway.metrics, current, state.secret()).run(),
-        "metrics": _publish(gateway.metrics, log),
-        "shared": _beat(shared),
-        "deadlines": gateway.deadlines.run(),
-        "capture": gateway.capture.run(),
-    }
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks[name] = asyncio.create_task(work, name=name)
+        self.tasks[name].add_done_callback(self._ended)
 
-
-def _sources(
-    deployment: Deployment, state: StateDir, gateway: Gateway, log: Log
-) -> dict[str, ControllerFeed[Fleet] | ControllerFeed[Catalog]]:
-    """The controller's documents, by the name of the task that follows each."""
-    address, timeout_s = deployment.cluster.controller, deployment.gateway.connect_timeout_s
-    return {
-        "controller": fleet_feed(address, state, gateway.fleet, log, connect_timeout_s=timeout_s),
-        "catalog": catalog_feed(address, state, gateway.catalog, log, connect_timeout_s=timeout_s),
-    }
-
-
-async def _publish(metrics: Metrics, log: Log) -> None:
-    while True:
-        await asyncio.sleep(PUBLISH_EVERY_S)
-        try:
-            metrics.publish()
-        except OSError as error:  # no descriptor, no room on the disk: nothing that serving needs
-            log.warning("metrics_not_published", error=type(error).__name__)
-
-
-async def _beat(shared: SharedCounts) -> None:
-    while True:
-        await asyncio.sleep(BEAT_EVERY_S)
-        shared.beat()
-
-
-def _supervised(log: Log, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run a background task; one that ends by an error ends the worker, which is then replaced."""
-    task = asyncio.create_task(work, name=name)
-
-    def ended(task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("background_failed", task=task.get_name(), error=type(error).__name__)
+            self._log.error("background_failed", task=task.get_name(), error=type(error).__name__)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    task.add_done_callback(ended)
-    return task
+
+def _publish(metrics: Metrics, log: Log) -> None:
+    try:
+        metrics.publish()
+    except OSError as error:  # no descriptor, no room on the disk: nothing that serving needs
+        log.warning("metrics_not_published", error=type(error).__name__)
+
+
+async def _every(period_s: float, action: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(period_s)
+        action()

@@ -29,7 +29,7 @@ async def livez() -> JsonResponse:
 @router.get("/readyz", summary="Whether the worker can serve, or why not")
 async def readyz(services: GatewayServices) -> JsonResponse:
     """Readiness: 503 with the reasons when the worker cannot serve."""
-    reasons = services.readiness.why_not()
+    reasons = services.not_ready()
     return JsonResponse({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
 

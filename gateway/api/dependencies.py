@@ -14,7 +14,6 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.model_list import ModelList
-from gateway.control.deployment_watcher import Readiness
 from gateway.intake.tenants import TenantAccount, Tenants
 from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView
@@ -34,7 +33,7 @@ class Services:
     tenants: Tenants
     metrics: Metrics
     routers: ModelRouters
-    readiness: Readiness
+    not_ready: Callable[[], list[str]]
     controller: ControllerProxy
     capture: Callable[[], AsyncIterator[bytes]]
 

@@ -42,9 +42,9 @@ class ModelList:
             base = self._fleet.get(entry.alias.model)
             if base is not None:
                 digest = entry.main.digest if pinned is None else pinned.digest
-                return msgspec.json.encode(_card(name, entry, base, digest))
+                return msgspec.json.encode(_adapter_card(name, entry, base, digest))
         if (listed := self._fleet.listing(name)) is not None:
-            return msgspec.json.encode(_listed_card(name, listed[0]))
+            return msgspec.json.encode(_card(name, listed[0], listed[0].name))
         return None
 
     def _adapters(self, account: TenantAccount) -> bytes:
@@ -71,29 +71,20 @@ class ModelList:
             if name in taken:  # by a model, or by the first of several adapters of one name
                 name = f"{base.name}:{name}"
             taken.add(name)
-            cards.append(msgspec.json.encode(_card(name, entry, base, entry.main.digest)))
+            cards.append(msgspec.json.encode(_adapter_card(name, entry, base, entry.main.digest)))
         return cards
-
-
-def _card(name: str, entry: Entry, base: ServedModel, digest: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(entry.alias.at),
-        "owned_by": "tidegate",
-        "root": digest,
-        "max_model_len": base.max_model_len,
-        "parent": base.name,
-    }
 
 
 def _served_cards(served: ServedModel) -> list[dict[str, Any]]:
     """A model, and the adapters that its servers list where they are not ours."""
-    own = {**_listed_card(served.name, served), "parent": None}
-    return [own, *(_listed_card(name, served) for name in served.listed)]
+    return [_card(served.name, served, None), *(_card(name, served, served.name) for name in served.listed)]
 
 
-def _listed_card(name: str, served: ServedModel) -> dict[str, Any]:
+def _adapter_card(name: str, entry: Entry, base: ServedModel, digest: str) -> dict[str, Any]:
+    return {**_card(name, base, base.name), "created": int(entry.alias.at), "root": digest}
+
+
+def _card(name: str, served: ServedModel, parent: str | None) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -101,5 +92,5 @@ def _listed_card(name: str, served: ServedModel) -> dict[str, Any]:
         "owned_by": "tidegate",
         "root": served.name,
         "max_model_len": served.max_model_len,
-        "parent": served.name,
+        "parent": parent,
     }

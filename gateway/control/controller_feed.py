@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -21,54 +22,39 @@ from store.state_dir import StateDir, write_atomic
 SAVE_EVERY_S = 1.0
 
 
-class Versioned(Protocol):
-    """``epoch`` is the start of the controller that wrote it; ``version`` orders within an epoch."""
-
-    @property
-    def epoch(self) -> float: ...
-    @property
-    def version(self) -> int: ...
+Document = TypeVar("Document", Fleet, Catalog)
 
 
-D = TypeVar("D", bound=Versioned)
-
-
-class ControllerFeed(Generic[D]):
+@dataclass(eq=False)
+class ControllerFeed(Generic[Document]):
     """One document, followed while the controller answers and read from ``file`` until it does.
 
-    The first document of a connection is always taken, whatever the controller's clock; after it, older ones
-    are ignored. ``take`` gets each document and whether it is from disk; ``replaces`` decides whether a
-    document replaces the saved one.
+    A document's ``epoch`` is the start of its controller; ``version`` orders documents within an epoch. The
+    first document of a connection is always taken, whatever the controller's clock; after it, older ones are
+    ignored. ``take`` gets each document and whether it is from disk; ``replaces`` decides whether a document
+    replaces the saved one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        stream: tuple[str, str],
-        file: Path,
-        secret: str,
-        log: Log,
-        *,
-        decode: Callable[[bytes], D],
-        take: Callable[[D, bool], None],
-        replaces: Callable[[D, D], bool],
-        connect_timeout_s: float,
-    ) -> None:
-        self._name = name
-        self._file = file
-        self._log = log
-        self._decode = decode
-        self._take = take
-        self._replaces = replaces
+    name: str
+    url: str
+    path: str
+    file: Path
+    secret: str
+    log: Log
+    connect_timeout_s: float
+    decode: Callable[[bytes], Document]
+    take: Callable[[Document, bool], None]
+    replaces: Callable[[Document, Document], bool]
+
+    def __post_init__(self) -> None:
         self._connected = False
-        self._last: tuple[D, bytes] | None = None
-        self._on_disk: D | None = None
-        address, path = stream
+        self._last: tuple[Document, bytes] | None = None
+        self._on_disk: Document | None = None
         self.stream = NdjsonStream(
-            f"http://{address}",
-            path,
-            secret,
-            connect_timeout_s,
+            self.url,
+            self.path,
+            self.secret,
+            self.connect_timeout_s,
             on_line=self.receive,
             on_down=self.disconnected,
         )
@@ -78,14 +64,14 @@ class ControllerFeed(Generic[D]):
         if self._last is not None:
             return
         try:
-            document = self._decode(self._file.read_bytes())
+            document = self.decode(self.file.read_bytes())
         except FileNotFoundError:
             return
         except ValueError:
-            self._log.warning(f"{self._name}_file_unreadable")
+            self.log.warning(f"{self.name}_file_unreadable")
             return
         self._on_disk = document
-        self._take(document, True)
+        self.take(document, True)
 
     async def keep_on_disk(self) -> None:
         """Save new versions, at most one a second, until cancelled; one worker of a host does."""
@@ -94,37 +80,37 @@ class ControllerFeed(Generic[D]):
             if self._last is None:
                 continue
             document, line = self._last
-            if self._on_disk is not None and not self._replaces(document, self._on_disk):
+            if self._on_disk is not None and not self.replaces(document, self._on_disk):
                 continue
             try:
-                await asyncio.to_thread(write_atomic, self._file, line, 0o600)
+                await asyncio.to_thread(write_atomic, self.file, line, 0o600)
                 self._on_disk = document
             except OSError as error:
-                self._log.warning(f"{self._name}_not_saved", error=type(error).__name__)
+                self.log.warning(f"{self.name}_not_saved", error=type(error).__name__)
 
     def receive(self, line: bytes) -> None:
         try:
-            document = self._decode(line)
+            document = self.decode(line)
         except ValueError:
-            self._log.warning(f"{self._name}_line_unreadable")
+            self.log.warning(f"{self.name}_line_unreadable")
             return
         last = self._last
         if self._connected and last is not None and _order(document) < _order(last[0]):
             return
         if not self._connected:
             self._connected = True
-            self._log.info(f"{self._name}_connected", epoch=document.epoch, version=document.version)
+            self.log.info(f"{self.name}_connected", epoch=document.epoch, version=document.version)
         self._last = (document, line)
-        self._take(document, False)
+        self.take(document, False)
 
     def disconnected(self) -> None:
         """The stream broke; the document stays in force."""
         if self._connected:
             self._connected = False
-            self._log.warning(f"{self._name}_disconnected")
+            self.log.warning(f"{self.name}_disconnected")
 
 
-def _order(document: Versioned) -> tuple[float, int]:
+def _order(document: Fleet | Catalog) -> tuple[float, int]:
     return document.epoch, document.version
 
 
@@ -139,14 +125,15 @@ def fleet_feed(
 
     return ControllerFeed(
         "fleet",
-        (address, FLEET_STREAM),
+        f"http://{address}",
+        FLEET_STREAM,
         state.fleet_path,
         state.secret(),
         log,
+        connect_timeout_s,
         decode=msgspec.json.Decoder(Fleet).decode,
         take=take,
         replaces=fleet_replaces,
-        connect_timeout_s=connect_timeout_s,
     )
 
 
@@ -166,14 +153,15 @@ def catalog_feed(
     """The adapter catalog, into ``view``."""
     return ControllerFeed(
         "catalog",
-        (address, ADAPTERS_STREAM),
+        f"http://{address}",
+        ADAPTERS_STREAM,
         state.catalog_path,
         state.secret(),
         log,
+        connect_timeout_s,
         decode=CatalogDecoder().decode,
         take=lambda catalog, _: view.take(catalog),
         replaces=lambda catalog, saved: _order(catalog) != _order(saved),
-        connect_timeout_s=connect_timeout_s,
     )
 
 

@@ -1,4 +1,4 @@
-"""The deployment in the state directory, read again when its file changes, and a worker's readiness."""
+"""The deployment in the state directory, read again when its file changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import msgspec
 
-from gateway.intake.adapter_catalog import CatalogView
-from gateway.routing.fleet import FleetView
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
@@ -19,7 +17,7 @@ from store.state_dir import StateDir
 LOOK_EVERY_S = 0.5
 
 
-class FollowedDeployment:
+class DeploymentWatcher:
     """The current deployment. A document that cannot be read leaves the last good one in force."""
 
     def __init__(self, state: StateDir, log: Log) -> None:
@@ -47,26 +45,3 @@ class FollowedDeployment:
     def _read(self) -> Deployment:
         raw: Any = msgspec.json.decode(self._path.read_bytes())
         return parse(raw)
-
-
-class Readiness:
-    """Whether one worker should be sent requests. ``draining`` once it accepts no more."""
-
-    def __init__(self, document: FollowedDeployment, fleet: FleetView, catalog: CatalogView) -> None:
-        self._document = document
-        self._fleet = fleet
-        self._catalog = catalog
-        self.draining = False
-
-    def why_not(self) -> list[str]:
-        """The reasons why this worker cannot serve; empty when it is ready."""
-        reasons = []
-        if self.draining:
-            reasons.append("draining")
-        if not self._fleet.models:
-            reasons.append("no model is known")
-        if self._document.deployment.needs_controller and self._fleet.source == "none":
-            reasons.append("the controller was not seen yet and no last fleet is on disk")
-        elif self._catalog.wanted and not self._catalog.known:
-            reasons.append("the controller has not sent the adapter catalog yet")
-        return reasons

@@ -11,16 +11,7 @@ from msgspec import Raw
 from gateway.http.client import ConnectionPool
 from gateway.protocol.body import Body
 from gateway.protocol.json_decoders import ABSENT
-from gateway.protocol.json_splice import (
-    ASKED_FOR_USAGE,
-    Edit,
-    UpstreamBody,
-    force_usage,
-    length,
-    locate,
-    set_model,
-    splice,
-)
+from gateway.protocol.json_splice import Edit, UpstreamBody, edited_body, locate, set_model
 from gateway.protocol.paths import Route
 from gateway.protocol.usage import Usage
 from gateway.request_context import Call
@@ -43,7 +34,7 @@ _COMMA = re.compile(rb"\s*,")
 
 
 class OverflowEndpoint:
-    """One provider; a worker spends at most its equal part of the cap. A changed key file is read again."""
+    """One provider. A worker spends at most its equal part of the cap, and reads the key for each call."""
 
     def __init__(self, upstream: Upstream, deployment: Deployment, log: Log) -> None:
         self.label = b"upstream:" + upstream.name.encode()
@@ -53,7 +44,7 @@ class OverflowEndpoint:
         self._base = (urlsplit(upstream.url).path.rstrip("/") or "/v1").encode()
         self._log = log
         self._key = b""
-        self._key_changed = -1  # nanoseconds, as the file says
+        self._key_problem = ""
         self.read(upstream, deployment)
 
     def read(self, upstream: Upstream, deployment: Deployment) -> None:
@@ -117,35 +108,25 @@ class OverflowEndpoint:
         edits = [set_model(raw, self.upstream.models[name])]
         if body.cache_salt is not ABSENT:
             edits.append(_without(raw, body.cache_salt))
-        usage = (
-            force_usage(raw, body.stream_options) if body.stream and route.path in ASKED_FOR_USAGE else None
-        )
-        if usage is not None:
-            edits.append(usage)
-        parts = splice(raw, edits)
-        return UpstreamBody(parts, length(parts), usage is not None)
+        return edited_body(route, body, raw, edits)
 
     @property
     def has_key(self) -> bool:
         """Whether the key file, if there is one, holds a usable key now."""
-        path = self.upstream.key_file
-        if path is None:
-            self._key = b""
-            return True
-        try:
-            changed = Path(path).stat().st_mtime_ns
-            if changed != self._key_changed:
+        path, problem = self.upstream.key_file, ""
+        self._key = b""
+        if path is not None:
+            try:
                 self._key = Path(path).read_bytes().strip()
-        except OSError as error:
-            changed, self._key = 0, b""
-            why = type(error).__name__
-        else:
-            # Other characters could end the header or the request.
-            why = "" if _WORD.fullmatch(self._key) else "not one word of ASCII"
-        if changed != self._key_changed and why:
-            self._log.error("upstream_key_unusable", upstream=self.upstream.name, error=why)
-        self._key_changed = changed
-        return not why
+            except OSError as error:
+                problem = type(error).__name__
+            else:
+                # Other characters could end the header or the request.
+                problem = "" if _WORD.fullmatch(self._key) else "not one word of ASCII"
+        if problem and problem != self._key_problem:
+            self._log.error("upstream_key_unusable", upstream=self.upstream.name, error=problem)
+        self._key_problem = problem
+        return not problem
 
 
 def _without(raw: bytes, value: Raw) -> Edit:

@@ -15,6 +15,7 @@ from store.api_keys import salt_of
 
 _MISSING = "This server requires an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key'."
 _WRONG = "The API key is not valid."
+_DESCRIBED = ("name", "weight", "priority", "admin", "in_flight", "prompt_tokens", "output_tokens")
 
 
 class TenantAccount:
@@ -98,18 +99,7 @@ class Tenants:
     def describe(self) -> list[dict[str, Any]]:
         """Every account with its counts in this worker, without its keys."""
         accounts = self._by_name.values() if self._by_digest else (self._anonymous,)
-        return [
-            {
-                "name": account.name,
-                "weight": account.weight,
-                "priority": account.priority,
-                "admin": account.admin,
-                "in_flight": account.in_flight,
-                "prompt_tokens": account.prompt_tokens,
-                "output_tokens": account.output_tokens,
-            }
-            for account in accounts
-        ]
+        return [{name: getattr(account, name) for name in _DESCRIBED} for account in accounts]
 
     def _salt(self, name: str) -> bytes:
         return b'"%b"' % salt_of(self._secret, name).encode()

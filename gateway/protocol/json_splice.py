@@ -6,7 +6,7 @@ the decoder found, so that equal names in nested objects or texts are never hit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -83,11 +83,7 @@ def splice(raw: bytes, edits: Iterable[Edit]) -> list[Buffer]:
     return parts
 
 
-def length(parts: Sequence[Buffer]) -> int:
-    return sum(map(len, parts))
-
-
-# Whose streams tell their usage only when they are asked to.
+# Routes whose streams end with their usage only if the request asks for it.
 ASKED_FOR_USAGE = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
@@ -99,20 +95,25 @@ class UpstreamBody(NamedTuple):
     counts: bool
 
 
-def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "") -> UpstreamBody:
-    """``raw`` with the tenant's cache ``salt`` (a JSON string, or empty) in place of the client's.
-
-    ``model`` becomes the name of the ``adapter``, if there is one; streams are made to end with their usage.
-    """
-    edits = []
-    if adapter and adapter != body.model:
-        edits.append(set_model(raw, adapter))
-    if salt and route.runner is not None:  # what only counts tokens caches nothing
-        edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
+def edited_body(route: Route, body: Body, raw: bytes, edits: list[Edit]) -> UpstreamBody:
+    """``raw`` with ``edits``; streams are made to end with their usage."""
     usage = force_usage(raw, body.stream_options) if body.stream and route.path in ASKED_FOR_USAGE else None
     if usage is not None:
         edits.append(usage)
     if not edits:
         return UpstreamBody(raw, len(raw), False)
     parts = splice(raw, edits)
-    return UpstreamBody(parts, length(parts), usage is not None)
+    return UpstreamBody(parts, sum(map(len, parts)), usage is not None)
+
+
+def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "") -> UpstreamBody:
+    """``raw`` with the tenant's cache ``salt`` (a JSON string, or empty) in place of the client's.
+
+    ``model`` becomes the name of the ``adapter``, if there is one.
+    """
+    edits = []
+    if adapter and adapter != body.model:
+        edits.append(set_model(raw, adapter))
+    if salt and route.runner is not None:  # token counts use no cache
+        edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
+    return edited_body(route, body, raw, edits)

@@ -30,26 +30,23 @@ class Route(NamedTuple):
     api: Api = Api.OPENAI
 
 
-ROUTES = {
-    route.path: route
-    for route in (
-        Route("/v1/chat/completions", b"/v1/chat/completions", "Answer a chat", Runner.GENERATE, "messages"),
-        Route("/v1/completions", b"/v1/completions", "Continue a text", Runner.GENERATE, "prompt"),
-        Route(
-            "/v1/responses", b"/v1/responses", "Answer, as responses", Runner.GENERATE, "input", Api.RESPONSES
-        ),
-        Route(
-            "/v1/messages",
-            b"/v1/messages",
-            "Answer, Anthropic's way",
-            Runner.GENERATE,
-            "messages",
-            Api.MESSAGES,
-        ),
-        Route("/v1/embeddings", b"/v1/embeddings", "Turn texts into vectors", Runner.POOLING, "input"),
-        Route("/v1/score", b"/v1/score", "Score pairs of texts", Runner.POOLING),
-        Route("/v1/rerank", b"/v1/rerank", "Rank documents for a query", Runner.POOLING),
-        Route("/v1/tokenize", b"/tokenize", "Turn a text into tokens"),
-        Route("/v1/detokenize", b"/detokenize", "Turn tokens into a text"),
-    )
-}
+def _route(
+    path: str, summary: str, runner: Runner | None = None, prompt: str | None = None, api: Api = Api.OPENAI
+) -> Route:
+    """A route that engines serve at the same path, or, if all models serve it, without ``/v1``."""
+    upstream = path.removeprefix("/v1") if runner is None else path
+    return Route(path, upstream.encode(), summary, runner, prompt, api)
+
+
+_ROUTES = (
+    _route("/v1/chat/completions", "Answer a chat", Runner.GENERATE, "messages"),
+    _route("/v1/completions", "Continue a text", Runner.GENERATE, "prompt"),
+    _route("/v1/responses", "Answer, as responses", Runner.GENERATE, "input", Api.RESPONSES),
+    _route("/v1/messages", "Answer, Anthropic's way", Runner.GENERATE, "messages", Api.MESSAGES),
+    _route("/v1/embeddings", "Turn texts into vectors", Runner.POOLING, "input"),
+    _route("/v1/score", "Score pairs of texts", Runner.POOLING),
+    _route("/v1/rerank", "Rank documents for a query", Runner.POOLING),
+    _route("/v1/tokenize", "Turn a text into tokens"),
+    _route("/v1/detokenize", "Turn tokens into a text"),
+)
+ROUTES = {route.path: route for route in _ROUTES}

@@ -24,6 +24,7 @@ from policy.routing.settings import Settings, settings_of
 
 # How many decisions are kept for explanations.
 KEPT = 512
+_COST_PARTS = ("total", "wait", "prefill", "adapter", "pressure", "burden")
 
 
 class ModelRouters:
@@ -164,12 +165,7 @@ def _described(at: float, request: Request, decision: Decision) -> dict[str, Any
         "candidates": [
             {
                 "replica": quote.candidate.id,
-                "total_s": round(quote.total, 6),
-                "wait_s": round(quote.wait, 6),
-                "prefill_s": round(quote.prefill, 6),
-                "adapter_s": round(quote.adapter, 6),
-                "pressure_s": round(quote.pressure, 6),
-                "burden_s": round(quote.burden, 6),
+                **{f"{part}_s": round(getattr(quote, part), 6) for part in _COST_PARTS},
                 "uncached_tokens": quote.uncached,
             }
             for quote in decision.quotes
