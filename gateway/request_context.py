@@ -38,13 +38,12 @@ _WANTED = frozenset(
 class Call:
     """A request between the client's connection and a replica's. Instants are seconds of ``time.monotonic``.
 
-    ``streaming``: the client asked for a stream. ``started``, ``answered``: the first, the last byte of the
-    answer was sent. ``replica``: the one that serves it or did last; a fallback provider if it went
-    ``elsewhere``. ``sent_at``: when that replica got the request; ``first_byte_at`` (streams alone) and
-    ``last_event_at``: when its first and its last event came. ``events``: their number up to the one that
-    finishes the answer. ``usage``: the tokens of an answer that has ended. ``explain``: yields the routing
-    decision for an admin who asked. ``adapter``: the version that it names. ``exchange``: the client's, if it
-    came through our port.
+    ``streaming``: a stream was requested. ``started``, ``answered``: the first, the last byte of the answer
+    was sent. ``replica``: the last one that the request was sent to, or a fallback provider
+    (``by_fallback``), at ``sent_at``. ``first_byte_at`` (streams only), ``last_event_at``: the first and last
+    event of its answer. ``events``: their number up to the one that finishes it. ``usage``: the tokens of an
+    answer that has ended. ``explain`` yields the routing decision, if an admin requested it.
+    ``adapter``: the version that it names. ``exchange``: the client's, on the client port.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Call:
         self.outcome = ""
         self.queued_s = 0.0
         self.replica = b""
-        self.elsewhere = False
+        self.by_fallback = False
         self.sent_at = 0.0
         self.first_byte_at: float | None = None
         self.events = 0
@@ -73,9 +72,9 @@ class Call:
         self.adapter: Adapter | None = None
 
     @property
-    def left(self) -> bool:
+    def disconnected(self) -> bool:
         """Whether the client has disconnected; the task that serves it is then cancelled."""
-        return self.exchange is not None and self.exchange.left
+        return self.exchange is not None and self.exchange.disconnected
 
     @property
     def mean_gap_s(self) -> float:

@@ -19,8 +19,8 @@ from gateway.api.dependencies import Services
 from gateway.api.model_list import ModelList
 from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.delivery.idle_timeouts import IdleTimeouts
-from gateway.delivery.retry_loop import Attempts
-from gateway.delivery.spillover import Overflow
+from gateway.delivery.retry_loop import RetryLoop
+from gateway.delivery.spillover import Spillover
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.request_resolver import RequestResolver
 from gateway.intake.tenants import Tenants
@@ -37,7 +37,7 @@ from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.replica_handle import FleetEvents
 from gateway.routing.shared_counters import SharedCounts
 from gateway.routing.worker_routers import ModelRouters
-from gateway.telemetry.capture_publisher import Capture
+from gateway.telemetry.capture_publisher import CapturePublisher
 from gateway.telemetry.capture_subscriber import Subscribers
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
@@ -84,18 +84,18 @@ class Gateway:
             self.metrics, self.routes, current, weight=self.tenants.weight, shared=shared
         )
         events = FleetEvents(
-            news=self.admission.news,
+            changed=self.admission.replica_changed,
             unavailable=self.admission.dismiss,
-            prefixes=self.routes.heard,
+            prefixes=self.routes.learn_prefixes,
             forgotten=self.routes.forget,
-            adapters=self.routes.holds,
+            adapters=self.routes.set_adapters,
             unloadable=self.admission.give_up,
         )
         self.fleet = FleetView(secret, self.metrics, shared, rng.random, events)
         self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
         self.coalescer = Coalescer(self._deliver, self.metrics)
-        self.overflow = Overflow(self.metrics, log, rng)
-        self.capture = Capture(captures)
+        self.spillover = Spillover(self.metrics, log, rng)
+        self.capture = CapturePublisher(captures)
         self.listeners = Subscribers(captures, lambda model: self.routes.density(model).bytes_a_token)
         services = Services(
             fleet=self.fleet,
@@ -116,7 +116,7 @@ class Gateway:
         self.tenants.read(deployment)
         self.fleet.read_document(deployment)
         self.catalog.read(deployment)
-        self.overflow.read(deployment)
+        self.spillover.read(deployment)
         for spec in deployment.models:
             self.metrics.model(spec.name).totals.promise(spec.control.slo)
 
@@ -168,14 +168,14 @@ class Gateway:
             finally:
                 account.in_flight -= 1
                 meter.in_flight -= 1
-                if self.capture.listened:
+                if self.capture.has_subscribers:
                     self.capture.ended(call, request, body, raw, began)
         except Refused as refused:
             call.outcome = refused.reason
             await call.refuse(refused)
         except asyncio.CancelledError:
             call.outcome = "cancelled"
-            if not call.left and not call.started:
+            if not call.disconnected and not call.started:
                 await call.refuse(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
         except Exception as error:  # noqa: BLE001 - the edge: a client gets an answer whatever breaks
             call.outcome = Refusal.INTERNAL
@@ -194,10 +194,10 @@ class Gateway:
         ticket = self.admission.ticket(served, request)
         sent = upstream_body(call.route, body, raw, self.tenants.salt(request.tenant), request.adapter)
         meter = self.metrics.model(served.name)
-        delivery = Attempts(ticket, call, meter, body=body, outgoing=sent)
+        delivery = RetryLoop(ticket, call, meter, body=body, outgoing=sent)
         try:
-            if self.overflow.backs(request):
-                await self.overflow.around(delivery.run, call, served, request, body=body, raw=raw)
+            if self.spillover.backs(request):
+                await self.spillover.around(delivery.run, call, served, request, body=body, raw=raw)
             else:
                 await delivery.run()
         finally:

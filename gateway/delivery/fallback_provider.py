@@ -33,14 +33,14 @@ _WORD = re.compile(rb"[!-~]+")
 _COMMA = re.compile(rb"\s*,")
 
 
-class OverflowEndpoint:
+class FallbackProvider:
     """One provider. A worker spends at most its equal part of the cap, and reads the key for each call."""
 
     def __init__(self, upstream: Upstream, deployment: Deployment, log: Log) -> None:
         self.label = b"upstream:" + upstream.name.encode()
         self.pool = ConnectionPool(upstream.url, deployment.gateway.connect_timeout_s)
         self.breaker = Breaker(deployment.gateway.eject)
-        self.purse = SpendCap(0.0)
+        self.spend_cap = SpendCap(0.0)
         self._base = (urlsplit(upstream.url).path.rstrip("/") or "/v1").encode()
         self._log = log
         self._key = b""
@@ -52,7 +52,7 @@ class OverflowEndpoint:
         self.upstream = upstream
         self.pool.connect_timeout_s = deployment.gateway.connect_timeout_s
         self.breaker.limits = deployment.gateway.eject
-        self.purse.cap = upstream.cost_cap_per_h / deployment.gateway.workers
+        self.spend_cap.cap = upstream.cost_cap_per_h / deployment.gateway.workers
 
     def serves(self, route: Route, name: str) -> bool:
         """Whether it serves such requests for the model or adapter ``name``."""
@@ -64,13 +64,13 @@ class OverflowEndpoint:
             self.breaker.half_open()
         return self.breaker.state is BreakerState.CLOSED or self.breaker.take_probe()
 
-    def note(self, sign: AttemptResult, at: float, draw: float) -> None:
+    def note(self, result: AttemptResult, at: float, draw: float) -> None:
         if self.breaker.state is BreakerState.CLOSED:
-            self.breaker.note(sign, at)
-            if sign is AttemptResult.BAD and self.breaker.failing(at):
+            self.breaker.note(result, at)
+            if result is AttemptResult.BAD and self.breaker.failing(at):
                 self.breaker.open(at, draw)
         else:
-            self.breaker.probed(sign, at, draw)
+            self.breaker.probed(result, at, draw)
 
     def hold(self, request: Request, route: Route, body: Body, at: float) -> Reservation | None:
         """Reserve what the request may cost; ``None`` when the spend cap forbids it."""
@@ -79,7 +79,7 @@ class OverflowEndpoint:
         if route.runner is Runner.GENERATE:
             stated = body.max_completion_tokens or body.max_tokens or body.max_output_tokens
             output = (stated or ASSUMED_OUTPUT_TOKENS) * body.choices
-        return self.purse.hold(cost(self.upstream.price, prompt, output), at)
+        return self.spend_cap.hold(cost(self.upstream.price, prompt, output), at)
 
     def bill(self, hold: Reservation, usage: Usage | None) -> float:
         """The cost of an answer by its usage; without usage, all that was reserved."""

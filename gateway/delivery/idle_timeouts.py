@@ -50,7 +50,7 @@ class IdleTimeouts:
             if not attempt.streams:
                 if now - attempt.sent_at > answer_s:
                     attempt.expire(answer_s)
-            elif attempt.stirred():
+            elif attempt.has_progressed():
                 attempt.quiet_since = now
             elif now - attempt.quiet_since > (limit := next_s if attempt.begun else first_s):
                 attempt.expire(limit)

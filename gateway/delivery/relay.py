@@ -18,7 +18,7 @@ from starlette.types import Message
 from gateway.http.asgi_exchange import SENT
 from gateway.http.client import ClientConnection
 from gateway.protocol.errors import Refused, adapter_failure, cause_of, from_upstream, rejection_status
-from gateway.protocol.sse_validator import Tail
+from gateway.protocol.sse_validator import SseValidator
 from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer
 from gateway.request_context import Call
 from gateway.telemetry.metrics import ModelCounters
@@ -46,14 +46,14 @@ class Relay:
         self,
         call: Call,
         connection: ClientConnection,
-        tail: Tail,
+        validator: SseValidator,
         meter: ModelCounters,
         on_first: Callable[[], None] | None = None,
     ) -> None:
         self._call = call
         self._send = call.send
         self._connection = connection
-        self._tail = tail
+        self._validator = validator
         self._meter = meter
         self._itl = meter.itl
         self._status = 0
@@ -86,9 +86,9 @@ class Relay:
             return await self.done
         except asyncio.CancelledError:
             self._connection.abort(self)
-            if self._committed and self._stream and not (call.left or call.answered):
+            if self._committed and self._stream and not (call.disconnected or call.answered):
                 # The drain timeout has passed: a cut stream must not look complete.
-                self._say_last(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
+                self._end_with_error(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
             raise
         finally:
             self._on_first = None
@@ -109,16 +109,16 @@ class Relay:
 
     # WatchedAttempt
 
-    def stirred(self) -> bool:
+    def has_progressed(self) -> bool:
         """Whether bytes came since the last call, or could not since the client is slow."""
-        heard, self._connection.heard = self._connection.heard, False
-        return heard or self._holds
+        received, self._connection.received = self._connection.received, False
+        return received or self._holds
 
     def expire(self, waited_s: float) -> None:
         """The replica was silent for ``waited_s`` seconds: end the attempt."""
         if self.done.done():
             return
-        if self._tail.closed:
+        if self._validator.closed:
             self._cut()
             return
         self._connection.abort(self)
@@ -128,7 +128,7 @@ class Relay:
             self._settle(AttemptOutcome.SILENT)
             return
         if self._stream:
-            self._say_last(refused)
+            self._end_with_error(refused)
         self._settle(AttemptOutcome.BROKEN)
 
     # Sink
@@ -209,23 +209,23 @@ class Relay:
             self._settle(AttemptOutcome.SERVED)
 
     def _relay_events(self, data: bytes, complete: bool, framed: bytes | None = None) -> None:
-        tail = self._tail
-        if tail.closed and not complete:  # more than the last word
+        validator = self._validator
+        if validator.closed and not complete:  # data after the final event
             self._cut()
             return
-        finished = tail.finished
-        out = tail.feed(data)
+        finished = validator.finished
+        out = validator.feed(data)
         if out:
             now = monotonic()
             if not self._committed:
-                if tail.error and (refused := self._rejection()) is not None:
+                if validator.error and (refused := self._rejection()) is not None:
                     # vLLM opens the stream before it has validated the request; nothing was sent to the
                     # client yet.
                     self._connection.abort(self)
                     self.refused = refused
                     self._settle(AttemptOutcome.REJECTED)
                     return
-                if tail.error and tail.events <= 1:  # as an answer of 5xx: nobody has heard of it
+                if validator.error and validator.events <= 1:  # as a 5xx: nothing was sent yet
                     self._connection.abort(self)
                     self.refused = Refused(Refusal.UPSTREAM_FAILED, FAILED)
                     self._settle(AttemptOutcome.FAILED)
@@ -234,7 +234,9 @@ class Relay:
             if self._last_at:
                 self._itl.add(now - self._last_at)
                 self._last_at = now
-            elif tail.events or tail.closed:  # comments keep a connection alive through a long prefill
+            elif (
+                validator.events or validator.closed
+            ):  # comments keep a connection alive through a long prefill
                 self.begun = True
                 self._call.first_byte_at = self._last_at = now
                 self._first()
@@ -247,7 +249,7 @@ class Relay:
                 return
             self._end_stream(clean=True)
             self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
-        elif tail.failed:
+        elif validator.failed:
             self._cut()
 
     def _cut(self) -> None:
@@ -258,10 +260,12 @@ class Relay:
 
     def _rejection(self) -> Refused | None:
         """The error in a stream's first event, if it is the request's own fault."""
-        if (refused := adapter_failure(self._tail.error)) is not None:
+        if (refused := adapter_failure(self._validator.error)) is not None:
             return refused
-        status = rejection_status(self._tail.error)
-        return None if status is None else from_upstream(status, self._tail.error, None, self._call.route)
+        status = rejection_status(self._validator.error)
+        return (
+            None if status is None else from_upstream(status, self._validator.error, None, self._call.route)
+        )
 
     def _commit(self, headers: list[tuple[bytes, bytes]]) -> None:
         self._committed = self._call.started = True
@@ -275,15 +279,15 @@ class Relay:
 
     def _end_stream(self, *, clean: bool) -> None:
         last = b""
-        if (refused := self._tail.end(clean=clean)) is not None:
-            last = self._tail.error_event(refused)
+        if (refused := self._validator.end(clean=clean)) is not None:
+            last = self._validator.error_event(refused)
         self._call.answered = True
         self._put({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _say_last(self, refused: Refused) -> None:
+    def _end_with_error(self, refused: Refused) -> None:
         """End a stream that was begun with an error event."""
         self._call.answered = True
-        self._put({"type": "http.response.body", "body": self._tail.error_event(refused)})
+        self._put({"type": "http.response.body", "body": self._validator.error_event(refused)})
 
     def _put(self, message: Message) -> None:
         """Send to the client; a slow client pauses reading from the replica."""
@@ -304,21 +308,21 @@ class Relay:
             assert isinstance(sent, asyncio.Future)
             self._holds = True
             self._connection.pause(self)
-            sent.add_done_callback(self._go_on)
+            sent.add_done_callback(self._resume)
 
-    def _go_on(self, _: asyncio.Future[None]) -> None:
+    def _resume(self, _: asyncio.Future[None]) -> None:
         self._holds = False
         self._connection.resume(self)
 
     def _ended_well(self) -> bool:
-        return self._stream and not self._tail.failed
+        return self._stream and not self._validator.failed
 
     def _account(self) -> None:
         """Count the tokens of the answer, as far as it came."""
-        tail = self._tail
-        usage = tail.usage if self._stream else usage_of_answer(self._end)
-        self._call.events = tail.events
-        self._call.usage = usage = usage or Usage(completion=tail.events, exact=False)
+        validator = self._validator
+        usage = validator.usage if self._stream else usage_of_answer(self._end)
+        self._call.events = validator.events
+        self._call.usage = usage = usage or Usage(completion=validator.events, exact=False)
         self._meter.tokens.count(usage)
 
     def _collect(self, data: bytes, complete: bool) -> None:
@@ -328,20 +332,20 @@ class Relay:
             return
         if not complete:
             self._connection.abort(self)
-        said = bytes(self._error)
+        body = bytes(self._error)
         retry_after = self._headers.get(b"retry-after")
         if self._status == 503 and (reason := self._headers.get(_REFUSAL)) is not None:
             self.reason = _REASONS.get(reason, Refusal.BUSY)
             if self.reason is Refusal.ADAPTER_FAILED:
-                self.refused = Refused(self.reason, cause_of(said))
+                self.refused = Refused(self.reason, cause_of(body))
             # An engine that died under the request counts as a lost connection.
             self._settle(
                 AttemptOutcome.LOST if self.reason is Refusal.REPLICA_LOST else AttemptOutcome.REFUSED
             )
         elif 400 <= self._status < 500 and self._status not in (401, 403, 407):
-            self.refused = from_upstream(self._status, said, retry_after, self._call.route)
+            self.refused = from_upstream(self._status, body, retry_after, self._call.route)
             self._settle(AttemptOutcome.REJECTED)
-        elif self._status == 500 and (refused := adapter_failure(said)) is not None:
+        elif self._status == 500 and (refused := adapter_failure(body)) is not None:
             self.refused = refused
             self._settle(AttemptOutcome.REJECTED)
         else:

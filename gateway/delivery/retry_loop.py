@@ -11,7 +11,7 @@ from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_splice import UpstreamBody
 from gateway.protocol.paths import Api, Route
-from gateway.protocol.sse_validator import ChatTail, MessagesTail, ResponsesTail, Tail
+from gateway.protocol.sse_validator import ChatValidator, MessagesValidator, ResponsesValidator, SseValidator
 from gateway.queue.dispatcher_driver import Ticket
 from gateway.request_context import Call
 from gateway.routing.replica_handle import ReplicaHandle
@@ -27,7 +27,7 @@ MAX_NEW_HASHES = 64
 _PREFILL, _PREFIX = PREFILL_HEADER.encode(), PREFIX_HEADER.encode()
 
 
-class Attempts:
+class RetryLoop:
     def __init__(
         self, ticket: Ticket, call: Call, meter: ModelCounters, *, body: Body, outgoing: UpstreamBody
     ) -> None:
@@ -65,12 +65,12 @@ class Attempts:
             if outcome is AttemptOutcome.REFUSED and relay is not None:
                 if relay.reason is Refusal.ADAPTER_FAILED:
                     adapter_failed, adapter = True, self._ticket.request.adapter
-                    self._ticket.served.caused(adapter, refused.message if refused else "")
+                    self._ticket.served.record_load_failure(adapter, refused.message if refused else "")
                     replica.cannot_load(adapter)
                 else:
                     replica.refused(relay.reason)
             elif outcome is AttemptOutcome.UNREACHABLE and self._is_external:
-                replica.heard(self._clock(), False)  # until it is probed again
+                replica.set_answering(self._clock(), False)  # until it is probed again
             elif outcome is AttemptOutcome.SERVED:
                 gap_s = self._call.mean_gap_s
             self._meter.attempts[outcome] += 1
@@ -118,8 +118,8 @@ class Attempts:
 
     def _relay(self, replica: ReplicaHandle, connection: ClientConnection) -> Relay:
         """An attempt on ``connection``, which the watchdog observes."""
-        tail = tail_of(self._call.route, self._body, strip_usage=self._outgoing.counts)
-        relay = Relay(self._call, connection, tail, self._meter, self._first)
+        validator = validator_of(self._call.route, self._body, strip_usage=self._outgoing.counts)
+        relay = Relay(self._call, connection, validator, self._meter, self._first)
         self._ticket.began(self._clock(), streams=relay.streams)
         replica.relays.add(relay)
         return relay
@@ -149,12 +149,12 @@ class Attempts:
         return head + b"\r\n"
 
 
-def tail_of(route: Route, body: Body, *, strip_usage: bool) -> Tail:
-    """The parser of a stream of this route; ``strip_usage`` as in ``sse_validator.ChatTail``."""
+def validator_of(route: Route, body: Body, *, strip_usage: bool) -> SseValidator:
+    """The parser of a stream of this route; ``strip_usage`` as in ``sse_validator.ChatValidator``."""
     if route.api is Api.RESPONSES:
-        return ResponsesTail()
+        return ResponsesValidator()
     if route.api is Api.MESSAGES:
-        return MessagesTail()
+        return MessagesValidator()
     if route.runner is Runner.GENERATE:
-        return ChatTail(body.choices, strip_usage=strip_usage)
-    return Tail()
+        return ChatValidator(body.choices, strip_usage=strip_usage)
+    return SseValidator()

@@ -6,9 +6,9 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-from gateway.delivery.fallback_provider import OverflowEndpoint
+from gateway.delivery.fallback_provider import FallbackProvider
 from gateway.delivery.relay import Relay
-from gateway.delivery.retry_loop import tail_of
+from gateway.delivery.retry_loop import validator_of
 from gateway.protocol.body import Body
 from gateway.protocol.errors import NO_ROOM, Refused
 from gateway.request_context import Call
@@ -32,14 +32,14 @@ _MAY_BE_BILLED = frozenset(
 )
 
 
-class Overflow:
+class Spillover:
     """The fallback providers of one worker, in the order of the deployment."""
 
     def __init__(self, metrics: Metrics, log: Log, rng: random.Random) -> None:
         self._metrics = metrics
         self._log = log
         self._rng = rng
-        self._endpoints: list[OverflowEndpoint] = []
+        self._endpoints: list[FallbackProvider] = []
         self._models: frozenset[str] = frozenset()
         self._backed: frozenset[str] = frozenset()
         self._starts_s: dict[str, float] = {}
@@ -53,9 +53,9 @@ class Overflow:
             endpoint = known.pop(upstream.name, None)
             if endpoint is None or endpoint.upstream.url != upstream.url:
                 moved = endpoint
-                endpoint = OverflowEndpoint(upstream, deployment, self._log)
+                endpoint = FallbackProvider(upstream, deployment, self._log)
                 if moved is not None:
-                    endpoint.purse = moved.purse
+                    endpoint.spend_cap = moved.spend_cap
                     moved.pool.close()
             endpoint.read(upstream, deployment)
             endpoints.append(endpoint)
@@ -110,7 +110,7 @@ class Overflow:
                 raise
 
     def _too_late(self, served: ServedModel, request: Request) -> bool:
-        if any(link.admissible for link in served.links):
+        if any(handle.admissible for handle in served.handles):
             return False
         start_s = self._starts_s.get(served.name, 0.0) if served.start_s is None else served.start_s
         return self._clock() + start_s >= request.deadline
@@ -123,36 +123,39 @@ class Overflow:
                 continue
             hold = endpoint.hold(request, call.route, body, self._clock())
             if hold is None:
-                self._metrics.overflow.labels(request.model, endpoint.upstream.name, "cost_cap").inc()
+                self._metrics.spillover.labels(request.model, endpoint.upstream.name, "cost_cap").inc()
                 continue
             if not endpoint.open(self._clock()):
-                endpoint.purse.settle(hold, 0.0, self._clock())
+                endpoint.spend_cap.settle(hold, 0.0, self._clock())
                 continue
-            verdict, sign = None, AttemptResult.NOTHING  # of who leaves, and may have to be paid for
+            verdict, result = (
+                None,
+                AttemptResult.NOTHING,
+            )  # if the client disconnects; the provider may bill it
             try:
-                verdict, sign = await self._attempt(endpoint, call, name, body, raw)
+                verdict, result = await self._attempt(endpoint, call, name, body, raw)
             finally:
                 billed = verdict is None or verdict in _MAY_BE_BILLED
                 bill = endpoint.bill(hold, call.usage) if billed else 0.0
-                endpoint.purse.settle(hold, bill, self._clock())
-                endpoint.note(sign, self._clock(), self._rng.random())
+                endpoint.spend_cap.settle(hold, bill, self._clock())
+                endpoint.note(result, self._clock(), self._rng.random())
                 outcome = verdict or "cancelled"
-                self._metrics.overflow.labels(request.model, endpoint.upstream.name, outcome).inc()
-                self._metrics.overflow_cost.labels(endpoint.upstream.name).inc(bill)
+                self._metrics.spillover.labels(request.model, endpoint.upstream.name, outcome).inc()
+                self._metrics.spillover_cost.labels(endpoint.upstream.name).inc(bill)
             if verdict is AttemptOutcome.SERVED:
                 call.outcome = "ok"
                 return True
             if verdict is AttemptOutcome.BROKEN:
                 call.outcome = Refusal.STREAM_BROKEN
                 return True
-        call.replica, call.elsewhere = before, False
+        call.replica, call.by_fallback = before, False
         return False
 
     async def _attempt(
-        self, endpoint: OverflowEndpoint, call: Call, name: str, body: Body, raw: bytes
+        self, endpoint: FallbackProvider, call: Call, name: str, body: Body, raw: bytes
     ) -> tuple[AttemptOutcome, AttemptResult]:
         """Try one provider; a kept connection that turns out to be closed is replaced once."""
-        call.replica, call.elsewhere = endpoint.label, True
+        call.replica, call.by_fallback = endpoint.label, True
         sent = endpoint.outgoing(call.route, name, body, raw)
         head = endpoint.head(call, sent.size)
         connection = endpoint.pool.take()
@@ -162,16 +165,16 @@ class Overflow:
                 connection = connection or await endpoint.pool.connect()
             except OSError:
                 return AttemptOutcome.UNREACHABLE, AttemptResult.BAD
-            tail = tail_of(call.route, body, strip_usage=sent.counts)
-            relay = Relay(call, connection, tail, self._metrics.model(name.partition(":")[0]))
+            validator = validator_of(call.route, body, strip_usage=sent.counts)
+            relay = Relay(call, connection, validator, self._metrics.model(name.partition(":")[0]))
             verdict = await relay.run(head, sent.parts)
             if not kept or verdict is not AttemptOutcome.STALE:
-                return verdict, _sign(verdict, relay.refused)
+                return verdict, _result_of(verdict, relay.refused)
             connection = None
 
 
-def _sign(outcome: AttemptOutcome, refused: Refused | None) -> AttemptResult:
-    """What an attempt says of a provider; one that limits the rate is ejected for a while."""
+def _result_of(outcome: AttemptOutcome, refused: Refused | None) -> AttemptResult:
+    """The result of an attempt for the breaker; a provider that limits the rate is ejected for a while."""
     if outcome is AttemptOutcome.REJECTED and refused is not None and refused.status == 429:
         return AttemptResult.BAD
     return _RESULTS.get(outcome, AttemptResult.BAD)

@@ -51,7 +51,7 @@ SENT: Awaitable[None] = _Sent()
 
 
 class Exchange:
-    """A complete request. ``left`` is set when its client disconnects before the response is complete.
+    """A complete request. ``disconnected``: the client left before the response was complete.
 
     ``keep`` is whether the connection stays open for another request. ``started`` and ``done`` are set when
     the first and the last byte of the response are written.
@@ -70,7 +70,7 @@ class Exchange:
         self.keep = keep
         self.started = False
         self.done = False
-        self.left = False
+        self.disconnected = False
         self.task: asyncio.Task[None] | None = None
 
     async def receive(self) -> Message:
@@ -78,7 +78,7 @@ class Exchange:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        if not (self.done or self.left):
+        if not (self.done or self.disconnected):
             if self._gone is None:
                 self._gone = asyncio.get_running_loop().create_future()
             await self._gone
@@ -89,7 +89,7 @@ class Exchange:
         if message["type"] == "http.response.start":
             self._head = message
             return SENT
-        if self.done or self.left:
+        if self.done or self.disconnected:
             return SENT
         body: bytes = message.get("body", b"")
         more: bool = message.get("more_body", False)
@@ -108,7 +108,7 @@ class Exchange:
 
     def pass_on(self, body: bytes, framed: bytes | None) -> Awaitable[None]:
         """Send a part of the body that is not the last; ``framed`` is it as an HTTP/1.1 chunk, if known."""
-        if self._chunked and not (self.done or self.left):
+        if self._chunked and not (self.done or self.disconnected):
             self._connection.write(framed or b"%x\r\n%b\r\n" % (len(body), body))
             return self._connection.sent
         return self.send({"type": "http.response.body", "body": body, "more_body": True})
@@ -116,14 +116,14 @@ class Exchange:
     def end(self) -> None:
         """The task of the request has ended, with or without a complete response."""
         self.task = None
-        if not (self.done or self.left):
+        if not (self.done or self.disconnected):
             self._connection.abort()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """The client disconnected: cancel the task of the request."""
         if self.done:
             return
-        self.left = True
+        self.disconnected = True
         self._wake()
         if self.task is not None:
             self.task.cancel()
@@ -154,7 +154,7 @@ class Exchange:
                 lines.append(b"transfer-encoding: chunked\r\n")
             else:
                 self.keep = False
-        if self._connection.leaving:
+        if self._connection.draining:
             self.keep = False
         if not self.keep:
             lines.append(b"connection: close\r\n\r\n")

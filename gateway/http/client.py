@@ -46,7 +46,7 @@ class ClientConnection:
     """One connection, one response at a time. An asyncio protocol that inherits nothing, to be compiled.
 
     Its sink may pause, resume and abort it until the end of its response; later calls do nothing, since the
-    connection may serve another. Every read sets ``heard``.
+    connection may serve another. Every read sets ``received``.
     """
 
     def __init__(self, pool: ConnectionPool) -> None:
@@ -56,7 +56,7 @@ class ClientConnection:
         self._sink: Sink | None = None
         self._paused = False
         self.reused = False
-        self.heard = False
+        self.received = False
         self._reset()
 
     def _reset(self) -> None:
@@ -117,7 +117,7 @@ class ClientConnection:
         if sink is None:  # unsolicited bytes
             self.kill()
             return
-        self.begun = self.heard = True
+        self.begun = self.received = True
         self._pool.reads += 1
         # An engine writes each event as one chunk, which is recognized without the parser and relayed as is.
         if self._between and (chunk := encode_chunk(data)) is not None:

@@ -127,7 +127,7 @@ class ServerConnection:
         self._ahead.clear()
         active, self._active = self._active, None
         if active is not None:
-            active.leave()
+            active.disconnect()
 
     def pause_writing(self) -> None:
         self.sent = asyncio.get_running_loop().create_future()
@@ -160,7 +160,7 @@ class ServerConnection:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as stopped:
-            self._stay(data[stopped.args[0] :])
+            self._ignore_upgrade(data[stopped.args[0] :])
             return
         except httptools.HttpParserError:
             self._refuse(self._fault() or Refused(Refusal.BAD_REQUEST, "The request is not valid HTTP."))
@@ -216,7 +216,7 @@ class ServerConnection:
                 self._continue = True
 
         if self._continue and self._refused is None:
-            self._go_on()
+            self._send_continue()
 
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
@@ -234,7 +234,7 @@ class ServerConnection:
 
     # reading
 
-    def _stay(self, rest: bytes) -> None:
+    def _ignore_upgrade(self, rest: bytes) -> None:
         """Serve a request that offers an upgrade (often h2c) as HTTP/1.1; ``rest`` follows its head."""
         self._parser = httptools.HttpRequestParser(self)
         if self._refused is not None:
@@ -303,7 +303,7 @@ class ServerConnection:
             self._transport.write(data)
 
     @property
-    def leaving(self) -> bool:
+    def draining(self) -> bool:
         return self._server.draining
 
     def general_header(self) -> bytes:
@@ -330,9 +330,9 @@ class ServerConnection:
             self.end()
         else:
             self._set_deadline()
-            self._go_on()
+            self._send_continue()
 
-    def _go_on(self) -> None:
+    def _send_continue(self) -> None:
         """Send 100 Continue to a client that expects it, when its request is the current one."""
         if self._continue and self._active is None and self._reading:
             self._continue = False

@@ -19,7 +19,7 @@ EMPTY = Catalog(epoch=0.0, version=0)
 
 
 class Adapter:
-    """A version of an adapter: ``served`` is its name in engines and answers, ``header`` tells a replica."""
+    """A version of an adapter: ``served``: its name in engines and answers; ``header``: for a replica."""
 
     def __init__(self, alias: Alias, version: Version) -> None:
         self.model = alias.model

@@ -75,7 +75,7 @@ class Tenants:
             key = headers.get(b"x-api-key")
         if not key:
             raise Refused(Refusal.UNAUTHORIZED, _MISSING)
-        # By digest, so that the time of a lookup tells nothing of a key.
+        # By digest, so that the time of a lookup leaks nothing about a key.
         account = self._by_digest.get(hashlib.sha256(key).digest())
         if account is None:
             raise Refused(Refusal.UNAUTHORIZED, _WRONG)

@@ -91,7 +91,7 @@ def split(answer: bytes, together: Sequence[SubRequest], id_: bytes, ids: Sequen
     Items keep their order and count from 0 again. Where the answer's id holds the call's ``id_``, each
     gets its own of ``ids`` in its place. Engines report one usage for the whole call: prompt tokens are
     apportioned by the bytes of the inputs, output tokens by the bytes of the items, by largest
-    remainder, so that the parts sum to the whole exactly; what else a usage says is left out.
+    remainder, so that the parts sum to the whole exactly; other members of a usage are left out.
     Raises ``ValueError`` for an answer that cannot be split.
     """
     fields = _fields_of.decode(answer)

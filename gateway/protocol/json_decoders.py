@@ -100,7 +100,7 @@ class Typed(msgspec.Struct, gc=False):
 
 
 class Details(msgspec.Struct, gc=False):
-    """What a usage object says of its prompt."""
+    """The prompt's part of a usage object."""
 
     cached_tokens: int | None = None
 

@@ -57,7 +57,7 @@ def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
         if isinstance(decoded, dict):
             options = decoded
         elif decoded is not None:
-            return None  # the engine will say what is wrong with it
+            return None  # left to the engine, which refuses it
     if options.get("include_usage"):
         return None
     options.pop("continuous_usage_stats", None)

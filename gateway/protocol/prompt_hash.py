@@ -55,7 +55,7 @@ class BytesPerToken:
     def learn(
         self, estimated_tokens: int, prompt_tokens: int, output_tokens: int, depths: Sequence[int] = ()
     ) -> None:
-        """Take an engine's count for an estimate, whose ``depths`` say by which density it was made.
+        """Take an engine's count for an estimate, whose ``depths`` show the density that was used.
 
         The density changes while answers are under way; each of them must not repeat a correction.
         """
@@ -96,7 +96,7 @@ def parts_of(body: Body, route: Route, raw: bytes) -> list[memoryview]:
 
 
 def limit_of(body: Body) -> int | None:
-    """The most tokens that one choice of the answer may have, if the client says."""
+    """The most tokens that one choice of the answer may have, if the client bounds it."""
     return body.max_completion_tokens or body.max_output_tokens or body.max_tokens
 
 

@@ -24,7 +24,7 @@ _NEWLINE = ord("\n")
 _RETURN = ord("\r")
 
 
-class Tail:
+class SseValidator:
     """One stream; this base class knows no last event: any clean end is a good one.
 
     ``finished``: its last event has come. ``failed``: it contained an error, whose payload is ``error``.
@@ -34,7 +34,7 @@ class Tail:
 
     def __init__(self, last_words: tuple[str, ...] = ()) -> None:
         self.finished = not last_words
-        self._last_words = last_words
+        self._final_events = last_words
         self.failed = False
         self.closed = False
         self.error = b""
@@ -68,7 +68,7 @@ class Tail:
         return Refused(Refusal.STREAM_BROKEN, "The stream ended before the answer was complete.")
 
     def error_event(self, refused: Refused) -> bytes:
-        """The event that tells a client of this API that the stream failed."""
+        """The error event of this API, for a stream that failed."""
         return b"data: " + refused.body() + b"\n\n"
 
     def _feed_many(self, data: bytes) -> bytes:
@@ -99,7 +99,7 @@ class Tail:
         return event if _is_text(event) else self._broken("The replica sent bytes that are no text.")
 
     def _pass(self, event: bytes, payload: bytes) -> bytes:
-        """Note what ``event`` says; returns the bytes that go to the client for it."""
+        """Take one event; returns the bytes that go to the client for it."""
         if payload == _DONE:
             self.closed = True
             if self.finished:
@@ -131,7 +131,7 @@ class Tail:
         if decoded.type == "error" or decoded.error != NULL:
             return self._fail(payload)
         self._count(decoded)
-        if decoded.type in self._last_words:
+        if decoded.type in self._final_events:
             self.finished = True
         return event
 
@@ -150,7 +150,7 @@ class Tail:
         return self.error_event(Refused(Refusal.STREAM_BROKEN, why))
 
 
-class ChatTail(Tail):
+class ChatValidator(SseValidator):
     """Chat and completions: every choice needs a finish reason, then ``[DONE]``.
 
     With ``strip_usage`` the event that only counts tokens was not asked for by the client.
@@ -179,8 +179,8 @@ class ChatTail(Tail):
         return event
 
 
-class ResponsesTail(Tail):
-    """OpenAI's responses: one of three events is the last word."""
+class ResponsesValidator(SseValidator):
+    """OpenAI's responses: one of three events is the final one."""
 
     def __init__(self) -> None:
         super().__init__(("response.completed", "response.incomplete", "response.failed"))
@@ -201,12 +201,12 @@ class ResponsesTail(Tail):
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
     def _count(self, decoded: Typed) -> None:
-        if decoded.type in self._last_words:
+        if decoded.type in self._final_events:
             self.usage = usage_inside(decoded.response)
             self.failed = decoded.type == "response.failed"
 
 
-class MessagesTail(Tail):
+class MessagesValidator(SseValidator):
     """Anthropic's messages end with ``message_stop``; its first and last deltas count the tokens."""
 
     def __init__(self) -> None:

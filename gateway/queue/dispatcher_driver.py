@@ -9,7 +9,7 @@ from collections.abc import Callable, Set
 from gateway.protocol.errors import Refused
 from gateway.queue.replica_pool import ModelPool, SharedPeers
 from gateway.routing.fleet import ServedModel
-from gateway.routing.replica_handle import ReplicaHandle, UnseenPrefill
+from gateway.routing.replica_handle import ReplicaHandle, UnobservedPrefill
 from gateway.telemetry.metrics import QueueCounters
 from policy.admission import dispatcher as dispatching
 from policy.admission.dispatcher import Dispatcher
@@ -18,11 +18,11 @@ from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.replica_health import ReplicaHealth
 
-# News of replicas that change nothing come by the hundred each second; they are acted on at most so often.
+# Replicas report hundreds of times a second; waiting requests are offered slots at most this often.
 REST_S = 0.004
 # The timer's clock has a coarser tick than a deadline, and may fire a hair early.
 TIMER_TICK_S = 0.002
-# By then a replica that failed to load an adapter may be asked for it again.
+# After this, a replica that failed to load an adapter may be asked for it again.
 ADAPTER_RETRY_S = 5
 _LOST = "Two replicas were lost while they held this request."
 _COUNTED_ON_ARRIVAL = frozenset({Cause.LATE, Cause.FULL, Cause.DEADLINE})
@@ -35,7 +35,7 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
         super().__init__(queue.dispatcher, request)
         self._queue = queue
         self._granted: asyncio.Future[None] | None = None
-        self._unseen: UnseenPrefill | None = None
+        self._prefill: UnobservedPrefill | None = None
 
     @property
     def served(self) -> ServedModel:
@@ -80,16 +80,16 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
         """Without a stream the first token is not seen: the prefill counts as over at its predicted end."""
         super().began(at, streams=streams)
         if not streams and self.pending and self.replica is not None and self.quote is not None:
-            self._unseen = self.replica.foresee(self.pending, at + self.quote.total)
+            self._prefill = self.replica.expect_prefill_end(self.pending, at + self.quote.total)
             self.pending = 0
 
     def end(
         self, at: float, outcome: AttemptOutcome, tokens: tuple[int, int] | None = None, *,
         gap_s: float = 0.0, adapter_failed: bool = False,
     ) -> None:  # fmt: skip
-        if self._unseen is not None and self.replica is not None:
-            self.replica.over(self._unseen)
-            self._unseen = None
+        if self._prefill is not None and self.replica is not None:
+            self.replica.end_prefill(self._prefill)
+            self._prefill = None
         super().end(at, outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
 
 
@@ -115,8 +115,8 @@ class ModelQueue:
         self._timer_at = math.inf
         self._offering: asyncio.Handle | None = None
 
-    def news(self) -> None:
-        """A replica has news: offer free slots to those that wait, if any may be free."""
+    def replica_changed(self) -> None:
+        """A replica changed: offer free slots to waiting requests, if any may be free."""
         if self.dispatcher.waiting and self.clock() - self.dispatcher.idle_since >= REST_S:
             self._offer_soon()
 
@@ -196,7 +196,7 @@ def _refused_by(
     if upstream is not None and cause in (Cause.REJECTED, Cause.FAILED):
         return upstream
     if cause is Cause.ADAPTER:
-        reason = served.causes.get(adapter)
+        reason = served.load_failures.get(adapter)
         text = f"No replica of {name} could load the adapter '{adapter}'{f' ({reason})' if reason else ''}."
         return Refused(rejection.refusal, text, param="model", status=503, retry_after_s=ADAPTER_RETRY_S)
     if cause is Cause.LATE:

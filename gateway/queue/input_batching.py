@@ -124,7 +124,7 @@ class Coalescer:
             task.add_done_callback(partial(self._returned, batch))
             return
         (member,) = batch.members
-        if member.turn.done():  # it has left, and has not been told yet
+        if member.turn.done():  # its client disconnected, and its task has not run yet
             self._end(batch)
         else:
             member.turn.set_result(batch)
@@ -162,10 +162,10 @@ class Coalescer:
         meter = self._metrics.model(first.served.name)
         meter.coalesced_calls += 1
         meter.coalesced_requests += len(members)
-        if (usage := call.usage) is not None and not call.elsewhere:
+        if (usage := call.usage) is not None and not call.by_fallback:
             meter.totals.count_tokens(usage.prompt, usage.cached, usage.completion)
         for member in members:
-            member.call.replica, member.call.elsewhere = call.replica, call.elsewhere
+            member.call.replica, member.call.by_fallback = call.replica, call.by_fallback
             member.call.queued_s = call.queued_s
         return answers
 

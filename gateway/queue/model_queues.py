@@ -54,9 +54,9 @@ class Admission:
         queue = self._queues.get(model)
         return 0.0 if queue is None else queue.dispatcher.oldest_s(queue.clock())
 
-    def news(self, model: str) -> None:
+    def replica_changed(self, model: str) -> None:
         if (queue := self._queues.get(model)) is not None:
-            queue.news()
+            queue.replica_changed()
 
     def dismiss(self, model: str) -> None:
         """No replica of ``model`` is up and none is starting: reject all that wait."""

@@ -27,8 +27,7 @@ YIELD_EVERY_S = 1.0
 class ModelPool:
     """A :class:`policy.admission.dispatcher.ReplicaPool`.
 
-    ``queued_elsewhere``: the bytes that wait for other models; ``shared``: the counts of all workers of the
-    host.
+    ``queued_for_other_models``: their waiting bytes; ``shared``: the counts of all workers of the host.
     """
 
     def __init__(
@@ -37,20 +36,20 @@ class ModelPool:
         routers: ModelRouters,
         deployment: Callable[[], Deployment],
         shared: SharedCounts,
-        queued_elsewhere: Callable[[], int],
+        queued_for_other_models: Callable[[], int],
     ) -> None:
         self.served = served
         self._routers = routers
         self._deployment = deployment
         self._shared = shared
-        self._queued_elsewhere = queued_elsewhere
+        self._queued_for_other_models = queued_for_other_models
         self._key = hash_name(f"waits for {served.name}")
         self._yielded_at = -math.inf
-        self._begun_elsewhere = -1
+        self._begun_by_others = -1
 
     @property
     def ready(self) -> bool:
-        return any(link.admissible or link.full for link in self.served.links)
+        return any(handle.admissible or handle.full for handle in self.served.handles)
 
     @property
     def down(self) -> bool:
@@ -64,7 +63,7 @@ class ModelPool:
             return None
 
     def bounds(self, request: Request, queued: int) -> Bounds:
-        limits, elsewhere = self._deployment().gateway, self._queued_elsewhere()
+        limits, elsewhere = self._deployment().gateway, self._queued_for_other_models()
         # A body that is larger than the limit may wait where nothing else does, of any model.
         size = limits.max_queue_bytes - elsewhere if elsewhere or queued else request.size
         return Bounds(limits.max_queue, size)
@@ -73,19 +72,19 @@ class ModelPool:
         alone = self._shared.alone
         now = monotonic() if alone else math.inf
         found = []
-        for link in self.served.links:
-            breaker = link.breaker
+        for handle in self.served.handles:
+            breaker = handle.breaker
             # ReplicaHandle.admissible, as far as it goes for a replica in good standing
             if (
-                breaker.reachable and breaker.state is BreakerState.CLOSED and not link.full
-            ) or link.admissible:
-                found.append(link.view if link.lone and now < link.due_at else link.look())
+                breaker.reachable and breaker.state is BreakerState.CLOSED and not handle.full
+            ) or handle.admissible:
+                found.append(handle.view if handle.lone and now < handle.due_at else handle.look())
         return found
 
     def replica(self, candidate: Candidate) -> ReplicaHandle:
-        for link in self.served.links:
-            if link.view is candidate:
-                return link
+        for handle in self.served.handles:
+            if handle.view is candidate:
+                return handle
         raise KeyError(candidate.id)
 
     def serves(self, candidate: Candidate, adapter: str) -> bool:
@@ -95,18 +94,18 @@ class ModelPool:
         return self._routers.choose(request, candidates, at)
 
     def unavailable(self, at: float) -> bool:
-        return self.served.hopeless(at)
+        return self.served.is_unavailable(at)
 
     def cannot_load(self, adapter: str) -> bool:
         return self.served.cannot_load(adapter)
 
     def service_s(self, request: Request) -> float:
-        views = [link.view for link in self.served.links if link.admissible or link.full]
+        views = [handle.view for handle in self.served.handles if handle.admissible or handle.full]
         return self._routers.service_s(request, views)
 
     def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
         if not self._shared.alone and self._shared.others(self._key)[0]:
-            self._begun_elsewhere = self._elsewhere()[1]
+            self._begun_by_others = self._other_workers()[1]
         return self._routers.began(request, quote, at)
 
     def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
@@ -128,18 +127,18 @@ class ModelPool:
         """Not for long, nor again soon: the other workers may have no use for the slot."""
         if self._shared.alone or not (theirs := self._shared.others(self._key)[0]):
             return False
-        running = sum([link.mine for link in self.served.links])
-        elsewhere, begun = self._elsewhere()
-        was_last = begun == self._begun_elsewhere
+        running = sum([handle.mine for handle in self.served.handles])
+        elsewhere, begun = self._other_workers()
+        was_last = begun == self._begun_by_others
         if not has_fair_share(running, queued, elsewhere, theirs, was_last=was_last):
             return False
         if at - self._yielded_at > YIELD_EVERY_S:
             self._yielded_at = at
         return at - self._yielded_at < YIELD_S
 
-    def _elsewhere(self) -> tuple[int, int]:
+    def _other_workers(self) -> tuple[int, int]:
         """How many requests of other workers of this host run, and how many they ever sent."""
-        counts = [self._shared.others(link.view.key) for link in self.served.links]
+        counts = [self._shared.others(handle.view.key) for handle in self.served.handles]
         return sum([count[0] for count in counts]), sum([count[2] for count in counts])
 
 

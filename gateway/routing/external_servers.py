@@ -82,8 +82,8 @@ class ExternalPoller:
             if ready:
                 listed = msgspec.json.decode(answer.content, type=_Models).data
         except (httpx.HTTPError, ValueError, RecursionError) as error:  # no answer, or one that is not JSON
-            # A lack of resources on this machine says nothing of the server.
-            ready = is_local_fault(error) and self._view.hears(model, base)
+            # A lack of resources on this machine is no failure of the server.
+            ready = is_local_fault(error) and self._view.is_answering(model, base)
         adapters = tuple(entry.id for entry in listed if entry.parent is not None)
         own = next((entry for entry in listed if entry.id == model), None)
         replica = external_replica(model, base, ready=ready, adapters=adapters, at=self._clock())

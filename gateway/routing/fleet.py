@@ -18,20 +18,19 @@ SETTLE_S = 2.0
 
 Source = Literal["none", "disk", "controller"]
 
-
-# For so long a replica that is unreachable may be one that its host restarts.
+# Within this time, the host may be restarting a replica that is unreachable.
 RESTART_S = 10.0
-# Snapshots come twice a second; an older one does not tell what is starting now.
-WORD_S = 5.0
-# The most adapters whose cause of failure is kept.
-MOST_CAUSES = 256
+# Snapshots arrive twice a second; an older one does not show what is starting now.
+SNAPSHOT_STALE_S = 5.0
+# The most adapters whose load failure is kept.
+MAX_LOAD_FAILURES = 256
 
 
 class ServedModel:
     """A model as this worker serves it: its settings and its replicas.
 
     ``coming``: replicas start, or it has none by intent; ``down``: none serves; ``asleep``: none serves or
-    starts. ``start_s``: the slowest measured start. ``causes``: why adapters could not be loaded, as a word.
+    starts. ``start_s``: the slowest measured start. ``load_failures``: the code of an adapter's load failure.
     """
 
     def __init__(self, name: str, health: ReplicaHealth | None = None) -> None:
@@ -41,50 +40,47 @@ class ServedModel:
         self.engine = EngineKind.VLLM
         self.created = 0
         self.max_model_len: int | None = None
-        self.links: list[ReplicaHandle] = []
+        self.handles: list[ReplicaHandle] = []
         self.coming = True
         self.down = self.asleep = False
         self.start_s: float | None = None
-        self.told_at = 0.0
-        self.causes: dict[str, str] = {}
+        self.snapshot_at = 0.0
+        self.load_failures: dict[str, str] = {}
 
-    def hopeless(self, at: float) -> bool:
+    def is_unavailable(self, at: float) -> bool:
         """Whether no replica is reachable and none is starting; ``at`` is loop time.
 
         False for a model that is scaled to zero, and for one that was not checked yet.
         """
-        for link in self.links:  # the first, as a rule
-            if link.answering:
-                return False
-        if not self.links:
+        if not self.handles or any(handle.answering for handle in self.handles):
             return False
         if self.engine is EngineKind.EXTERNAL:
             return True
-        if self.coming or at > self.told_at + WORD_S:
+        if self.coming or at > self.snapshot_at + SNAPSHOT_STALE_S:
             return False
-        return all(link.lost_at is not None and at > link.lost_at + RESTART_S for link in self.links)
+        return all(handle.lost_at is not None and at > handle.lost_at + RESTART_S for handle in self.handles)
 
     @property
     def listed(self) -> list[str]:
         """The adapters that its servers list, of an external model."""
         if self.engine is not EngineKind.EXTERNAL:
             return []
-        return sorted({name for link in self.links for name in link.residency.loaded})
+        return sorted({name for handle in self.handles for name in handle.adapters.loaded})
 
-    def caused(self, adapter: str, cause: str) -> None:
-        """A replica could not load ``adapter`` because of ``cause``."""
-        if len(self.causes) >= MOST_CAUSES:
-            self.causes.clear()
-        self.causes[adapter] = cause
+    def record_load_failure(self, adapter: str, cause: str) -> None:
+        """A replica could not load ``adapter``; ``cause`` is its error code."""
+        if len(self.load_failures) >= MAX_LOAD_FAILURES:
+            self.load_failures.clear()
+        self.load_failures[adapter] = cause
 
     def cannot_load(self, adapter: str) -> bool:
         """Whether every replica that is up has failed to load ``adapter``."""
         refused = False
-        for link in self.links:
-            if link.residency.loads:
-                if not link.serves(adapter):
+        for handle in self.handles:
+            if handle.adapters.loads:
+                if not handle.serves(adapter):
                     refused = True
-                elif link.admissible or link.full:
+                elif handle.admissible or handle.full:
                     return False
         return refused
 
@@ -127,7 +123,7 @@ class FleetView:
         for served in self._served.values():
             if served.engine is EngineKind.EXTERNAL:
                 for own in (name, name.removeprefix(served.name + ":")):
-                    if any(own in link.residency.loaded for link in served.links):
+                    if any(own in handle.adapters.loaded for handle in served.handles):
                         return served, own
         return None
 
@@ -142,8 +138,8 @@ class FleetView:
         self._drop_unknown()
         for served in self._served.values():
             served.health.configure(self._eject, self._retry)
-            for link in served.links:
-                link.pool.connect_timeout_s = self._connect_timeout_s
+            for handle in served.handles:
+                handle.pool.connect_timeout_s = self._connect_timeout_s
 
     def take(self, fleet: Fleet, source: Source, at: float) -> None:
         """Follow a snapshot of the controller, or the last one from disk; ``at`` is loop time.
@@ -181,25 +177,27 @@ class FleetView:
             if served.engine is EngineKind.EXTERNAL:
                 continue
             replicas = by_model.get(served.name, [])
-            served.told_at = at if source == "controller" else 0.0
+            served.snapshot_at = at if source == "controller" else 0.0
             if settling:
                 listed = {replica.id for replica in replicas}
                 replicas += [
-                    link.replica
-                    for link in served.links
-                    if link.id not in listed and link.answering and link.open
+                    handle.replica
+                    for handle in served.handles
+                    if handle.id not in listed and handle.answering and handle.open
                 ]
-            self._link(served, replicas, at)
+            self._set_replicas(served, replicas, at)
 
-    def hears(self, model: str, url: str) -> bool:
+    def is_answering(self, model: str, url: str) -> bool:
         """Whether the server of ``model`` at ``url`` answered the last probe."""
-        link = self._at(model, url)
-        return link is not None and link.answering
+        handle = self._at(model, url)
+        return handle is not None and handle.answering
 
     def reads(self, model: str, url: str) -> int:
         """How many reads came from the server of ``model`` at ``url``; 0 if it is failing."""
-        link = self._at(model, url)
-        return link.pool.reads if link is not None and link.answering and not link.breaker.streak else 0
+        handle = self._at(model, url)
+        return (
+            handle.pool.reads if handle is not None and handle.answering and not handle.breaker.streak else 0
+        )
 
     def set_external(self, name: str, replicas: list[Replica], max_model_len: int | None) -> None:
         """Follow the servers of an external model: those that answered are ready."""
@@ -208,21 +206,21 @@ class FleetView:
             return
         served.max_model_len = max_model_len
         at = asyncio.get_running_loop().time()
-        self._link(served, replicas, at)
-        for link in served.links:
-            link.open, link.full = True, False
-            link.residency.told(link.replica.adapters, ())
-            link.heard(at, link.replica.state is ReplicaPhase.READY)
-        self.news(served)
+        self._set_replicas(served, replicas, at)
+        for handle in served.handles:
+            handle.open, handle.full = True, False
+            handle.adapters.update(handle.replica.adapters, ())
+            handle.set_answering(at, handle.replica.state is ReplicaPhase.READY)
+        self.replica_changed(served)
 
     def close(self) -> None:
         for served in self._served.values():
-            self._link(served, [], 0.0)
+            self._set_replicas(served, [], 0.0)
 
     def _at(self, model: str, url: str) -> ReplicaHandle | None:
         served = self._served.get(model)
-        links = served.links if served is not None else []
-        return next((link for link in links if link.url == url), None)
+        handles = served.handles if served is not None else []
+        return next((handle for handle in handles if handle.url == url), None)
 
     def _of(self, name: str) -> ServedModel:
         served = self._served.get(name)
@@ -235,42 +233,42 @@ class FleetView:
     def _drop_unknown(self) -> None:
         known = self._documented | {model.name for model in self.fleet.models}
         for name in [name for name in self._served if name not in known]:
-            self._link(self._served.pop(name), [], 0.0)
+            self._set_replicas(self._served.pop(name), [], 0.0)
 
-    def _link(self, served: ServedModel, replicas: list[Replica], at: float) -> None:
-        links = {link.id: link for link in served.links}
+    def _set_replicas(self, served: ServedModel, replicas: list[Replica], at: float) -> None:
+        handles = {handle.id: handle for handle in served.handles}
         kept: list[ReplicaHandle] = []
         for replica in replicas:
-            link = links.get(replica.id)
-            if link is not None and link.url == replica.url:
-                del links[replica.id]
-                if replica != link.replica:
-                    link.become(replica, at)
+            handle = handles.get(replica.id)
+            if handle is not None and handle.url == replica.url:
+                del handles[replica.id]
+                if replica != handle.replica:
+                    handle.become(replica, at)
             else:
-                link = self._open(served, replica)
-                link.lost_at = at
-            kept.append(link)
-        for link in links.values():
-            link.close()
-        served.links = kept
-        self.news(served)
+                handle = self._open(served, replica)
+                handle.lost_at = at
+            kept.append(handle)
+        for handle in handles.values():
+            handle.close()
+        served.handles = kept
+        self.replica_changed(served)
 
     def _open(self, served: ServedModel, replica: Replica) -> ReplicaHandle:
         external = served.engine is EngineKind.EXTERNAL
         secret = None if external else self._secret
-        link = ReplicaHandle(
+        handle = ReplicaHandle(
             replica, self._connect_timeout_s, secret, self._shared, served.health, events=self._events
         )
         if secret is not None:
-            link.subscribe(secret, lambda _: self.news(served))
-        return link
+            handle.subscribe(secret, lambda _: self.replica_changed(served))
+        return handle
 
-    def news(self, served: ServedModel) -> None:
-        """Something changed at a replica of ``served``, which may have room for requests that wait."""
-        up = sum(link.admissible or link.full for link in served.links)
+    def replica_changed(self, served: ServedModel) -> None:
+        """A replica of ``served`` changed, and may have room for waiting requests."""
+        up = sum(handle.admissible or handle.full for handle in served.handles)
         self._metrics.model(served.name).replicas_up = up
         if up:
-            self._events.news(served.name)
+            self._events.changed(served.name)
 
     def unavailable(self, served: ServedModel) -> None:
         self._events.unavailable(served.name)
@@ -284,24 +282,24 @@ class FleetView:
             "fleet": self.fleet,
             "replicas": [
                 {
-                    "id": link.id,
-                    "model": link.model,
-                    "url": link.url,
-                    "admissible": link.admissible,
-                    "answering": link.answering,
-                    "open": link.open,
-                    "breaker": link.breaker.state,
-                    "state": link.replica.state,
-                    "in_flight": link.in_flight,
-                    "mine": link.mine,
-                    "pending_tokens": link.look().pending_tokens,
-                    "bound": link.bound,
-                    "adapters": sorted(link.residency.loaded),
-                    "refused_adapters": sorted(link.residency.refusing),
-                    "heard_s_ago": None if link.heard_at is None else round(now - link.heard_at, 3),
+                    "id": handle.id,
+                    "model": handle.model,
+                    "url": handle.url,
+                    "admissible": handle.admissible,
+                    "answering": handle.answering,
+                    "open": handle.open,
+                    "breaker": handle.breaker.state,
+                    "state": handle.replica.state,
+                    "in_flight": handle.in_flight,
+                    "mine": handle.mine,
+                    "pending_tokens": handle.look().pending_tokens,
+                    "bound": handle.bound,
+                    "adapters": sorted(handle.adapters.loaded),
+                    "refused_adapters": sorted(handle.adapters.refusing),
+                    "heard_s_ago": None if handle.reported_at is None else round(now - handle.reported_at, 3),
                 }
                 for served in self._served.values()
-                for link in served.links
+                for handle in served.handles
             ],
         }
 

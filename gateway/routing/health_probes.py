@@ -57,76 +57,81 @@ class Probes:
     def _sweep(self, client: httpx.AsyncClient, at: float) -> None:
         timeout_s = self._deployment().gateway.progress_timeout_s
         for served in self._fleet.models:
-            for link in served.links:
-                link.age(at)
+            for handle in served.handles:
+                handle.age(at)
                 # Silence on all of its connections is a partition, or a process that is stopped.
-                patience_s = min(STALE_S, timeout_s) if link.stale(at) else timeout_s
-                if link.stuck_s(at) >= patience_s:
-                    self._eject(served, link, at)
+                patience_s = min(STALE_S, timeout_s) if handle.stale(at) else timeout_s
+                if handle.stuck_s(at) >= patience_s:
+                    self._eject(served, handle, at)
                 if served.engine is EngineKind.EXTERNAL:
-                    if link.answering and link.breaker.due(at):
-                        link.breaker.half_open()
-                        self._fleet.news(served)
-                elif link.probe_at <= at and link not in self._running:
-                    self._consider(client, served, link, at, timeout_s)
-            states = Counter(link.breaker.state for link in served.links)
+                    if handle.answering and handle.breaker.due(at):
+                        handle.breaker.half_open()
+                        self._fleet.replica_changed(served)
+                elif handle.probe_at <= at and handle not in self._running:
+                    self._consider(client, served, handle, at, timeout_s)
+            states = Counter(handle.breaker.state for handle in served.handles)
             meter = self._metrics.model(served.name)
             for state in BreakerState:
                 meter.breakers[state] = states[state]
-            if served.hopeless(at):
+            if served.is_unavailable(at):
                 self._fleet.unavailable(served)
 
-    def _eject(self, served: ServedModel, link: ReplicaHandle, at: float) -> None:
+    def _eject(self, served: ServedModel, handle: ReplicaHandle, at: float) -> None:
         """It holds requests and makes no progress: those without any answer are moved."""
-        ejected = served.health.stalled(link.breaker, at)
-        if ejected or (not link.admissible and any(other.admissible for other in served.links)):
-            for relay in tuple(link.relays):
+        ejected = served.health.stalled(handle.breaker, at)
+        if ejected or (not handle.admissible and any(other.admissible for other in served.handles)):
+            for relay in tuple(handle.relays):
                 if not relay.committed:
-                    relay.expire(link.stuck_s(at))
+                    relay.expire(handle.stuck_s(at))
         if ejected:
-            self._fleet.news(served)
+            self._fleet.replica_changed(served)
 
     def _consider(
-        self, client: httpx.AsyncClient, served: ServedModel, link: ReplicaHandle, at: float, timeout_s: float
+        self,
+        client: httpx.AsyncClient,
+        served: ServedModel,
+        handle: ReplicaHandle,
+        at: float,
+        timeout_s: float,
     ) -> None:
-        """Send ``link`` a canary if it is due one."""
-        breaker = link.breaker
-        if breaker.due(at) and link.answering:
+        """Send ``handle`` a canary if it is due one."""
+        breaker = handle.breaker
+        if breaker.due(at) and handle.answering:
             breaker.half_open()
         if breaker.state is BreakerState.HALF_OPEN:
             if not breaker.take_probe():
                 return
-        elif link.answering or not link.silent:
+        elif handle.answering or not handle.silent:
             return
 
         async def probe() -> None:
-            sign = AttemptResult.NOTHING
+            result = AttemptResult.NOTHING
             try:
-                sign = await self._sing(client, served, link, timeout_s)
+                result = await self._send_canary(client, served, handle, timeout_s)
             finally:
-                link.probe_at = self._clock() + AGAIN_S
-                del self._running[link]
-                self._heard(served, link, sign)
+                handle.probe_at = self._clock() + AGAIN_S
+                del self._running[handle]
+                self._record(served, handle, result)
 
-        self._running[link] = asyncio.create_task(probe())
+        self._running[handle] = asyncio.create_task(probe())
 
-    def _heard(self, served: ServedModel, link: ReplicaHandle, sign: AttemptResult) -> None:
+    def _record(self, served: ServedModel, handle: ReplicaHandle, result: AttemptResult) -> None:
         at = self._clock()
-        back = served.health.probed(link.breaker, sign, at)
+        back = served.health.probed(handle.breaker, result, at)
         # Its load stream hangs, but it works: only requests counted here are known.
-        if sign is AttemptResult.GOOD and link.silent:
-            link.heard(at, True)
+        if result is AttemptResult.GOOD and handle.silent:
+            handle.set_answering(at, True)
         if back:
-            self._fleet.news(served)
+            self._fleet.replica_changed(served)
 
-    async def _sing(
-        self, client: httpx.AsyncClient, served: ServedModel, link: ReplicaHandle, timeout_s: float
+    async def _send_canary(
+        self, client: httpx.AsyncClient, served: ServedModel, handle: ReplicaHandle, timeout_s: float
     ) -> AttemptResult:
         """Send the canary: good if answered, no result if the replica is only full or starting."""
         for path, body in CANARIES[served.runner]:
             try:
                 answer = await client.post(
-                    link.url + path, json={"model": link.model, **body}, timeout=timeout_s
+                    handle.url + path, json={"model": handle.model, **body}, timeout=timeout_s
                 )
             except httpx.HTTPError as error:
                 return AttemptResult.NOTHING if is_local_fault(error) else AttemptResult.BAD

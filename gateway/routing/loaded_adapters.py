@@ -42,7 +42,7 @@ class LoadedAdapters:
         now = monotonic()
         return self.refused | {name for name, until in self._failed.items() if until > now}
 
-    def told(self, loaded: Sequence[str], refused: Sequence[str]) -> bool:
+    def update(self, loaded: Sequence[str], refused: Sequence[str]) -> bool:
         """Take the replica's lists of loaded and failed adapters; returns whether they changed."""
         if loaded == self._listed and refused == self._refused:
             return False

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
 
 
-# A load stream that sends nothing for so long, three lines, is stale.
+# A load stream that sends nothing for this time, three lines, is stale.
 STALE_S = 3.0
 
 
@@ -36,13 +36,13 @@ def _ignore(*_: object) -> None:
 class FleetEvents(NamedTuple):
     """Events of replicas and their listeners, whose first argument is the model's name.
 
-    ``news``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
+    ``changed``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
     ``prefixes``: the replica with this key was sent prompts with these hashes, by any gateway. ``forgotten``:
     its cache is empty. ``adapters``: those that it has loaded, and those that it could not load.
     ``unloadable``: adapters that a replica could not load lately.
     """
 
-    news: Callable[[str], None] = _ignore
+    changed: Callable[[str], None] = _ignore
     unavailable: Callable[[str], None] = _ignore
     prefixes: Callable[[str, int, Sequence[int]], None] = _ignore
     forgotten: Callable[[str, int], None] = _ignore
@@ -53,7 +53,7 @@ class FleetEvents(NamedTuple):
 NO_EVENTS = FleetEvents()
 
 
-class UnseenPrefill:
+class UnobservedPrefill:
     """A prefill whose end is not seen: ``tokens`` are assumed computed at ``at`` (loop time), 0 after it."""
 
     def __init__(self, tokens: int, at: float) -> None:
@@ -67,7 +67,7 @@ class ReplicaHandle:
     ``answering`` is whether the replica can be reached, ``open`` whether it reports that it takes requests,
     ``full`` whether it refused one for lack of room; all follow its load stream, or a probe where there is
     none (external). The results of attempts move ``breaker``, through ``health``. ``relays`` are the attempts
-    of this worker that run there. ``residency`` are its adapters. ``silent`` is whether its load stream
+    of this worker that run there. ``adapters`` are its adapters. ``silent`` is whether its load stream
     hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
     loop time.
     """
@@ -92,7 +92,7 @@ class ReplicaHandle:
         if secret is not None:
             self.constant_head += f"{SECRET_HEADER}: {secret}\r\n".encode()
         # Tidegate's replicas report their adapters themselves.
-        self.residency = LoadedAdapters(replica.adapters if secret is None else (), loads=secret is not None)
+        self.adapters = LoadedAdapters(replica.adapters if secret is None else (), loads=secret is not None)
         self.health = health or ReplicaHealth(HealthCounters(), lambda: 0.5)
         self.breaker = self.health.join()
         self.relays: set[Relay] = set()
@@ -100,7 +100,7 @@ class ReplicaHandle:
         self.open = True
         self.full = False
         self.silent = False
-        self.heard_at: float | None = None
+        self.reported_at: float | None = None
         self.lost_at: float | None = None
         self.probe_at = 0.0
         self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
@@ -108,10 +108,10 @@ class ReplicaHandle:
         self._events = events
         self._pending = 0
         self._begun = 0
-        self._elsewhere = 0
-        self._pending_elsewhere = 0
-        self._pending_there = 0
-        self._foreseen: deque[UnseenPrefill] = deque()
+        self._in_flight_of_other_hosts = 0
+        self._pending_of_other_hosts = 0
+        self._reported_pending = 0
+        self._unobserved: deque[UnobservedPrefill] = deque()
         self.due_at = inf
         self.lone = False
         self._tokens = 0
@@ -134,12 +134,12 @@ class ReplicaHandle:
 
     def serves(self, adapter: str) -> bool:
         """Whether requests for ``adapter``, or without one ("") can be served there."""
-        return not adapter or self.residency.serves(adapter)
+        return not adapter or self.adapters.serves(adapter)
 
     @property
     def in_flight(self) -> int:
         """Requests of this host's workers, and those of other hosts by the replica's last report."""
-        return self._elsewhere + self.mine + self._shared.others(self.view.key)[0]
+        return self._in_flight_of_other_hosts + self.mine + self._shared.others(self.view.key)[0]
 
     @property
     def bound(self) -> int:
@@ -148,13 +148,13 @@ class ReplicaHandle:
 
     def look(self) -> Candidate:
         """The current view with other workers' requests; while ``lone`` it holds until ``due_at``."""
-        while self._foreseen and self._foreseen[0].at <= monotonic():
-            self.over(self._foreseen[0])
+        while self._unobserved and self._unobserved[0].at <= monotonic():
+            self.end_prefill(self._unobserved[0])
         view = self.view
         self.lone = self._shared.alone
         in_flight, pending, begun = self._shared.others(view.key)
-        view.in_flight = self._elsewhere + self.mine + in_flight
-        view.pending_tokens = self._pending_elsewhere + self._pending + pending
+        view.in_flight = self._in_flight_of_other_hosts + self.mine + in_flight
+        view.pending_tokens = self._pending_of_other_hosts + self._pending + pending
         view.begun = self._begun + begun
         return view
 
@@ -177,22 +177,22 @@ class ReplicaHandle:
         self.view.turned_at = at
         self._shared.first_token(self.view.key, tokens)
 
-    def foresee(self, tokens: int, at: float) -> UnseenPrefill:
+    def expect_prefill_end(self, tokens: int, at: float) -> UnobservedPrefill:
         """Assume that the prefill of a request without a visible first token is over at ``at``."""
-        ahead = UnseenPrefill(tokens, at)
-        self._foreseen.append(ahead)
-        self.due_at = self._foreseen[0].at
-        return ahead
+        prefill = UnobservedPrefill(tokens, at)
+        self._unobserved.append(prefill)
+        self.due_at = self._unobserved[0].at
+        return prefill
 
-    def over(self, ahead: UnseenPrefill) -> None:
+    def end_prefill(self, prefill: UnobservedPrefill) -> None:
         """Such a prefill is over: its time has come, or its request has ended."""
-        if ahead.tokens:
-            self.first_token(ahead.tokens, monotonic())
-            ahead.tokens = 0
-        foreseen = self._foreseen
-        while foreseen and not foreseen[0].tokens:
-            foreseen.popleft()
-        self.due_at = foreseen[0].at if foreseen else inf
+        if prefill.tokens:
+            self.first_token(prefill.tokens, monotonic())
+            prefill.tokens = 0
+        unobserved = self._unobserved
+        while unobserved and not unobserved[0].tokens:
+            unobserved.popleft()
+        self.due_at = unobserved[0].at if unobserved else inf
 
     def end(self) -> None:
         """A request of this worker ended there."""
@@ -210,11 +210,11 @@ class ReplicaHandle:
         in_flight, pending, _ = self._shared.others(self.view.key)
         bound = max(0, load.bound)
         believed = load.in_flight if not bound or load.in_flight <= 2 * bound else 0
-        self._elsewhere = max(0, believed - self.mine - in_flight)
-        if load.pending_tokens < self._pending_there:  # somebody had a first token there
+        self._in_flight_of_other_hosts = max(0, believed - self.mine - in_flight)
+        if load.pending_tokens < self._reported_pending:  # a request had its first token there
             self.view.turned_at = at
-        self._pending_there = load.pending_tokens
-        self._pending_elsewhere = max(0, load.pending_tokens - self._pending - pending)
+        self._reported_pending = load.pending_tokens
+        self._pending_of_other_hosts = max(0, load.pending_tokens - self._pending - pending)
         self.view.bound = bound
         self.view.kv_used = load.kv_used if 0.0 <= load.kv_used <= 1.0 else 0.0
         if report.timing is not None:
@@ -224,13 +224,13 @@ class ReplicaHandle:
             if load.tokens < self._tokens:  # it counts from its start
                 self.renewed(at)
         self._tokens = load.tokens
-        if self.residency.told(report.adapters, report.refused):
+        if self.adapters.update(report.adapters, report.refused):
             self._adapters_changed()
         self.open = report.state is ReplicaPhase.READY
         self.full = False
         self.silent = False
-        self.heard_at = at
-        self.heard(at, True)
+        self.reported_at = at
+        self.set_answering(at, True)
         self.look()
         if report.prefixes:
             self._events.prefixes(self.model, self.view.key, report.prefixes)
@@ -246,11 +246,11 @@ class ReplicaHandle:
     def renewed(self, at: float) -> None:
         """Its process was replaced: cache and failures are forgotten."""
         self.breaker.renew(at)
-        self.residency.forget()
+        self.adapters.forget()
         self._events.forgotten(self.model, self.view.key)
 
-    def heard(self, at: float, answering: bool) -> None:
-        """Take note of whether the replica is reachable."""
+    def set_answering(self, at: float, answering: bool) -> None:
+        """Record whether the replica is reachable."""
         if answering != self.answering:
             self.answering = answering
             if answering:
@@ -270,12 +270,12 @@ class ReplicaHandle:
 
     def cannot_load(self, adapter: str) -> None:
         """The replica refused a request since it could not load its ``adapter``."""
-        self.residency.failed(adapter)
+        self.adapters.failed(adapter)
         self._adapters_changed()
 
     def _adapters_changed(self) -> None:
-        refused = self.residency.refusing
-        self._events.adapters(self.model, self.view.key, self.residency.loaded, refused)
+        refused = self.adapters.refusing
+        self._events.adapters(self.model, self.view.key, self.adapters.loaded, refused)
         if refused:
             self._events.unloadable(self.model, refused)
 
@@ -291,12 +291,12 @@ class ReplicaHandle:
 
     def stale(self, at: float) -> bool:
         """Whether its last load report is older than :data:`STALE_S`."""
-        return self.heard_at is not None and at - self.heard_at > STALE_S
+        return self.reported_at is not None and at - self.reported_at > STALE_S
 
     def age(self, at: float) -> None:
         """Drop a stale report; this host's own requests are counted here in any case."""
         if self.stale(at):
-            self._elsewhere = self._pending_elsewhere = 0
+            self._in_flight_of_other_hosts = self._pending_of_other_hosts = 0
             self.view.kv_used = 0.0
             self.look()
 
@@ -310,8 +310,8 @@ class ReplicaHandle:
         def on_line(line: bytes) -> None:
             try:
                 self.count(line, loop.time())
-            except ValueError:  # what cannot be understood is not heard
-                self.heard(loop.time(), False)
+            except ValueError:  # an unreadable report counts as none
+                self.set_answering(loop.time(), False)
             on_change(self)
 
         def on_down() -> None:
@@ -321,7 +321,7 @@ class ReplicaHandle:
             at = loop.time()
             # A replica that makes progress is alive, whatever has become of its load stream.
             if self.answering and not (self.silent and self.mine and self.stuck_s(at) < STALE_S):
-                self.heard(at, False)
+                self.set_answering(at, False)
                 on_change(self)
 
         self._feed = NdjsonStream(

@@ -70,13 +70,13 @@ class ModelRouters:
 
     def began(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
         """``request`` was sent to the candidate of ``quote``; returns the hashes that are new there."""
-        news = self._routers[request.model].began(request, quote.candidate, at)
-        if news:
-            self._shared.publish(self._keys[request.model], quote.candidate.key, news)
+        new_hashes = self._routers[request.model].began(request, quote.candidate, at)
+        if new_hashes:
+            self._shared.publish(self._keys[request.model], quote.candidate.key, new_hashes)
         decision = self._fresh.pop(id(quote), None)
         if decision is not None and decision.chosen is quote:
             self._kept.append((time.time(), request, decision))
-        return news
+        return new_hashes
 
     def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
         """Its first token came ``ttft_s`` seconds after it was sent."""
@@ -98,11 +98,11 @@ class ModelRouters:
             density = self._densities[model] = BytesPerToken()
         return density
 
-    def heard(self, model: str, key: int, hashes: Sequence[int]) -> None:
+    def learn_prefixes(self, model: str, key: int, hashes: Sequence[int]) -> None:
         """The replica with ``key`` reports the prefixes that any gateway sent to it."""
         self._of(model).learned(hashes, key, self._clock())
 
-    def holds(self, model: str, key: int, loaded: Iterable[str], refused: Iterable[str]) -> None:
+    def set_adapters(self, model: str, key: int, loaded: Iterable[str], refused: Iterable[str]) -> None:
         """The replica with ``key`` reports the adapters that it has loaded and could not load."""
         self._of(model).holds(
             [adapter_key(model, name) for name in loaded], [adapter_key(model, name) for name in refused], key

@@ -65,11 +65,11 @@ class _Listener:
         self.lost = 0
 
 
-class Capture:
-    """Sends the rows of one worker. ``listened``: there are subscribers; ``place`` is their directory."""
+class CapturePublisher:
+    """Sends the rows of one worker to the subscribers, whose sockets are in the directory ``place``."""
 
     def __init__(self, place: Path) -> None:
-        self.listened = False
+        self.has_subscribers = False
         self._place = place
         self._listeners: dict[str, _Listener] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -111,14 +111,14 @@ class Capture:
             return
         try:
             names = {name for name in os.listdir(self._place) if name.endswith(SUFFIX)}  # noqa: PTH208
-        except FileNotFoundError:  # nobody has ever listened
+        except FileNotFoundError:  # no capture was ever made
             names = set()
-        except OSError:  # no descriptor for it: who listened still does
+        except OSError:  # no descriptor for it: the subscribers stay as they were
             return
         if names != self._listeners.keys():
             kept = self._listeners
             self._listeners = {name: kept.get(name) or _Listener(self._place / name) for name in names}
-            self.listened = bool(names)
+            self.has_subscribers = bool(names)
 
     def flush(self) -> None:
         """Send waiting rows, as far as the subscribers' sockets take them."""
@@ -133,11 +133,14 @@ class Capture:
                         listener.kept.popleft()
             except BlockingIOError:  # it has not read the last ones yet
                 continue
-            except (FileNotFoundError, ConnectionRefusedError):  # gone; a killed worker's stays behind
+            except (
+                FileNotFoundError,
+                ConnectionRefusedError,
+            ):  # gone; the socket of a killed worker stays behind
                 with contextlib.suppress(OSError):
                     Path(listener.path).unlink()
                 del self._listeners[name]
-                self.listened = bool(self._listeners)
+                self.has_subscribers = bool(self._listeners)
             except OSError:  # no memory for it now
                 continue
 
@@ -145,7 +148,7 @@ class Capture:
         """Send the remaining rows and stop."""
         self.flush()
         self._listeners.clear()
-        self.listened = False
+        self.has_subscribers = False
         self._closed = True
         self._socket.close()
 

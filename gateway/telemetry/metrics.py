@@ -47,7 +47,7 @@ PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 
 # "model". Latencies of a stream are counted together: two histograms would not say how many met both limits.
 _COUNTS = (
     ("requests", "requests", "Requests by outcome.", ("route", "outcome")),
-    ("attempts", "upstream_attempts", "Attempts on replicas.", ("outcome",)),
+    ("attempts", "upstream_attempts", "RetryLoop on replicas.", ("outcome",)),
     (
         "streams", "served_streams", "Served streams by time to the first byte and mean gap.",
         ("ttft_le", "itl_le"),
@@ -130,7 +130,7 @@ class ModelCounters(HealthCounters):
             self.queue_wait.add(call.queued_s)
         first_at = call.first_byte_at
         # Answers of a fallback provider, and token counts, say nothing about the replicas' latency.
-        own = not call.elsewhere and call.route.runner is not None
+        own = not call.by_fallback and call.route.runner is not None
         if first_at is not None:
             self.ttft.add(first_at - began)
             if own:
@@ -174,11 +174,11 @@ class Metrics:
         self.adapters = AdapterMetrics(declared)
         self._meters: dict[str, ModelCounters] = {}
         counter, gauge = declared.counter, declared.gauge
-        self.overflow = counter(
-            "overflow_attempts", "Attempts on upstreams; cost_cap: the money was spent.",
+        self.spillover = counter(
+            "overflow_attempts", "RetryLoop on upstreams; cost_cap: the money was spent.",
             "model", "upstream", "outcome",
         )  # fmt: skip
-        self.overflow_cost = counter("overflow_cost", "Money spent at upstreams.", "upstream")
+        self.spillover_cost = counter("overflow_cost", "Money spent at upstreams.", "upstream")
         self._tokens = counter(
             "tokens", "Tokens of answers; what was cached is a part of the prompt.", "model", "kind"
         )

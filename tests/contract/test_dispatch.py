@@ -72,7 +72,7 @@ class Live:
         self.clock = asyncio.get_running_loop().time
 
     async def play(self, event: Event) -> None:
-        links = self.served.links
+        handles = self.served.handles
         if isinstance(event, int):
             self.clients += [asyncio.create_task(self._client()) for _ in range(event)]
         elif event == READY:
@@ -86,11 +86,11 @@ class Live:
                 load=Load(at=0.0, bound=self.bound),
                 url="http://r:1",
             )
-            links.append(ReplicaHandle(replica, 1.0, None, health=self.served.health))
-            links[-1].heard(self.clock(), True)
-            self.admission.news("m")
+            handles.append(ReplicaHandle(replica, 1.0, None, health=self.served.health))
+            handles[-1].set_answering(self.clock(), True)
+            self.admission.replica_changed("m")
         elif event == CRASH:
-            crashed = links.pop(0)
+            crashed = handles.pop(0)
             crashed.close()
             for ticket, ended in self.running.items():
                 if ticket.replica is crashed:

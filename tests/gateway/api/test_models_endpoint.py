@@ -129,11 +129,11 @@ async def test_what_servers_that_are_not_ours_list_is_listed_as_theirs(site: Sit
 
 async def test_what_our_replicas_have_loaded_is_nobodys_to_name(site: Site) -> None:
     replica = external_replica("alpha", "http://a:1", ready=True, adapters=(), at=0.0)
-    link = ReplicaHandle(replica, 1.0, "secret")
-    link.residency.told((f"sql@{OLD[:12]}",), ())
+    handle = ReplicaHandle(replica, 1.0, "secret")
+    handle.adapters.update((f"sql@{OLD[:12]}",), ())
     served = site.fleet.get("alpha")
     assert served is not None
-    served.links.append(link)
+    served.handles.append(handle)
     assert site.ids() == ["alpha", "beta", "theirs"]
     assert site.one(f"sql@{OLD[:12]}") is None
     assert site.fleet.listing(f"sql@{OLD[:12]}") is None

@@ -53,7 +53,7 @@ def ended(
     async def unused() -> Any: ...
 
     call = Call(ROUTES[path], {"headers": []}, unused, lambda message: unused())
-    call.outcome, call.usage, call.elsewhere = outcome, usage, elsewhere
+    call.outcome, call.usage, call.by_fallback = outcome, usage, elsewhere
     if ttft_s is not None:
         call.first_byte_at, call.events, call.last_event_at = 10.0 + ttft_s, 11, 10.0 + ttft_s + 10 * gap_s
     meter.arrive()
@@ -72,7 +72,7 @@ def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[
 
 
 class Site:
-    """A reporter over a worker's admission, and a controller that hears it ``late_s`` seconds late."""
+    """A reporter over a worker's admission, and a controller that answers ``late_s`` seconds late."""
 
     def __init__(self, late_s: float = 0.0) -> None:
         self.metrics = Metrics()

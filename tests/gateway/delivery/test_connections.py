@@ -15,7 +15,7 @@ from gateway.delivery.relay import MAX_HELD, Relay
 from gateway.http.asgi_exchange import SENT
 from gateway.http.client import ClientConnection, ConnectionPool
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.sse_validator import ChatTail
+from gateway.protocol.sse_validator import ChatValidator
 from gateway.protocol.usage import Usage
 from gateway.request_context import Call
 from gateway.telemetry.metrics import Metrics
@@ -99,7 +99,7 @@ class Line:
         assert connection is self.connection
         scope = {"headers": []}
         self.call = Call(ROUTES["/v1/chat/completions"], scope, _no_message, send)
-        self.relay = Relay(self.call, connection, ChatTail(1), self._meter)
+        self.relay = Relay(self.call, connection, ChatValidator(1), self._meter)
         asked = asyncio.create_task(self.relay.run(b"head", body))
         await asyncio.sleep(0)
         return asked
@@ -211,14 +211,14 @@ async def test_a_client_that_holds_its_replica_back_is_no_silence(line: Line) ->
     client = Client(slow_from=2)
     asked = await line.ask(client.send)
     line.answer(LONG_HEAD + LONG[:-2])
-    assert line.relay.stirred()
-    assert line.relay.stirred()
+    assert line.relay.has_progressed()
+    assert line.relay.has_progressed()
     client.read_on()
     await asyncio.sleep(0)
-    assert not line.relay.stirred()
+    assert not line.relay.has_progressed()
     line.answer(LONG[-2:])
     assert await asked is AttemptOutcome.SERVED
-    assert line.relay.stirred()
+    assert line.relay.has_progressed()
 
 
 async def test_of_a_stream_that_was_left_its_events_are_known(line: Line) -> None:

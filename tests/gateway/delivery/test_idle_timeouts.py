@@ -19,7 +19,7 @@ class Silent:
         self.alive = False
         self.expired: list[float] = []
 
-    def stirred(self) -> bool:
+    def has_progressed(self) -> bool:
         return self.alive
 
     def expire(self, waited_s: float) -> None:

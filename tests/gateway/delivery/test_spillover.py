@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from starlette.types import Message
 
-from gateway.delivery.fallback_provider import OverflowEndpoint
-from gateway.delivery.spillover import Overflow
+from gateway.delivery.fallback_provider import FallbackProvider
+from gateway.delivery.spillover import Spillover
 from gateway.http.asgi_exchange import SENT
 from gateway.protocol import body as bodies
 from gateway.protocol.errors import NO_ROOM, Refused
@@ -53,10 +53,10 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.logged = io.StringIO()
         self.metrics = Metrics()
-        self.overflow = Overflow(self.metrics, Log(0, self.logged), random.Random(0))  # noqa: S311 - when to probe
+        self.spillover = Spillover(self.metrics, Log(0, self.logged), random.Random(0))  # noqa: S311 - when to probe
         self.clock = asyncio.get_running_loop().time
         self.served = ServedModel("m")
-        self.served.links = [SimpleNamespace(admissible=True)]  # type: ignore[list-item]
+        self.served.handles = [SimpleNamespace(admissible=True)]  # type: ignore[list-item]
         self.asked_of_fleet = 0
         self.refusal: Refused | None = Refused(Refusal.DEADLINE, "The fleet has no room.")
         self.key_file = folder / "key"
@@ -76,7 +76,7 @@ class Site:
             }
             for place, upstream in enumerate(upstreams)
         ]
-        self.overflow.read(parse({**self.document, "upstreams": entries}))
+        self.spillover.read(parse({**self.document, "upstreams": entries}))
 
     async def ask(self, path: str = "/v1/chat/completions", *, wait_s: float = 9.0, **body: Any) -> Told:
         told = Told()
@@ -99,17 +99,17 @@ class Site:
             call.replica = b"r1"
             await call.answer(200, [], b"ours")
 
-        await self.overflow.around(fleet, call, self.served, request, body=read, raw=raw)
+        await self.spillover.around(fleet, call, self.served, request, body=read, raw=raw)
         return told
 
     def attempts(self, outcome: str, upstream: str = "u0") -> float:
-        value: float = self.metrics.overflow.labels("m", upstream, outcome)._value.get()
+        value: float = self.metrics.spillover.labels("m", upstream, outcome)._value.get()
         return value
 
     def spent(self, upstream: str = "u0") -> float:
-        (endpoint,) = (e for e in self.overflow._endpoints if e.upstream.name == upstream)
-        assert endpoint.purse.held == 0
-        return endpoint.purse.spent(self.clock())
+        (endpoint,) = (e for e in self.spillover._endpoints if e.upstream.name == upstream)
+        assert endpoint.spend_cap.held == 0
+        return endpoint.spend_cap.spent(self.clock())
 
 
 class Told:
@@ -135,7 +135,7 @@ class Told:
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     site = Site(tmp_path)
     yield site
-    site.overflow.read(parse(GOOD))  # closes what is kept
+    site.spillover.read(parse(GOOD))  # closes what is kept
 
 
 async def running() -> AsyncIterator[FakeUpstream]:
@@ -160,7 +160,7 @@ async def test_what_it_cannot_goes_upstream_and_nothing_of_ours_with_it(
     told = await site.ask(temperature=0.5, cache_salt="salt")
     assert (told.status, told.body) == (200, ANSWER)
     assert told.headers[b"x-tidegate-replica"] == b"upstream:u0"
-    assert (told.call.outcome, told.call.elsewhere) == ("ok", True)
+    assert (told.call.outcome, told.call.by_fallback) == ("ok", True)
     (hit,) = upstream.hits
     assert hit.path == "/v1/chat/completions"
     assert hit.json == {**CHAT, "model": "their-m", "temperature": 0.5}
@@ -216,7 +216,7 @@ async def test_any_other_error_is_the_clients(site: Site, upstream: FakeUpstream
 async def test_a_model_at_zero_is_waited_for_where_it_starts_in_time(
     site: Site, upstream: FakeUpstream
 ) -> None:
-    site.served.links = []
+    site.served.handles = []
     site.served.down = site.served.asleep = True
     site.refusal = None
     site.deploy(upstream)  # whose start is taken to last a minute
@@ -245,7 +245,7 @@ async def test_only_what_upstreams_speak_goes_there(site: Site, upstream: FakeUp
 
 
 async def test_without_a_replica_the_wait_for_one_decides(site: Site, upstream: FakeUpstream) -> None:
-    site.served.links[0].admissible = False  # type: ignore[misc]
+    site.served.handles[0].admissible = False  # type: ignore[misc]
     site.deploy(upstream)
     await site.ask(wait_s=59.0)  # assumed_start_s is 60
     assert (site.asked_of_fleet, len(upstream.hits)) == (0, 1)
@@ -292,7 +292,7 @@ async def test_no_more_is_spent_than_the_cap(site: Site, upstream: FakeUpstream)
 async def test_workers_divide_the_cap(site: Site, upstream: FakeUpstream) -> None:
     site.document["gateway"]["workers"] = 4
     site.deploy(upstream, cost_cap_per_h=100.0)
-    assert site.overflow._endpoints[0].purse.cap == 25.0
+    assert site.spillover._endpoints[0].spend_cap.cap == 25.0
 
 
 async def test_what_was_spent_outlasts_a_new_document(
@@ -411,7 +411,7 @@ async def test_tls_is_spoken_and_verified(
         await site.ask()
     assert site.attempts("unreachable") == 1
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    site.overflow.read(parse(GOOD))
+    site.spillover.read(parse(GOOD))
     site.deploy(secure)
     assert (await site.ask()).body == ANSWER
     await secure.stop()
@@ -438,7 +438,7 @@ async def test_an_upstream_is_sent_the_bytes_that_came_but_for_the_model(came: b
         price=Price(input=0.0, output=0.0),
         cost_cap_per_h=0.0,
     )
-    endpoint = OverflowEndpoint(upstream, parse(GOOD), Log(0, io.StringIO()))
+    endpoint = FallbackProvider(upstream, parse(GOOD), Log(0, io.StringIO()))
     sent = endpoint.outgoing(ROUTES["/v1/chat/completions"], "m", bodies.read(came), came)
     assert b"".join(sent.parts) == goes
     assert sent.size == len(goes)

@@ -375,7 +375,7 @@ async def test_a_client_that_leaves_cancels_who_serves_it(port: Port) -> None:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             seen.append((await receive())["type"])
-            seen.append(str(scope["tidegate.exchange"].left))
+            seen.append(str(scope["tidegate.exchange"].disconnected))
             ended.set()
             raise
 
@@ -507,7 +507,7 @@ async def test_a_drain_that_runs_out_lets_a_stream_say_so(port: Port) -> None:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            assert not scope["tidegate.exchange"].left
+            assert not scope["tidegate.exchange"].disconnected
             await send({"type": "http.response.body", "body": b" cut"})
             raise
 

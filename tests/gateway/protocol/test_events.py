@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol.body import depth_exceeds
-from gateway.protocol.sse_validator import ChatTail, MessagesTail, ResponsesTail, Tail
+from gateway.protocol.sse_validator import ChatValidator, MessagesValidator, ResponsesValidator, SseValidator
 from gateway.protocol.usage import Usage
 from tests.gateway.fake_replica import DONE, STREAM, event
 
@@ -20,7 +20,7 @@ CRLF = STREAM.replace(b"\n", b"\r\n")
 
 @given(st.sampled_from([STREAM, CRLF, b": ping\n\n" + STREAM]), st.lists(st.integers(0, 2000)))
 def test_any_cut_gives_identical_bytes(data: bytes, cuts: list[int]) -> None:
-    tail = ChatTail(1)
+    tail = ChatValidator(1)
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [tail.feed(data[a:b]) for a, b in itertools.pairwise(edges)]
     assert b"".join(pieces) == data
@@ -31,7 +31,7 @@ def test_any_cut_gives_identical_bytes(data: bytes, cuts: list[int]) -> None:
 
 @given(st.integers(0, len(STREAM) - 1))
 def test_no_proper_part_of_a_stream_passes_for_the_whole(cut: int) -> None:
-    tail = ChatTail(1)
+    tail = ChatValidator(1)
     tail.feed(STREAM[:cut])
     assert tail.end(clean=False) is not None
 
@@ -50,9 +50,11 @@ def test_no_proper_part_of_a_stream_passes_for_the_whole(cut: int) -> None:
         b"hello",
     ],
 )
-@pytest.mark.parametrize("tail", [ChatTail(1), ResponsesTail(), MessagesTail()], ids=["chat", "resp", "msg"])
+@pytest.mark.parametrize(
+    "tail", [ChatValidator(1), ResponsesValidator(), MessagesValidator()], ids=["chat", "resp", "msg"]
+)
 @pytest.mark.parametrize("piece", [1, 5, 1000])
-def test_a_client_never_receives_broken_json(payload: bytes, tail: Tail, piece: int) -> None:
+def test_a_client_never_receives_broken_json(payload: bytes, tail: SseValidator, piece: int) -> None:
     tail = copy.deepcopy(tail)
     good = b'data: {"choices":[{"index":0}]}\n\n'
     data = good + b"data: " + payload + b"\n\n" + good
@@ -68,17 +70,17 @@ def test_a_client_never_receives_broken_json(payload: bytes, tail: Tail, piece: 
 
 
 def test_an_event_of_an_unknown_form_passes() -> None:
-    tail = ChatTail(1)
+    tail = ChatValidator(1)
     for data in (b"data: [1]\n\n", b'data: {"choices":7}\n\n', b'data: {"choices":[{"index":"x"}]}\n\n'):
         assert tail.feed(data) == data
 
 
 def test_a_comment_must_be_text() -> None:
-    assert b"stream_broken" in ChatTail(1).feed(b": \xff\n\n")
+    assert b"stream_broken" in ChatValidator(1).feed(b": \xff\n\n")
 
 
 def test_a_payload_may_take_several_lines() -> None:
-    tail = ChatTail(1)
+    tail = ChatValidator(1)
     data = b'data: {"choices":\ndata: [{"index":0,"finish_reason":"stop"}]}\n\n'
     assert tail.feed(data) == data
     assert tail.finished
@@ -91,7 +93,7 @@ def test_usage_is_read_however_it_is_cut_and_stripped_if_we_asked(cuts: list[int
     said = event("a") + event(finish="stop")
     data = said + b"data: " + last + b"\n\n" + DONE
     for strip in (False, True):
-        tail = ChatTail(1, strip_usage=strip)
+        tail = ChatValidator(1, strip_usage=strip)
         edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
         out = b"".join(tail.feed(data[a:b]) for a, b in itertools.pairwise(edges))
         assert out == (said + DONE if strip else data)
@@ -100,20 +102,20 @@ def test_usage_is_read_however_it_is_cut_and_stripped_if_we_asked(cuts: list[int
 
 
 def test_usage_in_the_event_that_finishes_is_not_stripped() -> None:
-    tail = ChatTail(1, strip_usage=True)
+    tail = ChatValidator(1, strip_usage=True)
     data = b'data: {"choices":[{"index":0,"finish_reason":"stop"}],"usage":{"prompt_tokens":2}}\n\n'
     assert tail.feed(data) == data
     assert tail.usage == Usage(2, 0, 0)
 
 
 def test_each_api_counts_in_its_own_words() -> None:
-    responses = ResponsesTail()
+    responses = ResponsesValidator()
     responses.feed(
         b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":'
         b'{"input_tokens":7,"output_tokens":2,"input_tokens_details":{"cached_tokens":5}}}}\n\n'
     )
     assert responses.usage == Usage(7, 5, 2)
-    messages = MessagesTail()
+    messages = MessagesValidator()
     messages.feed(
         b'event: message_start\ndata: {"type":"message_start","message":{"usage":'
         b'{"input_tokens":7,"output_tokens":1,"cache_read_input_tokens":3}}}\n\n'
@@ -126,7 +128,7 @@ def test_each_api_counts_in_its_own_words() -> None:
 
 @pytest.mark.parametrize("space", [b"", b" "])
 def test_an_error_is_said_once_in_our_envelope(space: bytes) -> None:
-    tail = ChatTail(1)
+    tail = ChatValidator(1)
     out = tail.feed(b"data:" + space + b'{"error":{"message":"boom","code":500}}\n\n' + DONE)
     assert out.count(b"boom") == 1
     assert b"DONE" not in out
@@ -136,21 +138,21 @@ def test_an_error_is_said_once_in_our_envelope(space: bytes) -> None:
 
 
 def test_a_failed_response_is_passed_and_is_no_success() -> None:
-    tail = ResponsesTail()
+    tail = ResponsesValidator()
     data = b'event: response.failed\ndata: {"type":"response.failed","response":{"error":{}}}\n\n'
     assert tail.feed(data) == data
     assert tail.failed
 
 
 def test_an_error_inside_a_response_object_is_not_the_streams() -> None:
-    tail = ResponsesTail()
+    tail = ResponsesValidator()
     data = b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}\n\n'
     assert tail.feed(data) == data
     assert not tail.failed
 
 
 def test_an_anthropic_error_ends_its_stream() -> None:
-    tail = MessagesTail()
+    tail = MessagesValidator()
     out = tail.feed(b'event: error\ndata: {"type":"error","error":{"message":"boom"}}\n\n')
     assert out.startswith(b"event: error\n")
     assert tail.failed
@@ -170,13 +172,13 @@ def test_depth_is_that_of_the_nesting(value: object, limit: int) -> None:
 @pytest.mark.parametrize(
     ("tail", "event", "ends"),
     [
-        (ResponsesTail(), "response.completed", True),
-        (ResponsesTail(), "response.created", False),
-        (MessagesTail(), "message_stop", True),
-        (MessagesTail(), "message_start", False),
+        (ResponsesValidator(), "response.completed", True),
+        (ResponsesValidator(), "response.created", False),
+        (MessagesValidator(), "message_stop", True),
+        (MessagesValidator(), "message_start", False),
     ],
 )
-def test_each_api_has_its_own_last_word(tail: Tail, event: str, ends: bool) -> None:
+def test_each_api_has_its_own_last_word(tail: SseValidator, event: str, ends: bool) -> None:
     data = b'event: %b\ndata: {"type":"%b"}\n\n' % (event.encode(), event.encode())
     assert tail.feed(data) == data
     assert (tail.end(clean=True) is None) is ends

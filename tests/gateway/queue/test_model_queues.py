@@ -1,4 +1,4 @@
-"""Who may wait, who goes first, and who is charged: the shell of the queue over links without a network."""
+"""The queues of a worker over replica handles without a network: bounds, order, charges and deadlines."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Hall:
     def _model(self, name: str) -> ServedModel:
         served = ServedModel(name)
         replica = ready_replica(name, name, load=Load(at=0.0, bound=self.bound))
-        link = ReplicaHandle(replica, 1.0, None, self._shared)
-        link.answering = True
-        served.links.append(link)
+        handle = ReplicaHandle(replica, 1.0, None, self._shared)
+        handle.answering = True
+        served.handles.append(handle)
         return served
 
     def arrive(self, served: ServedModel, size: int = 1, **more: Any) -> Ticket:
@@ -109,19 +109,19 @@ async def leave(*asked: asyncio.Task[ReplicaHandle]) -> None:
 
 async def test_whoever_was_sent_back_needs_no_room_in_the_queue() -> None:
     hall = Hall(max_queue=1)
-    link = hall.alpha.links[0]
+    handle = hall.alpha.handles[0]
     first = await hall.fill(hall.alpha, size=MAX_BYTES)
     later = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
-    link.refused(Refusal.BUSY)
+    handle.refused(Refusal.BUSY)
     end(first, AttemptOutcome.REFUSED)
     again = await hall.ask(first)
     assert not again.done()
     with pytest.raises(Refused, match="already wait"):
         await hall.arrive(hall.alpha).wait()
-    link.full = False
+    handle.full = False
     await asyncio.sleep(0.005)  # its word is heard at most every few milliseconds
-    hall.admission.news("alpha")
-    assert await again is link
+    hall.admission.replica_changed("alpha")
+    assert await again is handle
     assert not later.done()
     await leave(later)
 
@@ -176,15 +176,15 @@ async def test_the_slots_that_free_together_go_to_the_first_in_the_fair_order() 
 
 async def test_whoever_leaves_as_it_is_admitted_gives_the_slot_back() -> None:
     hall = Hall()
-    link = hall.alpha.links[0]
+    handle = hall.alpha.handles[0]
     first = await hall.fill(hall.alpha)
     leaves = await hall.ask(hall.arrive(hall.alpha))
     next_one = await hall.ask(hall.arrive(hall.alpha))
     end(first)
     await asyncio.sleep(0)  # granted, but not told yet
     await leave(leaves)
-    assert await next_one is link
-    assert link.mine == 1
+    assert await next_one is handle
+    assert handle.mine == 1
 
 
 async def test_a_full_queue_turns_out_the_least_important() -> None:
@@ -215,19 +215,19 @@ async def test_what_can_be_shed_waits_no_longer_than_was_promised() -> None:
 
 async def test_what_can_be_shed_waits_for_a_start_as_long_as_it_would() -> None:
     hall = Hall(ttft_s=0.01)
-    hall.alpha.links.clear()
+    hall.alpha.handles.clear()
     hall.alpha.down = hall.alpha.asleep = True
     asked = await hall.ask(hall.arrive(hall.alpha, priority=Priority.SHEDDABLE))
     await asyncio.sleep(0.03)
     assert not asked.done()
-    hall.alpha.links.append(hall.beta.links[0])
-    hall.admission.news("alpha")
-    assert await asked is hall.beta.links[0]
+    hall.alpha.handles.append(hall.beta.handles[0])
+    hall.admission.replica_changed("alpha")
+    assert await asked is hall.beta.handles[0]
 
 
 async def test_who_waits_for_a_model_at_zero_waits_to_its_deadline() -> None:
     hall = Hall()
-    hall.alpha.links.clear()
+    hall.alpha.handles.clear()
     hall.alpha.down = hall.alpha.asleep = True
     now = asyncio.get_running_loop().time()
     asked = await hall.ask(hall.arrive(hall.alpha, deadline=now + 0.02))
@@ -281,12 +281,12 @@ async def test_a_tenant_is_charged_what_its_requests_cost(
 
 async def test_time_alone_may_make_room() -> None:
     hall = Hall()
-    link = hall.alpha.links[0]
-    link.count(b'{"state": "ready", "load": {"at": 0, "in_flight": 1, "bound": 1}}', 0.0)
+    handle = hall.alpha.handles[0]
+    handle.count(b'{"state": "ready", "load": {"at": 0, "in_flight": 1, "bound": 1}}', 0.0)
     asked = await hall.ask(hall.arrive(hall.alpha))
     assert not asked.done()
-    link.count(b'{"state": "ready", "load": {"at": 0, "in_flight": 0, "bound": 1}}', 0.0)
-    assert await asyncio.wait_for(asked, WAIT_S) is link
+    handle.count(b'{"state": "ready", "load": {"at": 0, "in_flight": 0, "bound": 1}}', 0.0)
+    assert await asyncio.wait_for(asked, WAIT_S) is handle
 
 
 @pytest.fixture
@@ -331,7 +331,7 @@ async def test_who_has_no_use_for_a_slot_keeps_nobody_from_it(rows: tuple[Shared
     end(running[0])
     await settled()
     assert not waits.done()
-    assert await waits is hall.alpha.links[0]
+    assert await waits is hall.alpha.handles[0]
 
 
 def test_requests_that_come_in_the_instant_of_a_deadline_are_told_of_it() -> None:

@@ -35,7 +35,7 @@ class View:
         self.total += self.growth
         return self.total
 
-    def hears(self, model: str, url: str) -> bool:
+    def is_answering(self, model: str, url: str) -> bool:
         return False
 
     def set_external(self, name: str, replicas: list[Replica], max_model_len: int | None) -> None:

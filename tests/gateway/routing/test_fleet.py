@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gateway.control.controller_feed import fleet_replaces
-from gateway.routing.fleet import RESTART_S, SETTLE_S, WORD_S, FleetView
+from gateway.routing.fleet import RESTART_S, SETTLE_S, SNAPSHOT_STALE_S, FleetView
 from gateway.routing.replica_handle import NO_EVENTS, STALE_S, FleetEvents, ReplicaHandle
 from gateway.routing.shared_counters import SharedRows
 from gateway.telemetry.metrics import Metrics
@@ -53,12 +53,12 @@ class View(FleetView):
 
     def say(self, line: bytes) -> None:
         """What both replicas' own streams tell."""
-        for link in self.models[0].links:
-            link.count(line, 0.0)
+        for handle in self.models[0].handles:
+            handle.count(line, 0.0)
 
     @property
     def ids(self) -> list[str]:
-        return [link.id for link in self.models[0].links]
+        return [handle.id for handle in self.models[0].handles]
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ async def view() -> AsyncIterator[View]:
 
 async def test_a_restarted_controller_takes_no_replica_that_is_still_ready(view: View) -> None:
     view.say(READY)
-    kept = list(view.models[0].links)
+    kept = list(view.models[0].handles)
     view.take(fleet(2.0), "controller", RESTARTED_AT)
-    assert view.models[0].links == kept
-    assert all(link.admissible for link in kept)
+    assert view.models[0].handles == kept
+    assert all(handle.admissible for handle in kept)
     view.take(fleet(2.0, "two", version=2), "controller", RESTARTED_AT + SETTLE_S - 0.1)
     assert sorted(view.ids) == ["one", "two"]
 
@@ -114,7 +114,7 @@ def test_an_empty_fleet_of_a_controller_that_just_started_is_not_kept() -> None:
     assert fleet_replaces(fleet(2.0), fleet(1.0))
 
 
-def link(replica: Replica | None = None, events: FleetEvents = NO_EVENTS) -> ReplicaHandle:
+def handle(replica: Replica | None = None, events: FleetEvents = NO_EVENTS) -> ReplicaHandle:
     made = ReplicaHandle(replica or fleet(1.0, "one").replicas[0], 1.0, None, events=events)
     made.count(READY, 0.0)
     return made
@@ -125,7 +125,7 @@ def line(**load: float) -> bytes:
 
 
 def test_what_is_there_is_known_whatever_the_replica_says() -> None:
-    one = link()
+    one = handle()
     one.begin(100)
     one.begin(50)
     for said in (0, 1, -3, 10**9):
@@ -140,7 +140,7 @@ def test_what_is_there_is_known_whatever_the_replica_says() -> None:
 
 
 def test_what_was_said_long_ago_counts_no_more() -> None:
-    one = link()
+    one = handle()
     one.begin(100)
     one.count(line(in_flight=5, pending_tokens=400, kv_used=0.9), 2.0)
     one.age(2.0 + STALE_S)
@@ -153,7 +153,7 @@ def test_what_was_said_long_ago_counts_no_more() -> None:
 def test_another_process_has_an_empty_cache_and_no_past() -> None:
     replica = fleet(1.0, "one").replicas[0]
     forgotten: list[int] = []
-    one = link(replica, FleetEvents(forgotten=lambda model, key: forgotten.append(key)))
+    one = handle(replica, FleetEvents(forgotten=lambda model, key: forgotten.append(key)))
     for _ in range(4):
         one.health.record(one.breaker, AttemptResult.BAD, 0.0)
     one.become(msgspec.structs.replace(replica, adapters=("sql",)), 1.0)
@@ -166,14 +166,14 @@ def test_another_process_has_an_empty_cache_and_no_past() -> None:
 
 def test_prefixes_that_came_from_elsewhere_are_passed_on() -> None:
     prefixes: list[tuple[int, ...]] = []
-    one = link(events=FleetEvents(prefixes=lambda model, key, hashes: prefixes.append(tuple(hashes))))
+    one = handle(events=FleetEvents(prefixes=lambda model, key, hashes: prefixes.append(tuple(hashes))))
     one.count(b'{"state":"ready","load":{"at":1},"prefixes":[18446744073709551615,1]}', 1.0)
     one.count(READY, 2.0)
     assert prefixes == [(2**64 - 1, 1)]
 
 
 def test_the_one_request_that_probes_is_told_apart() -> None:
-    one, other = link(), link()
+    one, other = handle(), handle()
     other.health.leave(other.breaker)
     one.health.breakers.append(other.breaker)  # so that something else serves
     for _ in range(5):
@@ -191,7 +191,7 @@ def test_the_one_request_that_probes_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "target", "hopeless"),
+    ("states", "target", "is_unavailable"),
     [
         ([ReplicaPhase.READY], 1, True),
         ([ReplicaPhase.READY], 2, False),
@@ -201,19 +201,21 @@ def test_the_one_request_that_probes_is_told_apart() -> None:
     ids=["all are there", "one is missing", "one starts", "scaled to zero"],
 )
 async def test_to_wait_is_in_vain_when_nothing_can_be_heard_and_nothing_comes(
-    states: list[ReplicaPhase], target: int, hopeless: bool
+    states: list[ReplicaPhase], target: int, is_unavailable: bool
 ) -> None:
     said = in_states(states, msgspec.structs.replace(MODEL, target=target))
     view = FleetView("", Metrics())
     view.take(said, "controller", 10.0)
     served = view.models[0]
-    assert not served.hopeless(10.0 + RESTART_S)  # its host may be starting it again
+    assert not served.is_unavailable(10.0 + RESTART_S)  # its host may be starting it again
     view.take(said, "controller", 10.1 + RESTART_S)
-    assert served.hopeless(10.1 + RESTART_S) == hopeless
-    assert not served.hopeless(11.0 + RESTART_S + WORD_S)  # the controller is away: nobody knows
-    for link in served.links:
-        link.count(READY, 20.0)
-    assert not served.hopeless(10.1 + RESTART_S)
+    assert served.is_unavailable(10.1 + RESTART_S) == is_unavailable
+    assert not served.is_unavailable(
+        11.0 + RESTART_S + SNAPSHOT_STALE_S
+    )  # the controller is away: nobody knows
+    for handle in served.handles:
+        handle.count(READY, 20.0)
+    assert not served.is_unavailable(10.1 + RESTART_S)
     view.close()
 
 
@@ -264,13 +266,13 @@ async def test_a_prefill_that_nobody_will_see_end_is_over_when_that_was_foreseen
     others.beat()
     assert replica.look().pending_tokens == others.others(hash_name("r"))[1] == 123
     now = time.monotonic()
-    replica.foresee(100, now - 1.0)
-    ahead = replica.foresee(20, now + 3600.0)
+    replica.expect_prefill_end(100, now - 1.0)
+    ahead = replica.expect_prefill_end(20, now + 3600.0)
     assert replica.look().pending_tokens == others.others(hash_name("r"))[1] == 23
     replica.first_token(3, now)
     assert replica.look().pending_tokens == 20
     for _ in range(2):  # its request has ended before, and is over once
-        replica.over(ahead)
+        replica.end_prefill(ahead)
         assert replica.look().pending_tokens == others.others(hash_name("r"))[1] == 0
     assert replica.look().in_flight == 3
     mine.close()

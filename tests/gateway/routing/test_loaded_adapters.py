@@ -23,27 +23,27 @@ def test_one_of_ours_serves_any_and_another_what_it_lists() -> None:
 
 def test_what_it_says_that_it_could_not_load_goes_elsewhere_until_it_says_otherwise() -> None:
     ours = LoadedAdapters((), loads=True)
-    assert ours.told(("chat",), ("sql",))
+    assert ours.update(("chat",), ("sql",))
     assert not ours.serves("sql") and ours.serves("chat") and ours.serves("new")
     assert ours.refusing == {"sql"} and ours.loaded == {"chat"}
-    assert ours.told(("chat",), ())
+    assert ours.update(("chat",), ())
     assert ours.serves("sql")
 
 
 def test_only_news_are_news() -> None:
     ours = LoadedAdapters((), loads=True)
-    assert not ours.told((), ())
-    assert ours.told(("a",), ())
-    assert not ours.told(("a",), ())
+    assert not ours.update((), ())
+    assert ours.update(("a",), ())
+    assert not ours.update(("a",), ())
     ours.forget()
     assert ours.loaded == frozenset()
-    assert ours.told(("a",), ())
+    assert ours.update(("a",), ())
 
 
 def test_what_failed_is_left_alone_for_a_while_whatever_an_older_line_says(clock: list[float]) -> None:
     ours = LoadedAdapters((), loads=True)
     ours.failed("sql")
-    ours.told(("chat",), ())
+    ours.update(("chat",), ())
     assert not ours.serves("sql") and ours.refusing == {"sql"}
     clock[0] += FAILED_S + 0.1
     assert ours.serves("sql") and ours.refusing == frozenset()
@@ -59,7 +59,7 @@ def test_what_failed_long_ago_is_not_kept(clock: list[float]) -> None:
 
 def test_another_process_has_refused_nothing(clock: list[float]) -> None:
     ours = LoadedAdapters((), loads=True)
-    ours.told((), ("chat",))
+    ours.update((), ("chat",))
     ours.failed("sql")
     ours.forget()
     assert ours.serves("sql") and ours.serves("chat")

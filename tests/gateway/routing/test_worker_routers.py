@@ -1,4 +1,4 @@
-"""The shell of the router: links in, a link out; news to and from others; decisions kept and explained."""
+"""A worker's routers: choices, prefixes published to other workers, and decisions kept and explained."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def routes(shared: SharedCounts | None = None, metrics: Metrics | None = None) -
 def served(replicas: int = 3) -> ServedModel:
     model = ServedModel("m")
     for i in range(replicas):
-        link = ReplicaHandle(ready_replica(f"r{i}"), 1.0, None)
-        link.answering = True
-        model.links.append(link)
+        handle = ReplicaHandle(ready_replica(f"r{i}"), 1.0, None)
+        handle.answering = True
+        model.handles.append(handle)
     return model
 
 
@@ -67,16 +67,16 @@ def prompt() -> Request:
 
 def choose(here: ModelRouters, model: ServedModel, request: Request) -> CostEstimate | None:
     now = asyncio.get_running_loop().time()
-    return here.choose(request, [link.look() for link in model.links], now)
+    return here.choose(request, [handle.look() for handle in model.handles], now)
 
 
 def send(to: ModelRouters, model: ServedModel, request: Request) -> tuple[ReplicaHandle, CostEstimate]:
     quote = choose(to, model, request)
     assert quote is not None
-    link = next(link for link in model.links if link.view is quote.candidate)
-    link.begin(quote.uncached)
+    handle = next(handle for handle in model.handles if handle.view is quote.candidate)
+    handle.begin(quote.uncached)
     to.began(request, quote, asyncio.get_running_loop().time())
-    return link, quote
+    return handle, quote
 
 
 async def test_workers_of_a_host_send_a_prefix_to_one_home() -> None:
@@ -90,8 +90,8 @@ async def test_workers_of_a_host_send_a_prefix_to_one_home() -> None:
 
 async def test_replicas_pass_on_what_other_hosts_sent() -> None:
     here, model = routes(), served()
-    there = model.links[2]
-    here.heard("m", there.view.key, CHAIN)
+    there = model.handles[2]
+    here.learn_prefixes("m", there.view.key, CHAIN)
     assert send(here, model, prompt())[0] is there
     here.forget("m", there.view.key)
     chosen = choose(here, model, prompt())
@@ -101,15 +101,15 @@ async def test_replicas_pass_on_what_other_hosts_sent() -> None:
 async def test_decisions_are_kept_and_explained_with_their_candidates() -> None:
     here, model = routes(), served()
     request = prompt()
-    link, quote = send(here, model, request)
+    handle, quote = send(here, model, request)
     send(here, model, Request("m", prompt_tokens=10))
     newest, older = here.describe(5)
     assert newest["prompt_tokens"] == 10 and older["prompt_tokens"] == 1040
     assert here.describe(1) == [newest]
     told = json.loads(here.explain(request))
     assert told == json.loads(json.dumps(older))
-    assert told["replica"] == link.id and len(told["candidates"]) == 3
-    mine = next(row for row in told["candidates"] if row["replica"] == link.id)
+    assert told["replica"] == handle.id and len(told["candidates"]) == 3
+    mine = next(row for row in told["candidates"] if row["replica"] == handle.id)
     assert mine["total_s"] == pytest.approx(quote.total, abs=1e-6)
     assert mine["uncached_tokens"] == 1040
     assert here.explain(Request("m")) == b"{}"
@@ -142,7 +142,7 @@ async def test_a_new_document_acts_on_the_next_choice() -> None:
     ]
     here = ModelRouters(random.Random(1), deployment=lambda: documents[0])  # noqa: S311
     model = served(replicas=1)
-    model.links[0].begin(5000)
+    model.handles[0].begin(5000)
     assert choose(here, model, Request("m", prompt_tokens=10)) is None
     documents.pop(0)
     assert choose(here, model, Request("m", prompt_tokens=10)) is not None
@@ -150,7 +150,7 @@ async def test_a_new_document_acts_on_the_next_choice() -> None:
 
 async def test_a_request_is_expected_to_stay_as_long_as_beside_those_that_run() -> None:
     here, model = routes(), served()
-    alone = here.service_s(prompt(), [link.view for link in model.links])
+    alone = here.service_s(prompt(), [handle.view for handle in model.handles])
     for _ in range(100):
-        model.links[0].begin()
-    assert here.service_s(prompt(), [link.view for link in model.links]) > 1.05 * alone
+        model.handles[0].begin()
+    assert here.service_s(prompt(), [handle.view for handle in model.handles]) > 1.05 * alone

@@ -20,7 +20,7 @@ from gateway.protocol.usage import Usage
 from gateway.request_context import Call
 from gateway.telemetry import capture_publisher as capturing
 from gateway.telemetry import capture_subscriber
-from gateway.telemetry.capture_publisher import Capture, Row
+from gateway.telemetry.capture_publisher import CapturePublisher, Row
 from gateway.telemetry.capture_subscriber import Pseudonyms, Subscribers
 from policy.request import Request
 from store.state_dir import StateDir
@@ -36,7 +36,7 @@ def density(_: str) -> float:
 
 
 def tell(
-    capture: Capture,
+    capture: CapturePublisher,
     prompt: str = "a",
     *,
     path: str = "/v1/completions",
@@ -65,7 +65,7 @@ class Site:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self.workers = [Capture(place), Capture(place)]
+        self.workers = [CapturePublisher(place), CapturePublisher(place)]
         self.listeners = Subscribers(place, density)
         self.lines = self.listeners.lines()
 
@@ -126,12 +126,12 @@ async def test_what_was_told_before_the_end_is_heard(site: Site) -> None:
 
 async def test_without_a_listener_nothing_is_kept(site: Site) -> None:
     site.look()
-    assert not any(worker.listened for worker in site.workers)
+    assert not any(worker.has_subscribers for worker in site.workers)
     await site.listen()
-    assert all(worker.listened for worker in site.workers)
+    assert all(worker.has_subscribers for worker in site.workers)
     await site.leave()
     site.look()
-    assert not any(worker.listened for worker in site.workers)
+    assert not any(worker.has_subscribers for worker in site.workers)
 
 
 async def test_what_generates_nothing_and_what_was_refused_is_not_told(site: Site) -> None:
@@ -151,10 +151,10 @@ async def test_a_listener_whose_worker_died_is_forgotten(site: Site) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as left:
         left.bind(str(site.place / f"dead{capturing.SUFFIX}"))
     site.look()
-    assert site.workers[0].listened
+    assert site.workers[0].has_subscribers
     tell(site.workers[0])
     site.flush()
-    assert not site.workers[0].listened and list(site.place.iterdir()) == []
+    assert not site.workers[0].has_subscribers and list(site.place.iterdir()) == []
 
 
 async def test_who_reads_too_slowly_is_told_how_much_was_lost(
