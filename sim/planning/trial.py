@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -110,29 +111,20 @@ class Outage(msgspec.Struct, frozen=True, kw_only=True):
     cut: int
 
 
+@dataclass(eq=False)
 class Trials:
     """Runs of one model's load on fleets of fixed size; each is run once and cached.
 
     ``progress`` gets what is tried, and the simulated seconds so far and in all.
     """
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        spec: ModelSpec,
-        arrivals: Arrivals,
-        demand: Demand,
-        *,
-        seed: int,
-        progress: Callable[[str, float, float], None],
-    ) -> None:
-        self._deployment = deployment
-        self.spec = spec
-        self._arrivals = arrivals
-        self.demand = demand
-        self._seed = seed
-        self._progress = progress
-        self._tried: dict[tuple[str, int, float], TrialResult] = {}
+    deployment: Deployment
+    spec: ModelSpec
+    arrivals: Arrivals
+    demand: Demand
+    seed: int
+    progress: Callable[[str, float, float], None]
+    _tried: dict[tuple[str, int, float], TrialResult] = field(default_factory=dict)
 
     def tried(self, candidate: Candidate, count: int, factor: float = 1.0) -> TrialResult:
         """``count`` replicas at ``factor`` times the load."""
@@ -150,7 +142,7 @@ class Trials:
         timing = self._timing(candidate)
         assert timing.model is not None
         slo, most = self.spec.control.slo, max_request_tokens(candidate.of(self.spec, 1), candidate.shape)
-        return met_alone(self._arrivals(1.0), timing.model, timing.limits, slo, most) >= slo.attainment
+        return met_alone(self.arrivals(1.0), timing.model, timing.limits, slo, most) >= slo.attainment
 
     def guess(self, candidate: Candidate, factor: float = 1.0) -> int:
         """A replica count to start the search at, by the engine model for the busiest minute."""
@@ -235,21 +227,21 @@ class Trials:
         upstreams: tuple[Upstream, ...] = (),
     ) -> Record:
         model = candidate.of(self.spec, count)
-        document, budget = self._deployment, Budget()
+        document, budget = self.deployment, Budget()
         fixed = msgspec.structs.replace(document, models=(model,), budget=budget, upstreams=upstreams)
         what, ends_at = f"{count} of {candidate.name}", self.demand.lasts_s / factor
         if factor != 1.0:
             what += f", load x {factor:g}"
         if upstreams:
             what += f", {candidate.shape.max_in_flight} at once"
-        self._progress(what, 0.0, ends_at)
+        self.progress(what, 0.0, ends_at)
         return simulate(
             fixed,
             {model.name: Static()},
-            self._arrivals(factor),
+            self.arrivals(factor),
             world=world,
-            seed=self._seed,
-            progress=lambda at: self._progress(what, at, ends_at),
+            seed=self.seed,
+            progress=lambda at: self.progress(what, at, ends_at),
         )
 
 
@@ -272,7 +264,6 @@ def _most_open(requests: Requests) -> int:
     """The peak number of served requests that were open at once."""
     served = requests.outcome == Outcome.SERVED
     came = requests.at[served]
-    changes = np.concatenate([came, came + requests.e2e_s[served]])
-    counts = np.concatenate([np.ones(len(came), dtype=np.int64), -np.ones(len(came), dtype=np.int64)])
-    order = np.argsort(changes, kind="stable")
-    return int(np.cumsum(counts[order]).max()) if len(came) else 0
+    order = np.argsort(np.concatenate([came, came + requests.e2e_s[served]]), kind="stable")
+    # The first half of the instants are arrivals.
+    return int(np.cumsum(np.where(order < len(came), 1, -1)).max(initial=0))

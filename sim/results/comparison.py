@@ -68,24 +68,16 @@ def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
     def joined(name: str) -> Floats:
         return np.concatenate([np.empty(0), *(getattr(table, name) for table in tables)])
 
-    ttft = finite_quantiles(joined("ttft_s"), (0.5, 0.9, 0.95, 0.99))
-    itl = finite_quantiles(joined("itl_s"), (0.5, 0.95, 0.99))
-    e2e = finite_quantiles(joined("e2e_s"), (0.5, 0.95, 0.99))
+    quantiles: dict[str, float | None] = {}
+    for name, parts in (("ttft", (50, 90, 95, 99)), ("itl", (50, 95, 99)), ("e2e", (50, 95, 99))):
+        found = finite_quantiles(joined(f"{name}_s"), [part / 100 for part in parts])
+        quantiles |= {f"{name}_p{part}_s": value for part, value in zip(parts, found, strict=True)}
     gpu_hours = record.gpu_s / HOUR_S
     return Summary(
         attainment=met / count if count else None,
         gpu_hours=gpu_hours,
         oracle_ratio=gpu_hours / lower_gpu_hours if lower_gpu_hours else None,
-        ttft_p50_s=ttft[0],
-        ttft_p90_s=ttft[1],
-        ttft_p95_s=ttft[2],
-        ttft_p99_s=ttft[3],
-        itl_p50_s=itl[0],
-        itl_p95_s=itl[1],
-        itl_p99_s=itl[2],
-        e2e_p50_s=e2e[0],
-        e2e_p95_s=e2e[1],
-        e2e_p99_s=e2e[2],
+        **quantiles,
         goodput_rps=met / record.ends_at if record.ends_at > 0 else 0.0,
         switches=record.switches,
         requests=count,

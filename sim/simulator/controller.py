@@ -32,8 +32,6 @@ class SwitchCourse:
     ``footprints`` are what one replica of each layer takes.
     """
 
-    __slots__ = ("count", "fleet", "footprints", "gap", "memory", "mode", "settled", "spec")
-
     def __init__(self, spec: ModelSpec, fleet: Fleet) -> None:
         self.spec = spec
         self.fleet = fleet

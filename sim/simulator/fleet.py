@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from policy.config.deployment import ModelSpec
@@ -35,6 +36,7 @@ _LEAST_START = 0.1
 _WAKE_PART = 0.1
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedReplica:
     """One replica: its span in the record, its engine, and the gateway's view of it.
 
@@ -42,33 +44,18 @@ class SimulatedReplica:
     loaded adapters that a gateway last received.
     """
 
-    __slots__ = (
-        "breaker",
-        "engine",
-        "key",
-        "leave_by",
-        "places",
-        "reported",
-        "slow",
-        "span",
-        "state",
-        "version",
-        "view",
-    )
-
-    def __init__(self, key: LayerKey, span: Span, engine: Engine, view: Candidate, breaker: Breaker) -> None:
-        self.breaker = breaker
-        self.key = key
-        self.span = span
-        self.engine = engine
-        self.reported = 0
-        self.view = view
-        self.state = ReplicaPhase.STARTING
-        self.places: dict[int, SimulatedTicket] = {}
-        self.leave_by = 0.0
-        self.slow = 1.0
-        # The number of the engine event in force; earlier ones are void.
-        self.version = 0
+    key: LayerKey
+    span: Span
+    engine: Engine
+    view: Candidate
+    breaker: Breaker
+    state: ReplicaPhase = ReplicaPhase.STARTING
+    places: dict[int, SimulatedTicket] = field(default_factory=dict)
+    reported: int = 0
+    leave_by: float = 0.0
+    slow: float = 1.0
+    # The number of the engine event in force; earlier ones are void.
+    version: int = 0
 
     def begin(self, tokens: int) -> bool:
         """Add a request with ``tokens`` uncached prompt tokens; none is a probe."""
@@ -271,8 +258,7 @@ class Fleet:
 
     def _start(self, key: LayerKey, at: float) -> None:
         path = StartPath.CACHED if key.shape in self._seen else StartPath.COLD
-        if self.sleeps(key):
-            path = StartPath.SLEEPING
+        path = StartPath.SLEEPING if self.sleeps(key) else path
         self._seen.add(key.shape)
         runner = self._made(key, at, path)
         self.starts.note(self._replica(runner, at), at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from msgspec import Meta
@@ -64,6 +64,7 @@ class _Talk:
     fresh: bool = True
 
 
+@dataclass(eq=False)
 class ConversationState:
     """The turns of all conversations in order, drawn by ``rng``.
 
@@ -71,22 +72,16 @@ class ConversationState:
     conversation. Memory holds the conversations that go on.
     """
 
-    def __init__(
-        self,
-        spec: Conversations,
-        rng: random.Random,
-        question: Callable[[], int],
-        answered: Callable[[], int],
-        adapter: Callable[[], str],
-    ) -> None:
-        self._spec = spec
-        self._rng = rng
-        self._question = question
-        self._answered = answered
-        self._adapter = adapter
-        self._weights = zipf_weights(spec.systems, 1.0)
-        self._begun = 0
-        self._due: list[tuple[float, int, _Talk]] = []
+    spec: Conversations
+    rng: random.Random
+    question: Callable[[], int]
+    answered: Callable[[], int]
+    adapter: Callable[[], str]
+    _begun: int = 0
+    _due: list[tuple[float, int, _Talk]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._weights = zipf_weights(self.spec.systems, 1.0)
 
     def turns(self, starts: Iterator[float]) -> Iterator[Arrival]:
         """Every turn of the conversations that begin at ``starts``, which are in order."""
@@ -97,9 +92,9 @@ class ConversationState:
 
     def _begin(self, at: float) -> None:
         self._begun += 1
-        (system,) = self._rng.choices(range(self._spec.systems), self._weights)
-        turns = geometric(self._rng, self._spec.turns)
-        talk = _Talk(self._begun, system, self._adapter(), self._spec.system_tokens, turns)
+        (system,) = self.rng.choices(range(self.spec.systems), self._weights)
+        turns = geometric(self.rng, self.spec.turns)
+        talk = _Talk(self._begun, system, self.adapter(), self.spec.system_tokens, turns)
         heapq.heappush(self._due, (at, talk.number, talk))
 
     def _before(self, at: float) -> Iterator[Arrival]:
@@ -110,12 +105,12 @@ class ConversationState:
             yield arrival
             talk.left -= 1
             if talk.left:
-                due += self._rng.expovariate(1.0 / self._spec.think_s)
+                due += self.rng.expovariate(1.0 / self.spec.think_s)
                 heapq.heappush(self._due, (due, talk.number, talk))
 
     def _turn(self, at: float, talk: _Talk) -> Arrival | None:
         """The next turn; ``None`` where there is no room for it. A first one is cut to fit instead."""
-        question, answer, room = self._question(), self._answered(), self._spec.max_tokens - talk.tokens
+        question, answer, room = self.question(), self.answered(), self.spec.max_tokens - talk.tokens
         if talk.fresh:
             answer = min(answer, room - 1)
             question = min(question, room - answer)
@@ -135,7 +130,7 @@ class ConversationState:
 
     def _blocks(self, talk: _Talk, prompt: int) -> tuple[int, ...]:
         """The whole blocks of the prompt: even hashes for the shared system prompt, odd for the rest."""
-        shared = min(prompt, self._spec.system_tokens) // BLOCK_TOKENS
+        shared = min(prompt, self.spec.system_tokens) // BLOCK_TOKENS
         system, own = talk.system * _PLACES, talk.number * _PLACES
         return tuple(
             2 * (system + i) if i < shared else 2 * (own + i) + 1 for i in range(prompt // BLOCK_TOKENS)
