@@ -59,7 +59,6 @@ class Database:
             yield connection
 
     def close(self) -> None:
-        """Close its connections."""
         self._engine.dispose()
 
     def _migrate(self) -> None:
@@ -100,7 +99,6 @@ def _engine(url: str) -> Engine:
 
 
 def _settle(connection: Any, _record: Any) -> None:
-    """SQLite settings of a connection."""
     # Otherwise the driver begins transactions itself, and too late.
     connection.isolation_level = None
     cursor = connection.cursor()

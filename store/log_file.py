@@ -34,7 +34,6 @@ class RotatingLog:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     async def pump(self, source: asyncio.StreamReader) -> None:

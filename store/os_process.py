@@ -37,7 +37,6 @@ def find(pid: int, started: float | None = None) -> psutil.Process | None:
 
 
 def terminate(process: psutil.Process) -> None:
-    """Send SIGTERM, unless the process is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process.terminate()
 

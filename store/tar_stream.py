@@ -71,5 +71,4 @@ class _Stream:
             yield block
 
     def exactly(self, size: int) -> bytes:
-        """The next ``size`` bytes at once."""
         return b"".join(self.blocks(size))

@@ -78,11 +78,9 @@ class ModeBenchmark:
         return tuple(mine / most - 1 if most else 0.0 for mine, most in zip(ours, best, strict=True))
 
     def figures(self) -> dict[str, ModeResult]:
-        """The result of each deployment over the seeds."""
         return {name: _figures(trials) for name, trials in self.trials.items()}
 
     def plain(self) -> dict[str, Any]:
-        """The JSON output."""
         return {
             "seeds": list(self.seeds),
             "gains": list(self.gains),

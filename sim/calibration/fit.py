@@ -34,7 +34,6 @@ class Observation(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """The number of timed steps."""
         return sum(sample.count for sample in self.samples)
 
 

@@ -38,7 +38,6 @@ class Point(NamedTuple):
 
     @property
     def description(self) -> str:
-        """A short description."""
         clients = "1 client" if self.concurrency == 1 else f"{self.concurrency} clients"
         return f"{clients}, {self.input_tokens} tokens in, {self.output_tokens} out"
 

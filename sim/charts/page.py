@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
@@ -12,7 +13,6 @@ import numpy as np
 
 from policy.config.control import SloConfig
 from sim.charts.chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, common_span, draw, hovered
-from sim.charts.style_sheet import SCRIPT, STYLE
 from sim.charts.table import describe_bounds, figures
 from sim.results.comparison import PolicyComparison
 from sim.results.series import ChartData, Series
@@ -35,7 +35,7 @@ def page(study: PolicyComparison) -> str:
             '<html lang="en"><head><meta charset="utf-8"/>',
             f'<meta http-equiv="Content-Security-Policy" content="{ALONE}"/>',
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
+            f"<title>{escape(title)}</title><style>{_resource('report.css')}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
             f'<p class="faint">Simulated, seed {study.seed}; {escape(describe_bounds(study.bounds))}.</p>',
             '<p class="faint">Point at a chart, or use the arrow keys on it: all charts tell that instant. '
@@ -45,10 +45,14 @@ def page(study: PolicyComparison) -> str:
             *columns,
             '</div><div id="tip" role="status"></div>',
             f'<script id="values" type="application/json">{data}</script>',
-            f"<script>{SCRIPT}</script></body></html>",
+            f"<script>{_resource('report.js')}</script></body></html>",
             "",
         ]
     )
+
+
+def _resource(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _table(study: PolicyComparison) -> str:

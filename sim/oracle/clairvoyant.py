@@ -44,7 +44,6 @@ class Plan:
 
     @property
     def mean(self) -> float:
-        """The mean replica count."""
         return self.replica_s / self.ends_at
 
     def most_within(self, at: float, for_s: float) -> int:

@@ -39,7 +39,6 @@ class Problem:
 
     @property
     def bins(self) -> int:
-        """The number of bins."""
         return len(self.demand)
 
     @property

@@ -66,7 +66,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mode_of(count: int) -> str:
-    """The mode that ``count`` replicas make."""
     return "single-large" if count == 1 else "multi-replica"
 
 

@@ -40,7 +40,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rps(self) -> float:
-        """Mean requests per second."""
         return self.requests / self.lasts_s
 
     def workload(self, factor: float = 1.0) -> Workload:

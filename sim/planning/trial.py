@@ -134,7 +134,6 @@ class Trials:
         return self._tried[key]
 
     def meets(self, candidate: Candidate, count: int, factor: float = 1.0) -> bool:
-        """Whether the SLO is attained."""
         return self.tried(candidate, count, factor).attainment >= self.spec.control.slo.attainment
 
     def could(self, candidate: Candidate) -> bool:
@@ -202,7 +201,6 @@ class Trials:
         )
 
     def _all_bought(self, price: Price) -> OverflowResult:
-        """Every request goes to the fallback provider."""
         per_h = self.demand.rps * HOUR_S
         inputs, outputs = self.demand.input_tokens * per_h, self.demand.output_tokens * per_h
         return OverflowResult(

@@ -84,7 +84,7 @@ def _picture(record: Record, model: str, requests: Requests) -> ChartData:
     # No window without a tick in it.
     count = max(1, min(WINDOWS, len(moments)))
     at = np.array([moment.at for moment in moments], dtype=np.float64)
-    where = _window(at, end, count)
+    where = np.clip((at * (count / end)).astype(np.int64), 0, count - 1)
 
     def column(name: str) -> Floats:
         return np.array([getattr(moment, name) for moment in moments], dtype=np.float64)
@@ -93,23 +93,14 @@ def _picture(record: Record, model: str, requests: Requests) -> ChartData:
         model=model,
         ends_at=end,
         width_s=end / count,
-        arrivals=_means(column("arrivals"), where, count),
-        queued=_most(column("queued"), where, count),
-        running=_most(column("running"), where, count),
-        met=_means(column("met"), where, count),
-        ready=_last(column("ready"), where, count),
-        starting=_last(column("starting"), where, count),
-        draining=_last(column("draining"), where, count),
-        wanted=_last(column("wanted"), where, count),
+        **{name: _means(column(name), where, count) for name in ("arrivals", "met")},
+        **{name: _most(column(name), where, count) for name in ("queued", "running")},
+        **{name: _last(column(name), where, count) for name in ("ready", "starting", "draining", "wanted")},
         ttft=_band(requests.at, requests.ttft_s, end),
         itl=_band(requests.at, requests.itl_s, end),
         stays=_stays(moments, end),
         marks=_marks([(at, each) for at, each in record.decisions if each.model == model], end),
     )
-
-
-def _window(at: Floats, end: float, count: int) -> Ints:
-    return np.clip((at * (count / end)).astype(np.int64), 0, count - 1)
 
 
 def _means(values: Floats, where: Ints, count: int) -> Floats:
@@ -143,7 +134,7 @@ def _band(at: Floats, values: Floats, end: float) -> Series:
     found = np.full((count, len(QUANTILES)), np.nan)
     for i in range(count):
         found[i] = finite_quantiles(values[edges[i] : edges[i + 1]], QUANTILES)
-    return Series(width_s=end / count, p50=found[:, 0], p90=found[:, 1], p99=found[:, 2])
+    return Series(end / count, *found.T)
 
 
 def _stays(moments: Sequence[Moment], end: float) -> tuple[Dwell, ...]:

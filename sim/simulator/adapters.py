@@ -36,7 +36,6 @@ class SimulatedSlots(AdapterSlots[str, str, bool]):
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """The adapters that requests wait for."""
         return tuple(self._queue)
 
     def submit(self, request: str, adapter: str, at: float) -> bool:
@@ -49,7 +48,6 @@ class SimulatedSlots(AdapterSlots[str, str, bool]):
         return False
 
     def finish(self, adapter: str) -> None:
-        """A request no longer uses ``adapter``."""
         self.release(self.track(adapter))
 
     def abort(self, request: str, adapter: str) -> None:

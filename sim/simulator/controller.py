@@ -47,7 +47,6 @@ class SwitchCourse:
 
     @property
     def key(self) -> LayerKey:
-        """The layer that is desired."""
         return LayerKey(self.spec.name, self.spec.modes[self.mode].shape, GENERATION)
 
     def held(self) -> Resources:
@@ -93,7 +92,6 @@ class SimulatedController:
             course.fleet.begin(course.key, count)
 
     def _fixed(self, course: SwitchCourse) -> int | None:
-        """The count of a fixed policy, else ``None``."""
         spec, bounds = course.spec, course.spec.modes[course.mode].bounds
         view = View(
             at=0.0,

@@ -126,7 +126,6 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        """All requests in the engine."""
         return len(self._live)
 
     @property
@@ -156,12 +155,10 @@ class Engine:
 
     @property
     def adapter_loads(self) -> int:
-        """Loads since the start."""
         return self._loads + self.slots.loads
 
     @property
     def adapter_changes(self) -> int:
-        """Changes of the set of loaded adapters since the start."""
         return self._changes + self.slots.changes
 
     def submit(self, job: Job, at: float) -> None:
@@ -370,7 +367,6 @@ class Engine:
         return self._since + self._pace.lasts(steps)
 
     def _ended(self, at: float) -> int:
-        """How many steps of the current leap have ended."""
         steps = min(self._leap, self._pace.ended(at - self._since))
         while self._end_of(steps) > at:
             steps -= 1
@@ -379,6 +375,5 @@ class Engine:
         return steps
 
     def _begun(self, at: float) -> int:
-        """How many steps of the current leap began before this instant."""
         steps = self._ended(at)
         return steps + (steps < self._leap and self._end_of(steps) < at)

@@ -58,7 +58,6 @@ class SimulatedReplica:
     version: int = 0
 
     def begin(self, tokens: int) -> bool:
-        """Add a request with ``tokens`` uncached prompt tokens; none is a probe."""
         view = self.view
         view.in_flight += 1
         view.pending_tokens += tokens
@@ -71,7 +70,6 @@ class SimulatedReplica:
         self.view.turned_at = at
 
     def end(self) -> None:
-        """Remove a request."""
         self.view.in_flight -= 1
 
 
@@ -121,7 +119,6 @@ class Fleet:
         return iter(self._all)
 
     def timing(self, shape: str) -> Timing:
-        """The timing of a replica of ``shape``."""
         return self._timings[shape]
 
     def sleeps(self, key: LayerKey) -> bool:
@@ -129,7 +126,6 @@ class Fleet:
         return key.shape in self._asleep
 
     def begin(self, key: LayerKey, count: int) -> None:
-        """Start the run with ``count`` ready replicas."""
         self._wanted[key] = count
         self._seen.add(key.shape)
         for _ in range(count):
@@ -139,7 +135,6 @@ class Fleet:
         self._changed()
 
     def scale(self, key: LayerKey, count: int, at: float) -> None:
-        """Set the replica count of a layer."""
         more = count - self._wanted.get(key, 0)
         self._wanted[key] = count
         self.starts.asked(key, more, at)
@@ -169,7 +164,6 @@ class Fleet:
         self.watch(runner)
 
     def watch(self, runner: SimulatedReplica) -> None:
-        """Schedule the next event of its engine."""
         runner.version += 1
         self._wake(runner.engine.next_at(), "engine", runner, runner.version)
 
@@ -236,7 +230,6 @@ class Fleet:
         )
 
     def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:
-        """The layer as a policy sees it."""
         starting = [
             self._replica(runner, at)
             for runner in self._all
@@ -245,7 +238,6 @@ class Fleet:
         return self.starts.supply(self.layer(key), starting, lead_s, at)
 
     def beats(self, at: float) -> Iterator[Heartbeat]:
-        """The heartbeat of every replica."""
         for runner in self._all:
             engine = runner.engine
             engine.catch_up(at)
@@ -370,5 +362,4 @@ class Fleet:
 
 
 def stays(runner: SimulatedReplica) -> bool:
-    """Whether it serves or will."""
     return runner.state in (ReplicaPhase.STARTING, ReplicaPhase.READY)

@@ -162,12 +162,10 @@ class SimulatedGateway:
 
     @property
     def queued(self) -> int:
-        """How many requests wait."""
         return len(self.dispatcher.waiting)
 
     @property
     def queued_bytes(self) -> int:
-        """The bytes of the waiting requests."""
         return self.dispatcher.queue.size
 
     def arrive(self, number: int, arrival: Arrival, at: float) -> None:
@@ -177,12 +175,10 @@ class SimulatedGateway:
         self._enter(SimulatedTicket(self.dispatcher, self._request(arrival, at), number, arrival), at)
 
     def first_token(self, ticket: SimulatedTicket, at: float) -> None:
-        """Its first token came."""
         ticket.first_at = at
         ticket.first(at)
 
     def ended(self, ticket: SimulatedTicket, at: float) -> None:
-        """Its last token came."""
         arrival = ticket.arrival
         assert ticket.first_at is not None
         gap_s = ticket.gap_s(at)
@@ -197,7 +193,6 @@ class SimulatedGateway:
         self._leave(ticket, Outcome.SERVED, at)
 
     def broken(self, ticket: SimulatedTicket, at: float) -> None:
-        """Its replica has ended."""
         begun = ticket.first_at is not None
         self._failed(ticket, AttemptOutcome.BROKEN if begun else AttemptOutcome.LOST, at)
 
@@ -212,7 +207,6 @@ class SimulatedGateway:
         self.dispatcher.expire(at)
 
     def gone(self, runner: SimulatedReplica) -> None:
-        """A replica has ended."""
         self._pool.router.forget(runner.view.key)
 
     def adapters_reported(self, runner: SimulatedReplica) -> None:
@@ -254,7 +248,6 @@ class SimulatedGateway:
             self._resolved(ticket)
 
     def _resolved(self, ticket: Ticket[SimulatedReplica]) -> None:
-        """A ticket has a replica, or is rejected."""
         assert isinstance(ticket, SimulatedTicket)
         if ticket.rejection is None:
             self._start(ticket, self._at)

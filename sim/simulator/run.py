@@ -230,12 +230,10 @@ class _Run:
         return sum([gateway.queued_bytes for name, gateway in self._gateways.items() if name != model])
 
     def _pace(self, runner: SimulatedReplica, at: float) -> None:
-        """Apply the current slowdowns: their factors multiply."""
         factor = math.prod(self._world.slow[i].factor for i in self._slow[runner])
         self._fleets[runner.key.model].pace(runner, factor, at)
 
     def _advance(self, runner: SimulatedReplica, fleet: Fleet, gateway: SimulatedGateway, at: float) -> None:
-        """Take the events of an engine."""
         freed = False
         for event in runner.engine.advance(at):
             place = runner.places[event.number]
@@ -258,7 +256,6 @@ class _Run:
             gateway.offer(at)
 
     def _look(self, model: str, gateway: SimulatedGateway, at: float) -> None:
-        """Schedule the next look at the queue."""
         due = gateway.dispatcher.due_at(at)
         if due < self._looks.get(model, math.inf):
             self._looks[model] = due

@@ -59,12 +59,10 @@ class AdapterNames:
     """
 
     def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
-        """Raises as :class:`store.database.Database` does."""
         self._database = Database(url)
         self._clock = clock
 
     def close(self) -> None:
-        """Close the database."""
         self._database.close()
 
     def catalog(self, epoch: float, version: int) -> Catalog:

@@ -88,7 +88,6 @@ class Blobs:
         return manifest.digest
 
     def digests(self) -> set[str]:
-        """The stored digests, verified or not."""
         return {path.name for path in self._root.iterdir() if DIGEST.fullmatch(path.name)}
 
     def age_s(self, digest: str) -> float:

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +31,10 @@ from sim.workload.generators.distributions import geometric, zipf_weights
 HOP_S = 0.0005
 # Requests between two calls of ``progress``.
 PROGRESS_EACH = 250
+# A simulated engine of a few milliseconds a step.
+PROFILE = "sim-small"
+# Loading a rank-16 adapter from the page cache; the engine is blocked meanwhile.
+LOAD_S = 0.02
 
 
 class Traffic(NamedTuple):
@@ -37,7 +42,7 @@ class Traffic(NamedTuple):
 
     They come in calls of ``together`` simultaneous requests for one adapter on average, such as several
     choices or tools of one client. ``prompt_tokens``, ``output_tokens`` and ``together`` are means of
-    geometric distributions.
+    geometric distributions; prompts and answers are short, as in classification.
     """
 
     adapters: int
@@ -45,9 +50,9 @@ class Traffic(NamedTuple):
     rate: float
     requests: int
     together: float
-    prompt_tokens: int
-    output_tokens: int
     seed: int
+    prompt_tokens: int = 64
+    output_tokens: int = 8
 
 
 def arrivals(traffic: Traffic) -> list[Arrival]:
@@ -161,13 +166,6 @@ def run_events(
     )
 
 
-# A simulated engine of a few milliseconds a step; prompts and answers are short, as in classification.
-PROFILE = "sim-small"
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 8
-# Loading a rank-16 adapter from the page cache; the engine is blocked meanwhile.
-LOAD_S = 0.02
-
-
 class Fleet(NamedTuple):
     """The number of replicas, and of adapter slots of each."""
 
@@ -190,13 +188,6 @@ _POLICIES: dict[str, Callable[[int, random.Random, ReplicaSetup], PlacementPolic
 NAMES = tuple(_POLICIES)
 
 
-def traffic(
-    *, adapters: int, exponent: float, rate: float, requests: int, together: float, seed: int
-) -> Traffic:
-    """The traffic of the benchmark, with its lengths of prompt and answer."""
-    return Traffic(adapters, exponent, rate, requests, together, PROMPT_TOKENS, OUTPUT_TOKENS, seed)
-
-
 def compare_seeds(
     asked: Traffic, fleet: Fleet, seeds: int, progress: Callable[[str, int], None] = lambda name, sent: None
 ) -> list[Comparison]:
@@ -214,9 +205,5 @@ def compare(
     outcomes: dict[str, RunOutcome] = {}
     for name, make in _POLICIES.items():
         policy = make(fleet.replicas, random.Random(f"policy {asked.seed}"), equipment)  # noqa: S311 - chance, not secrecy
-
-        def sent(count: int, name: str = name) -> None:
-            progress(name, count)
-
-        outcomes[name] = run_events(policy, equipment, requests, fleet.replicas, sent)
+        outcomes[name] = run_events(policy, equipment, requests, fleet.replicas, partial(progress, name))
     return Comparison(policies=outcomes)

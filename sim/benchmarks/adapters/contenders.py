@@ -32,7 +32,6 @@ class ReplicaSetup(NamedTuple):
     load_s: float
 
     def engine(self, slot_rules: type[SimulatedSlots]) -> Engine:
-        """The engine of one replica."""
         return Engine(self.timing, slots=self.slots, adapter_load_s=self.load_s, slot_rules=slot_rules)
 
 
@@ -50,7 +49,6 @@ class PlacementPolicy:
         self._rng = rng
 
     def choose(self, number: int, arrival: Arrival, at: float) -> int:
-        """The replica for a request."""
         raise NotImplementedError
 
     def first(self, number: int, at: float) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from policy.errors import ConfigError, TargetError
 from policy.scaling.policies import registry
 from sim.benchmarks.adapters.benchmark import NAMES as ROUTINGS
-from sim.benchmarks.adapters.benchmark import Comparison, Fleet, RunOutcome, compare_seeds, traffic
+from sim.benchmarks.adapters.benchmark import Comparison, Fleet, RunOutcome, Traffic, compare_seeds
 from sim.benchmarks.modes import BY_LOAD, ModeBenchmark, compare, curves
 from sim.benchmarks.policies.benchmark_setup import TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
@@ -299,7 +299,7 @@ def adapters(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    load = traffic(
+    load = Traffic(
         adapters=adapters, exponent=exponent, rate=rate, requests=requests, together=together, seed=seed
     )
     with Bar("requests") as bar:

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from sim.benchmarks.adapters.benchmark import NAMES, Fleet, arrivals, compare, compare_seeds, traffic
+from sim.benchmarks.adapters.benchmark import NAMES, Fleet, Traffic, arrivals, compare, compare_seeds
 
-SMALL = traffic(adapters=40, exponent=1.0, rate=60.0, requests=260, together=1.5, seed=3)
+SMALL = Traffic(adapters=40, exponent=1.0, rate=60.0, requests=260, together=1.5, seed=3)
 
 
 def test_one_seed_is_one_outcome() -> None:
@@ -29,7 +29,7 @@ def test_all_policies_are_played_and_say_how_far_they_are() -> None:
 
 
 def test_where_all_adapters_fit_each_is_loaded_once_or_for_each_replica() -> None:
-    few = traffic(adapters=4, exponent=0.0, rate=50.0, requests=300, together=1.0, seed=1)
+    few = Traffic(adapters=4, exponent=0.0, rate=50.0, requests=300, together=1.0, seed=1)
     found = compare(few, Fleet(2, 8)).policies
     assert 4 <= found["placement"].loads <= 8
     assert found["least_loaded"].loads == 8
@@ -37,7 +37,7 @@ def test_where_all_adapters_fit_each_is_loaded_once_or_for_each_replica() -> Non
 
 @pytest.mark.slow
 def test_a_thousand_adapters_need_a_third_fewer_loads_and_less_time_to_the_first_token() -> None:
-    asked = traffic(adapters=1000, exponent=1.0, rate=100.0, requests=12_000, together=1.5, seed=1)
+    asked = Traffic(adapters=1000, exponent=1.0, rate=100.0, requests=12_000, together=1.5, seed=1)
     found = compare(asked, Fleet(4, 8)).policies
     ours = found.pop("placement")
     for each in found.values():
@@ -47,9 +47,7 @@ def test_a_thousand_adapters_need_a_third_fewer_loads_and_less_time_to_the_first
     assert ours.moves_per_min <= 1.0
 
 
-TRAFFIC = traffic(adapters=50, exponent=1.0, rate=10.0, requests=4000, together=1.5, seed=1)._replace(
-    prompt_tokens=64, output_tokens=8
-)
+TRAFFIC = Traffic(adapters=50, exponent=1.0, rate=10.0, requests=4000, together=1.5, seed=1)
 
 
 def test_it_comes_in_order_at_the_rate() -> None:

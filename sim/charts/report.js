@@ -1,56 +1,4 @@
-"""The style sheet of the report, in light and dark, and the script that shows values at the pointer."""
-
-from __future__ import annotations
-
-# Letters of a chart grow with it, so they are larger in small columns.
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --faint: #667085; --page: #ffffff; --grid: #e4e7ec;
-  --a: #0b6e99; --b: #b45309; --c: #7a3e9d; --d: #3f7d20; --limit: #b3261e;
-  --m0: #0b6e9924; --m1: #b4530930; --m2: #7a3e9d2c; --m3: #3f7d202c; --tip: #fffffffa; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ef; --faint: #98a2b3; --page: #14181f; --grid: #2b323d;
-    --a: #5ab8e0; --b: #f0a04b; --c: #c792ea; --d: #9ad17b; --limit: #ff8a80;
-    --m0: #5ab8e02c; --m1: #f0a04b38; --m2: #c792ea34; --m3: #9ad17b30; --tip: #1f2530fa; } }
-body { margin: 1.5rem; background: var(--page); color: var(--ink); font: 14px/1.45 system-ui, sans-serif; }
-h1 { font-size: 1.3rem; margin: 0 0 .3rem; } h2 { font-size: 1.05rem; margin: 0 0 .4rem; }
-h3 { font-size: .85rem; margin: .8rem 0 .1rem; } h3 span, .faint { color: var(--faint); font-weight: normal; }
-h1, h2 { overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--grid); }
-td, tbody th { white-space: nowrap; } thead th { color: var(--faint); font-weight: 600; }
-thead th { max-width: 11rem; overflow-wrap: break-word; vertical-align: bottom; }
-th:first-child { text-align: left; position: sticky; left: 0; background: var(--page); }
-.columns { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(min(26rem, 100%), 44rem);
-  gap: 1.5rem; overflow-x: auto; padding-bottom: 1rem; }
-section { container-type: inline-size; }
-svg.chart { width: 100%; height: auto; display: block; }
-svg.chart:focus-visible { outline: 1px solid var(--a); }
-svg.chart text { font-size: 10px; }
-@container (max-width: 600px) { svg.chart text { font-size: 12px; } }
-@container (max-width: 470px) { svg.chart text { font-size: 14px; } }
-@media (max-width: 600px) { body { margin: 1rem; } }
-rect.mode0 { fill: var(--m0); } rect.mode1 { fill: var(--m1); } rect.mode2 { fill: var(--m2); }
-rect.mode3 { fill: var(--m3); }
-.line { fill: none; stroke-width: 1.4; stroke-linejoin: round; }
-.line.a { stroke: var(--a); } .line.b { stroke: var(--b); } .line.c { stroke: var(--c); }
-.line.d { stroke: var(--d); }
-.line.b { stroke-dasharray: 5 2; } .line.c { stroke-dasharray: 2 2; } .line.d { stroke-dasharray: 7 2 2 2; }
-.limit { stroke: var(--limit); stroke-dasharray: 8 3; } .cursor { stroke: var(--faint); visibility: hidden; }
-.on .cursor { visibility: visible; } .mark { opacity: .55; } .mark:hover, .mark.near { opacity: 1; }
-.mark:hover path, .mark.near path { fill: var(--limit) !important; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 0 .8rem; margin: 0; padding: 0;
-  font-size: .75rem; color: var(--faint); }
-.legend svg { width: 22px; height: 8px; vertical-align: middle; margin-right: .3rem; }
-.legend b { display: inline-block; min-width: 2.6rem; margin-left: .3rem; color: var(--ink);
-  font-variant-numeric: tabular-nums; }
-#tip { position: fixed; left: 0; top: 0; box-sizing: border-box; width: max-content;
-  max-width: min(34rem, calc(100vw - 1rem)); pointer-events: none; background: var(--tip);
-  border: 1px solid var(--faint); border-radius: 4px; padding: .35rem .6rem; font-size: .75rem;
-  white-space: pre-wrap; overflow-wrap: anywhere; visibility: hidden; } #tip.on { visibility: visible; }
-"""
-
-# One instant for all charts: the pointer, a finger, or the arrow keys on a chart that has the focus.
-SCRIPT = """
+// One instant for all charts: the pointer, a finger, or the arrow keys on a chart that has the focus.
 const data = JSON.parse(document.getElementById("values").textContent);
 const charts = [...document.querySelectorAll("svg.chart")];
 const tip = document.getElementById("tip");
@@ -99,7 +47,7 @@ function point(chart, t, left, top) {
   show([
     clock(t) + "  " + chart.closest("section").getAttribute("aria-label"),
     ...(stay ? ["mode  " + stay[1]] : []), ...rows, ...(near ? ["", near.getAttribute("aria-label")] : []),
-  ].join("\\n"), left, top);
+  ].join("\n"), left, top);
 }
 charts.forEach(chart => {
   let t = 0;
@@ -131,4 +79,3 @@ charts.forEach(chart => {
   });
 });
 document.addEventListener("pointerdown", event => { if (!event.target.closest("svg.chart")) { hide(); } });
-"""
