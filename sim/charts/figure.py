@@ -6,19 +6,17 @@ matplotlib is imported on first use, so that a command that draws nothing does n
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from sim.results.series import Dwell, clock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-import math
-from collections.abc import Collection
-from typing import NamedTuple
 
 # The first is the colour of what the chart is about.
 COLOURS = ("#0b6e99", "#b45309", "#7a3e9d", "#3f7d20")

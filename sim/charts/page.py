@@ -146,21 +146,18 @@ def _band(band: Series) -> tuple[Line, ...]:
 
 
 def _legend(chart: Chart) -> str:
-    # The script writes the value at the pointer into <b>.
-    entries = [
-        f'<li><svg viewBox="0 0 22 8" aria-hidden="true"><path class="line {line.kind}" d="M0,4 22,4"/></svg>'
-        f"{escape(line.name)}{'' if np.isfinite(line.values).any() else ' (none)'}<b></b></li>"
-        for line in chart.lines
-    ]
+    entries = []
+    for line in chart.lines:
+        name = line.name if np.isfinite(line.values).any() else f"{line.name} (none)"
+        # The script writes the value at the pointer into <b>.
+        entries.append((f'<path class="line {line.kind}" d="M0,4 22,4"/>', f"{escape(name)}<b></b>"))
     if chart.limit is not None:
-        entries.append(
-            '<li><svg viewBox="0 0 22 8" aria-hidden="true"><path class="limit" d="M0,4 22,4"/></svg>'
-            f"SLO {chart.limit:g} {escape(chart.unit)}</li>"
-        )
-    entries += [
-        '<li><svg viewBox="0 0 22 8" aria-hidden="true">'
-        f'<rect class="mode{index % len(MODES)}" width="22" height="8"/></svg>{escape(mode)}</li>'
-        for index, mode in enumerate(chart.modes)
-        if any(stay.mode == mode for stay in chart.stays)
-    ]
-    return f'<ul class="legend">{"".join(entries)}</ul>'
+        entries.append(('<path class="limit" d="M0,4 22,4"/>', f"SLO {chart.limit:g} {escape(chart.unit)}"))
+    for index, mode in enumerate(chart.modes):
+        if any(stay.mode == mode for stay in chart.stays):
+            swatch = f'<rect class="mode{index % len(MODES)}" width="22" height="8"/>'
+            entries.append((swatch, escape(mode)))
+    items = (
+        f'<li><svg viewBox="0 0 22 8" aria-hidden="true">{key}</svg>{text}</li>' for key, text in entries
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'

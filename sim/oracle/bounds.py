@@ -52,7 +52,7 @@ def bounds_of(
     deployment: Deployment,
     arrivals: Callable[[], Iterable[Arrival]],
     surveyed: Survey,
-    world: Scenario,
+    scenario: Scenario,
     *,
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
@@ -64,11 +64,11 @@ def bounds_of(
     """
     lower = achievable = 0.0
     for spec in deployment.models:
-        if bed := gpu_group_of(spec):  # its devices are held whatever is decided
-            held_s = bed.gpus * surveyed.ends_at
+        if group := gpu_group_of(spec):  # its devices are held whatever is decided
+            held_s = group.gpus * surveyed.ends_at
             lower, achievable = lower + held_s, achievable + held_s
         elif load := surveyed.loads.get(spec.name):
-            oracle = _Oracle(deployment, spec, arrivals, load, surveyed.ends_at, world, seed, progress)
+            oracle = _Oracle(deployment, spec, arrivals, load, surveyed.ends_at, scenario, seed, progress)
             modes = oracle.modes()
             achievable += oracle.planned_s(modes)
             lower += oracle.least_s(modes)
@@ -94,7 +94,7 @@ class _Oracle:
     arrivals: Callable[[], Iterable[Arrival]]
     load: Load
     ends_at: float
-    world: Scenario
+    scenario: Scenario
     seed: int
     progress: Callable[[str], None]
 
@@ -176,13 +176,13 @@ class _Oracle:
         only = msgspec.structs.replace(self.spec, modes=modes, mode=mode, control=control)
         alone = msgspec.structs.replace(self.deployment, models=(only,), upstreams=())
         policies = {only.name: Clairvoyant(plan)}
-        record = simulate(alone, policies, self._mine(), world=self.world, seed=self.seed)
+        record = simulate(alone, policies, self._mine(), scenario=self.scenario, seed=self.seed)
         return float(np.mean(record.requests[only.name].met))
 
     def _problem(self, mode: _Mode) -> Problem:
-        control, world = self.spec.control, self.world
+        control, scenario = self.spec.control, self.scenario
         default_s = control.assumed_start_s
-        starts = [default_s if each is None else each for each in (world.cold_s, world.cached_s)]
+        starts = [default_s if each is None else each for each in (scenario.cold_s, scenario.cached_s)]
         wait_s = control.slo.ttft_p95_s
         bin_s = math.ceil(max(BIN_S, (self.ends_at + 1) / MOST_BINS))
         demand = np.zeros(int(self.ends_at // bin_s) + 1)

@@ -15,7 +15,7 @@ from policy.engine.replica_capacity import capability
 from policy.scaling.policies.static import Static
 from sim.planning.candidates import Candidate
 from sim.planning.demand import Arrivals, Demand, met_alone
-from sim.simulator.fault_scenario import EARTH, Crash, Scenario
+from sim.simulator.fault_scenario import NO_FAULTS, Crash, Scenario
 from sim.simulator.run import simulate
 from sim.simulator.run_record import HOUR_S, Outcome, Record, Requests, finite_quantiles
 
@@ -154,7 +154,9 @@ class Trials:
         """A start-up time from the busiest minute on; with a ``crash`` one replica is away in it."""
         at, away_s = self.demand.busiest_s + CRASH_AFTER_S, self.spec.control.assumed_start_s
         crashes = (Crash(at=at, model=self.spec.name),) if crash else ()
-        requests = self._run(candidate, count, 1.0, world=Scenario(crashes=crashes)).requests[self.spec.name]
+        requests = self._run(candidate, count, 1.0, scenario=Scenario(crashes=crashes)).requests[
+            self.spec.name
+        ]
         during = (requests.at >= at) & (requests.at < at + away_s)
         return Outage(
             attainment=float(np.mean(requests.met[during])) if during.any() else 1.0,
@@ -221,7 +223,7 @@ class Trials:
         count: int,
         factor: float,
         *,
-        world: Scenario = EARTH,
+        scenario: Scenario = NO_FAULTS,
         upstreams: tuple[Upstream, ...] = (),
     ) -> Record:
         model = candidate.of(self.spec, count)
@@ -237,7 +239,7 @@ class Trials:
             fixed,
             {model.name: Static()},
             self.arrivals(factor),
-            world=world,
+            scenario=scenario,
             seed=self.seed,
             progress=lambda at: self.progress(what, at, ends_at),
         )

@@ -39,10 +39,9 @@ class Slowdown(Section, frozen=True):
 class Scenario(Section, frozen=True):
     """Start-up times (seconds from start to ready) by path, and faults.
 
-    ``None`` is the model's ``assumed_start_s`` (a wake: a tenth of it).
-
-    The first start of a shape is a cold one, later ones find the weights cached. ``spread`` is the standard
-    deviation of a start as a part of its mean. ``adapter_load_s`` holds up the steps of a replica.
+    ``None`` is the model's ``assumed_start_s`` (a wake: a tenth of it). The first start of a shape is a cold
+    one, later ones find the weights cached. ``spread`` is the standard deviation of a start as a part of its
+    mean. ``adapter_load_s`` holds up the steps of a replica.
     """
 
     cold_s: _Seconds | None = None
@@ -54,7 +53,7 @@ class Scenario(Section, frozen=True):
     slow: tuple[Slowdown, ...] = ()
 
 
-EARTH: Scenario = msgspec.convert({}, Scenario)
+NO_FAULTS: Scenario = msgspec.convert({}, Scenario)
 
 
 def scenario_of(path: Path, models: Collection[str]) -> Scenario:
@@ -64,15 +63,15 @@ def scenario_of(path: Path, models: Collection[str]) -> Scenario:
     """
     raw = read_yaml(path, "cold_s")
     try:
-        world = convert(raw, Scenario, "")
-        named = [(f"crashes[{i}]", crash.model) for i, crash in enumerate(world.crashes)]
-        named += [(f"slow[{i}]", slow.model) for i, slow in enumerate(world.slow)]
+        scenario = convert(raw, Scenario, "")
+        named = [(f"crashes[{i}]", crash.model) for i, crash in enumerate(scenario.crashes)]
+        named += [(f"slow[{i}]", slow.model) for i, slow in enumerate(scenario.slow)]
         for place, model in named:
             if model and model not in models:
                 raise ConfigError(f"{place}.model", model, f"one of: {', '.join(models)}")
-        for i, slow in enumerate(world.slow):
+        for i, slow in enumerate(scenario.slow):
             if slow.until <= slow.at:
                 raise ConfigError(f"slow[{i}].until", slow.until, f"an instant after {slow.at:g}, its 'at'")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.path}", error.value, error.expected) from None
-    return world
+    return scenario

@@ -83,7 +83,7 @@ class Fleet:
     def __init__(
         self,
         spec: ModelSpec,
-        world: Scenario,
+        scenario: Scenario,
         spans: list[Span],
         rng: random.Random,
         *,
@@ -97,7 +97,7 @@ class Fleet:
         self.adapter_loads = self.preemptions = 0
         self.health = ReplicaHealth(HealthCounters(), lambda: 0.5)
         self._lost = lost
-        self._world = world
+        self._scenario = scenario
         self._spans = spans
         self._rng = rng
         self._wake = wake
@@ -106,8 +106,8 @@ class Fleet:
         self._seen: set[str] = set()
         self._timings: dict[str, Timing] = {name: shipped(spec, shape) for name, shape in spec.shapes.items()}
         self._modes = {mode.shape: name for name, mode in spec.modes.items()}
-        bed = gpu_group_of(spec)
-        self._asleep = frozenset() if bed is None else frozenset(bed.engines)
+        group = gpu_group_of(spec)
+        self._asleep = frozenset() if group is None else frozenset(group.engines)
         # The wake time of a sleeping replica is measured when it is created.
         wake_s = (self._start_s(StartPath.SLEEPING),)
         self.starts.restore(
@@ -257,18 +257,18 @@ class Fleet:
         self._wake(at + self._start_s(path), "ready", runner, 0)
 
     def _start_s(self, path: StartPath) -> float:
-        world, assumed_s = self._world, self.spec.control.assumed_start_s
+        scenario, assumed_s = self._scenario, self.spec.control.assumed_start_s
         given = {
-            StartPath.COLD: world.cold_s,
-            StartPath.CACHED: world.cached_s,
-            StartPath.SLEEPING: world.sleeping_s,
+            StartPath.COLD: scenario.cold_s,
+            StartPath.CACHED: scenario.cached_s,
+            StartPath.SLEEPING: scenario.sleeping_s,
         }[path]
         if given is None:
             wake_s = self.spec.sim.wake_s
             asleep_s = _WAKE_PART * assumed_s if wake_s is None else wake_s
             given = asleep_s if path is StartPath.SLEEPING else assumed_s
-        if world.spread:
-            given = max(_LEAST_START * given, self._rng.gauss(given, world.spread * given))
+        if scenario.spread:
+            given = max(_LEAST_START * given, self._rng.gauss(given, scenario.spread * given))
         return given
 
     def _made(self, key: LayerKey, at: float, path: StartPath) -> SimulatedReplica:
@@ -289,7 +289,7 @@ class Fleet:
         engine = Engine(
             timing,
             slots=0 if adapters is None else adapters.slots_per_replica,
-            adapter_load_s=self._world.adapter_load_s,
+            adapter_load_s=self._scenario.adapter_load_s,
             prefix_tokens=timing.limits.kv_tokens if cached else None,
         )
         name = f"{key.model}-{key.shape}-{number}"

@@ -33,7 +33,7 @@ from sim.request_arrival import Arrival
 from sim.simulator.adapters import SimulatedPlacement
 from sim.simulator.controller import SimulatedController
 from sim.simulator.engine import Kind
-from sim.simulator.fault_scenario import EARTH, Scenario
+from sim.simulator.fault_scenario import NO_FAULTS, Scenario
 from sim.simulator.fleet import Fleet, SimulatedReplica, stays
 from sim.simulator.gateway import SimulatedGateway, SimulatedTicket
 from sim.simulator.request_log import RequestLog
@@ -52,7 +52,7 @@ def simulate(
     policies: Mapping[str, Policy],
     trace: Iterable[Arrival],
     *,
-    world: Scenario = EARTH,
+    scenario: Scenario = NO_FAULTS,
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> Record:
@@ -62,17 +62,17 @@ def simulate(
     ``progress`` gets the seconds of the trace replayed so far. In a deployment of several models the trace
     must name them: raises :class:`policy.errors.ConfigError` for an unknown one.
     """
-    return _Run(deployment, policies, world, seed).play(trace, progress or (lambda at: None))
+    return _Run(deployment, policies, scenario, seed).play(trace, progress or (lambda at: None))
 
 
 class _Run:
     """One run and its clock."""
 
     def __init__(
-        self, deployment: Deployment, policies: Mapping[str, Policy], world: Scenario, seed: int
+        self, deployment: Deployment, policies: Mapping[str, Policy], scenario: Scenario, seed: int
     ) -> None:
         self._deployment = deployment
-        self._world = world
+        self._scenario = scenario
         self._events: list[tuple[float, int, str, SimulatedReplica | str, int]] = []
         self._order = itertools.count()
         self._spans: list[Span] = []
@@ -85,14 +85,14 @@ class _Run:
         self._addressing = ModelNames([spec.name for spec in deployment.models])
         for spec in deployment.models:
             starts, routes = (random.Random(streams.getrandbits(64)) for _ in range(2))  # noqa: S311
-            fleet = Fleet(spec, world, self._spans, starts, wake=self._push, lost=self._lost)
+            fleet = Fleet(spec, scenario, self._spans, starts, wake=self._push, lost=self._lost)
             elsewhere = partial(self._queued_elsewhere, spec.name)
             gateway = SimulatedGateway(deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere)
             self._fleets[spec.name] = fleet
             self._gateways[spec.name] = gateway
             self._ledgers[spec.name] = RequestLog(spec.control.slo)
         self._placements = {
-            spec.name: SimulatedPlacement(world.adapter_load_s, self._gateways[spec.name].adapter_key)
+            spec.name: SimulatedPlacement(scenario.adapter_load_s, self._gateways[spec.name].adapter_key)
             for spec in deployment.models
             if spec.adapters is not None
         }
@@ -109,9 +109,9 @@ class _Run:
     def play(self, trace: Iterable[Arrival], progress: Callable[[float], None]) -> Record:
         arrivals = self._opened(iter(trace))
         upcoming = next(arrivals, None)
-        for crash in self._world.crashes:
+        for crash in self._scenario.crashes:
             self._push(crash.at, "crash", crash.model or self._first, 0)
-        for index, slow in enumerate(self._world.slow):
+        for index, slow in enumerate(self._scenario.slow):
             self._push(slow.at, "slow", slow.model or self._first, index)
         self._push(REPORT_PERIOD_S, "report", "", 0)
         for name in self._placements:
@@ -195,7 +195,7 @@ class _Run:
             self._urgently(subject, at)
             self._look(subject, gateway, at)
         elif kind == "slow":
-            slow = self._world.slow[detail]
+            slow = self._scenario.slow[detail]
             runner = self._fleets[subject].slow(slow.factor, at)
             if runner is not None:
                 self._slow[runner].append(detail)
@@ -230,7 +230,7 @@ class _Run:
         return sum([gateway.queued_bytes for name, gateway in self._gateways.items() if name != model])
 
     def _pace(self, runner: SimulatedReplica, at: float) -> None:
-        factor = math.prod(self._world.slow[i].factor for i in self._slow[runner])
+        factor = math.prod(self._scenario.slow[i].factor for i in self._slow[runner])
         self._fleets[runner.key.model].pace(runner, factor, at)
 
     def _advance(self, runner: SimulatedReplica, fleet: Fleet, gateway: SimulatedGateway, at: float) -> None:
@@ -365,19 +365,21 @@ class _Run:
         record.decisions, record.switches = self._controller.decisions, self._controller.switches
         record.adapter_loads = sum(fleet.adapter_loads for fleet in self._fleets.values())
         record.preemptions = sum(fleet.preemptions for fleet in self._fleets.values())
-        beds = {spec.name: bed for spec in self._deployment.models if (bed := gpu_group_of(spec)) is not None}
-        for name, bed in beds.items():
+        groups = {
+            spec.name: group for spec in self._deployment.models if (group := gpu_group_of(spec)) is not None
+        }
+        for name, group in groups.items():
             spec = self._deployment.model(name)
-            shape = spec.shapes[bed.shape]
-            record.gpu_s += at * bed.gpus
+            shape = spec.shapes[group.shape]
+            record.gpu_s += at * group.gpus
             record.cost += at / HOUR_S * price_of(shape, budget)
-            record.joules += at * bed.gpus * _draw(spec, shape, budget).watts(0.0)
+            record.joules += at * group.gpus * _draw(spec, shape, budget).watts(0.0)
         for span in self._spans:
             spec = self._deployment.model(span.model)
             shape = spec.shapes[span.shape]
             draw, devices = _draw(spec, shape, budget), shape.gpus or shape.cpus
             held_s = (at if span.ended_at is None else span.ended_at) - span.asked_at
-            if span.model in beds and span.shape in beds[span.model].engines:
+            if span.model in groups and span.shape in groups[span.model].engines:
                 # The idle power of a shared GPU group is counted once, above.
                 span.joules = devices * span.busy_s * (draw.watts(1.0) - draw.watts(0.0))
             else:

@@ -87,15 +87,9 @@ def resample(trace: Trace, factor: float, seed: int, window_s: float = 10.0) -> 
 
     Each request is repeated ``factor`` times (randomly rounded), up to half of ``window_s`` earlier or later,
     not before 0. The first copy is the request itself; each further one has the lengths and blocks of a
-    request within ``window_s`` before it, and no conversation. Memory holds one window. Raises
-    :class:`ValueError` for a factor or window that is not above 0.
+    request within ``window_s`` before it, and no conversation. Memory holds one window.
     """
-    if factor <= 0 or window_s <= 0:
-        raise ValueError(f"factor {factor:g} within {window_s:g} s: expected both above 0")
-    return _resampled(trace, factor, random.Random(seed), window_s)  # noqa: S311 - reproducible, not secret
-
-
-def _resampled(trace: Trace, factor: float, rng: random.Random, window_s: float) -> Iterator[Arrival]:
+    rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     whole, part = int(factor), factor - int(factor)
     recent: deque[Arrival] = deque()
     # By instant and then by number: two requests at once stay in the order in which they were made.

@@ -14,6 +14,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +22,8 @@ from policy.errors import AdapterRefused
 from store.adapters import FILES
 from store.adapters.validate import check_names
 
+_invalid = partial(AdapterRefused, "archive")
+_unsafe = partial(AdapterRefused, "path")
 MAX_MEMBERS = 1000
 # Limits in bytes of a zip's directory, of one tar header, and of all tar headers.
 MAX_LIST_BYTES = 4 * 1024 * 1024
@@ -62,9 +65,9 @@ def unpack(
             if left < 0:
                 raise AdapterRefused("too_large", f"the archive has more than {max_bytes} bytes in it")
             if count >= MAX_MEMBERS:
-                raise AdapterRefused("archive", f"the archive has more than {MAX_MEMBERS} members")
+                raise _invalid(f"the archive has more than {MAX_MEMBERS} members")
             if path in found:
-                raise AdapterRefused("archive", f"the archive has {str(path)!r:.100} twice")
+                raise _invalid(f"the archive has {str(path)!r:.100} twice")
             found[path] = into / f".{count}"
             if path.name not in FILES or len(path.parts) > 2:
                 continue
@@ -75,7 +78,7 @@ def unpack(
     except EOFError:
         raise AdapterRefused("truncated", "the archive ends too early") from None
     except _BROKEN as error:
-        raise AdapterRefused("archive", f"the archive cannot be read: {error}"[:300]) from None
+        raise _invalid(f"the archive cannot be read: {error}"[:300]) from None
     folder = _folder(found)
     check_names(path.name for path in found if path.parent == folder)
     for name in FILES:
@@ -94,7 +97,7 @@ def _members(file: BinaryIO, max_bytes: int) -> Iterator[_Member]:
         return _of_tar(gzip.GzipFile(fileobj=file), max_bytes)
     if head[257:262] == b"ustar":
         return _of_tar(file, max_bytes)
-    raise AdapterRefused("archive", "it is no archive; expected .zip, .tar or .tar.gz")
+    raise _invalid("it is no archive; expected .zip, .tar or .tar.gz")
 
 
 def _of_zip(file: BinaryIO) -> Iterator[_Member]:
@@ -107,13 +110,11 @@ def _of_zip(file: BinaryIO) -> Iterator[_Member]:
             # The upper 16 bits are the Unix mode, if the archive has one.
             kind = stat.S_IFMT(info.external_attr >> 16)
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise AdapterRefused("path", f"the archive has {str(path)!r:.100}, which is no regular file")
+                raise _unsafe(f"the archive has {str(path)!r:.100}, which is no regular file")
             if is_folder:
                 continue
             if info.flag_bits & 0x1 or info.compress_type not in _METHODS:
-                raise AdapterRefused(
-                    "archive", f"{str(path)!r:.100} is encrypted, or compressed otherwise than by deflate"
-                )
+                raise _invalid(f"{str(path)!r:.100} is encrypted, or compressed otherwise than by deflate")
             yield _Member(path, info.file_size, lambda info=info: _unzipped(archive, info))  # type: ignore[misc]
 
 
@@ -131,7 +132,7 @@ def _of_tar(file: BinaryIO | gzip.GzipFile, max_bytes: int) -> Iterator[_Member]
         for info in archive:
             path = _safe(info.name, info.isdir())
             if not info.isdir() and (not info.isreg() or info.issparse()):
-                raise AdapterRefused("path", f"the archive has {str(path)!r:.100}, which is no regular file")
+                raise _unsafe(f"the archive has {str(path)!r:.100}, which is no regular file")
             if info.isdir():
                 continue
             yield _Member(path, info.size, lambda info=info: _untarred(file, info))  # type: ignore[misc]
@@ -156,7 +157,7 @@ def _safe(name: str, is_folder: bool) -> PurePosixPath:
     path = PurePosixPath(name)
     odd = "\\" in name or not name.isprintable() or not (path.parts or is_folder)
     if odd or path.is_absolute() or ".." in path.parts:
-        raise AdapterRefused("path", f"the archive has {name!r:.100}, a name that may lead out of it")
+        raise _unsafe(f"the archive has {name!r:.100}, a name that may lead out of it")
     return path
 
 
@@ -168,7 +169,7 @@ def _folder(found: Iterable[PurePosixPath]) -> PurePosixPath:
         return top
     folders = {path.parent for path in paths if len(path.parts) == 2 and path.name in FILES}
     if len(folders) > 1:
-        raise AdapterRefused("archive", f"the archive has adapters in {len(folders)} folders; expected one")
+        raise _invalid(f"the archive has adapters in {len(folders)} folders; expected one")
     if not folders:
         folders = {path.parent for path in paths if len(path.parts) == 2}
     return folders.pop() if len(folders) == 1 else top
@@ -195,15 +196,13 @@ class _Guarded:
         if size < 0:
             size = self._end - self._file.tell()
         if size > self._most or size > self._budget:
-            raise AdapterRefused(
-                "archive", f"the archive has a header of {size} bytes, more than is read of one"
-            )
+            raise _invalid(f"the archive has a header of {size} bytes, more than is read of one")
         self._budget -= size
         return self._file.read(size)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_SET and offset < 0:
-            raise AdapterRefused("archive", "the archive says that it begins before it does")
+            raise _invalid("the archive says that it begins before it does")
         if whence == io.SEEK_SET and offset > self._end:
             raise AdapterRefused("too_large", f"the archive says that it has {offset} bytes in it or more")
         return self._file.seek(offset, whence)

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from policy.errors import AdapterRefused
@@ -108,10 +108,8 @@ class Blobs:
             if self.age_s(digest) < older_s:
                 return False
             self._verified.discard(digest)
-            try:
+            with suppress(FileNotFoundError):
                 (self._root / digest).rename(work / digest)
-            except FileNotFoundError:
-                return True
         return True
 
     def tar(self, digest: str) -> Iterator[bytes]:

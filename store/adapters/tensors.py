@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple
@@ -18,6 +19,7 @@ from msgspec import Meta
 
 from policy.errors import AdapterRefused
 
+_invalid = partial(AdapterRefused, "not_an_adapter")
 # Limit of the header: larger than one with thousands of tensors.
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 BLOCK_BYTES = 4 * 1024 * 1024
@@ -63,9 +65,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
         head = file.read(8)
         length = int.from_bytes(head, "little")
         if len(head) == 8 and length > MAX_HEADER_BYTES:
-            raise AdapterRefused(
-                "not_an_adapter", f"{path.name} is no safetensors file: a header of {length} bytes"
-            )
+            raise _invalid(f"{path.name} is no safetensors file: a header of {length} bytes")
         if len(head) < 8 or length > size - 8:
             raise AdapterRefused("truncated", f"{path.name} has {size} bytes and ends within its header")
         entries = _header(path.name, file.read(length))
@@ -80,7 +80,7 @@ def _header(file: str, text: bytes) -> dict[str, _Entry]:
         msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
         return {name: msgspec.convert(raw, _Entry) for name, raw in header.items()}
     except (ValueError, RecursionError) as error:
-        raise AdapterRefused("not_an_adapter", f"{file} has no readable header: {error}"[:400]) from None
+        raise _invalid(f"{file} has no readable header: {error}"[:400]) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -101,17 +101,15 @@ def _placed(file: str, entries: Mapping[str, _Entry], start: int, size: int) -> 
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, end = (start + offset for offset in entry.data_offsets)
         if entry.dtype not in BITS:
-            raise AdapterRefused(
-                "not_an_adapter", f"{name:.200} in {file} has the unknown type {entry.dtype!r:.30}"
-            )
+            raise _invalid(f"{name:.200} in {file} has the unknown type {entry.dtype!r:.30}")
         if begin != at or 8 * (end - begin) != prod(entry.shape) * BITS[entry.dtype]:
-            raise AdapterRefused("not_an_adapter", f"{name:.200} in {file} does not lie where its shape says")
+            raise _invalid(f"{name:.200} in {file} does not lie where its shape says")
         found[name] = Tensor(entry.dtype, tuple(entry.shape), begin, end)
         at = end
     if at > size:
         raise AdapterRefused("truncated", f"{file} has {size} bytes, its header says {at}")
     if at < size:
-        raise AdapterRefused("not_an_adapter", f"{file} has {size - at} bytes that belong to no tensor")
+        raise _invalid(f"{file} has {size - at} bytes that belong to no tensor")
     return found
 
 

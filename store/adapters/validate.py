@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ from store.adapters.base_model_shapes import BaseModel
 from store.adapters.tensors import Tensor, is_finite, tensors
 from store.model_weights.package import PICKLES
 
+_unsupported = partial(AdapterRefused, "unsupported_feature")
+_unreadable = partial(AdapterRefused, "config_unreadable")
+_wrong_target = partial(AdapterRefused, "target_module")
+_wrong_shape = partial(AdapterRefused, "tensor_shape")
 MAX_CONFIG_BYTES = 1024 * 1024
 # Maximum number of patterns; each is matched with every module.
 MAX_PATTERNS = 512
@@ -110,11 +115,11 @@ def check_names(names: Iterable[str]) -> None:
 
 def _config(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise AdapterRefused("config_unreadable", f"{CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
+        raise _unreadable(f"{CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (ValueError, RecursionError) as error:
-        raise AdapterRefused("config_unreadable", f"{CONFIG} is no JSON object: {error}") from None
+        raise _unreadable(f"{CONFIG} is no JSON object: {error}") from None
 
 
 def _check_config(config: dict[str, Any], max_rank: int) -> _Ranks:
@@ -126,33 +131,22 @@ def _check_config(config: dict[str, Any], max_rank: int) -> _Ranks:
         raise AdapterRefused("dora", "use_dora is set; the engine serves plain LoRA alone")
     for key in UNSUPPORTED:
         if config.get(key):
-            raise AdapterRefused(
-                "unsupported_feature", f"{key} is {config[key]!r:.100}; the engine has no such"
-            )
+            raise _unsupported(f"{key} is {config[key]!r:.100}; the engine has no such")
     if config.get("bias", "none") != "none":
-        raise AdapterRefused("unsupported_feature", f"bias is {config['bias']!r:.100}; expected 'none'")
+        raise _unsupported(f"bias is {config['bias']!r:.100}; expected 'none'")
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in PLAIN_STARTS:
-        raise AdapterRefused(
-            "unsupported_feature",
-            f"init_lora_weights is {start!r:.100}, which changes the base model's weights",
-        )
+        raise _unsupported(f"init_lora_weights is {start!r:.100}, which changes the base model's weights")
     targets = config.get("target_modules")
     names = [targets] if isinstance(targets, str) else targets
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise AdapterRefused(
-            "config_unreadable", f"target_modules is {targets!r:.100}; expected a list of module names"
-        )
+        raise _unreadable(f"target_modules is {targets!r:.100}; expected a list of module names")
     for name in names:
         if name.rpartition(".")[2] in NOT_LINEAR:
-            raise AdapterRefused(
-                "target_module", f"{name:.200} is a table of tokens; expected linear modules"
-            )
+            raise _wrong_target(f"{name:.200} is a table of tokens; expected linear modules")
     for alpha in (config.get("lora_alpha"), *_patterns(config, "alpha_pattern").values()):
         if not _is_positive(alpha):
-            raise AdapterRefused(
-                "config_unreadable", f"lora_alpha is {alpha!r:.100}; expected a positive number"
-            )
+            raise _unreadable(f"lora_alpha is {alpha!r:.100}; expected a positive number")
     patterns = _patterns(config, "rank_pattern")
     for rank in (config.get("r"), *patterns.values()):
         if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= max_rank:
@@ -168,12 +162,12 @@ def _patterns(config: dict[str, Any], key: str) -> dict[str, Any]:
     """Per-module values by the end of names; other patterns are refused."""
     found = config.get(key) or {}
     if not isinstance(found, dict):
-        raise AdapterRefused("config_unreadable", f"{key} is {found!r:.100}; expected a mapping of names")
+        raise _unreadable(f"{key} is {found!r:.100}; expected a mapping of names")
     if len(found) > MAX_PATTERNS:
-        raise AdapterRefused("unsupported_feature", f"{key} has more than {MAX_PATTERNS} entries")
+        raise _unsupported(f"{key} has more than {MAX_PATTERNS} entries")
     for pattern in found:
         if _PLAIN.fullmatch(pattern) is None:
-            raise AdapterRefused("unsupported_feature", f"{key} has {pattern!r:.100}; expected a plain name")
+            raise _unsupported(f"{key} has {pattern!r:.100}; expected a plain name")
     return found
 
 
@@ -185,12 +179,10 @@ def _pairs(found: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
             raise AdapterRefused("dora", f"{name:.200} belongs to DoRA; the engine serves plain LoRA alone")
         match = _NAME.fullmatch(name)
         if match is None or _PREFIX in match["module"]:
-            raise AdapterRefused("unsupported_feature", f"{name:.200} is no half of a LoRA module")
+            raise _unsupported(f"{name:.200} is no half of a LoRA module")
         if tensor.dtype not in FLOATS:
             expected = ", ".join(sorted(FLOATS))
-            raise AdapterRefused(
-                "unsupported_feature", f"{name:.200} is of {tensor.dtype}; expected one of {expected}"
-            )
+            raise _unsupported(f"{name:.200} is of {tensor.dtype}; expected one of {expected}")
         sides.setdefault(match["module"], {})[match["side"]] = tensor
     if not sides:
         raise AdapterRefused("tensor_missing", f"{WEIGHTS} holds no tensors")
@@ -205,18 +197,14 @@ def _check_targets(targets: list[str] | str, base: BaseModel) -> None:
     """Check a list of target modules. A pattern (text) is not evaluated: the weights name them."""
     for target in targets if isinstance(targets, list) else ():
         if not base.has(target):
-            raise AdapterRefused(
-                "target_module", f"target_modules has {target!r:.200}, which the base model lacks"
-            )
+            raise _wrong_target(f"target_modules has {target!r:.200}, which the base model lacks")
 
 
 def _check_pair(module: str, down: Tensor, up: Tensor, rank: int, base: BaseModel | None) -> None:
     if module.rpartition(".")[2] in NOT_LINEAR:
-        raise AdapterRefused("target_module", f"{module:.200} is a table of tokens; expected linear modules")
+        raise _wrong_target(f"{module:.200} is a table of tokens; expected linear modules")
     if len(down.shape) != 2 or len(up.shape) != 2 or (down.shape[0], up.shape[1]) != (rank, rank):
-        raise AdapterRefused(
-            "tensor_shape", f"{module:.200} has {down.shape} and {up.shape}; expected the rank {rank} in both"
-        )
+        raise _wrong_shape(f"{module:.200} has {down.shape} and {up.shape}; expected the rank {rank} in both")
     if base is None:
         return
     shapes = base.shapes(module)
@@ -225,9 +213,7 @@ def _check_pair(module: str, down: Tensor, up: Tensor, rank: int, base: BaseMode
     adapted = (up.shape[0], down.shape[1])
     if adapted not in shapes and None not in shapes:
         expected = " or ".join(map(str, shapes))
-        raise AdapterRefused(
-            "tensor_shape", f"{module:.200} adapts {adapted}; the base model's is {expected}"
-        )
+        raise _wrong_shape(f"{module:.200} adapts {adapted}; the base model's is {expected}")
 
 
 def _check_numbers(path: Path, found: Mapping[str, Tensor], progress: Callable[[float], None]) -> None:

@@ -23,7 +23,7 @@ from policy.request import Request
 from policy.scaling.rollout import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
 from sim.request_arrival import Arrival
-from sim.simulator.fault_scenario import EARTH
+from sim.simulator.fault_scenario import NO_FAULTS
 from sim.simulator.fleet import Fleet, SimulatedReplica
 from sim.simulator.gateway import SimulatedGateway, SimulatedTicket
 from sim.simulator.run_record import Outcome
@@ -141,7 +141,9 @@ class Simulated:
         self.at = 0.0
         self.arrived = 0
         rng = random.Random(1)  # noqa: S311
-        self.fleet = Fleet(spec, EARTH, [], rng, wake=lambda at, kind, runner, detail: None, lost=self._lost)
+        self.fleet = Fleet(
+            spec, NO_FAULTS, [], rng, wake=lambda at, kind, runner, detail: None, lost=self._lost
+        )
         self.gateway = SimulatedGateway(
             deployment, self.fleet, rng, over=self._over, queued_elsewhere=lambda: 0
         )

@@ -124,16 +124,9 @@ class PlannedPlacement(PlacementPolicy):
         return min(at + COALESCE_S / 4, self._plan_at, *self._beat_at, *self._lines.values())
 
     def moves_per_min(self) -> float:
-        return float(
-            max(
-                (
-                    sum(0.0 <= at - since < 60.0 for at in times)
-                    for times in self._homed.values()
-                    for since in times
-                ),
-                default=0,
-            )
-        )
+        moved = self._homed.values()
+        within = (sum(0.0 <= at - since < 60.0 for at in times) for times in moved for since in times)
+        return float(max(within, default=0))
 
     def _replan(self, replicas: Sequence[Engine], at: float) -> None:
         equipment, placing = self._equipment, self._placing

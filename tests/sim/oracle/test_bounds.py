@@ -15,7 +15,7 @@ from sim.oracle import replica_capacity
 from sim.oracle.bounds import bounds_of
 from sim.oracle.replica_capacity import attained_rate
 from sim.request_arrival import Arrival
-from sim.simulator.fault_scenario import EARTH
+from sim.simulator.fault_scenario import NO_FAULTS
 from sim.simulator.run import simulate
 from sim.workload.trace_statistics import ModelNames, survey
 
@@ -55,7 +55,7 @@ def arrivals() -> Iterator[Arrival]:
 
 
 def _bounds(of: Deployment) -> tuple[float, float]:
-    found = bounds_of(of, arrivals, survey(arrivals(), ModelNames(["m"])), EARTH)
+    found = bounds_of(of, arrivals, survey(arrivals(), ModelNames(["m"])), NO_FAULTS)
     assert found.lower_gpu_hours is not None and found.achievable_gpu_hours is not None
     return found.lower_gpu_hours * 3600, found.achievable_gpu_hours * 3600
 
@@ -95,7 +95,7 @@ def test_of_several_modes_the_cheaper_one_counts() -> None:
 def test_the_bound_of_a_short_trace_is_below_what_a_run_takes(requests: int, each_s: float) -> None:
     of = deployment(most=1)
     few = [Arrival(i * each_s, 200, 20) for i in range(requests)]
-    found = bounds_of(of, lambda: few, survey(few, ModelNames(["m"])), EARTH)
+    found = bounds_of(of, lambda: few, survey(few, ModelNames(["m"])), NO_FAULTS)
     taken = simulate(of, {"m": Static()}, few)
     assert taken.requests["m"].met.all()
     assert found.lower_gpu_hours is not None and found.lower_gpu_hours * 3600 <= taken.gpu_s

@@ -13,7 +13,7 @@ from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
 from policy.hashing import hash_name
 from policy.scaling.policies.registry import choose, make
-from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, RunOutcome, arrivals, run_events, traffic
+from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, RunOutcome, Traffic, arrivals, run_events
 from sim.benchmarks.adapters.contenders import (
     LeastLoaded,
     PlacementPolicy,
@@ -65,7 +65,7 @@ def deployment() -> Deployment:
 
 def twin(requests: list[Arrival]) -> Record:
     policies = {"m": make(choose("policy", "static"))}
-    return simulate(deployment(), policies, requests, world=Scenario(adapter_load_s=LOAD_S))
+    return simulate(deployment(), policies, requests, scenario=Scenario(adapter_load_s=LOAD_S))
 
 
 def played(name: str, requests: list[Arrival], seed: int) -> RunOutcome:
@@ -82,7 +82,7 @@ def played(name: str, requests: list[Arrival], seed: int) -> RunOutcome:
 
 def asked(requests: int, seed: int) -> list[Arrival]:
     return arrivals(
-        traffic(adapters=1000, exponent=1.0, rate=100.0, requests=requests, together=1.5, seed=seed)
+        Traffic(adapters=1000, exponent=1.0, rate=100.0, requests=requests, together=1.5, seed=seed)
     )
 
 

@@ -86,7 +86,7 @@ def test_what_had_no_first_token_when_its_replica_crashed_is_moved_for_free() ->
         document,
         {"m": make(choose("policy", "static"))},
         sorted(trace),
-        world=Scenario(crashes=(Crash(at=200.2),)),
+        scenario=Scenario(crashes=(Crash(at=200.2),)),
         seed=1,
     )
     assert set(record.requests["m"].outcome.tolist()) == {Outcome.SERVED}

@@ -21,7 +21,9 @@ from sim.simulator.run import simulate
 from sim.simulator.run_record import Outcome, Record
 from store.yaml_file import read_yaml
 
-WORLD = Scenario(crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1)
+SCENARIO = Scenario(
+    crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1
+)
 
 
 def deployment(**changes: Any) -> Deployment:
@@ -60,7 +62,7 @@ def run(document: Deployment, trace: Iterator[Arrival], policy: object = "predic
 
 @pytest.fixture(scope="module")
 def ramp() -> Record:
-    return run(deployment(), steps(1.0, 5.0, 1.0), world=WORLD)
+    return run(deployment(), steps(1.0, 5.0, 1.0), scenario=SCENARIO)
 
 
 @pytest.mark.slow
@@ -117,12 +119,12 @@ def test_gpus_are_counted_from_when_they_were_asked_for(ramp: Record) -> None:
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(ramp: Record) -> None:
-    again = run(deployment(), steps(1.0, 5.0, 1.0), world=WORLD)
+    again = run(deployment(), steps(1.0, 5.0, 1.0), scenario=SCENARIO)
     for name in ("ttft_s", "e2e_s", "replica", "outcome"):
         first, second = (getattr(record.requests["m"], name).tobytes() for record in (ramp, again))
         assert first == second
     assert repr(again.decisions) == repr(ramp.decisions)
-    other = run(deployment(), steps(1.0, 5.0, 1.0), world=WORLD, seed=1)
+    other = run(deployment(), steps(1.0, 5.0, 1.0), scenario=SCENARIO, seed=1)
     assert other.spans[-1] != ramp.spans[-1]
 
 
@@ -151,8 +153,8 @@ def test_load_scales_up_and_down_again() -> None:
 
 @pytest.mark.slow
 def test_a_slow_replica_gets_less() -> None:
-    world = Scenario(slow=(Slowdown(at=30.0, until=600.0, factor=4.0),))
-    record = run(deployment(), arrivals(2.0, 300.0), {"static": {"replicas": 3}}, world=world)
+    scenario = Scenario(slow=(Slowdown(at=30.0, until=600.0, factor=4.0),))
+    record = run(deployment(), arrivals(2.0, 300.0), {"static": {"replicas": 3}}, scenario=scenario)
     slow = min(record.spans, key=lambda span: span.number)
     replicas = record.requests["m"].replica
     shares = np.bincount(replicas[replicas >= 0], minlength=3)
@@ -168,7 +170,7 @@ def test_stretches_that_overlap_slow_a_replica_together() -> None:
     )
     # One request at a time, in the middle of every ten seconds.
     trace = [Arrival(at, 100, 5) for at in np.arange(5.0, 85.0, 10.0).tolist()]
-    took = run(deployment(), iter(trace), "static", world=Scenario(slow=slow)).requests["m"].e2e_s
+    took = run(deployment(), iter(trace), "static", scenario=Scenario(slow=slow)).requests["m"].e2e_s
     assert took / took[0] == pytest.approx([1.0, 2.0, 6.0, 2.0, 1.0, 0.5, 4.0, 1.0])
 
 

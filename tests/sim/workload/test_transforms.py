@@ -111,9 +111,3 @@ def test_copies_belong_to_no_conversation() -> None:
     found = list(resample(trace(100), 3.0, 0))
     assert sum(each.session > 0 for each in found) == 100
     assert len({each.session for each in found if each.session}) == 100
-
-
-@pytest.mark.parametrize(("factor", "window_s"), [(0.0, 10.0), (-1.0, 10.0), (1.0, 0.0)])
-def test_what_makes_no_load_is_refused(factor: float, window_s: float) -> None:
-    with pytest.raises(ValueError, match=r"expected both above 0"):
-        resample([], factor, 0, window_s)

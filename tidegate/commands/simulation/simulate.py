@@ -19,7 +19,7 @@ from sim.oracle.bounds import Bounds, bounds_of
 from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyComparison, compare
 from sim.results.series import clock
-from sim.simulator.fault_scenario import EARTH, scenario_of
+from sim.simulator.fault_scenario import NO_FAULTS, scenario_of
 from sim.simulator.run import simulate as run
 from sim.simulator.run_record import Record
 from sim.workload.trace_statistics import ModelNames, survey
@@ -93,7 +93,9 @@ def simulate(
     given += choices("--compare", several) if several is not None else []
     compared = policy_entries(deployment, given, warn)
     world = (
-        EARTH if world_file is None else scenario_of(world_file, [spec.name for spec in deployment.models])
+        NO_FAULTS
+        if world_file is None
+        else scenario_of(world_file, [spec.name for spec in deployment.models])
     )
 
     def arrivals() -> Iterator[Arrival]:
@@ -132,7 +134,7 @@ def simulate(
             compared,
             arrivals,
             lambda spec, live, asked, progress: run(
-                spec, live, asked, world=world, seed=seed, progress=progress
+                spec, live, asked, scenario=world, seed=seed, progress=progress
             ),
             trace=trace.name,
             seed=seed,
