@@ -1,4 +1,4 @@
-"""The same run as the gateway's own metrics saw it, beside what the users measured."""
+"""Compare the metrics of the gateway for a run with the measurements of the users."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """The users' figure over the gateway's, minus 1; infinite where the gateway has none."""
+        """Relative difference of the users' value to the gateway's; infinite without a gateway value."""
         if self.gateway == self.users:
             return 0.0
         return self.users / self.gateway - 1 if self.gateway else float("inf")
@@ -49,7 +49,7 @@ def read(text: str, model: str) -> Counter[Key]:
 
 
 def settled(fetch: Callable[[], Counter[Key]], sleep: Callable[[float], None] = time.sleep) -> Counter[Key]:
-    """Samples once all workers have published and no request is left, or as they are after 10 s."""
+    """Samples when all workers have published and no request is in flight, or after 10 s."""
     before = fetch()
     for _ in range(int(SETTLE_S / PUBLISHED_S)):
         sleep(PUBLISHED_S)
@@ -61,9 +61,9 @@ def settled(fetch: Callable[[], Counter[Key]], sleep: Callable[[float], None] = 
 
 
 def compare(before: Counter[Key], after: Counter[Key], ledger: Ledger, objective: Objective) -> list[Row]:
-    """The run on both sides: means in ms, counts, and goodput over the users' duration.
+    """Means in ms, counts, and goodput of streams on both sides, over the duration of the users' run.
 
-    Goodput is of streams: of a whole answer the gateway knows no tokens.
+    For an answer in one piece the gateway does not know the token count, so it has no goodput.
     """
     delta = Counter({key: value - before[key] for key, value in after.items()})
     total = ledger.total()
@@ -86,7 +86,7 @@ def compare(before: Counter[Key], after: Counter[Key], ledger: Ledger, objective
 
 
 def _met(delta: Counter[Key], objective: Objective) -> float:
-    """Streams within both limits; a bucket that a limit divides counts by the part below it."""
+    """Streams within both limits; of a bucket that a limit divides, the fraction below the limit."""
     ttft_edges = sorted(_edges(delta, "tidegate_ttft_seconds_bucket"))
     itl_edges = sorted(_edges(delta, "tidegate_itl_seconds_bucket"))
     return sum(
@@ -101,7 +101,7 @@ def _below(limit: float, edge: float, edges: list[float]) -> float:
     start = max((each for each in edges if each < edge), default=0.0)
     if limit >= edge or limit <= start:
         return float(limit >= edge)
-    return (limit - start) / (edge - start)  # 0 in the last bucket, which is endless
+    return (limit - start) / (edge - start)  # 0 in the last bucket, whose upper bound is infinite
 
 
 def _edges(samples: Counter[Key], name: str) -> set[float]:

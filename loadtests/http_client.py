@@ -12,7 +12,7 @@ from types import TracebackType
 
 from tidegate.replay.http_client import Origin, Response
 
-# Silence longer than this is a failure; the gateway's own queue gives up well before it.
+# Longer than the queue timeout of the gateway.
 READ_TIMEOUT_S = 300.0
 CONNECT_TIMEOUT_S = 10.0
 READ_BYTES = 65536
@@ -23,8 +23,8 @@ Sink = Callable[[bytes, float], bool]
 class Connection:
     """Requests to one server, one at a time; connects when needed and again after it was closed.
 
-    ``began`` is the instant in ``perf_counter`` seconds at which the last request was written (connecting is
-    no part of a request's time), ``ended`` that of the last read.
+    ``began`` is the instant in ``perf_counter`` seconds at which the last request was written, after
+    connecting; ``ended`` is that of the last read.
     """
 
     def __init__(self, base_url: str, api_key: str = "") -> None:
@@ -56,13 +56,12 @@ class Connection:
     def post(self, path: str, body: bytes, sink: Sink, *, timeout_s: float = READ_TIMEOUT_S) -> Response:
         """Send ``body`` as JSON; each read's body bytes go to ``sink`` with the instant of the read.
 
-        A sink that returns False ends the connection, and the response is not complete. Raises TimeoutError
-        after ``timeout_s`` of silence, another OSError when the connection breaks.
+        A sink that returns False ends the connection, and the response is not complete. Raises
+        :class:`TimeoutError` after ``timeout_s`` of silence, and :class:`OSError` when the connection fails.
         """
         return self._exchange(self._origin.post(path, body), sink, timeout_s)
 
     def close(self) -> None:
-        """Close it."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -73,12 +72,12 @@ class Connection:
             try:
                 return self._once(request, sink, timeout_s)
             except ConnectionError:
-                # A kept connection that the server has closed meanwhile breaks without a byte.
+                # The server has closed an idle connection: it ends without a byte.
                 if not kept or self._begun:
                     raise
                 self.close()
                 return self._once(request, sink, timeout_s)
-        except BaseException:  # also when the user is stopped: the server must see the hang-up
+        except BaseException:  # also when the user is stopped, so that the server sees the abort
             self.close()
             raise
 

@@ -1,4 +1,4 @@
-"""Load for a Tidegate deployment, with TTFT, ITL, tokens/s and goodput; docs/load-testing.md says how.
+"""Load for a Tidegate deployment, with TTFT, ITL, tokens/s and goodput; see docs/load-testing.md.
 
 Run from the checkout: ``.venv/bin/locust -f loadtests/locustfile.py --headless -u 8 -t 60s``.
 """
@@ -18,7 +18,7 @@ __all__ = ["ChatUser", "CompletionUser"]
 
 
 def prepare(environment: Any, **_: object) -> None:
-    """Give the process its ledger, which users find in locust's environment, and its listeners."""
+    """Create the ledger of the process, in locust's environment, and its listeners."""
     environment.ledger = Ledger()
     Run(environment)
 

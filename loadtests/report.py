@@ -31,7 +31,7 @@ COLUMNS = {
     "met": "SLO met (%)",
 }
 COMPARISON = ("", "unit", "users", "gateway", "difference (%)")
-# Wide enough for every column where there is no terminal to ask.
+# Wide enough for every column, without a terminal.
 PLAIN_WIDTH = 150
 
 
@@ -64,7 +64,7 @@ def _row(name: str, tally: Tally, seconds: float) -> dict[str, str]:
 
 
 def comparison(compared: Sequence[Row]) -> list[tuple[str, ...]]:
-    """What users measured beside what the gateway did."""
+    """The measurements of the users and of the gateway."""
     return [
         (row.name, row.unit, f"{row.users:.2f}", f"{row.gateway:.2f}", f"{100 * row.difference:+.1f}")
         for row in compared
@@ -72,7 +72,7 @@ def comparison(compared: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def show(ledger: Ledger, objective: Objective, compared: Sequence[Row], why_not: str) -> None:
-    """Print the tables; ``why_not`` says what kept the gateway's side away."""
+    """Print the tables; ``why_not`` is the reason why there is no comparison."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     limits = f"TTFT <= {objective.ttft_s:g} s and mean ITL <= {objective.itl_s:g} s"
     title = f"SLO: {limits}, over {ledger.seconds:.1f} s"
@@ -110,7 +110,7 @@ TAB = "slo"
 
 
 def add_web_tab(web_ui: Any, ledger: Ledger) -> None:
-    """Add the tab by the means that locust documents for extending its page."""
+    """Add a tab to locust's web page."""
     structure = [{"key": key, "title": title} for key, title in COLUMNS.items()]
     web_ui.template_args |= {
         "extended_tabs": [{"title": "Goodput", "key": TAB}],

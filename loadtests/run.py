@@ -1,4 +1,4 @@
-"""One load test from start to exit code: ledger, the gateway's side, tables, files, verdict."""
+"""One load test from start to exit code: counts, comparison with the gateway, tables and files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from loadtests.http_client import Connection
 from loadtests.slo import Ledger
 from loadtests.users import ModelUser, RequestFailed, first_model, objective
 
-# The master tells its workers to end their users, each answers with its last word; and how long past
-# the users' own time to end the master waits for it.
+# Messages: the master ends the users of its workers, and each worker answers with its last counts. The master
+# waits for them this much longer than the stop timeout of users.
 END_USERS = "tidegate-end-users"
-LAST_WORD = "tidegate-last-word"
-LAST_WORD_S = 5.0
+LAST_COUNTS = "tidegate-last-counts"
+LAST_COUNTS_S = 5.0
 
 
 class Run:
@@ -32,12 +32,12 @@ class Run:
         self._model = ""
         self._before: Counter[Key] = Counter()
         self._why_not = ""
-        self._last_words = 0
+        self._final_reports = 0
         events = environment.events
         if isinstance(environment.runner, WorkerRunner):
             events.test_start.add_listener(self._begin)
             events.report_to_master.add_listener(self._to_master)
-            events.test_stop.add_listener(self._say_last)
+            events.test_stop.add_listener(self._send_last_counts)
             environment.runner.register_message(END_USERS, self._end_users)
             return
         events.test_start.add_listener(self._start)
@@ -46,7 +46,7 @@ class Run:
         events.quitting.add_listener(self._quit)
         if isinstance(environment.runner, MasterRunner):
             events.worker_report.add_listener(self._from_worker)
-            environment.runner.register_message(LAST_WORD, self._hear_last)
+            environment.runner.register_message(LAST_COUNTS, self._receive_last_counts)
         if environment.web_ui is not None:
             report.add_web_tab(environment.web_ui, self._ledger)
 
@@ -55,7 +55,7 @@ class Run:
 
     def _start(self, **_: object) -> None:
         self._why_not = ""
-        self._last_words = 0
+        self._final_reports = 0
         self._before = self._gateway()
         self._begin()
 
@@ -74,7 +74,7 @@ class Run:
             report.save(options.csv_prefix, self._ledger, compared)
 
     def _quit(self, **_: object) -> None:
-        # A run that was interrupted is stopped after this event; its last requests count as well.
+        # An interrupted run is stopped after this event; its last requests count as well.
         runner = self._environment.runner
         if isinstance(runner, MasterRunner):
             runner.stop(send_stop_to_client=False)
@@ -85,7 +85,7 @@ class Run:
         if not total.requests:
             self._fail("no request has ended")
         elif total.attainment < wanted:
-            self._fail(f"{total.attainment:.3f} of the requests met the SLO; {wanted:g} was asked for")
+            self._fail(f"{total.attainment:.3f} of the requests met the SLO; expected {wanted:g}")
 
     def _gateway(self) -> Counter[Key]:
         """The gateway's samples, or none and the reason why."""
@@ -114,21 +114,21 @@ class Run:
     def _from_worker(self, *, data: dict[str, Any], **_: object) -> None:
         self._ledger.put(data["ledger"], perf_counter())
 
-    def _say_last(self, **_: object) -> None:
-        self._environment.runner.send_message(LAST_WORD, self._ledger.take())
+    def _send_last_counts(self, **_: object) -> None:
+        self._environment.runner.send_message(LAST_COUNTS, self._ledger.take())
 
-    def _hear_last(self, *, msg: Any, **_: object) -> None:
+    def _receive_last_counts(self, *, msg: Any, **_: object) -> None:
         self._ledger.put(msg.data, perf_counter())
-        self._last_words += 1
+        self._final_reports += 1
 
     def _end_users(self, **_: object) -> None:
         self._environment.runner.stop()
 
     def _wait_for_workers(self) -> None:
-        # Locust's master ends a headless test before its workers know, so what they count is not complete.
+        # Locust's master ends a headless test before its workers have sent all counts.
         self._environment.runner.send_message(END_USERS)
-        deadline = perf_counter() + self._environment.stop_timeout + LAST_WORD_S
-        while self._last_words < self._environment.runner.worker_count and perf_counter() < deadline:
+        deadline = perf_counter() + self._environment.stop_timeout + LAST_COUNTS_S
+        while self._final_reports < self._environment.runner.worker_count and perf_counter() < deadline:
             time.sleep(0.05)
 
     def _fail(self, why: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One finished request; ``error`` is empty for a success, ``aborted`` is a client that left.
+    """One finished request; ``error`` is empty for a success, ``aborted`` means that the client left.
 
-    Seconds and tokens; ``ttft_s`` is None for an answer that was not streamed, ``itl_s`` the mean time per
-    token after the first, ``gaps`` the seconds between reads.
+    ``ttft_s`` is ``None`` for an answer that was not streamed, ``itl_s`` is the mean time per token after the
+    first, ``gaps`` are the seconds between reads.
     """
 
     user: str
@@ -36,8 +36,8 @@ class Objective:
     def met(self, outcome: Outcome) -> bool:
         """Whether a request met the SLO.
 
-        A stream must meet both limits. A whole answer must arrive by the time at which a stream that just
-        meets both would have ended.
+        A stream must meet both limits. An answer in one piece must arrive before a stream at both
+        limits would end.
         """
         if outcome.error or outcome.aborted:
             return False
@@ -68,7 +68,7 @@ class Tally:
     e2e_s: float = 0.0
 
     def add(self, outcome: Outcome, objective: Objective) -> None:
-        """Count a request that ended; its first event was counted when it came."""
+        """Count a request that ended; its first event was counted before."""
         self.gaps += len(outcome.gaps)
         self.itl_s += sum(outcome.gaps)
         self.aborted += outcome.aborted
@@ -90,7 +90,7 @@ class Tally:
 
     @property
     def attainment(self) -> float:
-        """The fraction of requests that met the SLO, 0 without requests; failures did not."""
+        """The fraction of requests that met the SLO, 0 without requests; failures do not meet it."""
         return self.met / self.requests if self.requests else 0.0
 
 
@@ -112,7 +112,7 @@ class Ledger:
         self.began_at = self.ended_at = at
 
     def first_event(self, user: str, ttft_s: float) -> None:
-        """Count the first event of a stream when it comes, whatever becomes of the stream."""
+        """Count the first event of a stream, also if the stream fails later."""
         tally = self.of(user)
         tally.begun += 1
         tally.ttft_s += ttft_s
@@ -135,13 +135,13 @@ class Ledger:
         return self.ended_at - self.began_at
 
     def take(self) -> dict[str, Any]:
-        """What was counted since the last time, as plain data for another process."""
+        """The counts since the last call, as plain data for another process."""
         sums_by_name = {name: asdict(tally) for name, tally in self.tallies.items()}
         self.tallies.clear()
         return sums_by_name
 
     def put(self, sums_by_name: Mapping[str, Any], at: float) -> None:
-        """Add what another process took; it came ``at`` by this process's clock."""
+        """Add the counts of another process, received ``at`` by the clock of this process."""
         for name, sums in sums_by_name.items():
             self.of(name).merge(Tally(**sums))
             self.ended_at = max(self.ended_at, at)

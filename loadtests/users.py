@@ -1,4 +1,4 @@
-"""The users: each asks, waits for the end of the answer, and asks again."""
+"""The simulated users: each sends its next request when the last answer has ended."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from loadtests.options import prompt
 from loadtests.slo import Objective, Outcome
 from tidegate.replay.stream_reader import StreamTimings
 
-# A server that is down is not asked thousands of times a second.
+# Between two attempts to reach a server that is down.
 PAUSE_S = 0.2
 
 
 class RequestFailed(Exception):
-    """Why a request is a failure in locust's statistics."""
+    """The error of a request in locust's statistics."""
 
 
 def first_model(connection: Connection) -> str:
@@ -35,7 +35,7 @@ def first_model(connection: Connection) -> str:
 
 
 def objective(options: Any) -> Objective:
-    """What the options ask of a request."""
+    """The SLO in the options."""
     return Objective(ttft_s=options.slo_ttft_s, itl_s=options.slo_itl_s)
 
 
@@ -49,18 +49,17 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
     path = ""
 
     def on_start(self) -> None:
-        """Connect and learn the model's name."""
+        """Connect, and find the name of the model."""
         self._options = self.environment.parsed_options
         self._rng = random.Random()  # noqa: S311 - load, not secrets
         self._connection = Connection(self.host, self._options.api_key)
         self._model = self._options.model or first_model(self._connection)
 
     def on_stop(self) -> None:
-        """Hang up."""
         self._connection.close()
 
-    def ask(self) -> None:
-        """One request from its first byte to its last."""
+    def send(self) -> None:
+        """Send one request and read its answer."""
         streamed = self._rng.random() < self._options.stream_share
         aborts = self._rng.random() < self._options.abort_share
         body = {"model": self._model, "max_tokens": self._options.max_tokens, **self.question()}
@@ -76,14 +75,14 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
             time.sleep(PAUSE_S)
         self._report(outcome)
 
-    tasks = [ask]  # noqa: RUF012 - the name and form that locust reads
+    tasks = [send]  # noqa: RUF012 - locust reads this attribute
 
     def question(self) -> dict[str, Any]:
-        """The part of the body that is this route's own."""
+        """The part of the body that depends on the route."""
         raise NotImplementedError
 
     def _prompt(self) -> str:
-        return prompt(self._options.prompt_tokens, self._rng)
+        return prompt(self._options.prompt_tokens, self._rng.getrandbits(32))
 
     def _stream(self, name: str, raw: bytes, aborts: bool) -> Outcome:
         timings = StreamTimings()
@@ -139,13 +138,13 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
         )
 
     def _first(self, name: str, ttft_s: float) -> None:
-        # Counted when it comes, as the gateway does, whatever becomes of the stream.
+        # Counted at the first event, as in the gateway, also if the stream fails later.
         self.environment.ledger.first_event(name, ttft_s)
         self.environment.stats.get(name, "TTFT").log(1000 * ttft_s, 0)
 
     def _report(self, outcome: Outcome) -> None:
         self.environment.ledger.end(outcome, objective(self._options), perf_counter())
-        # Not by the request event: locust's totals count requests, not tokens.
+        # Without the request event: locust's totals count requests, not tokens.
         for gap in outcome.gaps:
             self.environment.stats.get(outcome.user, "ITL").log(1000 * gap, 0)
         if not outcome.aborted:
@@ -160,26 +159,24 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
 
 
 class ChatUser(ModelUser):
-    """Asks ``/v1/chat/completions``."""
+    """Sends chat completions."""
 
     weight = 3
     kind = "chat"
     path = "/v1/chat/completions"
 
     def question(self) -> dict[str, Any]:
-        """One turn."""
         return {"messages": [{"role": "user", "content": self._prompt()}]}
 
 
 class CompletionUser(ModelUser):
-    """Asks ``/v1/completions``."""
+    """Sends completions."""
 
     weight = 1
     kind = "completion"
     path = "/v1/completions"
 
     def question(self) -> dict[str, Any]:
-        """A bare prompt."""
         return {"prompt": self._prompt()}
 
 

@@ -57,8 +57,7 @@ def _embed_model_files(raw: dict[str, Any], folder: Path) -> None:
     for i, model in enumerate(models if isinstance(models, list) else []):
         profile = model.get("profile") if isinstance(model, Mapping) else None
         if isinstance(profile, str) and profile.endswith(".json"):
-            path = (folder / Path(profile).expanduser()).resolve()
-            model["profile"] = _model_file(path, f"models[{i}].profile")
+            model["profile"] = _model_file(_absolute(profile, folder), f"models[{i}].profile")
 
 
 def _model_file(path: Path, where: str) -> dict[str, Any]:
@@ -72,6 +71,10 @@ def _model_file(path: Path, where: str) -> dict[str, Any]:
     return content
 
 
+def _absolute(path: str, folder: Path) -> Path:
+    return (folder / Path(path).expanduser()).resolve()
+
+
 def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
     for i, model in enumerate(raw["models"]):
         source = model.get("source", "")
@@ -80,40 +83,25 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
                 raise ConfigError(f"models[{i}].source", source, f"a path that exists (looked at {local})")
             model["source"] = str(local)
         _absolute_file(model, "token_file", f"models[{i}]", folder)
-        _absolute_adapters(model, folder)
-        _absolute_policies(model, folder)
+        # An adapter may be missing: the deployment file is valid without it.
+        for adapter in (model.get("adapters") or {}).get("sources", []):
+            for entry in (adapter, *adapter.get("versions", {}).values()):
+                for key in ("path", "source"):
+                    if (source := entry.get(key)) and "://" not in source and not source.startswith("hf:"):
+                        entry[key] = str(_absolute(source, folder))
+        control = model.get("control", {})
+        for key in ("policy", "shadow"):
+            if control.get(key) is not None:
+                control[key] = beside(control[key], folder)
     for i, upstream in enumerate(raw.get("upstreams", [])):
         _absolute_file(upstream, "key_file", f"upstreams[{i}]", folder)
-    embedded = raw.get("store", "").removeprefix("sqlite:///")
-    if embedded != raw.get("store", ""):
-        raw["store"] = f"sqlite:///{(folder / Path(embedded).expanduser()).resolve()}"
-
-
-def _absolute_adapters(model: dict[str, Any], folder: Path) -> None:
-    """Existence is not checked here: a missing adapter does not make the deployment file invalid."""
-    for entry in (model.get("adapters") or {}).get("sources", []):
-        versions = entry.get("versions", {}).values()
-        for where, key in (
-            (entry, "path"),
-            (entry, "source"),
-            *((version, "source") for version in versions),
-        ):
-            source = where.get(key, "")
-            if source and "://" not in source and not source.startswith("hf:"):
-                where[key] = str((folder / Path(source).expanduser()).resolve())
-
-
-def _absolute_policies(model: dict[str, Any], folder: Path) -> None:
-    """A custom policy beside the file gets an absolute path, as the controller runs in another folder."""
-    control = model.get("control", {})
-    for key in ("policy", "shadow"):
-        if control.get(key) is not None:
-            control[key] = beside(control[key], folder)
+    if (store := raw.get("store", "")).startswith("sqlite:///"):
+        raw["store"] = f"sqlite:///{_absolute(store.removeprefix('sqlite:///'), folder)}"
 
 
 def _absolute_file(entry: dict[str, Any], key: str, prefix: str, folder: Path) -> None:
     if entry.get(key):
-        path = (folder / Path(entry[key]).expanduser()).resolve()
+        path = _absolute(entry[key], folder)
         if not path.is_file():
             raise ConfigError(f"{prefix}.{key}", entry[key], f"a file that exists (looked at {path})")
         entry[key] = str(path)
@@ -124,7 +112,6 @@ def _local(source: str, folder: Path) -> Path | None:
 
     ``ORG/NAME`` is a path only if that folder exists beside the file.
     """
-    if source.startswith("package:"):
-        return None
-    path = (folder / Path(source).expanduser()).resolve()
-    return path if source.startswith((".", "/", "~")) or path.exists() else None
+    path = _absolute(source, folder)
+    is_path = source.startswith((".", "/", "~")) or path.exists()
+    return path if is_path and not source.startswith("package:") else None

@@ -17,8 +17,6 @@ from policy.errors import (
 
 
 class Exit(IntEnum):
-    """The exit codes of every command."""
-
     OK = 0
     FAILED = 1
     USAGE = 2
@@ -55,5 +53,4 @@ _BY_ERROR: tuple[tuple[type[Exception], Exit], ...] = (
 
 
 def exit_of(error: BaseException) -> Exit:
-    """The exit code for ``error``."""
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.FAILED)

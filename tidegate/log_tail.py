@@ -39,7 +39,6 @@ class Follower:
         return [line.decode(errors="replace") for line in complete]
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _rotated(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -29,6 +29,11 @@ class Figure(msgspec.Struct, frozen=True):
         scaled = self.times(scale)
         middle, low, high = (f"{each:.{digits}f}" for each in (scaled.median, scaled.low, scaled.high))
         return middle if low == high else f"{middle} ({low}-{high})"
+
+
+def figures_of(rounds: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
+    """The figure of each quantity that was measured in every round."""
+    return {name: Figure.of([each[name] for each in rounds]) for name in rounds[0]}
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -69,7 +69,6 @@ class Tree:
                 raise RuntimeError(f"ended with {process.returncode}: {self.tail()}")
 
     def tail(self) -> str:
-        """The end of the output."""
         return self._log.read_text(errors="replace")[-2000:]
 
     def _all(self) -> list[psutil.Process]:
@@ -152,7 +151,6 @@ class Mock:
         return self.order(Order())
 
     def close(self) -> None:
-        """Close the control connection."""
         self._answers.close()
         self._socket.close()
 

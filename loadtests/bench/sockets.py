@@ -1,10 +1,9 @@
-"""One inherited socket or SO_REUSEPORT: what clients notice when a gateway worker is replaced under load.
+"""One inherited socket or SO_REUSEPORT: errors of clients while a gateway worker is replaced under load.
 
-``python -m loadtests.bench.sockets [--rounds 3] [--json FILE]``. Three ways to share the client port
-between two workers: one listening socket that both inherit; a SO_REUSEPORT socket for each, which its
-worker alone holds; and the same held open by the parent too. In each round one worker is ended by
-SIGTERM (a replacement starts when it is gone) and one by SIGKILL, while clients connect anew for
-every request and others keep their connections.
+``python -m loadtests.bench.sockets [--rounds 3] [--json FILE]``. Three ways to share the client port between
+two workers: one listening socket that both inherit; a SO_REUSEPORT socket for each, which only its worker
+holds; and the same, held open by the parent as well. In each round one worker is ended by SIGTERM or SIGKILL
+and replaced, while some clients open a connection for every request and others keep theirs.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ import uvloop
 from loadtests.bench.figures import Figure
 from loadtests.bench.processes import ROOT, Mock, mock
 from policy.stats.quantiles import nearest_rank
+from tidegate.replay.http_client import Connection, WholeBody
 
 WAYS = ("inherited", "reuseport", "reuseport-held")
 REQUEST = (
@@ -37,8 +37,9 @@ REQUEST = (
     b"connection: %b\r\ncontent-length: %d\r\n\r\n%b"
 )
 BODY = b'{"model":"alpha","messages":[{"role":"user","content":"hi"}]}'
-ANEW = REQUEST % (b"close", len(BODY), BODY)
-KEPT = REQUEST % (b"keep-alive", len(BODY), BODY)
+NEW_CONNECTION = REQUEST % (b"close", len(BODY), BODY)
+KEPT_CONNECTION = REQUEST % (b"keep-alive", len(BODY), BODY)
+KEPT_PERIOD_S = 0.05
 
 
 def listening(port: int, *, reuse: bool) -> socket.socket:
@@ -65,10 +66,8 @@ class Workers:
         self.processes: dict[int, asyncio.subprocess.Process] = {}
 
     async def start(self, slot: int) -> None:
-        """Start the worker of ``slot`` and wait until it says that it serves."""
-        sock = self._sockets.get(slot)
-        if sock is None:
-            sock = listening(self.port, reuse=True)
+        """Start the worker of ``slot`` and wait until it reports that it serves."""
+        sock = self._sockets.get(slot) or listening(self.port, reuse=True)
         fds = (sock.fileno(), self._admin.fileno())
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "gateway.main", "--state", str(self._root), "--worker", str(slot)),
@@ -81,12 +80,12 @@ class Workers:
         self.processes[slot] = process
         assert process.stderr is not None
         await process.stderr.readline()
-        if self._way == "reuseport":  # the worker alone holds it
+        if self._way == "reuseport":  # only the worker holds it
             sock.close()
             self._sockets.pop(slot, None)
 
     async def end(self, slot: int, number: signal.Signals) -> None:
-        """End the worker of ``slot`` and wait until it is gone."""
+        """End the worker of ``slot`` and wait for its exit."""
         process = self.processes[slot]
         if process.returncode is None:
             process.send_signal(number)
@@ -103,38 +102,36 @@ class Workers:
         ]
 
     def close(self) -> None:
-        """Let go of the sockets."""
         for sock in {*self._sockets.values(), self._admin}:
             sock.close()
 
 
 class Clients:
-    """Clients of both kinds, and what happened to their requests."""
+    """Clients of both kinds, and the outcomes of their requests."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self.outcomes: Counter[str] = Counter()
-        self.took: list[float] = []
+        self.e2e_s: list[float] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._kept: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def start(self, rate: float, kept: int) -> None:
-        """``rate`` new connections a second, each for one request; ``kept`` more that ask every 50 ms."""
-        self._tasks = [asyncio.create_task(self._stay()) for _ in range(kept)]
-        self._tasks.append(asyncio.create_task(self._arrive(rate)))
+    def start(self, rate: float, kept: int) -> None:
+        """``rate`` new connections a second with one request each, and ``kept`` that stay open."""
+        self._tasks = [asyncio.create_task(self._send_on_kept_connection()) for _ in range(kept)]
+        self._tasks.append(asyncio.create_task(self._send_at(rate)))
 
     async def stop(self) -> None:
-        """No more requests; those that run are waited for, a little."""
+        """Send no more requests; those in flight have 5 s to end."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _arrive(self, rate: float) -> None:
+    async def _send_at(self, rate: float) -> None:
         running: set[asyncio.Task[None]] = set()
         due = time.perf_counter()
         try:
             while True:
-                task = asyncio.create_task(self._once())
+                task = asyncio.create_task(self._send_on_new_connection())
                 running.add(task)
                 task.add_done_callback(running.discard)
                 due += 1 / rate
@@ -143,48 +140,38 @@ class Clients:
             if running:
                 await asyncio.wait(running, timeout=5)
 
-    async def _once(self) -> None:
+    async def _send_on_new_connection(self) -> None:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(20):
-                reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-                writer.write(ANEW)
-                answer = await reader.read()
-                writer.close()
-        except (OSError, TimeoutError) as error:
-            self.outcomes[type(error).__name__] += 1
-            return
-        self._count(answer, began)
+                outcome = await self._send(await self._connect(), NEW_CONNECTION)
+        except OSError as error:
+            outcome = type(error).__name__
+        self.outcomes[outcome] += 1
+        if outcome == "ok":
+            self.e2e_s.append(time.perf_counter() - began)
 
-    async def _stay(self) -> None:
-        writer: asyncio.StreamWriter | None = None
+    async def _send_on_kept_connection(self) -> None:
+        connection: Connection | None = None
         while True:
             began = time.perf_counter()
             try:
-                if writer is None:
-                    reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-                writer.write(KEPT)
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-                await reader.readexactly(length)
-                if head.startswith(b"HTTP/1.1 200"):
-                    self.outcomes["kept ok"] += 1
-                else:
-                    self.outcomes["kept " + head[9:12].decode()] += 1
-                if b"connection: close" in head.lower():
-                    writer.close()
-                    writer = None
-            except (OSError, asyncio.IncompleteReadError) as error:
-                self.outcomes[f"kept {type(error).__name__}"] += 1
-                writer = None
-            await asyncio.sleep(max(0.0, 0.05 - (time.perf_counter() - began)))
+                if connection is None or not connection.open:
+                    connection = await self._connect()
+                outcome = await self._send(connection, KEPT_CONNECTION)
+            except OSError as error:
+                outcome = type(error).__name__
+            self.outcomes[f"kept {outcome}"] += 1
+            await asyncio.sleep(max(0.0, KEPT_PERIOD_S - (time.perf_counter() - began)))
 
-    def _count(self, answer: bytes, began: float) -> None:
-        if answer.startswith(b"HTTP/1.1 200"):
-            self.outcomes["ok"] += 1
-            self.took.append(time.perf_counter() - began)
-        else:
-            self.outcomes[answer[9:12].decode() if answer else "EmptyAnswer"] += 1
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
+        return connection
+
+    async def _send(self, connection: Connection, request: bytes) -> str:
+        status = await connection.exchange(request, WholeBody())
+        return "ok" if status == 200 else str(status)
 
 
 @contextmanager
@@ -198,32 +185,32 @@ def _deployment(upstream: Mock) -> Iterator[Path]:
 async def one_round(
     way: str, number: signal.Signals, root: Path, given: argparse.Namespace
 ) -> dict[str, Any]:
-    """One worker of two is ended by ``number`` in the middle of the load, and replaced."""
+    """End one of two workers by the signal ``number`` under load, and replace it."""
     workers = Workers(way, root)
     await asyncio.gather(workers.start(0), workers.start(1))
     await asyncio.sleep(0.5)
     clients = Clients(workers.port)
-    await clients.start(given.rate, given.kept)
+    clients.start(given.rate, given.kept)
     await asyncio.sleep(given.seconds)
-    before, steady = workers.connections(), list(clients.took)
-    clients.took.clear()
+    before, steady = workers.connections(), list(clients.e2e_s)
+    clients.e2e_s.clear()
     await workers.end(0, number)
     await workers.start(0)
     await asyncio.sleep(given.seconds)
-    blip = list(clients.took)
+    during = list(clients.e2e_s)
     after = workers.connections()
     await clients.stop()
     await asyncio.gather(*(workers.end(slot, signal.SIGTERM) for slot in (0, 1)))
     workers.close()
-    wrong = {what: n for what, n in clients.outcomes.items() if what not in ("ok", "kept ok")}
+    wrong = {outcome: count for outcome, count in clients.outcomes.items() if not outcome.endswith("ok")}
     return {
         "ok": clients.outcomes["ok"],
         "wrong": wrong,
         "kept before": before,
         "kept after": after,
         "p99 before": nearest_rank(steady, 0.99),
-        "p99 during": nearest_rank(blip, 0.99),
-        "max during": max(blip),
+        "p99 during": nearest_rank(during, 0.99),
+        "max during": max(during),
     }
 
 
@@ -255,8 +242,8 @@ def main() -> None:
         rounds = uvloop.run(measure(given, upstream))
     for name, found in rounds.items():
         failed = Figure.of([sum(each["wrong"].values()) for each in found]).text()
-        blip = Figure.of([each["max during"] for each in found]).text(0, 1e3)
-        sys.stdout.write(f"{name}: failed {failed}, slowest {blip} ms\n")
+        slowest = Figure.of([each["max during"] for each in found]).text(0, 1e3)
+        sys.stdout.write(f"{name}: failed {failed}, slowest {slowest} ms\n")
     if given.json:
         given.json.write_text(json.dumps(rounds, indent=1))
 

@@ -7,6 +7,7 @@ user's; an existing environment is reused.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import socket
 import subprocess
@@ -16,12 +17,12 @@ import time
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from loadtests.bench.processes import ROOT, Tree, free_ports
 from loadtests.bench.upstream_answers import BODY
-from loadtests.bench.workload import KEY, chat, request
+from loadtests.bench.workload import KEY, chat
 from store.state_dir import StateDir
 from tidegate.supervisor.command_lines import gateway_worker
 
@@ -30,23 +31,18 @@ REQUIREMENTS = Path(__file__).parent / "requirements"
 
 @dataclass(frozen=True)
 class Peer:
-    """A router for OpenAI-compatible servers, and its policies that are measured.
-
-    ``launch`` is what its interpreter runs; ``flags`` are given in every run.
-    """
+    """A router for OpenAI-compatible servers: its Python package and its policies that are measured."""
 
     name: str
-    launch: tuple[str, ...]
+    package: str
     policies: tuple[str, ...]
-    flags: tuple[str, ...] = ()
+    log_level: str
 
     @property
     def requirements(self) -> Path:
-        """The requirements file."""
         return REQUIREMENTS / f"{self.name}.txt"
 
     def python(self, folder: Path) -> Path:
-        """The interpreter of its environment in ``folder``."""
         return folder / self.name / "bin" / "python"
 
     def installed(self, folder: Path) -> bool:
@@ -54,7 +50,12 @@ class Peer:
         python = self.python(folder)
         if not python.exists():
             return False
-        asked = subprocess.run([python, *self.launch, "--help"], capture_output=True, timeout=60, check=False)
+        asked = subprocess.run(
+            [python, "-m", f"{self.package}.launch_router", "--help"],
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
         return asked.returncode == 0
 
     def install(self, folder: Path) -> None:
@@ -70,33 +71,17 @@ class Peer:
         """The command line: one worker, no access log, default retries or none."""
         return [
             str(python),
-            *self.launch,
+            *("-m", f"{self.package}.launch_router", "--log-level", self.log_level),
             *("--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls),
             *("--policy", policy, "--prometheus-port", str(metrics)),
-            *self.flags,
             *(() if retries else ("--disable-retries",)),
         ]
 
 
 PEERS = (
-    Peer(
-        "vllm-router",
-        ("-m", "vllm_router.launch_router"),
-        ("round_robin", "cache_aware", "consistent_hash"),
-        ("--log-level", "warning"),
-    ),
-    Peer(
-        "smg",
-        ("-m", "smg.launch_router"),
-        ("round_robin", "cache_aware", "prefix_hash"),
-        ("--log-level", "warn"),
-    ),
-    Peer(
-        "sglang-router",
-        ("-m", "sglang_router.launch_router"),
-        ("round_robin", "cache_aware"),
-        ("--log-level", "warn"),
-    ),
+    Peer("vllm-router", "vllm_router", ("round_robin", "cache_aware", "consistent_hash"), "warning"),
+    Peer("smg", "smg", ("round_robin", "cache_aware", "prefix_hash"), "warn"),
+    Peer("sglang-router", "sglang_router", ("round_robin", "cache_aware"), "warn"),
 )
 
 
@@ -136,7 +121,6 @@ class System:
 
     @property
     def ours(self) -> bool:
-        """Whether it is Tidegate."""
         return self.peer is None
 
 
@@ -148,7 +132,6 @@ class Running:
     port: int
     tree: Tree
     cold_start_s: float = 0.0
-    resources: ExitStack = field(default_factory=ExitStack)
 
 
 def document(urls: Sequence[str], *, adapters: int = 8) -> dict[str, object]:
@@ -205,13 +188,12 @@ def running(
 
 def _wait(found: Running, began: float, probes: int) -> None:
     """Wait until ``probes`` requests in a row, on new connections, get the upstream's answer."""
-    asked = request(chat("ready?"))
     good = 0
     while good < probes:
         found.tree.check()
         if time.perf_counter() - began > READY_S:
             raise RuntimeError(f"{found.system.name} is not ready after {READY_S:.0f} s: {found.tree.tail()}")
-        if _answers(found.port, asked):
+        if _answers(found.port):
             good += 1
             found.cold_start_s = found.cold_start_s or time.perf_counter() - began
         else:
@@ -219,18 +201,14 @@ def _wait(found: Running, began: float, probes: int) -> None:
             time.sleep(0.01)
 
 
-def _answers(port: int, asked: bytes) -> bool:
+def _answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-            connection.sendall(asked)
-            answer = b""
-            while not answer.endswith(BODY):
-                data = connection.recv(65536)
-                if not data:
-                    return False
-                answer += data
-                if not answer.startswith(b"HTTP/1.1 200"[: len(answer)]):
-                    return False
-    except OSError:
+        connection.request("POST", "/v1/chat/completions", chat("ready?"), headers)
+        answer = connection.getresponse()
+        return answer.status == 200 and answer.read() == BODY
+    except (OSError, http.client.HTTPException):
         return False
-    return True
+    finally:
+        connection.close()

@@ -18,7 +18,7 @@ from loadtests.bench.upstream_answers import ANSWER, CHUNK, END, HEAD, LAST, mod
 
 
 class Order(msgspec.Struct, kw_only=True):
-    """What the control port is told: all replicas anew, or one that is slow, gone or back."""
+    """An order to the control port: configure all replicas, or make one slow, dead or alive."""
 
     setting: Setting | None = None
     replica: int = 0
@@ -71,7 +71,7 @@ class Exchange(asyncio.Protocol):
             self._answer(head, body)
 
     def _answer(self, head: bytes, body: bytes) -> None:
-        if not head.startswith((b"GET ", b"POST ")):  # routers try whether a worker speaks HTTP/2
+        if not head.startswith((b"GET ", b"POST ")):  # routers probe a worker for HTTP/2
             self._transport.abort()
             return
         path = head.split(b" ", 2)[1]
@@ -107,7 +107,7 @@ class Exchange(asyncio.Protocol):
             self._transport.write(ANSWER)
 
     def _next(self, began: float, sent: int, tokens: int) -> None:
-        """The chunk after ``sent`` others; ``tokens`` of the prompt are told at the end, unless 0."""
+        """The chunk after ``sent`` others; ``tokens`` of the prompt are reported at the end, unless 0."""
         setting = self._server.replica.setting
         if sent >= setting.chunks:
             self._transport.write(LAST + usage(tokens, sent) + END if tokens else LAST + END)
@@ -128,7 +128,7 @@ def unchunked(data: bytes) -> bytes:
 
 
 class Server:
-    """One replica on one port, which can go away and come back."""
+    """One replica on one port, which can be killed and revived."""
 
     def __init__(self, port: int, setting: Setting) -> None:
         self._port = port
@@ -137,14 +137,14 @@ class Server:
         self._listening: asyncio.Server | None = None
 
     async def revive(self) -> None:
-        """Listen, unless it does."""
+        """Listen, if it does not."""
         if self._listening is None:
             self._listening = await asyncio.get_running_loop().create_server(
                 lambda: Exchange(self), "127.0.0.1", self._port, backlog=4096
             )
 
     def kill(self) -> None:
-        """Die as a process does: no more connections, those that are open are reset."""
+        """Close as a killed process does: open connections are reset."""
         if self._listening is not None:
             self._listening.close()
             self._listening = None

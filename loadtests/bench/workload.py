@@ -52,7 +52,6 @@ class Sized:
         ]
 
     def __call__(self, index: int) -> bytes:
-        """The request with that number."""
         return self._requests[index % len(self._requests)]
 
 
@@ -82,7 +81,6 @@ class Adapted:
         self._chars = chars
 
     def __call__(self, index: int) -> bytes:
-        """The request with that number."""
         content = marked(index, 0, self._chars) + words(self._chars - MARK_CHARS, index)
         return request(chat(content, model=self._names[index], stream=True))
 

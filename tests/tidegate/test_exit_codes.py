@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -20,7 +20,7 @@ from policy.errors import (
 )
 from store.state_dir import StateDir
 from tidegate.exit_codes import Exit, exit_of
-from tidegate.supervisor.control_socket import Commands, SupervisorClient, SupervisorStatus, serve
+from tidegate.supervisor.control_socket import Line, Request, SupervisorClient, serve
 
 
 @pytest.mark.parametrize(
@@ -40,16 +40,6 @@ def test_an_error_says_what_kind_of_failure_it_is(error: Exception, code: Exit) 
     assert exit_of(error) is code
 
 
-class Refusing:
-    """A supervisor that answers every request with ``error``."""
-
-    def __init__(self, error: TidegateError) -> None:
-        self._error = error
-
-    def status(self) -> SupervisorStatus:
-        raise self._error
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -61,8 +51,12 @@ class Refusing:
     ],
 )
 async def test_an_error_crosses_the_socket_as_itself(error: TidegateError, tmp_path: Path) -> None:
+    async def refuse(_: Request) -> AsyncIterator[Line]:
+        raise error
+        yield
+
     state = StateDir(tmp_path).ensure()
-    async with await serve(state.socket_path, cast("Commands", Refusing(error))):
+    async with await serve(state.socket_path, refuse):
         with pytest.raises(TidegateError) as caught:
             await asyncio.to_thread(SupervisorClient(state).status)
     assert (exit_of(caught.value), str(caught.value)) == (exit_of(error), str(error))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +21,7 @@ from policy.engine.step_samples import StepSample
 from policy.errors import PreconditionFailed, TargetError, TidegateError
 from policy.routing.settings import START_SHARE
 from policy.types import EngineKind, Replica, ReplicaPhase, Runner
-from serve.autoscaler.step_report_stream import StepLine
+from policy.wire.reports import EngineReport
 from serve.controller.client import ControllerClient
 from serve.host.version_check import installed
 from sim.calibration.fit import Observation, fit_model, initial_guess
@@ -59,9 +58,7 @@ class StepListener:
         self.check()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
 
     def check(self) -> None:
@@ -79,7 +76,8 @@ class StepListener:
     def _listen(self) -> None:
         try:
             for line in self._client.steps(self._model):
-                self._take(line)
+                if line.engine is not None:
+                    self._add(line.shape, line.engine)
                 self._listening.set()
                 if self._stopped.is_set():
                     return
@@ -88,15 +86,13 @@ class StepListener:
         finally:
             self._listening.set()
 
-    def _take(self, line: StepLine) -> None:
-        if line.engine is None:
-            return
+    def _add(self, shape: str, engine: EngineReport) -> None:
         with self._lock:
-            self._samples += line.engine.steps
-            self.shapes.add(line.shape)
-            self.hardware = line.engine.hardware
-            if line.engine.timing is not None:
-                self.limits = line.engine.timing.limits
+            self._samples += engine.steps
+            self.shapes.add(shape)
+            self.hardware = engine.hardware
+            if engine.timing is not None:
+                self.limits = engine.timing.limits
 
 
 # Load points that give an estimate of the step times before the others are chosen.

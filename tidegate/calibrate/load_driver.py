@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
-import numpy as np
-
 from policy.errors import PreconditionFailed
 from sim.calibration.load_points import Latency, Point
 from sim.request_arrival import Arrival
-from tidegate.replay.endpoint_api import RequestFormat
+from tidegate.replay.endpoint_api import RequestFormat, send
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
 from tidegate.replay.stream_reader import StreamTimings
@@ -68,16 +67,13 @@ class LoadDriver:
                 client.result()  # raises errors that no endpoint causes
         if refused and not ended:
             raise PreconditionFailed(f"{point.description}: every request failed: {refused[0]}")
-        counted = [reading.input_tokens for reading in ended if reading.input_tokens]
-        if counted:
-            point = point._replace(input_tokens=round(float(np.median(counted))))
-        answered = [reading.output_tokens for reading in ended if reading.output_tokens]
-        if answered:
-            point = point._replace(output_tokens=round(float(np.median(answered))))
+        for name in ("input_tokens", "output_tokens"):
+            if counted := [tokens for timings in ended if (tokens := getattr(timings, name))]:
+                point = point._replace(**{name: round(statistics.median(counted))})
         latencies = [
-            Latency(reading.first_at - reading.sent_at, reading.itl_s() or 0.0)
-            for reading in ended
-            if reading.first_at is not None and reading.sent_at is not None
+            Latency(timings.first_at - timings.sent_at, timings.itl_s() or 0.0)
+            for timings in ended
+            if timings.first_at is not None
         ]
         return DriveResult(point, lasted_s, latencies, refused[0] if refused else "")
 
@@ -86,13 +82,9 @@ class LoadDriver:
             wanted = Arrival(0.0, point.input_tokens, point.output_tokens)
             text = self.prompts.text(wanted, next(self._numbers))
             body = self.asking.body(self.asking.model, text, point.output_tokens)
-            reading = StreamTimings()
-            try:
-                reading.end(await self.pool.post(self.asking.path, body, reading))
-            except OSError as error:
-                reading.error = str(error) or type(error).__name__
-            if reading.error:
-                refused.append(reading.error)
+            _, timings = await send(self.pool, self.asking.path, body)
+            if timings.error:
+                refused.append(timings.error)
                 await asyncio.sleep(REFUSED_S)
             else:
-                ended.append(reading)
+                ended.append(timings)

@@ -97,40 +97,31 @@ key_option = click.option(
 )
 
 
-def number_option(name: str, number: click.ParamType[Any], default: float | None, note: str) -> Decorator:
-    """An option with a numeric default that the help shows; its parameter has the last name of ``name``."""
-    *flags, parameter = name.split()
-    return click.option(
-        *(flags or (parameter,)), *((parameter,) if flags else ()), type=number, default=default,
-        show_default=default is not None, help=note,
-    )  # fmt: skip
+def number_option(names: str, number: click.ParamType[Any], default: float | None, note: str) -> Decorator:
+    """An option with a numeric default that the help shows; ``names`` are separated by spaces."""
+    return click.option(*names.split(), type=number, default=default, show_default=True, help=note)
 
 
 def plot_option(content: str) -> Decorator:
-    """``--plot FILE``."""
     return click.option("--plot", type=OutputFile(), help=f"Write {content} to this file, as SVG.")
 
 
 def seed_option(default: int | None = 0, note: str = "") -> Decorator:
-    """``--seed``."""
     return number_option("--seed", click.IntRange(0, 2**63 - 1), default, f"Random seed{note}.")
 
 
 def trace_option(*, required: bool) -> Decorator:
-    """``--trace``."""
     return click.option(
         "--trace", required=required, type=FILE, help="A published or captured trace, or a workload in YAML."
     )
 
 
 def rate_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--rate``."""
     note = "Multiply the request rate by this factor."
     return number_option("--rate", Real(1e-6, 1e6), 1.0, note)(command)
 
 
 def slice_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--from-s`` and ``--to-s``."""
     to_s = click.option(
         "--to-s", type=Real(0, 1e12), callback=_after_from, help="Stop before this second of the trace."
     )

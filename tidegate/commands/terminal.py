@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 import click
@@ -26,12 +25,10 @@ def console() -> Console:
 
 
 def print_json(value: object) -> None:
-    """Print ``value`` as one line of JSON."""
     click.echo(msgspec.json.encode(value).decode())
 
 
 def warn(text: str) -> None:
-    """Print a line on standard error."""
     click.echo(text, err=True)
 
 
@@ -92,15 +89,12 @@ class Bar:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._bar.stop()
         for task in list(self._running) if error is None else ():
             self._finish(task)
 
     def note(self, text: str) -> None:
-        """Print a line above the bars."""
         if self._bar.disable:
             warn(text)
         else:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from itertools import islice
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import msgspec
+import numpy as np
 
 from policy.errors import TidegateError
-
-# Lines sorted in memory at once: about 100 MB with long prompts.
-MAX_LINES = 100_000
 
 
 class CaptureRefused(TidegateError):
@@ -71,36 +66,20 @@ class CaptureFile:
         self._part.write(line + b"\n")
 
 
-def in_order(part: Path, target: Path, *, most: int | None = None) -> None:
+def in_order(part: Path, target: Path) -> None:
     """Write ``part``, a header and lines in any order, to ``target``, sorted by time.
 
-    At most ``most`` lines are in memory: a longer file is sorted in runs beside ``target``.
+    Only the instants and the positions of the lines are in memory, 16 bytes per line.
     """
-    most = MAX_LINES if most is None else most
-    with ExitStack() as files:
-        lines = files.enter_context(part.open("rb"))
-        header = lines.readline()
-        run = _sorted(lines, most)
-        runs: list[Iterator[tuple[float, bytes]]] = []
-        while len(run) == most:
-            file = files.enter_context(tempfile.TemporaryFile(dir=target.absolute().parent))
-            file.writelines(line for _, line in run)
-            file.seek(0)
-            runs.append(_instants(file))
-            run = _sorted(lines, most)
-        written = files.enter_context(target.open("wb"))
-        written.write(header)
-        written.writelines(line for _, line in heapq.merge(*runs, run, key=_instant))
-
-
-def _sorted(lines: IO[bytes], most: int) -> list[tuple[float, bytes]]:
-    return sorted(islice(_instants(lines), most), key=_instant)
-
-
-def _instants(lines: IO[bytes]) -> Iterator[tuple[float, bytes]]:
-    """Each complete line with its instant; a killed process may leave a partial last line."""
-    return ((_decode(line).at, line) for line in lines if line.endswith(b"\n"))
-
-
-def _instant(entry: tuple[float, bytes]) -> float:
-    return entry[0]
+    instants, positions = array("d"), array("q")
+    with part.open("rb") as lines, target.open("wb") as written:
+        written.write(lines.readline())
+        position = lines.tell()
+        for line in lines:
+            if line.endswith(b"\n"):  # a killed process may leave a partial last line
+                instants.append(_decode(line).at)
+                positions.append(position)
+            position += len(line)
+        for index in np.argsort(instants, kind="stable"):
+            lines.seek(positions[index])
+            written.write(lines.readline())

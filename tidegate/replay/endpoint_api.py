@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from time import perf_counter
 
 import msgspec
 
@@ -34,7 +33,6 @@ class RequestFormat:
 
     @property
     def path(self) -> str:
-        """The route."""
         return CHAT if self.chat else COMPLETIONS
 
     def name(self, arrival: Arrival) -> str:
@@ -58,8 +56,6 @@ class RequestFormat:
         return _encode(body)
 
 
-T = TypeVar("T")
-
 # Two lengths give the tokens per word and per prompt. Both fit into small contexts.
 _SHORT, _LONG = 64, 320
 
@@ -79,7 +75,10 @@ class _Models(msgspec.Struct):
 async def models_of(pool: Pool) -> list[str]:
     """The models that the endpoint lists, at least one."""
     answer = WholeBody()
-    status = await _reached(pool.get("/v1/models", answer))
+    try:
+        status = await pool.get("/v1/models", answer)
+    except OSError as error:
+        raise _unreachable(describe_error(error)) from None
     try:
         models = msgspec.json.decode(answer.body, type=_Models).data
     except msgspec.MsgspecError:
@@ -87,6 +86,27 @@ async def models_of(pool: Pool) -> list[str]:
     if status != 200 or not models:
         raise EndpointRefused(f"/v1/models answered {status} and names no model: say which with --model")
     return [model.id for model in models]
+
+
+async def send(pool: Pool, path: str, body: bytes) -> tuple[int, StreamTimings]:
+    """Send one request; returns the status, 0 without an answer, and the timings, with the error if any."""
+    timings = StreamTimings(sent_at=perf_counter())
+    status = 0
+    try:
+        status = await pool.post(path, body, timings)
+        timings.end(status)
+    except OSError as error:
+        timings.error = describe_error(error)
+    return status, timings
+
+
+def describe_error(error: OSError) -> str:
+    """Its message, or its type without one."""
+    return str(error) or type(error).__name__
+
+
+def _unreachable(error: str) -> Unreachable:
+    return Unreachable(f"the endpoint does not answer: {error}")
 
 
 async def probe(pool: Pool, asking: RequestFormat, seed: int) -> tuple[RequestFormat, Fit]:
@@ -97,30 +117,23 @@ async def probe(pool: Pool, asking: RequestFormat, seed: int) -> tuple[RequestFo
     """
     prompts = Prompts(seed)
     short = Arrival(at=0.0, input_tokens=_SHORT, output_tokens=1)
-    status, first = await _ask(pool, asking, prompts.text(short, -1))
+    status, first = await _probe_length(pool, asking, prompts.text(short, -1))
     if status == 400 and asking.exact:
         asking = replace(asking, exact=False)
-        status, first = await _ask(pool, asking, prompts.text(short, -1))
+        status, first = await _probe_length(pool, asking, prompts.text(short, -1))
     if first.error:
         raise EndpointRefused(f"{asking.path} answered {status}: {first.error}")
     if not first.input_tokens:
         return asking, Fit()
-    _, longer = await _ask(pool, asking, prompts.text(short._replace(input_tokens=_LONG), -2))
+    _, longer = await _probe_length(pool, asking, prompts.text(short._replace(input_tokens=_LONG), -2))
     if longer.input_tokens <= first.input_tokens:
         return asking, Fit()
     per_word = (longer.input_tokens - first.input_tokens) / (_LONG - _SHORT)
     return asking, Fit(max(first.input_tokens - per_word * _SHORT, 0.0), per_word)
 
 
-async def _ask(pool: Pool, asking: RequestFormat, prompt: str) -> tuple[int, StreamTimings]:
-    reading = StreamTimings()
-    status = await _reached(pool.post(asking.path, asking.body(asking.model, prompt, 1), reading))
-    reading.end(status)
-    return status, reading
-
-
-async def _reached(answer: Coroutine[Any, Any, T]) -> T:
-    try:
-        return await answer
-    except OSError as error:
-        raise Unreachable(f"the endpoint does not answer: {error or type(error).__name__}") from None
+async def _probe_length(pool: Pool, asking: RequestFormat, prompt: str) -> tuple[int, StreamTimings]:
+    status, timings = await send(pool, asking.path, asking.body(asking.model, prompt, 1))
+    if not status:
+        raise _unreachable(timings.error)
+    return status, timings

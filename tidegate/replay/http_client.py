@@ -37,11 +37,9 @@ class Origin:
         self._json = f"content-type: application/json\r\n{self._headers}"
 
     def get(self, path: str) -> bytes:
-        """A GET of ``path``."""
         return f"GET {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()
 
     def post(self, path: str, body: bytes) -> bytes:
-        """A POST of JSON to ``path``."""
         head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._json}content-length: {len(body)}\r\n\r\n"
         return head.encode() + body
 
@@ -87,12 +85,10 @@ class Response:
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        """Called before the body."""
         self.status = self._parser.get_status_code()
         self._until_close = not self._has_length
 
     def on_body(self, data: bytes) -> None:
-        """Called with each piece of the body."""
         self._body.append(data)
 
     def on_message_complete(self) -> None:
@@ -144,7 +140,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether another request can be sent on it."""
         return self.keeps and self._transport is not None and not self._transport.is_closing()
 
     async def exchange(self, request: bytes, sink: Sink) -> int:
@@ -167,7 +162,6 @@ class Connection(asyncio.Protocol):
             self.used = True
 
     def abort(self) -> None:
-        """Close it at once."""
         self.keeps = False
         if self._transport is not None:
             self._transport.abort()
@@ -227,20 +221,16 @@ class Pool:
     """Connections to one endpoint, as many as there are requests in flight."""
 
     def __init__(self, url: str, key: str = "") -> None:
-        """See :class:`Origin`."""
         self._origin = Origin(url, key)
         self._idle: list[Connection] = []
 
     async def get(self, path: str, sink: Sink) -> int:
-        """The status of a GET; its body goes to ``sink``."""
         return await self._exchange(self._origin.get(path), sink)
 
     async def post(self, path: str, body: bytes, sink: Sink) -> int:
-        """The status of a POST of JSON; its answer goes to ``sink``."""
         return await self._exchange(self._origin.post(path, body), sink)
 
     def close(self) -> None:
-        """Close the idle connections."""
         for connection in self._idle:
             connection.abort()
         self._idle.clear()

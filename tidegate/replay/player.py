@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from sim.request_arrival import Arrival
-from tidegate.replay.endpoint_api import RequestFormat
+from tidegate.replay.endpoint_api import RequestFormat, send
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
 from tidegate.replay.results import ReplayRow
@@ -77,34 +77,26 @@ class Player:
             self.stop()
 
     async def _ask(self, arrival: Arrival, name: str, body: bytes, start: float) -> None:
-        reading = StreamTimings()
-        tried_at, status = perf_counter(), 0
-        try:
-            status = await self.pool.post(self.asking.path, body, reading)
-            reading.end(status)
-        except OSError as error:
-            reading.error = str(error) or type(error).__name__
-        sent_at = tried_at if reading.sent_at is None else reading.sent_at
-        self.on_row(_row(arrival, name, reading, status, sent_at=sent_at, start=start))
+        status, timings = await send(self.pool, self.asking.path, body)
+        self.on_row(_row(arrival, name, timings, status, start))
 
 
-def _row(
-    arrival: Arrival, name: str, reading: StreamTimings, status: int, *, sent_at: float, start: float
-) -> ReplayRow:
+def _row(arrival: Arrival, name: str, timings: StreamTimings, status: int, start: float) -> ReplayRow:
+    sent_at = timings.sent_at
     at = sent_at - start
-    whole = not reading.error
-    itl_s = reading.itl_s() if whole else None
+    whole = not timings.error
+    itl_s = timings.itl_s() if whole else None
     return ReplayRow(
         at=round(at, 6),
         late_s=round(at - arrival.at, 6),
-        input_tokens=reading.input_tokens or arrival.input_tokens,
-        output_tokens=reading.output_tokens or (arrival.output_tokens if whole else 0),
-        cached_tokens=reading.cached_tokens,
+        input_tokens=timings.input_tokens or arrival.input_tokens,
+        output_tokens=timings.output_tokens or (arrival.output_tokens if whole else 0),
+        cached_tokens=timings.cached_tokens,
         status=status,
-        ttft_s=None if reading.first_at is None else round(reading.first_at - sent_at, 6),
+        ttft_s=None if timings.first_at is None else round(timings.first_at - sent_at, 6),
         itl_s=None if itl_s is None else round(itl_s, 9),
-        e2e_s=round(reading.ended_at - sent_at, 6) if whole else None,
-        error=reading.error,
+        e2e_s=round(timings.ended_at - sent_at, 6) if whole else None,
+        error=timings.error,
         model=name if not arrival.adapter else arrival.model,
         adapter=arrival.adapter,
         blocks=arrival.blocks,

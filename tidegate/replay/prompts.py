@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
+from typing import NamedTuple
 
 import xxhash
 
@@ -25,12 +26,11 @@ _RING = 1 << 16
 _PIECES = 4096
 
 
-class Fit:
+class Fit(NamedTuple):
     """The tokens that an endpoint counts: ``overhead + per_word * words``."""
 
-    def __init__(self, overhead: float = 0.0, per_word: float = 1.0) -> None:
-        self.overhead = overhead
-        self.per_word = per_word
+    overhead: float = 0.0
+    per_word: float = 1.0
 
     def words(self, tokens: float) -> int:
         """The words for about ``tokens`` tokens, without the overhead."""

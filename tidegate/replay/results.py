@@ -81,35 +81,31 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally:
-    """Summarizes the rows of a replay."""
-
     def __init__(self) -> None:
         self.sent = 0
         self._served = self._input = self._output = self._late = 0
         self._failed: Counter[int] = Counter()
         self._error = ""
-        self._took: dict[str, array[float]] = {
+        self._seconds: dict[str, array[float]] = {
             name: array("d") for name in ("ttft_s", "itl_s", "e2e_s", "late_s")
         }
 
     def add(self, row: ReplayRow) -> None:
-        """Add a request that ended."""
         self.sent += 1
-        self._took["late_s"].append(row.late_s)
         self._late += row.late_s > LATE_S
-        if not row.served:
+        if row.served:
+            self._served += 1
+            self._input += row.input_tokens
+            self._output += row.output_tokens
+        else:
             self._failed[row.status] += 1
             self._error = self._error or row.error
-            return
-        self._served += 1
-        self._input += row.input_tokens
-        self._output += row.output_tokens
-        for name in ("ttft_s", "itl_s", "e2e_s"):
-            if (took_s := getattr(row, name)) is not None:
-                self._took[name].append(took_s)
+        for name, values in self._seconds.items():
+            value_s = getattr(row, name)
+            if value_s is not None and (row.served or name == "late_s"):
+                values.append(value_s)
 
     def outcome(self, *, cut: int, duration_s: float) -> RequestResult:
-        """The summary."""
         return RequestResult(
             sent=self.sent,
             served=self._served,
@@ -118,19 +114,16 @@ class Tally:
             duration_s=duration_s,
             input_tokens=self._input,
             output_tokens=self._output,
-            ttft_s=_spread(self._took["ttft_s"]),
-            itl_s=_spread(self._took["itl_s"]),
-            e2e_s=_spread(self._took["e2e_s"]),
-            late_s=_spread(self._took["late_s"]),
             late=self._late,
             kept_pace=self._late <= LATE_PART * self.sent,
             error=self._error,
+            **{name: _distribution(values) for name, values in self._seconds.items()},
         )
 
 
-def _spread(took_s: array[float]) -> LatencyDistribution | None:
-    if not took_s:
+def _distribution(seconds: array[float]) -> LatencyDistribution | None:
+    if not seconds:
         return None
-    values = np.frombuffer(took_s)
+    values = np.frombuffer(seconds)
     p50, p90, p95, p99 = (float(cut) for cut in np.quantile(values, _QUANTILES))
     return LatencyDistribution(float(values.mean()), p50, p90, p95, p99, float(values.max()))

@@ -17,7 +17,7 @@ import msgspec
 from policy.errors import Unreachable
 from sim.request_arrival import Arrival
 from tidegate.replay.capture_file import CaptureFile, CaptureRefused
-from tidegate.replay.endpoint_api import RequestFormat, models_of, probe
+from tidegate.replay.endpoint_api import RequestFormat, describe_error, models_of, probe
 from tidegate.replay.http_client import Pool
 from tidegate.replay.player import Player
 from tidegate.replay.prompts import Fit, Prompts
@@ -107,7 +107,7 @@ async def capture(url: str, spool: CaptureFile, *, for_s: float | None) -> bool:
     except OSError as error:
         if spool.header:
             return False
-        raise Unreachable(f"{url} does not answer: {error or type(error).__name__}") from None
+        raise Unreachable(f"{url} does not answer: {describe_error(error)}") from None
     finally:
         pool.close()
     if not spool.header:

@@ -40,8 +40,8 @@ class StreamTimings:
     gateway. Token counts are 0 until the endpoint reports them. ``error`` is empty without an error.
     """
 
-    def __init__(self) -> None:
-        self.sent_at: float | None = None
+    def __init__(self, sent_at: float = 0.0) -> None:
+        self.sent_at = sent_at
         self.first_event_at: float | None = None
         self.first_at: float | None = None
         self.finished_at: float | None = None
@@ -54,7 +54,6 @@ class StreamTimings:
         self._rest = self._start = b""
 
     def sent(self, at: float) -> None:
-        """The request was written at ``at``."""
         self.sent_at = at
 
     def feed(self, data: bytes, at: float) -> None:

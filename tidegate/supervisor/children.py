@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from policy.errors import EngineFailed
 from policy.stats.backoff import Backoff, failures_after
 from store.log_file import RotatingLog
@@ -64,7 +66,6 @@ class Child:
         return self._process.pid if self._process and self._process.returncode is None else 0
 
     def start(self) -> None:
-        """Start the process, and restart it when it exits."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self, grace_s: float) -> None:
@@ -79,7 +80,6 @@ class Child:
         await self._task
 
     def kill(self) -> None:
-        """SIGKILL now, during a :meth:`stop`."""
         self._send(signal.SIGKILL)
 
     async def _run(self) -> None:
@@ -152,24 +152,39 @@ async def spawn(spec: ProcessSpec, record: ProcessRecord, *, stderr: int) -> asy
     return process
 
 
-async def run_once(
-    spec: ProcessSpec, state: StateDir, record: ProcessRecord, on_line: Callable[[bytes], None]
-) -> int:
-    """Run ``spec`` to its end, each line of its output to ``on_line``; returns the exit status.
+class ToolLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the output of a tool: its progress, its result or its error."""
 
-    Cancelled, it ends the process first. Its standard error goes to the process's log.
+    message: str = ""
+    fraction: float | None = None
+    path: str = ""
+    error: str = ""
+
+
+async def run_tool(
+    spec: ProcessSpec,
+    state: StateDir,
+    record: ProcessRecord,
+    on_line: Callable[[ToolLine], None] = lambda line: None,
+) -> tuple[int, ToolLine]:
+    """Run ``spec`` to its end; returns its exit status and its last line.
+
+    Cancelled, it ends the process first. All output goes to the process's log.
     """
     log = RotatingLog(state.logs / f"{spec.name}.log")
     process = await spawn(spec, record, stderr=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     pump = asyncio.create_task(log.pump(process.stderr))
+    last = ToolLine()
     try:
         async for line in process.stdout:
             with contextlib.suppress(OSError):
                 log.write(line)
-            on_line(line)
-        return await process.wait()
+            with contextlib.suppress(msgspec.MsgspecError):  # other output
+                last = msgspec.json.decode(line, type=ToolLine)
+                on_line(last)
+        return await process.wait(), last
     finally:
         if process.returncode is None:
             await end_child(process, _GRACE_S)

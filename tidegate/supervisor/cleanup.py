@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
+import asyncio
 from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from policy.deployment_file.parse import parse
 from policy.errors import EngineFailed, Unreachable
 from store.state_dir import StateDir
 from tidegate.supervisor import command_lines
-from tidegate.supervisor.children import ROOT
-from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess
+from tidegate.supervisor.children import ToolLine, run_tool
+from tidegate.supervisor.process_record import ProcessRecord
 
 # Time to join the cluster, without the drain time of the replicas.
 CLUSTER_STOP_S = 60.0
@@ -32,7 +29,7 @@ def remove_leftovers(state: StateDir, report: Callable[[str], None]) -> bool:
     living = record.living()
     if left := record.end(living, lambda entry: report(f"ended {entry}")):
         raise Unreachable(f"these processes do not exit: {', '.join(map(str, left))}")
-    joined = _leave_cluster(state, record.entries, report)
+    joined = _clean_up_cluster(state, record, report)
     record.clear()
     forget_targets(state)
     return bool(living) or joined
@@ -44,13 +41,19 @@ def forget_targets(state: StateDir) -> None:
         path.unlink(missing_ok=True)
 
 
-def _leave_cluster(
-    state: StateDir, entries: tuple[RecordedProcess, ...], report: Callable[[str], None]
-) -> bool:
-    """Delete our applications and our actor on a cluster that we joined, which outlives our processes."""
+async def leave_cluster(state: StateDir, record: ProcessRecord, drain_s: float) -> tuple[int, ToolLine]:
+    """Delete our applications and our actor on a cluster that we joined, which outlives our processes.
+
+    Returns the exit status and the last line of the tool; raises :class:`TimeoutError`.
+    """
+    async with asyncio.timeout(CLUSTER_STOP_S + drain_s):
+        return await run_tool(command_lines.cluster(state, "stop"), state, record)
+
+
+def _clean_up_cluster(state: StateDir, record: ProcessRecord, report: Callable[[str], None]) -> bool:
     raw = state.load(state.deployment_path, dict[str, Any]) or {}
     # A local controller was a child process, and its replicas were recorded.
-    local = any(entry.name == command_lines.LOCAL_CONTROLLER for entry in entries)
+    local = any(entry.name == command_lines.LOCAL_CONTROLLER for entry in record.entries)
     # Before parsing: `down` works with a deployment file of another version.
     if local or raw.get("cluster", {}).get("address", "local") == "local":
         return False
@@ -58,30 +61,13 @@ def _leave_cluster(
     if not deployment.needs_controller:
         return False
     report(f"deleting what is left on the Ray cluster at {deployment.cluster.address}")
-    tool = command_lines.cluster(state, "stop")
     drain_s = max(spec.control.mode.drain_timeout_s for spec in deployment.models)
-    log = state.logs / f"{tool.name}.log"
+    log = state.logs / "cluster.log"
     try:
-        with log.open("ab") as file:
-            done = subprocess.run(
-                tool.argv,
-                env=dict(tool.env),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                timeout=CLUSTER_STOP_S + drain_s,
-                check=False,
-            )
-    except subprocess.TimeoutExpired:
+        code, last = asyncio.run(leave_cluster(state, record, drain_s))
+    except TimeoutError:
         raise EngineFailed(f"replicas are still draining; run `tidegate down` again, or see {log}") from None
-    if done.returncode:
-        raise EngineFailed(f"cannot clean up the cluster: {_error(done.stdout)}; see {log}")
+    if code:
+        why = last.error or f"exit status {code}"
+        raise EngineFailed(f"cannot clean up the cluster: {why}; see {log}")
     return True
-
-
-def _error(out: bytes) -> str:
-    """The error in the tool's last line, or else the end of its output."""
-    with contextlib.suppress(IndexError, KeyError, msgspec.MsgspecError):
-        return msgspec.json.decode(out.splitlines()[-1], type=dict[str, str])["error"]
-    return out.decode(errors="replace").strip()[-500:]

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -61,23 +61,14 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     problem: dict[str, Any] | None = None
 
 
-class Commands(Protocol):
-    """The supervisor's side of the socket."""
-
-    def status(self) -> SupervisorStatus: ...
-    def follow(self, *, stop: bool) -> AsyncIterator[Event]: ...
-    def request_stop(self) -> None: ...
-    def apply(self, document: object) -> Awaitable[None]: ...
-
-
-async def serve(path: Path, commands: Commands) -> asyncio.Server:
-    """Listen at ``path``, which only this user can open."""
+async def serve(path: Path, answers: Callable[[Request], AsyncIterator[Line]]) -> asyncio.Server:
+    """Listen at ``path``, which only this user can open; ``answers`` gives the lines of each answer."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             try:
                 request = msgspec.json.decode(await reader.readline(), type=Request)
-                async for line in _answers(commands, request):
+                async for line in answers(request):
                     writer.write(msgspec.json.encode(line) + b"\n")
                     await writer.drain()
             except (TidegateError, msgspec.MsgspecError, ValueError) as error:
@@ -96,19 +87,6 @@ async def serve(path: Path, commands: Commands) -> asyncio.Server:
         os.umask(mask)
 
 
-async def _answers(commands: Commands, request: Request) -> AsyncIterator[Line]:
-    if request.command in ("follow", "stop"):
-        events = commands.follow(stop=request.command == "stop")
-        if request.command == "stop":
-            commands.request_stop()
-        async for event in events:
-            yield Line(event=event)
-        return
-    if request.command == "apply":
-        await commands.apply(request.document)
-    yield Line(status=commands.status())
-
-
 class SupervisorClient:
     """A blocking client; raises :class:`policy.errors.Unreachable` when no supervisor answers."""
 
@@ -116,7 +94,6 @@ class SupervisorClient:
         self._state = state
 
     def status(self) -> SupervisorStatus:
-        """The supervisor's state."""
         return self._one(Request(command="status"), _ANSWER_S)
 
     def apply(self, document: object, timeout_s: float = 120.0) -> SupervisorStatus:

@@ -36,7 +36,6 @@ class Progress:
         self._followers: set[asyncio.Queue[Event]] = set()
 
     def emit(self, event: Event) -> None:
-        """Add an event."""
         self._history.append(event)
         self._echo(event)
         for queue in self._followers:
@@ -49,7 +48,6 @@ class Progress:
             self.emit(event)
 
     def done(self, step: str, message: str) -> None:
-        """A step is finished."""
         self.emit(Event(kind="done", step=step, message=message))
 
     async def follow(self, *, stop: bool) -> AsyncIterator[Event]:

@@ -15,7 +15,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Ask the kernel for the signal, then exec."""
     parent, program = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -30,17 +30,6 @@ def bind(path: str, host: str, port: int) -> socket.socket:
         raise PreconditionFailed(f"{path} {host}:{port}: {_why(port, error)}") from None
 
 
-def check_ports(addresses: Mapping[str, tuple[str, int]]) -> list[str]:
-    """Errors of the addresses, by their path in the deployment file, that are not free."""
-    problems = []
-    for path, (host, port) in addresses.items():
-        try:
-            bind(path, host, port).close()
-        except PreconditionFailed as error:
-            problems.append(str(error))
-    return problems
-
-
 def internal_ports(deployment: Deployment, *, ray: bool) -> dict[str, tuple[str, int]]:
     """The listening addresses of this machine besides the gateway's."""
     cluster = deployment.cluster

@@ -26,7 +26,6 @@ class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} (pid {self.pid})"
 
     def process(self) -> psutil.Process | None:
-        """The process, while it runs."""
         return find(self.pid, self.created_at)
 
 
@@ -46,11 +45,9 @@ class ProcessRecord:
 
     @property
     def entries(self) -> tuple[RecordedProcess, ...]:
-        """Everything recorded, oldest first."""
         return tuple(self._entries.values())
 
     def living(self) -> tuple[RecordedProcess, ...]:
-        """The recorded processes that run."""
         return tuple(entry for entry in self._entries.values() if entry.process() is not None)
 
     def add(self, name: str, pid: int) -> None:
@@ -102,7 +99,6 @@ class ProcessRecord:
         return left
 
     def clear(self) -> None:
-        """Forget everything."""
         self._entries = {}
         self._state.processes_path.unlink(missing_ok=True)
 

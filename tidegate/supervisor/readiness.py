@@ -19,12 +19,11 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def reachable(host: str) -> str:
-    """The address to connect to for a listener on ``host``, which may be a wildcard."""
+    """The address of a listener on ``host``, which may be a wildcard."""
     return _WILDCARDS.get(host, host)
 
 
 def endpoint(host: str, port: int) -> str:
-    """The base URL of a listener."""
     host = reachable(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -54,15 +53,12 @@ def waiting_for(deployment: Deployment, fleet: Fleet) -> list[str]:
 
 
 def gateway_missing(deployment: Deployment, key: str) -> str | None:
-    """Why the gateway is not ready, or ``None``: it must be healthy and list every model.
-
-    ``key`` is the API key for the request.
-    """
+    """Why the gateway is not ready, or ``None``: it must be healthy and list every model."""
     gateway = deployment.gateway
-    status, body = _call(gateway.admin_host, gateway.admin_port, "GET", "/readyz")
+    status, body = _call(gateway.admin_host, gateway.admin_port, "/readyz")
     if status != 200:
         return f"not ready yet ({body.decode(errors='replace').strip()[:200] or status})"
-    status, body = _call(gateway.host, gateway.port, "GET", "/v1/models", key=key)
+    status, body = _call(gateway.host, gateway.port, "/v1/models", key=key)
     listed = {model["id"] for model in msgspec.json.decode(body)["data"]} if status == 200 else set()
     unlisted = [spec.name for spec in deployment.models if spec.name not in listed]
     return f"models not listed yet: {', '.join(unlisted)}" if unlisted else None
@@ -76,32 +72,24 @@ def answers(deployment: Deployment, idle_models: Collection[str], key: str) -> N
         if external or spec.runner is not Runner.GENERATE or spec.name in idle_models:
             continue
         body = {"model": spec.name, "prompt": "Hello", "max_tokens": 1}
-        status, answer = _call(
-            gateway.host, gateway.port, "POST", "/v1/completions", body, key=key, timeout_s=_REQUEST_S
-        )
+        status, answer = _call(gateway.host, gateway.port, "/v1/completions", body, key=key)
         if status != 200:
             text = answer.decode(errors="replace")[:500]
             raise EngineFailed(f"{spec.name} does not answer through the gateway: {status} {text}")
 
 
 def _call(
-    host: str,
-    port: int,
-    method: str,
-    path: str,
-    body: Mapping[str, Any] | None = None,
-    *,
-    key: str = "",
-    timeout_s: float = _POLL_S,
+    host: str, port: int, path: str, body: Mapping[str, Any] | None = None, *, key: str = ""
 ) -> tuple[int, bytes]:
-    """Status and body; status 0 with the error if there is no answer."""
+    """Status and body of a POST, or a GET without ``body``; status 0 with the error without an answer."""
+    timeout_s = _POLL_S if body is None else _REQUEST_S
     connection = http.client.HTTPConnection(reachable(host), port, timeout=timeout_s)
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     try:
-        payload = None if body is None else msgspec.json.encode(body)
-        headers = {"content-type": "application/json"}
-        if key:
-            headers["authorization"] = f"Bearer {key}"
-        connection.request(method, path, payload, headers)
+        if body is None:
+            connection.request("GET", path, headers=headers)
+        else:
+            connection.request("POST", path, msgspec.json.encode(body), headers)
         response = connection.getresponse()
         return response.status, response.read()
     except (OSError, http.client.HTTPException) as error:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from policy.config.deployment import Deployment
 from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, TidegateError, Unreachable
@@ -19,7 +16,7 @@ from serve.controller.client import ControllerClient
 from store.api_keys import own_key
 from store.state_dir import StateDir
 from tidegate.supervisor import command_lines, preflight, readiness
-from tidegate.supervisor.children import Child, ProcessSpec, check_alive, log_end, run_once
+from tidegate.supervisor.children import Child, ProcessSpec, ToolLine, check_alive, log_end, run_tool
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.process_record import ProcessRecord
 
@@ -28,16 +25,6 @@ _GATEWAY_POLL_S = 0.05
 _RETRY_S = 5.0
 # The logs whose ends are shown when a step fails.
 _LOGS = {"ray": ("ray",), "replica": ("controller", "replica-*"), "gateway": ("gateway-*",)}
-
-
-class _ToolLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of progress of a tool."""
-
-    step: str = ""
-    message: str = ""
-    fraction: float | None = None
-    path: str = ""
-    error: str = ""
 
 
 @dataclass
@@ -67,26 +54,35 @@ class Startup:
         # The gateway starts before Ray: its imports take seconds, and it can queue requests.
         self._gateway_workers()
         if self.deployment.needs_controller:
-            await (self._ray() if self.ray else self._local())
+            if self.ray:
+                await self._ray()
+            else:
+                self.controller = self.child(command_lines.local_controller(self.state))
+                self.controller.start()
             await self._replicas()
         await self._gateway()
 
     @property
     def children(self) -> list[Child]:
-        """The child processes."""
         return self.workers + [child for child in (self.controller, self.head) if child is not None]
 
     def _environment(self) -> None:
         gateway = self.deployment.gateway
-        problems = preflight.check_ports(preflight.internal_ports(self.deployment, ray=self.ray))
-        for path, host, port in (
-            ("gateway.port", gateway.host, gateway.port),
-            ("gateway.admin_port", gateway.admin_host, gateway.admin_port),
-        ):
+        kept = {
+            "gateway.port": (gateway.host, gateway.port),
+            "gateway.admin_port": (gateway.admin_host, gateway.admin_port),
+        }
+        problems = []
+        for path, address in (preflight.internal_ports(self.deployment, ray=self.ray) | kept).items():
             try:
-                self.sockets.append(preflight.bind(path, host, port))
+                sock = preflight.bind(path, *address)
             except PreconditionFailed as error:
                 problems.append(str(error))
+                continue
+            if path in kept:
+                self.sockets.append(sock)
+            else:
+                sock.close()
         if self.ray and self.deployment.needs_controller and self.deployment.cluster.address == "local":
             ours = {entry.pid for entry in self.record.living()}
             if (foreign := preflight.foreign_ray(ours)) is not None:
@@ -154,18 +150,12 @@ class Startup:
         writer.close()
         return None
 
-    async def _run_tool(self, tool: ProcessSpec, step: str, prefix: str = "") -> tuple[int, _ToolLine]:
-        """Run a tool to its end and show its progress; returns its exit status and its last line."""
-        last = _ToolLine()
+    async def _run_tool(self, tool: ProcessSpec, step: str, prefix: str = "") -> tuple[int, ToolLine]:
+        def show(line: ToolLine) -> None:
+            if line.message:
+                self.progress.step(step, prefix + line.message, line.fraction)
 
-        def relay(line: bytes) -> None:
-            nonlocal last
-            with contextlib.suppress(msgspec.MsgspecError):  # other output is in the tool's log
-                last = msgspec.json.decode(line, type=_ToolLine)
-            if last.message:
-                self.progress.step(step, prefix + last.message, last.fraction)
-
-        return await run_once(tool, self.state, self.record, relay), last
+        return await run_tool(tool, self.state, self.record, show)
 
     async def start_controller(self) -> None:
         """Make sure that the controller actor exists."""
@@ -199,10 +189,6 @@ class Startup:
         """Cancel a recovery: the supervisor stops, or another head died."""
         if self._recovery is not None:
             self._recovery.cancel()
-
-    async def _local(self) -> None:
-        self.controller = self.child(command_lines.local_controller(self.state))
-        self.controller.start()
 
     async def _replicas(self) -> None:
         await self._until("replica", self._missing_replicas, *self.children)

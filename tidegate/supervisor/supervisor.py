@@ -19,9 +19,9 @@ from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
 from tidegate.deployment_file import Document
 from tidegate.exit_codes import Exit, exit_of
-from tidegate.supervisor import command_lines, control_socket, readiness
-from tidegate.supervisor.children import Child, ProcessSpec, log_end, run_once
-from tidegate.supervisor.cleanup import CLUSTER_STOP_S, forget_targets
+from tidegate.supervisor import control_socket, readiness
+from tidegate.supervisor.children import Child, ProcessSpec, log_end
+from tidegate.supervisor.cleanup import forget_targets, leave_cluster
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, adopt_orphans
 from tidegate.supervisor.startup import Startup
@@ -71,7 +71,7 @@ class Supervisor:
         loop.add_signal_handler(
             signal.SIGCHLD, lambda: loop.call_later(_COLLECT_S, self._record.collect_orphans)
         )
-        server = await control_socket.serve(self._state.socket_path, self)
+        server = await control_socket.serve(self._state.socket_path, self._answer)
         snapshots = asyncio.create_task(self._keep_record())
         failure: TidegateError | None = None
         try:
@@ -84,22 +84,21 @@ class Supervisor:
         self._progress.emit(Event(kind="stopping", message="stopping all processes"))
         complete = await self._end()
         snapshots.cancel()
-        if failure is None:
-            self._progress.emit(_stopped(complete))
+        if failure is not None:
+            last = Event(kind="failed", message=str(failure), exit_code=exit_of(failure))
+        elif complete:
+            last = Event(kind="stopped", message="all processes have stopped")
         else:
-            self._progress.emit(Event(kind="failed", message=str(failure), exit_code=exit_of(failure)))
+            message = "not all processes have stopped: run `tidegate down` again"
+            last = Event(kind="stopped", message=message, exit_code=Exit.FAILED)
+        self._progress.emit(last)
         server.close()
         # Followers read the last event before this process exits.
         await asyncio.sleep(0.05)
         self._state.socket_path.unlink(missing_ok=True)
-        if failure is not None:
-            return exit_of(failure)
-        return Exit.OK if complete else Exit.FAILED
-
-    # Commands of the socket.
+        return last.exit_code
 
     def status(self) -> control_socket.SupervisorStatus:
-        """Phase, addresses and child processes."""
         gateway = self._deployment.gateway
         now = asyncio.get_running_loop().time()
         return control_socket.SupervisorStatus(
@@ -121,13 +120,17 @@ class Supervisor:
             ),
         )
 
-    def follow(self, *, stop: bool) -> AsyncIterator[Event]:
-        """The events of the start, or of the stop."""
-        return self._progress.follow(stop=stop)
-
-    def request_stop(self) -> None:
-        """Start the orderly stop."""
-        self._stopping.set()
+    async def _answer(self, request: control_socket.Request) -> AsyncIterator[control_socket.Line]:
+        if request.command == "apply":
+            await self.apply(request.document)
+        if request.command in ("apply", "status"):
+            yield control_socket.Line(status=self.status())
+            return
+        stop = request.command == "stop"
+        if stop:
+            self._stopping.set()
+        async for event in self._progress.follow(stop=stop):
+            yield control_socket.Line(event=event)
 
     async def apply(self, document: object) -> None:
         """Apply all of a deployment file or nothing.
@@ -152,8 +155,6 @@ class Supervisor:
             self._raw = document
             self._deployment = deployment
         self._note("applied a new deployment file")
-
-    # Life.
 
     async def _until_stopped(self) -> None:
         await self._clean_up_after_predecessor()
@@ -205,13 +206,12 @@ class Supervisor:
 
     async def _leave_cluster(self, replicas_s: float) -> bool:
         """Delete our applications there; those on our own head end with it."""
-        code: int | None = None
-        with contextlib.suppress(TimeoutError, TidegateError):
-            async with asyncio.timeout(CLUSTER_STOP_S + replicas_s):
-                stop = command_lines.cluster(self._state, "stop")
-                code = await run_once(stop, self._state, self._record, lambda line: None)
         address = self._deployment.cluster.address
-        if code == 0 or address == "local":
+        with contextlib.suppress(TimeoutError, TidegateError):
+            code, _ = await leave_cluster(self._state, self._record, replicas_s)
+            if code == 0:
+                return True
+        if address == "local":
             return True
         self._note(f"cannot clean up the Ray cluster at {address}{log_end(self._state, 'cluster')}")
         return False
@@ -238,13 +238,10 @@ class Supervisor:
 
     async def _clean_up_after_predecessor(self) -> None:
         """End the recorded processes of a supervisor that was killed: they would hold our ports."""
-        left = await asyncio.to_thread(self._record.end, self._record.living(), self._report_ended)
-        for entry in left:
+        for entry in await asyncio.to_thread(self._record.end, self._record.living(), self._report_ended):
             self._note(f"{entry} of an earlier run does not exit")
         self._record.clear()
         self._record.add("supervisor", os.getpid())
-
-    # Watching.
 
     def _child(self, spec: ProcessSpec) -> Child:
         return Child(spec, self._state, self._record, note=self._note, on_exit=self._forget_metrics)
@@ -268,10 +265,3 @@ class Supervisor:
         return ControllerClient(
             self._deployment.cluster.controller, self._state.secret(), timeout_s=timeout_s
         )
-
-
-def _stopped(complete: bool) -> Event:
-    if complete:
-        return Event(kind="stopped", message="all processes have stopped")
-    message = "not all processes have stopped: run `tidegate down` again"
-    return Event(kind="stopped", message=message, exit_code=Exit.FAILED)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 import msgspec
 
 from loadtests.bench.client import Load, Result
-from loadtests.bench.figures import Figure, slope
+from loadtests.bench.figures import Figure, figures_of, slope
 from loadtests.bench.plan import Plan, log
 from loadtests.bench.processes import Mock
 from loadtests.bench.replica import Setting
@@ -51,7 +52,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
         "kb240_us": (Sized(240 * 1024, max(1, plan.prefixes // 20)), plan.count(300)),
     }
     streams = Sized(110, plan.prefixes, stream=True)
-    rounds: dict[str, dict[str, list[float]]] = {}
+    rounds: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     with ExitStack() as stack:
         started = []
         for system in systems:
@@ -71,15 +72,14 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
                     used, _ = await _used(each, load, count, clients)
                     found[f"chunk{clients}_us"] = (1e6 * used / count - found["small_us"]) / CHUNKS
                 if turn >= 0:
-                    for name, value in found.items():
-                        rounds.setdefault(each.system.name, {}).setdefault(name, []).append(value)
+                    rounds[each.system.name].append(found)
                     shown = " ".join(f"{name} {value:.0f}" for name, value in found.items())
                     log(f"cost {turn + 1}/{plan.rounds} {each.system.name}: {shown}")
         return {
             each.system.name: Cost(
                 peak=each.tree.peak(),
                 cold_start_s=each.cold_start_s,
-                **{name: Figure.of(values) for name, values in rounds[each.system.name].items()},
+                **figures_of(rounds[each.system.name]),
             )
             for each in started
         }
@@ -109,26 +109,22 @@ class Soak(msgspec.Struct, kw_only=True):
 async def measure_soak(system: System, upstream: Mock, plan: Plan) -> Soak:
     """``plan.soak`` short requests, closed loop, read every batch."""
     upstream.configure(Setting())
-    with running(system, upstream.urls, plan.gateway_cores) as each:
-        return await _soak(each, plan)
-
-
-async def _soak(each: Running, plan: Plan) -> Soak:
     request = Sized(110, plan.prefixes)
     batch = max(8, min(BATCH, plan.soak // 10))
-    requests, memory = [0], [each.tree.memory()]
-    began = each.tree.cpu_s()
-    while requests[-1] < plan.soak:
-        check(await Load(each.port, request, BODY).closed(batch, CLIENTS), each.system.name)
-        requests.append(requests[-1] + batch)
-        memory.append(each.tree.memory())
-        if len(memory) % 10 == 1:
-            log(f"soak {requests[-1]}/{plan.soak}: {memory[-1] / 2**20:.1f} MiB")
-        await asyncio.sleep(0)
+    with running(system, upstream.urls, plan.gateway_cores) as each:
+        requests, memory = [0], [each.tree.memory()]
+        began = each.tree.cpu_s()
+        while requests[-1] < plan.soak:
+            check(await Load(each.port, request, BODY).closed(batch, CLIENTS), system.name)
+            requests.append(requests[-1] + batch)
+            memory.append(each.tree.memory())
+            if len(memory) % 10 == 1:
+                log(f"soak {requests[-1]}/{plan.soak}: {memory[-1] / 2**20:.1f} MiB")
+        cpu_s = each.tree.cpu_s() - began
     settled = len(memory) // 4
     return Soak(
         requests=requests,
         memory=memory,
         bytes_per_request=slope(requests[settled:], memory[settled:]),
-        cpu_us=1e6 * (each.tree.cpu_s() - began) / requests[-1],
+        cpu_us=1e6 * cpu_s / requests[-1],
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from loadtests.bench.client import Load, paced
-from loadtests.bench.figures import Figure
+from loadtests.bench.figures import Figure, figures_of
 from loadtests.bench.plan import Plan, log
 from loadtests.bench.processes import Mock
 from loadtests.bench.replica import Setting
@@ -31,12 +31,12 @@ EVENTS = {"slow": Order(replica=0, slow=SLOW), "killed": Order(replica=0, kill=T
 class Failing(msgspec.Struct, kw_only=True):
     """One system in one scene, over all rounds; TTFT in seconds, of whole answers.
 
-    ``failed`` requests got anything but the whole answer; ``told`` ones ended with an error status or event,
-    the others were cut off.
+    ``failed`` requests got anything but the whole answer; ``reported`` ones ended with an error status or
+    event, the others were cut off.
     """
 
     failed: Figure
-    told: Figure
+    reported: Figure
     p50: Figure
     p99: Figure
     outcomes: dict[str, int]
@@ -63,7 +63,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
                 wrong = result.wrong
                 found = {
                     "failed": float(wrong.total()),
-                    "told": float(wrong["told"] + wrong["status"]),
+                    "reported": float(wrong["error_event"] + wrong["status"]),
                     "p50": nearest_rank(result.ttft, 0.5),
                     "p99": nearest_rank(result.ttft, 0.99),
                 }
@@ -78,7 +78,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
         scene: {
             name: Failing(
                 outcomes=dict(outcomes[scene, name]),
-                **{key: Figure.of([each[key] for each in found]) for key in found[0]},
+                **figures_of(found),
             )
             for name, found in by_system.items()
         }

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import msgspec
 
 from loadtests.bench.client import Load, Result, paced
-from loadtests.bench.figures import Figure
+from loadtests.bench.figures import Figure, figures_of
 from loadtests.bench.parts.cost import check
 from loadtests.bench.plan import Plan, log
 from loadtests.bench.processes import Mock
@@ -62,7 +62,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
         capacities: dict[str, float] = {}
         for each in started:
             due = paced(PROBE_RATE, plan.cell_s, random.Random(plan.seed))  # noqa: S311 - arrivals
-            for _ in range(2):  # the first is to warm up
+            for _ in range(2):  # the first warms up
                 before = each.tree.cpu_s()
                 check(await Load(each.port, request, expected).open(due), each.system.name)
                 capacities[each.system.name] = len(due) / (each.tree.cpu_s() - before)
@@ -80,7 +80,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
             used = each.tree.cpu_s() - before if each is not None else 0.0
             return result, used / result.wall_s
 
-        found: dict[str, dict[str, dict[str, list[float]]]] = {}
+        found: dict[str, dict[str, list[dict[str, float]]]] = {}
         direct: dict[str, list[float]] = {}
         for turn in range(plan.rounds):
             for share in SHARES:
@@ -95,9 +95,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
                         "itl_p99": nearest_rank(result.itl, 0.99),
                         "cpu": cpu,
                     }
-                    cells = found.setdefault(level, {}).setdefault(each.system.name, {})
-                    for name, value in values.items():
-                        cells.setdefault(name, []).append(value)
+                    found.setdefault(level, {}).setdefault(each.system.name, []).append(values)
                     shown = " ".join(f"{name} {1e3 * v:.2f}" for name, v in values.items() if name != "cpu")
                     log(f"latency {turn + 1}/{plan.rounds} at {level} {each.system.name}: {shown} ms")
     return Latencies(
@@ -106,10 +104,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
         chunks=CHUNKS,
         itl_direct_p99={level: Figure.of(values) for level, values in direct.items()},
         cells={
-            level: {
-                name: Latency(**{key: Figure.of(rounds) for key, rounds in values.items()})
-                for name, values in by_system.items()
-            }
+            level: {name: Latency(**figures_of(rounds)) for name, rounds in by_system.items()}
             for level, by_system in found.items()
         },
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
-from loadtests.bench.client import Load, Result
-from loadtests.bench.figures import Figure
+from loadtests.bench.client import Load
+from loadtests.bench.figures import Figure, figures_of
 from loadtests.bench.parts.cost import check
 from loadtests.bench.plan import Plan, log
 from loadtests.bench.processes import Mock
@@ -92,22 +93,13 @@ ADAPTER_SCENE = Scene("200 adapters, Zipf", _ADAPTERS, ADAPTERS, requests=2000, 
 BOUND = 1.10
 
 
-class Seen(msgspec.Struct, kw_only=True):
-    """What one run gave; shares are 0..1, TTFT is in seconds."""
-
-    home: float
-    pairs: int
-    cold: int
-    least: int
-    loads: int
-    balance: float
-    mean: float
-    p50: float
-    p99: float
-
-
 class Routed(msgspec.Struct, kw_only=True):
-    """One system in one scene over all rounds."""
+    """One system in one scene over all rounds; shares are 0..1, TTFT is in seconds.
+
+    ``home`` is the fraction of requests at the replica that had most of their prefix, ``pairs`` the number of
+    (prefix, replica) pairs, ``cold`` the prefills without a cache hit, ``least`` that of :func:`least_cold`,
+    ``loads`` the adapter loads, ``balance`` the maximum of requests per replica over the mean.
+    """
 
     home: Figure
     pairs: Figure
@@ -119,13 +111,6 @@ class Routed(msgspec.Struct, kw_only=True):
     p50: Figure
     p99: Figure
 
-    @classmethod
-    def of(cls, rounds: Sequence[Seen]) -> Routed:
-        """The figures of ``rounds``."""
-        return cls(
-            **{name: Figure.of([getattr(each, name) for each in rounds]) for name in Seen.__struct_fields__}
-        )
-
 
 def least_cold(scene: Scene, drawn: Sequence[int]) -> int:
     """The fewest cold prefills by which load could stay within :data:`BOUND`; 0 where not all is cached."""
@@ -135,27 +120,22 @@ def least_cold(scene: Scene, drawn: Sequence[int]) -> int:
     return least_pairs(drawn, scene.replicas, BOUND, room)
 
 
-def seen(counts: Sequence[Counts], ttft: Sequence[float], least: int = 0) -> Seen:
-    """What the replicas counted and the clients measured.
-
-    ``home`` is the fraction of requests at the replica that had most of their prefix, ``pairs`` the number of
-    (prefix, replica) pairs, ``cold`` the prefills without a cache hit, ``balance`` the maximum of requests
-    per replica over the mean, ``least`` that of :func:`least_cold`.
-    """
+def round_figures(counts: Sequence[Counts], ttft: Sequence[float], least: int = 0) -> dict[str, float]:
+    """One round of :class:`Routed`, from the counts of the replicas and the TTFT of the clients."""
     total = sum(each.requests for each in counts)
     prefixes = {prefix for each in counts for prefix in each.by_prefix}
     home = sum(max(each.by_prefix.get(prefix, 0) for each in counts) for prefix in prefixes)
-    return Seen(
-        home=home / total,
-        pairs=sum(len(each.by_prefix) for each in counts),
-        cold=sum(each.cold for each in counts),
-        least=least,
-        loads=sum(each.loads for each in counts),
-        balance=max(each.requests for each in counts) * len(counts) / total,
-        mean=sum(ttft) / len(ttft),
-        p50=nearest_rank(ttft, 0.5),
-        p99=nearest_rank(ttft, 0.99),
-    )
+    return {
+        "home": home / total,
+        "pairs": sum(len(each.by_prefix) for each in counts),
+        "cold": sum(each.cold for each in counts),
+        "least": least,
+        "loads": sum(each.loads for each in counts),
+        "balance": max(each.requests for each in counts) * len(counts) / total,
+        "mean": fmean(ttft),
+        "p50": nearest_rank(ttft, 0.5),
+        "p99": nearest_rank(ttft, 0.99),
+    }
 
 
 async def measure(
@@ -166,7 +146,7 @@ async def measure(
     A system that fails is left out from then on, with the reason in ``left_out``.
     """
     scenes = (ADAPTER_SCENE,) if adapters else PREFIX_SCENES
-    found: dict[str, dict[str, list[Seen]]] = {}
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for turn in range(plan.rounds):
         for scene in [each._replace(requests=plan.count(each.requests)) for each in scenes]:
             by_system = found.setdefault(scene.name, {})
@@ -180,14 +160,15 @@ async def measure(
                     log(f"left out from now on: {system.name}: {error}")
                     continue
                 by_system.setdefault(system.name, []).append(one)
-                _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {system.name}", one)
+                shown = " ".join(f"{name} {value:.4g}" for name, value in one.items())
+                log(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {system.name}: {shown}")
     return {
-        scene: {name: Routed.of(rounds) for name, rounds in by_system.items()}
+        scene: {name: Routed(**figures_of(rounds)) for name, rounds in by_system.items()}
         for scene, by_system in found.items()
     }
 
 
-async def _run(scene: Scene, system: System, upstream: Mock, plan: Plan, turn: int) -> Seen:
+async def _run(scene: Scene, system: System, upstream: Mock, plan: Plan, turn: int) -> dict[str, float]:
     drawn, due = arrivals(scene, f"{plan.seed} {turn}")
     request: Adapted | Prefixed
     if scene.setting.adapters:
@@ -197,14 +178,6 @@ async def _run(scene: Scene, system: System, upstream: Mock, plan: Plan, turn: i
     upstream.configure(scene.setting)
     with running(system, upstream.urls, plan.gateway_cores) as each:
         upstream.configure(scene.setting)
-        result: Result = await Load(each.port, request, stream_body(CHUNKS)).open(due, clients=64)
+        result = await Load(each.port, request, stream_body(CHUNKS)).open(due, clients=64)
     check(result, system.name)
-    return seen(upstream.counts(), result.ttft, least_cold(scene, drawn))
-
-
-def _tell(what: str, one: Seen) -> None:
-    log(
-        f"{what}: home {one.home:.3f} pairs {one.pairs} cold {one.cold} (least {one.least}) "
-        f"loads {one.loads} max/mean {one.balance:.2f} TTFT mean {1e3 * one.mean:.1f} "
-        f"p50 {1e3 * one.p50:.1f} p99 {1e3 * one.p99:.1f} ms"
-    )
+    return round_figures(upstream.counts(), result.ttft, least_cold(scene, drawn))

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from loadtests.bench.parts.routing import least_pairs, seen
+from loadtests.bench.parts.routing import least_pairs, round_figures
 from loadtests.bench.replica import Mark, Replica, Setting, read_mark
 from loadtests.bench.workload import Adapted, Prefixed, Sized, draws, even
 
@@ -67,9 +67,9 @@ def test_home_is_where_most_of_a_prefix_went() -> None:
     for replica, prefix, times in ((0, 1, 3), (1, 1, 1), (1, 2, 4)):
         for _ in range(times):
             replicas[replica].arrive(Mark(prefix, 10, 10), "", 0.0)
-    one = seen([replica.counts() for replica in replicas], [1.0, 2.0, 3.0])
-    assert one.home == pytest.approx(7 / 8)
-    assert (one.pairs, one.cold, one.balance) == (3, 3, 1.25)
+    one = round_figures([replica.counts() for replica in replicas], [1.0, 2.0, 3.0])
+    assert one["home"] == pytest.approx(7 / 8)
+    assert (one["pairs"], one["cold"], one["balance"]) == (3, 3, 1.25)
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,6 @@ def _print_changes(changes: tuple[Change, ...]) -> None:
 
 
 def _masked(change: Change) -> dict[str, Any]:
-    """The values before and after, without secrets."""
     return {"before": redact(change.before, change.path), "after": redact(change.after, change.path)}
 
 

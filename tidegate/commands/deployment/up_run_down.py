@@ -53,7 +53,6 @@ class EventPrinter:
         self._open = False
 
     def __call__(self, event: Event) -> None:
-        """Print one event."""
         step = f"{event.step:<12}"
         if event.kind == "step":
             done = "" if event.fraction is None else f" {event.fraction:.0%}"

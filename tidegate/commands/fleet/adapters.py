@@ -213,7 +213,6 @@ def _ambiguous(models: list[str]) -> click.UsageError:
 
 
 def _report(alias: Alias, as_json: bool) -> None:
-    """Print the versions that a name serves."""
     if as_json:
         print_json(alias)
         return

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import click
 
 from policy.errors import Unreachable
+from policy.scaling.decision_types import Decision
 from serve.autoscaler.decision_journal import Journal
 from serve.controller_messages import LoggedDecision
 from store.state_dir import StateDir
@@ -29,19 +30,16 @@ NEXT_S = 61.0
 class DecisionLog(NamedTuple):
     """The decisions of a deployment.
 
-    ``read(model, last, at)`` returns the ``last`` decisions up to the instant ``at``, newest first;
-    ``goals`` has what each model is to reach now, by name, and ``None`` where no controller says.
+    ``read(model, last, at)`` returns the ``last`` decisions up to the instant ``at``, newest first; ``goals``
+    has the present goal of each model by name, and ``None`` if no controller answers.
     """
 
     goals: Mapping[str, Aftermath | None]
     read: Callable[[str, int, float | None], Sequence[LoggedDecision]]
 
 
-class _Shown(NamedTuple):
-    """A decision, and the goal after it, which shows whether it was applied."""
-
-    logged: LoggedDecision
-    after: Aftermath | None
+# A decision, and the goal after it, which shows whether it was applied.
+_Shown = tuple[LoggedDecision, Aftermath | None]
 
 
 @click.command(
@@ -63,7 +61,7 @@ def explain(state: StateDir, model: str | None, last: int | None, at: float | No
     log = _open(state)
     decisions = {name: _select(log, name, last, at) for name in ([model] if model else log.goals)}
     if as_json:
-        print_json({"decisions": [shown.logged for some in decisions.values() for shown in some]})
+        print_json({"decisions": [logged for some in decisions.values() for logged, _ in some]})
     else:
         _print([some for some in decisions.values() if some], time.time())
     if missing := [name for name, some in decisions.items() if not some]:
@@ -98,19 +96,18 @@ def _select(log: DecisionLog, model: str, last: int | None, at: float | None) ->
     decisions = log.read(model, SEARCHED if last is None else last, until)
     newest = log.goals.get(model) if at is None else None
     shown = [
-        _Shown(each, _goal_at(decisions[i - 1]) if i else newest)
+        (each, _goal_before(decisions[i - 1].decision) if i else newest)
         for i, each in enumerate(decisions)
         if at is None or each.decision.at <= at
     ]
     if last is None:
-        change = next((each for each in shown if each.logged.decision.changes), None)
+        change = next((each for each in shown if each[0].decision.changes), None)
         shown = shown[:1] if change is None or change is shown[0] else [shown[0], change]
     return shown[::-1]
 
 
-def _goal_at(following: LoggedDecision) -> Aftermath:
-    """The goal when the ``following`` decision was made."""
-    return Aftermath(following.decision.was_mode, following.decision.was_count)
+def _goal_before(decision: Decision) -> Aftermath:
+    return Aftermath(decision.was_mode, decision.was_count)
 
 
 def _print(models: Sequence[Sequence[_Shown]], now: float) -> None:
@@ -118,7 +115,7 @@ def _print(models: Sequence[Sequence[_Shown]], now: float) -> None:
     for i, decisions in enumerate(models):
         if i:
             out.print()
-        out.print(verdict(decisions[-1].logged, now))
-        for shown in decisions:
+        out.print(verdict(decisions[-1][0], now))
+        for logged, after in decisions:
             out.print()
-            out.print(render_decision(shown.logged, shown.after, now))
+            out.print(render_decision(logged, after, now))

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability
-from policy.scaling.decision_types import Decision, Guardrail, Limit, Override, Situation
+from policy.scaling.decision_types import Decision, Guardrail, Override, Situation
 from policy.scaling.guardrails import override_in_force
-from policy.scaling.view import Proposal, Supply
+from policy.scaling.view import Proposal
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample
 from serve.controller_messages import LoggedDecision
 from tidegate.commands.fleet.status import describe_switch_block
@@ -63,7 +63,6 @@ def verdict(logged: LoggedDecision, now: float) -> Text:
 
 
 def _state(situation: Situation, now: float) -> tuple[str, str]:
-    """The state of a model and its color."""
     if (override := override_in_force(situation)) is not None:
         return f"Manual override: {_override(override, now)}", "yellow"
     demand, slo = situation.signals.demand, situation.slo
@@ -73,12 +72,10 @@ def _state(situation: Situation, now: float) -> tuple[str, str]:
         return f"Idle: no requests in {age(demand.idle_s)}", ""
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
         return f"No SLO set: {rate(demand.arrivals.last_20_s)} requests", ""
+    latencies = (("TTFT", demand.ttft, slo.ttft_p95_s), ("ITL", demand.itl, slo.itl_p95_s))
     measured = [
         (name, quantiles.p95, limit)
-        for name, quantiles, limit in (
-            ("TTFT", demand.ttft, slo.ttft_p95_s),
-            ("ITL", demand.itl, slo.itl_p95_s),
-        )
+        for name, quantiles, limit in latencies
         if quantiles is not None and limit is not None
     ]
     if not measured:
@@ -162,18 +159,25 @@ def _sections(
     if signals.demand is not None:
         yield "latency", _latency(signals.demand, slo)
         yield "requests", _lengths(signals.demand)
-    yield "supply", _supply(situation.supply, _start_up_s(situation))
+    yield "supply", _supply(situation)
     if signals.replicas:
         yield "replicas", *_replicas(signals.replicas, situation.guard.stale_s)
     yield "capacity", _capacity(decision.capability, decision.was_mode, slo)
     yield "policy", *_proposal(decision.proposal)
-    yield "limits", *(_limits(decision.clips) or ("none applied",))
+    limits = [
+        Text.assemble((str(limit.rule), "bold"), f" {limit.was} -> {limit.now}: {limit.why}")
+        for limit in decision.clips
+    ]
+    yield "limits", *(limits or [Text("none applied")])
     if len(decision.outlooks) > 1:
         yield "modes", _modes(decision)
     if after is not None and after.barred:
         yield "blocked", *(describe_switch_block(mode, until, now) for mode, until in after.barred.items())
-    if others := _others(decision):
-        yield "others", *others
+    if (shadow := decision.shadow) is not None:
+        yield "others", f"shadow policy: desired replicas {shadow.count}: {shadow.reason}"
+    if decision.others:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(decision.others.items()))
+        yield "others" if shadow is None else "", f"desired replicas: {counts}"
 
 
 def _outcome(logged: LoggedDecision, after: Aftermath | None, now: float) -> Text:
@@ -249,21 +253,19 @@ def _lengths(demand: Demand) -> str:
     )
 
 
-def _supply(supply: Supply, start_up_s: float) -> Text:
+def _supply(situation: Situation) -> Text:
+    supply = situation.supply
     text = Text(f"{supply.serving} of {supply.wanted} desired replicas ready")
     if supply.starting_s:
         ready = ", ".join(age(each) for each in sorted(supply.starting_s))
         text.append(f"; {len(supply.starting_s)} starting, ready in {ready}")
     if supply.draining:
         text.append(f"; {supply.draining} draining")
+    start_up_s = next((option.lead_s for option in situation.rungs if option.mode == situation.mode), 0.0)
     text.append(f"; start-up time {age(start_up_s)}")
     if supply.failures:
         text.append(f"; {supply.failures} starts failed in a row", style="red")
     return text
-
-
-def _start_up_s(situation: Situation) -> float:
-    return next((option.lead_s for option in situation.rungs if option.mode == situation.mode), 0.0)
 
 
 def _replicas(replicas: Sequence[ReplicaSample], stale_s: float) -> Iterable[Text]:
@@ -272,9 +274,8 @@ def _replicas(replicas: Sequence[ReplicaSample], stale_s: float) -> Iterable[Tex
     preempted = sum(each.preempted_per_s for each in replicas)
     kv_used = sorted(each.kv_used for each in replicas)
     low, high = f"{kv_used[0]:.0%}", f"{kv_used[-1]:.0%}"
-    text = Text(
-        f"KV cache {low if low == high else f'{low} to {high}'} used; {running} running, {waiting} waiting"
-    )
+    used = low if low == high else f"{low} to {high}"
+    text = Text(f"KV cache {used} used; {running} running, {waiting} waiting")
     if deferred:
         text.append(f" ({deferred} for an adapter slot)", style="yellow")
     if preempted:
@@ -292,15 +293,13 @@ def _replicas(replicas: Sequence[ReplicaSample], stale_s: float) -> Iterable[Tex
 
 
 def _capacity(capability: Capability, mode: str, slo: SloConfig) -> Text:
+    capacity, most = f"{rate(capability.mu)} per replica of {mode}", rate(capability.mu_max)
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
-        capacity = f"{rate(capability.mu)} per replica of {mode}"
+        text = Text(f"{capacity}; ")
     elif capability.mu:
-        capacity = (
-            f"{rate(capability.mu)} per replica of {mode} within the SLO, max {rate(capability.mu_max)}"
-        )
+        text = Text(f"{capacity} within the SLO, max {most}; ")
     else:
-        capacity = f"a replica of {mode} cannot meet the SLO, max {rate(capability.mu_max)}"
-    text = Text(capacity + "; ")
+        text = Text(f"a replica of {mode} cannot meet the SLO, max {most}; ")
     if capability.version:
         text.append(f"performance model v{capability.version}, ")
         text.append(f"error {capability.error:.0%}", style="yellow" if capability.error > _BAD_ERROR else "")
@@ -319,13 +318,6 @@ def _proposal(proposal: Proposal) -> Iterable[str]:
         yield f"forecast {rate(proposal.forecast)}{high}, for when a replica started now is ready"
 
 
-def _limits(limits: Sequence[Limit]) -> tuple[Text, ...]:
-    return tuple(
-        Text.assemble((str(limit.rule), "bold"), f" {limit.was} -> {limit.now}: {limit.why}")
-        for limit in limits
-    )
-
-
 def _modes(decision: Decision) -> Table:
     return table(
         decision.outlooks,
@@ -337,16 +329,6 @@ def _modes(decision: Decision) -> Table:
         (">ITL p95", lambda mode: optional(mode.itl_s, latency)),
         ("note", lambda mode: Text(mode.why, style="dim")),
     )
-
-
-def _others(decision: Decision) -> list[str]:
-    lines = []
-    if (shadow := decision.shadow) is not None:
-        lines.append(f"shadow policy: desired replicas {shadow.count}: {shadow.reason}")
-    if decision.others:
-        counts = ", ".join(f"{name} {count}" for name, count in sorted(decision.others.items()))
-        lines.append(f"desired replicas: {counts}")
-    return lines
 
 
 def _updated(age_s: float, stale_s: float) -> Text:

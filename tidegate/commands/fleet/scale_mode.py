@@ -61,8 +61,7 @@ def scale(
 ) -> None:
     client = _client(state, replicas, for_s)
     status = client.scale(model, replicas if isinstance(replicas, int) else None, for_s)
-    now = _settled(client, status) if wait else status
-    _report(now, status, as_json, _describe_override("scale", status, replicas, for_s))
+    _report(client, status, wait, as_json, _describe_override("scale", status, replicas, for_s))
 
 
 @click.command(
@@ -78,8 +77,7 @@ def scale(
 def mode(state: StateDir, *, model: str, name: str, for_s: float | None, wait: bool, as_json: bool) -> None:
     client = _client(state, name, for_s)
     status = client.mode(model, None if name == AUTO else name, for_s)
-    now = _settled(client, status) if wait else status
-    _report(now, status, as_json, _describe_override("mode", status, name, for_s))
+    _report(client, status, wait, as_json, _describe_override("mode", status, name, for_s))
 
 
 def _client(state: StateDir, wanted: int | str, for_s: float | None) -> ControllerClient:
@@ -106,17 +104,18 @@ def _settled(client: ControllerClient, wanted: ModelStatus) -> ModelStatus:
         now = next((model for model in client.status().models if model.name == wanted.name), None)
         if now is None:
             raise TargetError(f"{wanted.name} was removed from the deployment")
-        if now.phase in ("steady", "idle") or _goal(now) != _goal(wanted):
+        if now.phase in ("steady", "idle") or not _same_goal(now, wanted):
             return now
         time.sleep(_POLL_S)
 
 
-def _goal(status: ModelStatus) -> tuple[str, int]:
-    return status.mode, status.target
+def _same_goal(one: ModelStatus, other: ModelStatus) -> bool:
+    return (one.mode, one.target) == (other.mode, other.target)
 
 
-def _report(status: ModelStatus, wanted: ModelStatus, as_json: bool, override: str) -> None:
-    reached = _goal(status) == _goal(wanted)
+def _report(client: ControllerClient, wanted: ModelStatus, wait: bool, as_json: bool, override: str) -> None:
+    status = _settled(client, wanted) if wait else wanted
+    reached = _same_goal(status, wanted)
     if as_json:
         print_json(status)
     else:

@@ -17,7 +17,7 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.engine.replica_capacity import Capability
 from policy.errors import Unreachable
-from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
+from policy.types import EMPTY_FLEET, Fleet, Load, Model, Replica, ReplicaPhase
 from serve.controller.client import ControllerClient
 from serve.controller_messages import ModelStatus
 from store.state_dir import StateDir
@@ -67,10 +67,10 @@ class StatusData(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: str
     at: float
     supervisor: SupervisorStatus | None
-    models: tuple[ModelStatus, ...]
-    fleet: Fleet
-    fleet_age_s: float
-    controller: str
+    models: tuple[ModelStatus, ...] = ()
+    fleet: Fleet = EMPTY_FLEET
+    fleet_age_s: float = 0.0
+    controller: str = ""
     events: tuple[str, ...] = ()
 
 
@@ -79,10 +79,7 @@ def gather(state: StateDir, at: float) -> StatusData:
     try:
         supervisor = SupervisorClient(state).status()
     except Unreachable:
-        return StatusData(
-            state_dir=str(state.root), at=at, supervisor=None, models=(), fleet=EMPTY_FLEET,
-            fleet_age_s=0.0, controller="",
-        )  # fmt: skip
+        return StatusData(state_dir=str(state.root), at=at, supervisor=None)
     deployment = parse(supervisor.document)
     models: tuple[ModelStatus, ...] = ()
     events: tuple[str, ...] = ()
@@ -123,19 +120,19 @@ def _last_known(deployment: Deployment, fleet: Fleet) -> tuple[ModelStatus, ...]
     known = {model.name: model for model in fleet.models}
     rows = []
     for spec in deployment.models:
-        model = known.get(spec.name)
+        model = known.get(spec.name) or Model(name=spec.name, engine=spec.engine, mode=spec.first_mode)
         ready = sum(r.model == spec.name and r.state == "ready" for r in fleet.replicas)
         rows.append(
             ModelStatus(
                 name=spec.name,
                 engine=str(spec.engine),
-                mode=model.mode if model else spec.first_mode,
-                shape=model.shape if model else "",
-                generation=model.generation if model else 0,
-                target=model.target if model else 0,
+                mode=model.mode,
+                shape=model.shape,
+                generation=model.generation,
+                target=model.target,
                 ready=ready,
                 phase="external" if spec.urls else "unknown",
-                note=model.note if model else "",
+                note=model.note,
             )
         )
     return tuple(rows)
@@ -166,7 +163,6 @@ def status(state: StateDir, as_json: bool) -> None:
 
 
 def render(view: StatusData) -> RenderableType:
-    """Header, processes, models, their scaling, and replicas."""
     parts: list[RenderableType] = [_header(view), Text()]
     if view.supervisor is not None:
         parts += [_processes(view.supervisor.processes), Text()]

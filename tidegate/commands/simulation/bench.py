@@ -320,7 +320,6 @@ def adapters(
 
 
 def _mean(comparisons: Sequence[Comparison], policy: str, value: Callable[[RunOutcome], float]) -> float:
-    """The mean over the seeds."""
     return fmean(value(each.policies[policy]) for each in comparisons)
 
 

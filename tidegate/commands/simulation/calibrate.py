@@ -75,17 +75,15 @@ def calibrate(
 ) -> None:
     if record is None and (profile or document or plot) is not None:
         raise click.UsageError("--profile, --file and --plot need --check")
-    if record is not None and profile is None:
-        raise click.UsageError("--check needs the calibrated performance model: --profile FILE")
-    if record is not None and profile is not None:
-        deployment = (
-            stored_deployment(state)
-            if document is None
-            else deployment_file.load(document, ray=False).deployment
-        )
+    if document is None:
+        deployment = stored_deployment(state)
+    else:
+        deployment = deployment_file.load(document, ray=False).deployment
+    if record is not None:
+        if profile is None:
+            raise click.UsageError("--check needs the calibrated performance model: --profile FILE")
         _check(deployment, model, record=record, profile=profile, plot=plot, as_json=as_json)
         return
-    deployment = stored_deployment(state)
     client = ControllerClient(deployment.cluster.controller, state.secret())
     subject = served_shape(client, deployment, model, shape)
     gateway = deployment.gateway

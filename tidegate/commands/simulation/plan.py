@@ -178,7 +178,6 @@ def plan(
 
 
 def _prices(given: tuple[str, ...], deployment: Deployment, types: list[str]) -> dict[str, float]:
-    """Cost per hour of each GPU type, as far as it is known."""
     budget = deployment.budget
     costs = {}
     for gpu_type in types:

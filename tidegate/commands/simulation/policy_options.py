@@ -30,10 +30,7 @@ def simulated_policy(deployment: Deployment) -> Deployment:
 
 
 def choices(option: str, text: str) -> list[Choice]:
-    """The policies in ``text``, separated by commas: names, or names with parameters in braces.
-
-    Raises :class:`policy.errors.ConfigError`.
-    """
+    """The policies in ``text``, separated by commas: names, or names with parameters in braces."""
     expected = "policies as in the deployment file, such as predictive, or 'predictive: {quantile: 0.95}'"
     try:
         values = yaml.safe_load(f"[{text}]")
@@ -59,7 +56,7 @@ def policy_entries(
     """One entry for each of the choices ``given``, or for the deployment file as it is.
 
     A name without parameters keeps those that a model's spec has for it. ``event`` receives messages about
-    failures of a custom policy. Raises :class:`policy.errors.ConfigError`.
+    failures of a custom policy.
     """
     if not given:
         labels = dict.fromkeys(_chosen(spec).label for spec in deployment.models)
@@ -85,14 +82,12 @@ def _with(spec: ModelSpec, choice: Choice) -> ModelSpec:
 
 
 def _entry(name: str, deployment: Deployment, event: Callable[[str], None]) -> PolicyEntry:
-    return PolicyEntry(name, deployment, {spec.name: _policy(spec, event) for spec in deployment.models})
-
-
-def _policy(spec: ModelSpec, event: Callable[[str], None]) -> Policy:
-    chosen = _chosen(spec)
-    if chosen.name == CUSTOM:
-        return GuardedPolicy(load(chosen, _path(spec)), event)
-    return make(chosen)
+    policies: dict[str, Policy] = {}
+    for spec in deployment.models:
+        chosen = _chosen(spec)
+        custom = chosen.name == CUSTOM
+        policies[spec.name] = GuardedPolicy(load(chosen, _path(spec)), event) if custom else make(chosen)
+    return PolicyEntry(name, deployment, policies)
 
 
 def _chosen(spec: ModelSpec) -> PolicyChoice:

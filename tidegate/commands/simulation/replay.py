@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import sys
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,10 +104,14 @@ def replay(
         raise click.UsageError("--for is only for --capture: end a replay with --to-s")
     assert trace is not None
     seed = secrets.randbits(32) if seed is None else seed
-    source = _Source(trace, seed, from_s, to_s, rate, limit)
+
+    def arrivals() -> Iterator[Arrival]:
+        part = slice_trace(arrivals_of(trace, seed), from_s, to_s)
+        return islice(scale_rate(part, rate=rate), limit)
+
     # A complete first pass, so that an invalid line is reported before a request is sent.
     with Console(stderr=True).status(f"reading {trace}"), opened() as traces:
-        requests = sum(1 for _ in source.arrivals())
+        requests = sum(1 for _ in arrivals())
     for note in notes(traces):
         warn(note)
     if not requests:
@@ -116,7 +119,7 @@ def replay(
     with Bar("requests") as bar:
         result = _run(
             send_trace(
-                source.arrivals(),
+                arrivals(),
                 Endpoint(url, key, model, chat, exact),
                 seed=seed,
                 in_flight=max_in_flight,
@@ -129,22 +132,6 @@ def replay(
         sys.exit(Exit.INTERRUPTED)
     if not result.outcome.served:
         sys.exit(Exit.FAILED)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The part of a trace that is replayed."""
-
-    path: Path
-    seed: int
-    from_s: float
-    to_s: float | None
-    rate: float
-    limit: int | None
-
-    def arrivals(self) -> Iterator[Arrival]:
-        part = slice_trace(arrivals_of(self.path, self.seed), self.from_s, self.to_s)
-        return islice(scale_rate(part, rate=self.rate), self.limit)
 
 
 def _capture(file: Path, url: str, for_s: float | None, as_json: bool) -> None:

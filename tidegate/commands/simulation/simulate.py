@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import click
 import msgspec
@@ -123,7 +121,8 @@ def simulate(
             share = f"{load.too_long} of {load.requests} requests exceed max_model_len"
             warn(f"{spec.name}: {share} ({max_tokens[spec.name]} tokens with their answers) and fail")
     ends_at = surveyed.ends_at
-    with Bar("simulated", clock) as bar, _DecisionFile(log) as decisions:
+    decisions = _DecisionFile(log)
+    with Bar("simulated", clock) as bar:
         bounds = Bounds(why="not computed")
         if not no_oracle:
             try:
@@ -166,27 +165,17 @@ class _DecisionFile:
 
     def __init__(self, path: Path | None) -> None:
         self.error: OSError | None = None
-        self._file = None if path is None else path.open("wb")
-
-    def __enter__(self) -> _DecisionFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # reported by the flush of each record
-                self._file.close()
+        self._path = path
+        if path is not None:
+            path.write_bytes(b"")
 
     def __call__(self, name: str, record: Record) -> None:
-        """Write the decisions of ``record``."""
-        if self._file is None or self.error is not None:
+        if self._path is None or self.error is not None:
             return
+        rows = [{"policy": name, "at": at, "decision": decision} for at, decision in record.decisions]
         try:
-            for at, decision in record.decisions:
-                line = msgspec.json.encode({"policy": name, "at": at, "decision": decision})
-                self._file.write(line + b"\n")
-            self._file.flush()
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.Encoder().encode_lines(rows))
         except OSError as error:
             self.error = error
 
