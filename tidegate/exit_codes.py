@@ -40,17 +40,13 @@ MEANINGS = {
     Exit.INTERRUPTED: "interrupted",
 }
 
-_BY_ERROR: tuple[tuple[type[Exception], Exit], ...] = (
-    (ConfigError, Exit.INVALID),
-    (TraceError, Exit.INVALID),
-    (Unreachable, Exit.NOT_RUNNING),
-    (TargetError, Exit.REFUSED),
-    (SwitchRefused, Exit.REFUSED),
-    (AdapterRefused, Exit.REFUSED),
-    (AdapterUnknown, Exit.REFUSED),
-    (PreconditionFailed, Exit.PRECONDITION),
-)
+_BY_ERROR: dict[Exit, tuple[type[Exception], ...]] = {
+    Exit.INVALID: (ConfigError, TraceError),
+    Exit.NOT_RUNNING: (Unreachable,),
+    Exit.REFUSED: (TargetError, SwitchRefused, AdapterRefused, AdapterUnknown),
+    Exit.PRECONDITION: (PreconditionFailed,),
+}
 
 
 def exit_of(error: BaseException) -> Exit:
-    return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.FAILED)
+    return next((code for code, types in _BY_ERROR.items() if isinstance(error, types)), Exit.FAILED)

@@ -15,7 +15,8 @@ from sim.workload.traces.detect_format import open_trace
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.replay.capture_file import CaptureFile, in_order
-from tidegate.replay.run import Endpoint as Target
+from tidegate.replay.endpoint_api import RequestFormat
+from tidegate.replay.http_client import Pool
 from tidegate.replay.run import capture, replay
 
 FULL = CaptureLine(1.5, 1200, 7, "alpha", "sql", "web", 5, (11, 12))
@@ -48,8 +49,8 @@ async def test_what_is_replayed_through_a_gateway_is_captured_as_it_was(tmp_path
                 spool = CaptureFile(file, heard.set)
                 capturing = asyncio.create_task(capture(stack.admin_url, spool, for_s=None))
                 await heard.wait()
-                target = Target(stack.url)
-                await replay(trace, target, seed=1, in_flight=8, record=None, on_row=lambda _: None)
+                pool, asking = Pool(stack.url), RequestFormat()
+                await replay(trace, pool, asking, seed=1, in_flight=8, record=None, on_row=lambda _: None)
                 while spool.requests < len(trace) + 2:  # two were probes
                     heard.clear()
                     await heard.wait()

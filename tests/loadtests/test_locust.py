@@ -106,7 +106,7 @@ def _stats(prefix: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_an_objective_that_is_missed_is_an_exit_code(deployment: Deployment) -> None:
+def test_a_missed_slo_sets_the_exit_code(deployment: Deployment) -> None:
     limits = ["--slo-ttft-s", "0.001", "--slo-attainment", "0.5", "--stream-share", "1"]
     ran = deployment.locust("-u", "2", "-t", "8s", "--max-tokens", "4", *limits)
     assert ran.returncode == 1
@@ -114,7 +114,7 @@ def test_an_objective_that_is_missed_is_an_exit_code(deployment: Deployment) -> 
 
 
 @pytest.mark.long
-def test_processes_that_share_the_load_report_once_and_in_full(deployment: Deployment) -> None:
+def test_worker_processes_report_all_requests_once(deployment: Deployment) -> None:
     prefix = deployment.folder / "shared"
     load = ["-u", "4", "-r", "4", "-t", "3s", "--processes", "2", "--max-tokens", "8", "--abort-share", "0.3"]
     master = str(free_ports(1)[0])

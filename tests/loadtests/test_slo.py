@@ -68,7 +68,7 @@ def test_failures_count_against_attainment_and_clients_that_left_do_not() -> Non
     assert ledger.seconds == 4.0
 
 
-def test_what_workers_send_adds_up_to_the_same() -> None:
+def test_counts_of_workers_are_merged() -> None:
     master, worker = Ledger(), played()
     master.begin(50.0)
     master.put(worker.take(), 52.0)
@@ -107,7 +107,7 @@ def samples(metrics: Metrics) -> Counter[gateway_metrics.Key]:
     return read(metrics.render().decode(), "m")
 
 
-def test_the_gateway_sees_the_same_run(metrics: Metrics) -> None:
+def test_gateway_metrics_match_the_users_measurements(metrics: Metrics) -> None:
     meter = metrics.model("m")
     route = ("/v1/chat/completions", "ok")
     # What was there before the run, and another model, are not of the run.
@@ -161,7 +161,7 @@ def test_metrics_are_read_when_every_worker_has_published() -> None:
     assert settled(iter(readings).__next__, sleep=lambda _: None)[served] == 2
 
 
-def test_prompts_differ_from_the_first_word_and_have_their_length() -> None:
+def test_prompts_share_no_prefix_and_have_their_length() -> None:
     one, other = prompt(100, 1), prompt(100, 2)
     assert one.split()[0] != other.split()[0]
     assert 90 <= len(one.split()) <= 110

@@ -50,13 +50,13 @@ def ignored(data: bytes, at: float) -> bool:
     return True
 
 
-def test_a_kept_connection_that_was_closed_is_replaced() -> None:
+def test_a_closed_idle_connection_is_replaced() -> None:
     with server(answers_once, answers_once) as url, Connection(url) as connection:
         assert connection.get("/a") == (200, b"hi")
         assert connection.get("/b") == (200, b"hi")
 
 
-def test_an_answer_that_breaks_is_not_asked_for_again() -> None:
+def test_a_request_is_not_repeated_after_a_partial_answer() -> None:
     def breaks(connection: socket.socket) -> None:
         asked(connection)
         connection.sendall(CHUNKED + b"2\r\nhi\r\n")
@@ -65,7 +65,7 @@ def test_an_answer_that_breaks_is_not_asked_for_again() -> None:
         connection.post("/a", b"", ignored)
 
 
-def test_a_new_connection_that_says_nothing_is_a_failure() -> None:
+def test_a_connection_closed_without_an_answer_is_an_error() -> None:
     def silent(connection: socket.socket) -> None:
         asked(connection)
 
@@ -73,7 +73,7 @@ def test_a_new_connection_that_says_nothing_is_a_failure() -> None:
         connection.post("/a", b"", ignored)
 
 
-def test_a_client_that_leaves_hangs_up() -> None:
+def test_a_sink_that_returns_false_closes_the_connection() -> None:
     seen: list[bytes] = []
 
     def streams(connection: socket.socket) -> None:

@@ -23,6 +23,12 @@ from tests.ports import free_ports
 from tidegate.supervisor.children import ROOT
 
 
+@pytest.fixture(autouse=True)
+def environment_without_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "TIDEGATE_GATEWAY_HOST", "TIDEGATE_ADMIN_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
 class Upstream(http.server.BaseHTTPRequestHandler):
     """The least that an OpenAI-compatible server must say."""
 

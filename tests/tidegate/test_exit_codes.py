@@ -36,7 +36,7 @@ from tidegate.supervisor.control_socket import Line, Request, SupervisorClient, 
         (OSError("no space"), Exit.FAILED),
     ],
 )
-def test_an_error_says_what_kind_of_failure_it_is(error: Exception, code: Exit) -> None:
+def test_exit_code_of_an_error(error: Exception, code: Exit) -> None:
     assert exit_of(error) is code
 
 
@@ -50,7 +50,7 @@ def test_an_error_says_what_kind_of_failure_it_is(error: Exception, code: Exit) 
         EngineFailed("e"),
     ],
 )
-async def test_an_error_crosses_the_socket_as_itself(error: TidegateError, tmp_path: Path) -> None:
+async def test_errors_are_transferred_over_the_socket(error: TidegateError, tmp_path: Path) -> None:
     async def refuse(_: Request) -> AsyncIterator[Line]:
         raise error
         yield

@@ -22,7 +22,7 @@ def test_only_variables_named_like_secrets_are_masked() -> None:
     assert redact(None, "models[m].env.HF_TOKEN") is None
 
 
-def test_of_a_key_only_the_beginning_of_its_digest_is_shown() -> None:
+def test_key_digests_are_shortened() -> None:
     tenant = {"name": "acme", "keys_sha256": ["0123456789" * 6 + "abcd"], "weight": 1.0}
     shown: Any = redact({"tenants": [tenant]})
     assert shown["tenants"] == [{"name": "acme", "keys_sha256": ["01234567..."], "weight": 1.0}]
@@ -30,7 +30,7 @@ def test_of_a_key_only_the_beginning_of_its_digest_is_shown() -> None:
     assert redact(tenant, "tenants[acme]") == shown["tenants"][0]
 
 
-def test_of_a_url_the_password_and_signature_are_not_shown() -> None:
+def test_passwords_and_signatures_in_urls_are_masked() -> None:
     store, source = "postgresql://user:KEY@h/d", "https://user:KEY@h/a.zip?signature=KEY"
     shown: Any = redact({"store": store, "models": [{"adapters": {"sources": [{"source": source}]}}]})
     assert shown["store"] == "postgresql://***@h/d"

@@ -23,10 +23,7 @@ REFUSED_S = 0.1
 
 
 class DriveResult(NamedTuple):
-    """A load point with the lengths that the endpoint counted, driven for ``seconds``.
-
-    ``refused`` is the first error, if requests failed.
-    """
+    """A load point with the lengths that the endpoint counted; ``refused`` is the first error, if any."""
 
     point: Point
     seconds: float

@@ -18,19 +18,12 @@ from sim.workload.traces.reader import Lines, Objects
 from tidegate.replay.results import ReplayRow
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The latencies in seconds of the served requests, by measure."""
-
-    served: int
-    seconds: dict[str, list[float]]
-
-
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison, and the latencies measured ``live`` and in the simulator (``simulated``)."""
+    """The comparison, and the latencies of the served requests in seconds, by measure, on both sides."""
 
     compared: Compared
-    live: Measured
-    simulated: Measured
+    live: dict[str, list[float]]
+    simulated: dict[str, list[float]]
 
 
 def recorded_run(path: Path) -> list[ReplayRow]:
@@ -77,23 +70,15 @@ def check(
     ]
     requests = simulate(deployment, policies, trace, progress=progress).requests[model]
     served = requests.outcome == Outcome.SERVED
-    simulated = Measured(
-        served=int(served.sum()),
-        seconds={
-            "ttft": (requests.ttft_s[served] + path_s).tolist(),
-            "itl": requests.itl_s[served].tolist(),
-            "e2e": (requests.e2e_s[served] + path_s).tolist(),
-        },
-    )
+    simulated = {
+        "ttft": (requests.ttft_s[served] + path_s).tolist(),
+        "itl": requests.itl_s[served].tolist(),
+        "e2e": (requests.e2e_s[served] + path_s).tolist(),
+    }
     answered = [row for row in rows if row.served]
-    live = Measured(
-        served=len(answered),
-        seconds={
-            measure: [value for row in answered if (value := getattr(row, f"{measure}_s")) is not None]
-            for measure in simulated.seconds
-        },
-    )
-    compared = Compared(
-        live=live.served, simulated=simulated.served, quantiles=compare(live.seconds, simulated.seconds)
-    )
+    live = {
+        measure: [value for row in answered if (value := getattr(row, f"{measure}_s")) is not None]
+        for measure in simulated
+    }
+    compared = Compared(live=len(answered), simulated=int(served.sum()), quantiles=compare(live, simulated))
     return Check(compared=compared, live=live, simulated=simulated)

@@ -72,8 +72,8 @@ class Bar:
         self._amount = amount
         self._tasks: dict[str, TaskID] = {}
         self._advanced: dict[str, int] = {}
-        self._running: dict[str, float] = {}
-        self._finished: set[str] = set()
+        # The total of each running task, None of a finished one.
+        self._totals: dict[str, float | None] = {}
         self._step = ""
         self._bar = Progress(
             TextColumn("{task.description:<16}", markup=False),
@@ -91,7 +91,7 @@ class Bar:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._bar.stop()
-        for task in list(self._running) if error is None else ():
+        for task in self._totals if error is None else ():
             self._finish(task)
 
     def note(self, text: str) -> None:
@@ -131,11 +131,12 @@ class Bar:
             if step != self._step:
                 warn(text)
             self._step = step
-        elif total is not None and task not in self._finished:
-            self._running[task] = total
+        elif total is not None and self._totals.setdefault(task, total) is not None:
+            self._totals[task] = total
             if done >= total:
                 self._finish(task)
 
     def _finish(self, task: str) -> None:
-        self._finished.add(task)
-        warn(f"{task}: {self._amount(self._running.pop(task))} {self._unit}")
+        if (total := self._totals[task]) is not None:
+            self._totals[task] = None
+            warn(f"{task}: {self._amount(total)} {self._unit}")

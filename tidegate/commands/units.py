@@ -27,11 +27,8 @@ def duration(text: str) -> float:
 
 
 def moment(text: str) -> float:
-    """:func:`instant` relative to the present; raises :class:`click.BadParameter`."""
-    try:
-        return instant(text, time.time())
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+    """:func:`instant` relative to the present."""
+    return instant(text, time.time())
 
 
 def parse_duration(text: str) -> float:
@@ -47,7 +44,7 @@ def instant(text: str, now: float) -> float:
     """The end of the minute or second that ``text`` names, in Unix seconds, at most ``now``.
 
     Formats: ``12:03`` (the latest such time of day), ``12:03:20``, an ISO timestamp (local time without a
-    zone), ``5m ago`` and ``now``. Raises :class:`ValueError` for anything else and for future instants.
+    zone), ``5m ago`` and ``now``. Raises :class:`click.BadParameter` for anything else, and for the future.
     """
     text = text.strip()
     if text == "now":
@@ -62,11 +59,11 @@ def instant(text: str, now: float) -> float:
         else:
             raise ValueError
     except ValueError:
-        raise ValueError(
+        raise click.BadParameter(
             f"invalid time {text!r}: use e.g. 12:03, 12:03:20, 2026-03-01T12:03 or '5m ago'"
         ) from None
     if begin > now:
-        raise ValueError(f"{text!r} is in the future")
+        raise click.BadParameter(f"{text!r} is in the future")
     return min(now, begin + (1 if match["second"] else 60) - 1e-3)
 
 

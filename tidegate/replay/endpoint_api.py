@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -26,7 +27,7 @@ class RequestFormat:
     length of answers, which engines such as vLLM support.
     """
 
-    model: str
+    model: str = ""
     others: frozenset[str] = frozenset()
     chat: bool = False
     exact: bool = True
@@ -64,14 +65,6 @@ class EndpointRefused(TidegateError):
     """The endpoint answers, but does not serve a replay's requests."""
 
 
-class _Card(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Card]
-
-
 async def models_of(pool: Pool) -> list[str]:
     """The models that the endpoint lists, at least one."""
     answer = WholeBody()
@@ -79,13 +72,12 @@ async def models_of(pool: Pool) -> list[str]:
         status = await pool.get("/v1/models", answer)
     except OSError as error:
         raise _unreachable(describe_error(error)) from None
-    try:
-        models = msgspec.json.decode(answer.body, type=_Models).data
-    except msgspec.MsgspecError:
-        models = []
+    models = []
+    with suppress(msgspec.MsgspecError, KeyError, TypeError):
+        models = [str(model["id"]) for model in msgspec.json.decode(answer.body)["data"]]
     if status != 200 or not models:
         raise EndpointRefused(f"/v1/models answered {status} and names no model: say which with --model")
-    return [model.id for model in models]
+    return models
 
 
 async def send(pool: Pool, path: str, body: bytes) -> tuple[int, StreamTimings]:

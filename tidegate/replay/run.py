@@ -7,8 +7,8 @@ import contextlib
 import resource
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -28,17 +28,6 @@ _OTHERS = 64
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """The endpoint and the options of requests; ``model`` defaults to the trace's, or the first listed."""
-
-    url: str
-    key: str = ""
-    model: str = ""
-    chat: bool = False
-    exact: bool = True
-
-
-@dataclass(frozen=True)
 class ReplayResult:
     """The request format, the tokens per word and the outcome of a replay."""
 
@@ -50,26 +39,27 @@ class ReplayResult:
 
 async def replay(
     arrivals: Iterable[Arrival],
-    endpoint: Endpoint,
+    pool: Pool,
+    asking: RequestFormat,
     *,
     seed: int,
     in_flight: int,
     record: Path | None,
     on_row: Callable[[ReplayRow], None],
 ) -> ReplayResult:
-    """Play ``arrivals`` against ``endpoint``; ``record`` gets a line for each request.
+    """Play ``arrivals`` over ``pool``, which is closed at the end; ``record`` gets a line for each request.
 
+    Without a model in ``asking`` requests name that of the trace, or else the first that the endpoint lists.
     Before the first request raises :class:`policy.errors.Unreachable` and
     :class:`tidegate.replay.endpoint_api.EndpointRefused`.
     """
-    pool = Pool(endpoint.url, endpoint.key)
     try:
-        listed = [endpoint.model] if endpoint.model else await models_of(pool)
-        asking = RequestFormat(listed[0], frozenset(listed), chat=endpoint.chat, exact=endpoint.exact)
+        if not asking.model:
+            listed = await models_of(pool)
+            asking = replace(asking, model=listed[0], others=frozenset(listed))
         asking, fit = await probe(pool, asking, seed)
         tally = Tally()
-        with ExitStack() as files:
-            file = files.enter_context(record.open("wb")) if record is not None else None
+        with record.open("wb") if record is not None else nullcontext() as file:
 
             def over(row: ReplayRow) -> None:
                 tally.add(row)

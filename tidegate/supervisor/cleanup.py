@@ -53,7 +53,7 @@ async def leave_cluster(state: StateDir, record: ProcessRecord, drain_s: float) 
 def _clean_up_cluster(state: StateDir, record: ProcessRecord, report: Callable[[str], None]) -> bool:
     raw = state.load(state.deployment_path, dict[str, Any]) or {}
     # A local controller was a child process, and its replicas were recorded.
-    local = any(entry.name == command_lines.LOCAL_CONTROLLER for entry in record.entries)
+    local = any(entry.name == command_lines.LOCAL_CONTROLLER for entry in record.entries.values())
     # Before parsing: `down` works with a deployment file of another version.
     if local or raw.get("cluster", {}).get("address", "local") == "local":
         return False

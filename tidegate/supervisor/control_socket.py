@@ -51,10 +51,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of an answer, with exactly one of the fields.
-
-    ``problem`` has the fields of :func:`policy.wire.controller.problem_of`, with ``kind`` for ``type``.
-    """
+    """One line of an answer, with one field; ``problem`` is ``problem_of`` with ``kind`` for ``type``."""
 
     event: Event | None = None
     status: SupervisorStatus | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -27,7 +28,10 @@ def bind(path: str, host: str, port: int) -> socket.socket:
     try:
         return listen(host, port)
     except OSError as error:
-        raise PreconditionFailed(f"{path} {host}:{port}: {_why(port, error)}") from None
+        why = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE and (owner := _owner(port)) is not None:
+            why = f"the port is in use by {owner.name()} (pid {owner.pid}); stop it, or choose another port"
+        raise PreconditionFailed(f"{path} {host}:{port}: {why}") from None
 
 
 def internal_ports(deployment: Deployment, *, ray: bool) -> dict[str, tuple[str, int]]:
@@ -69,16 +73,15 @@ def memory_problem(deployment: Deployment, weights: Mapping[str, int], available
     parts = []
     total = 0.0
     for spec in deployment.models:
-        count = _cpu_replicas(spec)
-        if count:
-            size = weights.get(spec.name, 0)
-            kv = _kv_bytes(spec)
-            each = size * _WEIGHTS_FACTOR + kv + _ENGINE_BYTES
-            total += count * each
-            parts.append(
-                f"{count} x {each / _GIB:.1f} GiB for {spec.name} (1.5 x {size / _GIB:.1f} of weights, "
-                f"{kv / _GIB:.1f} of KV cache, {_ENGINE_BYTES / _GIB:.1f} of engine)"
-            )
+        if not (count := _cpu_replicas(spec)):
+            continue
+        size, kv = weights.get(spec.name, 0), _kv_bytes(spec)
+        each = size * _WEIGHTS_FACTOR + kv + _ENGINE_BYTES
+        total += count * each
+        parts.append(
+            f"{count} x {each / _GIB:.1f} GiB for {spec.name} (1.5 x {size / _GIB:.1f} of weights, "
+            f"{kv / _GIB:.1f} of KV cache, {_ENGINE_BYTES / _GIB:.1f} of engine)"
+        )
     if total <= available:
         return None
     return (
@@ -127,32 +130,18 @@ def _kv_bytes(spec: ModelSpec) -> int:
         return 0
 
 
-def _why(port: int, error: OSError) -> str:
-    owner = _owner(port) if error.errno == errno.EADDRINUSE else None
-    if owner is None:
-        return error.strerror or str(error)
-    return f"the port is in use by {owner.name()} (pid {owner.pid}); stop it, or choose another port"
-
-
 def _owner(port: int) -> psutil.Process | None:
     """The process that listens on ``port``; ``None`` for another user's process."""
-    try:
-        for connection in psutil.net_connections(kind="tcp"):
-            local = connection.laddr
-            if connection.status != psutil.CONN_LISTEN or not local or not connection.pid:
-                continue
-            if local.port == port:
-                return psutil.Process(connection.pid)
-    except psutil.Error:
-        return None
+    with contextlib.suppress(psutil.Error):
+        for each in psutil.net_connections(kind="tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
+                return psutil.Process(each.pid)
     return None
 
 
 def _gcs_address(raylet: psutil.Process) -> str | None:
     """The cluster address on a raylet's command line."""
     flag = "--gcs-address="
-    try:
-        arguments = raylet.cmdline()
-    except psutil.Error:
-        return None
-    return next((word.removeprefix(flag) for word in arguments if word.startswith(flag)), None)
+    with contextlib.suppress(psutil.Error):
+        return next((word.removeprefix(flag) for word in raylet.cmdline() if word.startswith(flag)), None)
+    return None

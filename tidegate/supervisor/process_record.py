@@ -39,40 +39,37 @@ class ProcessRecord:
         self._state = state
         # Children of this process that something here waits for.
         self.started: set[int] = set()
-        self._entries = {
+        # By pid, oldest first.
+        self.entries = {
             entry.pid: entry for entry in state.load(state.processes_path, list[RecordedProcess]) or []
         }
 
-    @property
-    def entries(self) -> tuple[RecordedProcess, ...]:
-        return tuple(self._entries.values())
-
     def living(self) -> tuple[RecordedProcess, ...]:
-        return tuple(entry for entry in self._entries.values() if entry.process() is not None)
+        return tuple(entry for entry in self.entries.values() if entry.process() is not None)
 
     def add(self, name: str, pid: int) -> None:
         """Record a process that was just started, unless it has exited already."""
         self.started.add(pid)
         if (created_at := started_at(pid)) is None:
             return
-        self._entries[pid] = RecordedProcess(name=name, pid=pid, created_at=created_at)
+        self.entries[pid] = RecordedProcess(name=name, pid=pid, created_at=created_at)
         self._save()
 
     def snapshot(self) -> None:
         """Record this process and all its descendants, and forget those that have exited."""
         self.collect_orphans()
         this = psutil.Process()
-        before = dict(self._entries)
-        self._entries = {entry.pid: entry for entry in self.living()}
+        before = dict(self.entries)
+        self.entries = {entry.pid: entry for entry in self.living()}
         for process in (this, *this.children(recursive=True)):
-            if process.pid in self._entries:
+            if process.pid in self.entries:
                 continue
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    self._entries[process.pid] = RecordedProcess(
+                    self.entries[process.pid] = RecordedProcess(
                         name=process.name(), pid=process.pid, created_at=process.create_time()
                     )
-        if self._entries != before:
+        if self.entries != before:
             self._save()
 
     def collect_orphans(self) -> None:
@@ -99,11 +96,11 @@ class ProcessRecord:
         return left
 
     def clear(self) -> None:
-        self._entries = {}
+        self.entries = {}
         self._state.processes_path.unlink(missing_ok=True)
 
     def _save(self) -> None:
-        self._state.save(self._state.processes_path, list(self._entries.values()))
+        self._state.save(self._state.processes_path, list(self.entries.values()))
 
 
 def adopt_orphans() -> None:

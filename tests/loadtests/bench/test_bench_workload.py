@@ -42,7 +42,7 @@ def test_prefixed_prompts_share_exactly_their_prefix() -> None:
     assert read_mark(body_of(prefixed(0))) == Mark(5, 1024, 1088)
 
 
-def test_adapted_prompts_name_their_adapter_and_share_nothing() -> None:
+def test_adapter_prompts_name_their_adapter_and_share_no_prefix() -> None:
     adapted = Adapted(["adapter-000", "adapter-001"], 128)
     said = json.loads(body_of(adapted(1)))
     assert said["model"] == "adapter-001"
@@ -62,7 +62,7 @@ def test_arrivals_come_in_order_at_the_rate() -> None:
     assert due[-1] == pytest.approx(20.0, rel=0.1)
 
 
-def test_home_is_where_most_of_a_prefix_went() -> None:
+def test_home_is_the_replica_with_most_requests_of_a_prefix() -> None:
     replicas = [Replica(Setting()) for _ in range(2)]
     for replica, prefix, times in ((0, 1, 3), (1, 1, 1), (1, 2, 4)):
         for _ in range(times):
@@ -81,5 +81,5 @@ def test_home_is_where_most_of_a_prefix_went() -> None:
         (list(range(9)), 2, 4, 0),  # they do not fit
     ],
 )
-def test_the_fewest_homes_that_keep_load_even(drawn: list[int], replicas: int, room: int, pairs: int) -> None:
+def test_least_pairs_within_the_load_bound(drawn: list[int], replicas: int, room: int, pairs: int) -> None:
     assert least_pairs(drawn, replicas=replicas, bound=1.1, room=room) == pairs

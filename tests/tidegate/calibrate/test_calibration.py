@@ -47,23 +47,23 @@ def found(controller: FakeController | None = None, shape: str | None = None, **
     return served_shape(client, deployment(sim_model(**model)), "m", shape)
 
 
-def test_who_serves_is_calibrated() -> None:
+def test_the_serving_shape_is_calibrated() -> None:
     subject = found(FakeController(ready=3), "small", profile="h100-8b")
     assert (subject.shape, subject.degree, subject.replicas, subject.max_model_len) == ("small", 1, 3, 998)
     assert (subject.name, subject.prior) == ("h100-8b", profile("h100-8b").model)
 
 
-def test_without_a_profile_a_simulated_engine_is_what_it_imitates() -> None:
+def test_a_simulated_engine_without_a_profile_has_its_default() -> None:
     assert found().name == "sim-small"
 
 
-def test_what_was_calibrated_before_begins_with_the_same_prior() -> None:
+def test_a_calibrated_model_keeps_its_prior() -> None:
     subject = found(profile=content())
     assert subject.name == "h100-8b"
     assert subject.prior.o == content()["engine_model"]["o"]
 
 
-def test_of_what_nothing_is_known_nothing_is_split() -> None:
+def test_an_unknown_model_has_a_prior_at_its_degree() -> None:
     model: dict[str, Any] = {
         "engine": "vllm",
         "source": "a/b",
@@ -83,19 +83,19 @@ def test_of_what_nothing_is_known_nothing_is_split() -> None:
         ({"name": "n"}, "no model is called 'm'"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused(over: dict[str, Any], said: str) -> None:
+def test_models_that_cannot_be_calibrated_are_refused(over: dict[str, Any], said: str) -> None:
     with pytest.raises(TargetError, match=said):
         found(**over)
 
 
-def test_servers_that_tell_nothing_are_refused() -> None:
+def test_external_servers_cannot_be_calibrated() -> None:
     document = deployment({"name": "m", "engine": "external", "urls": ["http://127.0.0.1:1"]})
     with pytest.raises(TargetError, match="report no steps"):
         served_shape(cast("ControllerClient", FakeController()), document, "m", None)
 
 
 @pytest.mark.parametrize("controller", [FakeController(ready=0), FakeController(phase="switching")])
-def test_what_changes_is_not_calibrated(controller: FakeController) -> None:
+def test_a_model_that_is_not_steady_is_not_calibrated(controller: FakeController) -> None:
     with pytest.raises(PreconditionFailed, match="wait until it is steady"):
         found(controller)
 

@@ -65,7 +65,7 @@ async def endpoint(
         await asyncio.gather(*served)
 
 
-async def test_lengths_are_as_the_endpoint_counts_them_and_what_is_open_in_the_end_is_hung_up() -> None:
+async def test_lengths_are_those_of_the_endpoint_and_open_requests_are_cancelled() -> None:
     async with endpoint(b"200 OK", EVENTS, most=5, over=7) as (pool, asked, enough):
         driven = await LoadDriver(pool, RequestFormat("m"), Prompts(0)).drive(
             Point(2, 16, 4), 1, enough.wait()

@@ -40,7 +40,7 @@ def sim(site: Site) -> Site:
     return site
 
 
-def test_what_is_measured_over_http_is_what_the_twin_says(sim: Site, tmp_path: Path) -> None:
+def test_measured_latencies_agree_with_the_simulator(sim: Site, tmp_path: Path) -> None:
     workload, record = tmp_path / "workload.yaml", tmp_path / "record.jsonl"
     workload.write_text(WORKLOAD)
     url = f"http://127.0.0.1:{sim.port}"
@@ -110,7 +110,7 @@ def as_twin(jobs: list[tuple[float, Job]]) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("rate", "seed"), [(0.13, 1), (0.16, 2), (0.3, 3)])
-def test_where_kv_is_full_both_have_the_same_latencies(rate: float, seed: int) -> None:
+def test_latencies_agree_when_the_kv_cache_is_full(rate: float, seed: int) -> None:
     jobs = crowd(rate, seed)
     live, preempted = as_engine(jobs)
     twin = as_twin(jobs)

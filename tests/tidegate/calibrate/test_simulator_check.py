@@ -44,7 +44,7 @@ def rows(requests: Requests) -> list[ReplayRow]:
     ]
 
 
-def test_a_replay_that_is_the_twins_own_has_no_error() -> None:
+def test_a_replay_of_the_simulator_itself_has_no_error() -> None:
     live = rows(simulate(one_replica(), POLICIES, TRACE).requests["m"])
     found = check(one_replica(), POLICIES, live, 0.0, lambda at: None).compared
     assert (found.live, found.simulated) == (80, 80)
@@ -53,7 +53,7 @@ def test_a_replay_that_is_the_twins_own_has_no_error() -> None:
             assert pair.error == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_way_is_added_to_what_has_a_way() -> None:
+def test_network_time_is_added_to_ttft_and_e2e() -> None:
     live = rows(simulate(one_replica(), POLICIES, TRACE).requests["m"])
     found = check(one_replica(), POLICIES, live, 0.5, lambda at: None).compared.quantiles
     for measure, more_s in (("ttft", 0.5), ("itl", 0.0), ("e2e", 0.5)):
@@ -61,14 +61,14 @@ def test_the_way_is_added_to_what_has_a_way() -> None:
         assert pair.simulated - pair.live == pytest.approx(more_s, abs=1e-6)
 
 
-def test_requests_that_failed_are_load_and_no_measure() -> None:
+def test_failed_requests_count_as_load_only() -> None:
     live = rows(simulate(one_replica(), POLICIES, TRACE).requests["m"])
     live[3] = msgspec.structs.replace(live[3], status=503, error="busy", e2e_s=None)
     found = check(one_replica(), POLICIES, live, 0.0, lambda at: None).compared
     assert (found.live, found.simulated) == (79, 80)
 
 
-def test_only_the_model_is_in_the_twin_and_timed_by_the_file() -> None:
+def test_the_simulated_deployment_has_the_model_with_its_calibrated_profile() -> None:
     both = deployment(sim_model(), sim_model("other"))
     alone = calibrated_model(both, "m", content())
     assert [spec.name for spec in alone.models] == ["m"]

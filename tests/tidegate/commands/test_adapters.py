@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner, Result
@@ -16,6 +17,7 @@ from policy.errors import ConfigError
 from policy.wire.catalog import Alias, Version
 from policy.wire.controller import AddLine, AddRequest
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, RefusedBy, VersionStatus
+from serve.controller.client import ControllerClient
 from tests.store.adapters.making import files, write
 from tests.tidegate.conftest import Site, until
 from tidegate.cli import group
@@ -40,42 +42,30 @@ def adapter(model: str = "m", name: str = "sql", **over: Any) -> AdapterStatus:
     return AdapterStatus(**fields | over)
 
 
-class Controller:
-    """Says what it is told to say, and remembers what it was asked."""
+def alias(*split: tuple[int, float]) -> Alias:
+    versions = tuple(
+        Version(number=number, digest=digest, rank=8, size=10, source="/a", at=0.0)
+        for number, digest in DIGEST.items()
+    )
+    return Alias(model="m", name="sql", revision=2, versions=versions, split=split)
 
-    def __init__(self, *adapters: AdapterStatus, models: tuple[str, ...] = ("m",)) -> None:
-        self.status = AdaptersStatus(at=1000.0, models=models, adapters=adapters)
-        self.asked: list[Any] = []
 
-    def adapters(self) -> AdaptersStatus:
-        return self.status
+def add_adapter(wanted: AddRequest, progress: Callable[[AddLine], None]) -> Alias:
+    if wanted.tenants and "nobody" in wanted.tenants:
+        raise ConfigError("tenants", "nobody", "one of the document's tenants: acme")
+    for done in (10, 90):
+        progress(AddLine(step="fetch", message="copying it", done=done, total=100))
+    progress(AddLine(step="check", message="checking its numbers"))
+    return alias((2, 1.0))
 
-    def add_adapter(self, wanted: AddRequest, progress: Callable[[AddLine], None]) -> Alias:
-        if wanted.tenants and "nobody" in wanted.tenants:
-            raise ConfigError("tenants", "nobody", "one of the document's tenants: acme")
-        self.asked.append(wanted)
-        for done in (10, 90):
-            progress(AddLine(step="fetch", message="copying it", done=done, total=100))
-        progress(AddLine(step="check", message="checking its numbers"))
-        return self._alias((2, 1.0))
 
-    def split_adapter(self, model: str, name: str, weights: dict[str, float]) -> Alias:
-        self.asked.append((model, name, weights))
-        return self._alias((1, 95.0), (2, 5.0))
-
-    def rollback_adapter(self, model: str, name: str) -> Alias:
-        self.asked.append((model, name))
-        return self._alias((1, 1.0))
-
-    def remove_adapter(self, model: str, name: str) -> None:
-        self.asked.append((model, name))
-
-    def _alias(self, *split: tuple[int, float]) -> Alias:
-        versions = tuple(
-            Version(number=number, digest=digest, rank=8, size=10, source="/a", at=0.0)
-            for number, digest in DIGEST.items()
-        )
-        return Alias(model="m", name="sql", revision=2, versions=versions, split=split)
+def controller_of(*adapters: AdapterStatus, models: tuple[str, ...] = ("m",)) -> Mock:
+    controller = Mock(ControllerClient)
+    controller.adapters.return_value = AdaptersStatus(at=1000.0, models=models, adapters=adapters)
+    controller.add_adapter.side_effect = add_adapter
+    controller.split_adapter.return_value = alias((1, 95.0), (2, 5.0))
+    controller.rollback_adapter.return_value = alias((1, 1.0))
+    return controller
 
 
 Run = Callable[..., Result]
@@ -83,7 +73,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    def invoke(controller: Controller, *words: str) -> Result:
+    def invoke(controller: Mock, *words: str) -> Result:
         monkeypatch.setattr(module, "controller_client", lambda state: controller)
         return CliRunner().invoke(group, ["--state-dir", str(tmp_path), "adapters", *words])
 
@@ -99,7 +89,7 @@ def test_the_table_has_a_row_for_each_version_that_is_served(run: Run) -> None:
         ),
     )
     away = adapter(name="law", state=AdapterState.FETCHING, note="no route", versions=(), split=())
-    lines = run(Controller(split, away)).output.splitlines()
+    lines = run(controller_of(split, away)).output.splitlines()
     assert [" ".join(line.split()) for line in lines] == [
         "name version rank size loaded on requests/s hit rate last used state",
         "sql v1@aaaaaaaaaaaa 0.95 8 1.5 MB r1, r2 and 1 more 2.50 90% 3.0 s ago partial",
@@ -108,44 +98,43 @@ def test_the_table_has_a_row_for_each_version_that_is_served(run: Run) -> None:
     ]
 
 
-def test_models_are_told_apart_where_several_take_adapters(run: Run) -> None:
-    shown = run(Controller(adapter(), adapter("n"), models=("m", "n"))).output.splitlines()
+def test_with_several_base_models_the_table_has_a_model_column(run: Run) -> None:
+    shown = run(controller_of(adapter(), adapter("n"), models=("m", "n"))).output.splitlines()
     assert [line.split()[0] for line in shown] == ["model", "m", "n"]
-    assert run(Controller()).output.startswith("There are no adapters.")
+    assert run(controller_of()).output.startswith("There are no adapters.")
 
 
-def test_show_says_where_versions_come_from_and_who_refuses_them(run: Run) -> None:
+def test_show_has_sources_and_refusals_of_versions(run: Run) -> None:
     refused = (RefusedBy(replica="r1", reason="base_model: why", at=990.0),)
     why = "more demand than one can carry; 3 requests/s times 0.2 s of a load"
     planned = version(2, 1.0, why=why)
     found = adapter(tenants=("acme",), versions=(version(1, 0.0, refused=refused), planned))
-    shown = run(Controller(found), "show", "sql").output
+    shown = run(controller_of(found), "show", "sql").output
     assert "acme" in shown
     assert "1 min 40 s ago" in shown
     assert "v1 is refused by r1: base_model: why" in shown
     assert f"placement of v2: {why}" in " ".join(shown.split())
     assert "placement of v1" not in shown
-    assert json.loads(run(Controller(found), "show", "sql", "--json").output)["tenants"] == ["acme"]
+    assert json.loads(run(controller_of(found), "show", "sql", "--json").output)["tenants"] == ["acme"]
 
 
-def test_a_local_source_is_made_absolute_and_its_steps_are_told(
+def test_a_local_source_becomes_absolute_and_its_steps_are_printed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sql").mkdir()
     monkeypatch.chdir(tmp_path)
-    controller = Controller()
+    controller = controller_of()
     done = run(controller, "add", "sql", "./sql", "--tenant", "acme", "--tenant", "bits")
-    assert controller.asked == [
-        AddRequest(name="sql", source=str(tmp_path / "sql"), tenants=("acme", "bits")),
-    ]
+    request = AddRequest(name="sql", source=str(tmp_path / "sql"), tenants=("acme", "bits"))
+    assert controller.add_adapter.call_args.args[0] == request
     assert [line.split()[0] for line in done.output.splitlines()] == ["fetch", "check", "sql"]
     assert done.output.endswith("sql on m serves v2 (bbbbbbbbbbbb).\n")
 
 
-def test_a_name_is_widened_to_everybody(run: Run) -> None:
-    controller = Controller(adapter(tenants=("acme",)))
+def test_everybody_gives_access_to_all_tenants(run: Run) -> None:
+    controller = controller_of(adapter(tenants=("acme",)))
     assert run(controller, "add", "sql", "hf:a/b", "--everybody").exit_code == 0
-    assert controller.asked == [AddRequest(name="sql", source="hf:a/b", tenants=())]
+    assert controller.add_adapter.call_args.args[0] == AddRequest(name="sql", source="hf:a/b", tenants=())
 
 
 @pytest.mark.parametrize(
@@ -167,35 +156,34 @@ def test_a_name_is_widened_to_everybody(run: Run) -> None:
         (("--json", "remove", "sql"), "--json: expected after remove"),
     ],
 )
-def test_what_is_no_value_is_a_usage_error(run: Run, words: tuple[str, ...], says: str) -> None:
-    controller = Controller(adapter())
+def test_invalid_values_are_usage_errors(run: Run, words: tuple[str, ...], says: str) -> None:
+    controller = controller_of(adapter())
     done = run(controller, *words)
     assert done.exit_code == 2
     assert says in " ".join(done.output.split())
-    assert controller.asked == []
+    assert {call[0] for call in controller.method_calls} <= {"adapters", "add_adapter"}
 
 
-def test_a_model_must_be_named_where_several_are_meant(run: Run) -> None:
-    controller = Controller(adapter(), adapter("n"), adapter("n", "law"), models=("m", "n"))
+def test_an_ambiguous_model_must_be_named(run: Run) -> None:
+    controller = controller_of(adapter(), adapter("n"), adapter("n", "law"), models=("m", "n"))
     for words in (("remove", "sql"), ("add", "sql", "hf:a/b"), ("add", "new", "hf:a/b")):
         done = run(controller, *words)
         assert (done.exit_code, "--model: got none, expected one of m, n" in done.output) == (2, True)
     assert run(controller, "remove", "law").output == "law is removed from n.\n"
     assert run(controller, "add", "law", "hf:a/b").exit_code == 0
     assert run(controller, "rollback", "sql", "--model", "n").exit_code == 0
-    assert controller.asked == [
-        ("n", "law"),
-        AddRequest(name="law", source="hf:a/b", model="n"),
-        ("n", "sql"),
-    ]
+    controller.remove_adapter.assert_called_once_with("n", "law")
+    controller.rollback_adapter.assert_called_once_with("n", "sql")
+    assert controller.add_adapter.call_args.args[0].model == "n"
 
 
-def test_split_and_rollback_say_what_the_name_stands_for(run: Run) -> None:
-    controller = Controller(adapter())
+def test_split_and_rollback_print_the_served_versions(run: Run) -> None:
+    controller = controller_of(adapter())
     done = run(controller, "split", "sql", "v1=95", "v2=5")
     assert done.output == "sql on m serves 0.95 of v1 (aaaaaaaaaaaa), 0.05 of v2 (bbbbbbbbbbbb).\n"
     assert run(controller, "rollback", "sql").output == "sql on m serves v1 (aaaaaaaaaaaa).\n"
-    assert controller.asked == [("m", "sql", {"v1": 95.0, "v2": 5.0}), ("m", "sql")]
+    controller.split_adapter.assert_called_once_with("m", "sql", {"v1": 95.0, "v2": 5.0})
+    controller.rollback_adapter.assert_called_once_with("m", "sql")
 
 
 @pytest.fixture
@@ -221,7 +209,7 @@ def tell(site: Site, *words: str) -> Any:
 
 
 @pytest.mark.process
-def test_adapters_of_a_deployment_from_their_add_to_their_end(sim: Site) -> None:
+def test_life_cycle_of_adapters(sim: Site) -> None:
     # The document's own comes by itself.
     until(lambda: ask(sim, "law").startswith("law@"), "the adapter of the document")
 
@@ -275,7 +263,7 @@ def test_adapters_of_a_deployment_from_their_add_to_their_end(sim: Site) -> None
 
 @pytest.mark.long
 @pytest.mark.process
-def test_a_replica_that_starts_has_its_share_before_anybody_asks_it(sim: Site) -> None:
+def test_a_new_replica_loads_its_adapters_before_the_first_request(sim: Site) -> None:
     names = [f"a{i}" for i in range(4)]
     for i, name in enumerate(names):
         tell(sim, "add", name, os.fspath(write(sim.folder / name, files(10 + i))))
@@ -296,7 +284,7 @@ def test_a_replica_that_starts_has_its_share_before_anybody_asks_it(sim: Site) -
 
 @pytest.mark.long
 @pytest.mark.process
-def test_what_was_removed_of_the_document_comes_with_the_next_start_and_not_before(sim: Site) -> None:
+def test_a_removed_adapter_of_the_file_returns_only_with_the_next_start(sim: Site) -> None:
     until(lambda: ask(sim, "law").startswith("law@"), "the adapter of the document")
     tell(sim, "remove", "law")
     until(lambda: ask(sim, "law") == "404", "the adapter that was removed")

@@ -78,12 +78,10 @@ class Desk:
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    for name in ("RAY_ADDRESS", "TIDEGATE_GATEWAY_HOST", "TIDEGATE_ADMIN_HOST"):
-        monkeypatch.delenv(name, raising=False)
     return Desk(tmp_path, monkeypatch)
 
 
-def test_each_save_shows_its_difference_and_is_applied(desk: Desk) -> None:
+def test_each_save_is_shown_and_applied(desk: Desk) -> None:
     done = desk.watch(lambda: desk.write(document(2)), lambda: desk.write(document(3)))
     assert done.exit_code == 0, done.output
     assert [asked["gateway"]["queue_timeout_s"] for asked in desk.running.asked] == [1, 2, 3]
@@ -101,7 +99,9 @@ def test_each_save_shows_its_difference_and_is_applied(desk: Desk) -> None:
     ],
     ids=["no YAML", "no such key", "a new port", "out of range"],
 )
-def test_a_bad_save_is_refused_and_the_next_good_one_applied(desk: Desk, content: object, said: str) -> None:
+def test_an_invalid_save_is_refused_and_the_next_valid_one_applied(
+    desk: Desk, content: object, said: str
+) -> None:
     def now_good() -> None:
         assert desk.timeout_s == 1, "the bad one is not in force"
         desk.write(document(4))
@@ -113,7 +113,7 @@ def test_a_bad_save_is_refused_and_the_next_good_one_applied(desk: Desk, content
     assert desk.timeout_s == 4
 
 
-def test_a_refusal_of_the_controller_ends_nothing(desk: Desk) -> None:
+def test_watch_continues_after_a_refusal_by_the_controller(desk: Desk) -> None:
     def refused() -> None:
         desk.write(document(5))
         desk.running.refuses = SwitchRefused("the queue cannot hold it")

@@ -89,7 +89,7 @@ def test_the_json_of_modes(site: Path) -> None:
     assert result.stderr.count(" simulated") == 3
 
 
-def test_a_table_a_verdict_and_a_plot_of_modes(site: Path) -> None:
+def test_a_table_a_summary_and_a_plot_of_modes(site: Path) -> None:
     plot = site / "modes.svg"
     result = run_modes(site, "--seeds", "1", "--plot", str(plot))
     assert result.exit_code == 0 and str(plot) in result.stdout.replace("\n", "")
@@ -108,7 +108,7 @@ def test_errors_of_modes(site: Path) -> None:
     assert error is not None and exit_of(error) is Exit.INVALID and "two modes at least" in str(error)
 
 
-def test_the_shipped_crossover_is_a_bed_and_a_load_that_crosses_over() -> None:
+def test_the_shipped_crossover_workload_alternates_documents_and_chat() -> None:
     (spec,) = parse(yaml.safe_load((ROOT / "deployments" / "crossover.yaml").read_text())).models
     assert list(spec.modes) == ["single-large", "multi-replica"] and spec.sim.wake_s
     workload = read_workload(ROOT / "deployments" / "workloads" / "crossover.yaml")

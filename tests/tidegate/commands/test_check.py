@@ -28,12 +28,6 @@ class Mine:
 """
 
 
-@pytest.fixture(autouse=True)
-def no_cluster_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_ADDRESS", "TIDEGATE_GATEWAY_HOST", "TIDEGATE_ADMIN_HOST"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def check(path: Path, *options: str) -> Result:
     return CliRunner().invoke(group, ["check", str(path), *options])
 

@@ -325,7 +325,7 @@ def times(result: Result) -> list[float]:
     return [each["decision"]["at"] for each in json.loads(result.stdout)["decisions"]]
 
 
-def test_without_a_controller_the_decision_log_is_read_and_named(run: Run, tmp_path: Path) -> None:
+def test_without_a_controller_decisions_come_from_the_log(run: Run, tmp_path: Path) -> None:
     result = run(LOG, "sim")
     assert result.exit_code == 0, result.output
     log = StateDir(tmp_path).decisions_path

@@ -34,7 +34,7 @@ def test_json_for_scripts() -> None:
     assert said["name"] == "acme"
 
 
-def test_a_name_that_no_document_takes_gets_no_key() -> None:
+def test_an_invalid_tenant_name_is_refused() -> None:
     result = CliRunner().invoke(group, ["keys", "new", "a b"])
     assert "a name that matches" in str(result.exception)
     assert "tg-" not in result.output

@@ -30,9 +30,7 @@ def test_a_prefix_names_every_part_that_begins_with_it(state: Path) -> None:
 
 
 @pytest.mark.parametrize(("word", "part"), [("gateway-1", "gateway-1"), ("ra", "ray")])
-def test_a_single_part_is_printed_bare_and_a_whole_name_is_that_part_alone(
-    state: Path, word: str, part: str
-) -> None:
+def test_lines_of_a_single_process_have_no_prefix(state: Path, word: str, part: str) -> None:
     assert logs(state, word).output == f"first of {part}\nlast of {part}\n"
 
 

@@ -107,7 +107,7 @@ def test_a_model_without_an_slo_is_refused(document: Path) -> None:
     assert "models[chat].control.slo" in str(result.exception)
 
 
-def test_oddities_of_a_trace_are_reported(document: Path, tmp_path: Path) -> None:
+def test_notes_on_a_trace_are_reported(document: Path, tmp_path: Path) -> None:
     trace = tmp_path / "azure.csv"
     trace.write_text(TRACE.removesuffix("0\n"))
     result = run(document, "--trace", str(trace), "--price", "none=1")

@@ -78,7 +78,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         ("mode sim auto", ("sim", None, None), "The scaling policy decides on sim."),
     ],
 )
-def test_an_override_is_sent_and_its_end_shown(
+def test_an_override_is_sent_and_the_command_that_ends_it_shown(
     run: Run, words: str, request_: tuple[Any, ...], message: str
 ) -> None:
     controller = Controller()

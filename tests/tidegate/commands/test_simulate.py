@@ -130,7 +130,7 @@ def test_a_file_that_may_not_be_written_is_refused_before_the_run(
     assert result.exit_code == Exit.USAGE and "expected a file that can be written" in result.stderr
 
 
-def test_oddities_of_a_trace_are_reported_once(site: Path) -> None:
+def test_notes_on_a_trace_are_reported_once(site: Path) -> None:
     rows = ["Timestamp,Model,Request tokens,Response tokens"]
     rows += [f"{i},m,9,{i % 2 * 5}" for i in range(4)]
     (site / "mine.csv").write_text("\n".join(rows))

@@ -80,9 +80,8 @@ def test_an_instant_is_the_end_of_its_minute_or_second(text: str, moment: str) -
 
 @pytest.mark.parametrize("text", ["noon", "25:00", "12:3", "ago", "5 ago", "2026-07-11T12:03"])
 def test_invalid_and_future_instants(text: str) -> None:
-    with pytest.raises(
-        ValueError, match="in the future" if text[0] == "2" and "T" in text else "invalid time"
-    ):
+    why = "in the future" if "T" in text else "invalid time"
+    with pytest.raises(click.BadParameter, match=why):
         instant(text, at(NOW))
 
 

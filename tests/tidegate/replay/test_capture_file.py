@@ -22,9 +22,7 @@ def line(at: float) -> bytes:
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20))
-def test_lines_come_into_the_order_of_their_instants(
-    tmp_path_factory: pytest.TempPathFactory, instants: list[int]
-) -> None:
+def test_lines_are_sorted_by_time(tmp_path_factory: pytest.TempPathFactory, instants: list[int]) -> None:
     folder = tmp_path_factory.mktemp("capture")
     part, target = folder / "part", folder / "target"
     part.write_bytes(HEADER + b"".join(map(line, instants)) + b'{"at":3,"input')  # killed while it wrote
@@ -35,7 +33,7 @@ def test_lines_come_into_the_order_of_their_instants(
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 200), max_size=6))
-def test_pieces_make_no_difference(cuts: list[int]) -> None:
+def test_any_split_of_the_bytes_gives_the_same_result(cuts: list[int]) -> None:
     told = HEADER + line(4) + b'{"lost":2}\n' + line(1)
     part, changes = BytesIO(), [0]
     spool = CaptureFile(part, lambda: changes.append(1))
@@ -48,6 +46,6 @@ def test_pieces_make_no_difference(cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("said", [b'{"error": {"message": "no"}}\n', b"<html>\n", line(1)])
-def test_what_is_no_capture_is_refused(said: bytes) -> None:
+def test_other_content_than_a_capture_is_refused(said: bytes) -> None:
     with pytest.raises(CaptureRefused, match=r"no (line of a )?capture"):
         CaptureFile(BytesIO(), lambda: None).feed(said, 0.0)

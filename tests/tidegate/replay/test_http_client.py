@@ -58,7 +58,7 @@ async def test_a_connection_is_kept_and_the_key_is_sent() -> None:
     assert b"authorization: Bearer k-1\r\n" in server.heads[0]
 
 
-async def test_a_kept_connection_that_is_dead_is_replaced() -> None:
+async def test_a_closed_idle_connection_is_replaced() -> None:
     server = Server(ANSWER, b"", ANSWER)
     async with server.pool() as pool:
         assert (await get(pool), await get(pool)) == (b"ok", b"ok")
@@ -73,7 +73,7 @@ async def test_a_kept_connection_that_is_dead_is_replaced() -> None:
         (b"SMTP ready\r\n", "no answer of HTTP"),
     ],
 )
-async def test_what_is_no_answer_is_an_error(answer: bytes, why: str) -> None:
+async def test_invalid_answers_are_errors(answer: bytes, why: str) -> None:
     async with Server(answer).pool() as pool:
         with pytest.raises(OSError, match=why):
             await get(pool)
@@ -85,7 +85,7 @@ async def test_an_answer_may_end_with_its_connection() -> None:
         assert await get(pool) == b"ok"
 
 
-async def test_an_answer_that_breaks_is_not_asked_for_again() -> None:
+async def test_a_request_is_not_repeated_after_a_partial_answer() -> None:
     half = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"
     server = Server(ANSWER, half)  # and hangs up, as it has no more to say
     async with server.pool() as pool:
@@ -96,6 +96,6 @@ async def test_an_answer_that_breaks_is_not_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:8080", "http://"])
-def test_a_url_is_one_of_http(url: str) -> None:
+def test_other_urls_than_http_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="no URL"):
         Pool(url)

@@ -39,14 +39,14 @@ def test_the_last_block_may_be_a_part_of_one() -> None:
     assert long.startswith(short)
 
 
-def test_no_two_requests_begin_alike_without_blocks_nor_two_replays_with_them() -> None:
+def test_prompts_differ_between_requests_and_between_seeds() -> None:
     beginnings = {tuple(PROMPTS.text(arrival(64), number).split()[:10]) for number in range(2000)}
     assert len(beginnings) == 2000
     assert PROMPTS.text(arrival(512, 1), 0) == Prompts(1).text(arrival(512, 1), 9)
     assert PROMPTS.text(arrival(512, 1), 0).split()[:10] != Prompts(2).text(arrival(512, 1), 0).split()[:10]
 
 
-def test_words_are_as_many_as_make_the_tokens_at_the_endpoint() -> None:
+def test_word_counts_follow_the_tokens_that_the_endpoint_counts() -> None:
     prompts = Prompts(1, Fit(overhead=30.0, per_word=0.5))
     one, other = (prompts.text(arrival(tokens, 7, 8), 1).split() for tokens in (1530, 3030))
     assert (len(one), len(other)) == (3000, 6000)

@@ -75,7 +75,7 @@ def test_a_bad_line_is_refused_before_anything_is_sent(endpoint: Endpoint, tmp_p
     assert endpoint.asked == []
 
 
-def test_what_is_odd_about_a_trace_is_told(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_notes_on_a_trace_are_printed(endpoint: Endpoint, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("Timestamp,Model,Request tokens,Response tokens\n0,,9,0\n0.01,,30,4\n")
     result = run(path, "--url", endpoint.url)
@@ -84,7 +84,9 @@ def test_what_is_odd_about_a_trace_is_told(endpoint: Endpoint, tmp_path: Path) -
     assert "1 of 1 requests served" in result.stdout
 
 
-def test_when_nothing_is_served_it_fails_and_says_why(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_a_replay_without_a_served_request_fails_with_the_first_error(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.jsonl"
     line = {"at": 0, "input_tokens": 30, "output_tokens": 4, "adapter": "none"}
     path.write_text(HEADER + json.dumps(line) + "\n")
@@ -94,7 +96,7 @@ def test_when_nothing_is_served_it_fails_and_says_why(endpoint: Endpoint, tmp_pa
     assert "First failure: The model `none` does not exist." in result.stdout
 
 
-def test_ctrl_c_ends_it_with_what_was_measured(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_replay_with_the_results_so_far(endpoint: Endpoint, tmp_path: Path) -> None:
     asked = [0]
 
     def on_ask() -> None:
@@ -173,7 +175,7 @@ def test_a_capture_is_a_trace(admin: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]
 
 
-def test_ctrl_c_ends_a_capture_well(admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_completes_a_capture(admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     feed = CaptureFile.feed
 
     def heard(spool: CaptureFile, data: bytes, at: float) -> None:
@@ -199,7 +201,7 @@ def test_ctrl_c_ends_a_capture_well(admin: str, tmp_path: Path, monkeypatch: pyt
         ({"lines": ""}, "answered 200"),
     ],
 )
-def test_what_is_no_gateway_cannot_be_captured(
+def test_only_a_gateway_can_be_captured(
     admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict[str, object], said: str
 ) -> None:
     for name, value in answer.items():

@@ -18,7 +18,6 @@ from tidegate.replay.http_client import Pool
 from tidegate.replay.player import Player
 from tidegate.replay.prompts import Prompts
 from tidegate.replay.results import ReplayRow
-from tidegate.replay.run import Endpoint as Target
 from tidegate.replay.run import ReplayResult, replay
 
 PROBES = 2
@@ -28,21 +27,21 @@ async def play(
     endpoint: Endpoint, arrivals: Iterable[Arrival], record: Path | None = None, **more: Any
 ) -> tuple[ReplayResult, list[ReplayRow]]:
     rows: list[ReplayRow] = []
-    target = Target(endpoint.url, **more)
-    played = await replay(arrivals, target, seed=1, in_flight=64, record=record, on_row=rows.append)
+    pool, asking = Pool(endpoint.url), RequestFormat(**more)
+    played = await replay(arrivals, pool, asking, seed=1, in_flight=64, record=record, on_row=rows.append)
     return played, rows
 
 
 async def test_lengths_and_names_are_those_of_the_trace(endpoint: Endpoint, tmp_path: Path) -> None:
     trace = [
         Arrival(0.0, 700, 9, blocks=(5,)),
-        Arrival(0.01, 40, 1, model="gpt-of-another-house", adapter="sql"),
-        Arrival(0.02, 1500, 30, model="base", blocks=(5, 6)),
+        Arrival(0.01, 40, 1, model="gpt-elsewhere", adapter="sql"),
+        Arrival(0.5, 1500, 30, model="base", blocks=(5, 6)),
     ]
     played, rows = await play(endpoint, trace, tmp_path / "rows.jsonl")
     asked = endpoint.asked[PROBES:]
-    assert [body["model"] for body in asked] == ["base", "sql", "base"]
-    assert [body["max_tokens"] for body in asked] == [body["min_tokens"] for body in asked] == [9, 1, 30]
+    assert {body["max_tokens"]: body["model"] for body in asked} == {9: "base", 1: "sql", 30: "base"}
+    assert all(body["min_tokens"] == body["max_tokens"] for body in asked)
     assert all(body["stream"] and body["ignore_eos"] for body in asked)
     rows.sort(key=lambda row: row.at)
     assert [(row.input_tokens, row.output_tokens) for row in rows] == [(700, 9), (40, 1), (1500, 30)]
@@ -68,19 +67,19 @@ async def test_a_chat_has_the_length_of_the_trace_with_its_template(endpoint: En
     assert played.fit.overhead > 0
 
 
-async def test_a_model_that_is_named_takes_the_place_of_the_traces(endpoint: Endpoint) -> None:
+async def test_a_given_model_replaces_the_traces(endpoint: Endpoint) -> None:
     await play(endpoint, [Arrival(0.0, 40, 1, model="base"), Arrival(0.0, 40, 1)], model="sql")
     assert {body["model"] for body in endpoint.asked} == {"sql"}
 
 
-async def test_an_endpoint_that_knows_no_exact_lengths_is_asked_without(endpoint: Endpoint) -> None:
+async def test_without_ignore_eos_support_answers_have_the_models_length(endpoint: Endpoint) -> None:
     endpoint.strict = True
     played, rows = await play(endpoint, [Arrival(0.0, 40, 7)])
     assert not played.asking.exact and rows[0].served
     assert "ignore_eos" not in endpoint.asked[-1] and endpoint.asked[-1]["max_tokens"] == 7
 
 
-async def test_a_failure_is_counted_and_ends_nothing(endpoint: Endpoint) -> None:
+async def test_failures_are_counted_and_the_replay_continues(endpoint: Endpoint) -> None:
     trace = [Arrival(0.0, 30, 2, adapter="none"), Arrival(0.0, 25_000, 2), Arrival(0.01, 30, 2)]
     played, rows = await play(endpoint, trace)
     assert sorted(row.status for row in rows) == [200, 400, 404]
@@ -90,7 +89,7 @@ async def test_a_failure_is_counted_and_ends_nothing(endpoint: Endpoint) -> None
     assert failed.ttft_s is None and failed.output_tokens == 0
 
 
-async def test_nothing_is_sent_where_nobody_serves(endpoint: Endpoint) -> None:
+async def test_unserved_models_and_unreachable_endpoints_are_errors(endpoint: Endpoint) -> None:
     with pytest.raises(EndpointRefused, match=r"answered 404: The model `none` does not exist"):
         await play(endpoint, [Arrival(0.0, 30, 2)], model="none")
     endpoint.url = "http://127.0.0.1:9"
@@ -139,19 +138,19 @@ async def against(slow: Slow, requests: int, in_flight: int) -> tuple[Player, in
     return player, len(rows)
 
 
-async def test_requests_are_sent_whether_others_are_answered_or_not() -> None:
+async def test_requests_are_sent_before_earlier_ones_are_answered() -> None:
     slow = Slow(wanted=40)
     _, told = await against(slow, 40, in_flight=64)
     assert told == slow.most == 40
 
 
-async def test_no_more_are_open_than_may_be() -> None:
+async def test_in_flight_requests_are_limited() -> None:
     slow = Slow(wanted=8)
     _, told = await against(slow, 24, in_flight=8)
     assert (told, slow.most) == (24, 8)
 
 
-async def test_who_is_stopped_hangs_up_and_counts_what_was_open() -> None:
+async def test_stop_cancels_and_counts_open_requests() -> None:
     player, told = await against(Slow(wanted=8, answers=False), 24, in_flight=8)
     assert (told, player.cut) == (0, 8)
 

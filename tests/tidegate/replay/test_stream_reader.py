@@ -25,7 +25,7 @@ WHOLE = event() + event() + b": a comment\n\n" + event("length") + LAST
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, len(WHOLE)), max_size=12))
-def test_pieces_make_no_difference(cuts: list[int]) -> None:
+def test_any_split_of_the_bytes_gives_the_same_result(cuts: list[int]) -> None:
     timings = StreamTimings()
     edges = [0, *sorted(set(cuts) - {len(WHOLE)}), len(WHOLE)]
     for at, (begin, end) in enumerate(pairwise(edges), 1):
@@ -41,7 +41,7 @@ def test_pieces_make_no_difference(cuts: list[int]) -> None:
     assert timings.first_event_at + sum(timings.gaps) == last
 
 
-def test_the_gap_is_by_the_tokens_after_the_first() -> None:
+def test_itl_is_per_token_after_the_first() -> None:
     timings = StreamTimings()
     timings.feed(event(), 10.0)
     timings.feed(event("stop"), 12.0)
@@ -91,7 +91,7 @@ def test_a_whole_answer_has_its_usage() -> None:
         (404, b'{"detail": "nothing here"}', '{"detail": "nothing here"}'),
     ],
 )
-def test_what_is_no_whole_answer_says_why(status: int, body: bytes, error: str) -> None:
+def test_incomplete_answers_have_an_error(status: int, body: bytes, error: str) -> None:
     timings = StreamTimings()
     timings.feed(body, 1.0)
     timings.end(status)

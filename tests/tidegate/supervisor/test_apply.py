@@ -39,7 +39,7 @@ class Controller:
             self.answer.wait(10)
 
 
-async def test_applies_take_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_applies_are_serialized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = StateDir(tmp_path)
     first, second = document(1), document(2)
     supervisor = Supervisor(

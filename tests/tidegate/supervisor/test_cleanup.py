@@ -67,7 +67,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         child.kill()
 
 
-def test_a_joined_cluster_is_cleaned_and_nothing_is_remembered(site: Site) -> None:
+def test_down_cleans_a_joined_cluster_and_clears_the_record(site: Site) -> None:
     site.left(SIM, JOINED, "gateway-0", "supervisor")
     done = site.down()
     assert done.exit_code == 0
@@ -82,7 +82,7 @@ def test_a_joined_cluster_is_cleaned_and_nothing_is_remembered(site: Site) -> No
     assert site.calls.read_text() == "stop"
 
 
-def test_what_a_cluster_keeps_can_be_tried_again(site: Site) -> None:
+def test_a_failed_cluster_cleanup_can_be_repeated(site: Site) -> None:
     site.left(SIM, JOINED, "gateway-0")
     site.exit_code = 1
     done = site.down()
@@ -103,7 +103,7 @@ def test_what_a_cluster_keeps_can_be_tried_again(site: Site) -> None:
     ],
     ids=["a head of our own", "without Ray", "nothing of our own"],
 )
-def test_a_cluster_is_left_alone_that_has_nothing_of_ours(
+def test_a_cluster_without_our_applications_is_not_cleaned(
     site: Site, model: object, cluster: dict[str, str], recorded: str
 ) -> None:
     site.left(model, cluster, recorded)
@@ -111,7 +111,7 @@ def test_a_cluster_is_left_alone_that_has_nothing_of_ours(
     assert not site.calls.exists()
 
 
-def test_what_was_never_started_is_not_looked_for(site: Site) -> None:
+def test_down_without_a_record_does_not_contact_the_cluster(site: Site) -> None:
     site.state.save(site.state.deployment_path, {"models": [SIM], "cluster": JOINED})
     assert site.down().output == "Nothing is running.\n"
     assert not site.calls.exists()

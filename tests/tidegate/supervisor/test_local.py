@@ -77,7 +77,7 @@ def test_an_override_ends_after_its_duration_and_is_explained(sim: Site) -> None
     assert (code, "no decision on sim" in err) == (1, True)
 
 
-def test_a_controller_that_dies_comes_back_with_its_fleet(sim: Site) -> None:
+def test_a_killed_controller_is_restarted_with_its_fleet(sim: Site) -> None:
     before = [replica["id"] for replica in ready(sim)]
     pid = sim.workers()["controller"]
     os.kill(pid, signal.SIGKILL)
@@ -97,7 +97,7 @@ def test_apply_changes_what_the_controller_allows(sim: Site) -> None:
     assert (code, "1 to 2" in err) == (5, True)
 
 
-def test_a_start_that_takes_too_long_says_why_and_leaves_nothing(site: Site) -> None:
+def test_start_timeout_reports_the_reason_and_stops_all_processes(site: Site) -> None:
     site.file.write_text(json.dumps(document(site, start_s=600)))
     for wait_s in (8, 60):  # a busy machine may need all of the first for the steps before the replica
         code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", str(wait_s))

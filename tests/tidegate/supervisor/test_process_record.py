@@ -43,8 +43,8 @@ def test_a_snapshot_records_descendants_and_forgets_the_dead(tmp_path: Path, pro
     first, second = processes
     record.started.update((first.pid, second.pid))
     record.snapshot()
-    assert {first.pid, second.pid} <= {entry.pid for entry in ProcessRecord(state).entries}
+    assert {first.pid, second.pid} <= set(ProcessRecord(state).entries)
     first.kill()
     first.wait()
     record.snapshot()
-    assert first.pid not in {entry.pid for entry in ProcessRecord(state).entries}
+    assert first.pid not in set(ProcessRecord(state).entries)

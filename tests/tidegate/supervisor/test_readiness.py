@@ -39,7 +39,7 @@ def test_memory_counts_weights_cache_and_engine_per_replica() -> None:
     assert "2 x 6.0 GiB for m" in problem
 
 
-def test_memory_is_not_asked_for_what_runs_elsewhere() -> None:
+def test_memory_is_checked_only_for_cpu_engines_here() -> None:
     on_gpus = deployment(shapes={"small": {"gpus": 1}}, modes={"multi-replica": {"shape": "small"}}, env={})
     assert preflight.memory_problem(on_gpus, {"m": 2**40}, 0) is None
     assert preflight.memory_problem(deployment(engine="sim", source="", env={}), {}, 0) is None
@@ -56,14 +56,14 @@ def fleet(*replicas: Replica, note: str = "", target: int = 1) -> Fleet:
     return Fleet(epoch=1.0, version=1, at=1.0, models=(model,), replicas=replicas)
 
 
-def test_what_a_model_waits_for_is_said() -> None:
+def test_waiting_for_names_models_without_a_ready_replica() -> None:
     assert readiness.waiting_for(deployment(), fleet()) == ["m: no replica yet"]
     starting = fleet(replica(ReplicaPhase.STARTING, "loading weights"))
     assert readiness.waiting_for(deployment(), starting) == ["m: m-1 starting (loading weights)"]
     assert readiness.waiting_for(deployment(), fleet(replica(ReplicaPhase.READY))) == []
 
 
-def test_what_the_controller_wants_is_waited_for_whatever_the_document_starts_with() -> None:
+def test_readiness_follows_the_controllers_targets() -> None:
     may_be_none = {"shape": "small", "replicas": {"min": 0, "max": 2}}
     elastic = deployment(modes={"multi-replica": may_be_none})
     assert readiness.waiting_for(elastic, fleet(target=1)) == ["m: no replica yet"]
@@ -77,5 +77,5 @@ def test_what_the_controller_wants_is_waited_for_whatever_the_document_starts_wi
     ("host", "url"),
     [("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80"), ("10.0.0.1", "http://10.0.0.1:80")],
 )
-def test_a_wildcard_is_not_an_address_to_call(host: str, url: str) -> None:
+def test_wildcard_addresses_are_reachable_on_loopback(host: str, url: str) -> None:
     assert readiness.endpoint(host, 80) == url

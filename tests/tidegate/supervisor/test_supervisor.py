@@ -95,7 +95,7 @@ def test_logs_and_refusals_of_a_running_deployment(running: Site) -> None:
 
 
 @process
-def test_a_worker_that_dies_comes_back_and_the_port_stays(running: Site) -> None:
+def test_a_killed_worker_is_restarted_on_the_same_port(running: Site) -> None:
     before = running.workers()
     os.kill(before["gateway-0"], signal.SIGKILL)
     assert get(running.port, "/v1/models") == 200
@@ -106,7 +106,7 @@ def test_a_worker_that_dies_comes_back_and_the_port_stays(running: Site) -> None
 
 
 @process
-def test_apply_is_whole_or_not_at_all(running: Site) -> None:
+def test_apply_is_atomic(running: Site) -> None:
     stored = running.state / "deployment.json"
     before = stored.read_bytes()
     assert running.tidegate("apply", "--dry-run", str(running.file))[1] == "No changes.\n"
@@ -135,7 +135,7 @@ def test_apply_is_whole_or_not_at_all(running: Site) -> None:
 
 
 @process
-def test_down_stops_everything_and_up_without_a_file_starts_it_again(site: Site) -> None:
+def test_up_without_a_file_restarts_the_deployment_after_down(site: Site) -> None:
     code, _, err = site.tidegate("up")
     assert (code, "no deployment file was applied" in err) == (2, True)
     site.tidegate("up", str(site.file))
@@ -149,7 +149,7 @@ def test_down_stops_everything_and_up_without_a_file_starts_it_again(site: Site)
 
 @process
 @pytest.mark.parametrize("path", ["gateway.port", "gateway.admin_port"])
-def test_a_port_in_use_is_reported_before_anything_starts(site: Site, path: str) -> None:
+def test_a_port_in_use_is_reported_before_the_start(site: Site, path: str) -> None:
     port = site.port if path == "gateway.port" else site.admin_port
     with socket.create_server(("127.0.0.1", port)):
         code, _, err = site.tidegate("up", str(site.file))

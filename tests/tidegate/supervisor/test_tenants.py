@@ -28,7 +28,7 @@ def ask(site: Site, key: str, **headers: str) -> tuple[int, httpx.Headers]:
     return answer.status_code, answer.headers
 
 
-def test_keys_open_the_port_until_a_document_revokes_them(tenants: Site) -> None:
+def test_keys_are_valid_until_the_deployment_file_revokes_them(tenants: Site) -> None:
     assert [ask(tenants, key)[0] for key in (*KEYS, "guess", "")] == [200, 200, 200, 401, 401]
     explained: dict[str, Any] = json.loads(
         ask(tenants, KEYS[2], **{"x-tidegate-explain": "1"})[1]["x-tidegate-explain"]

@@ -39,10 +39,7 @@ _LIMITED = {
 
 
 class Aftermath(NamedTuple):
-    """The goal after a decision, and the controller's ``phase`` on the way there.
-
-    ``barred`` are modes that failed, with the Unix time before which no switch to them is tried.
-    """
+    """The goal after a decision, the ``phase`` on the way there, and failed modes with their retry time."""
 
     mode: str
     replicas: int

@@ -75,13 +75,13 @@ def calibrate(
 ) -> None:
     if record is None and (profile or document or plot) is not None:
         raise click.UsageError("--profile, --file and --plot need --check")
+    if record is not None and profile is None:
+        raise click.UsageError("--check needs the calibrated performance model: --profile FILE")
     if document is None:
         deployment = stored_deployment(state)
     else:
         deployment = deployment_file.load(document, ray=False).deployment
-    if record is not None:
-        if profile is None:
-            raise click.UsageError("--check needs the calibrated performance model: --profile FILE")
+    if record is not None and profile is not None:
         _check(deployment, model, record=record, profile=profile, plot=plot, as_json=as_json)
         return
     client = ControllerClient(deployment.cluster.controller, state.secret())
@@ -163,7 +163,7 @@ def _check(
         )
     if plot is not None:
         title = f"{model}: {record.name}, live and simulated ({file.description})"
-        plot.write_text(curves(title, result.live.seconds, result.simulated.seconds), encoding="utf-8")
+        plot.write_text(curves(title, result.live, result.simulated), encoding="utf-8")
     if as_json:
         print_json(result.compared)
         return

@@ -33,8 +33,10 @@ from tidegate.commands.terminal import Bar, console, print_json, table_of_rows, 
 from tidegate.commands.units import duration, plural
 from tidegate.exit_codes import Exit
 from tidegate.replay.capture_file import CaptureFile, in_order
+from tidegate.replay.endpoint_api import RequestFormat
+from tidegate.replay.http_client import Pool
 from tidegate.replay.results import LATE_S, RequestResult
-from tidegate.replay.run import Endpoint, ReplayResult
+from tidegate.replay.run import ReplayResult
 from tidegate.replay.run import capture as capture_traffic
 from tidegate.replay.run import replay as send_trace
 
@@ -120,7 +122,8 @@ def replay(
         result = _run(
             send_trace(
                 arrivals(),
-                Endpoint(url, key, model, chat, exact),
+                Pool(url, key),
+                RequestFormat(model, chat=chat, exact=exact),
                 seed=seed,
                 in_flight=max_in_flight,
                 record=record,

@@ -158,10 +158,7 @@ def simulate(
 
 
 class _DecisionFile:
-    """Writes the decisions of each policy as lines of JSON, if there is a path.
-
-    An I/O error does not stop the simulation; it is kept in ``error``.
-    """
+    """Writes decisions as lines of JSON, if there is a path; an I/O error does not stop the simulation."""
 
     def __init__(self, path: Path | None) -> None:
         self.error: OSError | None = None
