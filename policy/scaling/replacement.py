@@ -8,36 +8,29 @@ GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from policy.stats.backoff import Backoff
 from policy.wire.reports import PowerReport, is_of_card
 
 # NVML's reasons for slow clocks that are the hardware's own: slowdown, heat, power brake.
 HARDWARE = 0x08 | 0x40 | 0x80
-
 SLOWED_S = 60.0
-
 # After this time without a report throttling may have paused.
 UNHEARD_S = 10.0
-
 # The pause between two replacements of a model.
 PAUSE = Backoff(60.0, 3600.0)
-
 # The actuator sees the end of a host with a delay: before that it would remove the youngest, the successor.
 PARTING_S = 3.0
-
 # The time beyond the drain timeout after which the removal is given up.
 LATE_S = 60.0
 
 
 class GpuHealth(NamedTuple):
-    """The last GPU report of a replica, at ``heard``; ``slowed`` is since when it has been throttled."""
+    """The last GPU report of a replica, at ``reported_at``, and since when it has been throttled."""
 
-    heard: float
-    slowed: float | None = None
+    reported_at: float
+    throttled_since: float | None = None
     xid: int = 0
     card: str = ""
 
@@ -49,27 +42,21 @@ class Condition(NamedTuple):
     fatal: bool
 
 
-def observe(before: GpuHealth | None, told: PowerReport | None, at: float) -> GpuHealth:
+def observe(before: GpuHealth | None, report: PowerReport, at: float) -> GpuHealth:
     """The health after a report; an error of a GPU stays until the replica has ended."""
-    if told is None:
-        return before or GpuHealth(at)
-    lasting = before is not None and at - before.heard <= UNHEARD_S
-    earlier = before.slowed if before is not None and lasting else None
-    slowed = None if not told.reasons & HARDWARE else at if earlier is None else earlier
-    if is_of_card(told.xid):
-        return GpuHealth(at, slowed, told.xid, told.card)
-    return GpuHealth(at, slowed, *(before[2:] if before is not None else ()))
+    before = before or GpuHealth(at)
+    since = before.throttled_since if at - before.reported_at <= UNHEARD_S else None
+    since = None if not report.reasons & HARDWARE else at if since is None else since
+    failed = report if is_of_card(report.xid) else before
+    return GpuHealth(at, since, failed.xid, failed.card)
 
 
 def condition(health: GpuHealth, at: float) -> Condition | None:
     """The condition of a replica, if it is unhealthy."""
-    if health.xid:
-        return Condition(f"XID {health.xid}" + (f" on {health.card}" if health.card else ""), fatal=True)
-    if (
-        health.slowed is not None
-        and health.heard - health.slowed >= SLOWED_S
-        and at - health.heard <= UNHEARD_S
-    ):
+    reported_at, since, xid, card = health
+    if xid:
+        return Condition(f"XID {xid}" + (f" on {card}" if card else ""), fatal=True)
+    if since is not None and reported_at - since >= SLOWED_S and at - reported_at <= UNHEARD_S:
         return Condition(f"throttled by hardware for {SLOWED_S:.0f} s", fatal=False)
     return None
 
@@ -79,38 +66,49 @@ class Slot(NamedTuple):
 
     id: str
     ready: bool
-    ailment: Condition | None = None
+    condition: Condition | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether its condition is fatal."""
+        return self.condition is not None and self.condition.fatal
 
 
 class ReplacementState(NamedTuple):
-    """The state of a model: the desired count ``aimed``, and ``healthy``, the least ready replicas.
+    """The state of a model at ``at``: its ``slots``, the ``desired`` count, and the least ready replicas.
 
     ``room`` is whether one more fits, ``busy`` why none is replaced now; ``start_s`` and ``drain_s`` are
     timeouts.
     """
 
-    aimed: int
-    healthy: int
+    at: float
+    slots: Sequence[Slot]
+    desired: int
+    min_healthy: int
     room: bool
     busy: str = ""
     start_s: float = 600.0
     drain_s: float = 30.0
 
+    def others(self, replica: str) -> int:
+        """How many other replicas serve without a fatal condition."""
+        return sum(slot.ready and slot.id != replica and not slot.failed for slot in self.slots)
 
-class ReplacementPlan(msgspec.Struct, frozen=True, kw_only=True):
+
+class ReplacementPlan(NamedTuple):
     """The current replacement, if any, and the back-off of the last.
 
     ``replica`` is being replaced since ``begun``, with one ``more`` beside it where there is room; its drain
-    began at ``told``, and it had ended at ``gone``. ``row`` counts replacements in a row; the next waits
-    until ``pause``. ``note`` is for operators.
+    began at ``drain_at``, and it had ended at ``ended_at``. ``row`` counts replacements in a row; the next
+    waits until ``pause``. ``note`` is for operators.
     """
 
     replica: str = ""
     why: str = ""
     begun: float = 0.0
     more: bool = False
-    told: float | None = None
-    gone: float | None = None
+    drain_at: float | None = None
+    ended_at: float | None = None
     row: int = 0
     pause: float = 0.0
     note: str = ""
@@ -118,108 +116,85 @@ class ReplacementPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def leaves(self) -> str:
         """The replica that has to drain."""
-        return self.replica if self.told is not None and self.gone is None else ""
+        return self.replica if self.drain_at is not None and self.ended_at is None else ""
 
 
-def step(
-    before: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
-) -> ReplacementPlan:
+def step(before: ReplacementPlan, state: ReplacementState) -> ReplacementPlan:
     """The next step of the replacement, or the first of another."""
-    if before.replica and before.told is None:
-        before = _worst(before, slots, at)
-    if before.replica and before.told is None:
-        before = _succeeded(before, slots, state, at)
-    elif before.replica:
-        before = _removed(before, slots, state, at)
-    return before if before.replica else _chosen(before, slots, state, at)
+    plan = before
+    if plan.replica and plan.drain_at is None:
+        plan = _await_successor(_prefer_failed(plan, state), state)
+    elif plan.replica:
+        plan = _await_end(plan, state)
+    return plan if plan.replica else _begin(plan, state)
 
 
-def _worst(plan: ReplacementPlan, slots: Sequence[Slot], at: float) -> ReplacementPlan:
+def _prefer_failed(plan: ReplacementPlan, state: ReplacementState) -> ReplacementPlan:
     """Replace a replica with a failed GPU before one that is only slow."""
-    fatal = {s.id: s.ailment.why for s in slots if s.ready and s.ailment is not None and s.ailment.fatal}
-    if not fatal or plan.replica in fatal:
+    failed = {
+        slot.id: slot.condition.why for slot in state.slots if slot.ready and slot.condition and slot.failed
+    }
+    if not failed or plan.replica in failed:
         return plan
-    replica = min(fatal)
-    return msgspec.structs.replace(
-        plan, replica=replica, why=fatal[replica], begun=at, note=_replaced(replica, fatal[replica])
-    )
+    replica = min(failed)
+    return plan._replace(replica=replica, begun=state.at, **_described(replica, failed[replica]))
 
 
-def _chosen(
-    before: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
-) -> ReplacementPlan:
+def _begin(before: ReplacementPlan, state: ReplacementState) -> ReplacementPlan:
     """Begin with the worst unhealthy replica, if one may leave."""
-    unhealthy = sorted(
-        (not s.ailment.fatal, s.id, s.ailment) for s in slots if s.ready and s.ailment is not None
-    )
     # The back-off ends when the successor has been healthy for the same time again.
-    forgotten = before.row and at >= before.pause + PAUSE.delay_s(before.row)
+    over = not before.row or state.at >= before.pause + PAUSE.delay_s(before.row)
+    waits = ReplacementPlan() if over else ReplacementPlan(row=before.row, pause=before.pause)
+    unhealthy = [
+        (not slot.failed, slot.id, slot.condition) for slot in state.slots if slot.ready and slot.condition
+    ]
     if not unhealthy:
-        return (
-            ReplacementPlan()
-            if forgotten or not before.row
-            else ReplacementPlan(row=before.row, pause=before.pause)
-        )
-    row, pause = (0, 0.0) if forgotten else (before.row, before.pause)
-    _, replica, found = unhealthy[0]
-    rests = ReplacementPlan(row=row, pause=pause)
-    said = f"{replica}: {found.why}"
-    if row and at < pause:
-        again = f"{row} replaced in a row: the next in {pause - at:.0f} s"
-        return msgspec.structs.replace(rests, note=f"{said}; {again}")
+        return waits
+    _, replica, found = min(unhealthy)
+    note = f"{replica}: {found.why}"
+    if waits.row and state.at < waits.pause:
+        pause = f"{waits.row} replaced in a row: the next in {waits.pause - state.at:.0f} s"
+        return waits._replace(note=f"{note}; {pause}")
     if state.busy and not found.fatal:
-        return msgspec.structs.replace(rests, note=f"{said}; it is replaced when {state.busy}")
+        return waits._replace(note=f"{note}; it is replaced when {state.busy}")
     more = state.room and not state.busy
-    begun = msgspec.structs.replace(
-        rests, replica=replica, why=found.why, begun=at, more=more, note=_replaced(replica, found.why)
-    )
+    begun = waits._replace(replica=replica, begun=state.at, more=more, **_described(replica, found.why))
     if more:
-        return _succeeded(begun, slots, state, at)
-    if found.fatal or _others(replica, slots) >= max(1, state.healthy):
-        return msgspec.structs.replace(begun, told=at)
-    return msgspec.structs.replace(rests, note=f"{said}; kept: too few other replicas serve")
+        return _await_successor(begun, state)
+    if found.fatal or state.others(replica) >= max(1, state.min_healthy):
+        return begun._replace(drain_at=state.at)
+    return waits._replace(note=f"{note}; kept: too few other replicas serve")
 
 
-def _succeeded(
-    plan: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
-) -> ReplacementPlan:
+def _await_successor(plan: ReplacementPlan, state: ReplacementState) -> ReplacementPlan:
     """Drain it once its successor is ready, or with a fatal error once enough others are."""
-    slot = next((slot for slot in slots if slot.id == plan.replica), None)
-    if slot is None or slot.ailment is None:
+    slot = next((slot for slot in state.slots if slot.id == plan.replica), None)
+    if slot is None or slot.condition is None:
         # It recovered, or something else ended it.
         return ReplacementPlan(row=plan.row, pause=plan.pause)
-    others, late = _others(plan.replica, slots), at - plan.begun >= state.start_s
-    enough = max(1, state.healthy) if slot.ailment.fatal else state.aimed
-    if others >= enough or not slot.ready or (late and slot.ailment.fatal):
-        return msgspec.structs.replace(plan, told=at)
-    # Where no successor can be had, a slow one is better than none.
-    return _ended(plan, at) if late else plan
+    late = state.at - plan.begun >= state.start_s
+    enough = max(1, state.min_healthy) if slot.failed else state.desired
+    if state.others(plan.replica) >= enough or not slot.ready or (late and slot.failed):
+        return plan._replace(drain_at=state.at)
+    # Without a successor a slow replica is better than none.
+    return _ended(plan, state.at) if late else plan
 
 
-def _removed(
-    plan: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
-) -> ReplacementPlan:
+def _await_end(plan: ReplacementPlan, state: ReplacementState) -> ReplacementPlan:
     """Wait until it has ended, and the actuator has seen it."""
-    assert plan.told is not None
-    if plan.gone is not None:
-        return _ended(plan, plan.gone) if at - plan.gone >= PARTING_S else plan
-    if all(slot.id != plan.replica for slot in slots):
-        return msgspec.structs.replace(plan, gone=at)
-    return _ended(plan, at) if at - plan.told >= state.drain_s + LATE_S else plan
+    at = state.at
+    assert plan.drain_at is not None
+    if plan.ended_at is not None:
+        return _ended(plan, plan.ended_at) if at - plan.ended_at >= PARTING_S else plan
+    if all(slot.id != plan.replica for slot in state.slots):
+        return plan._replace(ended_at=at)
+    return _ended(plan, at) if at - plan.drain_at >= state.drain_s + LATE_S else plan
 
 
-def _replaced(replica: str, why: str) -> str:
-    return f"{replica}: {why}; it is being replaced"
+def _described(replica: str, why: str) -> dict[str, Any]:
+    return {"why": why, "note": f"{replica}: {why}; it is being replaced"}
 
 
 def _ended(plan: ReplacementPlan, at: float) -> ReplacementPlan:
     row = plan.row + 1
     return ReplacementPlan(row=row, pause=at + PAUSE.delay_s(row))
-
-
-def _others(replica: str, slots: Sequence[Slot]) -> int:
-    """How many other replicas serve without a fatal condition."""
-    return sum(
-        slot.ready and slot.id != replica and not (slot.ailment is not None and slot.ailment.fatal)
-        for slot in slots
-    )

@@ -37,7 +37,9 @@ class ReplicaReplacement:
         elif beat.power is not None:
             if replica.id not in self._health:
                 recent = self._health.items()
-                self._health = {name: health for name, health in recent if at - health.heard <= UNHEARD_S}
+                self._health = {
+                    name: health for name, health in recent if at - health.reported_at <= UNHEARD_S
+                }
             self._health[replica.id] = replacement.observe(self._health.get(replica.id), beat.power, at)
 
     def leave(self, replica: Replica) -> str:
@@ -53,13 +55,15 @@ class ReplicaReplacement:
         """Take the next step; returns how many replicas are needed on top of the desired count."""
         model, at = target.spec.name, self.now()
         before, slots = self._plans.get(model, ReplacementPlan()), self._slots(target, at)
-        if before == ReplacementPlan() and not any(slot.ailment for slot in slots):
+        if before == ReplacementPlan() and not any(slot.condition for slot in slots):
             return 0
         group = gpu_group_of(target.spec)
         if not target.aim.count or (group is not None and target.aim.shape in group.engines):
             after = ReplacementPlan(note=_group_note(slots) if target.aim.count else "")
         else:
-            after = replacement.step(before, slots, self._state(target, before, has_room), at)
+            # Checked only if a replacement may begin: it looks at every model.
+            room = not before.replica and has_room()
+            after = replacement.step(before, self._state(target, slots, room, at))
         self._plans[model] = after
         self._announce(model, before, after)
         return int(after.more)
@@ -72,16 +76,15 @@ class ReplicaReplacement:
             found.append(Slot(replica.id, replica.state is ReplicaPhase.READY, condition_now))
         return found
 
-    def _state(
-        self, target: Target, before: ReplacementPlan, has_room: Callable[[], bool]
-    ) -> ReplacementState:
+    def _state(self, target: Target, slots: list[Slot], room: bool, at: float) -> ReplacementState:
         control, layers = target.spec.control, self.observed.layers(target.spec.name)
         others = any(layer.occupied for key, layer in layers.items() if key != target.key())
         return ReplacementState(
-            aimed=target.aim.count,
-            healthy=min(control.scale.min_healthy, target.aim.count),
-            # Checked only where a replacement begins: it looks at every model.
-            room=not before.replica and has_room(),
+            at=at,
+            slots=slots,
+            desired=target.aim.count,
+            min_healthy=min(control.scale.min_healthy, target.aim.count),
+            room=room,
             busy="the switch is over" if others else "",
             start_s=control.start_timeout_s,
             drain_s=control.mode.drain_timeout_s,
@@ -98,7 +101,7 @@ class ReplicaReplacement:
 
 
 def _group_note(slots: list[Slot]) -> str:
-    worst = next((slot for slot in slots if slot.ailment is not None), None)
-    if worst is None or worst.ailment is None:
+    worst = next((slot for slot in slots if slot.condition is not None), None)
+    if worst is None or worst.condition is None:
         return ""
-    return f"{worst.id}: {worst.ailment.why}; kept: replicas of a shared GPU group are not replaced"
+    return f"{worst.id}: {worst.condition.why}; kept: replicas of a shared GPU group are not replaced"

@@ -1,4 +1,4 @@
-"""When cards have their replica replaced: timelines of what they tell, and laws of the replacement."""
+"""When GPU conditions have a replica replaced: timelines and laws."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from policy.wire.reports import PowerReport
 XID, SLOW = Condition("XID 79 on GPU 3", fatal=True), Condition("throttled by hardware for 60 s", fatal=False)
 
 
-def pulse(*reasons: tuple[float, int]) -> GpuHealth:
-    """That of one whose cards told those reasons for slow clocks at those times."""
+def health(*reasons: tuple[float, int]) -> GpuHealth:
+    """The health after reports of reasons for slow clocks, with their instants."""
     found: GpuHealth | None = None
     for at, bits in reasons:
         found = observe(found, PowerReport(watts=300, reasons=bits), at)
@@ -40,40 +40,40 @@ def every_s(bits: int, until: float, since: float = 0.0) -> list[tuple[float, in
 
 
 @pytest.mark.parametrize("bits", [0x08, 0x40, 0x80, 0x48, 0x84])
-def test_a_minute_of_hardware_slowdown_ails(bits: int) -> None:
-    assert condition(pulse(*every_s(bits, 59)), 59) is None
-    assert condition(pulse(*every_s(bits, 60)), 60) == SLOW
+def test_a_minute_of_hardware_throttling_is_a_condition(bits: int) -> None:
+    assert condition(health(*every_s(bits, 59)), 59) is None
+    assert condition(health(*every_s(bits, 60)), 60) == SLOW
 
 
 @pytest.mark.parametrize("bits", [0, 0x01, 0x04, 0x20, 0x100])
-def test_what_software_holds_back_does_not(bits: int) -> None:
-    assert condition(pulse(*every_s(bits, 600)), 600) is None
+def test_throttling_by_software_is_no_condition(bits: int) -> None:
+    assert condition(health(*every_s(bits, 600)), 600) is None
 
 
-def test_a_pause_begins_the_minute_anew() -> None:
+def test_a_pause_restarts_the_minute() -> None:
     paused = [*every_s(0x8, 40), (41.0, 0x4), *every_s(0x8, 101, 42)]
-    assert condition(pulse(*paused), 101) is None
-    assert condition(pulse(*paused, (102.0, 0x8)), 102) == SLOW
+    assert condition(health(*paused), 101) is None
+    assert condition(health(*paused, (102.0, 0x8)), 102) == SLOW
     # Reasons may take turns, for they all slow it down.
-    assert condition(pulse(*every_s(0x8, 30), *every_s(0x40, 60, 31)), 60) == SLOW
+    assert condition(health(*every_s(0x8, 30), *every_s(0x40, 60, 31)), 60) == SLOW
 
 
-def test_silence_is_no_slowdown() -> None:
-    assert condition(pulse((0.0, 0x8), (60.0, 0x8)), 60) is None
-    assert condition(pulse(*every_s(0x8, 60)), 71) is None
-    assert condition(pulse(*every_s(0x8, 30), *every_s(0x8, 99, 41)), 99) is None
+def test_missing_reports_are_no_throttling() -> None:
+    assert condition(health((0.0, 0x8), (60.0, 0x8)), 60) is None
+    assert condition(health(*every_s(0x8, 60)), 71) is None
+    assert condition(health(*every_s(0x8, 30), *every_s(0x8, 99, 41)), 99) is None
 
 
-def test_an_error_of_a_card_stays_and_one_of_a_program_is_none() -> None:
+def test_a_gpu_error_stays_and_a_program_error_is_ignored() -> None:
     found = observe(None, PowerReport(watts=0, xid=79, card="GPU 3"), 0.0)
     assert condition(found, 0.0) == XID
-    assert condition(observe(observe(found, None, 1.0), PowerReport(watts=300), 2.0), 99.0) == XID
+    assert condition(observe(found, PowerReport(watts=300), 2.0), 99.0) == XID
     for xid in (13, 31, 43, 45):
         assert condition(observe(None, PowerReport(watts=300, xid=xid, card="GPU 0"), 0.0), 0.0) is None
 
 
 @dataclass
-class Floor:
+class Fleet:
     """Replicas that start in ``lead_s`` and drain in ``drain_s``; one more is there while asked for."""
 
     count: int = 2
@@ -84,10 +84,10 @@ class Floor:
     starts: bool = True
     busy: str = ""
     at: float = 0.0
-    care: ReplacementPlan = field(default_factory=ReplacementPlan)
+    plan: ReplacementPlan = field(default_factory=ReplacementPlan)
     ready_at: dict[str, float] = field(default_factory=dict)
     drains: dict[str, float] = field(default_factory=dict)
-    ills: dict[str, Condition] = field(default_factory=dict)
+    conditions: dict[str, Condition] = field(default_factory=dict)
     left: list[tuple[float, str]] = field(default_factory=list)
     fewest: int = 99
     most: int = 0
@@ -98,7 +98,7 @@ class Floor:
     def ready(self) -> list[str]:
         return [name for name, at in self.ready_at.items() if at <= self.at and name not in self.drains]
 
-    def run(self, seconds: float, *, step_s: float = 1.0) -> Floor:
+    def run(self, seconds: float, *, step_s: float = 1.0) -> Fleet:
         until = self.at + seconds
         while self.at < until:
             self.tick()
@@ -109,18 +109,25 @@ class Floor:
         for gone in [name for name, at in self.drains.items() if at <= self.at]:
             del self.drains[gone], self.ready_at[gone]
         serving = self.ready()
-        seats = [Slot(name, name in serving, self.ills.get(name)) for name in self.ready_at]
-        ward = ReplacementState(
-            self.count, self.healthy, self.room, self.busy, start_s=100.0, drain_s=self.drain_s
+        slots = [Slot(name, name in serving, self.conditions.get(name)) for name in self.ready_at]
+        state = ReplacementState(
+            self.at,
+            slots,
+            self.count,
+            self.healthy,
+            self.room,
+            self.busy,
+            start_s=100.0,
+            drain_s=self.drain_s,
         )
-        self.care = step(self.care, seats, ward, self.at)
-        leaves = self.care.leaves
+        self.plan = step(self.plan, state)
+        leaves = self.plan.leaves
         if leaves and leaves not in self.drains:
             self.drains[leaves] = self.at + self.drain_s
             self.left.append((self.at, leaves))
-        wanted = self.count + self.care.more
+        wanted = self.count + self.plan.more
         staying = [name for name in self.ready_at if name not in self.drains]
-        # Whoever leaves holds its place until it is gone.
+        # A draining replica holds its resources until it has ended.
         while self.starts and len(self.ready_at) < wanted:
             self.ready_at[f"r{len(self.left)}-{self.at:.0f}-{len(self.ready_at)}"] = self.at + self.lead_s
         for name in staying[wanted:]:
@@ -129,115 +136,115 @@ class Floor:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_with_room_a_slow_one_leaves_when_its_successor_serves(count: int) -> None:
-    floor = Floor(count=count)
-    floor.ills["r0"] = SLOW
-    floor.run(10)
-    assert (floor.left, floor.care.more) == ([], True)
-    assert "throttled by hardware for 60 s; it is being replaced" in floor.care.note
-    floor.run(60)
-    assert floor.left == [(20.0, "r0")]
-    assert floor.fewest == count
-    assert len(floor.ready()) == count and "r0" not in floor.ready()
-    assert (floor.care.replica, floor.care.more, floor.care.note) == ("", False, "")
+def test_with_room_a_slow_replica_drains_when_its_successor_is_ready(count: int) -> None:
+    fleet = Fleet(count=count)
+    fleet.conditions["r0"] = SLOW
+    fleet.run(10)
+    assert (fleet.left, fleet.plan.more) == ([], True)
+    assert "throttled by hardware for 60 s; it is being replaced" in fleet.plan.note
+    fleet.run(60)
+    assert fleet.left == [(20.0, "r0")]
+    assert fleet.fewest == count
+    assert len(fleet.ready()) == count and "r0" not in fleet.ready()
+    assert (fleet.plan.replica, fleet.plan.more, fleet.plan.note) == ("", False, "")
 
 
-def test_without_room_it_leaves_only_while_enough_others_serve() -> None:
+def test_without_room_it_drains_only_while_enough_others_serve() -> None:
     for healthy, leaves in ((1, True), (2, True), (3, False)):
-        floor = Floor(count=3, room=False, healthy=healthy)
-        floor.ills["r0"] = SLOW
-        floor.run(100)
-        assert bool(floor.left) == leaves
-        assert floor.fewest == (2 if leaves else 3)
-    assert "kept: too few other replicas serve" in floor.care.note
-    alone = Floor(count=1, room=False, healthy=0)
-    alone.ills["r0"] = SLOW
+        fleet = Fleet(count=3, room=False, healthy=healthy)
+        fleet.conditions["r0"] = SLOW
+        fleet.run(100)
+        assert bool(fleet.left) == leaves
+        assert fleet.fewest == (2 if leaves else 3)
+    assert "kept: too few other replicas serve" in fleet.plan.note
+    alone = Fleet(count=1, room=False, healthy=0)
+    alone.conditions["r0"] = SLOW
     assert alone.run(1000).left == []
 
 
-def test_an_error_has_it_leave_at_once_while_others_serve_and_its_successor_comes_meanwhile() -> None:
-    floor = Floor(count=2)
-    floor.ills["r1"] = XID
-    floor.run(1)
-    assert floor.left == [(0.0, "r1")]
-    assert len(floor.ready_at) == 3
-    floor.run(60)
-    assert len(floor.ready()) == 2 and floor.care.replica == ""
+def test_a_gpu_error_drains_at_once_while_others_serve() -> None:
+    fleet = Fleet(count=2)
+    fleet.conditions["r1"] = XID
+    fleet.run(1)
+    assert fleet.left == [(0.0, "r1")]
+    assert len(fleet.ready_at) == 3
+    fleet.run(60)
+    assert len(fleet.ready()) == 2 and fleet.plan.replica == ""
 
 
-def test_the_last_one_with_an_error_waits_for_its_successor_and_without_room_for_nobody() -> None:
-    roomy, scarce = Floor(count=1), Floor(count=1, room=False)
-    for floor in (roomy, scarce):
-        floor.ills["r0"] = XID
-        floor.run(60)
+def test_the_last_replica_with_a_gpu_error_waits_for_its_successor_if_there_is_room() -> None:
+    roomy, scarce = Fleet(count=1), Fleet(count=1, room=False)
+    for fleet in (roomy, scarce):
+        fleet.conditions["r0"] = XID
+        fleet.run(60)
     assert (roomy.left, roomy.fewest) == ([(20.0, "r0")], 1)
     assert (scarce.left, scarce.fewest) == ([(0.0, "r0")], 0)
     # A successor that never comes is not waited for longer than a start takes.
-    broken = Floor(count=1, starts=False)
-    broken.ills["r0"] = XID
+    broken = Fleet(count=1, starts=False)
+    broken.conditions["r0"] = XID
     assert broken.run(150).left == [(100.0, "r0")]
 
 
-def test_a_slow_one_whose_successor_does_not_come_stays() -> None:
-    floor = Floor(count=2, starts=False)
-    floor.ills["r0"] = SLOW
-    floor.run(130)
-    assert floor.left == []
-    assert not floor.care.more and "1 replaced in a row: the next in" in floor.care.note
+def test_a_slow_replica_stays_without_a_successor() -> None:
+    fleet = Fleet(count=2, starts=False)
+    fleet.conditions["r0"] = SLOW
+    fleet.run(130)
+    assert fleet.left == []
+    assert not fleet.plan.more and "1 replaced in a row: the next in" in fleet.plan.note
 
 
-def test_one_that_recovers_stays() -> None:
-    floor = Floor()
-    floor.ills["r0"] = SLOW
-    floor.run(10)
-    del floor.ills["r0"]
-    floor.run(30)
-    assert (floor.left, floor.care, sorted(floor.ready())) == ([], ReplacementPlan(), ["r0", "r1"])
+def test_a_replica_that_recovers_stays() -> None:
+    fleet = Fleet()
+    fleet.conditions["r0"] = SLOW
+    fleet.run(10)
+    del fleet.conditions["r0"]
+    fleet.run(30)
+    assert (fleet.left, fleet.plan, sorted(fleet.ready())) == ([], ReplacementPlan(), ["r0", "r1"])
 
 
-def test_an_error_goes_before_one_that_is_slow() -> None:
-    floor = Floor(count=3)
-    floor.ills["r0"] = SLOW
-    floor.run(5)
-    floor.ills["r2"] = XID
-    floor.run(30)
-    assert [name for _, name in floor.left] == ["r2"]
+def test_a_gpu_error_is_replaced_before_a_slow_replica() -> None:
+    fleet = Fleet(count=3)
+    fleet.conditions["r0"] = SLOW
+    fleet.run(5)
+    fleet.conditions["r2"] = XID
+    fleet.run(30)
+    assert [name for _, name in fleet.left] == ["r2"]
 
 
-def test_a_switch_ends_first_but_for_an_error() -> None:
+def test_a_mode_switch_postpones_all_but_gpu_errors() -> None:
     for found, left in ((SLOW, []), (XID, ["r0"])):
-        floor = Floor(busy="the switch is over")
-        floor.ills["r0"] = found
-        floor.run(30)
-        assert [name for _, name in floor.left] == left
+        fleet = Fleet(busy="the switch is over")
+        fleet.conditions["r0"] = found
+        fleet.run(30)
+        assert [name for _, name in fleet.left] == left
         if not left:
-            assert "it is replaced when the switch is over" in floor.care.note
+            assert "it is replaced when the switch is over" in fleet.plan.note
 
 
-def test_the_same_bad_card_again_and_again_is_tried_more_and_more_seldom() -> None:
-    floor = Floor(count=1)
+def test_repeated_replacements_back_off() -> None:
+    fleet = Fleet(count=1)
     for _ in range(40_000):
-        floor.ills = dict.fromkeys(floor.ready(), SLOW)
-        floor.run(1)
-    times = [at for at, _ in floor.left]
+        fleet.conditions = dict.fromkeys(fleet.ready(), SLOW)
+        fleet.run(1)
+    times = [at for at, _ in fleet.left]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert gaps[:5] == sorted(gaps[:5]) and gaps[0] >= 60
     assert gaps[-1] == pytest.approx(PAUSE.max_s, abs=60)
     assert len(times) < 20
-    assert "replaced in a row: the next in" in floor.care.note
-    assert floor.fewest == 1
+    assert "replaced in a row: the next in" in fleet.plan.note
+    assert fleet.fewest == 1
 
 
-def test_who_was_well_for_long_enough_begins_a_new_row() -> None:
-    floor = Floor()
-    floor.ills["r0"] = SLOW
-    floor.run(60)
-    floor.ills = {}
-    floor.run(200)
-    assert floor.care == ReplacementPlan()
+def test_a_healthy_time_resets_the_back_off() -> None:
+    fleet = Fleet()
+    fleet.conditions["r0"] = SLOW
+    fleet.run(60)
+    fleet.conditions = {}
+    fleet.run(200)
+    assert fleet.plan == ReplacementPlan()
 
 
-ails = st.sampled_from([None, None, SLOW, XID])
+conditions = st.sampled_from([None, None, SLOW, XID])
 
 
 @given(
@@ -245,39 +252,39 @@ ails = st.sampled_from([None, None, SLOW, XID])
     st.booleans(),
     st.integers(0, 3),
     st.booleans(),
-    st.lists(st.tuples(st.integers(0, 9), ails), max_size=40),
+    st.lists(st.tuples(st.integers(0, 9), conditions), max_size=40),
 )
-def test_never_two_at_a_time_and_never_the_last_for_being_slow(
+def test_one_replacement_at_a_time_and_never_of_the_last_slow_replica(
     count: int, room: bool, healthy: int, starts: bool, turns: list[tuple[int, Condition | None]]
 ) -> None:
-    floor = Floor(count=count, room=room, healthy=min(healthy, count), starts=starts, drain_s=7.0)
+    fleet = Fleet(count=count, room=room, healthy=min(healthy, count), starts=starts, drain_s=7.0)
     for index, found in turns:
-        names = sorted(floor.ready_at)
+        names = sorted(fleet.ready_at)
         if names:
             name = names[index % len(names)]
-            floor.ills.pop(name, None)
+            fleet.conditions.pop(name, None)
             if found is not None:
-                floor.ills[name] = found
+                fleet.conditions[name] = found
         for _ in range(4):
-            before, served = list(floor.left), floor.ready()
-            floor.run(1)
-            assert len(floor.drains) <= 1
-            assert len(floor.ready_at) <= count + 1
-            for _, gone in floor.left[len(before) :]:
-                if floor.ills.get(gone) is SLOW and gone in served:
-                    rest = [n for n in served if n != gone and floor.ills.get(n) is not XID]
-                    assert len(rest) >= max(1, floor.healthy)
+            before, served = list(fleet.left), fleet.ready()
+            fleet.run(1)
+            assert len(fleet.drains) <= 1
+            assert len(fleet.ready_at) <= count + 1
+            for _, gone in fleet.left[len(before) :]:
+                if fleet.conditions.get(gone) is SLOW and gone in served:
+                    rest = [n for n in served if n != gone and fleet.conditions.get(n) is not XID]
+                    assert len(rest) >= max(1, fleet.healthy)
     if not room:
-        assert floor.most <= count
+        assert fleet.most <= count
 
 
-def test_the_place_beside_is_given_up_only_after_others_have_seen_it_leave() -> None:
-    floor = Floor(count=1, drain_s=2.0)
-    floor.ills["r0"] = SLOW
-    floor.run(22)
-    assert floor.left and "r0" in floor.ready_at
-    floor.run(1)
-    gone = floor.at - 1
-    while floor.care.more:
-        floor.run(1)
-    assert floor.at - 1 - gone == PARTING_S
+def test_the_extra_replica_is_kept_until_the_actuator_has_seen_the_end() -> None:
+    fleet = Fleet(count=1, drain_s=2.0)
+    fleet.conditions["r0"] = SLOW
+    fleet.run(22)
+    assert fleet.left and "r0" in fleet.ready_at
+    fleet.run(1)
+    gone = fleet.at - 1
+    while fleet.plan.more:
+        fleet.run(1)
+    assert fleet.at - 1 - gone == PARTING_S
