@@ -118,7 +118,7 @@ class Gateway:
         self.catalog.read(deployment)
         self.spillover.read(deployment)
         for spec in deployment.models:
-            self.metrics.model(spec.name).totals.promise(spec.control.slo)
+            self.metrics.model(spec.name).totals.set_slo(spec.control.slo)
 
     def not_ready(self) -> list[str]:
         """The reasons why this worker should not be sent requests; empty when it is ready."""

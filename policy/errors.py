@@ -1,17 +1,4 @@
-"""The errors of Tidegate.
-
-TidegateError
-  ConfigError         an invalid value in a config: path, value, what was expected
-  TraceError          a line of a trace that is not what its format says
-  TargetError         a target that a model's modes or the budget do not allow
-  SwitchRefused       a mode switch that would miss the SLO, with the reason
-  ModelUnavailable    weights that cannot be prepared
-  AdapterRefused      an adapter that no replica may see, with the cause as a code
-  AdapterUnknown      an adapter name or version that does not exist
-  EngineFailed        an engine that did not start, or that died
-  ActuatorFailed      the cluster refused or did not answer
-  Unreachable         a process of Tidegate that does not answer
-  PreconditionFailed  something on this machine is in the way: a port, memory, another Ray
+"""The exceptions of Tidegate, and the reasons for refusing a request.
 
 ``Refusal`` is the closed set of reasons why a request is not served; only the gateway's edge maps it to HTTP.
 """
@@ -22,7 +9,7 @@ from enum import StrEnum
 
 
 class TidegateError(Exception):
-    """The root of the tree."""
+    """The base class of all exceptions of Tidegate."""
 
 
 class ConfigError(TidegateError):
@@ -83,7 +70,7 @@ class Unreachable(TidegateError):
 
 
 class PreconditionFailed(TidegateError):
-    """A port that is taken, too little memory, or a Ray cluster that is not ours."""
+    """A port that is taken, too little memory, or a Ray cluster that Tidegate does not own."""
 
 
 class Refusal(StrEnum):

@@ -6,7 +6,8 @@ time between them. All instants are arguments, in seconds of the controller's mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from policy.signals.replica_metrics import ReplicaMetrics
 from policy.signals.types import Demand, LatencyQuantiles, Rates, Shares, Signals
@@ -36,28 +37,23 @@ _RATES = (
     (_CACHED, "cached_tokens"), (_OUTPUT, "output_tokens"),
 )  # fmt: skip
 _JUDGED = tuple(enumerate(("judged", "met_ttft", "met_itl", "met_both")))
-_HISTOGRAMS = len(_JUDGED)
-_DURATIONS = tuple(_HISTOGRAMS + i * BUCKETS for i in range(3))
+_DURATIONS = tuple((len(_JUDGED) + i * BUCKETS, name) for i, name in enumerate(("ttft", "itl", "e2e")))
 _NOTHING = ModelReport()
 
 
+@dataclass(slots=True)
 class _Worker:
     """A gateway worker: its last totals by model, and the models ``named`` in its last report.
 
     Its totals cover the time from ``reported_from`` (``None``: from its start) to ``reported_at``.
     """
 
-    __slots__ = ("left", "models", "named", "number", "reported_at", "reported_from")
-
-    def __init__(
-        self, reported_at: float, reported_from: float | None, models: dict[str, ModelReport]
-    ) -> None:
-        self.reported_at = reported_at
-        self.reported_from = reported_from
-        self.number = -1
-        self.left = False
-        self.models = models
-        self.named = frozenset(models)
+    reported_at: float
+    reported_from: float | None
+    models: dict[str, ModelReport]
+    named: Collection[str]
+    number: int = -1
+    left: bool = False
 
 
 class _Model:
@@ -67,17 +63,14 @@ class _Model:
 
     def __init__(self, at: float) -> None:
         self.rates = RateBins(600, 7)
-        self.minute = RateBins(60, _HISTOGRAMS + 3 * BUCKETS)
+        self.minute = RateBins(60, len(_JUDGED) + len(_DURATIONS) * BUCKETS)
         self.last_at = self.demand_at = at
 
     def count(self, was: ModelReport, now: ModelReport, level: float, begin: float, at: float) -> None:
         """Add a worker's change from ``was`` to ``now``, with its mean concurrency ``level`` meanwhile."""
-        rates: list[Count] = [(_LEVEL, level * (at - begin))]
-        rates += _grown(_RATES, was, now)
+        rates: list[Count] = [(_LEVEL, level * (at - begin)), *_growth(_RATES, was, now)]
         self.rates.spread(begin, at, rates)
-        durations = [*_grown(_JUDGED, was, now)]
-        for kind, before, after in zip(_DURATIONS, _histograms(was), _histograms(now), strict=True):
-            durations += _placed(kind, before, after)
+        durations = [*_growth(_JUDGED, was, now), *_histogram_growth(was, now)]
         if durations:
             self.minute.spread(begin, at, durations)
         if now.arrived > was.arrived or now.in_flight:
@@ -89,7 +82,7 @@ class SignalAggregator:
     """All reports since the start of the controller."""
 
     def __init__(self) -> None:
-        self._presence = ReplicaMetrics()
+        self._replicas = ReplicaMetrics()
         self._workers: dict[str, _Worker] = {}
         self._models: dict[str, _Model] = {}
         self._began: float | None = None
@@ -115,19 +108,19 @@ class SignalAggregator:
 
     def take_beat(self, beat: Heartbeat, at: float) -> None:
         """Take the heartbeat of a replica."""
-        self._presence.take(beat, at)
+        self._replicas.take(beat, at)
 
     def signals(self, model: str, at: float) -> Signals:
         """The signals of ``model``."""
-        return Signals(demand=self._demand(model, at), replicas=self._presence.figures(model, at))
+        return Signals(demand=self._demand(model, at), replicas=self._replicas.figures(model, at))
 
     def _join(self, report: GatewayReport, at: float) -> _Worker:
         """Add a worker that is new, or was forgotten."""
         self._forget(at)
         young = report.since_s <= YOUNG_S
         began = at - report.since_s if young else at
-        worker = _Worker(began, None if young else at, {} if young else dict(report.models))
-        self._workers[report.worker] = worker
+        known = {} if young else dict(report.models)
+        worker = self._workers[report.worker] = _Worker(began, None if young else at, known, frozenset(known))
         self._began = began if self._began is None else min(self._began, began)
         return worker
 
@@ -152,7 +145,7 @@ class SignalAggregator:
         last = [worker.models[name] for worker in reporting]
         arrivals, refused, concurrency = self._rates(model, reporting, sum(one.in_flight for one in last))
         minute = model.minute.sums(end - 60.0, end)
-        ttft, itl, e2e = (_quantiles(minute[kind : kind + BUCKETS]) for kind in _DURATIONS)
+        ttft, itl, e2e = (_quantiles(minute[kind : kind + BUCKETS]) for kind, _ in _DURATIONS)
         like_s = model.rates.latest_s(end, _ENDED, ENOUGH, LATEST_S, LONGEST_S)
         of_ended = model.rates.sums(end - like_s, end)
         ended = of_ended[_ENDED]
@@ -166,7 +159,7 @@ class SignalAggregator:
             ttft=ttft,
             itl=itl,
             e2e=e2e,
-            met=_shares(*minute[:_HISTOGRAMS]),
+            met=_shares(*minute[: len(_JUDGED)]),
             input_tokens=of_ended[_INPUT] / ended if ended else 0.0,
             output_tokens=of_ended[_OUTPUT] / ended if ended else 0.0,
             hit=min(1.0, of_ended[_CACHED] / of_ended[_INPUT]) if of_ended[_INPUT] else 0.0,
@@ -201,41 +194,32 @@ class SignalAggregator:
             return end - first
         reported_s = 0.0
         for worker in reporting:
-            own = (
-                first
-                if worker.reported_from is None
-                else max(first, min(worker.reported_from, end - least_s))
-            )
-            reported_s += max(0.0, worker.reported_at - own)
+            since = end - seconds if worker.reported_from is None else worker.reported_from
+            reported_s += max(0.0, worker.reported_at - max(first, min(since, end - least_s)))
         return reported_s / len(reporting)
 
 
-def _grown(kinds: Sequence[tuple[int, str]], was: ModelReport, now: ModelReport) -> Iterator[Count]:
+def _growth(kinds: Iterable[tuple[int, str]], was: ModelReport, now: ModelReport) -> Iterator[Count]:
     """The growth of each of these totals."""
     for kind, name in kinds:
         if (more := getattr(now, name) - getattr(was, name)) > 0:
             yield kind, more
 
 
-def _histograms(report: ModelReport) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    return report.ttft, report.itl, report.e2e
-
-
-def _placed(kind: int, was: Sequence[int], now: Sequence[int]) -> Iterator[Count]:
-    """The growth of each bucket of a histogram, whose first one has this kind."""
-    if now != was:
+def _histogram_growth(was: ModelReport, now: ModelReport) -> Iterator[Count]:
+    """The growth of each bucket of the histograms."""
+    for kind, name in _DURATIONS:
+        before, after = getattr(was, name), getattr(now, name)
         # Buckets of another version cannot be compared.
-        if len(now) != len(was):
-            return
-        for place, (before, after) in enumerate(zip(was, now, strict=True)):
-            if after > before:
-                yield kind + place, after - before
+        if before != after and len(before) == len(after):
+            growth = (more - less for less, more in zip(before, after, strict=True))
+            yield from ((kind + bucket, more) for bucket, more in enumerate(growth) if more > 0)
 
 
 def _quantiles(counts: Sequence[float]) -> LatencyQuantiles | None:
-    p50, p90, p95, p99 = (quantile(counts, part) for part in (0.5, 0.9, 0.95, 0.99))
-    if p50 is None or p90 is None or p95 is None or p99 is None:
+    if not any(counts):
         return None
+    p50, p90, p95, p99 = (quantile(counts, part) or 0.0 for part in (0.5, 0.9, 0.95, 0.99))
     return LatencyQuantiles(count=round(sum(counts)), p50=p50, p90=p90, p95=p95, p99=p99)
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 from policy.config.control import SloConfig
 from policy.stats.histogram import BOUNDS, HistogramCounter
 from policy.wire.reports import ModelReport
+
+_TOTALS = (
+    "arrived", "refused", "ended", "input_tokens", "cached_tokens", "output_tokens",
+    "judged", "met_ttft", "met_itl", "met_both",
+)  # fmt: skip
 
 
 class WorkerCounters:
@@ -15,28 +21,16 @@ class WorkerCounters:
     A stream is judged when it ends, by the current SLO of the model.
     """
 
-    __slots__ = (
-        "_itl_limit_s", "_ttft_limit_s", "arrived", "cached_tokens", "e2e", "ended", "input_tokens", "itl",
-        "judged", "met_both", "met_itl", "met_ttft", "output_tokens", "refused", "ttft",
-    )  # fmt: skip
-
     def __init__(self) -> None:
         self._ttft_limit_s = self._itl_limit_s = inf
-        self.arrived = 0
-        self.refused = 0
-        self.ended = 0
-        self.input_tokens = 0
-        self.cached_tokens = 0
-        self.output_tokens = 0
-        self.judged = 0
-        self.met_ttft = 0
-        self.met_itl = 0
-        self.met_both = 0
+        self.arrived = self.refused = self.ended = 0
+        self.input_tokens = self.cached_tokens = self.output_tokens = 0
+        self.judged = self.met_ttft = self.met_itl = self.met_both = 0
         self.ttft = HistogramCounter(BOUNDS)
         self.itl = HistogramCounter(BOUNDS)
         self.e2e = HistogramCounter(BOUNDS)
 
-    def promise(self, slo: SloConfig) -> None:
+    def set_slo(self, slo: SloConfig) -> None:
         """Judge by this SLO from now on."""
         self._ttft_limit_s = inf if slo.ttft_p95_s is None else slo.ttft_p95_s
         self._itl_limit_s = inf if slo.itl_p95_s is None else slo.itl_p95_s
@@ -66,21 +60,6 @@ class WorkerCounters:
 
     def report(self, *, in_flight: int, queued: int, oldest_s: float) -> ModelReport:
         """The totals, with what waits and runs now."""
-        return ModelReport(
-            arrived=self.arrived,
-            refused=self.refused,
-            ended=self.ended,
-            input_tokens=self.input_tokens,
-            cached_tokens=self.cached_tokens,
-            output_tokens=self.output_tokens,
-            judged=self.judged,
-            met_ttft=self.met_ttft,
-            met_itl=self.met_itl,
-            met_both=self.met_both,
-            ttft=tuple(self.ttft.counts),
-            itl=tuple(self.itl.counts),
-            e2e=tuple(self.e2e.counts),
-            queued=queued,
-            oldest_s=oldest_s,
-            in_flight=in_flight,
-        )
+        totals: dict[str, Any] = {name: getattr(self, name) for name in _TOTALS}
+        totals |= {name: tuple(getattr(self, name).counts) for name in ("ttft", "itl", "e2e")}
+        return ModelReport(**totals, queued=queued, oldest_s=oldest_s, in_flight=in_flight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from policy.signals.types import ReplicaSample
 from policy.types import Replica, ReplicaPhase
@@ -16,18 +17,18 @@ APART_S = 0.5
 SILENT_S = 60.0
 
 
+@dataclass(slots=True)
 class _Reports:
-    """The reports of one engine process: the last heartbeat, and earlier samples."""
+    """The reports of one engine process: the last heartbeat, and earlier samples.
 
-    __slots__ = ("at", "engine", "marks", "power", "replica")
+    ``marks`` are samples: instant, total tokens scheduled, total requests preempted.
+    """
 
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self.at = 0.0
-        self.engine: EngineReport | None = None
-        self.power: PowerReport | None = None
-        # Samples: instant, total tokens scheduled, total requests preempted.
-        self.marks: deque[tuple[float, int, int]] = deque()
+    replica: Replica
+    at: float = 0.0
+    engine: EngineReport | None = None
+    power: PowerReport | None = None
+    marks: deque[tuple[float, int, int]] = field(default_factory=deque)
 
     def take(self, beat: Heartbeat, at: float) -> None:
         self.replica, self.at = beat.replica, at
@@ -88,6 +89,10 @@ class ReplicaMetrics:
     def _figures(self, reports: _Reports, at: float) -> ReplicaSample:
         load, engine, power = reports.replica.load, reports.engine, reports.power
         tokens_per_s, preempted_per_s = reports.rates()
+        throttled = "" if power is None else power.throttled
+        if power is not None and is_of_card(power.xid):
+            failed = f"XID {power.xid} on {power.card or 'a card'}"
+            throttled = f"{failed}, {throttled}" if throttled else failed
         return ReplicaSample(
             id=reports.replica.id,
             age_s=at - reports.at,
@@ -99,14 +104,8 @@ class ReplicaMetrics:
             preempted_per_s=preempted_per_s,
             watts=None if power is None else power.watts,
             celsius=None if power is None else power.celsius,
-            throttled="" if power is None else _trouble(power),
+            throttled=throttled,
         )
-
-
-def _trouble(power: PowerReport) -> str:
-    """Errors of its GPUs, and the reasons for throttling."""
-    failed = f"XID {power.xid} on {power.card or 'a card'}" if is_of_card(power.xid) else ""
-    return ", ".join(part for part in (failed, power.throttled) if part)
 
 
 def _engine(replica: Replica) -> tuple[int, int]:

@@ -146,7 +146,7 @@ class SimulatedGateway:
     ) -> None:
         self.spec = spec = fleet.spec
         self.totals = WorkerCounters()
-        self.totals.promise(spec.control.slo)
+        self.totals.set_slo(spec.control.slo)
         self.in_flight = 0
         self._gateway = deployment.gateway
         self._tenants = {tenant.name: tenant for tenant in deployment.tenants}

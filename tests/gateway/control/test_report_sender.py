@@ -117,7 +117,7 @@ class Site:
 async def test_each_end_counts_once_in_its_kinds() -> None:
     site = Site()
     meter = site.metrics.model("m")
-    meter.totals.promise(SLO)
+    meter.totals.set_slo(SLO)
     ended(meter, ttft_s=0.5, gap_s=0.01, usage=Usage(100, 40, 11))
     ended(meter, ttft_s=3.0, gap_s=0.01, usage=Usage(100, 0, 11))
     ended(meter, ttft_s=0.5, gap_s=0.2)
@@ -159,7 +159,7 @@ async def test_a_stream_is_judged_by_what_is_promised_as_it_ends() -> None:
     meter = site.metrics.model("m")
     ended(meter, ttft_s=50.0, gap_s=5.0)
     assert (site.report().judged, site.report().met_both) == (1, 1)
-    meter.totals.promise(SloConfig(ttft_p95_s=1.0))
+    meter.totals.set_slo(SloConfig(ttft_p95_s=1.0))
     ended(meter, ttft_s=50.0, gap_s=5.0)
     assert (site.report().judged, site.report().met_ttft, site.report().met_itl) == (2, 1, 2)
     meter.served_stream(0.1, 0.0)  # a single event has no gap
