@@ -1,15 +1,10 @@
-"""The replica host: it owns a replica's resources and supervises its engine, a child process.
-
-Over 400 lines, because start, supervision and end of an engine share one state.
-"""
+"""The replica host: it owns a replica's resources and supervises its engine, a child process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import signal
-import sys
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -30,19 +25,16 @@ from serve.engine.main import Event
 from serve.engine.step_stats import merge
 from serve.gpu_metrics import devices, watch
 from serve.host import cpu_core_assignment
+from serve.host.engine_process import EngineProcess
 from serve.host.version_check import Versions
 from serve.host.weight_verification import Prepare, Weights, prepare_verified, record_read, was_read_before
 from store.adapters.blobs import node_cache
 from store.log_file import RotatingLog
 from store.model_weights.prepare import prepare as prepare_weights
-from store.os_process import end_child
 from store.preparation_progress import Progress
 from store.state_dir import StateDir, default_root, private_directory
 
-KILL_AFTER_S = 10.0
 RESTART_BACKOFF = Backoff(0.2, 10.0, factor=4.0)
-# How long to read the pipe of a dead engine for its last output.
-LAST_OUTPUT_S = 0.2
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +133,7 @@ class ReplicaHost:
         self._power: PowerReport | None = None
         self._began = 0.0
         self._ready_at: float | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: EngineProcess | None = None
         self._cores: tuple[int, ...] = ()
         self._log = _log_of(Path(spec.state_dir), f"replica-{replica}.log")
         self._task: asyncio.Task[None] | None = None
@@ -211,15 +203,14 @@ class ReplicaHost:
         self._become(ReplicaPhase.STOPPED, self.replica.reason if self.lost.is_set() else "stopped")
         self._log.close()
 
-    def command(self, command: bytes) -> None:
+    def command(self, line: bytes) -> None:
         """Send a command line to the engine, if there is one."""
-        process = self._process
-        if process is not None and process.returncode is None and process.stdin is not None:
-            process.stdin.write(command + b"\n")
+        if self._process is not None:
+            self._process.command(line)
 
     def kill(self) -> None:
         """Kill the engine, if there is one; it is started again."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
 
     def update(self, **changes: Any) -> None:
@@ -299,57 +290,18 @@ class ReplicaHost:
 
     async def _run_engine(self, weights: str) -> None:
         """Run an engine process until it ends; raises :class:`EngineFailed` with the reason."""
-        read, write = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "serve.engine.main", "--events", str(write),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT, pass_fds=(write,), env=self._environment(),
-                start_new_session=True,
-            )  # fmt: skip
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
-        self._process = process
+        process = self._process = await EngineProcess.start(self._environment(), self._log)
         self.update(pid=process.pid)
-        assert process.stdout is not None
-        pump = asyncio.create_task(self._log.pump(process.stdout))
-        try:
-            self.command(msgspec.json.encode(self._engine_spec(weights)))
-            if failed := await self._listen(read, process):
-                raise EngineFailed(failed)
-            raise EngineFailed(f"the engine ended with {_status(await process.wait())}")
-        finally:
-            await end_child(process, KILL_AFTER_S, group=True)
-            pump.cancel()
-
-    async def _listen(self, read: int, process: asyncio.subprocess.Process) -> str:
-        """Follow the engine's events until its pipe closes; the error that it reported last."""
-        reader = asyncio.StreamReader(limit=1 << 20)
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb")
-        )
-        # The engine's children may hold the pipe open after it died, so its exit counts.
-        ended = asyncio.create_task(process.wait())
-        ended.add_done_callback(lambda _: loop.call_later(LAST_OUTPUT_S, reader.feed_eof))
         failed = ""
-        # Once it listens, an engine reports every second.
-        silence_s = self.spec.model.control.progress_timeout_s
         try:
-            while True:
-                async with asyncio.timeout(silence_s if self.replica.url else None):
-                    line = await reader.readline()
-                if not line.endswith(b"\n"):
-                    return failed
-                failed = self.receive(msgspec.json.decode(line, type=Event)) or failed
-        except TimeoutError:
-            return failed or f"the engine was silent for {silence_s:g} s"
+            process.command(msgspec.json.encode(self._engine_spec(weights)))
+            # Once it listens, an engine reports every second.
+            silence_s = self.spec.model.control.progress_timeout_s
+            async for event in process.events(lambda: silence_s if self.replica.url else None):
+                failed = self.receive(event) or failed
+            raise EngineFailed(failed or f"the engine ended with {await process.wait()}")
         finally:
-            ended.cancel()
-            transport.close()
+            await process.end()
 
     def receive(self, event: Event) -> str:
         """Take an event of the engine; returns the error that it reports."""
@@ -414,13 +366,12 @@ class ReplicaHost:
         )
 
     async def _watch_cards(self) -> None:
-        async for power in watch(devices(self._shape.gpus, self._environment())):
+        async for power in watch(devices(self._shape.gpus, os.environ | self._environment())):
             self._power = power
 
     def _environment(self) -> dict[str, str]:
-        # Ray limits its workers' threads and metrics; the engine must not inherit that.
-        env = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-        env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        """The environment variables that this host adds for its engine."""
+        env = {}
         if self._cores:
             env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, self._cores))
             # During a mode switch two engines share cores. With OpenMP's default spinning at barriers the
@@ -433,17 +384,6 @@ class ReplicaHost:
         return env
 
 
-_NOT_INHERITED = frozenset(
-    {
-        "OMP_NUM_THREADS",
-        "PROMETHEUS_MULTIPROC_DIR",
-        "VLLM_SERVER_DEV_MODE",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
-        "VLLM_API_KEY",
-    }
-)
-
-
 def _log_of(root: Path, name: str) -> RotatingLog:
     """The log below ``root``, or below the user's own directory on a node that cannot create that."""
     try:
@@ -453,7 +393,3 @@ def _log_of(root: Path, name: str) -> RotatingLog:
             return RotatingLog(StateDir(default_root()).logs / name)
         except (OSError, RuntimeError):  # a user without a home
             return RotatingLog(private_directory() / "logs" / name)
-
-
-def _status(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

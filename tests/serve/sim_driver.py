@@ -1,9 +1,9 @@
-"""Drives an engine's ASGI app: whole answers with httpx, open streams and clients that leave by hand."""
+"""Drives an engine's ASGI app: whole answers with httpx, and open requests whose clients disconnect."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import msgspec
 
 from policy.config.deployment import Sim
 from policy.types import EngineKind, Runner
-from serve.engine.interface import Engine, EngineSpec, Message
+from serve.engine.interface import ASGIApp, Engine, EngineSpec, Message
 from serve.engine.sim.engine import create
 
 # A step takes no time at FAST, and never ends within a test at FROZEN.
@@ -73,38 +73,51 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class OpenRequest:
-    """A POST whose client can leave: :meth:`leave` is the disconnect, ``sent`` what the app said."""
+    """A request whose client can leave: :meth:`leave` disconnects, ``sent`` is the answer so far."""
 
-    def __init__(self, engine: Engine, path: str, body: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        path: str,
+        *body: bytes,
+        method: str = "POST",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.sent: list[Message] = []
         self._gone = asyncio.Event()
-        self._body: bytes | None = msgspec.json.encode(body)
+        self._body = list(body)
+        encoded = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
+            "method": method,
             "path": path,
-            "raw_path": path.encode(),
             "query_string": b"",
             "root_path": "",
-            "scheme": "http",
-            "headers": [(b"content-type", b"application/json")],
-            "server": ("engine", 80),
-            "client": ("client", 1),
+            "headers": encoded,
         }
-        self.task = asyncio.ensure_future(engine.app(scope, self._receive, self._send))
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
 
     def leave(self) -> None:
         """Close the connection."""
         self._gone.set()
 
     async def _receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
+        if self._body:
+            body = self._body.pop(0)
+            return {"type": "http.request", "body": body, "more_body": bool(self._body)}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
         self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        """What was sent of the body."""
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+def post(engine: Engine, path: str, body: dict[str, Any]) -> OpenRequest:
+    """An open request with a JSON body."""
+    return OpenRequest(engine.app, path, msgspec.json.encode(body))

@@ -6,10 +6,14 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from policy.types import EngineKind
 from policy.wire.reports import PowerReport
+from serve.engine.main import describe_machine
 from serve.gpu_metrics import GpuSet, devices, watch
+from tests.serve.sim_driver import spec
 
 
 class FakeNvml:
@@ -38,6 +42,9 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
         return int(uuid.removeprefix("GPU-"))
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return f"NVIDIA H100 (GPU {handle})"
 
     def _of(self, handle: int, figure: str) -> int:
         if figure not in self.cards[handle]:
@@ -171,3 +178,20 @@ async def test_without_nvml_there_are_no_metrics_and_one_log_line(
 async def test_a_shape_without_gpus_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert [report async for report in watch(())] == []
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "installed", "described"),
+    [
+        ("1,0", True, "2 x NVIDIA H100 (GPU 1)"),
+        ("9", True, "2 x GPU"),
+        ("", True, "2 x GPU"),
+        ("0,1", False, "2 x GPU"),
+    ],
+)
+def test_gpus_are_described_by_their_nvml_name(
+    visible: str, installed: bool, described: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(card(), card()) if installed else None)
+    on_gpus = msgspec.structs.replace(spec(), kind=EngineKind.VLLM, tensor_parallel=2)
+    assert describe_machine(on_gpus, {"CUDA_VISIBLE_DEVICES": visible}) == described

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from policy.wire.headers import REFUSAL_HEADER
 from policy.wire.heartbeat import AdapterRef
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.interface import EngineStats, Message
+from serve.engine.interface import EngineStats
 from serve.engine.request_guard import Guard
 from tests.clock import Clock
+from tests.serve.sim_driver import OpenRequest, until
 
 TIMING = Timing(limits=Limits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
 
@@ -108,8 +109,8 @@ class FakeEngine:
         return
 
 
-class Request:
-    """A request at the guard whose client can leave; ``sent`` is the answer so far."""
+class Request(OpenRequest):
+    """A request at the guard."""
 
     def __init__(
         self,
@@ -119,25 +120,7 @@ class Request:
         headers: dict[str, str],
         body: tuple[bytes, ...] = (b"{}",),
     ) -> None:
-        self.sent: list[Message] = []
-        self._gone = asyncio.Event()
-        self._body = list(body)
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": method, "path": path, "headers": encoded}
-        self.task = asyncio.ensure_future(guard(scope, self._receive, self._send))
-
-    def leave(self) -> None:
-        self._gone.set()
-
-    async def _receive(self) -> Message:
-        if self._body:
-            body = self._body.pop(0)
-            return {"type": "http.request", "body": body, "more_body": bool(self._body)}
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        self.sent.append(message)
+        super().__init__(guard, path, *body, method=method, headers=headers)
 
     @property
     def refusal(self) -> tuple[int, str, str]:
@@ -247,12 +230,6 @@ async def replica(slots: int) -> AsyncIterator[Replica]:
         await asyncio.wait([running])
     if not running.cancelled():
         running.result()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let other tasks run until ``condition`` holds; the test's own timeout bounds it."""
-    while not condition():  # noqa: ASYNC110 - the books have no event for every change
-        await asyncio.sleep(0)
 
 
 async def quiet() -> None:

@@ -15,7 +15,8 @@ from policy.types import ReplicaPhase
 from policy.wire.headers import ADAPTER_HEADER, PREFILL_HEADER, SECRET_HEADER
 from serve.engine.interface import Receive, Scope, Send
 from serve.engine.request_guard import Guard
-from tests.serve.engine.fakes import Replica, Request, digest, quiet, replica, served, until
+from tests.serve.engine.fakes import Replica, Request, digest, quiet, replica, served
+from tests.serve.sim_driver import until
 
 
 def post(guard: Guard, adapter: str | None, body: tuple[bytes, ...] = (b"{}",)) -> Request:

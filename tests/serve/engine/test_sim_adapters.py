@@ -11,7 +11,7 @@ import pytest
 
 from policy.errors import AdapterRefused, EngineFailed
 from serve.engine.interface import Engine
-from tests.serve.sim_driver import FROZEN, OpenRequest, client_of, engine_of, spec, until
+from tests.serve.sim_driver import FROZEN, client_of, engine_of, post, spec, until
 
 
 def adapter(folder: Path, name: str) -> Path:
@@ -66,7 +66,7 @@ async def test_loads_beyond_the_slots_and_invalid_adapters_are_refused(tmp_path:
 
 async def test_a_load_waits_for_the_running_step(tmp_path: Path) -> None:
     async with engine_of(spec(slots=1, speed=FROZEN)) as engine:
-        request = OpenRequest(engine, "/v1/completions", {"model": "base", "prompt": "x", "max_tokens": 4})
+        request = post(engine, "/v1/completions", {"model": "base", "prompt": "x", "max_tokens": 4})
         await until(lambda: engine.stats().running == 1)
         with pytest.raises(TimeoutError):
             await bounded(engine, adapter(tmp_path, "a"))
@@ -79,7 +79,7 @@ async def test_a_load_takes_its_modelled_time_in_an_idle_engine(tmp_path: Path) 
     async with engine_of(spec(slots=1, speed=1.0, adapter_load_s=3600.0)) as engine:
         with pytest.raises(TimeoutError):
             await bounded(engine, adapter(tmp_path, "a"))
-        request = OpenRequest(engine, "/v1/completions", {"model": "base", "prompt": "x", "max_tokens": 1})
+        request = post(engine, "/v1/completions", {"model": "base", "prompt": "x", "max_tokens": 1})
         await until(lambda: engine.stats().waiting == 1)
         assert engine.stats().steps == 0
         request.leave()

@@ -1,6 +1,8 @@
-"""What is remembered of failed loads, and for how long."""
+"""Failures of adapter loads: their back-off and how many are kept."""
 
 from __future__ import annotations
+
+import pytest
 
 from policy.errors import AdapterRefused
 from serve.engine.adapters.loader import BACKOFF, MAX_KEPT, LoadFailures
@@ -23,21 +25,14 @@ def test_the_backoff_doubles_with_each_failure() -> None:
         assert failures.names(now) == ()
 
 
-def test_a_load_resets_the_backoff() -> None:
-    failures = LoadFailures()
-    failures.add("a", WRONG, 0.0)
-    failures.add("a", WRONG, BACKOFF.first_s)
-    failures.forget("a")
-    assert failures.standing("a", BACKOFF.first_s) is None
-    failures.add("a", WRONG, 100.0)
-    assert failures.standing("a", 100.0 + BACKOFF.first_s) is None
-
-
-def test_old_failures_are_forgotten() -> None:
-    failures = LoadFailures()
+@pytest.mark.parametrize("reset_by", ["a load", "time"])
+def test_a_load_or_a_long_time_resets_the_backoff(reset_by: str) -> None:
+    failures, later = LoadFailures(), 4 * BACKOFF.first_s + BACKOFF.max_s + 1
     for _ in range(3):
         failures.add("a", WRONG, 0.0)
-    later = 4 * BACKOFF.first_s + BACKOFF.max_s + 1
+    if reset_by == "a load":
+        failures.forget("a")
+        assert failures.standing("a", 0.0) is None
     assert failures.names(later) == ()
     failures.add("a", WRONG, later)
     assert failures.standing("a", later + BACKOFF.first_s) is None

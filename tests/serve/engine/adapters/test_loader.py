@@ -12,7 +12,8 @@ from policy.errors import AdapterRefused
 from policy.wire.heartbeat import AdapterUse
 from serve.engine.adapters import loader
 from serve.engine.adapters.loader import BACKOFF
-from tests.serve.engine.fakes import Replica, digest, quiet, replica, served, until, wanted
+from tests.serve.engine.fakes import Replica, digest, quiet, replica, served, wanted
+from tests.serve.sim_driver import until
 
 
 async def test_200_first_requests_are_one_load_and_one_fetch() -> None:

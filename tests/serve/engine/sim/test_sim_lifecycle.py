@@ -14,7 +14,7 @@ from policy.types import Runner
 from serve.engine.interface import Engine
 from serve.engine.sim.engine import create
 from serve.engine.sim.step_loop import StepLoop
-from tests.serve.sim_driver import FROZEN, OpenRequest, client_of, engine_of, spec, until
+from tests.serve.sim_driver import FROZEN, client_of, engine_of, post, spec, until
 
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 50}
 BODIES: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ def held(engine: Engine) -> tuple[int, int, float]:
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_disconnect_frees_the_slot_in_the_running_step(path: str, stream: bool) -> None:
     async with engine_of(spec(speed=FROZEN)) as engine:
-        request = OpenRequest(engine, path, {**BODIES[path], "stream": stream})
+        request = post(engine, path, {**BODIES[path], "stream": stream})
         await until(lambda: engine.stats().kv_used > 0)
         assert engine.stats().running == BODIES[path].get("n", 1)
         request.leave()
@@ -44,9 +44,9 @@ async def test_a_disconnect_frees_the_slot_in_the_running_step(path: str, stream
 
 async def test_a_disconnect_while_queued_removes_only_that_request() -> None:
     async with engine_of(spec(speed=FROZEN, max_num_seqs=1)) as engine:
-        first = OpenRequest(engine, "/v1/chat/completions", CHAT)
+        first = post(engine, "/v1/chat/completions", CHAT)
         await until(lambda: engine.stats().running == 1)
-        second = OpenRequest(engine, "/v1/chat/completions", CHAT)
+        second = post(engine, "/v1/chat/completions", CHAT)
         await until(lambda: engine.stats().waiting == 1)
         second.leave()
         await second.task
@@ -74,13 +74,12 @@ async def test_a_dead_step_loop_fails_its_requests_and_the_check(monkeypatch: py
 
 async def test_a_stream_ends_with_an_error_event_when_the_engine_fails() -> None:
     engine = await create(spec(speed=FROZEN))
-    request = OpenRequest(engine, "/v1/chat/completions", {**CHAT, "stream": True})
+    request = post(engine, "/v1/chat/completions", {**CHAT, "stream": True})
     await until(lambda: engine.stats().running == 1)
     await engine.close()
     await request.task
-    body = b"".join(message.get("body", b"") for message in request.sent)
-    assert b'data: {"error":' in body
-    assert body.endswith(b"data: [DONE]\n\n")
+    assert b'data: {"error":' in request.body
+    assert request.body.endswith(b"data: [DONE]\n\n")
 
 
 async def test_metrics_have_vllms_names() -> None:
@@ -139,12 +138,12 @@ async def test_sleep_waits_for_requests_and_clears_the_cache() -> None:
     async with engine_of(made) as engine, client_of(engine) as client:
         assert await cached(client, body) == 0
         assert await cached(client, body) > 0
-        request = OpenRequest(engine, "/v1/completions", {**body, "stream": True})
+        request = post(engine, "/v1/completions", {**body, "stream": True})
         await until(lambda: engine.stats().running == 1)
         await engine.sleep()
         assert engine.stats().running == 0
         await request.task
-        assert b"[DONE]" in b"".join(message.get("body", b"") for message in request.sent)
+        assert b"[DONE]" in request.body
         await engine.wake()
         assert await cached(client, body) == 0
 
@@ -156,7 +155,7 @@ async def cached(client: httpx.AsyncClient, body: dict[str, Any]) -> int:
 
 async def test_a_dead_engine_does_not_fall_asleep() -> None:
     async with engine_of(spec(speed=FROZEN)) as engine:
-        request = OpenRequest(engine, "/v1/completions", {"prompt": "a", "max_tokens": 5})
+        request = post(engine, "/v1/completions", {"prompt": "a", "max_tokens": 5})
         await until(lambda: engine.stats().running == 1)
         falling = asyncio.ensure_future(engine.sleep())
         await asyncio.sleep(0)

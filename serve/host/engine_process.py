@@ -1,0 +1,111 @@
+"""An engine process of a host: its start, its events and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import msgspec
+
+from policy.errors import EngineFailed
+from serve.engine.main import Event
+from store.log_file import RotatingLog
+from store.os_process import end_child
+
+KILL_AFTER_S = 10.0
+# How long to read the pipe of a dead engine for its last output.
+LAST_OUTPUT_S = 0.2
+
+# Ray limits its workers' threads and metrics; the engine must not inherit that.
+_NOT_INHERITED = frozenset(
+    {
+        "OMP_NUM_THREADS",
+        "PROMETHEUS_MULTIPROC_DIR",
+        "VLLM_SERVER_DEV_MODE",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        "VLLM_API_KEY",
+    }
+)
+
+
+class EngineProcess:
+    """A child process that runs :mod:`serve.engine.main`; ``log`` takes its output."""
+
+    def __init__(self, process: asyncio.subprocess.Process, events: int, log: RotatingLog) -> None:
+        assert process.stdout is not None
+        self.pid = process.pid
+        self._process = process
+        self._events = events
+        self._log_pump = asyncio.create_task(log.pump(process.stdout))
+
+    @classmethod
+    async def start(cls, environment: Mapping[str, str], log: RotatingLog) -> EngineProcess:
+        """Start a process, which waits for its specification as the first :meth:`command`.
+
+        ``environment`` is added to the one of this process.
+        """
+        inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        read, write = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "serve.engine.main", "--events", str(write),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT, pass_fds=(write,), env={**inherited, **own, **environment},
+                start_new_session=True,
+            )  # fmt: skip
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        return cls(process, read, log)
+
+    def command(self, line: bytes) -> None:
+        """Write a line to its standard input, unless it has ended."""
+        if self._process.returncode is None and self._process.stdin is not None:
+            self._process.stdin.write(line + b"\n")
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def events(self, silence_s: Callable[[], float | None]) -> AsyncIterator[Event]:
+        """Its events until its pipe closes.
+
+        Raises :class:`policy.errors.EngineFailed` when none came for ``silence_s()`` seconds.
+        """
+        reader = asyncio.StreamReader(limit=1 << 20)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._events, "rb")
+        )
+        # The engine's children may hold the pipe open after it died, so its exit counts.
+        ended = asyncio.create_task(self._process.wait())
+        ended.add_done_callback(lambda _: loop.call_later(LAST_OUTPUT_S, reader.feed_eof))
+        try:
+            while True:
+                async with asyncio.timeout(silence_s()):
+                    line = await reader.readline()
+                if not line.endswith(b"\n"):
+                    return
+                yield msgspec.json.decode(line, type=Event)
+        except TimeoutError:
+            raise EngineFailed(f"the engine was silent for {silence_s():g} s") from None
+        finally:
+            ended.cancel()
+            transport.close()
+
+    async def wait(self) -> str:
+        """How it ended: its signal or exit code."""
+        code = await self._process.wait()
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    async def end(self) -> None:
+        """End it and its children."""
+        await end_child(self._process, KILL_AFTER_S, group=True)
+        self._log_pump.cancel()
