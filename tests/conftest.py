@@ -1,9 +1,11 @@
-"""Settings of all tests: how hypothesis searches for examples, and what collecting may not import."""
+"""For all tests: how hypothesis searches, what collecting may not import, and when rates can be measured."""
 
 from __future__ import annotations
 
 import sys
 
+import psutil
+import pytest
 from hypothesis import HealthCheck, settings
 
 # No deadline: the machine may be busy. The same examples in each run, so that a failure is due to a change.
@@ -11,6 +13,7 @@ settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tests")
+BUSY_PERCENT = 40.0
 
 
 def pytest_collection_finish() -> None:
@@ -18,3 +21,10 @@ def pytest_collection_finish() -> None:
     assert "ray" not in sys.modules, (
         "a test module imports Ray: import it in the test or fixture that uses it"
     )
+
+
+@pytest.fixture(scope="session")
+def idle_cores() -> None:
+    """For a test of rates and latencies: skip it where other programs use the cores."""
+    if (used := psutil.cpu_percent(2.0)) > BUSY_PERCENT:
+        pytest.skip(f"other programs use {used:.0f} % of the cores: rates and latencies would be theirs")

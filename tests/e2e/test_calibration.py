@@ -1,4 +1,4 @@
-"""How far the twin can be trusted: real vLLM is calibrated, and replays what it was not calibrated on."""
+"""Errors of the simulator on real vLLM: calibrated, it replays a trace that it was not calibrated on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRACE = "AzureLLMInferenceTrace_conv_2023.csv"
 FROM_S, MINUTES = 1500.0, 10.0
 SHORTER, FEWER = 10, 14
 LONGEST = 600
-# Relative errors of the twin, by measure and quantile.
+# Relative errors of the simulator, by measure and quantile.
 BOUNDS = {
     ("ttft", "p50"): 0.20,
     ("ttft", "p90"): 0.30,
@@ -41,7 +41,7 @@ BOUNDS = {
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Stack]:
+def alone(idle_cores: None) -> Iterator[Stack]:
     """The shipped CPU deployment as one large replica: no other shape and no other model uses its cores."""
     document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
     (model,) = document["models"]
@@ -87,7 +87,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_what_was_held_out_is_predicted(calibrated: tuple[Path, ModelFile]) -> None:
+def test_held_out_load_points_are_predicted(calibrated: tuple[Path, ModelFile]) -> None:
     _, found = calibrated
     assert found.error.itl_p50 <= 0.10
     assert found.error.ttft_p90 <= 0.20
@@ -95,7 +95,7 @@ def test_what_was_held_out_is_predicted(calibrated: tuple[Path, ModelFile]) -> N
     assert "2 of " in found.hardware
 
 
-def test_the_twin_is_as_the_live_replica(
+def test_the_simulator_agrees_with_the_live_replica(
     alone: Stack, calibrated: tuple[Path, ModelFile], trace: Path, tmp_path: Path
 ) -> None:
     record = tmp_path / "record.jsonl"
@@ -105,14 +105,14 @@ def test_the_twin_is_as_the_live_replica(
     )
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
-    words = ("calibrate", CHAT, "--check", str(record), "--profile", str(calibrated[0]))
-    checked = alone.run(*words, "--json")
+    arguments = ("calibrate", CHAT, "--check", str(record), "--profile", str(calibrated[0]))
+    checked = alone.run(*arguments, "--json")
     assert checked.returncode == 0, checked.stderr
     found = json.loads(checked.stdout)
     assert found["live"] == found["simulated"] > 200
-    off = {
+    exceeded = {
         f"{measure} {quantile}": found["quantiles"][measure][quantile]
         for (measure, quantile), bound in BOUNDS.items()
         if abs(found["quantiles"][measure][quantile]["error"]) > bound
     }
-    assert off == {}, checked.stdout
+    assert exceeded == {}, checked.stdout

@@ -63,9 +63,9 @@ def test_load_alone_switches_the_mode_and_cuts_no_stream(decided: Stack) -> None
         eventually(lambda: large <= one.replicas, 240, lambda: f"served: {one.replicas}")
     assert not many.problems + one.problems
     assert {replica.split("-")[1] for replica in many.replicas | one.replicas} == {"large", "small"}
-    said = [event for event in stack.controller.status().events if "predicted saving" in event]
-    assert any("multi-replica promises" in event for event in said)
-    assert any("single-large promises" in event for event in said)
+    events = [event for event in stack.controller.status().events if "predicted saving" in event]
+    for mode in ("multi-replica", "single-large"):
+        assert any(f"{mode} is predicted to cost" in event for event in events), events
 
 
 # What ends an engine's own process ends a simulated one as well: tests/faults has that in each run.

@@ -37,10 +37,11 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     55     gateway/http/test_server.py::test_what_is_not_valid_,
            gateway/protocol/test_paths.py::test_a_bad_body_
     56     gateway/http/test_server.py::test_who_sends_too_slowly_
+    57     faults/test_schema.py::test_57_
     58     gateway/test_worker.py::test_the_log_holds_nothing_
     load   sim/simulator/test_overload.py::test_what_is_admitted_, faults/test_overload.py::test_
 
-Row 37 has no subject: keys are read from the deployment and kept in memory. Row 57 has no test.
+Row 37 has no subject: keys are read from the deployment and kept in memory.
 """
 
 import pytest

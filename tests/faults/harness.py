@@ -22,6 +22,7 @@ _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 # A model for each row: breakers, budgets and counts of one are not the next one's.
 MODELS = tuple(f"row-{number}" for number in range(40))
+POOLING = "vectors"
 # Of a replica that shall look busy.
 BUSY_IN_FLIGHT = 16
 
@@ -34,7 +35,7 @@ class Harness(Stack):
     def __init__(self, root: Path, gateway: dict[str, Any] | None = None, **more: Any) -> None:
         super().__init__(root)
         self.gateway = {"queue_timeout_s": 5, **(gateway or {})}
-        self.models = [model(name, **more) for name in MODELS]
+        self.models = [*(model(name, **more) for name in MODELS), model(POOLING, runner="pooling")]
         self.upstreams: list[FaultyUpstream] = []
         self.clients: list[RawClient] = []
         self.tenants: list[dict[str, Any]] = []

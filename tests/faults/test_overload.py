@@ -1,6 +1,6 @@
 """Overload and row 54: admitted requests keep their latency, the rest is refused, and tenants share.
 
-The same is asserted in virtual time by ``tests.sim.simulator/test_overload.py``, in each run of `make test`.
+The same is asserted in virtual time by ``tests/sim/simulator/test_overload.py``, in each run of `make test`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from tests.faults.load_generator import (
     quantile,
 )
 
-pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("idle_cores"),
+]
 TTFT_S = 0.5
 # Multiples of the capacity, and the seconds of each: where little is refused, chance needs longer.
 RATES = ((1, 60.0), (2, 20.0), (3, 20.0), (5, 40.0), (1, 40.0))
