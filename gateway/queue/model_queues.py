@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 
 from gateway.queue.dispatcher_driver import ModelQueue, Ticket
 from gateway.queue.replica_pool import ModelPool, SharedPeers
@@ -15,27 +16,25 @@ from policy.config.deployment import Deployment
 from policy.request import Request
 
 
+def _equal_weight(tenant: str) -> float:
+    return 1.0
+
+
+@dataclass(eq=False)
 class Admission:
     """Late binding: a request waits here, not in a replica, while no replica can take it.
 
-    ``sleeping``: models without a replica for which a request came since the last report; ``woken`` is set
-    when one is added.
+    ``weight``: that of a tenant; ``shared``: the counts of all workers of the host. ``sleeping``: models
+    without a replica for which a request came since the last report; ``woken`` is set when one is added.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        routers: ModelRouters,
-        deployment: Callable[[], Deployment],
-        *,
-        weight: Callable[[str], float] = lambda tenant: 1.0,
-        shared: SharedCounts = LOCAL,
-    ) -> None:
-        self._metrics = metrics
-        self._routers = routers
-        self._deployment = deployment
-        self._weight = weight
-        self._shared = shared
+    metrics: Metrics
+    routers: ModelRouters
+    deployment: Callable[[], Deployment]
+    weight: Callable[[str], float] = _equal_weight
+    shared: SharedCounts = LOCAL
+
+    def __post_init__(self) -> None:
         self._queues: dict[str, ModelQueue] = {}
         self.sleeping: set[str] = set()
         self.woken = asyncio.Event()
@@ -73,6 +72,6 @@ class Admission:
         def elsewhere() -> int:
             return sum([q.dispatcher.queue.size for q in self._queues.values() if q.served is not served])
 
-        pool = ModelPool(served, self._routers, self._deployment, self._shared, elsewhere)
-        peers = None if self._shared is LOCAL else SharedPeers(self._shared, name)
-        return ModelQueue(pool, served.health, self._metrics.model(name).queue, self._weight, peers)
+        pool = ModelPool(served, self.routers, self.deployment, self.shared, elsewhere)
+        peers = None if self.shared is LOCAL else SharedPeers(self.shared, name)
+        return ModelQueue(pool, served.health, self.metrics.model(name).queue, self.weight, peers)

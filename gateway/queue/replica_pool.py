@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 
 from gateway.routing.fleet import ServedModel
@@ -24,26 +25,21 @@ YIELD_S = 0.1
 YIELD_EVERY_S = 1.0
 
 
+@dataclass(eq=False)
 class ModelPool:
     """A :class:`policy.admission.dispatcher.ReplicaPool`.
 
     ``queued_for_other_models``: their waiting bytes; ``shared``: the counts of all workers of the host.
     """
 
-    def __init__(
-        self,
-        served: ServedModel,
-        routers: ModelRouters,
-        deployment: Callable[[], Deployment],
-        shared: SharedCounts,
-        queued_for_other_models: Callable[[], int],
-    ) -> None:
-        self.served = served
-        self._routers = routers
-        self._deployment = deployment
-        self._shared = shared
-        self._queued_for_other_models = queued_for_other_models
-        self._key = hash_name(f"waits for {served.name}")
+    served: ServedModel
+    routers: ModelRouters
+    deployment: Callable[[], Deployment]
+    shared: SharedCounts
+    queued_for_other_models: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        self._key = hash_name(f"waits for {self.served.name}")
         self._yielded_at = -math.inf
         self._begun_by_others = -1
 
@@ -58,18 +54,18 @@ class ModelPool:
     @property
     def ttft_slo_s(self) -> float | None:
         try:
-            return self._deployment().model(self.served.name).control.slo.ttft_p95_s
+            return self.deployment().model(self.served.name).control.slo.ttft_p95_s
         except TargetError:  # the controller still has the model, the deployment no longer
             return None
 
     def bounds(self, request: Request, queued: int) -> Bounds:
-        limits, elsewhere = self._deployment().gateway, self._queued_for_other_models()
+        limits, elsewhere = self.deployment().gateway, self.queued_for_other_models()
         # A body that is larger than the limit may wait where nothing else does, of any model.
         size = limits.max_queue_bytes - elsewhere if elsewhere or queued else request.size
         return Bounds(limits.max_queue, size)
 
     def candidates(self) -> list[Candidate]:
-        alone = self._shared.alone
+        alone = self.shared.alone
         now = monotonic() if alone else math.inf
         found = []
         for handle in self.served.handles:
@@ -91,7 +87,7 @@ class ModelPool:
         return not adapter or self.replica(candidate).serves(adapter)
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
-        return self._routers.choose(request, candidates, at)
+        return self.routers.choose(request, candidates, at)
 
     def unavailable(self, at: float) -> bool:
         return self.served.is_unavailable(at)
@@ -101,31 +97,31 @@ class ModelPool:
 
     def service_s(self, request: Request) -> float:
         views = [handle.view for handle in self.served.handles if handle.admissible or handle.full]
-        return self._routers.service_s(request, views)
+        return self.routers.service_s(request, views)
 
     def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
-        if not self._shared.alone and self._shared.others(self._key)[0]:
+        if not self.shared.alone and self.shared.others(self._key)[0]:
             self._begun_by_others = self._other_workers()[1]
-        return self._routers.began(request, quote, at)
+        return self.routers.began(request, quote, at)
 
     def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
-        self._routers.timed(request, quote, ttft_s, at)
+        self.routers.timed(request, quote, ttft_s, at)
 
     def paced(self, quote: CostEstimate, gap_s: float) -> None:
-        self._routers.paced(self.served.name, quote, gap_s)
+        self.routers.paced(self.served.name, quote, gap_s)
 
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
-        self._routers.counted(request, prompt_tokens, output_tokens)
+        self.routers.counted(request, prompt_tokens, output_tokens)
 
     def queued(self, change: int) -> None:
         if change > 0:
-            self._shared.begin(self._key, 0)
+            self.shared.begin(self._key, 0)
         else:
-            self._shared.end(self._key)
+            self.shared.end(self._key)
 
     def yields(self, queued: int, at: float) -> bool:
         """Not for long, nor again soon: the other workers may have no use for the slot."""
-        if self._shared.alone or not (theirs := self._shared.others(self._key)[0]):
+        if self.shared.alone or not (theirs := self.shared.others(self._key)[0]):
             return False
         running = sum([handle.mine for handle in self.served.handles])
         elsewhere, begun = self._other_workers()
@@ -138,7 +134,7 @@ class ModelPool:
 
     def _other_workers(self) -> tuple[int, int]:
         """How many requests of other workers of this host run, and how many they ever sent."""
-        counts = [self._shared.others(handle.view.key) for handle in self.served.handles]
+        counts = [self.shared.others(handle.view.key) for handle in self.served.handles]
         return sum([count[0] for count in counts]), sum([count[2] for count in counts])
 
 

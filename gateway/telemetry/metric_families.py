@@ -57,8 +57,7 @@ class TokenCounters:
 
     def publish(self, metric: Counter, *labels: str) -> None:
         for kind in ("prompt", "cached", "completion"):
-            metric.labels(*labels, kind).inc(getattr(self, kind))
-            setattr(self, kind, 0)
+            publish_total(metric, self, kind, *labels, kind)
 
 
 def publish_counts(metric: Counter, counts: Counts[Any], *labels: str) -> None:
@@ -66,3 +65,9 @@ def publish_counts(metric: Counter, counts: Counts[Any], *labels: str) -> None:
     for key in tuple(counts):
         values = (key,) if isinstance(key, str) else key
         metric.labels(*labels, *values).inc(counts.pop(key))
+
+
+def publish_total(metric: Counter, counters: object, name: str, *labels: str) -> None:
+    """Move the attribute ``name`` of ``counters`` into ``metric``."""
+    metric.labels(*labels).inc(getattr(counters, name))
+    setattr(counters, name, 0)

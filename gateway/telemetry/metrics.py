@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from gateway.http.reserve_descriptor import ReserveDescriptor
 from gateway.protocol.errors import NO_ROOM
 from gateway.telemetry.adapter_metrics import AdapterMetrics
-from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts
+from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts, publish_total
 from policy.routing.replica_health import HealthCounters
 from policy.signals.model_counters import WorkerCounters
 from policy.stats.histogram import HistogramCounter
@@ -239,10 +239,8 @@ class Metrics:
             for name, histogram in self._histograms:
                 histogram.labels(model).merge(getattr(meter, name))
             meter.tokens.publish(self._tokens, model)
-            self._coalesced_calls.labels(model).inc(meter.coalesced_calls)
-            meter.coalesced_calls = 0
-            self._coalesced_requests.labels(model).inc(meter.coalesced_requests)
-            meter.coalesced_requests = 0
+            publish_total(self._coalesced_calls, meter, "coalesced_calls", model)
+            publish_total(self._coalesced_requests, meter, "coalesced_requests", model)
             for state, count in meter.breakers.items():
                 self._breakers.labels(model, state).set(count)
             self._in_flight.labels(model).set(meter.in_flight)
@@ -255,10 +253,8 @@ class Metrics:
             self._queue_depth.labels(model, priority).set(depth)
         self._queue_size.labels(model).set(queue.size)
         publish_counts(self._queue_refused, queue.refused, model)
-        self._displaced.labels(model).inc(queue.displaced)
-        queue.displaced = 0
-        self._predicted.labels(model).inc(queue.predicted)
-        queue.predicted = 0
+        publish_total(self._displaced, queue, "displaced", model)
+        publish_total(self._predicted, queue, "predicted", model)
         for sign, seconds in queue.wait_error_s.items():
             self._wait_error.labels(model, sign).inc(seconds)
             queue.wait_error_s[sign] = 0.0

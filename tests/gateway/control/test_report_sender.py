@@ -259,31 +259,6 @@ async def test_a_controller_that_was_restarted_hears_the_next(controller: FakeCo
     await post.close()
 
 
-async def test_a_kept_connection_that_died_is_replaced_at_once(controller: FakeController) -> None:
-    post, logged = post_to(controller)
-    await post.send(b"{}")
-    for connection in tuple(controller.connections):
-        connection.transport.abort()
-    await until(lambda: not controller.connections)
-    await post.send(b"{}")
-    assert len(controller.reports) == 2
-    assert logged.getvalue() == ""
-    await post.close()
-
-
-async def test_the_document_may_move_the_controller(controller: FakeController) -> None:
-    other = FakeController()
-    await other.start()
-    ports = [controller.port]
-    post = ReportSender(lambda: f"127.0.0.1:{ports[-1]}", "/signals", SECRET, Log(0, io.StringIO()))
-    await post.send(b"{}")
-    ports.append(other.port)
-    await post.send(b"{}")
-    assert len(controller.reports) == len(other.reports) == 1
-    await post.close()
-    await other.stop()
-
-
 # Real workers.
 
 

@@ -12,11 +12,11 @@ from gateway.delivery.idle_timeouts import IdleTimeouts
 class Silent:
     """An attempt that a test lets live or not."""
 
-    def __init__(self, *, streams: bool = True, begun: bool = False) -> None:
+    def __init__(self, *, streams: bool = True, begun: bool = False, alive: bool = False) -> None:
         self.streams = streams
         self.begun = begun
         self.sent_at = self.quiet_since = 0.0
-        self.alive = False
+        self.alive = alive
         self.expired: list[float] = []
 
     def has_progressed(self) -> bool:
@@ -34,8 +34,13 @@ def deadlines() -> IdleTimeouts:
 
 @pytest.mark.parametrize(
     ("attempt", "limit"),
-    [(Silent(), 10.0), (Silent(begun=True), 4.0), (Silent(streams=False), 60.0)],
-    ids=["first token", "next token", "whole answer"],
+    [
+        (Silent(), 10.0),
+        (Silent(begun=True), 4.0),
+        (Silent(streams=False), 60.0),
+        (Silent(streams=False, alive=True), 60.0),
+    ],
+    ids=["first token", "next token", "whole answer", "whole answer that arrives"],
 )
 def test_each_silence_has_its_limit(deadlines: IdleTimeouts, attempt: Silent, limit: float) -> None:
     deadlines.watch(attempt)
@@ -43,14 +48,6 @@ def test_each_silence_has_its_limit(deadlines: IdleTimeouts, attempt: Silent, li
     assert attempt.expired == []
     deadlines.sweep(limit + 0.1)
     assert attempt.expired == [limit]
-
-
-def test_an_answer_that_is_not_streamed_must_be_whole_in_time(deadlines: IdleTimeouts) -> None:
-    attempt = Silent(streams=False)
-    attempt.alive = True
-    deadlines.watch(attempt)
-    deadlines.sweep(60.1)
-    assert attempt.expired == [60.0]
 
 
 def test_what_has_ended_is_not_watched(deadlines: IdleTimeouts) -> None:

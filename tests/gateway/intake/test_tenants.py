@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.intake.tenants import Tenants
 from gateway.protocol.errors import Refused
@@ -138,21 +136,3 @@ def test_what_was_served_is_counted_for_its_tenant() -> None:
     found.served("gone", Usage(prompt=9, completion=9))
     counts = {entry["name"]: (entry["prompt_tokens"], entry["output_tokens"]) for entry in found.describe()}
     assert counts == {"acme": (5, 2), "bits": (0, 0)}
-
-
-@given(
-    st.dictionaries(st.binary(min_size=1, max_size=20).map(bytes.hex), st.integers(0, 2), max_size=8),
-    st.text(),
-)
-def test_a_key_finds_its_owner_and_no_other(owners: dict[str, int], stray: str) -> None:
-    names = sorted({f"t{owner}" for owner in owners.values()})
-    entries = [
-        tenant(name, *(key.encode() for key, owner in owners.items() if f"t{owner}" == name))
-        for name in names
-    ]
-    found = tenants(*entries)
-    for key, owner in owners.items():
-        assert found.of(bearer(key.encode())).name == f"t{owner}"
-    if owners and stray.strip() not in owners:
-        with pytest.raises(Refused):
-            found.of(bearer(stray.encode()))

@@ -33,23 +33,6 @@ async def test_the_wrong_runner_is_said(shared: Stack, path: str, model: str) ->
     assert error["param"] == "model"
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param", "code"),
-    [
-        (b"{", 400, None, None),
-        (b'{"model":"nobody"}', 404, "model", "model_not_found"),
-        (b'{"model":"alpha","priority":1}', 400, "priority", "unsupported"),
-    ],
-)
-async def test_a_bad_body_is_refused_with_its_parameter(
-    shared: Stack, body: bytes, status: int, param: str | None, code: str | None
-) -> None:
-    answer = await shared.http.post("/v1/chat/completions", content=body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["code"]) == (status, param, code)
-    assert error["type"] == "invalid_request_error"
-
-
 async def test_a_body_over_the_cap_is_413(shared: Stack) -> None:
     shared.gateway["max_body_bytes"] = 2048
     shared.write_document()

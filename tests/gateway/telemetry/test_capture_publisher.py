@@ -224,33 +224,50 @@ def test_another_capture_has_other_hashes() -> None:
 
 
 @pytest.mark.process
-async def test_over_the_admin_port_every_worker_is_heard_and_no_text(stack: Stack) -> None:
+async def test_a_capture_has_the_requests_of_all_workers_without_their_text(stack: Stack) -> None:
     await stack.start_controller()
     await asyncio.gather(stack.start_worker(0), stack.start_worker(1))
     replica = await stack.replica("r0", bound=64)
-    replica.answer = counted
+    replica.answer = count_tokens
     await stack.ready(replica)
+    text: list[str] = []
     secret = "the words of a client " * 400
+
+    async def captures_a_batch() -> bool:
+        """Whether all of 24 requests are captured: not yet if a worker has not found the subscriber."""
+        numbers = range(len(replica.hits), len(replica.hits) + 24)
+        for number in numbers:  # each on a connection of its own: both workers get some
+            body = {"model": "alpha", "prompt": secret, "seed": number, "stream": True}
+            await stack.http.post("/v1/completions", json=body, headers={"connection": "close"})
+        await asyncio.sleep(2 * capturing.LOOK_EVERY_S)
+        return {json.loads(line)["output_tokens"] for line in text} >= {1 + number for number in numbers}
+
     async with stack.admin.stream("GET", "/admin/capture") as answer:
         assert answer.headers["content-type"] == "application/x-ndjson"
         lines = answer.aiter_lines()
         assert json.loads(await anext(lines))["tidegate"] == "capture"
-        for number in range(24):  # each on a connection of its own: both workers get some
-            body = {"model": "alpha", "prompt": secret + str(number), "stream": True}
-            await stack.http.post("/v1/completions", json=body, headers={"connection": "close"})
-        text = [await anext(lines) for _ in range(24)]
-    said = [json.loads(line) for line in text]
+
+        async def collect() -> None:
+            async for line in lines:
+                text.append(line)
+
+        collecting = asyncio.create_task(collect())
+        await until(captures_a_batch)
+        collecting.cancel()
+        await asyncio.wait([collecting])
     assert not any("words" in line or "client" in line for line in text)
-    assert {(line["input_tokens"], line["output_tokens"]) for line in said} == {(3000, 11)}
-    assert len({tuple(line["blocks"][:4]) for line in said}) == 1
+    captured = [json.loads(line) for line in text]
+    assert {line["input_tokens"] for line in captured} == {3000}
+    assert len({tuple(line["blocks"][:4]) for line in captured}) == 1
     # Where the path of the state directory is too long for sockets, theirs is another.
     captures = StateDir(stack.root).captures
-    await until(lambda: not list(captures.iterdir()), "the listener has left")
+    await until(lambda: not list(captures.iterdir()), "the subscriber has left")
 
 
-async def counted(exchange: Exchange) -> None:
-    said = {
+async def count_tokens(exchange: Exchange) -> None:
+    """Answer with as many output tokens as there were requests."""
+    chunk = {
         "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 3000, "completion_tokens": 11},
+        "usage": {"prompt_tokens": 3000, "completion_tokens": 1 + exchange.json["seed"]},
     }
-    await stream(b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n")(exchange)
+    await stream(b"data: " + json.dumps(chunk).encode() + b"\n\ndata: [DONE]\n\n")(exchange)
