@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from policy.errors import TidegateError
-from policy.wire.controller import problem_of, status_of
+from policy.wire.controller import answer_of, problem_of
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -42,7 +42,7 @@ def refusing(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except TidegateError as error:
-            return json_answer({"error": problem_of(error)}, status_of(error))
+            return json_answer({"error": problem_of(error)}, answer_of(type(error).__name__).status)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             # msgspec raises the second for text that is not UTF-8.
             return error_answer(400, "BadRequest", str(error))

@@ -15,7 +15,7 @@ import msgspec
 from gateway.protocol.errors import Refused
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
-from policy.wire.controller import ADMIN_ERRORS, OTHER_ERROR
+from policy.wire.controller import answer_of
 from policy.wire.headers import SECRET_HEADER
 
 # An add reports its progress once a second.
@@ -104,7 +104,7 @@ def _refusal(body: bytes) -> Refused:
         kind, message = str(problem["type"]), str(problem["message"])
     except (ValueError, LookupError, TypeError):
         problem, kind, message = {}, "", "The controller's answer cannot be decoded."
-    status, code = ADMIN_ERRORS.get(kind, OTHER_ERROR)
+    _, status, code = answer_of(kind)
     return Refused(
         Refusal.UPSTREAM_FAILED if status >= 500 else Refusal.BAD_REQUEST,
         message,

@@ -16,7 +16,7 @@ from gateway.protocol.batched_body import SubRequest, join, split, sub_request_o
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
-from policy.admission.input_batching import Batch, Windows
+from policy.admission.input_batching import Batch, BatchingWindows
 from policy.config.deployment import Coalesce
 from policy.request import Request
 from policy.wire.headers import REPLICA_HEADER
@@ -50,7 +50,7 @@ class Coalescer:
     def __init__(self, deliver: Deliver, metrics: Metrics) -> None:
         self._deliver = deliver
         self._metrics = metrics
-        self._windows: Windows[_Member] = Windows()
+        self._windows: BatchingWindows[_Member] = BatchingWindows()
         self._calls: dict[Batch[_Member], asyncio.Task[Sequence[bytes | None]]] = {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None

@@ -21,6 +21,8 @@ from policy.hashing import rendezvous
 
 # How often a plan is made, in seconds.
 PLAN_PERIOD_S = 5.0
+# The assignment of a version that had none.
+NO_ASSIGNMENT = Assignment(name="", hosts=(), value=0.0, why="")
 # Tolerated shortage of slots for loads on demand, and the margin required before their number falls.
 SHORT, MARGIN = 0.25, 0.25
 
@@ -73,8 +75,8 @@ class _Draft:
         self._spare(ordered)
         room = sum(self._room.values())
         for demand in ordered:
-            before = self._before.get(demand.name)
-            if before is not None and not before.hosts and self._rests(before):
+            before = self._last_of(demand)
+            if not before.hosts and self._rests(before):
                 continue
             if room > 0:
                 self._enter(demand)
@@ -105,23 +107,21 @@ class _Draft:
 
     def keep(self, demand: Demand) -> None:
         """Keep its assignments, as far as there is room and as many are wanted."""
-        before, home = self._before.get(demand.name), self._homes[demand.name]
-        if before is not None:
-            stays = [host for host in before.hosts if self._takes(host, demand)]
-            for host in stays[: home.degree]:
-                self._give(demand, host, Reason.KEPT, home.moved_at)
+        home = self._homes[demand.name]
+        stays = [host for host in self._last_of(demand).hosts if self._takes(host, demand)]
+        for host in stays[: home.degree]:
+            self._give(demand, host, Reason.KEPT, home.moved_at)
 
     def settle(self, demand: Demand) -> None:
         """Add the assignments that it lacks, if it may move or its replicas are gone."""
         while len(self._homes[demand.name].hosts) < self._homes[demand.name].degree:
             home = self._homes[demand.name]
             free = [host for host in self._hosts.values() if self._takes(host.id, demand)]
-            before = self._before.get(demand.name)
-            could_stay = before is not None and any(self._could(demand.name, host) for host in before.hosts)
+            could_stay = any(self._could(demand.name, host) for host in self._last_of(demand).hosts)
             if not free or ((home.hosts or could_stay) and self._rests(home)):
                 return
             host, why = self._best(demand, free)
-            self._give(demand, host.id, why, None if before is None else self._at)
+            self._give(demand, host.id, why, self._at if demand.name in self._before else None)
 
     def fill(self) -> None:
         """Give slots that are left to the next demands."""
@@ -149,12 +149,10 @@ class _Draft:
                 self._move(less, other, most)
 
     def plan(self) -> Plan:
-        """The finished plan."""
         homes: list[Assignment] = []
         moves: list[Move] = []
         for home in sorted(self._homes.values(), key=lambda home: (-home.value, home.name)):
-            before = self._before.get(home.name)
-            had = before.hosts if before is not None else ()
+            had = self._before.get(home.name, NO_ASSIGNMENT).hosts
             left = [host for host in had if host not in home.hosts]
             came = [host for host in home.hosts if host not in had]
             for source, target in zip_longest(left, came, fillvalue=""):
@@ -176,25 +174,27 @@ class _Draft:
             at=self._at, homes=tuple(homes), hold=hold, moves=tuple(moves), load=load, free=self._free
         )
 
+    def _last_of(self, demand: Demand) -> Assignment:
+        return self._before.get(demand.name, NO_ASSIGNMENT)
+
     def _worth(self, demand: Demand) -> tuple[float, str]:
-        before = self._before.get(demand.name)
-        gain = self._bounds.gain if before is not None and before.hosts else 1.0
+        gain = self._bounds.gain if self._last_of(demand).hosts else 1.0
         return -gain * demand.value, demand.name
 
     def _enter(self, demand: Demand) -> None:
         """Give it slots; their number follows from its load and from waiting requests."""
-        bounds, at, before = self._bounds, self._at, self._before.get(demand.name)
+        bounds, at, before = self._bounds, self._at, self._last_of(demand)
         seats = self._seats / len(self._hosts)
         degree = max(1, math.ceil(demand.expected * demand.service_s / (bounds.busy * seats)))
-        had = len(before.hosts) if before is not None and before.hosts else degree
+        had = len(before.hosts) or degree
         waits = spare = None
         if demand.waiting:
-            waits = before.waits_since if before is not None and before.waits_since is not None else at
+            waits = at if before.waits_since is None else before.waits_since
             degree = max(degree, had)
-            if at - waits >= bounds.waits_s and not (before is not None and self._rests(before)):
+            if at - waits >= bounds.waits_s and not self._rests(before):
                 degree, waits = max(degree, had + 1), at
         elif degree < had:
-            spare = before.spare_since if before is not None and before.spare_since is not None else at
+            spare = at if before.spare_since is None else before.spare_since
             degree = had
             if at - spare >= bounds.spare_s:
                 degree, spare = had - 1, at
@@ -206,7 +206,7 @@ class _Draft:
             value=demand.value,
             why=Reason.NOWHERE,
             degree=min(degree, bounds.copies or most, most),
-            moved_at=before.moved_at if before is not None else None,
+            moved_at=before.moved_at,
             waits_since=waits,
             spare_since=spare,
         )
@@ -216,11 +216,7 @@ class _Draft:
         return home.moved_at is not None and self._at - home.moved_at < self._bounds.move_s
 
     def _takes(self, host: str, demand: Demand) -> bool:
-        return (
-            self._room.get(host, 0) > 0
-            and host not in self._homes[demand.name].hosts
-            and demand.name not in self._hosts[host].refused
-        )
+        return self._room.get(host, 0) > 0 and self._could(demand.name, host)
 
     def _best(self, demand: Demand, free: Sequence[Host]) -> tuple[Host, Reason]:
         """The best replica of ``free`` for it, and the reason."""

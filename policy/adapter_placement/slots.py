@@ -67,7 +67,6 @@ class SlotEntry(Generic[A, W, F]):
 
     @property
     def idle(self) -> bool:
-        """Whether it is loaded and no request uses it."""
         return self.state is SlotState.LOADED and not self.users
 
 
@@ -95,7 +94,6 @@ class AdapterSlots(Generic[A, W, F]):
         return iter(tuple(self._known.values()))
 
     def get(self, adapter: A) -> SlotEntry[A, W, F] | None:
-        """The entry of ``adapter``, if there is one."""
         return self._known.get(adapter)
 
     def track(self, adapter: A) -> SlotEntry[A, W, F]:
@@ -164,7 +162,6 @@ class AdapterSlots(Generic[A, W, F]):
         return waiters
 
     def release(self, entry: SlotEntry[A, W, F]) -> None:
-        """A request no longer uses the adapter."""
         entry.users -= 1
 
     def admissible(self, now: float) -> list[SlotEntry[A, W, F]]:
@@ -227,7 +224,6 @@ class AdapterSlots(Generic[A, W, F]):
 
     @property
     def free(self) -> int:
-        """Unoccupied slots."""
         return self.capacity - len(self._resident)
 
     def eviction_order(self, entry: SlotEntry[A, W, F], now: float) -> tuple[int, float]:

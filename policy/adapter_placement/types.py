@@ -131,7 +131,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     free: int = 0
 
     def explain(self, name: str) -> str:
-        """The reason for the placement of the version ``name``."""
         found = next((home for home in self.homes if home.name == name), None)
         return found.why if found is not None else Reason.ON_DEMAND
 

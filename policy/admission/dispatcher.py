@@ -66,7 +66,6 @@ class Ticket(Generic[R]):
 
     @property
     def queued(self) -> bool:
-        """Whether it waits for a replica."""
         return self.request.ticket in self.dispatcher.waiting
 
     def is_abandoned(self) -> bool:
@@ -99,7 +98,6 @@ class Ticket(Generic[R]):
         self._sent_at = at if streams else None
 
     def first(self, at: float) -> None:
-        """The first token of the answer came."""
         self._prefilled(at)
         if self._sent_at is not None and self.quote is not None:
             self.dispatcher.pool.timed(self.request, self.quote, at - self._sent_at, at)
@@ -331,7 +329,6 @@ class Dispatcher(Generic[R]):
         self._resolved(ticket)
 
     def expired(self) -> Rejection:
-        """The rejection of a request whose deadline has passed."""
         return Rejection(Cause.DEADLINE, Refusal.DEADLINE if self.pool.candidates() else Refusal.NO_REPLICA)
 
     def choose(self, ticket: Ticket[R], at: float) -> bool:

@@ -62,7 +62,7 @@ class Discipline(Protocol[Charge]):
         """Correct the charge to ``tokens``; 0 takes it back. May be called again."""
 
     def ended(self, charge: Charge) -> None:
-        """The request no longer runs."""
+        """The request no longer runs; called once."""
 
     def ahead(self, newcomer: Request) -> float:
         """About how many tokens of this priority would be served before ``newcomer``."""
@@ -110,13 +110,12 @@ class _Tenant(VirtualCounter):
 
 
 class _Charge:
-    __slots__ = ("adapter", "running", "tenant", "tokens")
+    __slots__ = ("adapter", "tenant", "tokens")
 
     def __init__(self, tenant: _Tenant, adapter: _Adapter, tokens: int) -> None:
         self.tenant = tenant
         self.adapter = adapter
         self.tokens = tokens
-        self.running = True
 
 
 class FairQueue:
@@ -187,10 +186,8 @@ class FairQueue:
             self._peers.served(charge.tenant.name, more)
 
     def ended(self, charge: _Charge) -> None:
-        if charge.running:
-            charge.running = False
-            charge.tenant.running -= 1
-            charge.adapter.running -= 1
+        charge.tenant.running -= 1
+        charge.adapter.running -= 1
 
     def ahead(self, newcomer: Request) -> float:
         """Its own backlog at its share of the rate, and what the others are owed; at most all that waits."""
@@ -315,11 +312,9 @@ class ReservedSlots:
         self.contended = len(active) > 1
 
     def began(self, tenant: str) -> None:
-        """A request of ``tenant`` runs."""
         self._running[tenant] += 1
 
     def ended(self, tenant: str) -> None:
-        """A request of ``tenant`` no longer runs."""
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]

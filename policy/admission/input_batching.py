@@ -1,8 +1,8 @@
 """Coalescing of requests that can share one upstream call.
 
-Nagle's algorithm (RFC 896) with a bound: a request of an idle group leaves at once; while a call of its group
-is in progress it waits for others, until the window ends, the batch is full, or the last call in progress has
-returned, whichever comes first.
+Nagle's algorithm (RFC 896) with a bound: a request of an idle group is sent at once. While a call of its
+group is in progress it waits for others, until the window ends, the batch is full, or the last call in
+progress has returned, whichever comes first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Batch(Generic[T]):
-    """Members of one call, with ``inputs`` of them in all; a waiting batch leaves at ``due``."""
+    """Members of one call, with ``inputs`` of them in all; a waiting batch is sent at ``due``."""
 
     group: Hashable
     due: float
@@ -26,12 +26,12 @@ class Batch(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class _Group(Generic[T]):
-    under_way: int = 0
+    in_progress: int = 0
     waiting: Batch[T] | None = None
 
 
-class Windows(Generic[T]):
-    """The groups of one gateway worker. Times are seconds of one monotonic clock.
+class BatchingWindows(Generic[T]):
+    """The groups of one gateway worker. Instants are seconds of one monotonic clock.
 
     A group is what its members have in common; it is kept while a call of it is in progress or waits. Every
     batch that is returned must be ended by :meth:`ended`.
@@ -43,31 +43,31 @@ class Windows(Generic[T]):
 
     @property
     def next_due(self) -> float | None:
-        """When the next waiting batch leaves; ``None`` while none waits."""
+        """When the next waiting batch is due; ``None`` while none waits."""
         return min((batch.due for batch in self._waiting), default=None)
 
     def arrive(
         self, group: Hashable, member: T, inputs: int, at: float, *, window_s: float, most: int
     ) -> list[Batch[T]]:
-        """Add ``member`` with ``inputs``; returns the batches that leave now, in order.
+        """Add ``member`` with ``inputs``; returns the batches to send now, in order.
 
         ``most`` bounds the inputs of a batch, and of a member.
         """
         found = self._groups.get(group)
         if found is None:
             found = self._groups[group] = _Group()
-        leaving = []
+        ready = []
         if found.waiting is not None and found.waiting.inputs + inputs > most:
-            leaving.append(self._leave(found))
+            ready.append(self._send(found))
         if found.waiting is None:
             found.waiting = Batch(group, at + window_s)
             self._waiting[found.waiting] = None
         batch = found.waiting
         batch.members[member] = inputs
         batch.inputs += inputs
-        if not found.under_way or batch.inputs >= most:
-            leaving.append(self._leave(found))
-        return leaving
+        if not found.in_progress or batch.inputs >= most:
+            ready.append(self._send(found))
+        return ready
 
     def withdraw(self, group: Hashable, member: T) -> bool:
         """Take out ``member``; returns whether it still waited."""
@@ -84,24 +84,24 @@ class Windows(Generic[T]):
     def due(self, at: float) -> list[Batch[T]]:
         """The batches whose window has ended."""
         over = [batch for batch in self._waiting if batch.due <= at]
-        return [self._leave(self._groups[batch.group]) for batch in over]
+        return [self._send(self._groups[batch.group]) for batch in over]
 
     def ended(self, batch: Batch[T]) -> Batch[T] | None:
-        """The call of ``batch`` has returned; returns the batch that leaves now, if any."""
+        """The call of ``batch`` has returned; returns the batch to send now, if any."""
         found = self._groups[batch.group]
-        found.under_way -= 1
-        if found.under_way:
+        found.in_progress -= 1
+        if found.in_progress:
             return None
         if found.waiting is not None:
-            return self._leave(found)
+            return self._send(found)
         del self._groups[batch.group]
         return None
 
-    def _leave(self, group: _Group[T]) -> Batch[T]:
+    def _send(self, group: _Group[T]) -> Batch[T]:
         batch, group.waiting = group.waiting, None
         assert batch is not None
         del self._waiting[batch]
-        group.under_way += 1
+        group.in_progress += 1
         return batch
 
 

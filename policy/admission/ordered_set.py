@@ -29,7 +29,6 @@ class OrderedSet(Generic[T]):
         return member in self.puts
 
     def put(self, member: T, key: float, then: int = 0) -> None:
-        """Add ``member`` with ``key``, or change its key."""
         self._puts += 1
         self.puts[member] = self._puts
         heappush(self._heap, (key, then, self._puts, member))
@@ -45,7 +44,6 @@ class OrderedSet(Generic[T]):
         return True
 
     def least(self) -> tuple[T, float] | None:
-        """The first member and its key."""
         heap, current = self._heap, self.puts
         while heap:
             entry = heap[0]

@@ -81,7 +81,6 @@ class Queue:
         return request.ticket in self.waiting
 
     def depth(self, priority: Priority) -> int:
-        """How many requests of a priority wait."""
         return len(self._classes[priority])
 
     def ticket(self) -> int:
@@ -193,7 +192,6 @@ class Queue:
         return expired
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a waiting request."""
         first = self._deadlines.least()
         return None if first is None else first[1]
 
@@ -232,7 +230,6 @@ class Queue:
         return better + self._classes[newcomer.priority].ahead(newcomer)
 
     def _learn(self, request: Request, at: float) -> None:
-        """Its wait ends: learn the error of the prediction."""
         if (predicted := self._predicted.get(request.ticket)) is not None:
             self._margin.learn(predicted[1], at - predicted[0])
 

@@ -38,13 +38,13 @@ class SpendCap:
     def __init__(self, cap: float) -> None:
         self.cap = cap
         self.held = 0.0
-        self._slot = 0
-        self._spent = [0.0] * (SLOTS + 1)
+        self._spent: dict[int, float] = {}
 
     def spent(self, at: float) -> float:
         """The spending in the hour before ``at``, to the slot."""
-        self._advance(at)
-        return sum(self._spent)
+        oldest = int(at / _SLOT_S) - SLOTS
+        self._spent = {slot: amount for slot, amount in self._spent.items() if slot >= oldest}
+        return sum(self._spent.values())
 
     def hold(self, amount: float, at: float) -> Reservation | None:
         """Reserve ``amount``; ``None`` when that would exceed the cap."""
@@ -60,12 +60,5 @@ class SpendCap:
         hold.settled = True
         # Sums of many small amounts drift; what is held is never less than nothing.
         self.held = max(0.0, self.held - hold.amount)
-        self._advance(at)
-        self._spent[self._slot % len(self._spent)] += amount
-
-    def _advance(self, at: float) -> None:
-        now = int(at / _SLOT_S)
-        # The slot in progress and those that ended within the hour.
-        for slot in range(max(self._slot + 1, now - SLOTS), now + 1):
-            self._spent[slot % len(self._spent)] = 0.0
-        self._slot = max(self._slot, now)
+        slot = int(at / _SLOT_S)
+        self._spent[slot] = self._spent.get(slot, 0.0) + amount

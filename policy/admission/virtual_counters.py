@@ -56,7 +56,6 @@ class VirtualCounters(Generic[F]):
         return self._served if least is None else least[1]
 
     def find(self, name: str) -> F | None:
-        """The flow, if it is remembered."""
         return self._flows.get(name)
 
     def flow(self, name: str) -> F:
@@ -80,7 +79,6 @@ class VirtualCounters(Generic[F]):
         self.waiting.put(flow, flow.counter, ticket)
 
     def leave(self, flow: F) -> None:
-        """None of its requests waits any more."""
         if self.waiting.drop(flow):
             self.weight = self.weight - flow.weight if len(self.waiting) else 0.0
 

@@ -55,7 +55,6 @@ class ServiceRate:
         self._stays = stays_s
 
     def began(self, ticket: int, tokens: int, priority: Priority, at: float, *, waited: bool) -> None:
-        """A request of so many tokens began."""
         self._in_flight += tokens
         self._held[ticket] = (at, tokens)
         if waited:
@@ -118,7 +117,6 @@ class WaitMargin:
         self._before_s = 0.0
 
     def slack_s(self, predicted_s: float) -> float:
-        """The margin for a wait of this prediction."""
         return max(self._most_s, self._before_s, LEAST * predicted_s)
 
     def learn(self, predicted_s: float, waited_s: float) -> None:

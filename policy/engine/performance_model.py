@@ -47,7 +47,6 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a step takes time (o + w > 0), on at least one device (degree >= 1)")
 
     def at_degree(self, degree: int) -> EngineModel:
-        """The same model split over ``degree`` devices."""
         return msgspec.structs.replace(self, degree=degree)
 
     def as_one_device(self) -> EngineModel:

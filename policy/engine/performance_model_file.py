@@ -27,7 +27,6 @@ class Measure(Section, frozen=True):
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction."""
         return abs(self.predicted / self.measured - 1.0) if self.measured else 0.0
 
 
@@ -94,7 +93,6 @@ class ModelFile(Section, frozen=True):
 
     @property
     def description(self) -> str:
-        """A short description."""
         return f"calibrated on {self.model}, shape {self.shape}, at {self.at}"
 
 
@@ -115,7 +113,6 @@ def model_file(raw: object, where: str) -> ModelFile:
 
 
 def encode(file: ModelFile) -> bytes:
-    """The file as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 

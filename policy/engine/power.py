@@ -79,8 +79,3 @@ def power_model_of(kind: str, peak_w: float) -> PowerModel:
 def btu_per_h(watts: float) -> float:
     """The heat of a power draw, in BTU per hour."""
     return watts * BTU_PER_WH
-
-
-def joules_per_token(watts: float, tokens_per_s: float) -> float | None:
-    """Joules per token; ``None`` at 0 tokens per second."""
-    return watts / tokens_per_s if tokens_per_s > 0.0 else None

@@ -53,7 +53,6 @@ class Popularity:
         return self._young.get(key, 0) + self._old.get(key, 0)
 
     def share(self, key: int) -> float:
-        """The fraction of the last requests that were for ``key``."""
         seen = self._seen + (self._span if self._old else 0)
         return self.of(key) / seen if seen else 0.0
 
@@ -95,7 +94,6 @@ class Slots:
         return len(self._resident)
 
     def oldest(self, count: int) -> list[int]:
-        """Up to ``count`` least recently used adapters."""
         return list(islice(self._resident, count))
 
     def loaded(self, adapter: int) -> bool:

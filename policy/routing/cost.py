@@ -83,13 +83,7 @@ class CostEstimate(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The predicted time to the first token in seconds."""
         return self.wait + self.prefill + self.adapter + self.pressure
-
-
-def adapter_load_s(request: Request, site: ReplicaState) -> float:
-    """Seconds to load its adapter, where it is not resident."""
-    return 0.0 if request.adapter_key in site.slots else site.load_s
 
 
 def pressure_s(request: Request, candidate: Candidate, site: ReplicaState, uncached: int) -> float:
@@ -120,7 +114,7 @@ def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
         waits = site.first_s - (since if since < most else most) + site.rest_s + site.seat_s
         tokens, shared = site.rest + uncached, site.rest_s
     own = pace.prefill_s(tokens, site.kv_tokens, site.running) - shared
-    loads = adapter_load_s(request, site) if request.adapter_key else 0.0
+    loads = 0.0 if not request.adapter_key or request.adapter_key in site.slots else site.load_s
     presses = pressure_s(request, candidate, site, uncached) if pace.kv_tokens else 0.0
     modelled = waits + own + presses
     own *= slope

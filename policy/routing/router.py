@@ -192,9 +192,7 @@ class Router:
         site = self._sites.get(candidate.key)
         if site is None or gap_s <= 0.0:
             return
-        running = candidate.in_flight + 1
-        step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
-        self._gaps.learn(step, gap_s)
+        self._gaps.learn(_next_step_s(candidate, site), gap_s)
 
     def service_s(self, request: Request, candidates: Sequence[Candidate]) -> float:
         """How long ``request`` would run on the fullest of ``candidates``, in seconds; 0 without any."""
@@ -295,10 +293,7 @@ class Router:
                 site.share.takers = [*site.share.takers[-3:], (taker.share, part)]
 
     def _keeps_pace(self, candidate: Candidate, site: ReplicaState) -> bool:
-        """Whether steps stay within the ITL SLO with one more running."""
-        running = candidate.in_flight + 1
-        step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
-        return self._gaps.factor * step <= self.settings.itl_s
+        return self._gaps.factor * _next_step_s(candidate, site) <= self.settings.itl_s
 
     def _could_keep_pace(self, site: ReplicaState) -> bool:
         """Whether steps are within the ITL SLO with one request alone."""
@@ -338,3 +333,9 @@ class Router:
         if item := request.prefix[0] if request.prefix else request.adapter_key:
             return max(best, key=lambda row: rendezvous(item, row[0].key))
         return best[int(draw * len(best))]
+
+
+def _next_step_s(candidate: Candidate, site: ReplicaState) -> float:
+    """Seconds of a step there with one more request running."""
+    running = candidate.in_flight + 1
+    return site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)

@@ -32,7 +32,6 @@ class Settings:
 
 
 def settings_of(spec: ModelSpec) -> Settings:
-    """The router settings of ``spec``."""
     slo = spec.control.slo
     return Settings(
         assumed=_assumed(spec),
@@ -49,7 +48,7 @@ def _assumed(spec: ModelSpec) -> Timing:
     found = profile(name)
     for degree in _DEGREES:
         try:
-            return Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
+            return found.timing(degree)
         except ConfigError:  # its weights need more GPUs
             continue
     return GENERIC

@@ -54,7 +54,6 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
         return {number: weight / total for number, weight in self.split}
 
     def version(self, number: int) -> Version | None:
-        """The version with this number, if it is kept."""
         return next((version for version in self.versions if version.number == number), None)
 
     def pick(self, key: int) -> Version:

@@ -1,18 +1,4 @@
-"""The controller's HTTP API as other processes use it: paths, requests to add an adapter, and errors.
-
-=====================  ==========  ==========  =======================  ==================================
-class of the error     controller  admin port  code at the admin port   meaning
-=====================  ==========  ==========  =======================  ==================================
-`AdapterRefused`       400         400         its own, as ``rank``     the adapter is not valid
-`BadRequest`           400         400         ``bad_request``          the body cannot be decoded
-`AdapterUnknown`       404         404         ``adapter_not_found``    no such adapter or version
-`ConfigError`          409         400         ``bad_value``            a value that is never allowed
-`TargetError`          409         409         ``not_allowed``          not allowed in the present state
-`Unreachable`          409         503         ``unreachable``          its database does not answer
-`PreconditionFailed`   409         503         ``precondition_failed``  as a full disk on its machine
-any other              409         502         ``controller_failed``
-=====================  ==========  ==========  =======================  ==================================
-"""
+"""The controller's HTTP API as other processes use it: paths, requests to add an adapter, and errors."""
 
 from __future__ import annotations
 
@@ -92,23 +78,30 @@ class AddLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: Problem | None = None
 
 
-class AdminError(NamedTuple):
-    """How the gateway's admin port answers an error of the controller."""
+class ErrorAnswer(NamedTuple):
+    """How an error is answered: the controller's status, and status and code of the gateway's admin port."""
 
     status: int
+    admin_status: int
     code: str
 
 
-ADMIN_ERRORS = {
-    "AdapterRefused": AdminError(400, "refused"),
-    "ConfigError": AdminError(400, "bad_value"),
-    "BadRequest": AdminError(400, "bad_request"),
-    "AdapterUnknown": AdminError(404, "adapter_not_found"),
-    "TargetError": AdminError(409, "not_allowed"),
-    "Unreachable": AdminError(503, "unreachable"),
-    "PreconditionFailed": AdminError(503, "precondition_failed"),
+# By class of the error.
+ERROR_ANSWERS = {
+    # An adapter that is not valid; the admin port uses its own code, such as ``rank``.
+    "AdapterRefused": ErrorAnswer(400, 400, "refused"),
+    # A body that cannot be decoded.
+    "BadRequest": ErrorAnswer(400, 400, "bad_request"),
+    # No such adapter or version.
+    "AdapterUnknown": ErrorAnswer(404, 404, "adapter_not_found"),
+    # A value that is never allowed, and an operation that is not allowed in the present state.
+    "ConfigError": ErrorAnswer(409, 400, "bad_value"),
+    "TargetError": ErrorAnswer(409, 409, "not_allowed"),
+    # The controller's database does not answer, or its machine lacks something, such as disk space.
+    "Unreachable": ErrorAnswer(409, 503, "unreachable"),
+    "PreconditionFailed": ErrorAnswer(409, 503, "precondition_failed"),
 }
-OTHER_ERROR = AdminError(502, "controller_failed")
+OTHER_ERROR = ErrorAnswer(409, 502, "controller_failed")
 
 _CLASSES: dict[str, type[TidegateError]] = {
     kind.__name__: kind
@@ -119,11 +112,9 @@ _CLASSES: dict[str, type[TidegateError]] = {
 }
 
 
-def status_of(error: TidegateError) -> int:
-    """The controller's HTTP status for ``error``."""
-    if isinstance(error, AdapterRefused):
-        return 400
-    return 404 if isinstance(error, AdapterUnknown) else 409
+def answer_of(kind: str) -> ErrorAnswer:
+    """How an error of the class ``kind`` is answered."""
+    return ERROR_ANSWERS.get(kind, OTHER_ERROR)
 
 
 def problem_of(error: TidegateError) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from policy.config.deployment import Price
-from policy.engine.power import btu_per_h, joules_per_token, power_model_of
+from policy.engine.power import btu_per_h, power_model_of
 from sim.planning.candidates import Basis, Candidate, mode_of
 from sim.planning.demand import network
 from sim.planning.result import (
@@ -148,7 +148,7 @@ def _power(best: Candidate, count: int, came: TrialResult, ask: PlanRequest) -> 
         peak_w=peak_w,
         heat_btu_per_h=btu_per_h(peak_w),
         kwh_per_day=mean_w * 24 / 1000,
-        joules_per_token=joules_per_token(mean_w, came.tokens_per_s),
+        joules_per_token=mean_w / came.tokens_per_s if came.tokens_per_s > 0.0 else None,
         source=draw.source,
     )
 

@@ -1,4 +1,4 @@
-"""The laws of fairness: equal weights get equal tokens, weights are respected, and a pause earns nothing."""
+"""Fairness: tokens follow weights, a pause earns nothing, and the last slots are reserved."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.admission.fairness import FairQueue, cost, has_fair_share
+from policy.admission.fairness import ACTIVE_S, FairQueue, ReservedSlots, cost, has_fair_share
 from policy.admission.virtual_counters import VirtualCounter, VirtualCounters
 from policy.request import Request
 
 TENANTS = ("a", "b", "c")
 
 
-class Desk:
-    """Tickets in order, and requests served one at a time in the fair order."""
+class Server:
+    """Serves requests one at a time in the fair order."""
 
     def __init__(self, fair: FairQueue) -> None:
         self.fair = fair
@@ -26,7 +26,7 @@ class Desk:
         self.served: Counter[str] = Counter()
         self.by_adapter: Counter[tuple[str, str]] = Counter()
 
-    def ask(self, tenant: str, tokens: int = 10, adapter: str = "") -> Request:
+    def arrive(self, tenant: str, tokens: int = 10, adapter: str = "") -> Request:
         self.tickets += 1
         request = Request("m", tenant=tenant, adapter=adapter, prompt_tokens=tokens, ticket=self.tickets)
         self.fair.add(request, returned=False)
@@ -49,75 +49,75 @@ def jain(shares: list[float]) -> float:
 @given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 5.0]), min_size=2, max_size=5), st.randoms())
 def test_weights_are_respected(weights: list[float], rng: random.Random) -> None:
     share = {str(i): weight for i, weight in enumerate(weights)}
-    desk = Desk(FairQueue(share.__getitem__))
+    server = Server(FairQueue(share.__getitem__))
     for _ in range(100):
         for tenant in share:
-            desk.ask(tenant, rng.randint(1, 100))
+            server.arrive(tenant, rng.randint(1, 100))
     for _ in range(100):
-        desk.serve()
+        server.serve()
     # While all are backlogged, no two differ by more than the largest request of each.
-    normal = [desk.served[tenant] / weight for tenant, weight in share.items()]
+    normal = [server.served[tenant] / weight for tenant, weight in share.items()]
     assert max(normal) - min(normal) <= 2 * 100 / min(weights)
 
 
 def test_adapters_share_within_their_tenant() -> None:
-    desk = Desk(FairQueue())
+    server = Server(FairQueue())
     for _ in range(100):
-        desk.ask("a", adapter="popular")
-        desk.ask("b", adapter="")
+        server.arrive("a", adapter="popular")
+        server.arrive("b", adapter="")
     for _ in range(40):
-        desk.ask("a", adapter="rare")
+        server.arrive("a", adapter="rare")
     for _ in range(80):
-        desk.serve()
-    assert desk.served["a"] == desk.served["b"] == 400
-    assert desk.by_adapter["a", "popular"] == desk.by_adapter["a", "rare"] == 200
+        server.serve()
+    assert server.served["a"] == server.served["b"] == 400
+    assert server.by_adapter["a", "popular"] == server.by_adapter["a", "rare"] == 200
 
 
 def test_a_pause_earns_nothing() -> None:
-    desk = Desk(FairQueue())
+    server = Server(FairQueue())
     for _ in range(100):
-        desk.ask("steady")
-        desk.serve()
+        server.arrive("steady")
+        server.serve()
     for _ in range(10):
-        desk.ask("steady")
-        desk.ask("back")
-    assert [desk.serve().tenant for _ in range(6)].count("back") == 3
+        server.arrive("steady")
+        server.arrive("back")
+    assert [server.serve().tenant for _ in range(6)].count("back") == 3
 
 
-def test_turns_are_tagged_by_what_would_have_been_served() -> None:
-    desk = Desk(FairQueue(lambda tenant: 2.0 if tenant == "a" else 1.0))
+def test_tags_are_the_weighted_tokens_served_before() -> None:
+    server = Server(FairQueue(lambda tenant: 2.0 if tenant == "a" else 1.0))
     for _ in range(3):
-        desk.ask("a", 10)
-        desk.ask("b", 10)
-    turns = [(turn.request.tenant, turn.tag) for turn in desk.fair.walk()]
+        server.arrive("a", 10)
+        server.arrive("b", 10)
+    turns = [(turn.request.tenant, turn.tag) for turn in server.fair.walk()]
     assert turns == [("a", 0), ("b", 0), ("a", 5), ("b", 10), ("a", 10), ("b", 20)]
 
 
-def test_the_longest_backlog_makes_room_and_never_for_a_longer_one() -> None:
-    desk = Desk(FairQueue())
-    desk.ask("long")
-    youngest = desk.ask("long")
-    desk.ask("short")
+def test_the_victim_is_of_the_longest_backlog() -> None:
+    server = Server(FairQueue())
+    server.arrive("long")
+    youngest = server.arrive("long")
+    server.arrive("short")
     newcomer = Request("m", tenant="short", prompt_tokens=5)
-    assert desk.fair.victim(newcomer) is youngest
-    assert desk.fair.victim(Request("m", tenant="long", prompt_tokens=5)) is None
-    assert desk.fair.victim(Request("m", tenant="short", prompt_tokens=50)) is None
-    assert desk.fair.victim(None) is youngest
+    assert server.fair.victim(newcomer) is youngest
+    assert server.fair.victim(Request("m", tenant="long", prompt_tokens=5)) is None
+    assert server.fair.victim(Request("m", tenant="short", prompt_tokens=50)) is None
+    assert server.fair.victim(None) is youngest
 
 
-def test_what_is_ahead_of_a_newcomer_is_its_share_of_the_backlog() -> None:
-    desk = Desk(FairQueue())
-    assert desk.fair.ahead(Request("m", tenant="a")) == 0
+def test_ahead_counts_the_share_of_the_backlog() -> None:
+    server = Server(FairQueue())
+    assert server.fair.ahead(Request("m", tenant="a")) == 0
     for _ in range(10):
-        desk.ask("a", 10)
-    desk.ask("b", 10)
-    assert desk.fair.ahead(Request("m", tenant="b")) == 20
-    assert desk.fair.ahead(Request("m", tenant="c")) == 0
-    assert desk.fair.ahead(Request("m", tenant="a")) == 110
+        server.arrive("a", 10)
+    server.arrive("b", 10)
+    assert server.fair.ahead(Request("m", tenant="b")) == 20
+    assert server.fair.ahead(Request("m", tenant="c")) == 0
+    assert server.fair.ahead(Request("m", tenant="a")) == 110
 
 
 class OtherWorkers:
-    """What other workers served, as a test says; ``mine`` is what they were told."""
+    """What other workers served; ``mine`` is what this worker reported."""
 
     def __init__(self) -> None:
         self.theirs: Counter[str] = Counter()
@@ -130,21 +130,21 @@ class OtherWorkers:
         return self.theirs[tenant]
 
 
-def test_what_other_workers_serve_counts_while_a_tenant_waits() -> None:
+def test_tokens_served_by_other_workers_count_while_a_tenant_waits() -> None:
     others = OtherWorkers()
-    desk = Desk(FairQueue(peers=others))
-    others.theirs["a"] = 10_000  # before it waited here: nobody here is owed for it
+    server = Server(FairQueue(peers=others))
+    others.theirs["a"] = 10_000  # before it waited here: does not count
     for _ in range(30):
-        desk.ask("a")
-        desk.ask("b")
-    assert [desk.serve().tenant for _ in range(4)] == ["a", "b", "a", "b"]
+        server.arrive("a")
+        server.arrive("b")
+    assert [server.serve().tenant for _ in range(4)] == ["a", "b", "a", "b"]
     others.theirs["a"] += 100
-    desk.fair.count_peers()
-    assert [desk.serve().tenant for _ in range(11)].count("b") >= 10
-    assert others.mine == desk.served
+    server.fair.count_peers()
+    assert [server.serve().tenant for _ in range(11)].count("b") >= 10
+    assert others.mine == server.served
 
 
-def test_idle_flows_are_forgotten_and_those_at_work_are_not() -> None:
+def test_only_idle_flows_are_forgotten() -> None:
     counters: VirtualCounters[VirtualCounter] = VirtualCounters(VirtualCounter, 8)
     busy = counters.flow("busy")
     busy.running = 1
@@ -213,7 +213,7 @@ class Laws(RuleBasedStateMachine):
         self.fair.count_peers()
 
     @invariant()
-    def everyone_waits_once_and_flows_keep_their_order(self) -> None:
+    def each_request_waits_once_and_flows_keep_their_order(self) -> None:
         order = [turn.request for turn in self.fair.walk()]
         assert sorted(request.ticket for request in order) == sorted(self.waiting)
         assert len(self.fair) == len(self.waiting)
@@ -234,7 +234,7 @@ class Laws(RuleBasedStateMachine):
         assert +self.others.mine == +self.true
 
     @invariant()
-    def counters_never_run_back_behind_where_they_were_lifted(self) -> None:
+    def counters_never_fall_below_their_floor(self) -> None:
         tenants = self.fair._tenants
         assert tenants._served >= self.served
         self.served = tenants._served
@@ -249,8 +249,8 @@ TestLaws = Laws.TestCase
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_a_closed_loop_with_wrong_estimates_is_fair_in_truth(count: int) -> None:
-    """Each tenant keeps a few requests going; all are charged 100 and cost from 10 to 90."""
+def test_a_closed_loop_with_wrong_estimates_is_fair(count: int) -> None:
+    """Each tenant keeps six requests open; all are charged 100 and cost from 10 to 90."""
     fair = FairQueue()
     rng = random.Random(count)  # noqa: S311
     tickets = 0
@@ -258,7 +258,7 @@ def test_a_closed_loop_with_wrong_estimates_is_fair_in_truth(count: int) -> None
     running: list[tuple[Request, object]] = []
     true: Counter[str] = Counter()
 
-    def ask(tenant: str) -> None:
+    def arrive(tenant: str) -> None:
         nonlocal tickets
         tickets += 1
         request = Request("m", tenant=tenant, prompt_tokens=100, ticket=tickets)
@@ -267,7 +267,7 @@ def test_a_closed_loop_with_wrong_estimates_is_fair_in_truth(count: int) -> None
 
     for i in range(count):
         for _ in range(6):
-            ask(str(i))
+            arrive(str(i))
     for _ in range(2000):
         while len(running) < 4:
             request = next(fair.walk()).request
@@ -278,7 +278,7 @@ def test_a_closed_loop_with_wrong_estimates_is_fair_in_truth(count: int) -> None
         fair.ended(charge)  # type: ignore[arg-type]
         fair.settle(charge, tokens)  # type: ignore[arg-type]
         true[request.tenant] += tokens
-        ask(request.tenant)
+        arrive(request.tenant)
     assert jain([true[str(i)] for i in range(count)]) >= 0.99
 
 
@@ -286,7 +286,7 @@ COUNT = st.integers(0, 50)
 
 
 @given(COUNT, COUNT, COUNT, COUNT, st.booleans())
-def test_of_two_workers_in_which_somebody_waits_one_takes_the_next_slot(
+def test_at_most_one_of_two_workers_yields_the_next_slot(
     running: int, waiting: int, theirs: int, waiting_there: int, was_last: bool
 ) -> None:
     here = has_fair_share(running, waiting + 1, theirs, waiting_there + 1, was_last=was_last)
@@ -295,8 +295,8 @@ def test_of_two_workers_in_which_somebody_waits_one_takes_the_next_slot(
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
-def test_slots_go_where_requests_wait(slots: int) -> None:
-    """One worker has all of them, and each falls free in turn; a client that was served asks again."""
+def test_slots_are_shared_with_a_worker_whose_requests_wait(slots: int) -> None:
+    """One worker has all slots, and each becomes free in turn; a served client sends its next request."""
     running, waiting, last = [slots, 0], [2, 10], 0
     served: Counter[int] = Counter()
     for turn in range(30 * slots):
@@ -309,9 +309,60 @@ def test_slots_go_where_requests_wait(slots: int) -> None:
         waiting[takes] -= 1
         last = takes
         served[takes] += 1
-    # Its part, or at least what goes in turns.
+    # Its share, or at least every other slot.
     assert served[1] >= 0.45 * served.total()
 
 
-def test_who_waits_alone_leaves_nothing() -> None:
+def test_a_worker_yields_nothing_while_others_have_no_queue() -> None:
     assert not has_fair_share(2, 3, 1, 0, was_last=True)
+
+
+SLOTS = 16
+
+
+def busy_with(running: int, weight: float = 1.0) -> ReservedSlots:
+    reserve = ReservedSlots(lambda tenant: weight if tenant == "busy" else 1.0)
+    reserve.arrived("quiet", 0.0)
+    reserve.arrived("busy", 0.0)
+    for _ in range(running):
+        reserve.began("busy")
+    return reserve
+
+
+@pytest.mark.parametrize(
+    ("running", "weight", "call", "kept"),
+    [
+        (SLOTS - 2, 1.0, ("busy", 2, 1), -1),
+        (SLOTS - 2, 1.0, ("quiet", 1, 1), 0),
+        # Slots beyond the reserve are free for all.
+        (SLOTS - 3, 1.0, ("busy", 3, 3), 0),
+        # The reserve is spread over the replicas.
+        (SLOTS - 4, 1.0, ("busy", 4, 2), 1),
+        (SLOTS - 4, 1.0, ("busy", 4, 1), 2),
+        # A tenant may use its whole share.
+        (SLOTS - 1, 100.0, ("busy", 1, 1), 0),
+        (3, 1.0, ("busy", 1, 1), -1),
+        (3, 100.0, ("busy", 1, 1), 0),
+    ],
+)
+def test_the_last_slots_are_reserved_for_tenants_below_their_share(
+    running: int, weight: float, call: tuple[str, int, int], kept: int
+) -> None:
+    assert busy_with(running, weight).kept_from(*call) == kept
+
+
+def test_a_single_active_tenant_gets_all_slots() -> None:
+    reserve = busy_with(SLOTS - 1)
+    reserve.arrived("busy", ACTIVE_S + 0.1)
+    assert not reserve.contended
+    assert reserve.kept_from("busy", 1, 1) == 0
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=50), st.integers(1, 20), st.integers(1, 20))
+def test_an_idle_fleet_reserves_nothing(arrivals: list[str], slots: int, replicas: int) -> None:
+    reserve = ReservedSlots(lambda tenant: 1.0)
+    for at, tenant in enumerate(arrivals):
+        reserve.arrived(tenant, at / 10)
+        reserve.began(tenant)
+        reserve.ended(tenant)
+    assert all(reserve.kept_from(tenant, slots, replicas) == 0 for tenant in "abc" if tenant in arrivals)

@@ -1,4 +1,4 @@
-"""An order whose keys change, against a plain sort."""
+"""The ordered set against a plain sort."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from policy.admission.ordered_set import OrderedSet
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(-5, 5)), st.integers(0, 2))))
-def test_it_is_a_sort_of_what_is_in_it(steps: list[tuple[int, int | None, int]]) -> None:
+def test_order_and_least_equal_a_sort_of_the_members(steps: list[tuple[int, int | None, int]]) -> None:
     ranking: OrderedSet[int] = OrderedSet()
     plain: dict[int, tuple[int, int, int]] = {}
     for number, (member, key, then) in enumerate(steps):
@@ -24,7 +24,7 @@ def test_it_is_a_sort_of_what_is_in_it(steps: list[tuple[int, int | None, int]])
         assert len(ranking) == len(plain)
 
 
-def test_outdated_entries_do_not_pile_up() -> None:
+def test_outdated_entries_are_removed() -> None:
     ranking: OrderedSet[str] = OrderedSet()
     for key in range(10_000):
         ranking.put("a", key)

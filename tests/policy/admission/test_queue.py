@@ -1,4 +1,4 @@
-"""The laws of the queue: classes, old places, bounds, deadlines, and waits that are foreseen."""
+"""The queue: priorities, restored places, bounds, deadlines and predicted waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def order(queue: Queue) -> list[Request]:
     return [turn.request for turn in queue.walk()]
 
 
-def drained(tokens_per_s: float = 100.0, *, priority: Priority = Priority.STANDARD) -> tuple[Queue, float]:
+def measured_queue(
+    tokens_per_s: float = 100.0, *, priority: Priority = Priority.STANDARD
+) -> tuple[Queue, float]:
     """A queue that served requests of 10 tokens for 20 s at a rate, never empty; the time after it."""
     queue = queue_of()
     at, step = 0.0, 10 / tokens_per_s
@@ -54,8 +56,8 @@ def drained(tokens_per_s: float = 100.0, *, priority: Priority = Priority.STANDA
     return queue, at
 
 
-def foreseen(queue: Queue, newcomer: Request, at: float, *, full: bool = False) -> float | None:
-    """The wait that a newcomer is told, in seconds."""
+def predicted_wait(queue: Queue, newcomer: Request, at: float, *, full: bool = False) -> float | None:
+    """The predicted wait of a newcomer, in seconds."""
     verdict = queue.enter(newcomer, WIDE, at, full=full)
     queue.remove(newcomer, at)
     return verdict.wait_s
@@ -64,45 +66,45 @@ def foreseen(queue: Queue, newcomer: Request, at: float, *, full: bool = False) 
 def test_a_full_queue_prefers_the_tenant_with_less_in_it() -> None:
     queue = queue_of()
     bounds = Bounds(3, 10**9)
-    enter(queue, "loud")
-    enter(queue, "loud")
-    youngest = enter(queue, "loud")
+    enter(queue, "busy_tenant")
+    enter(queue, "busy_tenant")
+    youngest = enter(queue, "busy_tenant")
     assert queue.enter(request(queue, "quiet"), bounds, 0.0).displaced == (youngest,)
-    assert queue.enter(request(queue, "loud"), bounds, 0.0).refusal is Refusal.QUEUE_FULL
-    # It has as much as the other now.
+    assert queue.enter(request(queue, "busy_tenant"), bounds, 0.0).refusal is Refusal.QUEUE_FULL
+    # Its backlog equals the other's now.
     assert queue.enter(request(queue, "quiet"), bounds, 0.0).refusal is Refusal.QUEUE_FULL
 
 
-def test_the_wait_is_what_stands_ahead_over_the_rate() -> None:
-    queue, at = drained()
+def test_the_predicted_wait_is_the_backlog_over_the_rate() -> None:
+    queue, at = measured_queue()
     for _ in range(20):
         enter(queue, at=at)
-    assert foreseen(queue, request(queue), at) == pytest.approx(205 / 100.0, rel=0.05)
+    assert predicted_wait(queue, request(queue), at) == pytest.approx(205 / 100.0, rel=0.05)
 
 
-def test_a_tenant_waits_for_its_share_and_not_for_the_others_backlog() -> None:
-    queue, at = drained()
+def test_a_tenant_does_not_wait_for_the_backlog_of_others() -> None:
+    queue, at = measured_queue()
     for _ in range(50):
-        enter(queue, "loud", at=at)
+        enter(queue, "busy_tenant", at=at)
     enter(queue, "quiet", at=at)
-    wait_s = foreseen(queue, request(queue, "quiet"), at)
+    wait_s = predicted_wait(queue, request(queue, "quiet"), at)
     assert wait_s is not None
     assert wait_s < 0.5
-    assert foreseen(queue, request(queue, "loud"), at) == pytest.approx(515 / 100.0, rel=0.05)
+    assert predicted_wait(queue, request(queue, "busy_tenant"), at) == pytest.approx(515 / 100.0, rel=0.05)
 
 
-def test_what_better_classes_take_is_not_left_to_the_others() -> None:
-    queue, at = drained(priority=Priority.CRITICAL)
+def test_higher_priorities_reduce_the_rate_of_lower_ones() -> None:
+    queue, at = measured_queue(priority=Priority.CRITICAL)
     enter(queue, at=at)
     critical = request(queue, priority=Priority.CRITICAL)
-    assert foreseen(queue, critical, at) == pytest.approx(5 / 100.0, rel=0.05)
-    standard = foreseen(queue, request(queue), at)
+    assert predicted_wait(queue, critical, at) == pytest.approx(5 / 100.0, rel=0.05)
+    standard = predicted_wait(queue, request(queue), at)
     assert standard is not None
     assert standard > 1.0
 
 
-def test_who_could_not_be_served_in_time_is_told_at_once_and_when_to_come_again() -> None:
-    queue, at = drained()
+def test_a_request_that_would_miss_its_deadline_is_rejected_with_a_retry_time() -> None:
+    queue, at = measured_queue()
     for _ in range(100):
         enter(queue, at=at, deadline=at + 60)
     verdict = queue.enter(request(queue, deadline=at + 5), WIDE, at)
@@ -112,31 +114,31 @@ def test_who_could_not_be_served_in_time_is_told_at_once_and_when_to_come_again(
     assert queue.enter(request(queue, deadline=at + 15), WIDE, at).refusal is None
 
 
-def test_waits_that_were_longer_than_foreseen_make_it_careful() -> None:
-    queue, at = drained()
-    for _ in range(50):  # the rate was 100/s, but a place is free every second only
+def test_waits_longer_than_predicted_increase_the_margin() -> None:
+    queue, at = measured_queue()
+    for _ in range(50):  # the rate was 100/s, but a slot is free every second only
         enter(queue, at=at)
     for _ in range(50):
         at += 1.0
         queue.ended(queue.begin(order(queue)[0], at), at, whole=False)
         enter(queue, at=at, deadline=at + 1e6)
-    wait_s = foreseen(queue, request(queue), at)
+    wait_s = predicted_wait(queue, request(queue), at)
     assert wait_s is not None
     verdict = queue.enter(request(queue, deadline=at + wait_s + 1.0), WIDE, at)
     assert verdict.refusal is Refusal.OVERLOADED
 
 
-def test_nobody_ahead_is_always_tried() -> None:
-    queue, at = drained(1.0)
+def test_the_first_in_the_queue_is_always_tried() -> None:
+    queue, at = measured_queue(1.0)
     assert queue.enter(request(queue, tokens=1000, deadline=at + 0.1), WIDE, at).refusal is None
 
 
-def test_before_anybody_was_served_nobody_knows() -> None:
+def test_without_served_requests_the_wait_is_unknown() -> None:
     queue = Queue(FairQueue)
     for _ in range(50):
         enter(queue)
     queue.serve(0.0, ready=True)
-    assert foreseen(queue, request(queue), 0.0) is None
+    assert predicted_wait(queue, request(queue), 0.0) is None
 
 
 def test_the_first_rate_is_that_of_the_requests_in_flight() -> None:
@@ -145,66 +147,68 @@ def test_the_first_rate_is_that_of_the_requests_in_flight() -> None:
     queue.ended(began.pop(), 2.0, whole=True)
     enter(queue, at=2.0)
     # Seven of 10 tokens that stay 2 s each.
-    assert foreseen(queue, request(queue), 2.0) == pytest.approx((10 + 5) / 35.0)
+    assert predicted_wait(queue, request(queue), 2.0) == pytest.approx((10 + 5) / 35.0)
 
 
-def rush(queue: Queue, at: float) -> list[Admitted]:
-    """Eight take all slots within 70 ms."""
+def fill_slots(queue: Queue, at: float) -> list[Admitted]:
+    """Eight requests take all slots within 70 ms."""
     return [queue.begin(request(queue), at + i / 100) for i in range(8)]
 
 
-def test_a_slot_falls_free_when_the_oldest_has_stayed_as_long_as_is_usual() -> None:
+def test_a_slot_is_expected_when_the_oldest_request_reaches_the_mean_service_time() -> None:
     queue = queue_of()
-    for one in rush(queue, 0.0):
+    for one in fill_slots(queue, 0.0):
         queue.ended(one, 2.0, whole=True)
-    rush(queue, 10.0)
+    fill_slots(queue, 10.0)
     waits = [enter(queue, at=10.1) for _ in range(3)]
-    assert foreseen(queue, request(queue), 10.1, full=True) == pytest.approx(10.03 + 1.9 - 10.1, abs=0.1)
+    assert predicted_wait(queue, request(queue), 10.1, full=True) == pytest.approx(
+        10.03 + 1.9 - 10.1, abs=0.1
+    )
     late = queue.enter(request(queue, deadline=11.5), WIDE, 10.1, full=True)
     assert late.refusal is Refusal.OVERLOADED
     for one in waits:
         queue.remove(one, 10.1)
-    # Nobody is ahead, but that does not make a slot.
+    # None is ahead, but no slot is free.
     late = queue.enter(request(queue), WIDE, 10.1, patience_s=1.5, full=True)
     assert late.refusal is Refusal.OVERLOADED
     assert queue.enter(request(queue), WIDE, 11.0, patience_s=1.5, full=True).refusal is None
-    # It is overdue, and so may come at any time.
-    assert foreseen(queue, request(queue), 13.0, full=True) == pytest.approx((10 + 5) / 80 * 2, rel=0.5)
+    # It is overdue, and may end at any time.
+    assert predicted_wait(queue, request(queue), 13.0, full=True) == pytest.approx((10 + 5) / 80 * 2, rel=0.5)
 
 
-def test_while_those_that_run_have_not_ended_nobody_who_begins_is_missed() -> None:
+def test_a_rate_without_ended_requests_follows_from_those_in_flight() -> None:
     queue = queue_of()
-    for one in rush(queue, 0.0):
+    for one in fill_slots(queue, 0.0):
         queue.ended(one, 20.0, whole=True)
-    rush(queue, 20.0)
+    fill_slots(queue, 20.0)
     enter(queue, at=20.1)
-    foreseen(queue, request(queue), 36.0)
+    predicted_wait(queue, request(queue), 36.0)
     # By those in flight: eight of 10 tokens that stay 20 s each.
-    assert foreseen(queue, request(queue), 36.0) < 2 * (10 + 5) / (80 / 20)
+    assert predicted_wait(queue, request(queue), 36.0) < 2 * (10 + 5) / (80 / 20)
 
 
-def test_far_behind_ends_come_evenly() -> None:
+def test_far_behind_ends_are_assumed_evenly_spaced() -> None:
     queue = queue_of()
     first = [queue.begin(request(queue), 0.0) for _ in range(1000)]
     queue.ended(first.pop(), 10.0, whole=True)
     for _ in range(500):
         enter(queue, at=10.0)
-    wait_s = foreseen(queue, request(queue), 10.0, full=True)
+    wait_s = predicted_wait(queue, request(queue), 10.0, full=True)
     assert wait_s == pytest.approx(5.0, rel=0.05)
 
 
-def test_before_anybody_ended_the_engine_model_says_when_one_will() -> None:
+def test_before_a_request_has_ended_the_performance_model_predicts_the_service_time() -> None:
     queue = queue_of()
     assert queue.unmeasured
-    rush(queue, 0.0)
+    fill_slots(queue, 0.0)
     queue.expect(2.0)
     late = queue.enter(request(queue, deadline=1.1), WIDE, 0.1, full=True)
     assert late.refusal is Refusal.OVERLOADED
     assert queue.enter(request(queue, deadline=2.5), WIDE, 0.1, full=True).refusal is None
 
 
-def test_patience_bounds_what_is_foreseen_and_not_the_wait() -> None:
-    queue, at = drained()
+def test_patience_bounds_the_predicted_wait_only() -> None:
+    queue, at = measured_queue()
     waits = [enter(queue, at=at, deadline=at + 60) for _ in range(10)]
     verdict = queue.enter(request(queue, deadline=at + 60), WIDE, at, patience_s=0.9)
     assert verdict.refusal is Refusal.OVERLOADED
@@ -213,13 +217,13 @@ def test_patience_bounds_what_is_foreseen_and_not_the_wait() -> None:
     assert all(one in queue for one in waits)
 
 
-def test_a_time_without_replicas_is_no_slow_one() -> None:
-    queue, at = drained()
+def test_time_without_replicas_does_not_lower_the_rate() -> None:
+    queue, at = measured_queue()
     enter(queue, at=at)
-    before = foreseen(queue, request(queue), at)
+    before = predicted_wait(queue, request(queue), at)
     queue.serve(at, ready=False)
     queue.serve(at + 100.0, ready=True)
-    assert foreseen(queue, request(queue), at + 100.0) == pytest.approx(before)
+    assert predicted_wait(queue, request(queue), at + 100.0) == pytest.approx(before)
 
 
 @given(st.floats(allow_nan=False))
@@ -327,7 +331,7 @@ class Laws(RuleBasedStateMachine):
             self.left += 1
 
     @invariant()
-    def every_request_is_somewhere_exactly_once(self) -> None:
+    def each_request_is_in_one_place(self) -> None:
         assert self.came == len(self.waiting) + len(self.open) + self.left
         assert sorted(r.ticket for r in order(self.queue)) == sorted(self.waiting)
         assert len(self.queue) == len(self.waiting)
@@ -354,7 +358,7 @@ class Laws(RuleBasedStateMachine):
 TestLaws = Laws.TestCase
 
 
-def test_the_discipline_of_the_docs_orders_a_queue() -> None:
+def test_the_discipline_of_the_documentation() -> None:
     text = (Path(__file__).parents[3] / "docs/extending.md").read_text()
     code = next(
         block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Shortest" in block

@@ -1,23 +1,20 @@
-"""The retry rule: what is tried again after an attempt, at whose cost, and when it is given up."""
+"""The retry rule: which requests are tried again, and which retries are charged to the budget."""
 
 from __future__ import annotations
 
 import pytest
 
-from policy.admission.queue import Bounds
-from policy.admission.retry import AttemptOutcome, Cause, Replica, RetryState
+from policy.admission.retry import AttemptOutcome, Cause, RetryState
 from policy.config.deployment import Eject, Retry
 from policy.request import Request
-from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.cost import Candidate
 from policy.routing.replica_health import AttemptResult, Breaker, HealthCounters, ReplicaHealth
 
 SERVED, BROKEN, REJECTED, REFUSED, FAILED, LOST, SILENT, STALE, UNREACHABLE, LEFT = AttemptOutcome
 
 
 class Pool:
-    """Replicas that nobody has to reach."""
-
-    ready, down, ttft_slo_s = True, False, None
+    """What a retry asks of the replicas."""
 
     def __init__(self, replicas: int) -> None:
         self._candidates = [Candidate(f"r{i}", i) for i in range(replicas)]
@@ -27,19 +24,6 @@ class Pool:
 
     def serves(self, candidate: Candidate, adapter: str) -> bool:
         return True
-
-    def bounds(self, request: Request, queued: int) -> Bounds: ...
-    def replica(self, candidate: Candidate) -> Replica: ...
-    def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None: ...
-    def unavailable(self, at: float) -> bool: ...
-    def cannot_load(self, adapter: str) -> bool: ...
-    def service_s(self, request: Request) -> float: ...
-    def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]: ...
-    def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None: ...
-    def paced(self, quote: CostEstimate, gap_s: float) -> None: ...
-    def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None: ...
-    def queued(self, change: int) -> None: ...
-    def yields(self, queued: int, at: float) -> bool: ...
 
 
 class Attempts:
@@ -84,7 +68,7 @@ class Attempts:
         ([UNREACHABLE, LOST], 3, 0, None, {"free": 2}),
     ],
 )
-def test_what_follows_from_attempts(
+def test_the_retry_rule(
     outcomes: list[AttemptOutcome], replicas: int, retries: int, cause: Cause | None, counted: dict[str, int]
 ) -> None:
     attempts = Attempts(replicas, retries)
@@ -104,10 +88,10 @@ def test_a_move_to_a_replica_that_failed_others_is_charged(retries: int, *, move
     assert attempts.after(LOST, 0) is None
     assert attempts.may_move(attempts.breakers[1]) is moved
     assert attempts.health.counters.retries == {"allowed" if moved else "over_budget": 1}
-    assert attempts.may_move(attempts.breakers[1])  # it is asked once for each move
+    assert attempts.may_move(attempts.breakers[1])  # each move is charged once
 
 
-def test_a_replica_that_was_ejected_for_its_silence_counts_as_dead() -> None:
+def test_a_silent_replica_that_was_ejected_counts_as_lost() -> None:
     attempts = Attempts(3, 0)
     attempts.health.stalled(attempts.breakers[0], 0.0)
     assert attempts.after(SILENT, 0) is None
@@ -115,13 +99,13 @@ def test_a_replica_that_was_ejected_for_its_silence_counts_as_dead() -> None:
     assert attempts.health.counters.retries == {"free": 1}
 
 
-def test_an_adapter_that_two_replicas_cannot_load_is_given_up() -> None:
+def test_two_failed_adapter_loads_end_the_request() -> None:
     attempts = Attempts(3, 9)
     assert attempts.after(REFUSED, 0, adapter=True) is None
     assert attempts.after(REFUSED, 1, adapter=True) is Cause.ADAPTER
 
 
-def test_where_all_replicas_fail_no_retry_is_advised_elsewhere() -> None:
+def test_when_all_replicas_fail_the_cause_is_the_fleet() -> None:
     attempts = Attempts(2, 9)
     for breaker in attempts.breakers:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The slack covers the errors that happen, and no more than those."""
+"""The margin of predicted waits follows their recent errors."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ DRAWS: list[Callable[[random.Random], float]] = [
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_few_wait_longer_than_with_the_slack(draw: Callable[[random.Random], float]) -> None:
+def test_few_waits_exceed_the_margin(draw: Callable[[random.Random], float]) -> None:
     rng = random.Random(1)  # noqa: S311
-    foresight = WaitMargin()
-    missed = 0
+    margin = WaitMargin()
+    exceeded = 0
     for _ in range(20_000):
         error = draw(rng)
-        missed += error > foresight.slack_s(0.0)
-        foresight.learn(10.0, 10.0 + error)
-    assert missed / 20_000 <= 1.2 / BLOCK
+        exceeded += error > margin.slack_s(0.0)
+        margin.learn(10.0, 10.0 + error)
+    assert exceeded / 20_000 <= 1.2 / BLOCK
 
 
-def test_a_machine_that_stood_still_is_forgotten() -> None:
-    foresight = WaitMargin()
-    for _ in range(20):
-        foresight.learn(1.0, 6.0)
-    assert foresight.slack_s(1.0) == 5.0
-    for _ in range(2 * BLOCK):
-        foresight.learn(1.0, 1.2)
-    assert foresight.slack_s(1.0) == pytest.approx(0.2)
-
-
-def test_waits_that_are_shorter_need_little_slack() -> None:
-    foresight = WaitMargin()
-    for _ in range(100):
-        foresight.learn(1.0, 0.5)
-    assert foresight.slack_s(2.0) == LEAST * 2.0
+@pytest.mark.parametrize(
+    ("waits", "predicted_s", "slack_s"),
+    [
+        ([6.0] * 20, 1.0, 5.0),
+        ([6.0] * 20 + [1.2] * 2 * BLOCK, 1.0, 0.2),
+        ([0.5] * 100, 2.0, LEAST * 2.0),
+    ],
+    ids=["the largest error", "outliers are forgotten", "the least margin"],
+)
+def test_the_margin_is_the_largest_recent_error(
+    waits: list[float], predicted_s: float, slack_s: float
+) -> None:
+    margin = WaitMargin()
+    for waited_s in waits:
+        margin.learn(1.0, waited_s)
+    assert margin.slack_s(predicted_s) == pytest.approx(slack_s)

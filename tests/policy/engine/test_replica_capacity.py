@@ -35,8 +35,8 @@ NAMES = [f"{name}-{k}-{prompt}{''.join(over)}" for name, k, prompt, _, over in C
 
 def timing(case: Case) -> Timing:
     name, degree, _, _, over = case
-    limits = msgspec.structs.replace(profile(name).limits(degree), **over)
-    return Timing(limits=limits, model=profile(name).model.at_degree(degree))
+    found = profile(name).timing(degree)
+    return msgspec.structs.replace(found, limits=msgspec.structs.replace(found.limits, **over))
 
 
 def workload(case: Case, lam: float = 0.0) -> Workload:
@@ -156,7 +156,7 @@ bounds = st.one_of(st.none(), st.floats(1e-4, 100.0))
 
 def engine_of(shape: tuple[str, int]) -> Timing:
     name, degree = shape
-    return Timing(limits=profile(name).limits(degree), model=profile(name).model.at_degree(degree))
+    return profile(name).timing(degree)
 
 
 def load_of(load: tuple[float, float, float], lam: float = 0.0) -> Workload:
