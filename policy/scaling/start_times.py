@@ -29,30 +29,30 @@ class StartTimes:
     """The measured starts of each shape, and the beginnings of current ones. Instants are arguments."""
 
     def __init__(self) -> None:
-        self._taken: dict[tuple[str, str, StartPath], deque[float]] = {}
-        self._asked: dict[LayerKey, deque[float]] = {}
+        self._measured: dict[tuple[str, str, StartPath], deque[float]] = {}
+        self._requested: dict[LayerKey, deque[float]] = {}
         self._began: dict[str, float] = {}
         self._ready: dict[str, int] = {}
 
-    def asked(self, key: LayerKey, more: int, at: float) -> None:
-        """The actuator was asked for ``more`` replicas (fewer if negative)."""
-        asked = self._asked.setdefault(key, deque())
-        asked.extend([at] * more)
-        for _ in range(min(-more, len(asked))):
-            asked.pop()
+    def requested(self, key: LayerKey, more: int, at: float) -> None:
+        """Note that ``more`` replicas (fewer if negative) were requested."""
+        requested = self._requested.setdefault(key, deque())
+        requested.extend([at] * more)
+        for _ in range(min(-more, len(requested))):
+            requested.pop()
 
     def note(self, replica: Replica, at: float) -> bool:
         """Take a heartbeat; returns whether an engine has just become ready."""
         if replica.state is ReplicaPhase.STARTING and replica.id not in self._began:
-            asked = self._asked.get(LayerKey.of(replica))
-            self._began[replica.id] = asked.popleft() if asked else at
+            requested = self._requested.get(LayerKey.of(replica))
+            self._began[replica.id] = requested.popleft() if requested else at
         elif replica.state in (ReplicaPhase.STOPPED, ReplicaPhase.ASLEEP):
             self._began.pop(replica.id, None)
             self._ready.pop(replica.id, None)
         asleep = (replica.model, replica.shape, StartPath.SLEEPING)
-        if replica.wake_s is not None and asleep not in self._taken:
+        if replica.wake_s is not None and asleep not in self._measured:
             # Measured when the replica was created.
-            self._taken[asleep] = deque([replica.wake_s], maxlen=KEPT)
+            self._measured[asleep] = deque([replica.wake_s], maxlen=KEPT)
         if replica.state is not ReplicaPhase.READY or self._ready.get(replica.id) == replica.incarnation:
             return False
         self._ready[replica.id] = replica.incarnation
@@ -61,7 +61,7 @@ class StartTimes:
             # An engine restarted in place does not include the start of its host.
             whole_s = at - began if began is not None and not replica.incarnation else 0.0
             path = (replica.model, replica.shape, replica.start_path)
-            self._taken.setdefault(path, deque(maxlen=KEPT)).append(max(replica.start_s, whole_s))
+            self._measured.setdefault(path, deque(maxlen=KEPT)).append(max(replica.start_s, whole_s))
         return True
 
     def lead_s(self, model: str, shape: str, assumed_s: float, *, sleeps: bool = False) -> float:
@@ -73,8 +73,8 @@ class StartTimes:
         for path in (StartPath.SLEEPING, StartPath.CACHED, StartPath.COLD):
             if path is StartPath.SLEEPING and not sleeps:
                 continue
-            if taken := self._taken.get((model, shape, path)):
-                return sorted(taken)[len(taken) // 2]
+            if seconds := self._measured.get((model, shape, path)):
+                return sorted(seconds)[len(seconds) // 2]
         return assumed_s
 
     def remaining_s(self, replicas: Iterable[Replica], lead_s: float, at: float) -> tuple[float, ...]:
@@ -96,12 +96,12 @@ class StartTimes:
     def saved(self) -> tuple[StartTime, ...]:
         """The measurements, for the state file."""
         return tuple(
-            StartTime(model=model, shape=shape, path=path, seconds=tuple(taken))
-            for (model, shape, path), taken in self._taken.items()
+            StartTime(model=model, shape=shape, path=path, seconds=tuple(seconds))
+            for (model, shape, path), seconds in self._measured.items()
         )
 
     def restore(self, saved: Iterable[StartTime]) -> None:
         """Take over saved measurements."""
-        for taken in saved:
-            key = (taken.model, taken.shape, taken.path)
-            self._taken[key] = deque(taken.seconds, maxlen=KEPT)
+        for start in saved:
+            key = (start.model, start.shape, start.path)
+            self._measured[key] = deque(start.seconds, maxlen=KEPT)

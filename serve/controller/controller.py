@@ -325,11 +325,11 @@ class Controller:
             spec, weights = target.specs[key.generation], target.weights.get(key.generation)
             made_of = digest(spec, key.shape) + (weights.short if weights else "")
             self._event(f"{key.model}: deploy {_describe(key)} with {count}")
-            self._observed.starts.asked(key, count, self._monotonic())
+            self._observed.starts.requested(key, count, self._monotonic())
             await self._actuator.deploy(key, spec, weights, made_of, count)
         elif held is not None and held.wanted != count:
             self._event(f"{key.model}: {_describe(key)}: {held.wanted} -> {count}")
-            self._observed.starts.asked(key, count - held.wanted, self._monotonic())
+            self._observed.starts.requested(key, count - held.wanted, self._monotonic())
             await self._actuator.scale(key, count)
 
     async def _sweep(self, name: str, layers: Mapping[LayerKey, Layer]) -> None:

@@ -137,7 +137,7 @@ class Fleet:
     def scale(self, key: LayerKey, count: int, at: float) -> None:
         more = count - self._wanted.get(key, 0)
         self._wanted[key] = count
-        self.starts.asked(key, more, at)
+        self.starts.requested(key, more, at)
         for _ in range(more):
             self._start(key, at)
         if more < 0:

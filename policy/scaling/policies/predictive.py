@@ -22,7 +22,7 @@ from policy.engine.replica_capacity import FULL
 from policy.scaling.forecast import Series, Smoothing, ahead, observed, shortfall, tried
 from policy.scaling.policies.observed_capacity import ObservedCapacity, observe_capacity, sustained
 from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
-from policy.scaling.policies.token_saturation import learned, remembered, saturation
+from policy.scaling.policies.token_saturation import learned, saturation, with_mode
 from policy.scaling.view import Proposal, View
 from policy.signals.types import Demand, Rates
 
@@ -62,26 +62,24 @@ class ScaleDownDamping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spare: float = 0.0
     fell_at: float = 0.0
 
+    def decayed(self, at: float, mode: str, count: int) -> ScaleDownDamping:
+        """The state at ``at``, with the present ``count``; a new one for another mode."""
+        if self.mode != mode:
+            return ScaleDownDamping(at, mode, count)
+        spare = self.spare * math.exp(-max(0.0, at - self.at) / FADES_S)
+        return ScaleDownDamping(at, mode, count, spare, at if count < self.count else self.fell_at)
 
-def observe_demand(before: ScaleDownDamping | None, at: float, mode: str, count: int) -> ScaleDownDamping:
-    """The state decayed to ``at``; a new one for another mode."""
-    if before is None or before.mode != mode:
-        return ScaleDownDamping(at, mode, count)
-    spare = before.spare * math.exp(-max(0.0, at - before.at) / FADES_S)
-    return ScaleDownDamping(at, mode, count, spare, at if count < before.count else before.fell_at)
-
-
-def rising(now: ScaleDownDamping) -> ScaleDownDamping:
-    """The state after a scale-up."""
-    if not 0.0 <= now.at - now.fell_at < SOON_S:
-        return now
-    return msgspec.structs.replace(now, spare=min(MOST, now.spare + EACH), fell_at=0.0)
+    def after_scale_up(self) -> ScaleDownDamping:
+        """The state after a scale-up: one soon after a scale-down needs more spare capacity next time."""
+        if not 0.0 <= self.at - self.fell_at < SOON_S:
+            return self
+        return msgspec.structs.replace(self, spare=min(MOST, self.spare + EACH), fell_at=0.0)
 
 
 class PredictiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rates so far, ``k2`` by mode, the scale-down damping, and the observed capacity."""
 
-    series: Series
+    series: Series | None = None
     k2: dict[str, float] = {}
     reluctance: ScaleDownDamping | None = None
     proof: ObservedCapacity | None = None
@@ -113,20 +111,24 @@ class Predictive(Section, frozen=True):
 
     def decide(self, view: View, memory: Any) -> Proposal:
         """The largest term plus the backlog; a scale-down only while no replica starts."""
-        demand = view.signals.demand
-        before = decode_state(memory, PredictiveState)
+        demand, mode = view.signals.demand, view.mode
+        known = decode_state(memory, PredictiveState)
         if demand is None:
-            return view.hold(encode_state(before), "no gateway has reported")
-        series, forecast, high = self._forecast(view, demand, None if before is None else before.series)
-        k2 = {} if before is None else before.k2
-        mode = view.mode
-        damping = observe_demand(None if before is None else before.reluctance, view.at, mode, view.count)
-        left = PredictiveState(series, remembered(k2, mode, learned(view, k2.get(mode))), damping)
+            return view.hold(encode_state(known), "no gateway has reported")
+        before = known or PredictiveState()
+        series, forecast, high = self._forecast(view, demand, before.series)
+        damping = before.reluctance or ScaleDownDamping(view.at, mode, view.count)
+        damping = damping.decayed(view.at, mode, view.count)
         # The capacity as observed before this view: the present load must not lower its own need.
-        proof = None if before is None else before.proof
-        mu = sustained(proof, view, capacity(view), self.full)
-        left = msgspec.structs.replace(left, proof=observe_capacity(proof, view, mu))
-        full = saturation(view, k2.get(mode), queued=False)
+        mu = sustained(before.proof, view, capacity(view), self.full)
+        k2 = before.k2.get(mode)
+        left = PredictiveState(
+            series,
+            with_mode(before.k2, mode, learned(view, k2)),
+            damping,
+            observe_capacity(before.proof, view, mu),
+        )
+        full = saturation(view, k2, queued=False)
         if not mu and full is None:
             return view.hold(encode_state(left), "the capacity of a replica is unknown")
         terms = {
@@ -145,7 +147,7 @@ class Predictive(Section, frozen=True):
             if terms["late"] > need:
                 most, need = "late", terms["late"]
         if whole(need) > view.count:
-            left = msgspec.structs.replace(left, reluctance=rising(damping))
+            left = msgspec.structs.replace(left, reluctance=damping.after_scale_up())
         return Proposal(
             count=view.within(self._changed(view, need, damping.spare)),
             reason=_describe(most, terms[most], view, high) + (f", {demand.queued} queued" if behind else ""),

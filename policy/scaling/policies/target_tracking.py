@@ -46,8 +46,8 @@ class TargetTracking(Section, frozen=True):
     ``metric`` is kept at ``target`` per replica; within ``tolerance`` of it nothing changes.
 
     ``concurrency``: requests that wait or run, over 20 s. ``queue``: those that wait, in gateways and
-    engines. ``kv_used``: the part of the KV cache in use (0..1). ``ttft_p95``: seconds, whose target is
-    the objective if there is one. ``tokens_per_s``: scheduled by the engine.
+    engines. ``kv_used``: the fraction of the KV cache in use. ``ttft_p95``: seconds; its default
+    target is that of the SLO. ``tokens_per_s``: scheduled by the engine.
     """
 
     metric: Metric = Metric.CONCURRENCY
@@ -84,52 +84,41 @@ class TargetTracking(Section, frozen=True):
     def _values_of(self, view: View, demand: Demand) -> list[float]:
         """The known values of the serving replicas."""
         if self.metric is Metric.TTFT_P95:
-            known = demand.ttft is not None and demand.ttft.count > 0
-            return (
-                [is_usable(demand.ttft.p95)] * view.supply.serving
-                if demand.ttft is not None and known
-                else []
-            )
+            known = demand.ttft is not None and demand.ttft.count
+            return [is_usable(demand.ttft.p95)] * view.supply.serving if demand.ttft and known else []
         fresh = [replica for replica in view.signals.replicas if replica.age_s <= FRESH_S]
-        if self.metric is Metric.KV_USED:
-            return [is_usable(replica.kv_used) for replica in fresh]
-        return [is_usable(replica.tokens_per_s) for replica in fresh]
+        return [is_usable(getattr(replica, self.metric)) for replica in fresh]
 
     def _by_total(self, view: View, total: float, target: float) -> Proposal:
         """The count for a total, which starting replicas share too."""
         needed = per_replica(total, target)
-        terms = {str(self.metric): needed}
         if view.count and abs(needed / view.count - 1.0) <= self.tolerance:
-            return self._near(view, total / view.count, target, terms)
-        count = view.within(whole(needed))
-        said = f"{self.metric} is {total:.4g}, target {target:.4g} per replica"
-        return Proposal(count=count, reason=said, terms=terms)
+            return self._near(view, total / view.count, target, needed)
+        return self._proposal(view, whole(needed), needed, f"{total:.4g}, target {target:.4g} per replica")
 
     def _by_each(self, view: View, values: list[float], target: float) -> Proposal:
         """The count for a mean; replicas without metrics count against the change."""
-        mean = sum(values) / len(values)
-        ratio = mean / target
+        mean, load = sum(values) / len(values), sum(values) / target
         silent = max(0, view.supply.serving - len(values))
-        if ratio > 1.0:
-            # Starting replicas count as idle, so that they are not requested again.
-            idle = silent + max(len(view.supply.starting_s), view.count - view.supply.serving)
-            counted = len(values) + idle
-            ratio = sum(values) / target / counted
-            direction = 1
-        else:
-            counted = len(values) + silent
-            ratio = (sum(values) / target + silent) / counted
-            direction = -1
+        rises = mean > target
+        # For a scale-up replicas without metrics and starting ones count as idle, so that they are not
+        # requested again; for a scale-down the former count as at the target.
+        starting = max(len(view.supply.starting_s), view.count - view.supply.serving) if rises else 0
+        counted = len(values) + silent + starting
+        ratio = (load if rises else load + silent) / counted
         needed = min(ratio * counted, 1e9)
-        terms = {str(self.metric): needed}
-        if abs(ratio - 1.0) <= self.tolerance or (ratio - 1.0) * direction < 0:
-            return self._near(view, mean, target, terms)
         count = whole(needed)
-        if (count - view.count) * direction < 0:
-            return self._near(view, mean, target, terms)
-        said = f"{self.metric} is {mean:.4g} on average over {len(values)}, target {target:.4g}"
-        return Proposal(count=view.within(count), reason=said, terms=terms)
+        unchanged = abs(ratio - 1.0) <= self.tolerance
+        reversed_ = (ratio < 1.0 or count < view.count) if rises else (ratio > 1.0 or count > view.count)
+        if unchanged or reversed_:
+            return self._near(view, mean, target, needed)
+        found = f"{mean:.4g} on average over {len(values)}, target {target:.4g}"
+        return self._proposal(view, count, needed, found)
 
-    def _near(self, view: View, mean: float, target: float, terms: dict[str, float]) -> Proposal:
-        said = f"{self.metric} is {mean:.4g} on average, close enough to the target {target:.4g}"
-        return Proposal(count=view.within(view.count), reason=said, terms=terms)
+    def _near(self, view: View, mean: float, target: float, needed: float) -> Proposal:
+        found = f"{mean:.4g} on average, close enough to the target {target:.4g}"
+        return self._proposal(view, view.count, needed, found)
+
+    def _proposal(self, view: View, count: int, needed: float, found: str) -> Proposal:
+        reason, terms = f"{self.metric} is {found}", {str(self.metric): needed}
+        return Proposal(count=view.within(count), reason=reason, terms=terms)

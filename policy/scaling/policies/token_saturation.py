@@ -99,14 +99,14 @@ class TokenSaturation(Section, frozen=True):
     def decide(self, view: View, memory: Any) -> Proposal:
         """The count that keeps replicas between both thresholds."""
         before = decode_state(memory, SaturationSample)
-        seen = before or SaturationSample({})
-        k2 = seen.k2.get(view.mode)
+        sample = before or SaturationSample({})
+        k2 = sample.k2.get(view.mode)
         full = saturation(view, k2, self.kv)
         if full is None:
             reported = view.signals.demand is not None
             why = "the size of the KV cache is unknown" if reported else "no gateway has reported"
             return view.hold(encode_state(before), why)
-        seen = SaturationSample(remembered(seen.k2, view.mode, learned(view, k2, self.queue)))
+        sample = SaturationSample(with_mode(sample.k2, view.mode, learned(view, k2, self.queue)))
         up = full.replicas / self.scale_up
         down = full.replicas / self.scale_down
         count = view.count
@@ -114,17 +114,16 @@ class TokenSaturation(Section, frozen=True):
             count = whole(up)
         elif down < view.supply.serving and not view.supply.starting_s:
             count = whole(down)
-        said = f"{full.demand:.0f} tokens in use or queued, {full.each:.0f} per replica"
         return Proposal(
             count=view.within(count),
-            reason=said,
+            reason=f"{full.demand:.0f} tokens in use or queued, {full.each:.0f} per replica",
             terms={"required": up, "enough": down},
-            memory=encode_state(seen),
+            memory=encode_state(sample),
         )
 
 
-def remembered(before: dict[str, float], mode: str, k2: float | None) -> dict[str, float]:
-    """``before`` with the ``k2`` of a mode; beyond :data:`MODES` the oldest is dropped."""
+def with_mode(before: dict[str, float], mode: str, k2: float | None) -> dict[str, float]:
+    """``before`` with the ``k2`` of a mode added or replaced; beyond :data:`MODES` the oldest is dropped."""
     if k2 is None:
         return before
     others = [(name, value) for name, value in before.items() if name != mode][-(MODES - 1) :]

@@ -30,7 +30,7 @@ def ready(name: str, start_s: float = 1.0, **over: Any) -> Replica:
 
 def test_a_start_lasts_from_when_it_was_asked_for() -> None:
     starts = StartTimes()
-    starts.asked(KEY, 1, 100.0)
+    starts.requested(KEY, 1, 100.0)
     starts.note(replica("a"), 103.0)
     assert starts.note(ready("a"), 108.0)
     assert starts.lead_s("m", "small", 60.0) == 8.0
@@ -84,9 +84,9 @@ def test_what_starts_is_over_when_it_usually_is_and_later_when_it_is_overdue() -
 
 def test_what_was_asked_for_and_taken_back_is_no_start() -> None:
     starts = StartTimes()
-    starts.asked(KEY, 2, 100.0)
-    starts.asked(KEY, -2, 105.0)
-    starts.asked(KEY, 1, 200.0)
+    starts.requested(KEY, 2, 100.0)
+    starts.requested(KEY, -2, 105.0)
+    starts.requested(KEY, 1, 200.0)
     starts.note(replica("a"), 202.0)
     starts.note(ready("a"), 210.0)
     assert starts.lead_s("m", "small", 60.0) == 10.0
