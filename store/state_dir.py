@@ -30,6 +30,11 @@ def default_root() -> Path:
     return Path(base) / "tidegate"
 
 
+def cache_dir(name: str) -> Path:
+    """``$XDG_CACHE_HOME/tidegate/NAME``, else under ``~/.cache``: what can be made or fetched again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidegate" / name
+
+
 def own_directory(path: Path) -> Path:
     """Make the directory ``path`` where others may write; ``PermissionError`` if another user made it."""
     path.mkdir(mode=0o700, exist_ok=True)

@@ -28,11 +28,10 @@ from serve.host import cpu_core_assignment
 from serve.host.engine_process import EngineProcess
 from serve.host.version_check import Versions
 from serve.host.weight_verification import Prepare, Weights, prepare_verified, record_read, was_read_before
-from store.adapters.blobs import node_cache
 from store.log_file import RotatingLog
 from store.model_weights.prepare import prepare as prepare_weights
 from store.preparation_progress import Progress
-from store.state_dir import StateDir, default_root, private_directory
+from store.state_dir import StateDir, cache_dir, default_root, private_directory
 
 RESTART_BACKOFF = Backoff(0.2, 10.0, factor=4.0)
 
@@ -359,7 +358,7 @@ class ReplicaHost:
             max_rank=0 if adapters is None else adapters.max_rank,
             max_bytes=0 if adapters is None else adapters.max_bytes,
             # The head's directory exists on the head only; other nodes pull from it.
-            blobs=(str(StateDir(Path(self.spec.state_dir)).adapters), str(node_cache())),
+            blobs=(str(StateDir(Path(self.spec.state_dir)).adapters), str(cache_dir("adapters"))),
             controller=self.spec.controller,
             hold=self._hold,
             sleeps=self._gpus.visible is not None,

@@ -1,4 +1,1 @@
-"""Engine models fitted to measured load points, and their error on held-out ones.
-
-Read first: `fit`.
-"""
+"""Engine models fitted to measured load points, and their error on held-out ones. Read first: `fit`."""

@@ -163,16 +163,10 @@ def _errors(seen: Sequence[Observation], points: Sequence[PointResult], model: E
 
 
 def _note(error: Errors) -> str:
-    beyond = []
-    if error.itl_p50 > MOST_ITL_ERROR:
-        beyond.append(f"ITL p50 by {error.itl_p50:.0%} (at most {MOST_ITL_ERROR:.0%} is good)")
-    if error.ttft_p90 > MOST_TTFT_ERROR:
-        beyond.append(f"TTFT p90 by {error.ttft_p90:.0%} (at most {MOST_TTFT_ERROR:.0%} is good)")
-    return (
-        f"off at load points that were held out: {', '.join(beyond)}; plan with more headroom"
-        if beyond
-        else ""
-    )
+    limits = (("ITL p50", error.itl_p50, MOST_ITL_ERROR), ("TTFT p90", error.ttft_p90, MOST_TTFT_ERROR))
+    beyond = [f"{name} by {off:.0%} (at most {most:.0%} is good)" for name, off, most in limits if off > most]
+    text = f"off at load points that were held out: {', '.join(beyond)}; plan with more headroom"
+    return text if beyond else ""
 
 
 def _measure(live: Sequence[float], predicted: Sequence[float], part: float) -> Measure | None:

@@ -1,4 +1,1 @@
-"""Charts and HTML pages of simulation results.
-
-Read first: `page`.
-"""
+"""Charts and HTML pages of simulation results. Read first: `page`."""

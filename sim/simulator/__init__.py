@@ -1,4 +1,1 @@
-"""The simulator: a trace replayed in virtual time with the production decisions.
-
-Read first: `run`.
-"""
+"""The simulator: a trace replayed in virtual time with the production decisions. Read first: `run`."""

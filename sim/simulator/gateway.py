@@ -164,10 +164,6 @@ class SimulatedGateway:
     def queued(self) -> int:
         return len(self.dispatcher.waiting)
 
-    @property
-    def queued_bytes(self) -> int:
-        return self.dispatcher.queue.size
-
     def arrive(self, number: int, arrival: Arrival, at: float) -> None:
         """Admit a request: it goes to a replica, waits, or is rejected."""
         self.in_flight += 1

@@ -227,7 +227,9 @@ class _Run:
         self._gateways[runner.key.model].gone(runner)
 
     def _queued_elsewhere(self, model: str) -> int:
-        return sum([gateway.queued_bytes for name, gateway in self._gateways.items() if name != model])
+        return sum(
+            [gateway.dispatcher.queue.size for name, gateway in self._gateways.items() if name != model]
+        )
 
     def _pace(self, runner: SimulatedReplica, at: float) -> None:
         factor = math.prod(self._scenario.slow[i].factor for i in self._slow[runner])

@@ -1,4 +1,1 @@
-"""Workloads: streams of arrivals from traces and generators.
-
-Read first: `workload_spec`.
-"""
+"""Workloads: streams of arrivals from traces and generators. Read first: `workload_spec`."""

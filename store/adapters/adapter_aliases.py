@@ -108,8 +108,13 @@ class AdapterNames:
             before = _find(connection, model, name)
             at = self._clock()
             kept, split = _numbered(before.alias.versions if before else (), candidates, at)
-            declaration = _declaration(candidates, tenants) if origin == DOCUMENT else None
-            former = _declared(before)
+            declaration = former = None
+            if origin == DOCUMENT:
+                content = tuple(sorted((each.digest, each.weight) for each in candidates))
+                named = None if tenants is None else tuple(sorted(set(tenants)))
+                declaration = _Declared(content=content, tenants=named)
+            if before is not None and before.declared:
+                former = msgspec.json.decode(before.declared, type=_Declared)
             if before is None:
                 alias = Alias(model=model, name=name, revision=0, versions=kept, split=split, at=at)
                 after = AdapterRow(alias, origin, "", ())
@@ -237,14 +242,3 @@ def _standing_for(
         ),
         history=tuple(each for each in past if all(number in stay for number, _ in each)),
     )
-
-
-def _declared(record: AdapterRow | None) -> _Declared | None:
-    if record is None or not record.declared:
-        return None
-    return msgspec.json.decode(record.declared, type=_Declared)
-
-
-def _declaration(candidates: Sequence[NewVersion], tenants: Collection[str] | None) -> _Declared:
-    content = tuple(sorted((each.digest, each.weight) for each in candidates))
-    return _Declared(content=content, tenants=None if tenants is None else tuple(sorted(set(tenants))))

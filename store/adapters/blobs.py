@@ -26,12 +26,6 @@ _WORK = ".work-"
 KEPT_S = 7 * 86_400.0
 
 
-def node_cache() -> Path:
-    """Where a node that is not the head keeps adapters: ``$XDG_CACHE_HOME/tidegate/adapters``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tidegate" / "adapters"
-
-
 class Blobs:
     """The adapters stored under ``root``; safe for all threads and processes of one machine.
 

@@ -48,8 +48,7 @@ def fetch(job: FetchJob) -> None:
     except AdapterRefused:
         raise
     except Exception as error:  # the hub's client and its backends have their own exceptions
-        text = explain(name, token is not None, error)
-        raise job.unreachable(text.replace(token, "***") if token else text) from error
+        raise job.unreachable(explain(name, token, error)) from error
     for file in FILES:
         # The hub's sizes may be wrong; the files are measured again when they are validated.
         (job.parts / file).rename(job.into / file)

@@ -47,8 +47,7 @@ def prepare_hub(source: str, *, token_file: str | None, report: Report) -> Prepa
             tqdm_class=reporter(source, report),
         )
     except Exception as error:  # the hub's HTTP client and its download backends have their own exceptions
-        text = explain(source, token is not None, error)
-        raise ModelUnavailable(text.replace(token, "***") if token else text) from error
+        raise ModelUnavailable(explain(source, token, error)) from error
     snapshot = Path(str(path))
     return Prepared(path=prepare_directory(snapshot).path, digest=snapshot.name)
 
@@ -66,21 +65,22 @@ def read_token(token_file: str | None) -> str | None:
     return token
 
 
-def explain(source: str, with_token: bool, error: Exception) -> str:
-    """A message for an error of the hub's client: cause and remedy. It may contain the token."""
+def explain(source: str, token: str | None, error: Exception) -> str:
+    """A message for an error of the hub's client: cause and remedy, without the token."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, GatedRepoError) or status == 403:
-        hint = "the token may not read it" if with_token else "it needs a token: set token_file"
+        hint = "the token may not read it" if token else "it needs a token: set token_file"
         return f"the Hugging Face hub refuses {source}: {hint}"
     if isinstance(error, RevisionNotFoundError):
         return f"{source}: the Hugging Face hub has no such revision"
     # The hub answers 401 both for a private repository and for one that does not exist.
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
-        hint = "the token may not read it" if with_token else "it needs a token (set token_file)"
+        hint = "the token may not read it" if token else "it needs a token (set token_file)"
         return f"{source} does not exist on the Hugging Face hub, or {hint}"
     if isinstance(error, LocalEntryNotFoundError):
         return f"{source} is not in the local cache and the Hugging Face hub cannot be reached"
-    return f"{source} cannot be fetched from the Hugging Face hub: {error}"
+    text = str(error).replace(token, "***") if token else error
+    return f"{source} cannot be fetched from the Hugging Face hub: {text}"
 
 
 def reporter(source: str, report: Report) -> type[Any]:

@@ -6,12 +6,14 @@ lock, when it is complete.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import Distribution
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 
 from policy.errors import ModelUnavailable
@@ -19,9 +21,8 @@ from store.manifest import NAME as MANIFEST
 from store.manifest import Manifest, content_digest, entries, publish, read, seal, sha256_file, verified
 from store.model_weights.gguf import COMMAND
 from store.model_weights.gguf import convert as convert_gguf
-from store.model_weights.wheel import files_of, find_package
 from store.preparation_progress import Prepared, Progress, Report
-from store.state_dir import locked
+from store.state_dir import cache_dir, locked
 
 SPEC = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+]+))?")
 # Suffixes of the files to extract; code and pickles stay in the package.
@@ -59,12 +60,6 @@ class _Want:
     convert: tuple[str, ...]
 
 
-def models_dir() -> Path:
-    """The directory of prepared models: ``$XDG_CACHE_HOME/tidegate/models``, else under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tidegate" / "models"
-
-
 def prepare_package(spec: str, *, report: Report, convert: tuple[str, ...] = COMMAND) -> Prepared:
     """The model in the package ``NAME`` or ``NAME==VERSION``.
 
@@ -79,7 +74,7 @@ def prepare_package(spec: str, *, report: Report, convert: tuple[str, ...] = COM
     version: str | None = match["version"] or (pin.version if pin else None)
     if pin and version != pin.version:
         pin = None
-    cache = models_dir()
+    cache = cache_dir("models")
     want = _Want(name=name, version=version, pin=pin, cache=cache, report=report, convert=convert)
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -113,7 +108,7 @@ def _make(want: _Want) -> Prepared:
     work.mkdir()
     part = work / "model"
     try:
-        package = find_package(want.name, want.version, work / "package", want.report)
+        package = _find_package(want.name, want.version, work / "package", want.report)
         version = package.version
         file, digest = _take(want, package, part)
         want.report(Progress(step="seal", message=f"computing the digests of {want.name} {version}"))
@@ -133,10 +128,10 @@ def _make(want: _Want) -> Prepared:
     return Prepared(path=final, digest=manifest.digest)
 
 
-def _take(want: _Want, package: Distribution, part: Path) -> tuple[str, str]:
+def _take(want: _Want, package: metadata.Distribution, part: Path) -> tuple[str, str]:
     """Fill ``part`` from the package; returns the file or folder taken and its sha256."""
     label = f"{want.name} {package.version}"
-    files = files_of(package)
+    files = _files_of(package)
     ggufs = [each for each in files if each.endswith(".gguf") and (not want.pin or each == want.pin.file)]
     if len(ggufs) == 1:
         source = files[ggufs[0]]
@@ -166,3 +161,48 @@ def _take(want: _Want, package: Distribution, part: Path) -> tuple[str, str]:
 
 def _folders(names: Iterable[str], ending: str) -> set[str]:
     return {str(PurePosixPath(each).parent) for each in names if each.endswith(ending)}
+
+
+def _find_package(name: str, version: str | None, target: Path, report: Report) -> metadata.Distribution:
+    """The installed package, else its wheel, unpacked into ``target``; without ``version`` the newest.
+
+    Raises :class:`policy.errors.ModelUnavailable`.
+    """
+    with suppress(metadata.PackageNotFoundError):
+        installed = metadata.distribution(name)
+        if version in (None, installed.version):
+            report(Progress(step="fetch", message=f"using the installed {name} {installed.version}"))
+            return installed
+    _download(f"{name}=={version}" if version else name, target, report)
+    (unpacked,) = metadata.distributions(path=[str(target)])
+    return unpacked
+
+
+def _files_of(package: metadata.Distribution) -> dict[str, Path]:
+    """The files by their names inside the package, with `/` between the parts."""
+    paths = {str(PurePosixPath(file)): Path(str(package.locate_file(file))) for file in package.files or ()}
+    return {name: path for name, path in paths.items() if path.is_file()}
+
+
+def _download(requirement: str, target: Path, report: Report) -> None:
+    """Unpack only the wheel, by pip's own configuration; nothing is built or run."""
+    report(Progress(step="fetch", message=f"downloading {requirement}"))
+    options = ["--no-deps", "--only-binary", ":all:", "--no-compile", "--no-user", "--no-input"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--progress-bar", "off"]
+    errors: list[str] = []
+    with subprocess.Popen(
+        [*command, "--target", str(target), requirement],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            text = line.strip()
+            if text.startswith(("Downloading", "Using cached")):
+                report(Progress(step="fetch", message=text))
+            if text.startswith("ERROR:") or "No module named" in text:
+                errors.append(text)
+    if child.returncode != 0:
+        raise ModelUnavailable(f"pip found no wheel of {requirement}: {' '.join(errors)}")

@@ -1,4 +1,1 @@
-"""Adapter placement compared with least loaded and with Ray Serve's multiplexing.
-
-Read first: `benchmark`.
-"""
+"""Adapter placement compared with least loaded and with Ray Serve's multiplexing. Read first: `benchmark`."""

@@ -1,4 +1,1 @@
-"""Scaling policies compared with the offline optimum on traces.
-
-Read first: `run`.
-"""
+"""Scaling policies compared with the offline optimum on traces. Read first: `run`."""

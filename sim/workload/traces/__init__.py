@@ -1,4 +1,1 @@
-"""Readers of published and captured traces.
-
-Read first: `detect_format`.
-"""
+"""Readers of published and captured traces. Read first: `detect_format`."""
