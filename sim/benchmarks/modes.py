@@ -145,21 +145,17 @@ def _trial(record: Record) -> Trial:
 def _figures(trials: Sequence[Trial]) -> ModeResult:
     summaries = [trial.summary for trial in trials]
     hours = sum(trial.ends_at for trial in trials) / HOUR_S
+
+    def mean(name: str) -> Any:
+        known = [value for each in summaries if (value := getattr(each, name)) is not None]
+        return fmean(known) if known else None
+
+    averaged = ("goodput_rps", "attainment", "gpu_hours", "ttft_p95_s", "itl_p95_s", "failed")
     return ModeResult(
-        goodput_rps=fmean(each.goodput_rps for each in summaries),
-        attainment=fmean(each.attainment or 0.0 for each in summaries),
-        gpu_hours=fmean(each.gpu_hours for each in summaries),
+        **{name: mean(name) for name in averaged},
         switches=max(each.switches for each in summaries),
         switches_per_h=sum(each.switches for each in summaries) / hours if hours else 0.0,
-        ttft_p95_s=_known(each.ttft_p95_s for each in summaries),
-        itl_p95_s=_known(each.itl_p95_s for each in summaries),
-        failed=fmean(each.failed for each in summaries),
     )
-
-
-def _known(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 WIDTH, HEIGHT = 760, 330
