@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 
 from policy.config.deployment import Adapters, ModelSpec
 from policy.types import EngineKind
@@ -31,9 +32,6 @@ class AdapterStore:
     def __init__(self, state: StateDir, url: str) -> None:
         self._state = state
         self._url = url
-        self._opening = threading.Lock()
-        self._registry: AdapterNames | None = None
-        self._blobs: Blobs | None = None
         self._preparing = threading.Lock()
         self._bases: dict[tuple[str, str | None], tuple[float, BaseModel]] = {}
 
@@ -89,21 +87,14 @@ class AdapterStore:
         idle = sorted(digest for digest in unnamed if digest[:DIGITS] not in used)
         return [digest for digest in idle if self._files.remove(digest, older_s)]
 
-    @property
+    @cached_property
     def names(self) -> AdapterNames:
         """The records."""
-        with self._opening:
-            if self._registry is None:
-                self._registry = AdapterNames(self._url)
-            return self._registry
+        return AdapterNames(self._url)
 
-    @property
+    @cached_property
     def _files(self) -> Blobs:
-        with self._opening:
-            if self._blobs is None:
-                self._state.ensure()
-                self._blobs = Blobs(self._state.adapters)
-            return self._blobs
+        return Blobs(self._state.ensure().adapters)
 
     def _base(self, spec: ModelSpec, report: Report) -> BaseModel | None:
         """The base model to validate adapters against; ``None`` for the simulated engine."""

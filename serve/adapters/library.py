@@ -109,10 +109,7 @@ class AdapterLibrary:
     # Requests of users.
 
     def add(self, wanted: AddRequest) -> AddJob:
-        """Begin to add or replace an adapter.
-
-        Raises :class:`TargetError` if the model has no `adapters` section, and as :func:`check_add`.
-        """
+        """Begin to add or replace an adapter; raises as :func:`check_add`, and :class:`TargetError`."""
         model = self._model(wanted.model)
         check_add(wanted, self._names, self._tenants)
         return self.begin(AddJob((model, wanted.name), ((wanted.source, 1.0),), wanted.tenants))
@@ -126,18 +123,14 @@ class AdapterLibrary:
     async def split(self, key: Key, weights: Mapping[str, float]) -> Alias:
         """Split a name over the versions ``v1`` and so on, by weight.
 
-        Raises :class:`AdapterUnknown` for an unknown name, :class:`TargetError` for an unknown version, and
-        :class:`policy.errors.ConfigError` for invalid weights.
+        Raises :class:`AdapterUnknown`, :class:`TargetError` (version) and :class:`ConfigError` (weights).
         """
         await self._known(key)
         numbers = weights_by_number(weights)
         return await self._write(lambda: self._store.names.split(*key, numbers))
 
     async def rollback(self, key: Key) -> Alias:
-        """Return a name to its former split.
-
-        Raises :class:`AdapterUnknown`, and :class:`TargetError` if there is no former split.
-        """
+        """Return a name to its former split; raises :class:`AdapterUnknown`, :class:`TargetError` if none."""
         await self._known(key)
         return await self._write(lambda: self._store.names.rollback(*key))
 
@@ -262,10 +255,7 @@ def _unknown(key: Key) -> AdapterUnknown:
 
 
 def check_add(request: AddRequest, models: Collection[str], tenants: Collection[str]) -> None:
-    """Validate a request to add an adapter, given the deployment's ``models`` and ``tenants``.
-
-    Raises :class:`AdapterRefused` for an invalid name, and :class:`ConfigError` for any other invalid value.
-    """
+    """Raise :class:`AdapterRefused` for an invalid name, :class:`ConfigError` for another invalid value."""
     if NAME.fullmatch(request.name) is None:
         expected = f"expected a name that matches {NAME.pattern}"
         raise AdapterRefused("name", f"name: got {request.name[:200]!r}, {expected}")

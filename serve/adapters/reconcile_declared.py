@@ -101,7 +101,8 @@ class DeclaredAdapters:
             self._done.pop(key, None)
         due = [key for key in self._wanted if key not in self._running and self._is_due(key)]
         if due:
-            stamps = await run_in_thread(lambda: _stamps(self._sources(due)), "adapters-look")
+            sources = [source for key in due for source, _ in _parts(self._wanted[key])]
+            stamps = await run_in_thread(lambda: _stamps(sources), "adapters-look")
             for key in due:
                 self._begin(key, stamps)
 
@@ -116,19 +117,18 @@ class DeclaredAdapters:
         alias = self._library.catalog.get(key)
         if alias is None:
             return True
-        return self._done.get(key) != self._wanted[key] and not self._matches(self._wanted[key], alias)
+        return self._done.get(key) != self._wanted[key] and not _matches(self._wanted[key], alias)
 
     def _begin(self, key: Key, stamps: dict[str, int]) -> None:
         entry, alias = self._wanted[key], self._library.catalog.get(key)
-        known = {}
         parts = _parts(entry)
         taken = {version.source: version for version in alias.versions} if alias else {}
-        for source, _ in parts:
-            version = taken.get(redacted(source))
-            if version is not None and not (
-                key in self._again and stamps.get(source) != self._stamps.get(source)
-            ):
-                known[source] = version
+        known = {
+            source: taken[redacted(source)]
+            for source, _ in parts
+            if redacted(source) in taken
+            and not (key in self._again and stamps.get(source) != self._stamps.get(source))
+        }
         self._stamps |= {source: stamps[source] for source, _ in parts if source in stamps}
         self._again.discard(key)
         adding = AddJob(key, parts, entry.tenants, known=known, declared=True)
@@ -149,16 +149,6 @@ class DeclaredAdapters:
             retry_at = self._monotonic() + RETRY.delay_s(attempts)
             self.troubles[key] = DeclarationError(str(error), refused, attempts, retry_at)
 
-    def _sources(self, keys: Iterable[Key]) -> set[str]:
-        return {source for key in keys for source, _ in _parts(self._wanted[key])}
-
-    def _matches(self, entry: AdapterSource, alias: Alias) -> bool:
-        """Whether ``alias`` already matches the declaration."""
-        numbers = {version.source: version.number for version in alias.versions}
-        parts = [(numbers.get(redacted(source), 0), weight) for source, weight in _parts(entry)]
-        split = sorted(part for part in parts if part[1])
-        return split == list(alias.split) and set(entry.tenants) == set(alias.tenants)
-
     def _forget_removed(self) -> None:
         if self._removed or (self._fresh and self._wanted):
             self._removed.clear()
@@ -171,6 +161,14 @@ def _parts(entry: AdapterSource) -> tuple[tuple[str, float], ...]:
     if entry.versions:
         return tuple((version.source, version.weight) for version in entry.versions.values())
     return ((entry.source or entry.path, 1.0),)
+
+
+def _matches(entry: AdapterSource, alias: Alias) -> bool:
+    """Whether ``alias`` is as declared."""
+    numbers = {version.source: version.number for version in alias.versions}
+    parts = [(numbers.get(redacted(source), 0), weight) for source, weight in _parts(entry)]
+    split = sorted(part for part in parts if part[1])
+    return split == list(alias.split) and set(entry.tenants) == set(alias.tenants)
 
 
 def _stamps(sources: Iterable[str]) -> dict[str, int]:

@@ -1,4 +1,1 @@
-"""Scaling rounds: situations in, decisions out, logged and carried out.
-
-Read first: `autoscaler`.
-"""
+"""Scaling rounds: situations in, decisions out, logged and carried out. Read first: `autoscaler`."""

@@ -22,14 +22,12 @@ from policy.scaling.decision_schedule import DecisionSchedule
 from policy.scaling.decision_types import Decision, Memory, Situation
 from policy.scaling.start_times import StartTime
 from policy.signals.aggregator import SignalAggregator
-from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
 from serve.autoscaler.calibrated_models import CalibrationStore
 from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
 from serve.autoscaler.policies import MadePolicies, restore_policies
 from serve.autoscaler.switch_review import expected_gain, review
-from serve.controller_messages import LoggedDecision
 from serve.state.desired_state import Target, Targets, wanted_models
 from serve.state.observed_state import ObservedState
 from serve.threads import run_in_thread
@@ -77,7 +75,7 @@ class Autoscaler:
     def __post_init__(self) -> None:
         self.journal = Journal(self.state.decisions_path)
         self._calibrations = CalibrationStore(self.state)
-        self._situations = SituationBuilder(
+        self.situations = SituationBuilder(
             self.targets, self.observed, self._calibrations, self.aggregator, self.now
         )
         self._schedule = DecisionSchedule(self.now())
@@ -111,16 +109,16 @@ class Autoscaler:
         The running replicas would be scaled down for new ones that the budget then does not allow.
         """
         model, aim = target.spec.name, target.aim
-        left = self._situations.beside(self._names(deployment) - {model}, deployment, self.at)
-        if (fit := left.holds(self._situations.takes(target, deployment.budget))) < aim.count:
+        left = self.situations.beside(self._names(deployment) - {model}, deployment, self.at)
+        if (fit := left.holds(self.situations.takes(target, deployment.budget))) < aim.count:
             raise SwitchRefused(
                 f"{model}: {aim.mode} x {aim.count} exceeds the budget left by other models, which fits {fit}"
             )
 
     def has_room(self, target: Target, deployment: Deployment) -> bool:
         """Whether the budget has room for one more replica of the desired mode."""
-        left = self._situations.beside(self._names(deployment), deployment, self.at)
-        return left.holds(self._situations.takes(target, deployment.budget)) >= 1
+        left = self.situations.beside(self._names(deployment), deployment, self.at)
+        return left.holds(self.situations.takes(target, deployment.budget)) >= 1
 
     def decide_soon(self, model: str, *, urgent: bool = False) -> None:
         """Decide for ``model`` in the next tick; ``urgent`` also before signals were received."""
@@ -133,20 +131,15 @@ class Autoscaler:
             if counts.queued and name in self.targets.names() and not self.targets.get(name).aim.count:
                 self.decide_soon(name, urgent=True)
 
-    def beat(self, beat: Heartbeat) -> None:
-        """Take the speed that a replica reports."""
-        self._situations.note(beat)
-
-    async def decisions(self, last: int, at: float | None, model: str | None) -> list[LoggedDecision]:
-        """The ``last`` decisions, newest first."""
-        return await run_in_thread(lambda: self.journal.read(last, at, model), "journal-read")
-
     async def tick(self, deployment: Deployment) -> None:
         """Make the decisions that are due and carry them out."""
         self._forget()
         self._end_overrides()
         self._review_switches(deployment)
-        names = self._due(deployment)
+        ticks_s = {name: self.targets.get(name).spec.control.tick_s for name in self._names(deployment)}
+        names = self._schedule.due(
+            ticks_s, self.now(), deployment.budget, changed=self._changed, urgent=self._urgent
+        )
         if not names or not self._idle():
             return
         self._changed -= names
@@ -157,7 +150,7 @@ class Autoscaler:
         policies = {name: self._policies[name].chosen for name in names}
         situations = {}
         for name in names:
-            situations[name] = self._situations.situation(name, deployment, memories[name], at)
+            situations[name] = self.situations.situation(name, deployment, memories[name], at)
             # Each takes a millisecond: a hundred in a row would delay heartbeats.
             await asyncio.sleep(0)
         asked = DecisionRound(at=at, policies=policies, situations=situations, budget=deployment.budget)
@@ -237,17 +230,13 @@ class Autoscaler:
             # The target was changed meanwhile.
             self.decide_soon(name)
             return
-        if decision.mode == target.aim.mode:
-            self._count(target, decision)
-        else:
+        if decision.mode != target.aim.mode:
             self._switch(target, situation, decision, deployment)
-
-    def _count(self, target: Target, decision: Decision) -> None:
+            return
+        self.event(f"{name}: {self.decided_by(name)}: {decision.reason}")
         aim = replace(target.aim, count=decision.count)
-        self.event(f"{decision.model}: {self.decided_by(decision.model)}: {decision.reason}")
-        toward = target.toward(aim, self.at, gap=target.gap)
         # The note of a rollback stays.
-        self.set_target(decision.model, replace(toward, note=target.note))
+        self.set_target(name, replace(target.toward(aim, self.at, gap=target.gap), note=target.note))
 
     def _switch(
         self, target: Target, situation: Situation, decision: Decision, deployment: Deployment
@@ -273,7 +262,7 @@ class Autoscaler:
         """Report the measured saving of each switch made by load, beside the predicted one."""
         for name in self._names(deployment):
             target, at = self.targets.get(name), self.at
-            situation = partial(self._situations.situation, name, deployment, Memory(), at)
+            situation = partial(self.situations.situation, name, deployment, Memory(), at)
             promise, found = review(target, at, situation)
             if found is not None:
                 self.journal.put(found)
@@ -299,14 +288,6 @@ class Autoscaler:
                 self.event(f"{name}: the manual override ended")
                 self.targets.put(name, replace(target, **over))
                 self._changed.add(name)
-
-    def _due(self, deployment: Deployment) -> set[str]:
-        """The models to decide on now."""
-        names = self._names(deployment)
-        ticks_s = {name: self.targets.get(name).spec.control.tick_s for name in names}
-        return self._schedule.due(
-            ticks_s, self.now(), deployment.budget, changed=self._changed, urgent=self._urgent
-        )
 
     def _names(self, deployment: Deployment) -> set[str]:
         """The models to decide on: not those that are removed, or whose mode is."""

@@ -134,10 +134,7 @@ class CalibrationStore:
         return known.fit if known is not None and _is_fitted(known, spec) else None
 
     def assumed(self, spec: ModelSpec, shape: str, prior: EngineModel) -> EngineModel | None:
-        """The assumed model of a shape that is not measured: as far from its prior as the other shapes are.
-
-        ``None`` where no other was ever measured.
-        """
+        """The prior, corrected as the other shapes were on the median; ``None`` if none was measured."""
         factors = [
             known.factor
             for (model, other), known in self._all.items()

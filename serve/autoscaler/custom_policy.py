@@ -47,10 +47,7 @@ def beside(choice: Choice, folder: Path) -> Choice:
 
 
 def load(chosen: PolicyChoice, path: str) -> Policy:
-    """The policy that was ``chosen`` at ``path`` of the deployment file, made with its parameters.
-
-    Raises :class:`policy.errors.ConfigError`. Imports the module: not for an event loop.
-    """
+    """The chosen policy; raises :class:`policy.errors.ConfigError` for ``path``. Not for an event loop."""
     where = chosen.class_path
     module, _, name = where.rpartition(":")
     try:

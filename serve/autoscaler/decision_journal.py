@@ -80,10 +80,7 @@ class Journal:
                 self._writer.start()
 
     def read(self, last: int, at: float | None = None, model: str | None = None) -> list[LoggedDecision]:
-        """The ``last`` decisions, newest first: of all or of one ``model``, up to the instant ``at``.
-
-        Reads files: not for an event loop.
-        """
+        """The ``last`` decisions (of ``model``, up to ``at``), newest first. Not for an event loop."""
         self.flush()
         newest = [
             each

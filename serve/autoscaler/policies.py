@@ -35,10 +35,7 @@ class MadePolicies(NamedTuple):
 
 
 def make_policies(deployment: Deployment, event: Event) -> dict[str, MadePolicies]:
-    """The policies of each model; errors of a user's policy are events.
-
-    Raises :class:`policy.errors.ConfigError`. Imports what users wrote: not for an event loop.
-    """
+    """The policies of each model; raises :class:`policy.errors.ConfigError`. Not for an event loop."""
     return {spec.name: _made_policies(spec, event) for spec in wanted_models(deployment)}
 
 
@@ -73,7 +70,7 @@ def policies_of(spec: ModelSpec) -> Policies:
 
 
 def policies_for(model: str, chosen: Policies, event: Event) -> ModelPolicies:
-    """Make them; raises :class:`policy.errors.ConfigError`. Imports what users wrote."""
+    """Make the policies; errors of a user's policy are events. Raises :class:`policy.errors.ConfigError`."""
     return ModelPolicies(
         live=_made(_path(model, "policy"), chosen.live, event),
         shadow=None if chosen.shadow is None else _made(_path(model, "shadow"), chosen.shadow, event),

@@ -1,4 +1,1 @@
-"""The controller process and its HTTP API.
-
-Read first: `controller`.
-"""
+"""The controller process and its HTTP API. Read first: `controller`."""

@@ -63,18 +63,12 @@ class ControllerClient:
         return self._call("GET", STATUS, None, ControllerStatus)
 
     def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
-        """Override the replica count of the current mode; ``None`` lets the policy decide again.
-
-        For ``for_s`` seconds, or until cleared. Raises :class:`policy.errors.TargetError`.
-        """
+        """Override the replica count for ``for_s`` seconds or until cleared; ``None`` clears the override."""
         wanted = {"model": model, "replicas": "auto" if replicas is None else replicas, "for_s": for_s}
         return self._call("POST", "/scale", wanted, ModelStatus)
 
     def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
-        """Override the mode; ``None`` lets load decide again.
-
-        Raises :class:`policy.errors.SwitchRefused` with the reason.
-        """
+        """Override the mode for ``for_s`` seconds or until cleared; ``None`` clears the override."""
         wanted = {"model": model, "mode": "auto" if mode is None else mode, "for_s": for_s}
         return self._call("POST", "/mode", wanted, ModelStatus)
 
@@ -86,10 +80,7 @@ class ControllerClient:
         return self._call("GET", path, None, tuple[LoggedDecision, ...])
 
     def steps(self, model: str) -> Iterator[StepLine]:
-        """Step reports of the engines of ``model``, without end; the first line is empty.
-
-        At least one line comes each second. Raises :class:`policy.errors.TargetError` for an unknown model.
-        """
+        """Step reports of the engines of ``model``, without end: at least a line a second, the first empty."""
         for raw in self._stream("GET", with_query(STEPS, model=model)):
             yield msgspec.json.decode(raw, type=StepLine)
 
@@ -102,10 +93,7 @@ class ControllerClient:
         return self._call("GET", ADAPTERS, None, AdaptersStatus)
 
     def add_adapter(self, wanted: AddRequest, progress: Callable[[AddLine], None]) -> Alias:
-        """Add or replace an adapter; returns its alias once that is durable.
-
-        The import continues if the caller disconnects. Raises :class:`policy.errors.AdapterRefused`.
-        """
+        """Add or replace an adapter; returns its durable alias. It continues if the caller disconnects."""
         hint = "; `tidegate adapters` shows what came of it"
         for raw in self._stream("POST", ADAPTERS, msgspec.json.encode(wanted), hint):
             line = msgspec.json.decode(raw, type=AddLine)

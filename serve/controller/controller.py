@@ -125,7 +125,7 @@ class Controller:
         replica = beat.replica
         self._observed.note(replica, self._monotonic())
         self.aggregator.take_beat(beat, self._monotonic())
-        self.autoscaler.beat(beat)
+        self.autoscaler.situations.note(beat)
         self._replacement.beat(beat)
         self.subscribers.publish(beat)
         if self.registry.put(replica, self._monotonic()):
@@ -146,10 +146,7 @@ class Controller:
         return self.subscribers.listen(self._target(model).spec.name)
 
     def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
-        """Override the replica count of the current mode, or (``None``) let the policy decide again.
-
-        For ``for_s`` seconds, or until cleared. Raises :class:`TargetError` outside its bounds.
-        """
+        """Override the replica count (``None`` clears it); raises :class:`TargetError` outside its bounds."""
         target = self._target(model)
         if replicas is None:
             self._set_target(model, replace(target, set_count=None))
@@ -169,10 +166,9 @@ class Controller:
         return self._model_status(model)
 
     def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
-        """Override the mode (at its lowest count), or (``None``) let load decide again.
+        """Override the mode (at its lowest count); ``None`` clears the override.
 
-        For ``for_s`` seconds, or until cleared. Raises :class:`SwitchRefused` where requests would wait too
-        long, or the budget has no room.
+        Raises :class:`SwitchRefused` where requests would wait too long, or the budget has no room.
         """
         target = self._target(model)
         if mode is None:
@@ -192,10 +188,7 @@ class Controller:
         return self._model_status(model)
 
     def prepare(self, document: dict[str, object]) -> dict[str, MadePolicies]:
-        """The slow part of :meth:`apply`, which changes nothing; not for an event loop.
-
-        Raises :class:`ConfigError`.
-        """
+        """The slow part of :meth:`apply`; raises :class:`ConfigError`. Not for an event loop."""
         return make_policies(parse(document), self._event)
 
     def apply(

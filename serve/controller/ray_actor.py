@@ -14,7 +14,7 @@ import uvloop
 from ray.actor import ActorHandle
 
 from serve.actuator.ray import RayActuator, deployment_id
-from serve.controller.server import serve_controller
+from serve.controller.process import serve_controller
 from store.state_dir import StateDir
 
 NAMESPACE = "tidegate"

@@ -108,8 +108,11 @@ def build_app(controller: Controller, secret: str) -> Starlette:
 
     async def decisions(request: Request) -> Response:
         asked = msgspec.convert(dict(request.query_params), DecisionsQuery, strict=False)
-        found = await controller.autoscaler.decisions(asked.last, asked.at, asked.model)
-        return Response(await run_in_thread(lambda: _list_of(found), "encode"), media_type="application/json")
+        journal = controller.autoscaler.journal
+        found = await run_in_thread(
+            lambda: _json_list(journal.read(asked.last, asked.at, asked.model)), "journal-read"
+        )
+        return Response(found, media_type="application/json")
 
     return Starlette(
         routes=[
@@ -144,7 +147,7 @@ def _post(path: str, kind: type[T], answer: Callable[[T], object]) -> Route:
     return Route(path, refusing(endpoint), methods=["POST"])
 
 
-def _list_of(values: Iterable[object]) -> bytes:
+def _json_list(values: Iterable[object]) -> bytes:
     """A JSON list, encoded piece by piece so that other threads can run."""
     return b"[" + b",".join(msgspec.json.encode(value) for value in values) + b"]"
 

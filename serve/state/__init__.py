@@ -1,4 +1,1 @@
-"""Targets, registry and observed state of all replicas.
-
-Read first: `desired_state`.
-"""
+"""Targets, registry and observed state of all replicas. Read first: `desired_state`."""

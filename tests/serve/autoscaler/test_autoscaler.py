@@ -423,7 +423,7 @@ async def test_others_have_their_turn_between_models(
     )
     turns = 0
     seen = []
-    builder = plane.controller.autoscaler._situations
+    builder = plane.controller.autoscaler.situations
     situation = builder.situation
 
     async def beats() -> None:
