@@ -2,6 +2,7 @@
 
 The composition root of the control plane. All its state can be rebuilt: targets from the state directory,
 layers from the actuator, replicas from heartbeats.
+This module is over 400 lines: it composes the parts of the control plane.
 """
 
 from __future__ import annotations

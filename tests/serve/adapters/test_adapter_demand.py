@@ -26,26 +26,19 @@ def beat(*uses: AdapterUse, name: str = "r1", **over: Any) -> Heartbeat:
     return Heartbeat(replica=replica(name, **over), uses=uses)
 
 
-def test_a_steady_stream_is_its_rate_and_halves_when_it_ends() -> None:
-    demand = AdapterDemand()
-    for second in range(600):
-        demand.note(beat(use(requests=3)), float(second))
-    assert demand.usage("m", SQL, 600.0).rate == pytest.approx(3.0, rel=0.02)
-    assert demand.usage("m", SQL, 600.0 + HALF_LIFE_S).rate == pytest.approx(1.5, rel=0.02)
-    assert demand.usage("m", SQL, 600.0 + HALF_LIFE_S).last_used == 599.0
-
-
-def test_rates_of_replicas_add_up_and_those_of_models_do_not() -> None:
+def test_rates_are_summed_by_model_and_decay_by_half_life() -> None:
     demand = AdapterDemand()
     for second in range(600):
         demand.note(beat(use(requests=1)), float(second))
-        demand.note(beat(use(requests=1), name="r2"), float(second))
+        demand.note(beat(use(requests=2), name="r2"), float(second))
         demand.note(beat(use(requests=5), name="x1", model="x"), float(second))
-    assert demand.usage("m", SQL, 600.0).rate == pytest.approx(2.0, rel=0.02)
     assert demand.usage("x", SQL, 600.0).rate == pytest.approx(5.0, rel=0.02)
+    assert demand.usage("m", SQL, 600.0).rate == pytest.approx(3.0, rel=0.02)
+    later = demand.usage("m", SQL, 600.0 + HALF_LIFE_S)
+    assert (later.rate, later.last_used) == (pytest.approx(1.5, rel=0.02), 599.0)
 
 
-def test_a_rise_is_told_once_it_is_more_than_chance() -> None:
+def test_rise_needs_several_requests() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(requests=2)), 0.0)
     assert demand.usage("m", SQL, 0.0).rising == 0.0
@@ -60,7 +53,7 @@ def test_a_rise_is_told_once_it_is_more_than_chance() -> None:
     assert usage.rising == 0.0 or usage.rising < 1.1 * usage.rate
 
 
-def test_hits_loads_and_seconds() -> None:
+def test_hit_rate_and_durations() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(requests=4, found=3, loads=1, load_s=0.5, busy_s=8.0)), 1.0)
     demand.note(beat(use(loads=1, load_s=0.7)), 1.0)
@@ -69,7 +62,7 @@ def test_hits_loads_and_seconds() -> None:
     assert demand.usage("m", SQL, 61.0).hit_rate == pytest.approx(0.75)
 
 
-def test_who_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_version_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_VERSIONS", 2)
     demand = AdapterDemand()
     one, two, three = (AdapterRef(name=name, digest="b" * 64) for name in ("one", "two", "three"))
@@ -78,7 +71,7 @@ def test_who_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.Mo
     assert [demand.usage("m", each, 4.0).rate > 0 for each in (one, two, three)] == [True, False, True]
 
 
-def test_waiting_is_what_was_said_last_and_lately() -> None:
+def test_waiting_is_the_last_recent_report() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(waiting=3)), 0.0)
     demand.note(beat(use(waiting=2), name="r2"), 0.0)
@@ -89,7 +82,7 @@ def test_waiting_is_what_was_said_last_and_lately() -> None:
     assert demand.usage("m", SQL, WAITS_S).waiting == 0
 
 
-def test_a_refusal_stays_until_the_load_succeeds() -> None:
+def test_failure_stays_until_a_load_succeeds() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(failed="tensor_shape: why")), 1.0)
     demand.note(beat(use(requests=1)), 2.0)
@@ -99,20 +92,14 @@ def test_a_refusal_stays_until_the_load_succeeds() -> None:
     assert (demand.failures(SQL), demand.refusing("r1", 3.0)) == ({}, frozenset())
 
 
-def test_the_plan_tries_again_after_a_while_though_the_refusal_is_still_told() -> None:
-    demand = AdapterDemand()
-    demand.note(beat(use(failed="why")), 1.0)
-    demand.note(beat(), REFUSING_S + 2.0)
-    assert demand.refusing("r1", REFUSING_S + 2.0) == frozenset()
-    assert set(demand.failures(SQL)) == {"r1"}
-
-
-def test_a_refusal_is_told_until_another_try_would_have_failed() -> None:
+def test_failure_is_retried_before_it_expires_and_may_be_confirmed() -> None:
     demand = AdapterDemand()
     other = AdapterRef(name="law", digest="b" * 64)
     demand.note(beat(use(failed="once"), use(other, failed="again and again")), 1.0)
-    demand.note(beat(use(other, failed="again and again")), 1.0 + REFUSING_S + AGAIN_S / 2)
+    retry_at = 1.0 + REFUSING_S + AGAIN_S / 2
+    demand.note(beat(use(other, failed="again and again")), retry_at)
     assert set(demand.failures(SQL)) == {"r1"}
+    assert demand.refusing("r1", retry_at) == {other}
     demand.note(beat(), 1.0 + REFUSING_S + AGAIN_S)
     assert demand.failures(SQL) == {}
     assert set(demand.failures(other)) == {"r1"}
@@ -126,14 +113,14 @@ def test_a_refusal_is_told_until_another_try_would_have_failed() -> None:
         {"state": ReplicaPhase.STOPPED},
     ],
 )
-def test_a_refusal_ends_with_what_said_it(after: dict[str, Any]) -> None:
+def test_failure_ends_with_its_engine(after: dict[str, Any]) -> None:
     demand = AdapterDemand()
     demand.note(beat(use(failed="why")), 1.0)
     demand.note(beat(**after), 2.0)
     assert demand.failures(SQL) == {}
 
 
-def test_replicas_that_vanished_refuse_nothing() -> None:
+def test_lost_replicas_are_dropped() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(failed="why", waiting=1)), 1.0)
     demand.note(beat(use(failed="why"), name="r2"), 1.0)
@@ -142,7 +129,7 @@ def test_replicas_that_vanished_refuse_nothing() -> None:
     assert demand.usage("m", SQL, 1.0).waiting == 0
 
 
-def test_refusals_of_one_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_of_a_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
     demand = AdapterDemand()
     many = [AdapterRef(name=f"a{i}", digest="c" * 64) for i in range(4)]

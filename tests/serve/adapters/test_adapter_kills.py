@@ -158,7 +158,7 @@ def one_kill(site: Site, draw: random.Random) -> bool:
 
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.timeout(1800, func_only=True)
-def test_a_killed_controller_never_says_anything_between(site: Site, kills: int) -> None:
+def test_killed_controller_keeps_names_consistent(site: Site, kills: int) -> None:
     draw = random.Random(kills)  # noqa: S311 - moments, no secrets
     for _ in range(kills):
         one_kill(site, draw)

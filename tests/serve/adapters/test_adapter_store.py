@@ -46,9 +46,7 @@ def quiet(progress: Progress) -> None:
     """Nobody watches."""
 
 
-def test_what_was_put_is_there_for_the_next_controller(
-    store: AdapterStore, state: StateDir, tmp_path: Path
-) -> None:
+def test_records_and_files_survive(store: AdapterStore, state: StateDir, tmp_path: Path) -> None:
     steps: list[str] = []
     taken = store.take(spec(), source(tmp_path), lambda progress: steps.append(progress.step))
     assert {"fetch", "check", "store"} <= set(steps)
@@ -60,7 +58,7 @@ def test_what_was_put_is_there_for_the_next_controller(
     assert again.stored(alias.versions[0]) == taken
 
 
-def test_the_limits_are_the_documents(store: AdapterStore, tmp_path: Path) -> None:
+def test_limits_of_the_deployment_file(store: AdapterStore, tmp_path: Path) -> None:
     with pytest.raises(AdapterRefused) as refused:
         store.take(spec(max_rank=2), source(tmp_path), quiet)
     assert refused.value.code == "rank"
@@ -69,7 +67,7 @@ def test_the_limits_are_the_documents(store: AdapterStore, tmp_path: Path) -> No
     assert refused.value.code == "too_large"
 
 
-def test_only_what_nobody_names_or_uses_is_cleared_away(store: AdapterStore, tmp_path: Path) -> None:
+def test_only_unused_files_are_cleared(store: AdapterStore, tmp_path: Path) -> None:
     named, used, idle = (store.take(spec(), source(tmp_path, seed), quiet) for seed in (1, 2, 3))
     store.put(SQL, [named], None, declared=False)
     assert store.clear({f"old@{used.digest[:12]}"}, 3600.0) == []
@@ -77,7 +75,7 @@ def test_only_what_nobody_names_or_uses_is_cleared_away(store: AdapterStore, tmp
     assert [store.tar(each.digest) is not None for each in (named, used, idle)] == [True, True, False]
 
 
-def test_adapters_are_compared_with_the_base_model_which_is_read_once(
+def test_base_model_is_read_once(
     store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = sim_model(engine="vllm", source="package:base", adapters={})

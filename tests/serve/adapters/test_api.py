@@ -72,7 +72,7 @@ def error(answer: httpx.Response) -> dict[str, Any]:
     return found
 
 
-async def test_an_adapter_from_its_add_to_its_end(served: httpx.AsyncClient) -> None:
+async def test_add_split_rollback_remove(served: httpx.AsyncClient) -> None:
     first = await add(served)
     assert first.alias is not None
     assert first.alias.split == ((1, 1.0),)
@@ -87,7 +87,7 @@ async def test_an_adapter_from_its_add_to_its_end(served: httpx.AsyncClient) -> 
     assert (gone.status_code, error(gone)["type"]) == (404, "AdapterUnknown")
 
 
-async def test_a_model_may_have_a_slash_in_its_name(plane: Plane) -> None:
+async def test_model_name_with_a_slash(plane: Plane) -> None:
     await plane.up(document(adapted(SLASHED)))
     async with api_of(plane) as client:
         await add(client)
@@ -97,7 +97,7 @@ async def test_a_model_may_have_a_slash_in_its_name(plane: Plane) -> None:
         assert (await client.delete(f"/adapters/{SLASHED}/sql")).status_code == 200
 
 
-async def test_progress_is_told_while_it_is_added(
+async def test_progress_is_streamed(
     plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "PROGRESS_S", 0.001)
@@ -113,7 +113,7 @@ async def test_progress_is_told_while_it_is_added(
     assert seen[-1].alias is not None
 
 
-async def test_who_leaves_does_not_stop_what_was_begun(plane: Plane, served: httpx.AsyncClient) -> None:
+async def test_import_continues_without_its_client(plane: Plane, served: httpx.AsyncClient) -> None:
     plane.store.gate.clear()
     asking = asyncio.create_task(add(served))
     while not plane.store.imported:  # noqa: ASYNC110 - the thread has no event
@@ -145,7 +145,7 @@ async def test_who_leaves_does_not_stop_what_was_begun(plane: Plane, served: htt
         ("GET", "/adapters/blobs/xyz", None, 404, "AdapterUnknown"),
     ],
 )
-async def test_what_cannot_be_says_so(  # noqa: PLR0917 - a row of the table
+async def test_invalid_requests_are_refused(  # noqa: PLR0917 - a row of the table
     served: httpx.AsyncClient, method: str, path: str, body: object, status_code: int, kind: str
 ) -> None:
     answer = await served.request(method, path, json=body)
@@ -155,7 +155,7 @@ async def test_what_cannot_be_says_so(  # noqa: PLR0917 - a row of the table
         assert error(answer)["code"] == "name"
 
 
-async def test_the_stream_tells_each_change_and_beats(
+async def test_catalog_stream(
     plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource_version, "HEARTBEAT_S", 3600.0)
@@ -178,7 +178,7 @@ async def beat(client: httpx.AsyncClient, said: Replica, *uses: AdapterUse) -> O
     return msgspec.json.decode(answer.content, type=Orders)
 
 
-async def test_state_follows_refusals_and_not_what_is_loaded(plane: Plane, served: httpx.AsyncClient) -> None:
+async def test_state_follows_refusals(plane: Plane, served: httpx.AsyncClient) -> None:
     await add(served)
     plane.cluster.replicas.clear()
     await beat(served, replica("m-small-g1-1", state=ReplicaPhase.STOPPED))
@@ -204,9 +204,7 @@ async def test_state_follows_refusals_and_not_what_is_loaded(plane: Plane, serve
     assert (await one(served)).state is AdapterState.READY
 
 
-async def test_a_replica_is_told_what_to_hold_before_it_takes_traffic(
-    plane: Plane, served: httpx.AsyncClient
-) -> None:
+async def test_starting_replica_gets_its_plan(plane: Plane, served: httpx.AsyncClient) -> None:
     await add(served)
     digest = digest_of("/a")
     (running,) = plane.cluster.replicas.values()
@@ -221,7 +219,7 @@ async def test_a_replica_is_told_what_to_hold_before_it_takes_traffic(
     assert await beat(served, replica("new", state=ReplicaPhase.STARTING)) == Orders(hold=(wanted,))
 
 
-async def test_a_source_that_cannot_be_had_is_shown_with_its_reason(plane: Plane) -> None:
+async def test_missing_source_is_shown_with_its_reason(plane: Plane) -> None:
     plane.store.contents |= {"hf:o/away": unreachable("no route"), "hf:o/bad": AdapterRefused("dora", "DoRA")}
     sources = [{"name": name, "source": f"hf:o/{name}"} for name in ("away", "bad", "good")]
     await plane.up(document(adapted(sources=sources)))
@@ -255,7 +253,7 @@ def answering(status_code: int, content: bytes) -> ControllerClient:
     ],
 )
 @pytest.mark.parametrize("status_code", [200, 400])
-def test_the_client_raises_what_the_controller_says(
+def test_client_raises_stream_errors(
     said: dict[str, str], expected: type[Exception], status_code: int
 ) -> None:
     client = answering(status_code, msgspec.json.encode({"error": said}) + b"\n")
@@ -264,7 +262,7 @@ def test_the_client_raises_what_the_controller_says(
     client.close()
 
 
-def test_a_controller_that_ends_meanwhile_is_unreachable() -> None:
+def test_interrupted_stream_is_unreachable() -> None:
     # A line of text ends at the second character too, one of NDJSON does not.
     said = AddLine(step="fetch", message="copying \u2028")
     client = answering(200, msgspec.json.encode(said) + b"\n")
@@ -275,7 +273,7 @@ def test_a_controller_that_ends_meanwhile_is_unreachable() -> None:
     client.close()
 
 
-def test_instants_are_told_in_unix_seconds_whatever_clock_counts() -> None:
+def test_instants_are_unix_seconds() -> None:
     demand = AdapterDemand()
     placing = AdapterPlacement(demand, lambda replica: 1)
     digest = digest_of("/a")

@@ -60,9 +60,7 @@ async def catalog(library: AdapterLibrary) -> Catalog:
     return msgspec.json.decode(line, type=Catalog)
 
 
-async def test_adds_of_one_name_take_turns_and_others_do_not_wait(
-    library: AdapterLibrary, store: FakeAdapterStore
-) -> None:
+async def test_imports_of_one_name_are_serial(library: AdapterLibrary, store: FakeAdapterStore) -> None:
     store.gate.clear()
     first = library.add(AddRequest(name="sql", source="/a"))
     second = library.add(AddRequest(name="sql", source="/b"))
@@ -87,7 +85,7 @@ async def test_adds_of_one_name_take_turns_and_others_do_not_wait(
         (None, ("TidegateError", "", "the database does not answer")),
     ],
 )
-async def test_what_fails_changes_nothing_and_says_why(
+async def test_failed_import_changes_nothing(
     library: AdapterLibrary, store: FakeAdapterStore, failure: Exception | None, said: tuple[str, str, str]
 ) -> None:
     alias = await added(library)
@@ -111,7 +109,7 @@ async def test_what_fails_changes_nothing_and_says_why(
         ({"tenants": ("bits",)}, ConfigError, "tenants: got 'bits', expected one of .*: acme"),
     ],
 )
-async def test_what_cannot_be_is_refused_at_once(
+async def test_invalid_requests_are_refused_at_once(
     library: AdapterLibrary, request_: dict[str, Any], kind: type[Exception], says: str
 ) -> None:
     with pytest.raises(kind, match=says):
@@ -119,7 +117,7 @@ async def test_what_cannot_be_is_refused_at_once(
     assert library.adding() == ()
 
 
-async def test_models_without_adapters_take_none(store: FakeAdapterStore) -> None:
+async def test_models_without_adapters(store: FakeAdapterStore) -> None:
     library = AdapterLibrary(lambda: store, 5.0, lambda text: None)
     library.declare(deployment(sim_model()))
     with pytest.raises(TargetError, match="no model takes adapters"):
@@ -133,13 +131,13 @@ async def test_models_without_adapters_take_none(store: FakeAdapterStore) -> Non
 @pytest.mark.parametrize(
     "weights", [{"1": 1.0}, {"v0": 1.0}, {"v1": -1.0}, {"v1": float("inf")}, {"v1": 0.0}, {}]
 )
-async def test_weights_that_are_none(library: AdapterLibrary, weights: dict[str, float]) -> None:
+async def test_invalid_weights(library: AdapterLibrary, weights: dict[str, float]) -> None:
     await added(library)
     with pytest.raises(ConfigError, match="split: got"):
         await library.split(SQL, weights)
 
 
-async def test_nothing_is_published_before_the_records_are_read(
+async def test_catalog_waits_for_the_records(
     store: FakeAdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve.adapters.library.RETRY", Backoff(0.001))
@@ -158,7 +156,7 @@ async def test_nothing_is_published_before_the_records_are_read(
     assert msgspec.json.decode((await line)[1], type=Catalog).aliases == (alias,)
 
 
-async def test_a_model_that_leaves_takes_its_names_along_until_it_is_back(library: AdapterLibrary) -> None:
+async def test_names_of_a_removed_model_are_hidden(library: AdapterLibrary) -> None:
     alias = await added(library)
     library.declare(deployment(sim_model()))
     assert (await catalog(library)).aliases == ()
@@ -166,9 +164,7 @@ async def test_a_model_that_leaves_takes_its_names_along_until_it_is_back(librar
     assert (await catalog(library)).aliases == (alias,)
 
 
-async def test_nothing_is_cleared_away_while_something_is_added(
-    library: AdapterLibrary, store: FakeAdapterStore
-) -> None:
+async def test_nothing_is_cleared_during_an_import(library: AdapterLibrary, store: FakeAdapterStore) -> None:
     store.gate.clear()
     adding = library.add(AddRequest(name="sql", source="/a"))
     await library.clear({"law@0123"})
@@ -180,7 +176,7 @@ async def test_nothing_is_cleared_away_while_something_is_added(
     assert store.cleared == [{"law@0123"}]
 
 
-async def test_slow_servers_hold_up_nothing_of_this_machine(
+async def test_slow_servers_do_not_delay_local_imports(
     library: AdapterLibrary, store: FakeAdapterStore
 ) -> None:
     store.gate.clear()
@@ -202,9 +198,7 @@ async def test_slow_servers_hold_up_nothing_of_this_machine(
     await asyncio.gather(*map(ended, slow))
 
 
-async def test_what_is_on_its_way_can_be_removed_before_it_is_there(
-    library: AdapterLibrary, store: FakeAdapterStore
-) -> None:
+async def test_pending_import_can_be_removed(library: AdapterLibrary, store: FakeAdapterStore) -> None:
     store.gate.clear()
     adding = library.add(AddRequest(name="sql", source="https://h/a"))
     while not store.imported:  # noqa: ASYNC110 - the thread has no event

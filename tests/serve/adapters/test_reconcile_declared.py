@@ -80,7 +80,7 @@ def source(name: str = "sql", at: str = "hf:org/a", **over: Any) -> dict[str, An
     return {"name": name, "source": at, **over}
 
 
-async def test_what_appears_is_added_what_changes_replaced_and_what_leaves_removed(desk: Desk) -> None:
+async def test_declared_adapters_are_reconciled(desk: Desk) -> None:
     await desk.restart(source(), source("law", "hf:org/law"))
     assert (desk.stands_for(), desk.stands_for(LAW)) == ({"hf:org/a": 1.0}, {"hf:org/law": 1.0})
     await desk.apply(source(at="hf:org/b"))
@@ -90,7 +90,7 @@ async def test_what_appears_is_added_what_changes_replaced_and_what_leaves_remov
     assert desk.store.records == {}
 
 
-async def test_nothing_is_fetched_again_that_is_there(desk: Desk) -> None:
+async def test_stored_sources_are_not_fetched_again(desk: Desk) -> None:
     await desk.restart(source(), source("law", "hf:org/law"))
     await desk.restart(source(), source("law", "hf:org/law"))
     await desk.apply(source(), source("law", "hf:org/law", tenants=["acme"]))
@@ -98,14 +98,14 @@ async def test_nothing_is_fetched_again_that_is_there(desk: Desk) -> None:
     assert desk.alias(LAW).tenants == ("acme",)
 
 
-async def test_what_is_gone_from_its_place_is_fetched_again(desk: Desk) -> None:
+async def test_missing_files_are_fetched_again(desk: Desk) -> None:
     await desk.restart(source())
     desk.store.digests.clear()
     await desk.apply(source())
     assert desk.store.imported == ["hf:org/a", "hf:org/a"]
 
 
-async def test_several_versions_come_at_once_and_a_weight_alone_fetches_nothing(desk: Desk) -> None:
+async def test_changed_weights_fetch_nothing(desk: Desk) -> None:
     versions = {"v1": {"source": "hf:org/a", "weight": 95}, "v2": {"source": "hf:org/b", "weight": 5}}
     await desk.restart({"name": "sql", "versions": versions})
     assert desk.stands_for() == {"hf:org/a": 95.0, "hf:org/b": 5.0}
@@ -116,9 +116,7 @@ async def test_several_versions_come_at_once_and_a_weight_alone_fetches_nothing(
     assert desk.store.imported == ["hf:org/a", "hf:org/b"]
 
 
-async def test_a_folder_that_was_changed_in_place_is_looked_at_again_once_it_is_applied(
-    desk: Desk, tmp_path: Path
-) -> None:
+async def test_changed_folder_is_imported_again_by_an_apply(desk: Desk, tmp_path: Path) -> None:
     folder = tmp_path / "sql"
     folder.mkdir()
     file = folder / "adapter_model.safetensors"
@@ -141,7 +139,7 @@ async def test_a_folder_that_was_changed_in_place_is_looked_at_again_once_it_is_
     assert desk.alias().split == ((2, 1.0),)
 
 
-async def test_a_source_that_is_away_is_tried_again_later_and_later(desk: Desk) -> None:
+async def test_unreachable_source_is_retried_with_backoff(desk: Desk) -> None:
     desk.store.contents["hf:org/a"] = unreachable("no route")
     await desk.restart(source(), source("law", "hf:org/law"))
     assert desk.alias(LAW)
@@ -163,7 +161,7 @@ async def test_a_source_that_is_away_is_tried_again_later_and_later(desk: Desk) 
     assert desk.declaring.troubles == {}
 
 
-async def test_what_is_applied_is_tried_again_at_once(desk: Desk) -> None:
+async def test_apply_retries_at_once(desk: Desk) -> None:
     desk.store.contents["hf:org/a"] = AdapterRefused("dora", "use_dora is set")
     await desk.restart(source())
     assert desk.declaring.troubles[SQL].refused
@@ -172,7 +170,7 @@ async def test_what_is_applied_is_tried_again_at_once(desk: Desk) -> None:
     assert desk.stands_for() == {"hf:org/a": 1.0}
 
 
-async def test_what_people_did_stays_until_the_document_says_something_else(desk: Desk) -> None:
+async def test_user_changes_stay_until_the_declaration_changes(desk: Desk) -> None:
     await desk.restart(source())
     adding = desk.library.add(AddRequest(name="sql", source="hf:org/mine"))
     await adding.done.wait()
@@ -185,9 +183,7 @@ async def test_what_people_did_stays_until_the_document_says_something_else(desk
 
 
 @pytest.mark.parametrize("returns_by", ["apply", "first start"])
-async def test_what_people_removed_stays_removed_until_an_apply_or_a_first_start(
-    desk: Desk, returns_by: str
-) -> None:
+async def test_removed_name_stays_removed(desk: Desk, returns_by: str) -> None:
     await desk.restart(source())
     await desk.declaring.remove(SQL)
     await desk.settle()
@@ -203,9 +199,7 @@ async def test_what_people_removed_stays_removed_until_an_apply_or_a_first_start
         await desk.declaring.remove(LAW)
 
 
-async def test_a_start_looks_at_folders_again_and_a_restart_of_the_controller_does_not(
-    desk: Desk, tmp_path: Path
-) -> None:
+async def test_first_start_checks_folders_again(desk: Desk, tmp_path: Path) -> None:
     (tmp_path / "sql").mkdir()
     entry = {"name": "sql", "path": str(tmp_path / "sql")}
     for start, times in ((True, 1), (False, 1), (True, 2)):
@@ -215,7 +209,7 @@ async def test_a_start_looks_at_folders_again_and_a_restart_of_the_controller_do
         assert len(desk.store.imported) == times
 
 
-async def test_what_people_removed_while_it_was_fetched_again_stays_removed(desk: Desk) -> None:
+async def test_name_removed_during_its_import_stays_removed(desk: Desk) -> None:
     await desk.restart(source())
     desk.store.gate.clear()
     desk._declare((source(at="hf:org/b"),), applied=True)
@@ -228,7 +222,7 @@ async def test_what_people_removed_while_it_was_fetched_again_stays_removed(desk
     assert desk.declaring.troubles == {}
 
 
-async def test_a_name_that_was_removed_and_given_to_another_is_not_the_documents(desk: Desk) -> None:
+async def test_removed_name_may_be_used_by_the_api(desk: Desk) -> None:
     await desk.restart(source())
     await desk.declaring.remove(SQL)
     await desk.library.add(AddRequest(name="sql", source="hf:org/mine")).done.wait()
@@ -239,7 +233,7 @@ async def test_a_name_that_was_removed_and_given_to_another_is_not_the_documents
     assert desk.stands_for() == {"hf:org/a": 1.0}
 
 
-async def test_what_was_added_by_hand_is_none_of_the_documents(desk: Desk) -> None:
+async def test_undeclared_names_are_kept(desk: Desk) -> None:
     await desk.restart(source())
     await desk.library.add(AddRequest(name="law", source="hf:org/law")).done.wait()
     await desk.apply()
@@ -247,14 +241,14 @@ async def test_what_was_added_by_hand_is_none_of_the_documents(desk: Desk) -> No
     assert desk.stands_for(LAW) == {"hf:org/law": 1.0}
 
 
-async def test_what_left_while_no_controller_ran_is_removed(desk: Desk) -> None:
+async def test_undeclared_while_no_controller_ran(desk: Desk) -> None:
     await desk.restart(source(), source("law", "hf:org/law"))
     await desk.restart(source())
     assert desk.library.catalog.get(LAW) is None
     assert desk.stands_for() == {"hf:org/a": 1.0}
 
 
-async def test_a_source_that_changes_while_it_is_fetched_is_fetched_too(desk: Desk) -> None:
+async def test_source_changed_during_its_import(desk: Desk) -> None:
     desk.store.gate.clear()
     desk.library = AdapterLibrary(lambda: desk.store, 5.0, lambda text: None)
     desk.declaring = DeclaredAdapters(desk.library, desk.state, lambda: desk.now)
@@ -269,7 +263,7 @@ async def test_a_source_that_changes_while_it_is_fetched_is_fetched_too(desk: De
     assert desk.stands_for() == {"hf:org/b": 1.0}
 
 
-async def test_what_has_not_come_yet_can_be_removed(desk: Desk) -> None:
+async def test_missing_declared_name_can_be_removed(desk: Desk) -> None:
     desk.store.contents["hf:org/a"] = unreachable("no route")
     await desk.restart(source())
     await desk.declaring.remove(SQL)

@@ -17,7 +17,7 @@ from policy.scaling.rollout import LayerKey
 from policy.types import ReplicaPhase
 from serve.autoscaler import autoscaler
 from serve.autoscaler.autoscaler import KeptState
-from serve.controller import controller as control
+from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.controller_messages import LoggedDecision, ModelStatus
 from store.state_dir import StateDir
 from tests.serve.plane import READY, SMALL, Plane
@@ -60,7 +60,7 @@ def full_disk(but: Path | None = None) -> Iterator[None]:
         yield
 
 
-async def test_what_starts_counts_and_is_not_asked_for_again(plane: Plane, tmp_path: Path) -> None:
+async def test_starting_replicas_count_as_supply(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 10, m=1.0)
     plane.cluster.slow = True
     await traffic.run(20, m=3.0)
@@ -74,7 +74,7 @@ async def test_what_starts_counts_and_is_not_asked_for_again(plane: Plane, tmp_p
     assert logged(plane)[0].situation.supply.starting_s == ()
 
 
-async def test_silent_gateways_take_nothing_away(plane: Plane, tmp_path: Path) -> None:
+async def test_without_gateway_reports_nothing_is_removed(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 15, m=3.0)
     traffic.silent = True
     await traffic.run(100, m=0.0)
@@ -84,7 +84,7 @@ async def test_silent_gateways_take_nothing_away(plane: Plane, tmp_path: Path) -
     assert plane.counts(READY) == {SMALL: 1}
 
 
-async def test_nobody_asks_and_it_sleeps_until_somebody_waits(plane: Plane, tmp_path: Path) -> None:
+async def test_scale_to_zero_until_a_request_is_queued(plane: Plane, tmp_path: Path) -> None:
     sleepy = {"scale": {"zero_after_s": 30, "hold_s": 5, "standby": 1.0}, "tick_s": 20}
     traffic = await Traffic.over(plane, document(model(tmp_path, modes=EMPTY, control=sleepy)), 30, m=1.0)
     await traffic.run(90, m=0.0)
@@ -98,7 +98,7 @@ async def test_nobody_asks_and_it_sleeps_until_somebody_waits(plane: Plane, tmp_
     assert plane.phase() == "steady"
 
 
-async def test_a_dry_run_decides_and_does_nothing(plane: Plane, tmp_path: Path) -> None:
+async def test_dry_run_logs_decisions_only(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(
         plane, document(model(tmp_path, control={"guard": {"dry_run": True}})), 15, m=3.0
     )
@@ -115,7 +115,7 @@ async def test_a_dry_run_decides_and_does_nothing(plane: Plane, tmp_path: Path) 
     assert plane.counts(READY) == {SMALL: 3}
 
 
-async def test_a_dry_run_wakes_nobody_until_somebody_does_by_hand(plane: Plane, tmp_path: Path) -> None:
+async def test_dry_run_does_not_scale_up_from_zero(plane: Plane, tmp_path: Path) -> None:
     sleepy = {"scale": {"zero_after_s": 30, "hold_s": 5}, "guard": {"dry_run": True}}
     traffic = await Traffic.over(plane, document(model(tmp_path, modes=EMPTY, control=sleepy)), 10, m=1.0)
     plane.controller.scale("m", 0)
@@ -129,9 +129,7 @@ async def test_a_dry_run_wakes_nobody_until_somebody_does_by_hand(plane: Plane, 
     assert plane.counts(READY) == {SMALL: 1}
 
 
-async def test_a_count_by_hand_is_within_the_budget_in_a_dry_run_as_well(
-    plane: Plane, tmp_path: Path
-) -> None:
+async def test_manual_count_respects_the_budget_in_a_dry_run(plane: Plane, tmp_path: Path) -> None:
     watts = {"budget": {"watts": 250, "cpu_watts": 100}}
     traffic = await Traffic.over(
         plane, document(model(tmp_path, control={"guard": {"dry_run": True}}), **watts), 10, m=1.0
@@ -141,7 +139,7 @@ async def test_a_count_by_hand_is_within_the_budget_in_a_dry_run_as_well(
     assert plane.counts() == {SMALL: 2}
 
 
-async def test_a_new_policy_decides_at_once_and_restarts_nothing(plane: Plane, tmp_path: Path) -> None:
+async def test_new_policy_decides_at_once(plane: Plane, tmp_path: Path) -> None:
     rare = {"tick_s": 300, "shadow": "static"}
     traffic = await Traffic.over(plane, document(model(tmp_path, control=rare)), 12, m=1.0)
     first = set(plane.cluster.replicas)
@@ -161,7 +159,7 @@ async def test_a_new_policy_decides_at_once_and_restarts_nothing(plane: Plane, t
     assert {each.decision.at for each in logged(plane, 9) if each.decision.at > at}
 
 
-async def test_a_document_that_cannot_be_kept_changes_nothing(plane: Plane, tmp_path: Path) -> None:
+async def test_deployment_that_cannot_be_saved_is_not_applied(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
 
     with full_disk(), pytest.raises(OSError, match="no space left"):
@@ -171,7 +169,7 @@ async def test_a_document_that_cannot_be_kept_changes_nothing(plane: Plane, tmp_
     assert plane.counts(READY) == {SMALL: 2}
 
 
-async def test_a_full_disk_keeps_nobody_from_being_decided_on(plane: Plane, tmp_path: Path) -> None:
+async def test_full_disk_does_not_stop_scaling(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(
         plane, document(model(tmp_path), model(tmp_path, "other"), budget={"cpus": 8}), 10, m=1.0, other=1.0
     )
@@ -189,9 +187,7 @@ async def test_a_full_disk_keeps_nobody_from_being_decided_on(plane: Plane, tmp_
     assert [status.target for status in plane.controller.status().models] == [3, 2]
 
 
-async def test_a_document_that_was_kept_is_adopted_whole_though_the_disk_is_full_by_then(
-    plane: Plane, tmp_path: Path
-) -> None:
+async def test_saved_deployment_is_applied_whole_on_a_full_disk(plane: Plane, tmp_path: Path) -> None:
     first, other = model(tmp_path), model(tmp_path, "other")
     traffic = await Traffic.over(plane, document(first, other), 12, m=1.0, other=1.0)
     changed = {"sim": {"profile": "sim-small", "seed": 7}}
@@ -204,30 +200,7 @@ async def test_a_document_that_was_kept_is_adopted_whole_though_the_disk_is_full
     assert [status.generation for status in plane.controller.status().models] == [2, 2]
 
 
-async def test_a_controller_outlives_a_full_disk(
-    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "RETRY_S", 0.0)
-    await plane.up(document(model(tmp_path)))
-    again = asyncio.Event()
-    outcomes = iter([OSError(errno.ENOSPC, "no space left on device")])
-
-    async def tick() -> None:
-        if error := next(outcomes, None):
-            raise error
-        again.set()
-
-    monkeypatch.setattr(plane.controller, "tick", tick)
-    running = asyncio.create_task(plane.controller.run())
-    waiting = asyncio.create_task(again.wait())
-    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    assert again.is_set()
-    assert any("no space left" in event for event in plane.controller.status().events)
-    running.cancel()
-    await asyncio.wait({running})
-
-
-async def test_the_more_important_model_gets_what_the_other_gives_up(plane: Plane, tmp_path: Path) -> None:
+async def test_higher_priority_takes_replicas_from_lower(plane: Plane, tmp_path: Path) -> None:
     low, high = model(tmp_path, "low"), model(tmp_path, "high", priority=5)
     traffic = await Traffic.over(plane, document(low, high, budget={"cpus": 4}), 15, low=3.0, high=1.0)
     keys = LayerKey("low", "small", 1), LayerKey("high", "small", 1)
@@ -241,7 +214,7 @@ async def test_the_more_important_model_gets_what_the_other_gives_up(plane: Plan
     )
 
 
-async def test_models_of_one_budget_agree_whatever_their_ticks(plane: Plane, tmp_path: Path) -> None:
+async def test_budget_holds_with_different_ticks(plane: Plane, tmp_path: Path) -> None:
     low = model(tmp_path, "low", control={"tick_s": 7})
     high = model(tmp_path, "high", priority=5, control={"tick_s": 3})
     traffic = await Traffic.over(plane, document(low, high, budget={"cpus": 4}), 20, low=3.0, high=1.0)
@@ -253,7 +226,7 @@ async def test_models_of_one_budget_agree_whatever_their_ticks(plane: Plane, tmp
     assert most == 4
 
 
-async def test_what_is_remembered_outlives_the_controller(plane: Plane, tmp_path: Path) -> None:
+async def test_policy_memory_survives_a_restart(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
     seen = remembered(plane)
     assert seen > 5
@@ -268,9 +241,7 @@ async def test_what_is_remembered_outlives_the_controller(plane: Plane, tmp_path
 
 
 @pytest.mark.parametrize("damage", ["text", "disk"])
-async def test_a_memory_that_cannot_be_read_is_learned_anew(
-    plane: Plane, tmp_path: Path, damage: str
-) -> None:
+async def test_unreadable_memory_starts_empty(plane: Plane, tmp_path: Path, damage: str) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
     memory = plane.state.memory_path
     if damage == "text":
@@ -286,7 +257,7 @@ async def test_a_memory_that_cannot_be_read_is_learned_anew(
     assert plane.counts(READY) == {SMALL: 3}
 
 
-async def test_a_start_that_keeps_failing_is_said_and_not_added_to(plane: Plane, tmp_path: Path) -> None:
+async def test_failing_starts_are_reported_and_not_repeated(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=1.0)
     plane.cluster.failing[SMALL] = "out of memory"
     await traffic.run(10, m=2.0)
@@ -299,7 +270,7 @@ async def test_a_start_that_keeps_failing_is_said_and_not_added_to(plane: Plane,
     assert "starts in a row failed" in status(plane).reason
 
 
-async def test_a_roll_back_is_said_while_counts_change(plane: Plane, tmp_path: Path) -> None:
+async def test_rollback_note_stays_while_counts_change(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=1.0)
     plane.cluster.failing[LayerKey("m", "small", 2)] = "no such argument"
     plane.controller.apply(document(model(tmp_path, sim={"profile": "sim-small", "seed": 7})))
@@ -310,7 +281,7 @@ async def test_a_roll_back_is_said_while_counts_change(plane: Plane, tmp_path: P
     assert plane.note().endswith("generation 2: no such argument")
 
 
-async def test_counts_do_not_put_off_the_end_of_a_start(plane: Plane, tmp_path: Path) -> None:
+async def test_count_changes_do_not_extend_the_start_timeout(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=1.0)
     plane.cluster.slow = True
     plane.controller.apply(document(model(tmp_path, sim={"profile": "sim-small", "seed": 7})))
@@ -323,7 +294,7 @@ async def test_counts_do_not_put_off_the_end_of_a_start(plane: Plane, tmp_path: 
     assert 58 <= rolled_back_s <= 62
 
 
-async def test_a_lost_replica_is_decided_about_at_once(plane: Plane, tmp_path: Path) -> None:
+async def test_lost_replica_is_replaced_at_once(plane: Plane, tmp_path: Path) -> None:
     await Traffic.over(plane, document(model(tmp_path, control={"tick_s": 300})), 10, m=1.0)
     (replica,) = plane.cluster.replicas.values()
     before = logged(plane)[0].decision.at
@@ -332,7 +303,7 @@ async def test_a_lost_replica_is_decided_about_at_once(plane: Plane, tmp_path: P
     assert logged(plane)[0].decision.at > before
 
 
-async def test_a_policy_that_does_not_answer_holds_nothing_up(
+async def test_hanging_policy_does_not_block_others(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.3)
@@ -354,7 +325,7 @@ async def test_a_policy_that_does_not_answer_holds_nothing_up(
     answers.set()
 
 
-async def test_what_was_decided_for_another_document_is_not_done(
+async def test_decision_for_an_old_deployment_is_dropped(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autoscaler, "PATIENCE_S", 0.02)
@@ -376,7 +347,7 @@ async def test_what_was_decided_for_another_document_is_not_done(
     assert status(plane).target == 2
 
 
-async def test_starts_are_measured_by_the_path_that_they_took(plane: Plane, tmp_path: Path) -> None:
+async def test_start_times_are_measured_by_path(plane: Plane, tmp_path: Path) -> None:
     assumed = {"assumed_start_s": 40}
     await plane.up(document(model(tmp_path, control=assumed)))
     plane.cluster.slow = True
@@ -395,7 +366,7 @@ async def test_starts_are_measured_by_the_path_that_they_took(plane: Plane, tmp_
     assert starting < 4
 
 
-async def test_a_model_that_is_gone_is_forgotten(plane: Plane, tmp_path: Path) -> None:
+async def test_removed_model_is_forgotten(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(
         plane, document(model(tmp_path), model(tmp_path, "other")), 10, m=1.0, other=1.0
     )
@@ -410,38 +381,31 @@ async def test_a_model_that_is_gone_is_forgotten(plane: Plane, tmp_path: Path) -
     assert set(kept.memories) == set(kept.policies) == {"m"}
 
 
-async def test_others_have_their_turn_between_models(
-    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await Traffic.over(
-        plane,
-        document(*(model(tmp_path, name) for name in ("m", "n", "o")), budget={"cpus": 9}),
-        8,
-        m=1.0,
-        n=1.0,
-        o=1.0,
-    )
-    turns = 0
-    seen = []
-    builder = plane.controller.autoscaler.situations
-    situation = builder.situation
+async def test_situations_yield_to_the_event_loop(plane: Plane, tmp_path: Path) -> None:
+    models = [model(tmp_path, name) for name in ("m", "n", "o")]
+    await Traffic.over(plane, document(*models, budget={"cpus": 9}), 8, m=1.0, n=1.0, o=1.0)
+    turns, builder = 0, plane.controller.autoscaler.situations
+    seen: set[int] = set()
 
-    async def beats() -> None:
+    async def count_turns() -> None:
         nonlocal turns
         while True:
             turns += 1
             await asyncio.sleep(0)
 
-    def surveyed(*given: Any) -> Any:
-        seen.append(turns)
-        return situation(*given)
+    class Recorder(SituationBuilder):
+        def situation(self, *given: Any) -> Any:
+            seen.add(turns)
+            return builder.situation(*given)
 
-    monkeypatch.setattr(builder, "situation", surveyed)
-    beating = asyncio.create_task(beats())
+    plane.controller.autoscaler.situations = Recorder(
+        builder.targets, builder.observed, builder.calibrations, builder.aggregator, builder.now
+    )
+    counting = asyncio.create_task(count_turns())
     while not seen:
         await plane.ticks(1)
-    beating.cancel()
-    assert len(set(seen)) == 3
+    counting.cancel()
+    assert len(seen) == 3
 
 
 class Slow:

@@ -53,14 +53,14 @@ def learned(state: StateDir, factor: float, of: ModelSpec | None = None) -> Cali
     return made
 
 
-def test_before_anything_was_measured_the_prior_holds(state: StateDir) -> None:
+def test_without_measurements_the_prior_applies(state: StateDir) -> None:
     made = CalibrationStore(state)
     assert made.fitted(spec(), "small") is None
     assert made.assumed(spec(), "large", prior(spec(), "large")) is None
     assert made.slowness("r", prior(spec()), 0.0) == 1.0
 
 
-def test_what_replicas_tell_replaces_the_prior(state: StateDir) -> None:
+def test_reported_steps_replace_the_prior(state: StateDir) -> None:
     made = learned(state, 3.0)
     fit = made.fitted(spec(), "small")
     assert fit is not None
@@ -70,14 +70,14 @@ def test_what_replicas_tell_replaces_the_prior(state: StateDir) -> None:
         assert fit.model.step_time(n, k, r) == pytest.approx(3 * prior(spec()).step_time(n, k, r), rel=0.1)
 
 
-def test_a_shape_that_never_ran_is_as_far_from_its_prior_as_the_others(state: StateDir) -> None:
+def test_unmeasured_shape_gets_the_correction_of_others(state: StateDir) -> None:
     large = prior(spec(), "large")
     assumed = learned(state, 3.0).assumed(spec(), "large", large)
     assert assumed is not None
     assert assumed.step_time(100, 1000, 10) == pytest.approx(3 * large.step_time(100, 1000, 10), rel=0.1)
 
 
-def test_what_was_fitted_outlives_the_controller(state: StateDir) -> None:
+def test_fits_survive_a_restart(state: StateDir) -> None:
     made, large = learned(state, 3.0), prior(spec(), "large")
     fit = made.fitted(spec(), "small")
     again = CalibrationStore(state).fitted(spec(), "small")
@@ -89,7 +89,7 @@ def test_what_was_fitted_outlives_the_controller(state: StateDir) -> None:
     assert CalibrationStore(state).fitted(spec(engine_args={"max_num_seqs": 3}), "small") is None
 
 
-def test_another_engine_is_measured_anew(state: StateDir) -> None:
+def test_changed_engine_is_measured_again(state: StateDir) -> None:
     made, other = learned(state, 3.0), spec(engine_args={"max_num_seqs": 3})
     made.take(beat(prior(other)), other, prior(other), 50.0)
     made.learn(50.0)
@@ -97,7 +97,7 @@ def test_another_engine_is_measured_anew(state: StateDir) -> None:
     assert made.fitted(spec(), "small") is None
 
 
-def test_samples_are_saved_now_and_then(state: StateDir) -> None:
+def test_samples_are_saved_every_minute(state: StateDir) -> None:
     made, of = CalibrationStore(state), spec()
     made.take(beat(prior(of)), of, prior(of), 0.0)
     made.learn(1.0)
@@ -108,14 +108,14 @@ def test_samples_are_saved_now_and_then(state: StateDir) -> None:
     assert file.name == "m+small.json"
 
 
-def test_a_file_that_cannot_be_read_is_none(state: StateDir) -> None:
+def test_unreadable_file_is_ignored(state: StateDir) -> None:
     learned(state, 3.0)
     (file,) = state.calibrations.iterdir()
     file.write_text("{")
     assert CalibrationStore(state).fitted(spec(), "small") is None
 
 
-def test_what_is_not_learned_of_says_how_slow_a_replica_is_all_the_same(state: StateDir) -> None:
+def test_slowness_without_learning(state: StateDir) -> None:
     made, model = CalibrationStore(state), prior(spec())
     for second in range(10):
         made.take(beat(model.faster(0.5)), spec(), model, float(second), learns=False)
@@ -124,7 +124,7 @@ def test_what_is_not_learned_of_says_how_slow_a_replica_is_all_the_same(state: S
     assert made.slowness("r", model, 10.0) == pytest.approx(2.0, rel=0.05)
 
 
-def test_a_slow_replica_is_told_from_the_others_while_it_steps(state: StateDir) -> None:
+def test_slowness_of_each_replica_expires(state: StateDir) -> None:
     made, model = learned(state, 1.0), prior(spec())
     made.take(beat(model, "quick"), spec(), model, 100.0)
     made.take(beat(model.faster(0.5), "slow"), spec(), model, 100.0)
@@ -135,7 +135,7 @@ def test_a_slow_replica_is_told_from_the_others_while_it_steps(state: StateDir) 
     assert made.slowness("slow", model, 101.0) == 1.0
 
 
-def test_a_replica_that_was_killed_is_forgotten(state: StateDir) -> None:
+def test_killed_replica_is_forgotten(state: StateDir) -> None:
     of = spec()
     made = CalibrationStore(state)
     made.take(beat(prior(of), "killed"), of, prior(of), 1000.0)

@@ -54,12 +54,12 @@ def loaded(choice: Choice) -> Policy:
     return load(choose("p", choice), "models[m].control.policy")
 
 
-def test_a_class_of_a_file_is_made_with_its_parameters(tmp_path: Path) -> None:
+def test_class_of_a_file_gets_its_parameters(tmp_path: Path) -> None:
     assert loaded(custom(tmp_path)).decide(VIEW, None).count == 4
     assert loaded(custom(tmp_path, more=2)).decide(VIEW, None).count == 5
 
 
-def test_a_file_that_was_edited_is_loaded_anew(tmp_path: Path) -> None:
+def test_edited_file_is_loaded_again(tmp_path: Path) -> None:
     choice = custom(tmp_path)
     assert loaded(choice).decide(VIEW, None).reason == "one more"
     custom(tmp_path, ADDS.replace("one more", "some more"))
@@ -67,9 +67,7 @@ def test_a_file_that_was_edited_is_loaded_anew(tmp_path: Path) -> None:
     assert loaded(choice).decide(VIEW, None).reason == "some more"
 
 
-def test_a_module_of_the_python_path_that_was_edited_is_loaded_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edited_module_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "edited_policy_of_the_path.py"
     policies = []
@@ -95,14 +93,14 @@ def test_a_module_of_the_python_path_that_was_edited_is_loaded_anew(
         ("import sys; sys.exit('done')", "Adds", "a module that can be imported .SystemExit: done"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path, text: str, name: str, expected: str) -> None:
+def test_unloadable_policies_are_refused(tmp_path: Path, text: str, name: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected) as refused:
         loaded(custom(tmp_path, text, name))
     assert refused.value.path == "models[m].control.policy"
     assert str(refused.value.value).endswith(f"mine.py:{name}")
 
 
-def test_parameters_that_it_does_not_take_are_refused(tmp_path: Path) -> None:
+def test_unknown_parameters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"parameters that Adds takes .*'fewer'"):
         loaded(custom(tmp_path, fewer=1))
     with pytest.raises(ConfigError, match="a module that can be imported"):
@@ -114,7 +112,7 @@ class Answering:
         self.answer = answer
 
     def decide(self, view: View, memory: Any) -> Any:
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
 
@@ -123,6 +121,7 @@ class Answering:
     ("answer", "said"),
     [
         (ZeroDivisionError("division by zero"), "raised ZeroDivisionError: division by zero"),
+        (SystemExit("done"), "raised RuntimeError: SystemExit: done"),
         (None, "answered None, which is no Proposal"),
         (3, "answered 3, which is no Proposal"),
         (Proposal(count=-1, reason=""), "asked for -1 replicas"),
@@ -134,9 +133,10 @@ class Answering:
         (Proposal(count=1, reason="", memory=object()), "returned a memory that JSON cannot express"),
     ],
 )
-def test_what_is_no_answer_leaves_the_count(answer: Any, said: str) -> None:
+def test_invalid_proposals_leave_the_count(answer: Any, said: str) -> None:
     events: list[str] = []
-    policy = GuardedPolicy(Answering(answer), events.append)
+    # Only a user's policy, which runs in a thread of its own, may raise SystemExit.
+    policy = GuardedPolicy(Answering(answer), events.append, alone=isinstance(answer, SystemExit))
     for _ in range(3):
         proposal = policy.decide(VIEW, {"kept": 1})
         assert (proposal.count, proposal.memory) == (3, {"kept": 1})
@@ -145,7 +145,7 @@ def test_what_is_no_answer_leaves_the_count(answer: Any, said: str) -> None:
     assert said in events[0]
 
 
-def test_one_that_recovers_and_fails_again_is_said_again() -> None:
+def test_new_failure_is_reported_again() -> None:
     events: list[str] = []
     answering = Answering(ValueError("a"))
     policy = GuardedPolicy(answering, events.append)
@@ -171,7 +171,7 @@ class Answers:
         return Proposal(count=4, reason="all", terms={"all": 4}, memory=memory)
 
 
-def test_one_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_policy_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.01)
     events: list[str] = []
     answers = Answers()
@@ -187,7 +187,7 @@ def test_one_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.Mo
     assert policy.decide(VIEW, {"seen": []}).count == 4
 
 
-def test_one_that_changes_the_memory_it_is_given_changes_its_own() -> None:
+def test_policy_gets_a_copy_of_its_memory() -> None:
     answers = Answers()
     answers.go.set()
     memory: dict[str, Any] = {"seen": []}
@@ -197,19 +197,7 @@ def test_one_that_changes_the_memory_it_is_given_changes_its_own() -> None:
     assert msgspec.json.encode(proposal.terms) == b'{"all":4.0}'
 
 
-def test_one_that_would_end_the_process_has_not_answered() -> None:
-    events: list[str] = []
-    policy = GuardedPolicy(Ends(), events.append, alone=True)
-    assert policy.decide(VIEW, None).count == 3
-    assert "SystemExit: done" in events[0]
-
-
-class Ends:
-    def decide(self, view: View, memory: Any) -> Proposal:
-        raise SystemExit("done")
-
-
-def test_what_lies_beside_the_document_is_written_as_its_file(tmp_path: Path) -> None:
+def test_module_beside_the_deployment_file_is_found(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     for name in ("mine.py", "inner/more.py"):
         (tmp_path / name).write_text(ADDS)
@@ -222,9 +210,7 @@ def test_what_lies_beside_the_document_is_written_as_its_file(tmp_path: Path) ->
         assert beside(choice, tmp_path) == choice
 
 
-async def test_a_document_with_a_policy_that_cannot_be_loaded_is_refused_whole(
-    plane: Plane, tmp_path: Path
-) -> None:
+async def test_deployment_with_an_unloadable_policy_is_refused(plane: Plane, tmp_path: Path) -> None:
     await plane.ready(document())
     changed = sim_model(control={"policy": custom(tmp_path, "raise RuntimeError('no')"), "tick_s": 1})
     with pytest.raises(ConfigError, match="RuntimeError: no"):
@@ -233,7 +219,7 @@ async def test_a_document_with_a_policy_that_cannot_be_loaded_is_refused_whole(
     assert plane.controller.status().models[0].decided_by == "predictive"
 
 
-async def test_a_policy_that_starts_to_fail_leaves_the_fleet_as_it_is(plane: Plane, tmp_path: Path) -> None:
+async def test_failing_policy_keeps_the_fleet(plane: Plane, tmp_path: Path) -> None:
     fails = ADDS.replace("return Proposal", "if view.count > 2:\n            1 / 0\n        return Proposal")
     control = {"tick_s": 1, "policy": custom(tmp_path, fails)}
     await Traffic.over(plane, document(sim_model(control=control)), 20, m=1.0)
@@ -243,9 +229,7 @@ async def test_a_policy_that_starts_to_fail_leaves_the_fleet_as_it_is(plane: Pla
     assert "the count stays" in events[0]
 
 
-async def test_a_policy_that_is_gone_when_the_controller_comes_back_changes_nothing(
-    plane: Plane, tmp_path: Path
-) -> None:
+async def test_static_replaces_a_missing_policy_after_a_restart(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(
         plane, document(sim_model(control={"tick_s": 1, "policy": by_rate(tmp_path)})), 10, m=3.0
     )
@@ -260,7 +244,7 @@ async def test_a_policy_that_is_gone_when_the_controller_comes_back_changes_noth
     assert plane.counts(READY) == {SMALL: 2}
 
 
-async def test_who_waits_is_served_though_the_policy_is_gone(plane: Plane, tmp_path: Path) -> None:
+async def test_queued_request_wakes_a_model_without_its_policy(plane: Plane, tmp_path: Path) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
     scale = {"zero_after_s": 10, "hold_s": 5, "standby": 1.0}
     control = {"tick_s": 1, "policy": by_rate(tmp_path), "scale": scale}

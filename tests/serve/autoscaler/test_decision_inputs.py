@@ -30,7 +30,7 @@ def of(shape: str = "small", **over: Any) -> Timing:
     return shipped(spec, spec.shapes[shape])
 
 
-def test_what_shipped_is_of_the_shapes_degree_and_speed() -> None:
+def test_profile_follows_degree_and_speed() -> None:
     assert of().model == SMALL.model
     assert of("large").model == SMALL.model.at_degree(2)
     assert of(sim={"profile": "sim-small", "speed": 4}).model == SMALL.model.faster(4)
@@ -38,7 +38,7 @@ def test_what_shipped_is_of_the_shapes_degree_and_speed() -> None:
     assert of(profile="h200-70b").model == GENERIC.model
 
 
-def test_arguments_bound_what_runs_at_once() -> None:
+def test_engine_arguments_limit_concurrency() -> None:
     assert of().limits.max_num_seqs == 256
     assert of(engine_args={"max_num_seqs": 8, "max_num_batched_tokens": 64}).limits == Limits(
         max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=SMALL.kv_tokens
@@ -47,7 +47,7 @@ def test_arguments_bound_what_runs_at_once() -> None:
     assert of(shapes=shapes).limits.max_num_seqs == 3
 
 
-async def test_what_replicas_tell_goes_before_what_shipped(plane: Plane) -> None:
+async def test_reported_timing_replaces_the_profile(plane: Plane) -> None:
     await plane.ready(document(sim_model(control={"tick_s": 1})))
     (replica,) = plane.cluster.replicas.values()
     told = Timing(limits=Limits(max_num_batched_tokens=99, max_num_seqs=500, kv_tokens=777))
@@ -65,7 +65,7 @@ async def test_what_replicas_tell_goes_before_what_shipped(plane: Plane) -> None
     assert rungs(plane)["single-large"].timing.model == SMALL.model.at_degree(2)
 
 
-async def test_prices_and_watts_are_those_of_the_budget_until_cards_tell(plane: Plane) -> None:
+async def test_prices_and_watts_of_the_budget_until_measured(plane: Plane) -> None:
     model = sim_model(
         shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1, "cpus": 2}},
         control={"tick_s": 1},
@@ -82,7 +82,7 @@ async def test_prices_and_watts_are_those_of_the_budget_until_cards_tell(plane: 
     assert rungs(plane)["multi-replica"].watts == 160
 
 
-async def test_what_leaves_in_a_switch_says_nothing_of_the_shape_that_comes(plane: Plane) -> None:
+async def test_draining_layer_does_not_count_for_the_new_shape(plane: Plane) -> None:
     model = sim_model(
         shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}, control={"tick_s": 1}
     )
@@ -105,9 +105,7 @@ async def test_what_leaves_in_a_switch_says_nothing_of_the_shape_that_comes(plan
 
 
 @pytest.mark.parametrize(("takes", "learns"), [("cpus", False), ("gpus", True)])
-async def test_steps_on_cores_that_others_start_on_say_nothing_of_the_shape(
-    plane: Plane, takes: str, learns: bool
-) -> None:
+async def test_steps_beside_starts_on_cores_are_not_learned(plane: Plane, takes: str, learns: bool) -> None:
     large = {takes: 2} | ({"tensor_parallel": 2} if learns else {})
     model = sim_model(shapes={"large": large, "small": {takes: 1}}, control={"tick_s": 1})
     await plane.ready(document(model, budget={"cpus": 4}))
@@ -122,7 +120,7 @@ async def test_steps_on_cores_that_others_start_on_say_nothing_of_the_shape(
     assert (rungs(plane)["multi-replica"].version > 0) is learns
 
 
-async def test_a_generation_that_leaves_undoes_nothing_that_was_learned(plane: Plane) -> None:
+async def test_draining_generation_is_not_learned(plane: Plane) -> None:
     shapes = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
     control = {"tick_s": 1, "mode": {"drain_timeout_s": 600}}
     traffic = await Traffic.over(plane, document(sim_model(shapes=shapes, control=control)), 6, m=1.0)
@@ -144,7 +142,7 @@ async def test_a_generation_that_leaves_undoes_nothing_that_was_learned(plane: P
     assert rungs(plane)["multi-replica"].version > 0
 
 
-async def test_a_gap_is_what_nothing_fits_beside(plane: Plane) -> None:
+async def test_gap_when_shapes_do_not_fit_together(plane: Plane) -> None:
     model = sim_model(control={"tick_s": 1, "assumed_start_s": 25})
     model["shapes"] = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
     model["modes"]["multi-replica"]["replicas"] = {"min": 1, "max": 2}
@@ -155,7 +153,7 @@ async def test_a_gap_is_what_nothing_fits_beside(plane: Plane) -> None:
     assert rungs(plane)["single-large"].gap_s == 0.0
 
 
-async def test_upstreams_may_take_what_is_too_much(plane: Plane) -> None:
+async def test_upstreams_take_overflow(plane: Plane) -> None:
     upstream = {
         "name": "u", "url": "https://api.example.com/v1", "models": {"m": "theirs"},
         "price": {"input": 1, "output": 1}, "cost_cap_per_h": 1,
@@ -173,7 +171,7 @@ ON_CARDS = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
 
 
 @pytest.mark.parametrize(("shapes", "measured"), [(ON_CORES, 1.0), (ON_CARDS, 3.0)], ids=["cores", "cards"])
-async def test_what_was_measured_of_cores_in_another_hour_is_not_compared_with_now(
+async def test_old_measurements_on_cores_are_not_compared(
     plane: Plane, shapes: dict[str, Any], measured: float
 ) -> None:
     await plane.up(document(sim_model(shapes=shapes, control={"tick_s": 1})))

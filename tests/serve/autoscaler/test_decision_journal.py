@@ -43,13 +43,13 @@ def written(log: Journal) -> list[float]:
     return [line.at for line in log.lines()]
 
 
-def test_what_is_like_the_one_before_is_written_once_a_minute(log: Journal) -> None:
+def test_unchanged_rounds_are_written_once_a_minute(log: Journal) -> None:
     for second in range(0, 130, 5):
         log.put(made(1000.0 + second))
     assert written(log) == [1120.0, 1060.0, 1000.0]
 
 
-def test_whatever_is_new_is_written_at_once(log: Journal) -> None:
+def test_changes_are_written_at_once(log: Journal) -> None:
     log.put(made(1000.0))
     log.put(made(1005.0))
     log.put(made(1010.0, count=5))
@@ -63,7 +63,7 @@ def test_whatever_is_new_is_written_at_once(log: Journal) -> None:
     assert written(log)[:2] == [1035.0, 1030.0]
 
 
-def test_every_line_has_its_memory_and_readers_do_not_see_it(log: Journal) -> None:
+def test_memory_is_written_but_not_read(log: Journal) -> None:
     log.put(made(1000.0))
     (line,) = _lines(log)
     assert isinstance(line, DecisionRound)
@@ -73,7 +73,7 @@ def test_every_line_has_its_memory_and_readers_do_not_see_it(log: Journal) -> No
     assert seen.decision == line.decisions["sim"]
 
 
-def test_reading_goes_back_from_now_or_from_an_instant(log: Journal) -> None:
+def test_read_back_from_now_or_an_instant(log: Journal) -> None:
     for second in (0, 70, 140):
         log.put(made(1000.0 + second))
         log.put(made(1001.0 + second, model="other"))
@@ -85,7 +85,7 @@ def test_reading_goes_back_from_now_or_from_an_instant(log: Journal) -> None:
     assert log.read(last=3, model="none") == []
 
 
-def test_what_was_not_written_is_no_newer_than_what_was(log: Journal) -> None:
+def test_unwritten_decisions_are_read_in_order(log: Journal) -> None:
     log.put(made(1000.0))
     log.put(made(1005.0))
     log.put(made(1010.0, model="other"))
@@ -94,7 +94,7 @@ def test_what_was_not_written_is_no_newer_than_what_was(log: Journal) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 7, 100_000])
-def test_a_file_is_read_from_its_end(log: Journal, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_file_is_read_backwards(log: Journal, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(decision_journal, "BLOCK", block)
     log._path.write_bytes(b'{"half\n' + b"".join(msgspec.json.encode(made(float(i))) + b"\n" for i in (1, 2)))
     assert [line.at for line in _lines(log)] == [2.0, 1.0]
@@ -103,7 +103,7 @@ def test_a_file_is_read_from_its_end(log: Journal, monkeypatch: pytest.MonkeyPat
     assert [line.at for line in _lines(log)] == [2.0, 1.0]
 
 
-def test_files_are_bounded_and_read_across(log: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_rotated_and_read_across(log: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     size = len(msgspec.json.encode(made(1000.0))) + 1
     monkeypatch.setattr(decision_journal, "MAX_BYTES", 3 * size)
     for i in range(40):
@@ -115,7 +115,7 @@ def test_files_are_bounded_and_read_across(log: Journal, monkeypatch: pytest.Mon
     assert [each.decision.at for each in log.read(last=5)] == [1039.0, 1038.0, 1037.0, 1036.0, 1035.0]
 
 
-def test_what_a_crash_left_half_spoils_nothing(log: Journal) -> None:
+def test_incomplete_line_is_skipped(log: Journal) -> None:
     log.put(made(1000.0))
     log.flush()
     with log._path.open("ab") as file:
@@ -125,7 +125,7 @@ def test_what_a_crash_left_half_spoils_nothing(log: Journal) -> None:
     assert written(again) == [1100.0, 1000.0]
 
 
-def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
+def test_unwritable_disk_is_tolerated(tmp_path: Path) -> None:
     log = Journal(tmp_path / "file" / "decisions.jsonl")
     (tmp_path / "file").write_text("in the way")
     log.put(made(1000.0))
@@ -135,7 +135,7 @@ def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
     assert written(log) == [1100.0]
 
 
-async def test_what_a_controller_logged_is_decided_again_bit_for_bit(plane: Plane, tmp_path: Path) -> None:
+async def test_journal_replays_bit_for_bit(plane: Plane, tmp_path: Path) -> None:
     control = {"tick_s": 1, "scale": {"hold_s": 5}, "guard": {"stale_s": 5}}
     models = [
         sim_model("a", control=control | {"policy": by_rate(tmp_path), "shadow": "predictive"}),

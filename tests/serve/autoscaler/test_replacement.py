@@ -41,7 +41,7 @@ def note(plane: Plane) -> str:
     return plane.controller.status().models[0].note
 
 
-async def test_a_slow_one_leaves_after_a_minute_once_its_successor_serves(plane: Plane) -> None:
+async def test_throttled_replica_is_replaced_after_a_minute(plane: Plane) -> None:
     first, second = await up(plane, gpus=3)
     plane.cards[first] = SLOW
     await seconds(plane, 58)
@@ -73,7 +73,7 @@ async def test_a_slow_one_leaves_after_a_minute_once_its_successor_serves(plane:
     assert f"m: {first} drains: throttled by hardware for 60 s" in events
 
 
-async def test_no_software_cap_and_no_error_of_a_program_has_anybody_leave(plane: Plane) -> None:
+async def test_software_caps_and_program_errors_replace_nothing(plane: Plane) -> None:
     first, second = await up(plane, gpus=3)
     plane.cards = {first: CAPPED, second: PowerReport(watts=300.0, xid=31, card="GPU 0")}
     await seconds(plane, 150)
@@ -81,7 +81,7 @@ async def test_no_software_cap_and_no_error_of_a_program_has_anybody_leave(plane
     assert note(plane) == ""
 
 
-async def test_a_failed_card_takes_its_replica_out_at_once_where_others_serve(plane: Plane) -> None:
+async def test_failed_gpu_drains_its_replica_at_once(plane: Plane) -> None:
     first, second = await up(plane, gpus=2)
     plane.cards[second] = FAILED
     await seconds(plane, 1)
@@ -98,7 +98,7 @@ async def test_a_failed_card_takes_its_replica_out_at_once_where_others_serve(pl
 
 
 @pytest.mark.parametrize(("card", "leaves"), [(SLOW, False), (FAILED, True)])
-async def test_the_last_one_without_room_leaves_only_for_an_error(
+async def test_last_replica_without_room_leaves_only_for_an_error(
     plane: Plane, card: PowerReport, leaves: bool
 ) -> None:
     (only,) = await up(plane, gpus=1, count=1)
@@ -108,7 +108,7 @@ async def test_the_last_one_without_room_leaves_only_for_an_error(
     assert ("kept: too few other replicas serve" in note(plane)) != leaves
 
 
-async def test_min_healthy_keeps_a_slow_one_that_nothing_can_replace_first(plane: Plane) -> None:
+async def test_min_healthy_keeps_a_slow_replica_without_room(plane: Plane) -> None:
     first, _ = await up(plane, gpus=2, min_healthy=2)
     plane.cards[first] = SLOW
     await seconds(plane, 90)
@@ -116,7 +116,7 @@ async def test_min_healthy_keeps_a_slow_one_that_nothing_can_replace_first(plane
     assert "kept: too few other replicas serve" in note(plane)
 
 
-async def test_who_lands_on_the_same_card_is_not_replaced_for_ever(plane: Plane) -> None:
+async def test_repeated_replacements_are_delayed(plane: Plane) -> None:
     await up(plane, gpus=2, count=1)
     plane.cluster.slow = False
     seen: set[str] = set()
@@ -130,7 +130,7 @@ async def test_who_lands_on_the_same_card_is_not_replaced_for_ever(plane: Plane)
     assert plane.counts(READY) == {SMALL: 1}
 
 
-async def test_a_controller_that_comes_back_learns_of_the_error_with_the_first_beats(plane: Plane) -> None:
+async def test_restarted_controller_learns_of_gpu_errors(plane: Plane) -> None:
     first, second = await up(plane, gpus=2)
     plane.cards[second] = FAILED
     await seconds(plane, 1)

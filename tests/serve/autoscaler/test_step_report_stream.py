@@ -34,7 +34,7 @@ async def hearing(listeners: StepSubscribers) -> AsyncIterator[AsyncIterator[Ste
         yield told
 
 
-async def test_reports_of_ready_replicas_of_the_model_are_heard() -> None:
+async def test_ready_replicas_of_the_model_are_streamed() -> None:
     listeners = StepSubscribers()
     listeners.publish(beat())  # nobody listens yet
     async with hearing(listeners) as told:
@@ -45,12 +45,12 @@ async def test_reports_of_ready_replicas_of_the_model_are_heard() -> None:
         assert await anext(told) == StepLine(replica="r1", shape="small", generation=1, engine=REPORT)
 
 
-async def test_silence_is_heard_too() -> None:
+async def test_empty_lines_without_reports() -> None:
     async with hearing(StepSubscribers()) as told:
         assert await anext(told) == StepLine()
 
 
-async def test_a_slow_listener_loses_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_subscriber_loses_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_report_stream, "MOST", 2)
     listeners = StepSubscribers()
     async with hearing(listeners) as told:
@@ -59,14 +59,14 @@ async def test_a_slow_listener_loses_the_oldest(monkeypatch: pytest.MonkeyPatch)
         assert [(await anext(told)).replica, (await anext(told)).replica] == ["b", "c"]
 
 
-async def test_who_has_gone_is_told_nothing() -> None:
+async def test_unsubscribed_after_the_stream() -> None:
     listeners = StepSubscribers()
     async with hearing(listeners):
         pass
     listeners.publish(beat())
 
 
-async def test_nobody_listens_to_a_model_that_is_none(plane: Plane) -> None:
+async def test_unknown_model_is_refused(plane: Plane) -> None:
     await plane.up(document())
     with pytest.raises(TargetError):
         plane.controller.steps("nobody")
@@ -75,7 +75,7 @@ async def test_nobody_listens_to_a_model_that_is_none(plane: Plane) -> None:
         assert (await client.get("/steps")).status_code == 400
 
 
-async def test_the_stream_is_lines_of_what_was_told(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_is_ndjson(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     async def finite(controller: Controller, model: str) -> AsyncIterator[StepLine]:
         yield StepLine()
         yield StepLine(replica=model, engine=REPORT)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import LayerKey
+from serve.actuator.interface import Held
 from serve.controller import controller
 from serve.controller.controller import LISTEN_S
 from tests.serve.memory_actuator import MemoryActuator
@@ -17,7 +19,7 @@ from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 
 
-async def test_what_fails_to_start_is_rolled_back_and_says_why(plane: Plane) -> None:
+async def test_failed_start_is_rolled_back(plane: Plane) -> None:
     await plane.ready(document())
     running = set(plane.cluster.replicas)
     plane.cluster.failing[NEW_SMALL] = "ValueError: no such weights"
@@ -40,7 +42,7 @@ async def test_what_fails_to_start_is_rolled_back_and_says_why(plane: Plane) -> 
     assert plane.note() == ""
 
 
-async def test_what_serves_is_not_said_to_be_rolled_back_once_it_is_applied_again(plane: Plane) -> None:
+async def test_rollback_note_ends_with_an_apply(plane: Plane) -> None:
     await plane.ready(document())
     plane.cluster.failing[NEW_SMALL] = "ValueError: no such weights"
     plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
@@ -53,7 +55,7 @@ async def test_what_serves_is_not_said_to_be_rolled_back_once_it_is_applied_agai
     assert set(plane.cluster.replicas) == running
 
 
-async def test_reverting_in_the_middle_comes_back_to_the_same_replicas(plane: Plane) -> None:
+async def test_reverted_apply_keeps_the_replicas(plane: Plane) -> None:
     await plane.ready(document())
     running = set(plane.cluster.replicas)
     plane.cluster.slow = True
@@ -65,7 +67,7 @@ async def test_reverting_in_the_middle_comes_back_to_the_same_replicas(plane: Pl
     assert set(plane.cluster.replicas) == running
 
 
-async def test_a_restart_in_the_middle_of_a_switch_goes_on_with_it(plane: Plane) -> None:
+async def test_restart_continues_a_switch(plane: Plane) -> None:
     await plane.ready(document())
     plane.cluster.slow = True
     plane.controller.mode("m", "single-large")
@@ -85,7 +87,7 @@ async def test_a_restart_in_the_middle_of_a_switch_goes_on_with_it(plane: Plane)
     assert plane.note() == ""
 
 
-async def test_replicas_that_stay_silent_are_not_waited_for_forever(plane: Plane) -> None:
+async def test_silent_replicas_are_waited_for_at_most_so_long(plane: Plane) -> None:
     await plane.ready(document())
     plane.cluster.replicas.clear()
     await plane.restart()
@@ -97,7 +99,7 @@ async def test_replicas_that_stay_silent_are_not_waited_for_forever(plane: Plane
     assert plane.cluster.held[SMALL].wanted == 2
 
 
-async def test_one_model_that_cannot_be_deployed_does_not_hold_up_the_others(
+async def test_failing_deploy_does_not_stop_other_models(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deploy = MemoryActuator.deploy
@@ -133,9 +135,7 @@ def around_delete(
     monkeypatch.setattr(MemoryActuator, "delete", patched)
 
 
-async def test_a_target_that_is_set_while_the_actuator_works_is_kept(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_target_set_during_a_delete_is_kept(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     around_delete(monkeypatch, before=lambda: plane.controller.scale("m", 3))
     await plane.ready(document())
     plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
@@ -143,9 +143,7 @@ async def test_a_target_that_is_set_while_the_actuator_works_is_kept(
     assert plane.counts() == {NEW_SMALL: 3}
 
 
-async def test_a_model_that_comes_back_while_it_goes_is_deployed_again(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_model_applied_again_during_its_delete(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     both = document(sim_model(), sim_model("other"))
     await plane.ready(both)
     around_delete(monkeypatch, after=lambda: plane.controller.apply(both))
@@ -154,19 +152,27 @@ async def test_a_model_that_comes_back_while_it_goes_is_deployed_again(
     assert plane.counts(READY) == {SMALL: 1, LayerKey("other", "small", 1): 1}
 
 
-async def test_the_loop_runs_by_itself_and_survives_a_cluster_that_is_away(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
+DOWN, FULL = ActuatorFailed("Serve's API does not answer"), OSError(errno.ENOSPC, "no space left on device")
+
+
+@pytest.mark.parametrize("failures", [(DOWN, DOWN), (None, FULL)], ids=["cluster", "disk"])
+async def test_loop_survives_errors(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, failures: tuple[Exception | None, ...]
 ) -> None:
     monkeypatch.setattr(controller, "RETRY_S", 0.0)
     await plane.up(document())
-    plane.cluster.down = "Serve's API does not answer"
+    layers, errors = MemoryActuator.layers, iter(failures)
+
+    async def fail_at_first(self: MemoryActuator) -> Mapping[LayerKey, Held]:
+        if (error := next(errors, None)) is not None:
+            raise error
+        return await layers(self)
+
+    monkeypatch.setattr(MemoryActuator, "layers", fail_at_first)
     running = asyncio.ensure_future(plane.controller.run())
-    while not plane.controller.status().events:  # noqa: ASYNC110 - the test's own timeout bounds it
-        await asyncio.sleep(0)
-    assert plane.controller.status().events[-1].endswith("Serve's API does not answer")
-    plane.cluster.down = ""
     while not plane.counts(READY):  # noqa: ASYNC110 - the test's own timeout bounds it
         await asyncio.sleep(0.001)
+    assert any(event.endswith(str(failures[-1])) for event in plane.controller.status().events)
     running.cancel()
     await asyncio.wait([running])
     assert running.cancelled()

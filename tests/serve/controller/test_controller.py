@@ -26,7 +26,7 @@ def gpus(**over: Any) -> dict[str, Any]:
     return document(model, budget={"gpus": 2}, **over)
 
 
-async def test_scaling_keeps_what_runs(plane: Plane) -> None:
+async def test_scaling_keeps_running_replicas(plane: Plane) -> None:
     await plane.ready(document())
     first = set(plane.cluster.replicas)
     assert plane.controller.scale("m", 3).target == 3
@@ -38,7 +38,7 @@ async def test_scaling_keeps_what_runs(plane: Plane) -> None:
     assert set(plane.cluster.replicas) == first
 
 
-async def test_what_is_impossible_is_refused_and_changes_nothing(plane: Plane) -> None:
+async def test_invalid_requests_change_nothing(plane: Plane) -> None:
     await plane.ready(document())
     with pytest.raises(TargetError, match=r"5 replicas in mode multi-replica, expected 1 to 4"):
         plane.controller.scale("m", 5)
@@ -52,7 +52,7 @@ async def test_what_is_impossible_is_refused_and_changes_nothing(plane: Plane) -
     assert plane.counts() == {SMALL: 1}
 
 
-async def test_what_only_changes_limits_restarts_nothing(plane: Plane) -> None:
+async def test_changed_limits_restart_nothing(plane: Plane) -> None:
     await plane.up(document())
     plane.controller.scale("m", 4)
     await plane.ticks()
@@ -64,7 +64,7 @@ async def test_what_only_changes_limits_restarts_nothing(plane: Plane) -> None:
     assert plane.cluster.replicas.items() <= running.items()
 
 
-async def test_a_mode_that_is_gone_is_left_for_the_first(plane: Plane) -> None:
+async def test_removed_mode_falls_back_to_the_first(plane: Plane) -> None:
     await plane.ready(document())
     plane.controller.apply(document(sim_model(modes={"single-large": {"shape": "large", "replicas": 1}})))
     await plane.ticks()
@@ -73,7 +73,7 @@ async def test_a_mode_that_is_gone_is_left_for_the_first(plane: Plane) -> None:
     assert set(plane.cluster.held) == {LARGE}
 
 
-async def test_a_shape_that_comes_back_otherwise_is_built_anew(plane: Plane) -> None:
+async def test_changed_shape_is_a_new_generation(plane: Plane) -> None:
     await plane.ready(document())
     plane.cluster.slow = True
     plane.controller.apply(document(sim_model(modes={"single-large": {"shape": "large", "replicas": 1}})))
@@ -92,7 +92,7 @@ async def test_a_shape_that_comes_back_otherwise_is_built_anew(plane: Plane) -> 
     assert plane.counts(READY) == {NEW_SMALL: 1}
 
 
-async def test_a_model_that_is_no_longer_written_drains_and_goes(plane: Plane) -> None:
+async def test_removed_model_drains(plane: Plane) -> None:
     await plane.ready(document(sim_model(), sim_model("other")))
     plane.cluster.slow = True
     plane.controller.apply(document(sim_model("other")))
@@ -106,7 +106,7 @@ async def test_a_model_that_is_no_longer_written_drains_and_goes(plane: Plane) -
     assert {key.model for key in plane.cluster.held} == {"other"}
 
 
-async def test_a_gap_that_the_queue_cannot_hold_is_refused(plane: Plane) -> None:
+async def test_gap_longer_than_the_queue_timeout_is_refused(plane: Plane) -> None:
     await plane.ready(gpus(gateway={"queue_timeout_s": 20}))
     with pytest.raises(SwitchRefused) as refused:
         plane.controller.mode("m", "single-large")
@@ -118,7 +118,7 @@ async def test_a_gap_that_the_queue_cannot_hold_is_refused(plane: Plane) -> None
     assert plane.counts() == {SMALL: 2}
 
 
-async def test_a_gap_that_the_queue_can_hold_is_taken_both_ways(plane: Plane) -> None:
+async def test_gap_within_the_queue_timeout_is_accepted(plane: Plane) -> None:
     await plane.ready(gpus())
     plane.controller.mode("m", "single-large")
     await plane.ticks()
@@ -130,7 +130,7 @@ async def test_a_gap_that_the_queue_can_hold_is_taken_both_ways(plane: Plane) ->
     assert plane.counts() == {SMALL: 2}
 
 
-async def test_a_new_generation_that_starves_the_queue_is_refused_whole(plane: Plane) -> None:
+async def test_generation_with_too_long_a_gap_is_refused(plane: Plane) -> None:
     await plane.ready(gpus() | {"gateway": {"queue_timeout_s": 0.5}})
     changed = gpus(gateway={"queue_timeout_s": 0.5})
     changed["models"][0]["mode"] = "single-large"

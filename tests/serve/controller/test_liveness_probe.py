@@ -13,9 +13,7 @@ from serve.state.replica_registry import GONE_S, SILENT_S, ReplicaRegistry
 from tests.serve.replicas import replica
 
 
-async def test_a_port_that_refuses_is_gone_and_one_that_answers_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_refused_connections_remove_silent_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness_probe, "PERIOD_S", 0.0)
     asked: list[bytes] = []
 

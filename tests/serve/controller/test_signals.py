@@ -23,7 +23,7 @@ async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_what_gateways_count_is_gathered(plane: Plane, served: httpx.AsyncClient) -> None:
+async def test_gateway_reports_reach_the_aggregator(plane: Plane, served: httpx.AsyncClient) -> None:
     for number in range(1, 11):
         plane.now += 1.0
         report = GatewayReport(
@@ -37,9 +37,7 @@ async def test_what_gateways_count_is_gathered(plane: Plane, served: httpx.Async
     assert demand.age_s == 2.0
 
 
-async def test_what_engines_and_cards_tell_comes_with_the_beat(
-    plane: Plane, served: httpx.AsyncClient
-) -> None:
+async def test_heartbeats_reach_the_aggregator(plane: Plane, served: httpx.AsyncClient) -> None:
     running = replica(load=Load(at=0.0, running=3))
     beat = Heartbeat(replica=running, engine=EngineReport(deferred=2), power=PowerReport(watts=250.0))
     assert (await served.post("/replicas", content=msgspec.json.encode(beat))).status_code == 200

@@ -30,17 +30,14 @@ def first() -> Target:
     return first_target(spec(), (), now=10.0)
 
 
-def test_the_first_target_at_a_mode_that_may_be_empty_still_serves() -> None:
+def test_first_target_has_a_replica_of_an_unused_generation() -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 2}}}
-    assert first_target(spec(modes=modes), (), now=0.0).aim.count == 1
-
-
-def test_the_first_generation_is_one_that_nothing_runs_in() -> None:
     held = [LayerKey("m", "small", 3), LayerKey("other", "small", 9)]
-    assert first_target(spec(), held, now=0.0).aim.generation == 4
+    aim = first_target(spec(modes=modes), held, now=0.0).aim
+    assert (aim.count, aim.generation) == (1, 4)
 
 
-def test_what_was_reached_is_what_to_go_back_to(first: Target) -> None:
+def test_reached_target_is_the_fallback(first: Target) -> None:
     served = settled(first)
     target = served.toward(served.in_mode("single-large"), now=20.0, gap=True)
     assert (target.fallback, target.since, target.settled, target.gap) == (served.aim, 20.0, False, True)
@@ -50,7 +47,7 @@ def test_what_was_reached_is_what_to_go_back_to(first: Target) -> None:
     assert failed.gap
 
 
-def test_an_aim_that_was_never_reached_is_nothing_to_go_back_to(first: Target) -> None:
+def test_unreached_target_is_no_fallback(first: Target) -> None:
     served = settled(first)
     large = served.toward(served.in_mode("single-large"), now=20.0)
     adopted = large.adopting(spec(sim=OTHER), now=30.0)
@@ -58,30 +55,26 @@ def test_an_aim_that_was_never_reached_is_nothing_to_go_back_to(first: Target) -
     assert adopted.fallback == served.aim
 
 
-def test_another_count_has_nothing_to_go_back_to(first: Target) -> None:
+def test_changed_count_and_reverted_switch_have_no_fallback(first: Target) -> None:
     served = settled(first)
     more = served.toward(msgspec.structs.replace(served.aim, count=3), now=20.0)
     assert more.fallback is None
-
-
-def test_turning_round_has_nothing_to_go_back_to(first: Target) -> None:
-    served = settled(first)
     large = served.toward(served.in_mode("single-large"), now=20.0)
     assert large.toward(large.in_mode("multi-replica"), now=25.0).fallback is None
 
 
-def test_a_configuration_that_still_runs_keeps_its_generation(first: Target) -> None:
+def test_running_configuration_keeps_its_generation(first: Target) -> None:
     tried = settled(first).adopting(spec(sim=OTHER), now=20.0)
     assert tried.adopting(spec(), now=30.0).aim == first.aim
 
 
 @pytest.mark.parametrize(("low", "high", "count"), [(2, 4, 2), (1, 4, 1), (1, 1, 1)])
-def test_the_count_is_brought_within_its_bounds(first: Target, low: int, high: int, count: int) -> None:
+def test_count_is_clamped(first: Target, low: int, high: int, count: int) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": low, "max": high}}}
     assert settled(first).adopting(spec(modes=modes), now=20.0).aim.count == count
 
 
-def test_a_mode_that_is_gone_is_left_and_can_still_be_gone_back_to(first: Target) -> None:
+def test_removed_mode_is_a_fallback(first: Target) -> None:
     modes = {"single-large": {"shape": "large", "replicas": 1}}
     adopted = settled(first).adopting(spec(modes=modes), now=20.0)
     assert adopted.key() == LayerKey("m", "large", 1)
@@ -90,13 +83,13 @@ def test_a_mode_that_is_gone_is_left_and_can_still_be_gone_back_to(first: Target
     assert (back.bounds.min, back.bounds.max) == (1, 1)
 
 
-def test_a_mode_of_another_shape_is_steered_to(first: Target) -> None:
+def test_changed_shape_is_a_new_target(first: Target) -> None:
     modes = {"multi-replica": {"shape": "large", "replicas": {"min": 1, "max": 4}}}
     adopted = settled(first).adopting(spec(modes=modes), now=20.0)
     assert (adopted.key(), adopted.fallback) == (LayerKey("m", "large", 1), first.aim)
 
 
-def test_a_configuration_that_failed_is_remembered_until_it_is_adopted_again(first: Target) -> None:
+def test_failed_configuration_is_rejected_until_adopted(first: Target) -> None:
     bad = spec(sim=OTHER)
     failed = settled(first).adopting(bad, now=20.0).back("why", now=30.0)
     assert failed.rejected == digest(bad)
@@ -105,7 +98,7 @@ def test_a_configuration_that_failed_is_remembered_until_it_is_adopted_again(fir
     assert more.adopting(bad, now=50.0).rejected == ""
 
 
-def test_a_mode_that_failed_rejects_no_configuration(first: Target) -> None:
+def test_failed_mode_rejects_no_configuration(first: Target) -> None:
     served = settled(first)
     assert served.toward(served.in_mode("single-large"), now=20.0).back("why", now=30.0).rejected == ""
 
@@ -132,11 +125,11 @@ LARGE_ONLY = {"single-large": {"shape": "large", "replicas": 1}}
         ({"shapes": {**SHAPES, "small": {"cpus": 1, "max_in_flight": 3}}}, False),
     ],
 )
-def test_other_engines_alone_are_a_new_generation(first: Target, change: dict[str, Any], same: bool) -> None:
+def test_only_changed_engines_are_a_new_generation(first: Target, change: dict[str, Any], same: bool) -> None:
     assert (settled(first).adopting(spec(**change), now=20.0).aim.generation == 1) is same
 
 
-def test_a_shape_that_still_runs_is_not_taken_for_another_of_its_name(first: Target) -> None:
+def test_running_shape_is_not_redefined(first: Target) -> None:
     small = LayerKey("m", "small", 1)
     without = settled(first).adopting(spec(modes=LARGE_ONLY), now=20.0)
     again = spec(shapes={"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}})
@@ -147,7 +140,7 @@ def test_a_shape_that_still_runs_is_not_taken_for_another_of_its_name(first: Tar
     assert reached.pruned(set()).adopting(again, now=30.0).aim.generation == 1
 
 
-def test_what_may_be_come_back_to_is_kept(first: Target) -> None:
+def test_fallback_layers_are_kept(first: Target) -> None:
     served = settled(first)
     adopted = served.adopting(spec(sim=OTHER), now=20.0)
     kept = [LayerKey("m", shape, generation) for generation in (1, 2) for shape in ("small", "large")]
@@ -159,7 +152,7 @@ def test_what_may_be_come_back_to_is_kept(first: Target) -> None:
     assert set(done.pruned(set()).specs) == {2}
 
 
-def test_what_runs_is_found_by_its_digest() -> None:
+def test_found_target_matches_digests() -> None:
     small, large = digest(spec(), "small"), digest(spec(), "large")
     held = {
         LayerKey("m", "large", 2): Held(wanted=1, digest=large),

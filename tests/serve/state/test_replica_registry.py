@@ -25,7 +25,7 @@ def version(registry: ReplicaRegistry) -> int:
     return registry.fleet(0.0).version
 
 
-def test_a_load_alone_is_no_new_version_but_is_in_the_snapshot(registry: ReplicaRegistry) -> None:
+def test_load_changes_no_version(registry: ReplicaRegistry) -> None:
     assert registry.put(replica(), now=0.0)
     before = version(registry)
     # Adapters come and go many times a second; gateways hear of them from the replica itself.
@@ -46,14 +46,14 @@ def test_a_load_alone_is_no_new_version_but_is_in_the_snapshot(registry: Replica
         {"pid": 9},
     ],
 )
-def test_everything_else_is_a_new_version(registry: ReplicaRegistry, change: dict[str, Any]) -> None:
+def test_changes_are_new_versions(registry: ReplicaRegistry, change: dict[str, Any]) -> None:
     registry.put(replica(), now=0.0)
     before = registry.fleet(0.0)
     assert registry.put(replica(**change), now=0.5)
     assert registry.fleet(0.5).version > before.version
 
 
-def test_a_stopped_replica_leaves_once(registry: ReplicaRegistry) -> None:
+def test_stopped_replica_is_removed_once(registry: ReplicaRegistry) -> None:
     registry.put(replica(), now=0.0)
     assert registry.put(replica(state=ReplicaPhase.STOPPED), now=0.5)
     before = version(registry)
@@ -61,7 +61,7 @@ def test_a_stopped_replica_leaves_once(registry: ReplicaRegistry) -> None:
     assert (registry.fleet(0.6).replicas, version(registry)) == ((), before)
 
 
-def test_a_beat_during_the_probe_saves_it(registry: ReplicaRegistry) -> None:
+def test_heartbeat_during_the_probe_keeps_the_replica(registry: ReplicaRegistry) -> None:
     registry.put(replica(), now=0.0)
     (quiet,) = registry.silent(GONE_S + 1)
     registry.put(replica(), now=GONE_S + 1)
@@ -77,7 +77,7 @@ def test_layers_and_order(registry: ReplicaRegistry) -> None:
     assert [r.id for r in registry.fleet(0.0).replicas] == ["a", "b", "c", "d"]
 
 
-def test_models_are_a_new_version_only_when_they_change(registry: ReplicaRegistry) -> None:
+def test_changed_models_are_a_new_version(registry: ReplicaRegistry) -> None:
     model = Model(name="m", engine=EngineKind.SIM, target=1)
     registry.set_models([model])
     before = version(registry)
@@ -87,7 +87,7 @@ def test_models_are_a_new_version_only_when_they_change(registry: ReplicaRegistr
     assert version(registry) == before + 1
 
 
-async def test_waiting_ends_with_the_next_version(registry: ReplicaRegistry) -> None:
+async def test_past_waits_for_the_next_version(registry: ReplicaRegistry) -> None:
     seen = version(registry)
     waiting = asyncio.ensure_future(registry.revision.past(seen, 3600.0))
     await asyncio.sleep(0)
