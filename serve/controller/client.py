@@ -80,7 +80,7 @@ class ControllerClient:
         return self._call("GET", path, None, tuple[LoggedDecision, ...])
 
     def steps(self, model: str) -> Iterator[StepLine]:
-        """Endless step reports of the engines of ``model``: at least one line a second, first an empty one."""
+        """Endless step reports of the engines of ``model``: at least one line a second, the first empty."""
         for raw in self._stream("GET", with_query(STEPS, model=model)):
             yield msgspec.json.decode(raw, type=StepLine)
 
