@@ -29,7 +29,7 @@ import uvloop
 from loadtests.bench.figures import Figure
 from loadtests.bench.processes import ROOT, Mock, mock
 from policy.stats.quantiles import nearest_rank
-from tidegate.replay.http_client import Connection, WholeBody
+from tidegate.replay.http_client import Connection, ResponseBody
 
 WAYS = ("inherited", "reuseport", "reuseport-held")
 REQUEST = (
@@ -170,7 +170,7 @@ class Clients:
         return connection
 
     async def _send(self, connection: Connection, request: bytes) -> str:
-        status = await connection.exchange(request, WholeBody())
+        status = await connection.exchange(request, ResponseBody())
         return "ok" if status == 200 else str(status)
 
 

@@ -49,8 +49,10 @@ async def test_what_is_replayed_through_a_gateway_is_captured_as_it_was(tmp_path
                 spool = CaptureFile(file, heard.set)
                 capturing = asyncio.create_task(capture(stack.admin_url, spool, for_s=None))
                 await heard.wait()
-                pool, asking = Pool(stack.url), RequestFormat()
-                await replay(trace, pool, asking, seed=1, in_flight=8, record=None, on_row=lambda _: None)
+                pool, request_format = Pool(stack.url), RequestFormat()
+                await replay(
+                    trace, pool, request_format, seed=1, in_flight=8, record=None, on_row=lambda _: None
+                )
                 while spool.requests < len(trace) + 2:  # two were probes
                     heard.clear()
                     await heard.wait()

@@ -182,8 +182,8 @@ def test_the_page_has_a_tab_with_the_rows() -> None:
     assert [column["key"] for column in table["structure"]] == list(report.COLUMNS)
 
     client = app.test_client()
-    said = client.get("/stats/requests").get_json()
-    assert said == {
+    document = client.get("/stats/requests").get_json()
+    assert document == {
         "state": "running",
         "extended_stats": [{"key": table["key"], "data": report.rows(ledger)}],
     }

@@ -45,10 +45,10 @@ def test_calibration_finds_the_coefficients_and_the_simulator_agrees_with_a_repl
 ) -> None:
     out = tmp_path / "model.json"
     # Whether clients were served in time is the machine's matter: on a busy one the last errors are large.
-    code, said, err = sim.tidegate("calibrate", "sim", "--minutes", "0.1", "--out", str(out), "--json")
+    code, shown, err = sim.tidegate("calibrate", "sim", "--minutes", "0.1", "--out", str(out), "--json")
     assert code in (0, 7), err
     found = model_file(json.loads(out.read_bytes()), "out")
-    assert msgspec.json.decode(said, type=ModelFile) == found
+    assert msgspec.json.decode(shown, type=ModelFile) == found
     assert (found.shape, found.degree, found.prior, found.engine) == ("small", 2, "l4-8b", "sim")
     assert found.hardware == "simulated: cpu-smollm2-135m at 2 times its speed"
     assert found.limits.max_num_batched_tokens == 128
@@ -61,9 +61,9 @@ def test_calibration_finds_the_coefficients_and_the_simulator_agrees_with_a_repl
     document = json.loads(sim.file.read_text())
     document["models"][0]["profile"] = str(out)
     sim.file.write_text(json.dumps(document))
-    code, told, err = sim.tidegate("apply", str(sim.file))
+    code, reported, err = sim.tidegate("apply", str(sim.file))
     assert (code, err) == (0, "")
-    assert "calibrated on sim" in told
+    assert "calibrated on sim" in reported
 
     trace, record = tmp_path / "trace.csv", tmp_path / "record.jsonl"
     rows = [f"2026-01-01 00:00:{i // 2:02d}.{5 * (i % 2)},{40 + 10 * (i % 7)},{6 + i % 5}" for i in range(16)]
@@ -73,9 +73,9 @@ def test_calibration_finds_the_coefficients_and_the_simulator_agrees_with_a_repl
     assert code == 0, err
     plot = tmp_path / "plot.svg"
     check = ("--check", str(record), "--profile", str(out), "-f", str(sim.file), "--plot", str(plot))
-    code, said, err = sim.tidegate("calibrate", "sim", *check, "--json")
+    code, shown, err = sim.tidegate("calibrate", "sim", *check, "--json")
     assert code == 0, err
-    compared = json.loads(said)
+    compared = json.loads(shown)
     assert (compared["live"], compared["simulated"]) == (16, 16)
     assert set(compared["quantiles"]) == {"ttft", "itl", "e2e"}
     assert abs(compared["quantiles"]["itl"]["p50"]["error"]) < 0.25

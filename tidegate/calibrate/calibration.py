@@ -238,10 +238,10 @@ class CalibrationRun:
 
     async def _driven(self, pool: Pool, listener: StepListener, seconds: float) -> list[Observation]:
         subject = self.subject
-        asking, fit = await probe(pool, RequestFormat(subject.spec.name), self.seed)
-        if not asking.exact:
+        request_format, fit = await probe(pool, RequestFormat(subject.spec.name), self.seed)
+        if not request_format.exact:
             self.warn("the engine takes no `ignore_eos`: answers are as long as the model makes them")
-        driver = LoadDriver(pool, asking, Prompts(self.seed, fit))
+        driver = LoadDriver(pool, request_format, Prompts(self.seed, fit))
         for point in WARM_UP:
             await driver.drive(point, subject.replicas, asyncio.sleep(WARM_UP_PART * seconds))
         await self._settled()

@@ -36,7 +36,7 @@ class LoadDriver:
     """Drives one endpoint, with prompts that share no prefix, so that no cache helps."""
 
     pool: Pool
-    asking: RequestFormat
+    request_format: RequestFormat
     prompts: Prompts
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -78,8 +78,8 @@ class LoadDriver:
         while True:
             wanted = Arrival(0.0, point.input_tokens, point.output_tokens)
             text = self.prompts.text(wanted, next(self._numbers))
-            body = self.asking.body(self.asking.model, text, point.output_tokens)
-            _, timings = await send(self.pool, self.asking.path, body)
+            body = self.request_format.body(self.request_format.model, text, point.output_tokens)
+            _, timings = await send(self.pool, self.request_format.path, body)
             if timings.error:
                 refused.append(timings.error)
                 await asyncio.sleep(REFUSED_S)

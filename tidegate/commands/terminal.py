@@ -71,7 +71,7 @@ class Bar:
         self._unit = unit
         self._amount = amount
         self._tasks: dict[str, TaskID] = {}
-        self._advanced: dict[str, int] = {}
+        self._advanced = 0
         # The total of each running task, None of a finished one.
         self._totals: dict[str, float | None] = {}
         self._step = ""
@@ -121,10 +121,10 @@ class Bar:
         position = f"{position} {self._unit}".strip()
         self._bar.update(self._tasks[task], description=text, completed=done, total=total, position=position)
 
-    def advance(self, total: float, *, task: str = "") -> None:
-        """One more of ``total`` units of ``task`` is done."""
-        self._advanced[task] = self._advanced.get(task, 0) + 1
-        self.update(self._advanced[task], total, task=task)
+    def advance(self, total: float, task: str, _: object = None) -> None:
+        """One more of ``total`` units of the only task is done."""
+        self._advanced += 1
+        self.update(self._advanced, total, task=task)
 
     def _print(self, done: float, total: float | None, task: str, step: str, text: str) -> None:
         if step:

@@ -10,7 +10,7 @@ import msgspec
 
 from policy.errors import TidegateError, Unreachable
 from sim.request_arrival import Arrival
-from tidegate.replay.http_client import Pool, WholeBody
+from tidegate.replay.http_client import Pool, ResponseBody
 from tidegate.replay.prompts import Fit, Prompts
 from tidegate.replay.stream_reader import StreamTimings
 
@@ -67,7 +67,7 @@ class EndpointRefused(TidegateError):
 
 async def models_of(pool: Pool) -> list[str]:
     """The models that the endpoint lists, at least one."""
-    answer = WholeBody()
+    answer = ResponseBody()
     try:
         status = await pool.get("/v1/models", answer)
     except OSError as error:
@@ -101,7 +101,7 @@ def _unreachable(error: str) -> Unreachable:
     return Unreachable(f"the endpoint does not answer: {error}")
 
 
-async def probe(pool: Pool, asking: RequestFormat, seed: int) -> tuple[RequestFormat, Fit]:
+async def probe(pool: Pool, request_format: RequestFormat, seed: int) -> tuple[RequestFormat, Fit]:
     """The request format that the endpoint accepts, and how many tokens it counts for words.
 
     If it answers 400 to ``ignore_eos`` and ``min_tokens``, answers are as long as the model makes them. If it
@@ -109,23 +109,27 @@ async def probe(pool: Pool, asking: RequestFormat, seed: int) -> tuple[RequestFo
     """
     prompts = Prompts(seed)
     short = Arrival(at=0.0, input_tokens=_SHORT, output_tokens=1)
-    status, first = await _probe_length(pool, asking, prompts.text(short, -1))
-    if status == 400 and asking.exact:
-        asking = replace(asking, exact=False)
-        status, first = await _probe_length(pool, asking, prompts.text(short, -1))
+    status, first = await _probe_length(pool, request_format, prompts.text(short, -1))
+    if status == 400 and request_format.exact:
+        request_format = replace(request_format, exact=False)
+        status, first = await _probe_length(pool, request_format, prompts.text(short, -1))
     if first.error:
-        raise EndpointRefused(f"{asking.path} answered {status}: {first.error}")
+        raise EndpointRefused(f"{request_format.path} answered {status}: {first.error}")
     if not first.input_tokens:
-        return asking, Fit()
-    _, longer = await _probe_length(pool, asking, prompts.text(short._replace(input_tokens=_LONG), -2))
+        return request_format, Fit()
+    _, longer = await _probe_length(
+        pool, request_format, prompts.text(short._replace(input_tokens=_LONG), -2)
+    )
     if longer.input_tokens <= first.input_tokens:
-        return asking, Fit()
+        return request_format, Fit()
     per_word = (longer.input_tokens - first.input_tokens) / (_LONG - _SHORT)
-    return asking, Fit(max(first.input_tokens - per_word * _SHORT, 0.0), per_word)
+    return request_format, Fit(max(first.input_tokens - per_word * _SHORT, 0.0), per_word)
 
 
-async def _probe_length(pool: Pool, asking: RequestFormat, prompt: str) -> tuple[int, StreamTimings]:
-    status, timings = await send(pool, asking.path, asking.body(asking.model, prompt, 1))
+async def _probe_length(pool: Pool, request_format: RequestFormat, prompt: str) -> tuple[int, StreamTimings]:
+    status, timings = await send(
+        pool, request_format.path, request_format.body(request_format.model, prompt, 1)
+    )
     if not status:
         raise _unreachable(timings.error)
     return status, timings

@@ -114,7 +114,7 @@ class Sink(Protocol):
         ...
 
 
-class WholeBody:
+class ResponseBody:
     """A body in one piece."""
 
     def __init__(self) -> None:

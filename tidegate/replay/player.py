@@ -26,7 +26,7 @@ class Player:
     """
 
     pool: Pool
-    asking: RequestFormat
+    request_format: RequestFormat
     prompts: Prompts
     in_flight: int
     on_row: Callable[[ReplayRow], None]
@@ -59,8 +59,8 @@ class Player:
         for number, arrival in enumerate(arrivals):
             due = start + arrival.at
             await _until(due - LEAD_S)
-            name = self.asking.name(arrival)
-            body = self.asking.body(name, self.prompts.text(arrival, number), arrival.output_tokens)
+            name = self.request_format.name(arrival)
+            body = self.request_format.body(name, self.prompts.text(arrival, number), arrival.output_tokens)
             await _until(due)
             await room.acquire()
             task = asyncio.create_task(self._ask(arrival, name, body, start))
@@ -77,7 +77,7 @@ class Player:
             self.stop()
 
     async def _ask(self, arrival: Arrival, name: str, body: bytes, start: float) -> None:
-        status, timings = await send(self.pool, self.asking.path, body)
+        status, timings = await send(self.pool, self.request_format.path, body)
         self.on_row(_row(arrival, name, timings, status, start))
 
 

@@ -31,7 +31,7 @@ _OTHERS = 64
 class ReplayResult:
     """The request format, the tokens per word and the outcome of a replay."""
 
-    asking: RequestFormat
+    request_format: RequestFormat
     fit: Fit
     outcome: RequestResult
     interrupted: bool
@@ -40,7 +40,7 @@ class ReplayResult:
 async def replay(
     arrivals: Iterable[Arrival],
     pool: Pool,
-    asking: RequestFormat,
+    request_format: RequestFormat,
     *,
     seed: int,
     in_flight: int,
@@ -49,15 +49,14 @@ async def replay(
 ) -> ReplayResult:
     """Play ``arrivals`` over ``pool``, which is closed at the end; ``record`` gets a line for each request.
 
-    Without a model in ``asking`` requests name that of the trace, or else the first that the endpoint lists.
-    Before the first request raises :class:`policy.errors.Unreachable` and
-    :class:`tidegate.replay.endpoint_api.EndpointRefused`.
+    Without a model in ``request_format``, requests name that of the trace, or the first that the endpoint
+    lists. Raises :class:`policy.errors.Unreachable` and ``EndpointRefused`` before the first request.
     """
     try:
-        if not asking.model:
+        if not request_format.model:
             listed = await models_of(pool)
-            asking = replace(asking, model=listed[0], others=frozenset(listed))
-        asking, fit = await probe(pool, asking, seed)
+            request_format = replace(request_format, model=listed[0], others=frozenset(listed))
+        request_format, fit = await probe(pool, request_format, seed)
         tally = Tally()
         with record.open("wb") if record is not None else nullcontext() as file:
 
@@ -67,12 +66,12 @@ async def replay(
                     file.write(msgspec.json.encode(row) + b"\n")
                 on_row(row)
 
-            player = Player(pool, asking, Prompts(seed, fit), in_flight=_room(in_flight), on_row=over)
+            player = Player(pool, request_format, Prompts(seed, fit), in_flight=_room(in_flight), on_row=over)
             began = perf_counter()
             with stopped_by_signals(player.stop) as interrupted:
                 await player.play(arrivals)
             outcome = tally.outcome(cut=player.cut, duration_s=perf_counter() - began)
-        return ReplayResult(asking, fit, outcome, bool(interrupted))
+        return ReplayResult(request_format, fit, outcome, bool(interrupted))
     finally:
         pool.close()
 

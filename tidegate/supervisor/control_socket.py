@@ -99,11 +99,11 @@ class SupervisorClient:
 
     def follow(self) -> Iterator[Event]:
         """The events of the start, until it is ready or has failed."""
-        return self._events(Request(command="follow"))
+        return self._events("follow")
 
     def stop(self) -> Iterator[Event]:
         """Request an orderly stop; its events until the supervisor exits."""
-        return self._events(Request(command="stop"))
+        return self._events("stop")
 
     def _one(self, request: Request, timeout_s: float) -> SupervisorStatus:
         for line in self._lines(request, timeout_s):
@@ -111,11 +111,10 @@ class SupervisorClient:
                 return line.status
         raise Unreachable("the supervisor exited before it answered")
 
-    def _events(self, request: Request) -> Iterator[Event]:
+    def _events(self, command: Literal["follow", "stop"]) -> Iterator[Event]:
         # No timeout: the kernel closes the socket of a supervisor that dies.
-        for line in self._lines(request, None):
-            if line.event is not None:
-                yield line.event
+        lines = self._lines(Request(command=command), None)
+        return (line.event for line in lines if line.event is not None)
 
     def _lines(self, request: Request, timeout_s: float | None) -> Iterator[Line]:
         path = self._state.socket_path

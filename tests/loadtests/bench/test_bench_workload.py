@@ -44,9 +44,9 @@ def test_prefixed_prompts_share_exactly_their_prefix() -> None:
 
 def test_adapter_prompts_name_their_adapter_and_share_no_prefix() -> None:
     adapted = Adapted(["adapter-000", "adapter-001"], 128)
-    said = json.loads(body_of(adapted(1)))
-    assert said["model"] == "adapter-001"
-    assert len(said["messages"][0]["content"]) == 128
+    document = json.loads(body_of(adapted(1)))
+    assert document["model"] == "adapter-001"
+    assert len(document["messages"][0]["content"]) == 128
 
 
 def test_draws_are_skewed_by_the_exponent() -> None:

@@ -77,14 +77,14 @@ def test_an_unknown_model_has_a_prior_at_its_degree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("over", "said"),
+    ("over", "message"),
     [
         ({"engine": "vllm", "source": "a/b", "runner": "pooling"}, "writes no text"),
         ({"name": "n"}, "no model is called 'm'"),
     ],
 )
-def test_models_that_cannot_be_calibrated_are_refused(over: dict[str, Any], said: str) -> None:
-    with pytest.raises(TargetError, match=said):
+def test_models_that_cannot_be_calibrated_are_refused(over: dict[str, Any], message: str) -> None:
+    with pytest.raises(TargetError, match=message):
         found(**over)
 
 

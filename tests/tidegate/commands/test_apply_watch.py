@@ -90,7 +90,7 @@ def test_each_save_is_shown_and_applied(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("models: [", "valid YAML"),
         (document(9, worker=3), "gateway.worker"),
@@ -100,7 +100,7 @@ def test_each_save_is_shown_and_applied(desk: Desk) -> None:
     ids=["no YAML", "no such key", "a new port", "out of range"],
 )
 def test_an_invalid_save_is_refused_and_the_next_valid_one_applied(
-    desk: Desk, content: object, said: str
+    desk: Desk, content: object, message: str
 ) -> None:
     def now_good() -> None:
         assert desk.timeout_s == 1, "the bad one is not in force"
@@ -108,7 +108,7 @@ def test_an_invalid_save_is_refused_and_the_next_valid_one_applied(
 
     done = desk.watch(lambda: desk.write(content), now_good)
     assert done.exit_code == 0, done.output
-    assert said in done.stderr
+    assert message in done.stderr
     assert "The running deployment is unchanged." in done.stderr
     assert desk.timeout_s == 4
 
@@ -152,11 +152,11 @@ class Hours:
 
 
 def count(path: Path, *edits: Edit | None) -> int:
-    told = 0
+    reported = 0
     with pytest.raises(KeyboardInterrupt):
         for _ in file_changes(path, Hours(*edits).sleep):
-            told += 1
-    return told
+            reported += 1
+    return reported
 
 
 def test_a_file_is_reported_once_at_first_and_once_per_save(tmp_path: Path) -> None:

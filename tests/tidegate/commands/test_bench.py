@@ -56,10 +56,10 @@ def run_modes(site: Path, *words: str, trace: str = "load.yaml") -> Result:
 def test_the_json_of_adapters() -> None:
     result = run("adapters", *SMALL, "--json")
     assert result.exit_code == 0
-    said = json.loads(result.stdout)
-    assert list(said) == ["policies"]
-    assert list(said["policies"]) == ["placement", "least_loaded", "serve_multiplex"]
-    for each in said["policies"].values():
+    document = json.loads(result.stdout)
+    assert list(document) == ["policies"]
+    assert list(document["policies"]) == ["placement", "least_loaded", "serve_multiplex"]
+    for each in document["policies"].values():
         assert list(each) == ["loads", "ttft_p95_s", "load_max_over_mean", "moves_per_min"]
         assert all(isinstance(value, int | float) for value in each.values())
     assert "placement: 120 requests" in result.stderr
@@ -77,12 +77,14 @@ def test_a_table_and_a_plot_of_adapters(tmp_path: Path) -> None:
 def test_the_json_of_modes(site: Path) -> None:
     result = run_modes(site, "--seeds", "2", "--seed", "5", "--json")
     assert result.exit_code == 0
-    said = json.loads(result.stdout)
-    assert list(said) == ["trace", "seeds", "gains", "runs"]
-    assert said["trace"] == "load.yaml" and said["seeds"] == [5, 6]
-    assert said["gains"] == pytest.approx([0.0, 0.0], abs=0.05), "nothing is to be gained on so small a load"
-    assert list(said["runs"]) == ["by_load", "single-large", "multi-replica"]
-    for each in said["runs"].values():
+    document = json.loads(result.stdout)
+    assert list(document) == ["trace", "seeds", "gains", "runs"]
+    assert document["trace"] == "load.yaml" and document["seeds"] == [5, 6]
+    assert document["gains"] == pytest.approx([0.0, 0.0], abs=0.05), (
+        "nothing is to be gained on so small a load"
+    )
+    assert list(document["runs"]) == ["by_load", "single-large", "multi-replica"]
+    for each in document["runs"].values():
         assert list(each) == ["goodput_rps", "attainment", "gpu_hours", "switches", "switches_per_h",
                               "ttft_p95_s", "itl_p95_s", "failed"]  # fmt: skip
         assert all(isinstance(value, int | float) for value in each.values())

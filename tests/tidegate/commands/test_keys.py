@@ -29,9 +29,9 @@ def test_the_snippet_is_a_tenant_with_the_digest_of_the_key() -> None:
 
 
 def test_json_for_scripts() -> None:
-    said = json.loads(run("new", "acme", "--json"))
-    assert said["sha256"] == digest_of(said["key"].encode())
-    assert said["name"] == "acme"
+    document = json.loads(run("new", "acme", "--json"))
+    assert document["sha256"] == digest_of(document["key"].encode())
+    assert document["name"] == "acme"
 
 
 def test_an_invalid_tenant_name_is_refused() -> None:

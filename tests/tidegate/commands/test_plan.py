@@ -42,16 +42,16 @@ def test_json_has_what_scripts_read(document: Path, tmp_path: Path) -> None:
     trace.write_text(TRACE)
     result = run(document, "--trace", str(trace), *SMALL, "--json")
     assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
-    assert said["model"] == "chat" and said["load"] == "azure.csv"
-    (option,) = said["options"]
+    content = json.loads(result.stdout)
+    assert content["model"] == "chat" and content["load"] == "azure.csv"
+    (option,) = content["options"]
     assert (option["kind"], option["replicas"], option["with_spare"]) == ("h100", 1, 2)
     assert option["basis"] == "assumed" and "data sheet" in option["source"]
-    assert [each["factor"] for each in said["growth"]] == [1.0, 2.0]
-    assert said["basis"]["load"].startswith("measured: counted in the requests")
-    assert said["demand"]["requests"] == 100 and said["demand"]["input_tokens"] == 400
+    assert [each["factor"] for each in content["growth"]] == [1.0, 2.0]
+    assert content["basis"]["load"].startswith("measured: counted in the requests")
+    assert content["demand"]["requests"] == 100 and content["demand"]["input_tokens"] == 400
     for part in ("failure", "power", "network"):
-        assert all(value is not None for value in said[part].values())
+        assert all(value is not None for value in content[part].values())
     assert "try 1: 1 of h100 x 1" in result.stderr
 
 
@@ -85,7 +85,7 @@ def test_an_slo_that_no_replica_count_meets_is_reported(document: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         *(("", "give either --trace, or --rps"), ("--rps 0", "--rps"), ("--rps 2 --shapes one", "--shapes")),
         ("--rps 2 --kinds b300", "--kinds: got 'b300'"),
@@ -95,10 +95,10 @@ def test_an_slo_that_no_replica_count_meets_is_reported(document: Path) -> None:
         ("--rps 2 --model other", "no model is called 'other'"),
     ],
 )
-def test_errors_name_the_option(document: Path, words: str, said: str) -> None:
+def test_errors_name_the_option(document: Path, words: str, message: str) -> None:
     result = run(document, *words.split())
     assert result.exit_code != 0
-    assert said in result.output + str(result.exception)
+    assert message in result.output + str(result.exception)
 
 
 def test_a_model_without_an_slo_is_refused(document: Path) -> None:

@@ -65,15 +65,15 @@ def test_json_has_exactly_what_scripts_read_and_the_same_each_time(site: Path) -
     words = ("--compare", "predictive,static", "--seed", "3", "--json", "--no-oracle")
     result = run(site, *words)
     assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout, parse_constant=pytest.fail)
-    assert list(said) == ["trace", "seed", "oracle", "policies"]
-    assert (said["trace"], said["seed"]) == ("load.yaml", 3)
-    assert said["oracle"] == {"lower_gpu_hours": None, "achievable_gpu_hours": None}
-    assert list(said["policies"]) == ["predictive", "static"]
-    for each in said["policies"].values():
+    document = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert list(document) == ["trace", "seed", "oracle", "policies"]
+    assert (document["trace"], document["seed"]) == ("load.yaml", 3)
+    assert document["oracle"] == {"lower_gpu_hours": None, "achievable_gpu_hours": None}
+    assert list(document["policies"]) == ["predictive", "static"]
+    for each in document["policies"].values():
         assert set(KEYS) <= set(each) and each["oracle_ratio"] is None
         assert 0 < each["attainment"] <= 1 and each["gpu_hours"] > 0 and each["cost"] == 2 * each["gpu_hours"]
-    requests = {each["requests"] for each in said["policies"].values()}
+    requests = {each["requests"] for each in document["policies"].values()}
     assert len(requests) == 1 and 50 < requests.pop() < 140
     assert re.search(r"^predictive: 0:00:5\d simulated$", result.stderr, re.MULTILINE)
     assert run(site, *words).stdout == result.stdout
@@ -84,8 +84,8 @@ def test_the_bounds_are_below_what_a_policy_takes(site: Path, monkeypatch: pytes
     monkeypatch.setattr(replica_capacity, "REQUESTS", 200)
     monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
     result = run(site, "--json")
-    said = json.loads(result.stdout)
-    oracle, (policy,) = said["oracle"], said["policies"].values()
+    document = json.loads(result.stdout)
+    oracle, (policy,) = document["oracle"], document["policies"].values()
     assert 0 < oracle["lower_gpu_hours"] <= oracle["achievable_gpu_hours"]
     assert policy["oracle_ratio"] == pytest.approx(policy["gpu_hours"] / oracle["lower_gpu_hours"])
     assert "what a replica of multi-replica attains" in result.stderr
@@ -164,8 +164,8 @@ def test_a_scenario_with_slow_starts_lowers_the_attainment(site: Path) -> None:
     (site / "burst.yaml").write_text(burst.replace("duration_s: 60", "duration_s: 150"))
 
     def attained(*words: str) -> float:
-        said = json.loads(run(site, "--json", "--no-oracle", *words, trace="burst.yaml").stdout)
-        return float(said["policies"]["target_tracking"]["attainment"])
+        document = json.loads(run(site, "--json", "--no-oracle", *words, trace="burst.yaml").stdout)
+        return float(document["policies"]["target_tracking"]["attainment"])
 
     assert attained("--world", str(site / "world.yaml")) < attained()
 
@@ -174,8 +174,8 @@ def test_requests_for_adapters_without_a_section_fail_with_a_warning(site: Path)
     (site / "sql.yaml").write_text(WORKLOAD + "      adapters: {names: [sql]}\n")
     result = run(site, "--json", "--no-oracle", trace="sql.yaml")
     policy = json.loads(result.stdout)["policies"]["target_tracking"]
-    said = f"m: {policy['requests']} of {policy['requests']} requests name an adapter and fail"
-    assert policy["failed"] == policy["requests"] and said in result.stderr
+    message = f"m: {policy['requests']} of {policy['requests']} requests name an adapter and fail"
+    assert policy["failed"] == policy["requests"] and message in result.stderr
 
 
 def test_requests_that_are_too_long_fail_with_a_warning(site: Path) -> None:
@@ -183,9 +183,9 @@ def test_requests_that_are_too_long_fail_with_a_warning(site: Path) -> None:
     (site / "short.yaml").write_text(short)
     result = run(site, "--json", "--no-oracle", document="short.yaml")
     policy = json.loads(result.stdout)["policies"]["target_tracking"]
-    told = f"m: {policy['requests']} of {policy['requests']} requests exceed max_model_len"
+    reported = f"m: {policy['requests']} of {policy['requests']} requests exceed max_model_len"
     assert policy["failed"] == policy["requests"]
-    assert f"{told} (259 tokens with their answers) and fail" in result.stderr
+    assert f"{reported} (259 tokens with their answers) and fail" in result.stderr
     (site / "short.yaml").write_text(short.replace("259", "260"))
     result = run(site, "--json", "--no-oracle", document="short.yaml")
     assert json.loads(result.stdout)["policies"]["target_tracking"]["failed"] == 0
@@ -218,8 +218,8 @@ def test_files_are_refused_with_the_place_in_them(site: Path) -> None:
     named = WORKLOAD.replace("  - generate", "  - model: other\n    generate")
     (site / "named.yaml").write_text(named)
     (site / "two.yaml").write_text(TWO)
-    said = refused(site, document="two.yaml", trace="named.yaml")
-    assert "the trace's model: got 'other', expected one of: m, n" in said
+    message = refused(site, document="two.yaml", trace="named.yaml")
+    assert "the trace's model: got 'other', expected one of: m, n" in message
     (site / "external.yaml").write_text("models: [{name: m, engine: external, urls: ['http://127.0.0.1:1']}]")
     assert "models[m].engine: got 'external'" in refused(site, document="external.yaml")
 

@@ -68,11 +68,11 @@ class Endpoint:
                 message = await receive()
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
-            said = json.loads(body)
-            self.asked.append(said)
+            output = json.loads(body)
+            self.asked.append(output)
             self.paths.append(scope["path"])
             self.on_ask()
-            if self.strict and "ignore_eos" in said:
+            if self.strict and "ignore_eos" in output:
                 await send({"type": "http.response.start", "status": 400, "headers": []})
                 error = b'{"error": {"message": "Unknown parameter: ignore_eos"}}'
                 await send({"type": "http.response.body", "body": error})

@@ -34,18 +34,18 @@ def test_lines_are_sorted_by_time(tmp_path_factory: pytest.TempPathFactory, inst
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 200), max_size=6))
 def test_any_split_of_the_bytes_gives_the_same_result(cuts: list[int]) -> None:
-    told = HEADER + line(4) + b'{"lost":2}\n' + line(1)
+    reported = HEADER + line(4) + b'{"lost":2}\n' + line(1)
     part, changes = BytesIO(), [0]
     spool = CaptureFile(part, lambda: changes.append(1))
-    edges = [0, *sorted(min(cut, len(told)) for cut in cuts), len(told)]
+    edges = [0, *sorted(min(cut, len(reported)) for cut in cuts), len(reported)]
     for begin, end in pairwise(edges):
-        spool.feed(told[begin:end], 0.0)
+        spool.feed(reported[begin:end], 0.0)
     assert part.getvalue() == HEADER + line(4) + line(1)
     assert (spool.requests, spool.lost) == (2, 2)
     assert len(changes) == len(edges)
 
 
-@pytest.mark.parametrize("said", [b'{"error": {"message": "no"}}\n', b"<html>\n", line(1)])
-def test_other_content_than_a_capture_is_refused(said: bytes) -> None:
+@pytest.mark.parametrize("message", [b'{"error": {"message": "no"}}\n', b"<html>\n", line(1)])
+def test_other_content_than_a_capture_is_refused(message: bytes) -> None:
     with pytest.raises(CaptureRefused, match=r"no (line of a )?capture"):
-        CaptureFile(BytesIO(), lambda: None).feed(said, 0.0)
+        CaptureFile(BytesIO(), lambda: None).feed(message, 0.0)

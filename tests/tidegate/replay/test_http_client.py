@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tidegate.replay.http_client import Pool, WholeBody
+from tidegate.replay.http_client import Pool, ResponseBody
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -44,7 +44,7 @@ class Server:
 
 
 async def get(pool: Pool) -> bytes:
-    answer = WholeBody()
+    answer = ResponseBody()
     assert await pool.get("/v1/models", answer) == 200
     return answer.body
 

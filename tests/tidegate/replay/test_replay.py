@@ -46,14 +46,19 @@ def test_a_table_and_a_record(endpoint: Endpoint, tmp_path: Path) -> None:
 
 def test_json_has_what_scripts_read(endpoint: Endpoint, tmp_path: Path) -> None:
     result = run(trace(tmp_path, 0.0, 0.01), "--url", endpoint.url, "--json")
-    said = json.loads(result.stdout)
-    assert list(said) == [
+    document = json.loads(result.stdout)
+    assert list(document) == [
         "trace", "url", "model", "seed", "requests", "sent", "served", "failed", "cut", "duration_s",
         "input_tokens", "output_tokens", "ttft_s", "itl_s", "e2e_s", "late_s", "late", "kept_pace",
         "error", "exact", "tokens_per_word", "interrupted",
     ]  # fmt: skip
-    assert (said["requests"], said["served"], said["failed"], said["interrupted"]) == (2, 2, {}, False)
-    assert list(said["ttft_s"]) == ["mean", "p50", "p90", "p95", "p99", "max"]
+    assert (document["requests"], document["served"], document["failed"], document["interrupted"]) == (
+        2,
+        2,
+        {},
+        False,
+    )
+    assert list(document["ttft_s"]) == ["mean", "p50", "p90", "p95", "p99", "max"]
 
 
 def test_a_part_of_the_trace_at_another_rate(endpoint: Endpoint, tmp_path: Path) -> None:
@@ -111,7 +116,7 @@ def test_ctrl_c_ends_a_replay_with_the_results_so_far(endpoint: Endpoint, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "give either a TRACE to replay or --capture FILE"),
         (("T", "--capture", "x"), "give either a TRACE to replay or --capture FILE"),
@@ -124,13 +129,13 @@ def test_ctrl_c_ends_a_replay_with_the_results_so_far(endpoint: Endpoint, tmp_pa
         (("--capture", "P"), "P.part: the file exists already"),
     ],
 )
-def test_a_refusal_names_what_is_wrong(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_a_refusal_names_what_is_wrong(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     path = trace(tmp_path, 0.0)
     (tmp_path / "P.part").touch()
     names = {"T": path, "P": tmp_path / "P"}
     result = run(*(names.get(word, word) for word in words))
     assert result.exit_code
-    assert said in result.output.replace("\n", " ")
+    assert message in result.output.replace("\n", " ")
 
 
 class Admin(http.server.BaseHTTPRequestHandler):
@@ -178,12 +183,12 @@ def test_a_capture_is_a_trace(admin: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_ctrl_c_completes_a_capture(admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     feed = CaptureFile.feed
 
-    def heard(spool: CaptureFile, data: bytes, at: float) -> None:
+    def received(spool: CaptureFile, data: bytes, at: float) -> None:
         feed(spool, data, at)
         if spool.requests:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(CaptureFile, "feed", heard)
+    monkeypatch.setattr(CaptureFile, "feed", received)
     monkeypatch.setattr(Admin, "goes_on", True)
     monkeypatch.setattr(Admin, "lines", HEADER + '{"at":1,"input_tokens":5,"output_tokens":2}\n')
     path = tmp_path / "own.jsonl"
@@ -194,7 +199,7 @@ def test_ctrl_c_completes_a_capture(admin: str, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ({"status": 404}, "answered 404"),
         ({"lines": "<html>\n"}, "no line of a capture"),
@@ -202,10 +207,10 @@ def test_ctrl_c_completes_a_capture(admin: str, tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_only_a_gateway_can_be_captured(
-    admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict[str, object], said: str
+    admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict[str, object], message: str
 ) -> None:
     for name, value in answer.items():
         monkeypatch.setattr(Admin, name, value)
     result = run("--capture", tmp_path / "own.jsonl", "--admin-url", admin)
-    assert result.exit_code and said in str(result.exception)
+    assert result.exit_code and message in str(result.exception)
     assert list(tmp_path.iterdir()) == []

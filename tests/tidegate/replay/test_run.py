@@ -27,8 +27,10 @@ async def play(
     endpoint: Endpoint, arrivals: Iterable[Arrival], record: Path | None = None, **more: Any
 ) -> tuple[ReplayResult, list[ReplayRow]]:
     rows: list[ReplayRow] = []
-    pool, asking = Pool(endpoint.url), RequestFormat(**more)
-    played = await replay(arrivals, pool, asking, seed=1, in_flight=64, record=record, on_row=rows.append)
+    pool, request_format = Pool(endpoint.url), RequestFormat(**more)
+    played = await replay(
+        arrivals, pool, request_format, seed=1, in_flight=64, record=record, on_row=rows.append
+    )
     return played, rows
 
 
@@ -75,7 +77,7 @@ async def test_a_given_model_replaces_the_traces(endpoint: Endpoint) -> None:
 async def test_without_ignore_eos_support_answers_have_the_models_length(endpoint: Endpoint) -> None:
     endpoint.strict = True
     played, rows = await play(endpoint, [Arrival(0.0, 40, 7)])
-    assert not played.asking.exact and rows[0].served
+    assert not played.request_format.exact and rows[0].served
     assert "ignore_eos" not in endpoint.asked[-1] and endpoint.asked[-1]["max_tokens"] == 7
 
 
@@ -140,19 +142,19 @@ async def against(slow: Slow, requests: int, in_flight: int) -> tuple[Player, in
 
 async def test_requests_are_sent_before_earlier_ones_are_answered() -> None:
     slow = Slow(wanted=40)
-    _, told = await against(slow, 40, in_flight=64)
-    assert told == slow.most == 40
+    _, reported = await against(slow, 40, in_flight=64)
+    assert reported == slow.most == 40
 
 
 async def test_in_flight_requests_are_limited() -> None:
     slow = Slow(wanted=8)
-    _, told = await against(slow, 24, in_flight=8)
-    assert (told, slow.most) == (24, 8)
+    _, reported = await against(slow, 24, in_flight=8)
+    assert (reported, slow.most) == (24, 8)
 
 
 async def test_stop_cancels_and_counts_open_requests() -> None:
-    player, told = await against(Slow(wanted=8, answers=False), 24, in_flight=8)
-    assert (told, player.cut) == (0, 8)
+    player, reported = await against(Slow(wanted=8, answers=False), 24, in_flight=8)
+    assert (reported, player.cut) == (0, 8)
 
 
 async def test_a_record_that_cannot_be_written_ends_the_replay() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -19,15 +19,12 @@ from sim.benchmarks.modes import BY_LOAD, ModeBenchmark, compare, curves
 from sim.benchmarks.policies.benchmark_setup import TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.ranking import Ranking, RankingTable, rank
-from sim.benchmarks.policies.run import Trial, TrialResult, run_all, trials
+from sim.benchmarks.policies.run import run_all, trials
 from sim.benchmarks.policies.sizing import ReplicaSize, size_of
 from sim.charts.figure import Panel, bars
 from sim.charts.table import percent, seconds
-from sim.request_arrival import Arrival
-from sim.results.comparison import PolicyEntry
 from sim.results.series import clock
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Record
 from sim.workload.workload_spec import arrivals_of
 from tidegate import deployment_file
 from tidegate.commands.options import (
@@ -126,7 +123,9 @@ def policies(
             settings = trials(
                 setup, size, names, leads_s=leads, seeds=range(count), each=_QUICK if quick else 1
             )
-            ranking = rank(_run_trials(trace.name, settings, processes))
+            with Bar("runs") as bar:
+                advance = partial(bar.advance, len(settings), trace.name)
+                ranking = rank(run_all(settings, processes, advance))
         except ValueError as error:
             raise TargetError(f"{trace.name}: {error}") from None
         score = PolicyScore(
@@ -141,11 +140,6 @@ def policies(
             _print_ranking(score)
     if as_json:
         print_json({"traces": scores})
-
-
-def _run_trials(name: str, settings: Sequence[Trial], processes: int | None) -> list[TrialResult]:
-    with Bar("runs") as bar:
-        return run_all(settings, processes, lambda _: bar.advance(len(settings), task=name))
 
 
 def _traces(where: Path) -> list[Path]:
@@ -221,7 +215,9 @@ def modes(*, file: Path, trace: Path, seeds: int, seed: int, plot: Path | None, 
         benchmark = compare(
             automatic,
             lambda each: arrivals_of(trace, each),
-            _simulate,
+            lambda entry, arrivals, each, progress: simulate(
+                entry.deployment, entry.policies, arrivals, seed=each, progress=progress
+            ),
             range(seed, seed + seeds),
             lambda name, at: bar.update(at, simulated_s, task=name),
         )
@@ -236,12 +232,6 @@ def modes(*, file: Path, trace: Path, seeds: int, seed: int, plot: Path | None, 
     click.echo(_gain(benchmark))
     if plot is not None:
         click.echo(f"Chart written to {plot}")
-
-
-def _simulate(
-    entry: PolicyEntry, arrivals: Iterable[Arrival], seed: int, progress: Callable[[float], None]
-) -> Record:
-    return simulate(entry.deployment, entry.policies, arrivals, seed=seed, progress=progress)
 
 
 def _modes_table(benchmark: ModeBenchmark) -> Table:

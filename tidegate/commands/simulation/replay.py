@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -39,8 +38,6 @@ from tidegate.replay.results import LATE_S, RequestResult
 from tidegate.replay.run import ReplayResult
 from tidegate.replay.run import capture as capture_traffic
 from tidegate.replay.run import replay as send_trace
-
-T = TypeVar("T")
 
 
 @click.command(
@@ -119,7 +116,7 @@ def replay(
     if not requests:
         raise click.ClickException(f"{trace}: no requests in the selected part")
     with Bar("requests") as bar:
-        result = _run(
+        result = uvloop.run(
             send_trace(
                 arrivals(),
                 Pool(url, key),
@@ -127,7 +124,7 @@ def replay(
                 seed=seed,
                 in_flight=max_in_flight,
                 record=record,
-                on_row=lambda _: bar.advance(requests, task="replay"),
+                on_row=partial(bar.advance, requests, "replay"),
             )
         )
     _report(trace, url, seed, requests, result, as_json=as_json)
@@ -151,7 +148,7 @@ def _capture(file: Path, url: str, for_s: float | None, as_json: bool) -> None:
         spool = CaptureFile(spooled, changed)
         warn(f"Capturing {url} {until}. Requests are written when they end.")
         try:
-            complete = _run(capture_traffic(url, spool, for_s=for_s))
+            complete = uvloop.run(capture_traffic(url, spool, for_s=for_s))
         except BaseException:
             if not spool.header:
                 part.unlink()
@@ -169,23 +166,18 @@ def _capture(file: Path, url: str, for_s: float | None, as_json: bool) -> None:
         sys.exit(Exit.FAILED)
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
-
-
 def _report(trace: Path, url: str, seed: int, requests: int, result: ReplayResult, *, as_json: bool) -> None:
-    outcome, asking, fit = result.outcome, result.asking, result.fit
+    outcome, request, fit = result.outcome, result.request_format, result.fit
     if as_json:
         print_json(
             {
-                "trace": str(trace), "url": url, "model": asking.model, "seed": seed, "requests": requests,
+                "trace": str(trace), "url": url, "model": request.model, "seed": seed, "requests": requests,
                 **msgspec.to_builtins(outcome, str_keys=True),
-                "exact": asking.exact, "tokens_per_word": fit.per_word, "interrupted": result.interrupted,
+                "exact": request.exact, "tokens_per_word": fit.per_word, "interrupted": result.interrupted,
             }
         )  # fmt: skip
         return
-    click.echo(f"{trace.name} on {url}, model {asking.model}, seed {seed}")
+    click.echo(f"{trace.name} on {url}, model {request.model}, seed {seed}")
     console().print(_latencies(outcome))
     duration_s = outcome.duration_s
     click.echo(
@@ -203,7 +195,7 @@ def _report(trace: Path, url: str, seed: int, requests: int, result: ReplayResul
     if outcome.cut or result.interrupted:
         unsent = requests - outcome.sent - outcome.cut
         click.echo(f"Interrupted: {outcome.cut} requests in flight, {unsent} not sent.")
-    if not asking.exact:
+    if not request.exact:
         click.echo("Answer lengths are the model's own, not the trace's.")
     if not outcome.kept_pace:
         warn(
