@@ -116,7 +116,7 @@ def test_a_missed_slo_sets_the_exit_code(deployment: Deployment) -> None:
 @pytest.mark.long
 def test_worker_processes_report_all_requests_once(deployment: Deployment) -> None:
     prefix = deployment.folder / "shared"
-    load = ["-u", "4", "-r", "4", "-t", "3s", "--processes", "2", "--max-tokens", "8", "--abort-share", "0.3"]
+    load = ["-u", "4", "-r", "4", "-t", "8s", "--processes", "2", "--max-tokens", "8", "--abort-share", "0.3"]
     master = str(free_ports(1)[0])
     ports = ["--master-bind-port", master, "--master-port", master]
     ran = deployment.locust(*load, *ports, "--csv", str(prefix))

@@ -1,4 +1,4 @@
-"""The accounts of a run: what met the SLO, what is summed, and what the gateway says of it."""
+"""SLO attainment and sums of a run, its tables, and the comparison with the gateway."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_objective(outcome: Outcome, met: bool) -> None:
     assert OBJECTIVE.met(outcome) is met
 
 
-def played() -> Ledger:
+def example_run() -> Ledger:
     """Two streams of which one is slow, a whole answer, a failure and a client that left, in 4 s."""
     ledger = Ledger()
     ledger.begin(100.0)
@@ -58,35 +58,35 @@ def played() -> Ledger:
 
 
 def test_failures_count_against_attainment_and_clients_that_left_do_not() -> None:
-    ledger = played()
+    ledger = example_run()
     total = ledger.total()
     assert (total.requests, total.served, total.aborted, total.met, total.met_streams) == (4, 3, 1, 2, 1)
     assert total.attainment == 0.5
-    # The failure's 9 s are no served request's.
+    # Without the 9 s of the failure.
     assert total.e2e_s == 5.0
     assert (total.begun, total.gaps, total.tokens) == (3, 3, 80)
     assert ledger.seconds == 4.0
 
 
 def test_counts_of_workers_are_merged() -> None:
-    master, worker = Ledger(), played()
+    master, worker = Ledger(), example_run()
     master.begin(50.0)
     master.put(worker.take(), 52.0)
     master.put(worker.take(), 60.0)
-    assert master.total() == played().total()
-    assert master.seconds == 2.0, "a worker with nothing to say does not make the run longer"
+    assert master.total() == example_run().total()
+    assert master.seconds == 2.0, "an empty report does not extend the run"
 
 
 def test_the_table_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ledger = played()
+    ledger = example_run()
     streamed, whole, every = report.rows(ledger)
     assert (streamed["ttft"], streamed["goodput"], streamed["met"]) == ("300.0", "0.25", "50.0")
     assert (whole["ttft"], whole["failed"]) == ("", "1")
     assert (every["user"], every["requests"], every["output"]) == ("all", "4", "20.00")
-    report.show(ledger, OBJECTIVE, [], "nobody is there")
+    report.show(ledger, OBJECTIVE, [], "no admin port")
     printed = capsys.readouterr().out
     assert "TTFT <= 0.5 s and mean ITL <= 0.05 s" in printed
-    assert "nobody is there" in printed
+    assert "no admin port" in printed
     report.save(str(tmp_path / "run"), ledger, [])
     assert (tmp_path / "run_slo.csv").read_text().count("\n") == 4
     assert not (tmp_path / "run_gateway.csv").exists()
@@ -126,7 +126,7 @@ def test_gateway_metrics_match_the_users_measurements(metrics: Metrics) -> None:
     meter.requests[("/v1/chat/completions", "cancelled")] += 1
     meter.served_stream(0.2, 0.02)
     meter.served_stream(0.6, 0.02)
-    compared = compare(before, samples(metrics), played(), OBJECTIVE)
+    compared = compare(before, samples(metrics), example_run(), OBJECTIVE)
     assert [row.name for row in compared][-1] == "goodput of streams"
     assert [row.difference for row in compared] == pytest.approx([0.0] * 6)
     assert [row.gateway for row in compared] == pytest.approx([300.0, 30.0, 5000 / 3, 3, 3, 0.25])

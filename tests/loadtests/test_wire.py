@@ -1,4 +1,4 @@
-"""The users' connection against a server that is scripted byte by byte."""
+"""The connection of users, against a server that a test scripts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(*scripts: Script) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def asked(connection: socket.socket) -> bytes:
+def read_request(connection: socket.socket) -> bytes:
     data = b""
     while b"\r\n\r\n" not in data:
         data += connection.recv(65536)
@@ -42,11 +42,11 @@ def asked(connection: socket.socket) -> bytes:
 
 
 def answers_once(connection: socket.socket) -> None:
-    asked(connection)
+    read_request(connection)
     connection.sendall(WHOLE)
 
 
-def ignored(data: bytes, at: float) -> bool:
+def ignore_body(data: bytes, at: float) -> bool:
     return True
 
 
@@ -58,26 +58,26 @@ def test_a_closed_idle_connection_is_replaced() -> None:
 
 def test_a_request_is_not_repeated_after_a_partial_answer() -> None:
     def breaks(connection: socket.socket) -> None:
-        asked(connection)
+        read_request(connection)
         connection.sendall(CHUNKED + b"2\r\nhi\r\n")
 
     with server(breaks) as url, Connection(url) as connection, pytest.raises(ConnectionResetError):
-        connection.post("/a", b"", ignored)
+        connection.post("/a", b"", ignore_body)
 
 
 def test_a_connection_closed_without_an_answer_is_an_error() -> None:
     def silent(connection: socket.socket) -> None:
-        asked(connection)
+        read_request(connection)
 
     with server(silent) as url, Connection(url) as connection, pytest.raises(ConnectionResetError):
-        connection.post("/a", b"", ignored)
+        connection.post("/a", b"", ignore_body)
 
 
 def test_a_sink_that_returns_false_closes_the_connection() -> None:
     seen: list[bytes] = []
 
     def streams(connection: socket.socket) -> None:
-        asked(connection)
+        read_request(connection)
         connection.sendall(CHUNKED + b"2\r\nhi\r\n")
         seen.append(connection.recv(1))
 

@@ -30,7 +30,7 @@ def environment_without_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Upstream(http.server.BaseHTTPRequestHandler):
-    """The least that an OpenAI-compatible server must say."""
+    """A minimal OpenAI-compatible server."""
 
     protocol_version = "HTTP/1.1"
 
@@ -68,7 +68,7 @@ def upstream() -> Iterator[str]:
 
 
 def until(true: Callable[[], Any], what: str, within_s: float = 120.0) -> Any:
-    """Poll other processes until ``true()`` is; fails by saying ``what`` did not happen."""
+    """Poll until ``true()``; fails with ``what`` did not happen."""
     deadline = time.monotonic() + within_s
     while not (value := true()):
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
@@ -78,7 +78,7 @@ def until(true: Callable[[], Any], what: str, within_s: float = 120.0) -> Any:
 
 @dataclass(frozen=True)
 class Site:
-    """One state directory and one document."""
+    """One state directory and one deployment file."""
 
     folder: Path
     port: int
@@ -137,7 +137,7 @@ class Site:
         return answer
 
     def pids(self) -> list[int]:
-        """Everything that runs for this state directory, asked of the system, not of the record."""
+        """The processes of this state directory, from the system instead of the record."""
         running = psutil.process_iter(["cmdline"])
         ours = (process.pid for process in running if str(self.state) in (process.info["cmdline"] or []))
         return [pid for pid in ours if pid != os.getpid()]

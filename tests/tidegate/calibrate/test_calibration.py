@@ -1,4 +1,4 @@
-"""What can be calibrated, and what an engine is taken to be before."""
+"""The shape that is calibrated, and its prior performance model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidegate.calibrate.calibration import ServedShape, served_shape
 
 
 class FakeController:
-    """One model whose shape ``small`` serves, with so many ``ready``."""
+    """A controller with one model, whose shape ``small`` has ``ready`` replicas."""
 
     def __init__(self, ready: int = 1, phase: str = "steady") -> None:
         self._ready = ready

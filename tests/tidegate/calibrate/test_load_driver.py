@@ -1,4 +1,4 @@
-"""Clients in a closed loop, against a server that answers so many requests and no more."""
+"""Closed-loop clients against a server that answers a limited number of requests."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ EVENTS = (
 async def endpoint(
     status: bytes, body: bytes, most: int, over: int
 ) -> AsyncIterator[tuple[Pool, list[bytes], asyncio.Event]]:
-    """A server that answers ``most`` requests, and then no more; with all of them.
-
-    The event is set when ``over`` of them have come.
-    """
+    """A server that answers ``most`` requests; yields its requests, and an event after ``over`` of them."""
     heads: list[bytes] = []
     enough = asyncio.Event()
 
@@ -66,21 +63,21 @@ async def endpoint(
 
 
 async def test_lengths_are_those_of_the_endpoint_and_open_requests_are_cancelled() -> None:
-    async with endpoint(b"200 OK", EVENTS, most=5, over=7) as (pool, asked, enough):
+    async with endpoint(b"200 OK", EVENTS, most=5, over=7) as (pool, requests, enough):
         driven = await LoadDriver(pool, RequestFormat("m"), Prompts(0)).drive(
             Point(2, 16, 4), 1, enough.wait()
         )
     assert (driven.point.input_tokens, driven.point.output_tokens) == (21, 2)
     assert len(driven.latencies) == 5
-    # Each of the two clients has one more open, which nobody answers.
-    assert len(set(asked)) == len(asked) == 7
+    # Each of the two clients has one more request, without an answer.
+    assert len(set(requests)) == len(requests) == 7
     assert driven.refused == ""
 
 
 async def test_each_replica_has_its_own_clients() -> None:
-    async with endpoint(b"200 OK", EVENTS, most=0, over=6) as (pool, asked, enough):
+    async with endpoint(b"200 OK", EVENTS, most=0, over=6) as (pool, requests, enough):
         await LoadDriver(pool, RequestFormat("m"), Prompts(0)).drive(Point(2, 16, 4), 3, enough.wait())
-    assert len(asked) == 6
+    assert len(requests) == 6
 
 
 async def test_an_endpoint_that_refuses_everything_is_no_load_point(monkeypatch: pytest.MonkeyPatch) -> None:

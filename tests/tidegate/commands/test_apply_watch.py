@@ -1,4 +1,4 @@
-"""``tidegate apply --watch``: each save is applied, and a bad one changes nothing."""
+"""``tidegate apply --watch``: each save is applied, and an invalid one changes nothing."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tidegate.commands.deployment.check_apply import POLL_S, file_changes
 Edit = Callable[[], object]
 
 
-class Running:
-    """A supervisor that takes every document; ``refuses`` is raised instead."""
+class FakeSupervisor:
+    """A supervisor that accepts every deployment file, or raises ``refuses``."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
         self.refuses: TidegateError | None = None
-        self.asked: list[Any] = []
+        self.applied: list[Any] = []
 
     def status(self) -> SimpleNamespace:
         return SimpleNamespace(document=self.document)
 
     def apply(self, document: dict[str, Any]) -> None:
-        self.asked.append(document)
+        self.applied.append(document)
         if self.refuses is not None:
             raise self.refuses
         self.document = document
@@ -44,12 +44,12 @@ def document(timeout_s: float, **more: object) -> dict[str, Any]:
     return {"models": [model], "gateway": {"queue_timeout_s": timeout_s, **more}}
 
 
-class Desk:
-    """Where somebody edits ``file`` while the command watches it."""
+class WatchedFile:
+    """A file that is edited while the command watches it."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.file = folder / "deployment.yaml"
-        self.running = Running(document(1))
+        self.running = FakeSupervisor(document(1))
         self.write(document(1))
         self._edits: list[Edit] = []
         monkeypatch.setattr(check_apply, "SupervisorClient", lambda state: self.running)
@@ -77,14 +77,14 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    return Desk(tmp_path, monkeypatch)
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedFile:
+    return WatchedFile(tmp_path, monkeypatch)
 
 
-def test_each_save_is_shown_and_applied(desk: Desk) -> None:
-    done = desk.watch(lambda: desk.write(document(2)), lambda: desk.write(document(3)))
+def test_each_save_is_shown_and_applied(watched: WatchedFile) -> None:
+    done = watched.watch(lambda: watched.write(document(2)), lambda: watched.write(document(3)))
     assert done.exit_code == 0, done.output
-    assert [asked["gateway"]["queue_timeout_s"] for asked in desk.running.asked] == [1, 2, 3]
+    assert [applied["gateway"]["queue_timeout_s"] for applied in watched.running.applied] == [1, 2, 3]
     shown = [line.split()[:3] for line in done.output.splitlines() if "gateway." in line]
     assert shown == [["gateway.queue_timeout_s", "1.0", "2.0"], ["gateway.queue_timeout_s", "2.0", "3.0"]]
 
@@ -100,43 +100,43 @@ def test_each_save_is_shown_and_applied(desk: Desk) -> None:
     ids=["no YAML", "no such key", "a new port", "out of range"],
 )
 def test_an_invalid_save_is_refused_and_the_next_valid_one_applied(
-    desk: Desk, content: object, message: str
+    watched: WatchedFile, content: object, message: str
 ) -> None:
     def now_good() -> None:
-        assert desk.timeout_s == 1, "the bad one is not in force"
-        desk.write(document(4))
+        assert watched.timeout_s == 1, "the bad one is not in force"
+        watched.write(document(4))
 
-    done = desk.watch(lambda: desk.write(content), now_good)
+    done = watched.watch(lambda: watched.write(content), now_good)
     assert done.exit_code == 0, done.output
     assert message in done.stderr
     assert "The running deployment is unchanged." in done.stderr
-    assert desk.timeout_s == 4
+    assert watched.timeout_s == 4
 
 
-def test_watch_continues_after_a_refusal_by_the_controller(desk: Desk) -> None:
+def test_watch_continues_after_a_refusal_by_the_controller(watched: WatchedFile) -> None:
     def refused() -> None:
-        desk.write(document(5))
-        desk.running.refuses = SwitchRefused("the queue cannot hold it")
+        watched.write(document(5))
+        watched.running.refuses = SwitchRefused("the queue cannot hold it")
 
     def taken() -> None:
-        desk.write(document(6))
-        desk.running.refuses = None
+        watched.write(document(6))
+        watched.running.refuses = None
 
-    done = desk.watch(refused, taken)
+    done = watched.watch(refused, taken)
     assert "the queue cannot hold it" in done.stderr
-    assert desk.timeout_s == 6
+    assert watched.timeout_s == 6
 
 
-def test_dry_run_only_shows(desk: Desk) -> None:
-    done = desk.watch(lambda: desk.write(document(7)), options=("--dry-run", "--json"))
-    assert desk.running.asked == []
+def test_dry_run_only_shows(watched: WatchedFile) -> None:
+    done = watched.watch(lambda: watched.write(document(7)), options=("--dry-run", "--json"))
+    assert watched.running.applied == []
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["applied"] for line in lines] == [False, False]
     assert [change["after"] for line in lines for change in line["changes"]] == [7.0]
 
 
-class Hours:
-    """Runs one edit at each look; a look without one changes nothing."""
+class ScriptedSleep:
+    """Makes one edit at each poll, or none."""
 
     def __init__(self, *edits: Edit | None) -> None:
         self._edits = iter(edits)
@@ -151,10 +151,10 @@ class Hours:
             edit()
 
 
-def count(path: Path, *edits: Edit | None) -> int:
+def reports(path: Path, *edits: Edit | None) -> int:
     reported = 0
     with pytest.raises(KeyboardInterrupt):
-        for _ in file_changes(path, Hours(*edits).sleep):
+        for _ in file_changes(path, ScriptedSleep(*edits).sleep):
             reported += 1
     return reported
 
@@ -163,12 +163,12 @@ def test_a_file_is_reported_once_at_first_and_once_per_save(tmp_path: Path) -> N
     path, other = tmp_path / "f", tmp_path / "g"
     path.write_text("a")
     other.write_text("a")
-    assert count(path, None, None, None) == 1
-    assert count(path, None, lambda: path.write_text("bb"), None, None) == 2
+    assert reports(path, None, None, None) == 1
+    assert reports(path, None, lambda: path.write_text("bb"), None, None) == 2
     pieces = [lambda n=n: path.write_text("x" * n) for n in (2, 3, 4)]
-    assert count(path, None, *pieces, None, None) == 2, "while it is written it is not reported"
+    assert reports(path, None, *pieces, None, None) == 2, "while it is written it is not reported"
     replaced = (lambda: path.rename(tmp_path / "old"), None, lambda: other.rename(path))
-    assert count(path, None, *replaced, None, None) == 2
+    assert reports(path, None, *replaced, None, None) == 2
 
 
 @pytest.mark.process

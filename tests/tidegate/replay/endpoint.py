@@ -1,4 +1,4 @@
-"""The simulated engine on loopback, in a thread of its own, with a record of what it was asked."""
+"""The simulated engine on loopback, in its own thread, with a record of its requests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.serve.sim_driver import engine_of, spec
 
 
 class Endpoint:
-    """What clients see at ``url``. ``asked`` are the bodies of POSTs, ``headers`` those of the last request.
+    """A server at ``url``. ``asked`` are the bodies of POSTs, ``headers`` those of the last request.
 
-    With ``strict`` it refuses what is none of OpenAI's fields. ``on_ask`` hears of each POST.
+    With ``strict`` it refuses fields that OpenAI does not have. ``on_ask`` is called at each POST.
     """
 
     def __init__(self) -> None:

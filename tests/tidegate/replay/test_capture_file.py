@@ -1,4 +1,4 @@
-"""A capture becomes a trace: in order, however it came, and with what was lost."""
+"""A capture becomes a trace, sorted by time, with the number of lost requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def line(at: float) -> bytes:
 def test_lines_are_sorted_by_time(tmp_path_factory: pytest.TempPathFactory, instants: list[int]) -> None:
     folder = tmp_path_factory.mktemp("capture")
     part, target = folder / "part", folder / "target"
-    part.write_bytes(HEADER + b"".join(map(line, instants)) + b'{"at":3,"input')  # killed while it wrote
+    part.write_bytes(HEADER + b"".join(map(line, instants)) + b'{"at":3,"input')  # killed while writing
     in_order(part, target)
     assert [arrival.at for arrival in open_trace(target)] == [at - min(instants) for at in sorted(instants)]
     assert sorted(path.name for path in folder.iterdir()) == ["part", "target"]

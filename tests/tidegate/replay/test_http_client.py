@@ -1,4 +1,4 @@
-"""Connections are kept, replaced once when they turn out dead, and break with a reason."""
+"""Connections are kept, replaced if the server has closed them, and fail with a reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Server:
-    """Counts connections, and answers as a test says."""
+    """Counts connections, and gives the answers in order."""
 
     def __init__(self, *answers: bytes) -> None:
         self.connections = 0
@@ -87,7 +87,7 @@ async def test_an_answer_may_end_with_its_connection() -> None:
 
 async def test_a_request_is_not_repeated_after_a_partial_answer() -> None:
     half = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"
-    server = Server(ANSWER, half)  # and hangs up, as it has no more to say
+    server = Server(ANSWER, half)  # and closes the connection, without further answers
     async with server.pool() as pool:
         await get(pool)
         with pytest.raises(ConnectionError, match="before the answer was complete"):

@@ -1,4 +1,4 @@
-"""A replay asks the endpoint for what the trace has, in an open loop, and says what came of it."""
+"""A replay sends the requests of the trace in an open loop, and summarizes the answers."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ async def test_unserved_models_and_unreachable_endpoints_are_errors(endpoint: En
         await play(endpoint, [Arrival(0.0, 30, 2)])
 
 
-class Slow:
-    """A server that answers nobody before ``wanted`` requests are there, and without it nobody ever."""
+class WaitingServer:
+    """A server that answers when ``wanted`` requests have arrived, or without ``answers`` never."""
 
     def __init__(self, wanted: int, *, answers: bool = True) -> None:
         self.here = self.most = 0
         self.full = asyncio.Event()
         self._wanted = wanted
-        self._answered = self.full if answers else asyncio.Event()
+        self.answered = self.full if answers else asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -115,45 +115,45 @@ class Slow:
         self.most = max(self.most, self.here)
         if self.here == self._wanted:
             self.full.set()
-        await self._answered.wait()
+        await self.answered.wait()
         self.here -= 1
         body = b'data: {"choices": [{"finish_reason": "stop"}]}\n\n'
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         writer.close()
 
     def release(self) -> None:
-        self._answered.set()
+        self.answered.set()
 
 
-async def against(slow: Slow, requests: int, in_flight: int) -> tuple[Player, int]:
+async def play_against(waiting: WaitingServer, requests: int, in_flight: int) -> tuple[Player, int]:
     rows: list[ReplayRow] = []
-    async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(waiting.serve, "127.0.0.1", 0) as server:
         pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         player = Player(pool, RequestFormat("m"), Prompts(1), in_flight=in_flight, on_row=rows.append)
         async with asyncio.TaskGroup() as group:
             group.create_task(player.play(Arrival(0.0, 9, 1) for _ in range(requests)))
-            await slow.full.wait()
-            if not slow._answered.is_set():
+            await waiting.full.wait()
+            if not waiting.answered.is_set():
                 player.stop()
-        slow.release()
+        waiting.release()
         pool.close()
     return player, len(rows)
 
 
 async def test_requests_are_sent_before_earlier_ones_are_answered() -> None:
-    slow = Slow(wanted=40)
-    _, reported = await against(slow, 40, in_flight=64)
-    assert reported == slow.most == 40
+    waiting = WaitingServer(wanted=40)
+    _, reported = await play_against(waiting, 40, in_flight=64)
+    assert reported == waiting.most == 40
 
 
 async def test_in_flight_requests_are_limited() -> None:
-    slow = Slow(wanted=8)
-    _, reported = await against(slow, 24, in_flight=8)
-    assert (reported, slow.most) == (24, 8)
+    waiting = WaitingServer(wanted=8)
+    _, reported = await play_against(waiting, 24, in_flight=8)
+    assert (reported, waiting.most) == (24, 8)
 
 
 async def test_stop_cancels_and_counts_open_requests() -> None:
-    player, reported = await against(Slow(wanted=8, answers=False), 24, in_flight=8)
+    player, reported = await play_against(WaitingServer(wanted=8, answers=False), 24, in_flight=8)
     assert (reported, player.cut) == (0, 8)
 
 
@@ -161,8 +161,8 @@ async def test_a_record_that_cannot_be_written_ends_the_replay() -> None:
     def full(_: ReplayRow) -> None:
         raise OSError("no space left")
 
-    slow = Slow(wanted=1)
-    async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
+    waiting = WaitingServer(wanted=1)
+    async with await asyncio.start_server(waiting.serve, "127.0.0.1", 0) as server:
         pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         player = Player(pool, RequestFormat("m"), Prompts(1), in_flight=8, on_row=full)
         with pytest.raises(OSError, match="no space left"):

@@ -1,4 +1,4 @@
-"""What ``down`` does when the supervisor is dead: processes by record, and all that is on a cluster."""
+"""``down`` after a killed supervisor: recorded processes, and applications on a cluster."""
 
 from __future__ import annotations
 

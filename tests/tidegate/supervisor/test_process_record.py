@@ -1,4 +1,4 @@
-"""The record of started processes: it survives its writer, and only what it lists is ended."""
+"""The record of started processes survives its writer, and only recorded processes are ended."""
 
 from __future__ import annotations
 
