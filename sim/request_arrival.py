@@ -1,4 +1,4 @@
-"""What every workload comes down to: arrivals, in the order of their instants."""
+"""The requests of a workload: arrivals in order of time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 class Arrival(NamedTuple):
     """One request: ``at`` in seconds after the start of the trace, and its tokens.
 
-    ``blocks`` are hashes of the prompt in blocks of :data:`policy.wire.capture.BLOCK_TOKENS` tokens, of which
-    each stands for all before it too; empty where nothing is shared. ``model`` is empty where there is but
-    one. ``session`` tells turns of one conversation, 0 for none.
+    ``blocks`` are hashes of the prompt in blocks of :data:`policy.wire.capture.BLOCK_TOKENS` tokens, each of
+    which covers all before it too; empty where nothing is shared. ``model`` is empty if there is only one.
+    ``session`` identifies a conversation, 0 for none.
     """
 
     at: float

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from policy.config.control import GuardConfig, ScaleConfig
-from policy.config.deployment import Deployment, ModelSpec, Shape
+from policy.config.deployment import Deployment, ModelSpec
 from policy.config.shared_gpus import gpu_group_of
 from policy.errors import TargetError
 from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, verify
@@ -101,6 +101,8 @@ class _Oracle:
     def modes(self) -> list[_Mode]:
         """The modes in which requests meet the SLO at some rate; at least one."""
         found = []
+        # Devices are cores where the deployment has no GPUs.
+        gpus = any(shape.gpus for spec in self.deployment.models for shape in spec.shapes.values())
         for name, mode in self.spec.modes.items():
             shape, budget = self.spec.shapes[mode.shape], self.deployment.budget
             room = budget.gpus if shape.gpus else budget.cpus
@@ -115,7 +117,7 @@ class _Oracle:
             except ValueError:
                 continue
             least = min(mode.bounds.min, most)
-            found.append(_Mode(name, rate, devices_of(self.deployment, shape), least, most))
+            found.append(_Mode(name, rate, shape.gpus if gpus else shape.cpus, least, most))
         found = [each for each in found if each.rate > 0 and each.devices]
         if not found:
             raise TargetError(f"{self.spec.name}: requests miss the SLO at any rate, in every mode")
@@ -202,9 +204,3 @@ class _Oracle:
     def _mine(self) -> Iterator[Arrival]:
         addressing = ModelNames([spec.name for spec in self.deployment.models])
         return (each for each in self.arrivals() if addressing.of(each) == self.spec.name)
-
-
-def devices_of(deployment: Deployment, shape: Shape) -> int:
-    """The GPUs of one replica, or its cores where the deployment has no GPUs."""
-    gpus = any(each.gpus for spec in deployment.models for each in spec.shapes.values())
-    return shape.gpus if gpus else shape.cpus

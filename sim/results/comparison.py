@@ -63,7 +63,7 @@ def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
     tables = list(record.requests.values())
     count = sum(len(table) for table in tables)
     met = sum(int(np.count_nonzero(table.met)) for table in tables)
-    became = [sum(int(np.count_nonzero(table.outcome == each)) for table in tables) for each in Outcome]
+    counts = [sum(int(np.count_nonzero(table.outcome == each)) for table in tables) for each in Outcome]
 
     def joined(name: str) -> Floats:
         return np.concatenate([np.empty(0), *(getattr(table, name) for table in tables)])
@@ -81,10 +81,10 @@ def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
         goodput_rps=met / record.ends_at if record.ends_at > 0 else 0.0,
         switches=record.switches,
         requests=count,
-        failed=sum(became[each] for each in LOST),
-        refused=became[Outcome.REFUSED],
-        expired=became[Outcome.EXPIRED],
-        overflown=became[Outcome.OVERFLOWN],
+        failed=sum(counts[each] for each in LOST),
+        refused=counts[Outcome.REFUSED],
+        expired=counts[Outcome.EXPIRED],
+        overflown=counts[Outcome.OVERFLOWN],
         preemptions=record.preemptions,
         adapter_loads=record.adapter_loads,
         decisions=len(record.decisions),

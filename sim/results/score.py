@@ -74,7 +74,11 @@ def score(record: Record, model: str, stretch: Stretch | None = None, promised: 
         goodput_rps=met / (stretch.until - stretch.since),
         goodput_per_gpu_hour=met / gpu_hours if gpu_hours else math.nan,
         recovery_s=_recovery_s(requests.at[mine], requests.met[mine], stretch, promised),
-        switches=_switches(record, model, stretch),
+        switches=sum(
+            decision.model == model and decision.mode != decision.was_mode
+            for at, decision in record.decisions
+            if stretch.since <= at < stretch.until
+        ),
         requests=count,
         failed=int(np.count_nonzero(np.isin(requests.outcome[mine], LOST))),
     )
@@ -98,14 +102,6 @@ def _gpu_s(record: Record, model: str, stretch: Stretch) -> float:
             mine += devices * max(0.0, inside)
     # Shapes that share a GPU group hold it once: the total is the record's, not the sum of lifetimes.
     return record.gpu_s * mine / whole if whole else 0.0
-
-
-def _switches(record: Record, model: str, stretch: Stretch) -> int:
-    return sum(
-        decision.model == model and decision.mode != decision.was_mode
-        for at, decision in record.decisions
-        if stretch.since <= at < stretch.until
-    )
 
 
 def _recovery_s(at: Floats, met: NDArray[np.bool_], stretch: Stretch, promised: float) -> float:

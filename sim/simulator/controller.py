@@ -148,8 +148,8 @@ class SimulatedController:
                 course.settled = True
             model = self._observed(course)
             for key, count in model.rollout().step().items():
-                had = layers[key].wanted if key in layers else 0
-                if had != count:
+                before = layers[key].wanted if key in layers else 0
+                if before != count:
                     course.fleet.scale(key, count, at)
 
     def _switch(self, course: SwitchCourse, decision: Decision) -> bool:
@@ -180,13 +180,13 @@ class SimulatedController:
     def _situation(self, name: str, at: float) -> Situation:
         course = self.courses[name]
         fleet, model = course.fleet, self._observed(course)
-        rungs = tuple(model.option(mode, self._facts(course, mode)) for mode in course.spec.modes)
-        here = next(rung for rung in rungs if rung.mode == course.mode)
+        options = tuple(model.option(mode, self._facts(course, mode)) for mode in course.spec.modes)
+        here = next(option for option in options if option.mode == course.mode)
         mine = {runner.view.id for runner in fleet if runner.key == course.key}
         signals = signals_of(self._aggregator.signals(name, at), mine, fleet.slowness)
         supply = fleet.supply(course.key, here.lead_s, at)
         return model.situation(
-            self._deployment, rungs, supply, signals, at=at, settled=course.settled, memory=course.memory
+            self._deployment, options, supply, signals, at=at, settled=course.settled, memory=course.memory
         )
 
     def _facts(self, course: SwitchCourse, mode: str) -> ReplicaFacts:

@@ -30,16 +30,16 @@ def finite_quantiles(values: Floats, q: Sequence[float]) -> list[float | None]:
 
 
 class Outcome(IntEnum):
-    """What became of a request."""
+    """The outcome of a request."""
 
     SERVED = 0
-    REFUSED = 1  # turned away when it came, or displaced by another
+    REFUSED = 1  # rejected on arrival, or displaced by another
     EXPIRED = 2  # waited in the gateway until its deadline
     FAILED = 3  # its replica crashed after it had begun, or could never hold it
-    OVERFLOWN = 4  # an upstream took it
+    OVERFLOWN = 4  # served by a fallback provider
 
 
-# Neither a replica nor an upstream answered them.
+# Neither a replica nor a fallback provider answered them.
 LOST = (Outcome.REFUSED, Outcome.EXPIRED, Outcome.FAILED)
 
 
@@ -70,10 +70,10 @@ class Requests:
 
 @dataclass(slots=True)
 class Span:
-    """The life of one replica, from when it was asked for until it gave back what it held, in seconds.
+    """The life of one replica, from its request until its devices are free again, in seconds.
 
-    ``ready_at`` and ``leaves_at`` are ``None`` where it never came to that. ``busy_s`` is how long it had
-    steps to do, ``tokens`` how many it scheduled, ``joules`` what it took.
+    ``ready_at`` and ``leaves_at`` are ``None`` where that did not happen. ``busy_s`` is the time with
+    steps to run, ``tokens`` the number scheduled, ``joules`` the energy.
     """
 
     number: int

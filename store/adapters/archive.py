@@ -48,13 +48,13 @@ class _Member(NamedTuple):
 
 
 def unpack(
-    file: BinaryIO, into: Path, max_bytes: int, tell: Callable[[float], None] = lambda part: None
+    file: BinaryIO, into: Path, max_bytes: int, progress: Callable[[float], None] = lambda part: None
 ) -> None:
     """Copy the adapter in the archive ``file`` into the empty directory ``into``.
 
     Its files are at the top of the archive or in one folder. Raises :class:`policy.errors.AdapterRefused`:
-    ``archive``, ``path``, ``too_large``, ``truncated``, ``pickle`` and ``not_an_adapter``. ``tell`` receives
-    the fraction of the archive that was read.
+    ``archive``, ``path``, ``too_large``, ``truncated``, ``pickle`` and ``not_an_adapter``. ``progress``
+    receives the fraction of the archive that was read.
     """
     size = file.seek(0, io.SEEK_END) or 1
     found: dict[PurePosixPath, Path] = {}
@@ -74,7 +74,7 @@ def unpack(
             with found[path].open("xb") as target:
                 for block in blocks():
                     target.write(block)
-                    tell(min(file.tell() / size, 1.0))
+                    progress(min(file.tell() / size, 1.0))
     except EOFError:
         raise AdapterRefused("truncated", "the archive ends too early") from None
     except _BROKEN as error:

@@ -69,21 +69,21 @@ def _fetch_from_disk(job: FetchJob, path: Path) -> None:
     Its codes are ``source_unreachable``, ``changed``, ``path`` for what is no regular file, ``too_large``,
     and those of :func:`store.adapters.archive.unpack`.
     """
-    tell = job.progress("fetch", f"copying {job.shown}")
+    progress = job.progress("fetch", f"copying {job.shown}")
     try:
         if path.is_dir():
             check_names(each.name for each in path.iterdir())
-            _copy_files(job, path, tell)
+            _copy_files(job, path, progress)
         else:
             with _opened(path) as (file, size):
                 if size > job.max_bytes:
                     raise job.too_large(size)
-                unpack(file, job.into, job.max_bytes, tell)
+                unpack(file, job.into, job.max_bytes, progress)
     except OSError as error:
         raise job.unreachable(error.strerror or error) from error
 
 
-def _copy_files(job: FetchJob, folder: Path, tell: Callable[[float], None]) -> None:
+def _copy_files(job: FetchJob, folder: Path, progress: Callable[[float], None]) -> None:
     """Open both files before the first is copied, so that they belong together."""
     config, weights = FILES
     with _opened(folder / config) as (first, small), _opened(folder / weights) as (second, large):
@@ -97,7 +97,7 @@ def _copy_files(job: FetchJob, folder: Path, tell: Callable[[float], None]) -> N
                 while block := source.read(min(BLOCK_BYTES, size + 1 - target.tell())):
                     target.write(block)
                     done += len(block)
-                    tell(min(done / max(whole, 1), 1.0))
+                    progress(min(done / max(whole, 1), 1.0))
 
 
 @contextmanager

@@ -70,14 +70,14 @@ def _take(job: FetchJob, system: Any, path: str, name: str) -> PartialDownload:
         part.begin(mark)
     if size > job.max_bytes:
         raise job.too_large(size)
-    tell = job.progress("fetch", f"downloading {job.shown}") if name in (WEIGHTS, "archive") else None
+    progress = job.progress("fetch", f"downloading {job.shown}") if name in (WEIGHTS, "archive") else None
     with system.open(path, "rb") as source:
         if part.size:
             source.seek(part.size)
         while block := source.read(BLOCK_BYTES):
             part.append(block)
-            if tell and size:
-                tell(min(part.size / size, 1.0))
+            if progress and size:
+                progress(min(part.size / size, 1.0))
     if _identity(system, path) != before:
         raise AdapterRefused("changed", f"{job.shown} changed while it was copied; add it once it is whole")
     return part

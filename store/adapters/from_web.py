@@ -78,19 +78,19 @@ def _take(job: FetchJob, client: httpx.Client, part: PartialDownload, clock: Cal
         whole = _whole(job, answer, part)
         if whole > job.max_bytes:
             raise job.too_large(whole)
-        tell = job.progress("fetch", f"downloading {job.shown}")
-        had, since = part.size, clock()
+        progress = job.progress("fetch", f"downloading {job.shown}")
+        size_before, since = part.size, clock()
         for block in answer.iter_raw():  # as it arrives: a buffered block would be lost on a break
             part.append(block)
             if (passed_s := clock() - since) >= PACE_S:
-                if part.size - had < LEAST_RATE * passed_s:
+                if part.size - size_before < LEAST_RATE * passed_s:
                     raise job.unreachable(
-                        f"it sends {part.size - had} bytes in {passed_s:.0f} s; expected"
+                        f"it sends {part.size - size_before} bytes in {passed_s:.0f} s; expected"
                         f" {LEAST_RATE:.0f} a second at least"
                     )
-                had, since = part.size, clock()
+                size_before, since = part.size, clock()
             if whole:
-                tell(min(part.size / whole, 1.0))
+                progress(min(part.size / whole, 1.0))
         if whole and part.size < whole:
             raise _Busy(f"it ends after {part.size} of {whole} bytes")
 

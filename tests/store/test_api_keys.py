@@ -20,7 +20,7 @@ def test_a_key_is_long_random_and_fit_for_a_header() -> None:
     assert digest_of(b"tg-1") == hashlib.sha256(b"tg-1").hexdigest()
 
 
-def test_our_own_key_comes_from_the_secret_and_does_not_tell_it() -> None:
+def test_the_own_key_is_derived_from_the_secret_and_does_not_reveal_it() -> None:
     assert own_key("secret-1") == own_key("secret-1") != own_key("secret-2")
     assert own_key("secret-1").startswith(PREFIX)
     assert "secret-1" not in own_key("secret-1")

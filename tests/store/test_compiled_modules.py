@@ -28,7 +28,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_what_is_compiled_decides_as_the_sources_do() -> None:
+def test_compiled_modules_decide_as_the_sources_do() -> None:
     built = run("-m", "store.compiled_modules")
     assert built.returncode == 0, built.stderr
     tested = run("-c", RUN, *(f"tests/policy/{folder}" for folder in ("admission", "routing", "stats")))
@@ -64,7 +64,7 @@ def test_an_edited_source_is_not_shadowed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_what_cannot_be_compiled_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package, names in compiled_modules.MODULES.items():
         for name in names:
             module = tmp_path / package / f"{name}.py"

@@ -29,7 +29,7 @@ def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> No
     database.close()
 
 
-def test_what_was_acknowledged_survives(tmp_path: Path) -> None:
+def test_the_settings_of_a_connection_are_durable(tmp_path: Path) -> None:
     database = Database(url(tmp_path))
     with database.reading() as connection:
         assert connection.execute(text("PRAGMA journal_mode")).scalar() == "wal"
@@ -101,7 +101,7 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
         ("oracle9://h/d", "there is no database called 'oracle9'"),
     ],
 )
-def test_what_cannot_be_used(where: str, message: str) -> None:
+def test_unusable_databases_are_refused(where: str, message: str) -> None:
     with pytest.raises(PreconditionFailed, match=message):
         Database(where)
 

@@ -78,7 +78,7 @@ def test_a_reader_keeps_the_file_it_opened(tmp_path: Path) -> None:
     assert path.read_bytes() == b"newer"
 
 
-def test_values_come_back_as_they_were_saved(state: StateDir) -> None:
+def test_saved_values_are_loaded(state: StateDir) -> None:
     assert state.load(state.targets_path, dict[str, int]) is None
     state.save(state.targets_path, {"toy": 2})
     assert state.load(state.targets_path, dict[str, int]) == {"toy": 2}

@@ -71,7 +71,7 @@ def one(name: str, kind: bytes = tarfile.REGTYPE, size: int = 0) -> bytes:
         (b"x" * 512, "archive"),
     ],
 )
-def test_what_was_not_asked_for(stream: bytes, code: str, tmp_path: Path) -> None:
+def test_unexpected_members_are_refused(stream: bytes, code: str, tmp_path: Path) -> None:
     with pytest.raises(AdapterRefused) as caught:
         unpack([stream, bytes(1024)], tmp_path, CONTENT, max_bytes=10)
     assert caught.value.code == code

@@ -38,7 +38,7 @@ def test_yaml_and_json_give_the_same(tmp_path: Path) -> None:
         (b"mix: \x01\n", "some.yaml", None, "valid YAML"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(
+def test_an_error_names_its_place(
     tmp_path: Path, text: str | bytes, where: str, value: object, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -108,7 +108,7 @@ def run_events(
     where: dict[int, int] = {}
     ttft: list[float] = []
     reaches = 0.0
-    # Of each replica what it had loaded when that was last loaded, and which of its events is not void.
+    # By replica: the adapter changes that were last seen, and the event that is valid.
     loaded, valid = [0] * replicas, [0] * replicas
 
     def push(at: float, due: _Due, number: int, version: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Opening a trace: its first line tells the format."""
+"""Opening a trace: its first line determines the format."""
 
 from __future__ import annotations
 

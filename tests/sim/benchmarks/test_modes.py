@@ -66,7 +66,7 @@ def played(
     return simulate(contender.deployment, contender.policies, asked, seed=seed, progress=said)
 
 
-def test_a_mode_alone_has_all_its_replicas_and_nobody_changes_them() -> None:
+def test_a_single_mode_is_static_at_its_maximum_count() -> None:
     alone = fixed_mode(deployment())
     assert [each.name for each in alone] == [LONG, SHORT]
     for each, count in zip(alone, (1, 4), strict=True):

@@ -82,7 +82,7 @@ def test_steps_are_found_again(name: str, degree: int, slower: float) -> None:
     assert [point.held for point in found.points] == [each.point.held for each in shown]
 
 
-def test_at_another_degree_all_reduce_is_what_the_prior_says() -> None:
+def test_at_another_degree_all_reduce_is_that_of_the_prior() -> None:
     limits, truth, shown = looked_at("h100-70b", 4, 1.0)
     found = fit_model(shown, truth, limits).model
     assert (found.degree, found.allreduce_a, found.allreduce_b) == (4, truth.allreduce_a, truth.allreduce_b)
@@ -144,7 +144,7 @@ def test_stalls_are_no_rule(shown: tuple[Limits, EngineModel, list[Observation]]
         assert found.model.step_time(*load) == pytest.approx(shown[1].step_time(*load), rel=0.05)
 
 
-def test_what_is_off_where_it_was_not_fitted_says_so(
+def test_an_error_at_held_out_points_is_noted(
     shown: tuple[Limits, EngineModel, list[Observation]],
 ) -> None:
     slowed = [

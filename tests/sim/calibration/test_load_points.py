@@ -45,7 +45,7 @@ def test_of_few_seats_each_number_of_clients_is_a_point() -> None:
 
 
 @pytest.mark.parametrize("fewest", [3, 12, POINTS])
-def test_points_share_the_time_there_is(fewest: int) -> None:
+def test_points_share_the_time(fewest: int) -> None:
     def plan(point_s: float) -> list[Point]:
         return [Point(1, 16, 4)] * min(POINTS, fewest * (1 + (point_s > 10.0)))
 
@@ -57,7 +57,7 @@ def test_points_share_the_time_there_is(fewest: int) -> None:
     assert count == POINTS or len(plan(100.0 / (count - 1) - 0.5)) >= count
 
 
-def test_however_little_time_there_is_a_point_lasts_a_second() -> None:
+def test_a_point_lasts_at_least_a_second() -> None:
     assert share_time(lambda point_s: [Point(1, 16, 4)] * POINTS, 1.0, 0.5) == PlannedPoints(
         [Point(1, 16, 4)] * POINTS, 1.0
     )
@@ -127,7 +127,7 @@ def test_an_idle_engine_begins_with_the_first_of_those_that_come_together() -> N
     assert [each.ttft_s for each in found[:2]] == pytest.approx([1.0, 2.0], abs=0.01)
 
 
-def test_what_ends_after_the_end_does_not_count() -> None:
+def test_requests_that_end_too_late_do_not_count() -> None:
     assert closed_loop(CLOCK, LIMITS, Point(1, 50, 4), 3.9) == []
 
 

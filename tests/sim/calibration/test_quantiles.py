@@ -19,7 +19,7 @@ def test_errors_are_of_the_twin_and_signed() -> None:
     assert found["itl"]["p99"].error == pytest.approx(-0.5)
 
 
-def test_what_one_of_them_has_not_is_left_out() -> None:
+def test_a_measure_without_values_on_one_side_is_left_out() -> None:
     assert list(compare(LIVE, {"ttft": [1.0], "itl": [math.nan]})) == ["ttft"]
 
 

@@ -107,7 +107,7 @@ def test_too_few_replicas_are_refused() -> None:
         _bounds(deployment(most=2))
 
 
-def test_what_no_replica_keeps_at_any_rate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_slo_that_is_missed_at_any_rate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_capacity, "REQUESTS", 50)
     monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
     with pytest.raises(TargetError, match="miss the SLO at any rate, in every mode"):

@@ -57,7 +57,7 @@ def test_the_cost_is_what_the_steps_take(needs: list[int], lead_s: float) -> Non
 
 @pytest.mark.slow
 @given(NEEDS, LEADS)
-def test_who_is_needed_is_there_since_the_lead_before(needs: list[int], lead_s: float) -> None:
+def test_needed_replicas_are_held_from_the_lead_before(needs: list[int], lead_s: float) -> None:
     found = plan(needs, lead_s)
     for index, need in enumerate(needs):
         for at in (5.0 * index, 5.0 * index + 4.9, max(0.0, 5.0 * index - lead_s + 0.01)):
@@ -111,7 +111,7 @@ def test_drops_go_where_they_save_most(
     assert served_demand(asked.load, asked).tolist() == expected
 
 
-def test_what_may_wait_is_spread() -> None:
+def test_load_that_may_wait_is_spread() -> None:
     asked = problem([0, 0, 20, 0, 0], lead_s=5.0, wait_s=5.0)
     # One replica for two bins, started 5 s before.
     assert clairvoyant(asked) == Plan((0.0, 5.0, 20.0), (0, 1, 0), 25.0, 15.0)
@@ -178,7 +178,7 @@ def test_a_plan_that_holds_is_taken_as_it_is() -> None:
     assert found.attained == served(found.plan) >= 0.98
 
 
-def test_what_replicas_miss_is_taken_off_what_the_fluid_may_leave() -> None:
+def test_misses_of_replicas_reduce_the_allowance_of_the_fluid() -> None:
     found = verify(ASKED, lambda plan: served(plan) - 0.01)
     assert found.attained >= 0.98
     assert found.fluid == pytest.approx(0.99, abs=2 * PRECISION)

@@ -34,7 +34,7 @@ def test_a_gap_costs_the_lead_or_itself(lead_s: float, expected: float) -> None:
     assert lower_bound(problem([10, 0, 0, 0, 10], lead_s)).replica_s == pytest.approx(expected)
 
 
-def test_who_is_needed_soon_was_started_before() -> None:
+def test_a_replica_needed_within_the_lead_was_started_before() -> None:
     assert lower_bound(problem([0, 10], lead_s=60.0)).replica_s == pytest.approx(5.0 + 5.0)
 
 
@@ -46,7 +46,7 @@ def test_drops_go_where_a_start_is_saved() -> None:
     assert found.dropped[6] == pytest.approx(2.0)
 
 
-def test_what_may_wait_spreads_a_peak() -> None:
+def test_waiting_spreads_a_peak() -> None:
     peak = [0, 0, 30, 0, 0, 0]
     assert lower_bound(problem(peak, lead_s=100.0)).replica_s == pytest.approx(3 * 15.0)
     # One and a half replicas from 0 to 20 s.
@@ -106,7 +106,7 @@ def test_a_longer_lead_never_costs_less(
 
 @pytest.mark.slow
 @given(LOADS, LEADS, ATTAINED, WAITS)
-def test_who_may_wait_longer_never_costs_more(
+def test_a_longer_wait_never_costs_more(
     tenths: list[int], lead_s: float, attainment: float, wait_s: float
 ) -> None:
     patient = lower_bound(problem(tenths, lead_s, attainment, wait_s + 5.0)).replica_s

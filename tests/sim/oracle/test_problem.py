@@ -9,7 +9,7 @@ from sim.oracle.problem import bin_arrivals
 from tests.sim.oracle.loads import problem
 
 
-def test_what_follows_from_the_figures() -> None:
+def test_derived_quantities() -> None:
     asked = problem([10, 20, 0], lead_s=7.0, attainment=0.9, wait_s=9.9)
     assert asked.load.tolist() == [1.0, 2.0, 0.0]
     assert asked.spare == pytest.approx(0.3)

@@ -65,7 +65,7 @@ def test_slow_engines_are_tried_for_so_long_at_most(
     assert all(run.requests["m"].at[-1] <= 100.0 for run in runs)
 
 
-def test_what_no_replica_holds_is_refused_without_a_run(runs: list[Record]) -> None:
+def test_requests_that_no_replica_holds_are_refused_without_a_run(runs: list[Record]) -> None:
     with pytest.raises(ValueError, match="would be within the SLO alone"):
         rate([GIANT])
     assert not runs

@@ -76,7 +76,7 @@ def by_brute_force(tried: Trials, candidate: Candidate, most: int) -> int | None
 
 
 @pytest.mark.slow
-def test_on_a_described_load_it_is_what_brute_force_finds() -> None:
+def test_the_search_finds_the_same_count_as_brute_force() -> None:
     document = deployment()
     for candidate in candidates(document.models[0], ["a100", "h100"], [1, 4]):
         tried = trials(document, generated(12.0))
@@ -116,7 +116,7 @@ def test_no_fleet_attains_more_than_requests_that_are_alone() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_plan_says_hangs_together() -> None:
+def test_the_parts_of_a_plan_are_consistent() -> None:
     document = deployment()
     tried = trials(document, generated(10.0, 40.0))
     found = candidates(document.models[0], ["a100", "h100"], [1, 2])
@@ -185,14 +185,14 @@ def test_candidates_are_of_the_models_size_and_fit() -> None:
     assert {each.basis for each in candidates(spec)} == {Basis.ASSUMED}
 
 
-def test_a_profile_that_was_measured_is_said_to_be() -> None:
+def test_a_measured_profile_is_marked_as_measured() -> None:
     spec = deployment("cpu-smollm2-135m").models[0]
     assert {(each.kind, each.device, each.basis) for each in candidates(spec)} == {
         ("cpu", "core", Basis.MEASURED)
     }
 
 
-def test_a_profile_that_was_calibrated_stands_for_its_kind_at_its_degree() -> None:
+def test_a_calibrated_profile_is_used_at_its_own_degree() -> None:
     spec = calibrated(content())
     found = {each.degree: each for each in candidates(spec, ["h100"])}
     assert {degree: each.basis for degree, each in found.items()} == {
@@ -218,7 +218,7 @@ def test_a_simulated_engine_keeps_its_speed_on_other_devices() -> None:
     assert steps[1] == pytest.approx(2 * steps[0])
 
 
-def test_a_kind_or_a_degree_that_there_is_not_is_refused() -> None:
+def test_an_unknown_device_kind_or_degree_is_refused() -> None:
     spec = deployment().models[0]
     with pytest.raises(ConfigError, match=r"--kinds: got 'b300', expected .*h100, h200, a100, l4"):
         candidates(spec, ["b300"])
@@ -250,7 +250,7 @@ def test_a_described_load_has_the_means_that_were_asked_for() -> None:
 
 
 @given(least=st.integers(1, 300), guess=st.integers(-5, 500), most=st.integers(1, 300))
-def test_it_is_what_trying_all_of_them_finds(least: int, guess: int, most: int) -> None:
+def test_fewest_finds_the_same_count_as_trying_all(least: int, guess: int, most: int) -> None:
     expected = least if least <= most else None
     assert fewest(lambda count: count >= least, guess, most) == expected
 
@@ -308,7 +308,7 @@ async def test_an_event_has_the_bytes_that_the_engine_sends() -> None:
     assert short - 20 * each == pytest.approx(STREAM_BYTES, abs=20)
 
 
-def test_what_goes_one_way_is_requests_and_streams() -> None:
+def test_each_way_is_the_sum_of_requests_and_streams() -> None:
     found = network(DEMAND, "base", 4, 50)
     assert found.streams == 2000 * (EVENT_BYTES + CHUNK_BYTES + PACKET_BYTES) + 10 * STREAM_BYTES
     assert found.requests > 4 * 10_000
@@ -335,7 +335,7 @@ def test_devices_are_there_when_the_load_outgrows_what_is_owned() -> None:
         assert step.month - step.order_month == pytest.approx(4 / WEEKS_PER_MONTH)
 
 
-def test_what_is_needed_today_comes_first_and_should_have_been_ordered() -> None:
+def test_the_first_purchase_is_what_is_needed_today() -> None:
     first = schedule((Need(1.0, 20),), growth=0.1, module=8, lead_weeks=4)
     assert [(step.month, step.modules, step.devices) for step in first] == [(0.0, 3, 24)]
     assert first[0].order_month < 0

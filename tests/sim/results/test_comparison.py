@@ -87,7 +87,7 @@ def test_each_gets_the_same_arrivals_and_its_own_policies() -> None:
 MIXED = (Outcome.SERVED, Outcome.SERVED, Outcome.REFUSED, Outcome.EXPIRED, Outcome.FAILED, Outcome.OVERFLOWN)
 
 
-def test_every_outcome_is_counted_and_what_nobody_answered_has_failed() -> None:
+def test_every_outcome_is_counted_and_unanswered_requests_failed() -> None:
     table = requests(
         range(6),
         [0.1, 0.3, NAN, NAN, NAN, 0.2],

@@ -104,9 +104,7 @@ def test_nothing_is_asked_for_and_all_of_it_can_be_read(
     assert browser.evaluate(OVERFULL) == []
 
 
-def test_what_the_page_would_ask_for_is_forbidden_by_itself(
-    browser: Chromium, pages: dict[str, Path]
-) -> None:
+def test_the_content_security_policy_forbids_requests(browser: Chromium, pages: dict[str, Path]) -> None:
     browser.open(pages["one"])
     browser.evaluate("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/'})); null")
     browser.picture()  # by when it has been drawn, it has been refused
@@ -132,7 +130,7 @@ def tip(browser: Chromium) -> str:
 
 
 @pytest.mark.parametrize("width", [360, 600, 1400])
-def test_pointing_at_a_decision_tells_what_was_decided_and_why(
+def test_pointing_at_a_decision_shows_the_change_and_its_reason(
     browser: Chromium, pages: dict[str, Path], width: int
 ) -> None:
     browser.open(pages["seven"], width)
@@ -169,9 +167,7 @@ def test_the_keyboard_walks_through_decisions(browser: Chromium, pages: dict[str
     assert browser.evaluate(f"getComputedStyle({TIP}).visibility") == "hidden"
 
 
-def test_a_finger_has_an_instant_told_until_it_touches_something_else(
-    browser: Chromium, pages: dict[str, Path]
-) -> None:
+def test_a_touch_shows_an_instant_until_the_next_touch(browser: Chromium, pages: dict[str, Path]) -> None:
     browser.open(pages["one"], 400)
 
     def touch(x: float, y: float) -> None:

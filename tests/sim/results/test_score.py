@@ -45,7 +45,7 @@ def test_every_figure_of_a_run() -> None:
     assert (found.requests, found.failed, found.switches) == (5, 3, 0)
 
 
-def test_what_an_upstream_took_did_not_fail() -> None:
+def test_overflown_requests_did_not_fail() -> None:
     table = requests([0.0], [0.1], met=[False], outcome=[Outcome.OVERFLOWN])
     found = score(Record(ends_at=1.0, requests={"m": table}), "m")
     assert (found.failed, found.attainment) == (0, 0.0)
@@ -54,7 +54,7 @@ def test_what_an_upstream_took_did_not_fail() -> None:
     assert msgspec.to_builtins(found)["requests"] == 1
 
 
-def test_a_stretch_has_what_came_and_what_was_held_in_it() -> None:
+def test_a_stretch_has_its_own_requests_and_gpu_time() -> None:
     spans = [span(0.0, None), span(50.0, 90.0), span(0.0, 30.0, model="other")]
     record = run([i < 60 for i in range(100)], spans=spans, gpu_s=2 * 170.0)
     record.requests["other"] = record.requests["m"]
@@ -105,7 +105,7 @@ def test_recovery_is_the_longest_time_below_the_promise(missed: range | list[int
     assert score(record, "m").recovery_s == pytest.approx(expected)
 
 
-def test_what_is_promised_decides_what_is_below_it() -> None:
+def test_recovery_depends_on_the_promised_attainment() -> None:
     record = run([i != 40 for i in range(90)])
     assert score(record, "m", promised=0.99).recovery_s == WINDOW_S
     assert score(record, "m", promised=0.9).recovery_s == 0.0
@@ -116,7 +116,7 @@ def test_a_window_without_requests_ends_a_bad_time() -> None:
     assert score(record, "m").recovery_s == WINDOW_S
 
 
-def test_what_cannot_be_judged_is_refused() -> None:
+def test_a_stretch_without_requests_is_refused() -> None:
     record = run([True] * 10)
     with pytest.raises(ValueError, match=r"no request of m came from 20 to 30 s"):
         score(record, "m", Stretch(20.0, 30.0))

@@ -30,7 +30,7 @@ from sim.simulator.run_record import Record
 REPLICAS, SLOTS = 4, 8
 
 
-def test_what_is_asked_for_is_held_somewhere_after_a_plan_and_one_more_beat() -> None:
+def test_requested_adapters_are_resident_after_a_plan_and_one_more_heartbeat() -> None:
     placing = SimulatedPlacement(LOAD_S, hash_name)
     replicas = {name: SimulatedSlots(8) for name in ("r0", "r1")}
     for second in range(10):
@@ -88,7 +88,9 @@ def asked(requests: int, seed: int) -> list[Arrival]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_twin_loads_as_often_as_the_benchmark_of_placement_and_less_than_its_rivals(seed: int) -> None:
+def test_the_simulator_loads_as_often_as_the_placement_benchmark_and_less_than_the_baselines(
+    seed: int,
+) -> None:
     requests = asked(4000, seed)
     loads = twin(requests).adapter_loads
     assert loads == pytest.approx(played("placement", requests, seed).loads, rel=0.05)

@@ -160,7 +160,7 @@ def test_golden_one_request_takes_its_steps() -> None:
     assert engine.busy_s == pytest.approx(prefill + decodes)
 
 
-def test_who_comes_during_a_leap_joins_at_the_end_of_the_step_under_way() -> None:
+def test_an_arrival_during_a_leap_joins_at_the_end_of_the_current_step() -> None:
     engine = Engine(TIMING)
     engine.submit(Job(1, 10, 50), 0.0)
     first = engine.next_at()
@@ -174,7 +174,7 @@ def test_who_comes_during_a_leap_joins_at_the_end_of_the_step_under_way() -> Non
     assert done.at == pytest.approx(joined + MODEL.step_time(11, 10 + 8 + 1 + 10, 2))
 
 
-def test_all_who_come_at_one_instant_start_together() -> None:
+def test_simultaneous_arrivals_start_together() -> None:
     engine = Engine(TIMING)
     for number in range(3):
         engine.submit(Job(number, 10, 1), 1.0)
@@ -194,7 +194,7 @@ def test_a_prompt_that_was_there_before_takes_less() -> None:
     assert engine.tokens == 1100 + 76 + 1100
 
 
-def test_who_was_preempted_does_not_find_its_own_prompt() -> None:
+def test_a_preempted_request_does_not_hit_its_own_prefix() -> None:
     timing = Timing(limits=Limits(max_num_batched_tokens=2048, max_num_seqs=4, kv_tokens=2100), model=MODEL)
     told = []
     for prefix_tokens in (2100, None):
@@ -206,7 +206,7 @@ def test_who_was_preempted_does_not_find_its_own_prompt() -> None:
     assert told[0] == told[1]
 
 
-def test_who_runs_pushes_out_what_others_had_shared() -> None:
+def test_running_requests_evict_shared_prefixes() -> None:
     timing = Timing(limits=Limits(max_num_batched_tokens=2048, max_num_seqs=4, kv_tokens=2048), model=MODEL)
     cached = []
     for other in (1000, 1100):
@@ -218,7 +218,7 @@ def test_who_runs_pushes_out_what_others_had_shared() -> None:
     assert cached == [1024, 512]
 
 
-def test_the_load_of_an_adapter_holds_the_steps_up_and_others_pass_who_waits() -> None:
+def test_an_adapter_load_blocks_steps_and_others_overtake_the_waiting_request() -> None:
     engine = Engine(TIMING, slots=1, adapter_load_s=0.5)
     engine.submit(Job(1, 10, 100, "a"), 0.0)
     assert (engine.slots.deferred, engine.running, engine.slots.loaded) == (1, 0, ())
@@ -253,7 +253,7 @@ def test_the_load_of_an_adapter_holds_the_steps_up_and_others_pass_who_waits() -
         (Job(1, 10, 10, "sql"), "no slots"),
     ],
 )
-def test_what_cannot_be_is_refused(job: Job, reason: str) -> None:
+def test_an_invalid_request_is_refused(job: Job, reason: str) -> None:
     engine = Engine(TIMING)
     engine.submit(Job(0, 10, 10), 0.0)
     with pytest.raises(ValueError, match=reason):

@@ -19,7 +19,7 @@ def engine(rules: type[SimulatedSlots] = SimulatedSlots, slots: int = 2) -> Engi
     return Engine(timing, slots=slots, adapter_load_s=LOAD_S, slot_rules=rules)
 
 
-def test_what_is_held_is_loaded_ahead_and_stays_until_it_is_held_no_more() -> None:
+def test_a_planned_adapter_is_prefetched_and_stays_while_it_is_planned() -> None:
     one = engine()
     one.slots.plan(["h"])
     assert one.next_at() == float("inf"), "nobody has looked"
@@ -37,7 +37,7 @@ def test_what_is_held_is_loaded_ahead_and_stays_until_it_is_held_no_more() -> No
     assert "h" not in one.slots.loaded
 
 
-def test_who_comes_while_its_adapter_is_loaded_ahead_waits_for_that_load() -> None:
+def test_a_request_waits_for_the_prefetch_of_its_adapter() -> None:
     one = engine()
     one.slots.plan(["h"])
     one.look_ahead(0.0)
@@ -48,7 +48,7 @@ def test_who_comes_while_its_adapter_is_loaded_ahead_waits_for_that_load() -> No
     assert first.at == pytest.approx(LOAD_S + PROFILE.model.step_time(8, 8, 1))
 
 
-def test_those_that_run_get_more_time_before_a_load_that_nobody_waits_for() -> None:
+def test_running_requests_get_more_time_before_a_prefetch() -> None:
     for held, pause in ((True, PREFETCH_PAUSE), (False, 1.0)):
         one = engine()
         one.submit(Job(0, 8, 2000, "a"), 0.0)

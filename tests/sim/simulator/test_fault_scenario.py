@@ -58,7 +58,7 @@ def test_a_start_that_is_no_number_is_not_one_that_is_not_given(tmp_path: Path, 
         ("slow: [{at: 9, until: 10}]", "slow[0].factor", None, "required"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(
+def test_an_error_names_its_place(
     tmp_path: Path, text: str, place: str, value: object, expected: str
 ) -> None:
     path = written(tmp_path, text)

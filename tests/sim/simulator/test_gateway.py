@@ -46,14 +46,14 @@ def outcomes(whole: list[int], model_args: dict[str, Any], shape_args: dict[str,
         ({"max_model_len": 4096}, {}, 4096),
     ],
 )
-def test_what_is_longer_than_the_context_fails(
+def test_a_request_longer_than_the_context_fails(
     model_args: dict[str, Any], shape_args: dict[str, Any], most: int
 ) -> None:
     found = outcomes([most, most + 1, 100], model_args, shape_args)
     assert found == [Outcome.SERVED, Outcome.FAILED, Outcome.SERVED]
 
 
-def test_what_is_longer_than_the_context_is_met_by_no_count() -> None:
+def test_no_count_serves_a_request_longer_than_the_context() -> None:
     model = {
         "name": "m",
         "engine": "vllm",
@@ -72,7 +72,7 @@ def test_what_is_longer_than_the_context_is_met_by_no_count() -> None:
     assert met_alone(asked, timing.model, timing.limits, SloConfig(), None) == 1.0
 
 
-def test_what_had_no_first_token_when_its_replica_crashed_is_moved_for_free() -> None:
+def test_a_request_without_a_first_token_is_retried_for_free_after_a_crash() -> None:
     model = {
         "shapes": {"small": {"gpus": 1, "max_in_flight": 256}},
         "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}},

@@ -31,7 +31,7 @@ def test_a_request_takes_few_bytes_also_when_all_are_handed_out() -> None:
     assert sum(column.itemsize for column in columns) == BYTES
 
 
-def test_whoever_only_came_was_not_served() -> None:
+def test_a_request_without_an_end_is_not_served() -> None:
     ledger = RequestLog(SloConfig())
     assert (ledger.arrived(0.5, 7, 8), ledger.arrived(1.5, 10_000_000, 9)) == (0, 1)
     table = ledger.requests()
@@ -50,5 +50,5 @@ def test_lengths_that_no_engine_takes_are_cut() -> None:
     assert table.input_tokens.tolist() == table.output_tokens.tolist() == [2**31 - 1]
 
 
-def test_no_request_is_a_table_of_none() -> None:
+def test_without_requests_the_table_is_empty() -> None:
     assert len(RequestLog(SloConfig()).requests()) == 0

@@ -94,7 +94,7 @@ def test_nothing_happens_before_its_cause(ramp: Record) -> None:
 
 
 @pytest.mark.slow
-def test_a_replica_that_leaves_finishes_what_it_has(ramp: Record) -> None:
+def test_a_draining_replica_finishes_its_requests(ramp: Record) -> None:
     left = [span for span in ramp.spans if span.leaves_at is not None]
     assert left
     requests = ramp.requests["m"]
@@ -129,7 +129,7 @@ def test_the_same_seed_gives_the_same_bytes(ramp: Record) -> None:
 
 
 @pytest.mark.slow
-def test_who_waits_is_served_in_the_order_of_arrival() -> None:
+def test_queued_requests_are_served_in_the_order_of_arrival() -> None:
     one = deployment(
         model={"shapes": {"small": {"gpus": 1, "max_in_flight": 4}}},
         gateway={"queue_timeout_s": 600},
@@ -186,7 +186,7 @@ def test_stretches_that_overlap_slow_a_replica_together() -> None:
         ("predictive", 1, 1, 6),
     ],
 )
-def test_a_policy_that_scales_by_no_load_begins_with_what_production_has(
+def test_a_static_policy_begins_with_the_count_of_production(
     policy: object, least: int, healthy: int, begins: int
 ) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": least, "max": 6}}}
@@ -207,7 +207,7 @@ def test_the_shipped_document_runs_as_many_as_live() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_at_zero_wakes_for_whoever_comes() -> None:
+def test_a_model_at_zero_replicas_starts_for_a_request() -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 6}}}
     document = deployment(
         model={"modes": modes}, control={"scale": {"zero_after_s": 60}}, gateway={"queue_timeout_s": 120}
@@ -220,7 +220,7 @@ def test_a_model_at_zero_wakes_for_whoever_comes() -> None:
 
 
 @pytest.mark.slow
-def test_the_mode_is_switched_by_load_and_nobody_is_cut() -> None:
+def test_the_mode_is_switched_by_load_and_no_request_is_cut_off() -> None:
     document = parse(
         {
             "models": [
@@ -252,7 +252,7 @@ def test_the_mode_is_switched_by_load_and_nobody_is_cut() -> None:
 
 
 @pytest.mark.slow
-def test_an_upstream_takes_what_is_turned_away_while_the_money_lasts() -> None:
+def test_a_fallback_provider_takes_refused_requests_within_its_spend_cap() -> None:
     upstream = {
         "name": "cloud",
         "url": "https://cloud.example",
@@ -266,7 +266,7 @@ def test_an_upstream_takes_what_is_turned_away_while_the_money_lasts() -> None:
     assert 0.0 < record.overflow_cost <= 0.05
 
 
-def test_progress_is_said() -> None:
+def test_progress_is_reported() -> None:
     said: list[float] = []
     run(deployment(), arrivals(0.5, 60.0), progress=said.append)
     assert said == sorted(said) and len(said) > 4

@@ -94,7 +94,7 @@ def test_the_rate_is_what_the_shapes_say(shapes: dict[str, Any], at: float, rate
         RateShape(rate=4.0, ramp=Ramp(factor=0.0, rise_s=1000.0)),
     ],
 )
-def test_as_many_come_as_the_rate_says(pace: RateShape) -> None:
+def test_the_count_of_arrivals_follows_the_rate(pace: RateShape) -> None:
     counts = Counter(int(at // 500) for at in come(pace))
     for part in range(8):
         due = sum(pace.at(part * 500 + i + 0.5) for i in range(500))
@@ -175,7 +175,7 @@ def talks(spec: Conversations, heard: int = 300, answered: int = 100) -> list[Ar
 CHAT = Conversations(turns=4.0, think_s=20.0, systems=3, system_tokens=1200, max_tokens=100_000)
 
 
-def test_each_turn_says_all_that_was_said_before() -> None:
+def test_each_turn_contains_the_whole_history() -> None:
     made = talks(CHAT)
     assert all(one.at <= other.at for one, other in pairwise(made))
     assert len(made) / 500 == pytest.approx(4.0, rel=0.15)

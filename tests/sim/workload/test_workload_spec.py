@@ -65,7 +65,7 @@ def test_a_trace_needs_no_workload_around_it(folder: Path) -> None:
     assert list(arrivals_of(folder / "azure.csv", 1)) == list(open_trace(folder / "azure.csv"))
 
 
-def test_what_is_made_up_depends_on_the_seed_and_ends(folder: Path) -> None:
+def test_generated_requests_depend_on_the_seed_and_end(folder: Path) -> None:
     path = write(
         folder,
         """
@@ -136,7 +136,7 @@ def test_a_document_that_makes_no_sense(document: dict[str, Any], path: str, exp
         ),
     ],
 )
-def test_a_trace_that_is_not_there_is_said_with_the_file(folder: Path, source: str, key: str) -> None:
+def test_a_missing_trace_is_named_with_the_workload_file(folder: Path, source: str, key: str) -> None:
     path = write(folder, f"duration_s: 9\nmix:\n- {source}\n")
     with pytest.raises(ConfigError, match="a file that exists") as caught:
         read_workload(path)
@@ -161,7 +161,7 @@ def test_the_shipped_workloads_are_read_and_make_what_their_names_say(path: Path
     assert any(each.blocks for each in made) == (path.stem == "multi-turn")
 
 
-def test_the_trace_of_our_own_is_what_its_workload_makes() -> None:
+def test_the_stored_trace_is_what_its_workload_generates() -> None:
     made = list(arrivals_of(MADE / "made.yaml", 7))
     first = made[0].at
     lines = [msgspec.structs.replace(captured(each), at=round(each.at - first, 3)) for each in made]

@@ -125,7 +125,7 @@ def test_versions_share_a_name(registry: AdapterNames) -> None:
         ({1: float("inf")}, "numbers from 0"),
     ],
 )
-def test_splits_that_are_none(registry: AdapterNames, weights: dict[int, float], message: str) -> None:
+def test_invalid_splits_are_refused(registry: AdapterNames, weights: dict[int, float], message: str) -> None:
     add(registry, A)
     before = add(registry, B)
     with pytest.raises(TargetError, match=message):
@@ -160,7 +160,7 @@ def test_a_name_is_removed(registry: AdapterNames) -> None:
         registry.rollback("m", "sql")
 
 
-def test_what_there_is_not(registry: AdapterNames) -> None:
+def test_unknown_names_are_refused(registry: AdapterNames) -> None:
     add(registry, A)
     for run in (
         lambda: registry.remove("m", "law"),
@@ -179,7 +179,7 @@ def test_models_do_not_share_names(registry: AdapterNames) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a@b", "../x", "-a", "a" * 65, "a\n", "a:b", "ä"])
-def test_names_that_are_none(registry: AdapterNames, name: str) -> None:
+def test_invalid_names_are_refused(registry: AdapterNames, name: str) -> None:
     with pytest.raises(AdapterRefused, match="is not a valid adapter name") as caught:
         add(registry, A, name=name)
     assert caught.value.code == "name"
@@ -203,7 +203,7 @@ def candidates(**weights: float) -> list[NewVersion]:
     return [NewVersion(letter * 64, FACTS, f"/{letter}", weight) for letter, weight in weights.items()]
 
 
-def test_what_the_document_declares_comes_at_once(registry: AdapterNames) -> None:
+def test_a_declaration_of_the_deployment_file_is_applied(registry: AdapterNames) -> None:
     alias = registry.put("m", "sql", candidates(a=95, b=5, c=0), origin=DOCUMENT)
     assert alias.split == ((1, 95.0), (2, 5.0))
     assert [version.number for version in alias.versions] == [1, 2, 3]
@@ -212,7 +212,7 @@ def test_what_the_document_declares_comes_at_once(registry: AdapterNames) -> Non
     assert registry.declared() == {("m", "sql")}
 
 
-def test_a_restart_does_not_undo_what_was_done_since(registry: AdapterNames) -> None:
+def test_a_restart_does_not_undo_later_changes(registry: AdapterNames) -> None:
     registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
     registry.put("m", "sql", candidates(b=1), origin=DOCUMENT)
     back = registry.rollback("m", "sql")
@@ -304,7 +304,7 @@ CHANGES = st.lists(
 @pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHANGES)
-def test_whatever_happens_a_name_stands_for_versions_that_it_has(
+def test_a_name_always_refers_to_versions_that_it_has(
     registry: AdapterNames, changes: list[tuple[str, object]]
 ) -> None:
     for alias in registry.catalog(0, 0).aliases:

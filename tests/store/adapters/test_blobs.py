@@ -50,7 +50,7 @@ def stored(blobs: Blobs, weights: bytes = b"w") -> str:
     return digest
 
 
-def test_what_was_published_is_there_by_its_digest(blobs: Blobs, tmp_path: Path) -> None:
+def test_a_published_adapter_is_found_by_its_digest(blobs: Blobs, tmp_path: Path) -> None:
     digest = stored(blobs)
     path = blobs.path(digest)
     assert path == tmp_path / "adapters" / digest
@@ -60,7 +60,7 @@ def test_what_was_published_is_there_by_its_digest(blobs: Blobs, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", [ABSENT, "", "..", "../x", "a" * 63, "A" * 64, "a" * 64 + "\n"])
-def test_what_is_not_there(name: str, blobs: Blobs) -> None:
+def test_an_unknown_digest(name: str, blobs: Blobs) -> None:
     assert blobs.path(name) is None
     with pytest.raises(KeyError):
         blobs.tar(name)
@@ -68,7 +68,7 @@ def test_what_is_not_there(name: str, blobs: Blobs) -> None:
 
 
 @pytest.mark.parametrize("change", ["longer", "other", "gone", "more"])
-def test_what_is_not_whole_is_not_there_and_is_replaced(change: str, blobs: Blobs, tmp_path: Path) -> None:
+def test_an_incomplete_adapter_is_ignored_and_replaced(change: str, blobs: Blobs, tmp_path: Path) -> None:
     digest = stored(blobs)
     path = tmp_path / "adapters" / digest
     weights = path / WEIGHTS
@@ -123,7 +123,7 @@ def test_threads_that_publish_the_same(blobs: Blobs) -> None:
     assert blobs.path(digest) is not None
 
 
-def test_what_was_published_lately_is_not_removed(blobs: Blobs, clock: Clock) -> None:
+def test_a_recently_published_adapter_is_not_removed(blobs: Blobs, clock: Clock) -> None:
     digest = stored(blobs)
     assert not blobs.remove(digest, older_s=600)
     assert blobs.path(digest) is not None
@@ -152,7 +152,7 @@ def test_a_stream_that_is_not_taken(
 
 
 @pytest.mark.slow
-def test_what_killed_processes_left_is_cleared_and_what_others_do_is_not(tmp_path: Path) -> None:
+def test_only_directories_of_killed_processes_are_deleted(tmp_path: Path) -> None:
     root = tmp_path / "adapters"
     script = (
         "import os, signal, sys; from pathlib import Path; from store.adapters.blobs import Blobs\n"

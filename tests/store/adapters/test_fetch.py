@@ -263,7 +263,7 @@ def test_a_server_that_refuses(status: int, tries: int, message: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_secrets_of_a_source_are_not_told(tmp_path: Path, blobs: Blobs) -> None:
+def test_secrets_of_a_source_are_not_revealed(tmp_path: Path, blobs: Blobs) -> None:
     with served(Site()) as site:
         secret = site.url.replace("http://", "http://user:KEY-1@") + "?signature=KEY-2"
         said: list[Progress] = []

@@ -101,7 +101,7 @@ def test_without_a_base_its_modules_are_not_compared(tmp_path: Path) -> None:
     assert validate(write(tmp_path / "b", files()), packed, LIMITS).rank == RANK, "of unknown shapes"
 
 
-def test_a_trunk_that_the_checkpoint_calls_otherwise() -> None:
+def test_a_checkpoint_with_other_prefixes() -> None:
     base = BaseModel({"model.language_model.layers.0.q": (4, 8), "model.visual.layers.0.q": (2, 6)})
     assert set(base.shapes("model.layers.0.q")) == {(4, 8), (2, 6)}
     assert base.shapes("model.visual.layers.0.q") == ((2, 6),)
@@ -156,7 +156,7 @@ def test_archives(data: bytes, tmp_path: Path, blobs: Blobs) -> None:
     assert kept(blobs, tmp_path / "any.name") == files()
 
 
-def test_of_a_directory_two_files_are_kept(tmp_path: Path, blobs: Blobs) -> None:
+def test_only_the_two_adapter_files_of_a_directory_are_kept(tmp_path: Path, blobs: Blobs) -> None:
     extra = {"adapter_model.bin": b"\x80", "README.md": b"x", "training_args.bin": b"x"}
     folder = write(tmp_path / "a", {**files(), **extra})
     (folder / "checkpoint").mkdir()
@@ -179,7 +179,7 @@ def test_equal_content_has_one_digest_wherever_it_came_from(tmp_path: Path, blob
     assert (first.facts, second.source) == (second.facts, str(tmp_path / "a"))
 
 
-def test_what_is_stored_is_immutable_and_its_own(tmp_path: Path, blobs: Blobs) -> None:
+def test_a_stored_adapter_is_an_immutable_copy(tmp_path: Path, blobs: Blobs) -> None:
     folder = write(tmp_path / "a", files())
     taken = import_adapter(blobs, str(folder), TERMS, lambda _: None)
     (folder / WEIGHTS).write_bytes(b"else")
@@ -189,7 +189,7 @@ def test_what_is_stored_is_immutable_and_its_own(tmp_path: Path, blobs: Blobs) -
     assert [oct((path / name).stat().st_mode & 0o777) for name in FILES] == ["0o444", "0o444"]
 
 
-def test_who_waits_is_told_how_far_it_is(tmp_path: Path, blobs: Blobs) -> None:
+def test_progress_is_reported_in_whole_percents(tmp_path: Path, blobs: Blobs) -> None:
     said: list[Progress] = []
     import_adapter(blobs, str(write(tmp_path / "a", files())), ImportLimits(BASE, LIMITS), said.append)
     steps = list(dict.fromkeys(each.step for each in said))

@@ -99,7 +99,7 @@ def test_bytes_on_disk_are_reported_in_whole_percents(
         (OSError("disk full"), "cannot be fetched .*: disk full"),
     ],
 )
-def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
+def test_errors_name_the_remedy(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
     replace(monkeypatch, error)
     with pytest.raises(ModelUnavailable, match=message):
         prepare_hub("org/model", token_file=None, report=lambda _: None)

@@ -26,7 +26,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_sources_are_told_apart(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_origin_of_a_source(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def named(what: str) -> object:
         return lambda source, **_: Prepared(path=Path(what), digest=source)
 

@@ -50,7 +50,7 @@ def test_a_thousand_adapters_need_a_third_fewer_loads_and_less_time_to_the_first
 TRAFFIC = Traffic(adapters=50, exponent=1.0, rate=10.0, requests=4000, together=1.5, seed=1)
 
 
-def test_it_comes_in_order_at_the_rate() -> None:
+def test_arrivals_are_in_order_at_the_rate() -> None:
     made = arrivals(TRAFFIC)
     assert len(made) == 4000 and all(one.at <= other.at for one, other in pairwise(made))
     assert made[-1].at == pytest.approx(400.0, rel=0.1)
@@ -65,7 +65,7 @@ def test_the_first_is_asked_for_twice_as_often_as_the_second() -> None:
 
 
 @pytest.mark.parametrize("together", [1.0, 1.5, 4.0])
-def test_calls_bring_requests_for_one_adapter_at_once(together: float) -> None:
+def test_a_call_has_simultaneous_requests_for_one_adapter(together: float) -> None:
     made = arrivals(TRAFFIC._replace(together=together))
     calls = Counter(each.at for each in made)
     assert len(made) / len(calls) == pytest.approx(together, rel=0.1)

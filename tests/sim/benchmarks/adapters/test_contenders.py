@@ -35,7 +35,7 @@ def after(policy: ServeMultiplex, replicas: list[Engine], since: float, until: f
         due = policy.tick(replicas, due)
 
 
-def test_serve_goes_where_the_model_is_or_is_being_loaded_once_it_has_heard() -> None:
+def test_multiplexing_prefers_replicas_that_reported_the_model() -> None:
     policy, replicas = multiplex()
     after(policy, replicas, 0.0, 1.0)
     replicas[2].submit(Job(0, 8, 2, "7"), 1.0)

@@ -48,7 +48,7 @@ def test_to_attain_more_never_takes_less(points: list[Point], one: float, other:
 
 @pytest.mark.slow
 @given(POINTS, st.floats(0, 1))
-def test_who_is_dominated_changes_nothing(points: list[Point], attainment: float) -> None:
+def test_dominated_points_change_nothing(points: list[Point], attainment: float) -> None:
     assert hours_at(points, attainment) == pytest.approx(hours_at(front(points), attainment), nan_ok=True)
 
 
@@ -57,7 +57,7 @@ def test_settings_are_averaged_over_the_seeds() -> None:
     assert averaged({1: one, 2: other}) == (Point(0.75, 7.0, "a"), Point(1.0, 11.0, "b"))
 
 
-def test_each_part_is_what_its_freedom_saves() -> None:
+def test_the_regret_is_split_by_cause() -> None:
     found = split(100.0, problem([15, 0, 0, 0, 5], lead_s=10.0))
     assert found.fluid_s == pytest.approx(5 * 2.0)
     assert found.integrality_s == pytest.approx(5 * 3 - 10.0)
@@ -69,7 +69,7 @@ def test_each_part_is_what_its_freedom_saves() -> None:
 
 @pytest.mark.slow
 @given(LOADS, LEADS, ATTAINED, st.floats(0, 1000))
-def test_the_parts_sum_to_what_the_policy_took(
+def test_the_parts_of_the_regret_sum_to_the_whole(
     tenths: list[int], lead_s: float, attainment: float, policy_s: float
 ) -> None:
     found = split(policy_s, problem(tenths, lead_s, attainment))

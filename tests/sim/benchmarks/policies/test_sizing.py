@@ -20,7 +20,7 @@ def rungs(name: str, full: Full = FULL) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_two_rungs_are_alike(name: str) -> None:
+def test_all_settings_differ(name: str) -> None:
     found = rungs(name)
     assert len(found) == 7
     assert all(one != other for i, one in enumerate(found) for other in found[i + 1 :])
@@ -35,7 +35,7 @@ def test_counts_go_down_from_the_most() -> None:
     ]
 
 
-def test_rivals_are_turned_around_what_a_full_replica_shows() -> None:
+def test_targets_are_swept_around_the_state_of_a_full_replica() -> None:
     targets = [each.target for each in rungs("target_tracking")]
     assert targets == sorted(targets)
     assert targets[0] == pytest.approx(10.0)
@@ -53,7 +53,7 @@ def test_no_cache_takes_more_than_it_holds() -> None:
     assert len(set(taken)) == len(taken) < 7
 
 
-def test_predictive_grows_thriftier_and_has_the_shipped_setting() -> None:
+def test_predictive_settings_go_from_careful_to_thrifty_with_the_default() -> None:
     found = rungs("predictive")
     assert Predictive() in found
     care = [(each.quantile, each.margin, -each.down) for each in found]

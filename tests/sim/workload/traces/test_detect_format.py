@@ -75,7 +75,7 @@ def test_each_format_is_known_and_read(tmp_path: Path, text: str, name: str, exp
     assert (trace.format, list(trace)) == (name, expected)
 
 
-def test_burstgpt_skips_what_failed(tmp_path: Path) -> None:
+def test_burstgpt_skips_failed_requests(tmp_path: Path) -> None:
     text = (
         BURST
         + "5,ChatGPT,472,0,472,Conversation log\n45,ChatGPT,1087,230,1317,API log\n45.5,GPT-4,9,1,10,x\n"
@@ -162,7 +162,7 @@ def test_a_bad_trace_is_refused_with_its_line(
         assert error.value == value
 
 
-def test_a_long_line_is_not_repeated_whole(tmp_path: Path) -> None:
+def test_a_long_line_is_truncated_in_the_error(tmp_path: Path) -> None:
     assert len(str(refused(tmp_path, "x" * 10_000).value)) < 100
 
 
@@ -184,7 +184,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         open_trace(tmp_path / "none.csv")
 
 
-def test_what_can_be_read_only_once_is_no_trace(tmp_path: Path) -> None:
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match=r"pipe: got 'no regular file', expected .* read several times"):
         open_trace(tmp_path / "pipe")  # nobody writes there: to open it would wait for ever
