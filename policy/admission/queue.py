@@ -77,9 +77,6 @@ class Queue:
     def __len__(self) -> int:
         return len(self.waiting)
 
-    def __contains__(self, request: Request) -> bool:
-        return request.ticket in self.waiting
-
     def depth(self, priority: Priority) -> int:
         return len(self._classes[priority])
 

@@ -50,11 +50,9 @@ class ReplicaPool(Protocol[R_co]):
     def candidates(self) -> list[Candidate]:
         """The replicas to which a request may be sent now, whether or not they have room, as they are now."""
 
-    def replica(self, candidate: Candidate) -> R_co:
-        """The replica that ``candidate`` describes."""
+    def replica(self, candidate: Candidate) -> R_co: ...
 
-    def serves(self, candidate: Candidate, adapter: str) -> bool:
-        """Whether the candidate can serve requests for ``adapter``."""
+    def serves(self, candidate: Candidate, adapter: str) -> bool: ...
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
         """The router's choice, ``None`` if the request should wait."""

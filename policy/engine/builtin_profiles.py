@@ -181,12 +181,11 @@ def profile(given: str | Mapping[str, Any], where: str = "profile") -> Profile:
 
 def kind_and_size(given: str | Mapping[str, Any]) -> tuple[str, str]:
     """The GPU type and the model size of a profile, by its name or its prior's."""
-    if isinstance(given, str):
-        kind, _, size = given.partition("-")
-        return kind, size
-    prior = model_file(given, "profile").prior
-    kind, _, size = prior.partition("-")
-    return (kind, size) if prior in PROFILES else ("calibrated", "")
+    name = given if isinstance(given, str) else model_file(given, "profile").prior
+    if name not in PROFILES and not isinstance(given, str):
+        return "calibrated", ""
+    kind, _, size = name.partition("-")
+    return kind, size
 
 
 def _calibrated(given: Mapping[str, Any], where: str) -> Profile:

@@ -25,11 +25,9 @@ class StepTable:
     def __init__(self, timing: Timing) -> None:
         model, limits = timing.model, timing.limits
         assert model is not None
-        self.batch, self.seats, self.kv_tokens = (
-            limits.max_num_batched_tokens,
-            limits.max_num_seqs,
-            limits.kv_tokens,
-        )
+        self.batch = limits.max_num_batched_tokens
+        self.seats = limits.max_num_seqs
+        self.kv_tokens = limits.kv_tokens
         self.width = width = self.batch / SEGMENTS
         self.per_width = 1.0 / width
         empty = [model.step_time(i * width, 0.0, 0.0) for i in range(SEGMENTS + 2)]
@@ -79,8 +77,7 @@ class StepTable:
 
 def step_table_of(timing: Timing | None, assumed: Timing) -> StepTable:
     """The pace of a replica that reported ``timing``; ``assumed`` fills what it left out."""
-    if timing is None:
-        return StepTable(assumed)
-    if timing.model is None:
-        return StepTable(Timing(limits=timing.limits, model=assumed.model or GENERIC.model))
-    return StepTable(timing)
+    reported = timing or assumed
+    if reported.model is None:
+        reported = Timing(limits=reported.limits, model=assumed.model or GENERIC.model)
+    return StepTable(reported)

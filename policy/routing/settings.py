@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 from policy.config.deployment import Adapters, ModelSpec
@@ -47,8 +48,6 @@ def _assumed(spec: ModelSpec) -> Timing:
         return GENERIC
     found = profile(name)
     for degree in _DEGREES:
-        try:
+        with suppress(ConfigError):  # its weights need more GPUs
             return found.timing(degree)
-        except ConfigError:  # its weights need more GPUs
-            continue
     return GENERIC

@@ -1,4 +1,4 @@
-"""Which adapter lives where: laws that every plan keeps, and the timelines of a few."""
+"""Adapter placement: laws that every plan keeps, and the timelines of a few."""
 
 from __future__ import annotations
 
@@ -84,20 +84,20 @@ def timeline(steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS)
-def test_no_replica_holds_more_than_its_slots_or_anything_that_does_not_live_there(
+def test_hold_lists_match_the_assignments_and_fit_the_slots(
     steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds
 ) -> None:
     for (_, hosts, _), made in zip(steps, timeline(steps, bounds), strict=True):
         for each in hosts:
             assert len(made.hold.get(each.id, ())) <= each.slots
-        lives = {(home.name, host) for home in made.homes for host in home.hosts}
+        assigned = {(home.name, host) for home in made.homes for host in home.hosts}
         held = {(name, host) for host, names in made.hold.items() for name in names}
-        assert not made.hold or lives == held
+        assert not made.hold or assigned == held
 
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS)
-def test_nothing_moves_twice_within_a_minute_but_from_a_replica_that_is_gone(
+def test_a_version_moves_once_a_minute_unless_its_replica_is_gone(
     steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds
 ) -> None:
     moved: dict[str, float] = {}
@@ -108,7 +108,7 @@ def test_nothing_moves_twice_within_a_minute_but_from_a_replica_that_is_gone(
         had = {home.name: set(home.hosts) for home in before.homes}
         for name in {move.name for move in made.moves if move.target or move.name in asked}:
             old, new = had.get(name, set()), set(where(made, name))
-            # A first home is none, and neither is a copy that is given up.
+            # A first assignment is no move, and neither is one replica fewer.
             if not old or (new and new <= old):
                 continue
             if name in moved and old & there:
@@ -118,7 +118,7 @@ def test_nothing_moves_twice_within_a_minute_but_from_a_replica_that_is_gone(
 
 
 @given(HOSTS, DEMANDS, BOUNDS)
-def test_whatever_is_asked_for_has_a_home_while_there_are_slots(
+def test_every_requested_version_is_assigned_while_there_are_slots(
     hosts: list[Host], demands: list[Demand], bounds: Bounds
 ) -> None:
     made = plan(hosts, demands, EMPTY, 0.0, bounds)
@@ -132,7 +132,7 @@ def test_whatever_is_asked_for_has_a_home_while_there_are_slots(
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS, st.randoms(use_true_random=False))
-def test_the_order_of_what_is_given_does_not_matter(
+def test_the_order_of_hosts_and_demands_does_not_matter(
     steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds, random: Random
 ) -> None:
     shuffled = []
@@ -147,7 +147,7 @@ def test_the_order_of_what_is_given_does_not_matter(
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS)
-def test_a_plan_computed_from_its_own_outcome_moves_nothing(
+def test_a_plan_from_its_own_result_moves_nothing(
     steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds
 ) -> None:
     made = timeline(steps, bounds)[-1]
@@ -158,8 +158,8 @@ def test_a_plan_computed_from_its_own_outcome_moves_nothing(
 
 @pytest.mark.slow
 @given(st.integers(2, 6), st.lists(st.floats(0.5, 1.0), min_size=30, max_size=60))
-def test_load_stays_within_the_bound_where_it_can(replicas: int, rates: list[float]) -> None:
-    """Many small ones, and slots for all of them: a first plan, and one after a replica came."""
+def test_load_stays_within_the_bound_when_possible(replicas: int, rates: list[float]) -> None:
+    """Many small demands with slots for all: a first plan, and one after a replica was added."""
     hosts = [host(number, slots=80) for number in range(replicas + 1)]
     demands = [demand(f"a{number}", rate) for number, rate in enumerate(rates)]
     first = plan(hosts[1:], demands, EMPTY, 0.0)
@@ -169,7 +169,7 @@ def test_load_stays_within_the_bound_where_it_can(replicas: int, rates: list[flo
 
 
 @given(st.integers(2, 5), st.integers(1, 39))
-def test_a_replica_that_goes_moves_what_lived_there_alone(replicas: int, count: int) -> None:
+def test_a_removed_replica_moves_only_its_own_versions(replicas: int, count: int) -> None:
     hosts = [host(number, slots=40) for number in range(replicas)]
     bounds = Bounds(load=100.0)
     first = plan(hosts, zipf(count), EMPTY, 0.0, bounds)
@@ -178,7 +178,7 @@ def test_a_replica_that_goes_moves_what_lived_there_alone(replicas: int, count: 
     assert all(move.source == "r0" and move.target for move in second.moves)
 
 
-def test_a_replica_that_comes_takes_no_more_than_evenness_needs() -> None:
+def test_a_new_replica_gets_only_what_evens_the_load() -> None:
     hosts = [host(number, slots=40) for number in range(4)]
     first = plan(hosts[:3], zipf(60), EMPTY, 0.0)
     second = plan(hosts, zipf(60), first, 1.0)
@@ -187,7 +187,7 @@ def test_a_replica_that_comes_takes_no_more_than_evenness_needs() -> None:
     assert not plan(hosts, zipf(60), second, 100.0).moves
 
 
-def test_homes_follow_rendezvous_and_say_so() -> None:
+def test_assignments_follow_rendezvous_hashing() -> None:
     hosts = [host(number) for number in range(4)]
     made = plan(hosts, [demand("a", 1.0)], EMPTY, 0.0)
     best = max(hosts, key=lambda each: rendezvous(hash_of("a"), each.key, each.seats))
@@ -196,14 +196,14 @@ def test_homes_follow_rendezvous_and_say_so() -> None:
     assert why(plan(hosts, [demand("a", 1.0)], made, 5.0), "a") == Reason.KEPT
 
 
-def test_what_is_loaded_somewhere_lives_there() -> None:
+def test_a_loaded_version_is_assigned_there() -> None:
     for number in range(3):
         hosts = [host(i, resident=frozenset({"a"} if i == number else ())) for i in range(3)]
         made = plan(hosts, [demand("a", 1.0)], EMPTY, 0.0)
         assert where(made, "a") == (f"r{number}",) and why(made, "a") == Reason.RESIDENT
 
 
-def test_what_a_replica_cannot_load_lives_elsewhere_or_nowhere() -> None:
+def test_a_version_that_a_replica_refused_is_assigned_elsewhere_or_nowhere() -> None:
     made = plan([host(0)], [demand("a", 1.0)], EMPTY, 0.0)
     refusing = host(0, refused=frozenset({"a"}))
     assert where(plan([refusing, host(1)], [demand("a", 1.0)], made, 1.0), "a") == ("r1",)
@@ -211,21 +211,21 @@ def test_what_a_replica_cannot_load_lives_elsewhere_or_nowhere() -> None:
     assert nowhere.explain("a") == Reason.NOWHERE and nowhere.hold == {"r0": ()}
 
 
-def test_slots_go_to_what_costs_most_to_load_again() -> None:
+def test_slots_go_to_the_versions_with_the_highest_reload_cost() -> None:
     demands = [demand("often", 3.0, load_s=0.1), demand("dear", 1.0, load_s=1.0), demand("rare", 0.1)]
     made = plan([host(0, slots=2)], demands, EMPTY, 0.0, ALL)
     assert made.hold["r0"] == ("dear", "often")
     assert made.explain("rare") == Reason.ON_DEMAND
 
 
-def test_some_slots_are_left_to_what_is_loaded_on_demand() -> None:
-    """One, or as many as its requests take at once, but half at most."""
+def test_slots_are_reserved_for_loads_on_demand() -> None:
+    """One, or as many as those requests use at once, at most half."""
     for slots, load_s, held in ((1, 0.001, 1), (8, 0.001, 7), (8, 0.1, 5), (8, 9.0, 4)):
         made = plan([host(0, slots=slots)], zipf(30, load_s=load_s), EMPTY, 0.0)
         assert len(made.hold["r0"]) == held
 
 
-def test_who_has_a_slot_keeps_it_until_another_is_worth_more_by_a_quarter() -> None:
+def test_a_version_loses_its_slot_only_to_a_quarter_more_value() -> None:
     hosts = [host(0, slots=1)]
     made = plan(hosts, [demand("a", 1.0)], EMPTY, 0.0)
     assert plan(hosts, [demand("a", 1.0), demand("b", 1.2)], made, 60.0).hold["r0"] == ("a",)
@@ -238,7 +238,7 @@ def test_who_has_a_slot_keeps_it_until_another_is_worth_more_by_a_quarter() -> N
     assert taken.explain("a") == Reason.DISPLACED
 
 
-def test_what_lost_its_slot_does_not_come_back_within_a_minute() -> None:
+def test_a_displaced_version_does_not_return_within_a_minute() -> None:
     hosts = [host(0, slots=1)]
     made = plan(hosts, [demand("a", 1.0)], EMPTY, 0.0)
     made = plan(hosts, [demand("a", 1.0), demand("b", 2.0)], made, 100.0)
@@ -247,14 +247,14 @@ def test_what_lost_its_slot_does_not_come_back_within_a_minute() -> None:
     assert plan(hosts, [demand("a", 9.0), demand("b", 2.0)], made, 161.0).hold["r0"] == ("a",)
 
 
-def test_a_forecast_brings_it_in_before_it_is_asked_for() -> None:
+def test_a_forecast_counts_before_the_requests_arrive() -> None:
     hosts = [host(0, slots=1)]
     made = plan(hosts, [demand("a", 1.0)], EMPTY, 0.0)
     rising = demand("b", 0.1, forecast=2.0)
     assert plan(hosts, [demand("a", 1.0), rising], made, 60.0).hold["r0"] == ("b",)
 
 
-def test_more_homes_by_what_seats_can_carry() -> None:
+def test_the_number_of_replicas_follows_the_occupied_seats() -> None:
     hosts = [host(number, seats=10.0) for number in range(4)]
     for rate, homes in ((2.4, 1), (2.6, 2), (5.1, 3), (90.0, 4)):
         others = [demand(f"o{number}", 50.0, service_s=0.01) for number in range(4)]
@@ -264,7 +264,9 @@ def test_more_homes_by_what_seats_can_carry() -> None:
     assert len(where(made, "a")) == 2
 
 
-def test_another_home_when_requests_wait_for_ten_seconds_and_one_fewer_after_ten_minutes() -> None:
+def test_waiting_requests_add_a_replica_after_ten_seconds_and_idleness_removes_one_after_ten_minutes() -> (
+    None
+):
     hosts = [host(number) for number in range(4)]
     others = [demand(f"o{number}", 2.0) for number in range(4)]
 
@@ -281,7 +283,7 @@ def test_another_home_when_requests_wait_for_ten_seconds_and_one_fewer_after_ten
     assert counts == [1, 2, 2, 3, 3, 3, 2]
 
 
-def test_ranks_live_together_where_load_is_low() -> None:
+def test_equal_ranks_share_a_replica_when_load_is_low() -> None:
     hosts = [host(number, slots=20) for number in range(2)]
     demands = [demand(f"a{number}", 1.0, rank=8 if number % 2 else 64) for number in range(16)]
     made = plan(hosts, demands, EMPTY, 0.0, ALL)
@@ -292,7 +294,7 @@ def test_ranks_live_together_where_load_is_low() -> None:
     assert max(made.load.values()) <= 1.25
 
 
-def test_without_room_loads_are_evened_by_exchanges() -> None:
+def test_without_free_slots_loads_are_evened_by_exchanges() -> None:
     hosts = [host(0, slots=2), host(1, slots=2)]
     made = plan(hosts, [demand(name, 1.0) for name in "abcd"], EMPTY, 0.0, ALL)
     heavy = made.hold["r0"]
@@ -303,7 +305,7 @@ def test_without_room_loads_are_evened_by_exchanges() -> None:
     assert all(move.source and move.target for move in later.moves)
 
 
-def test_homes_outlast_a_moment_without_replicas() -> None:
+def test_assignments_survive_a_time_without_replicas() -> None:
     hosts = [host(number) for number in range(2)]
     made = plan(hosts, zipf(4), EMPTY, 0.0)
     gone = plan([], zipf(4), made, 1.0)
@@ -311,11 +313,11 @@ def test_homes_outlast_a_moment_without_replicas() -> None:
     assert plan(hosts, zipf(4), gone, 2.0).hold == made.hold
 
 
-def test_the_rule_in_the_documents_is_one() -> None:
+def test_the_placement_rule_of_the_documentation() -> None:
     text = (Path(__file__).parents[3] / "docs/extending.md").read_text()
     code = text[text.index("## How do I add a placement rule?") :].split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}
-    exec(code, names)  # noqa: S102 - what the page shows is what is tried
+    exec(code, names)  # noqa: S102 - the code of the page
     hosts = [host(number, slots=2) for number in range(2)]
     made = names["newest"](hosts, [demand(name, 1.0) for name in "ab"], EMPTY, 0.0)
     assert made.hold == {"r0": ("a", "b")}
@@ -324,6 +326,6 @@ def test_the_rule_in_the_documents_is_one() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_nobody_asks_for_anything(count: int) -> None:
+def test_a_plan_without_demand_is_empty(count: int) -> None:
     made = plan([host(0)], [demand(f"a{number}", 0.0) for number in range(count)], EMPTY, 0.0)
     assert made.homes == () and made.hold == {"r0": ()} and made.load == {"r0": 0.0}

@@ -16,7 +16,7 @@ counts = st.integers(0, 10_000)
 degrees = st.sampled_from([1, 2, 4, 8])
 
 
-def test_a_step_is_the_formula() -> None:
+def test_step_time_follows_the_formula() -> None:
     knee = (0.006**4 + (2e-5 * 300) ** 4) ** 0.25
     assert MODEL.step_time(300, 5000, 40) == pytest.approx(0.002 + knee + 5e-4 + 4e-4)
 
@@ -29,7 +29,7 @@ def test_degree_divides_the_shares_and_adds_all_reduce() -> None:
 
 
 @given(counts, counts, counts, counts, degrees)
-def test_a_step_grows_with_everything_in_it(
+def test_step_time_grows_with_each_argument(
     tokens: int, kv: int, running: int, more: int, degree: int
 ) -> None:
     model = MODEL.at_degree(degree)
@@ -42,12 +42,12 @@ def test_a_step_grows_with_everything_in_it(
 
 
 @pytest.mark.parametrize(("running", "tokens_per_s"), [(1, 15), (4, 37), (16, 55), (32, 65)])
-def test_the_cpu_profile_meets_what_one_core_was_measured_at(running: int, tokens_per_s: float) -> None:
+def test_the_cpu_profile_matches_measurements_on_one_core(running: int, tokens_per_s: float) -> None:
     itl = profile("cpu-smollm2-135m").model.step_time(running, 100 * running, running)
     assert running / itl == pytest.approx(tokens_per_s, rel=0.08)
 
 
-def test_the_cpu_profile_meets_prefill_two_cores_and_memory() -> None:
+def test_the_cpu_profile_matches_measured_prefill_two_cores_and_memory() -> None:
     cpu = profile("cpu-smollm2-135m")
     assert cpu.model.prefill_s(100, 2048) == pytest.approx(0.35, rel=0.02)
     assert 1 / cpu.model.at_degree(2).step_time(1, 100, 1) == pytest.approx(20.9, rel=0.03)
@@ -71,7 +71,7 @@ def test_kv_capacity_is_the_closed_form_in_whole_blocks(degree: int) -> None:
     assert 0 <= exact - MEMORY.replica_tokens(degree) < 17
 
 
-def test_weights_that_do_not_fit_are_refused_by_name() -> None:
+def test_unknown_profiles_and_weights_that_do_not_fit_are_rejected() -> None:
     assert profile("l4-8b").limits(1).kv_tokens > 0
     with pytest.raises(ConfigError, match="l4-70b fits"):
         profile("l4-70b").limits(4)
@@ -79,12 +79,12 @@ def test_weights_that_do_not_fit_are_refused_by_name() -> None:
         profile("b200-8b")
 
 
-def test_a_model_whose_step_takes_no_time_is_refused() -> None:
+def test_a_model_without_step_time_is_rejected() -> None:
     with pytest.raises(ValueError, match="takes time"):
         EngineModel(o=0, w=0, c=1, g=1, r=1)
 
 
-def test_a_faster_time_divides_every_step() -> None:
+def test_faster_divides_every_step_time() -> None:
     model = PROFILES["h100-70b"].model.at_degree(4)
     for tokens, kv, running in [(1, 0, 1), (600, 50_000, 40), (8192, 200_000, 256)]:
         assert model.faster(5.0).step_time(tokens, kv, running) == pytest.approx(

@@ -1,4 +1,4 @@
-"""Files of calibrated engine models: what they must say, and what a deployment makes of them."""
+"""Files of calibrated engine models: validation, and their use in a deployment."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def spec(given: Any) -> ModelSpec:
     return parse({"models": [model]}).models[0]
 
 
-def test_what_is_written_is_read() -> None:
+def test_a_file_round_trips() -> None:
     assert model_file(content(), "f") == made()
 
 
@@ -68,18 +68,18 @@ def test_what_is_written_is_read() -> None:
         ({"error": None}, "f.error"),
     ],
 )
-def test_a_file_that_is_none_is_refused_with_the_place(changed: dict[str, Any], where: str) -> None:
+def test_an_invalid_file_is_rejected_with_the_path(changed: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigError) as refused:
         model_file(content(**changed), "f")
     assert refused.value.path == where
 
 
-def test_what_is_no_mapping_is_refused() -> None:
+def test_content_that_is_not_a_mapping_is_rejected() -> None:
     with pytest.raises(ConfigError, match="content of a model file"):
         model_file([1], "f")
 
 
-def test_a_deployment_takes_it_where_a_profile_is_named() -> None:
+def test_a_deployment_uses_the_file_as_a_profile() -> None:
     found = spec(content())
     large = shipped(found, found.shapes["large"])
     assert large.model == made().engine_model.at_degree(2)
@@ -89,18 +89,18 @@ def test_a_deployment_takes_it_where_a_profile_is_named() -> None:
     assert small.limits.kv_tokens == profile("h100-8b").limits(1).kv_tokens
 
 
-def test_a_deployment_refuses_one_that_is_none() -> None:
+def test_a_deployment_rejects_an_invalid_file() -> None:
     with pytest.raises(ConfigError) as refused:
         spec(content(format=9))
     assert refused.value.path == "models[0].profile.format"
 
 
-def test_without_a_profile_to_begin_with_its_memory_is_what_it_is() -> None:
+def test_without_a_prior_the_kv_capacity_is_that_of_the_file() -> None:
     found = spec(content(prior=""))
     assert shipped(found, found.shapes["small"]).limits.kv_tokens == 500_000
 
 
-def test_a_change_of_it_is_told_in_a_few_words() -> None:
+def test_a_diff_shows_the_file_by_its_description() -> None:
     def deployed(given: Any) -> Any:
         model = {"name": "m", "engine": "external", "urls": ["http://127.0.0.1:1"], "profile": given}
         return parse({"models": [model]})

@@ -27,7 +27,7 @@ def used(cache: prefix_cache.PrefixCache, *blocks: int, tokens: int = 0) -> None
     cache.make_room(0)
 
 
-def test_what_was_used_is_found_up_to_the_first_block_that_differs() -> None:
+def test_lookup_ends_at_the_first_different_block() -> None:
     cache = cache_of(10 * BLOCK_TOKENS)
     used(cache, 1, 2, 3)
     assert cache.lookup((1, 2, 9), 2000) == 2 * BLOCK_TOKENS
@@ -35,7 +35,7 @@ def test_what_was_used_is_found_up_to_the_first_block_that_differs() -> None:
     assert cache.lookup((), 2000) == 0
 
 
-def test_the_last_token_is_always_computed_with_the_engines_block_of_it() -> None:
+def test_the_block_of_the_last_token_is_always_computed() -> None:
     cache = cache_of(10 * BLOCK_TOKENS)
     used(cache, 1, 2)
     assert cache.lookup((1, 2), 2 * BLOCK_TOKENS) == 2 * BLOCK_TOKENS - 16
@@ -43,7 +43,7 @@ def test_the_last_token_is_always_computed_with_the_engines_block_of_it() -> Non
     assert cache.lookup((1, 2), BLOCK_TOKENS + 97) == BLOCK_TOKENS + 96
 
 
-def test_the_oldest_chain_goes_from_its_end() -> None:
+def test_the_oldest_chain_is_evicted_from_its_end() -> None:
     cache = cache_of(5 * BLOCK_TOKENS)
     used(cache, 1, 2, 3)
     used(cache, 4, 5, 6)
@@ -51,7 +51,7 @@ def test_the_oldest_chain_goes_from_its_end() -> None:
     assert cache.lookup((4, 5, 6), 9999) == 3 * BLOCK_TOKENS
 
 
-def test_a_use_makes_a_chain_young_again() -> None:
+def test_eviction_is_least_recently_used_first() -> None:
     cache = cache_of(4 * BLOCK_TOKENS)
     for chain in ((1, 2), (3, 4), (1, 2), (5, 6)):
         used(cache, *chain)
@@ -59,7 +59,7 @@ def test_a_use_makes_a_chain_young_again() -> None:
     assert cache.lookup((3, 4), 9999) == 0
 
 
-def test_who_runs_takes_the_room_and_keeps_what_it_holds() -> None:
+def test_running_requests_evict_free_blocks_only() -> None:
     cache = cache_of(6 * BLOCK_TOKENS)
     used(cache, 1, 2, 3)
     cache.hold((4, 5))
@@ -73,7 +73,7 @@ def test_who_runs_takes_the_room_and_keeps_what_it_holds() -> None:
     assert cache.lookup((4, 5), 9999) == 2 * BLOCK_TOKENS
 
 
-def test_what_several_hold_stays_until_the_last_lets_go_of_it() -> None:
+def test_a_shared_block_is_held_until_its_last_release() -> None:
     cache = cache_of(2 * BLOCK_TOKENS)
     cache.hold((1, 2))
     cache.hold((1,))
@@ -85,16 +85,14 @@ def test_what_several_hold_stays_until_the_last_lets_go_of_it() -> None:
     assert cache.lookup((1,), 9999) == 0
 
 
-def test_what_was_not_computed_does_not_stay() -> None:
+def test_blocks_that_were_not_computed_are_not_cached() -> None:
     cache = cache_of(9 * BLOCK_TOKENS)
     used(cache, 1, 2, 3, tokens=BLOCK_TOKENS)
     assert cache.lookup((1, 2, 3), 9999) == BLOCK_TOKENS
 
 
 @given(chains, st.integers(0, 8))
-def test_it_never_has_more_than_there_is_room_for_and_keeps_the_last_that_fits(
-    asked: list[list[int]], capacity: int
-) -> None:
+def test_the_cache_is_bounded_and_keeps_the_latest_chain(asked: list[list[int]], capacity: int) -> None:
     cache = cache_of(capacity * BLOCK_TOKENS)
     for chain in asked:
         used(cache, *chain)
@@ -102,7 +100,7 @@ def test_it_never_has_more_than_there_is_room_for_and_keeps_the_last_that_fits(
         assert cache.lookup(chain, 99_999) == min(len(chain), capacity) * BLOCK_TOKENS
 
 
-def test_full_blocks_are_hashed_with_all_before_them_and_the_salt() -> None:
+def test_block_hashes_include_all_blocks_before_and_the_salt() -> None:
     prompt = [b"%d" % i for i in range(2 * BLOCK + 8)]
     first, second = block_hashes(prompt, "a")
     assert block_hashes([*prompt[:BLOCK], *prompt[:BLOCK]], "a")[0] == first
@@ -110,7 +108,7 @@ def test_full_blocks_are_hashed_with_all_before_them_and_the_salt() -> None:
     assert not {first, second} & {*block_hashes(prompt, "b")}
 
 
-def test_what_no_request_holds_can_be_cleared() -> None:
+def test_clear_evicts_the_blocks_that_no_request_holds() -> None:
     cache = cache_of(4 * BLOCK_TOKENS)
     used(cache, 1, 2)
     cache.hold((1,))

@@ -1,4 +1,4 @@
-"""What a replica is said to do, against the scheduler that does it, and laws of an objective."""
+"""Predicted latencies and capacity against the batch scheduler, and the laws of an SLO."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def p95(durations: list[float]) -> float:
 
 
 def simulated(case: Case, lam: float, count: int) -> ExpectedLatency:
-    """What ``count`` requests at random instants found; those of the warm-up and the end left out."""
+    """The latencies of ``count`` requests with Poisson arrivals, without the warm-up and the end."""
     engine, random = timing(case), Random(1)  # noqa: S311 - no secret
     assert engine.model is not None
     scheduler = Scheduler(engine.model, engine.limits)
@@ -59,14 +59,14 @@ def simulated(case: Case, lam: float, count: int) -> ExpectedLatency:
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     gaps: list[float] = []
-    now, come = 0.0, 0
+    now, arrived = 0.0, 0
     counted = range(int(0.15 * count), int(0.95 * count))
     while len(last) < count or scheduler.running:
         if not scheduler.running and not scheduler.waiting:
-            now = max(now, arrivals[come])
-        while come < count and arrivals[come] <= now:
-            scheduler.submit(Request(str(come), case[2], case[3]))
-            come += 1
+            now = max(now, arrivals[arrived])
+        while arrived < count and arrivals[arrived] <= now:
+            scheduler.submit(Request(str(arrived), case[2], case[3]))
+            arrived += 1
         result = scheduler.step()
         now += result.duration_s
         for name in result.tokens:
@@ -88,17 +88,16 @@ def simulated(case: Case, lam: float, count: int) -> ExpectedLatency:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_it_foresees_what_the_scheduler_does(case: Case, part: float) -> None:
+def test_predicted_latencies_match_the_scheduler(case: Case, part: float) -> None:
     lam = part * capability(timing(case), workload(case), NOTHING).mu_max
-    found, said = simulated(case, lam, 1500), latency_at(timing(case), workload(case, lam), NOTHING)
-    assert said.itl_p95_s == pytest.approx(found.itl_p95_s, rel=0.20)
-    assert said.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=0.25)
-    assert said.gap_p95_s == pytest.approx(found.gap_p95_s, rel=0.25)
-    assert said.utilisation == pytest.approx(part)
+    found, predicted = simulated(case, lam, 1500), latency_at(timing(case), workload(case, lam), NOTHING)
+    assert predicted.itl_p95_s == pytest.approx(found.itl_p95_s, rel=0.20)
+    assert predicted.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=0.25)
+    assert predicted.gap_p95_s == pytest.approx(found.gap_p95_s, rel=0.25)
+    assert predicted.utilisation == pytest.approx(part)
 
 
-# Prompts that take several steps hold few seats and are not waited for twice; of prompts of one step every
-# step has some, beside which few requests decode or none.
+# With answers of few tokens nearly every step has prompts, and few requests decode beside them.
 SHORT_ANSWERS = (
     *(
         (name, 1, prompt, 1, 0.2)
@@ -127,17 +126,16 @@ def test_short_answers_have_the_ttft_of_the_scheduler(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_it_keeps_up_to_the_edge_and_not_beyond(case: Case) -> None:
-    """The throughput of an engine that has more than it can do."""
+def test_the_maximum_rate_is_the_throughput_of_an_overloaded_scheduler(case: Case) -> None:
     engine, edge = timing(case), capability(timing(case), workload(case), NOTHING).mu_max
     assert engine.model is not None
     scheduler = Scheduler(engine.model, engine.limits)
-    now, come, done = 0.0, 0, 0
+    now, arrived, done = 0.0, 0, 0
     since, before = 0.0, 0
     while done < 1200:
-        while come < 1.5 * edge * now + 1:
-            scheduler.submit(Request(str(come), case[2], case[3]))
-            come += 1
+        while arrived < 1.5 * edge * now + 1:
+            scheduler.submit(Request(str(arrived), case[2], case[3]))
+            arrived += 1
         result = scheduler.step()
         now += result.duration_s
         done += len(result.finished)
@@ -165,14 +163,14 @@ def load_of(load: tuple[float, float, float], lam: float = 0.0) -> Workload:
 
 
 @given(shapes, loads, bounds, bounds)
-def test_a_rate_within_the_objective_is_within_it(
+def test_mu_is_the_highest_rate_within_the_slo(
     shape: tuple[str, int], load: tuple[float, float, float], ttft: float | None, itl: float | None
 ) -> None:
     slo = SloConfig(ttft_p95_s=ttft, itl_p95_s=itl)
     able = capability(engine_of(shape), load_of(load), slo)
     assert 0.0 <= able.mu <= FULL * able.mu_max
     if not able.mu:
-        # Not even the hundredth part of what keeps up.
+        # Not even 1 % of the maximum rate.
         seldom = latency_at(engine_of(shape), load_of(load, 0.01 * able.mu_max), slo)
         assert (seldom.ttft_p95_s or 0) > (ttft or math.inf) or (seldom.itl_p95_s or 0) > (itl or math.inf)
         return
@@ -186,7 +184,7 @@ def test_a_rate_within_the_objective_is_within_it(
 
 
 @given(shapes, loads, st.lists(st.floats(1e-3, 10.0), min_size=2, max_size=4))
-def test_a_looser_objective_is_met_at_no_lower_rate(
+def test_a_looser_slo_never_lowers_the_rate(
     shape: tuple[str, int], load: tuple[float, float, float], itls: list[float]
 ) -> None:
     rates = [capability(engine_of(shape), load_of(load), SloConfig(itl_p95_s=itl)).mu for itl in sorted(itls)]
@@ -196,24 +194,24 @@ def test_a_looser_objective_is_met_at_no_lower_rate(
 
 
 @given(shapes, loads, st.floats(1e-6, 0.98))
-def test_what_it_says_is_finite_and_grows_with_the_rate(
+def test_predictions_are_finite_and_grow_with_the_rate(
     shape: tuple[str, int], load: tuple[float, float, float], part: float
 ) -> None:
     edge = capability(engine_of(shape), load_of(load), NOTHING).mu_max
     slo = SloConfig(ttft_p95_s=1.0, itl_p95_s=0.1)
     some, more = (latency_at(engine_of(shape), load_of(load, p * edge), slo) for p in (part, (1 + part) / 2))
-    for said in (some, more):
-        assert said.ttft_p95_s is not None
-        assert said.itl_p95_s is not None
-        assert said.gap_p95_s is not None
-        assert 0.0 < said.ttft_p95_s < math.inf
-        assert all((each > 0.0) == (load[1] > 1.0) for each in (said.itl_p95_s, said.gap_p95_s))
-        assert max(said.itl_p95_s, said.gap_p95_s) < math.inf
-        assert 0.0 <= said.met <= 1.0
+    for predicted in (some, more):
+        assert predicted.ttft_p95_s is not None
+        assert predicted.itl_p95_s is not None
+        assert predicted.gap_p95_s is not None
+        assert 0.0 < predicted.ttft_p95_s < math.inf
+        assert all((each > 0.0) == (load[1] > 1.0) for each in (predicted.itl_p95_s, predicted.gap_p95_s))
+        assert max(predicted.itl_p95_s, predicted.gap_p95_s) < math.inf
+        assert 0.0 <= predicted.met <= 1.0
     assert (more.itl_p95_s or 0) >= (some.itl_p95_s or 0) * 0.99
 
 
-def test_nobody_who_comes_alone_waits() -> None:
+def test_a_single_request_does_not_wait() -> None:
     engine = engine_of(("h100-8b", 1))
     assert engine.model is not None
     alone = latency_at(engine, Workload(lam=1e-6, input_tokens=1000, output_tokens=150), NOTHING)
@@ -221,8 +219,8 @@ def test_nobody_who_comes_alone_waits() -> None:
     assert alone.itl_p95_s == pytest.approx(engine.model.step_time(1, 1075, 1), rel=1e-3)
 
 
-def test_what_has_no_gaps_is_bound_by_no_gap() -> None:
-    """Vectors, and labels of one token: what is promised between two tokens asks for no replicas."""
+def test_answers_of_one_token_ignore_the_itl_slo() -> None:
+    """Embeddings and answers of one token have no inter-token gap."""
     case = CASES[3]
     vectors = Workload(lam=0.0, input_tokens=case[2], output_tokens=1.0)
     strict = SloConfig(itl_p95_s=1e-4, ttft_p95_s=1.0)
@@ -234,7 +232,7 @@ def test_what_has_no_gaps_is_bound_by_no_gap() -> None:
     assert outlook.met > 0.9
 
 
-def test_an_engine_of_which_nothing_is_known_is_assumed_to_be_a_common_one() -> None:
+def test_an_unknown_engine_gets_the_generic_model() -> None:
     unknown = Timing(limits=Limits(max_num_batched_tokens=8192, max_num_seqs=256, kv_tokens=0))
     able = capability(unknown, Workload(lam=0.0, input_tokens=1000, output_tokens=150), NOTHING)
     assert 5 < able.mu < 50
@@ -242,7 +240,7 @@ def test_an_engine_of_which_nothing_is_known_is_assumed_to_be_a_common_one() -> 
 
 
 GOLDEN = {
-    # Requests per second of 200 in, 100 out: without an objective, and within 0.1 s and 15 ms.
+    # Requests per second of 200 in, 100 out: without an SLO, and within 0.1 s and 15 ms.
     ("h100-8b", 1): (75.385, 64.489),
     ("l4-8b", 1): (6.1677, 0.0),
     ("sim-small", 1): (98.359, 98.359),

@@ -1,4 +1,4 @@
-"""What is believed cached where, and for how long."""
+"""The prefix index: which prefixes are assumed cached, and for how long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from policy.routing.prefix_index import DOUBT, PrefixIndex
 CHAIN = (10, 20, 30, 40, 50, 60, 70)
 
 
-def test_the_deepest_common_beginning_is_found() -> None:
+def test_the_longest_common_prefix_is_found() -> None:
     held = PrefixIndex()
     held.touch(CHAIN, 700, at=0.0)
     for depth in range(len(CHAIN) + 1):
@@ -19,7 +19,7 @@ def test_the_deepest_common_beginning_is_found() -> None:
     assert held.depth((), at=1.0) == 0
 
 
-def test_what_was_not_used_for_long_is_not_believed() -> None:
+def test_unused_prefixes_expire() -> None:
     held = PrefixIndex(age_s=100.0)
     held.touch(CHAIN, 700, at=0.0)
     assert held.depth(CHAIN, at=45.0) == len(CHAIN)
@@ -27,14 +27,14 @@ def test_what_was_not_used_for_long_is_not_believed() -> None:
     assert len(held) == 0
 
 
-def test_what_is_used_stays() -> None:
+def test_used_prefixes_stay() -> None:
     held = PrefixIndex(age_s=100.0)
     for at in range(0, 1000, 40):
         held.touch(CHAIN, 0, at=float(at))
         assert held.depth(CHAIN, at=float(at + 39)) == len(CHAIN)
 
 
-def test_what_lies_beyond_the_kv_capacity_is_not_believed_but_remembered() -> None:
+def test_prefixes_beyond_the_kv_capacity_count_as_evicted_but_are_remembered() -> None:
     held = PrefixIndex()
     held.capacity = 1000
     held.touch(CHAIN, 700, at=0.0)
@@ -46,15 +46,15 @@ def test_what_lies_beyond_the_kv_capacity_is_not_believed_but_remembered() -> No
     assert held.age(CHAIN[0]) == 1100
 
 
-def test_first_tokens_that_keep_coming_late_teach_a_capacity() -> None:
+def test_repeated_late_first_tokens_lower_the_capacity() -> None:
     held = PrefixIndex()
     held.touch((2,), 5000, at=0.0)
     held.was_gone(3000)
-    assert held.depth((2,), at=0.0) == 1, "one late answer is an accident"
+    assert held.depth((2,), at=0.0) == 1, "a single late first token changes nothing"
     for _ in range(int(DOUBT) + 20):
         held.was_gone(3000)
     assert 0.9 * 3000 <= held.capacity < 3000
-    assert held.depth((2,), at=0.0) == 1, "it was used just now"
+    assert held.depth((2,), at=0.0) == 1, "it was used most recently"
     held.survived(4000)
     assert held.capacity >= 4000
 
@@ -71,8 +71,8 @@ def test_the_index_never_exceeds_its_bound(chains: list[list[int]], capacity: in
 
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=8), min_size=1, max_size=20))
-def test_what_is_believed_was_sent(sequences: list[list[int]]) -> None:
-    """Chained hashes stand for all before them: a believed depth was the beginning of something sent."""
+def test_the_depth_is_that_of_a_sent_prompt(sequences: list[list[int]]) -> None:
+    """Chained hashes stand for all before them: the depth is the longest common prefix with a sent prompt."""
     held, sent = PrefixIndex(capacity=1000), set()
     for at, sequence in enumerate(sequences):
         chain = [hash(tuple(sequence[: i + 1])) for i in range(len(sequence))]

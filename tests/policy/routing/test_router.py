@@ -1,4 +1,4 @@
-"""Where a request goes: predicted seconds, term by term, and the laws of a choice."""
+"""The router: the terms of a cost estimate, and the laws of a choice."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_an_idle_replica_costs_its_own_prefill_alone() -> None:
 
 
 @pytest.mark.parametrize("pending", [100, 700, 5000])
-def test_wait_and_prefill_are_the_engine_models(pending: int) -> None:
-    """The closed form is within a step and a twentieth of the model's loop over the chunks."""
+def test_wait_and_prefill_follow_the_engine_model(pending: int) -> None:
+    """The closed form is within a step and 5 % of the model's loop over the chunks."""
     [candidate] = fleet(1)
     candidate.in_flight, candidate.pending_tokens = 8, pending
     candidate.turned_at = 1.0
@@ -87,7 +87,7 @@ def test_wait_and_prefill_are_the_engine_models(pending: int) -> None:
     assert quote.total == pytest.approx(loop, rel=0.05, abs=MODEL.step_time(512, 0, 8))
 
 
-def test_a_full_engine_makes_wait_for_a_seat() -> None:
+def test_a_full_engine_adds_the_wait_for_a_sequence() -> None:
     waits = []
     for in_flight in (15, 16, 20):
         [candidate] = fleet(1)
@@ -102,7 +102,7 @@ def test_near_the_kv_capacity_there_is_pressure() -> None:
     assert quoted(prompt(), candidate).pressure > 0.0
 
 
-def test_a_prefix_goes_home_and_a_new_one_elsewhere() -> None:
+def test_a_cached_prefix_stays_and_a_new_one_goes_elsewhere() -> None:
     router, candidates = Router(), fleet(3)
     first = send(router, prompt(), candidates)
     assert first.reason == HOME
@@ -123,7 +123,7 @@ def test_away_from_home_when_the_wait_there_is_longer() -> None:
     assert chosen(decision) != home and decision.reason == AWAY
 
 
-def test_only_news_is_told_and_what_is_learned_is_known() -> None:
+def test_new_hashes_are_returned_once_and_learned_by_other_routers() -> None:
     here, there = Router(), Router()
     candidates = fleet(2)
     decision = here.choose(prompt(), candidates, 0.0, 0.5)
@@ -145,7 +145,7 @@ def test_a_forgotten_replica_holds_nothing() -> None:
         assert quote.uncached == 1040
 
 
-def test_adapters_stay_where_they_are_loaded_and_are_news_elsewhere() -> None:
+def test_adapters_stay_where_they_are_loaded() -> None:
     router, candidates = Router(Settings(slots=2)), fleet(2)
     request = short(adapter="a", adapter_key=7)
     first = router.choose(request, candidates, 0.0, 0.5)
@@ -169,8 +169,8 @@ def test_the_load_time_of_an_adapter_is_measured() -> None:
     assert quote.adapter == pytest.approx(2.0, rel=0.1)
 
 
-def test_an_adapter_that_is_being_loaded_is_work_ahead() -> None:
-    """Until its first token came, or for as long as it was predicted where nobody sees that."""
+def test_an_adapter_load_in_progress_delays_other_requests() -> None:
+    """Until its first token, or for the predicted time where this worker does not see it."""
     router, candidates = Router(), fleet(2)
     loads = send(router, short(adapter_key=7), candidates)
     assert loads.chosen is not None and loads.chosen.loads == 1
@@ -187,7 +187,7 @@ def test_an_adapter_that_is_being_loaded_is_work_ahead() -> None:
     assert max(quote.wait for quote in router.choose(short(), candidates, 10.01, 0.5).quotes) == 0.0
 
 
-def test_who_waited_for_an_adapter_says_nothing_of_prefills() -> None:
+def test_the_ttft_of_a_request_behind_a_load_does_not_change_prefill_predictions() -> None:
     router, candidates = Router(), fleet(1)
     before = router.choose(prompt(), candidates, 0.0, 0.5).quotes[0].total
     for i in range(40):
@@ -199,8 +199,8 @@ def test_who_waited_for_an_adapter_says_nothing_of_prefills() -> None:
     assert router.choose(prompt(), candidates, 1000.0, 0.5).quotes[0].total == pytest.approx(before)
 
 
-def test_caches_fill_evenly_where_loads_do_not() -> None:
-    """Who is due much more traffic does not get all new prefixes, which its cache might not hold."""
+def test_caches_fill_evenly_when_loads_are_uneven() -> None:
+    """A replica with much less load does not get all new prefixes, which its cache might not hold."""
     router, candidates = Router(), fleet(3, timing=None)
     router.choose(short(), candidates, 0.0, 0.5)
     for candidate in candidates[:2]:
@@ -230,7 +230,7 @@ def test_ties_are_decided_by_the_draw() -> None:
     assert Router().choose(short(), candidates, 0.0, 0.0).reason == SOONEST
 
 
-def test_nobody_is_chosen_without_room_or_in_time() -> None:
+def test_no_replica_is_chosen_without_room_or_in_time() -> None:
     [candidate] = fleet(1)
     candidate.bound = candidate.in_flight = 2
     assert Router().choose(short(), [candidate], 0.0, 0.0) == Decision(None, (), NO_ROOM)
@@ -240,50 +240,50 @@ def test_nobody_is_chosen_without_room_or_in_time() -> None:
     assert Router(Settings(start_s=10.0)).choose(short(), [candidate], 0.0, 0.0).chosen is not None
 
 
-def test_its_own_prefill_never_keeps_a_request_from_an_idle_replica() -> None:
+def test_an_idle_replica_takes_any_prompt() -> None:
     router = Router(Settings(start_s=0.001, itl_s=0.001))
     assert router.choose(prompt(tokens=100_000), fleet(1), 0.0, 0.0).chosen is not None
 
 
-# Requests cost a step enough that how many run at once shows.
-DEAR_MODEL = msgspec.structs.replace(MODEL, r=1e-3)
-DEAR = Timing(limits=LIMITS, model=DEAR_MODEL)
+# A model whose step time depends strongly on the running requests.
+STEEP_MODEL = msgspec.structs.replace(MODEL, r=1e-3)
+STEEP = Timing(limits=LIMITS, model=STEEP_MODEL)
 
 
-def fits(router: Router) -> int:
-    """How many such a replica is given at once."""
-    [candidate] = fleet(1, DEAR)
+def admitted(router: Router) -> int:
+    """How many requests such a replica gets at once."""
+    [candidate] = fleet(1, STEEP)
     while candidate.in_flight < 40 and router.choose(short(), [candidate], 0.0, 0.0).chosen is not None:
         candidate.in_flight += 1
     return candidate.in_flight
 
 
-def test_what_a_replica_has_room_for_follows_the_gaps_that_its_answers_had() -> None:
-    router = Router(Settings(itl_s=DEAR_MODEL.step_time(16, 0, 16)))
-    [candidate] = fleet(1, DEAR)
-    assert 15 <= fits(router) <= 17
+def test_concurrency_follows_the_measured_token_gaps() -> None:
+    router = Router(Settings(itl_s=STEEP_MODEL.step_time(16, 0, 16)))
+    [candidate] = fleet(1, STEEP)
+    assert 15 <= admitted(router) <= 17
     for _ in range(200):
         send(router, short(), [candidate])
-        router.paced(candidate, 2.0 * DEAR_MODEL.step_time(1, 0, 1))
-    assert 4 <= fits(router) <= 7
+        router.paced(candidate, 2.0 * STEEP_MODEL.step_time(1, 0, 1))
+    assert 4 <= admitted(router) <= 7
     for _ in range(200):
-        router.paced(candidate, DEAR_MODEL.step_time(1, 0, 1))
-    assert 15 <= fits(router) <= 17
+        router.paced(candidate, STEEP_MODEL.step_time(1, 0, 1))
+    assert 15 <= admitted(router) <= 17
 
 
-def test_first_tokens_that_came_late_leave_the_room_as_it_is() -> None:
-    """After an overload replicas are empty, and what waits in the gateway is what they are there for."""
-    router = Router(Settings(itl_s=DEAR_MODEL.step_time(16, 0, 16)))
-    [candidate] = fleet(1, DEAR)
+def test_late_first_tokens_do_not_change_the_concurrency() -> None:
+    """After an overload replicas are empty and must take the requests that wait in the gateway."""
+    router = Router(Settings(itl_s=STEEP_MODEL.step_time(16, 0, 16)))
+    [candidate] = fleet(1, STEEP)
     for _ in range(200):
         decision = send(router, short(), [candidate])
         assert decision.chosen is not None
         router.timed(short(), decision.chosen, 8.0, 0.0)
-        router.paced(candidate, DEAR_MODEL.step_time(1, 0, 1))
-    assert 15 <= fits(router) <= 17
+        router.paced(candidate, STEEP_MODEL.step_time(1, 0, 1))
+    assert 15 <= admitted(router) <= 17
 
 
-def test_nobody_waits_longer_for_the_pace_than_the_answer_would_take_at_it() -> None:
+def test_the_itl_slo_delays_a_request_at_most_for_the_duration_of_its_answer() -> None:
     [candidate] = fleet(1)
     itl_s = MODEL.step_time(8, 0, 8)
     router = Router(Settings(itl_s=itl_s))
@@ -293,15 +293,15 @@ def test_nobody_waits_longer_for_the_pace_than_the_answer_would_take_at_it() -> 
     assert router.choose(waits, [candidate], 5.0 + 101 * itl_s, 0.0).chosen is not None
 
 
-def test_a_pace_that_one_alone_does_not_keep_makes_nobody_wait() -> None:
+def test_an_itl_slo_that_a_single_request_misses_is_ignored() -> None:
     [candidate] = fleet(1)
     router = Router(Settings(itl_s=MODEL.step_time(1, 0, 1) * 0.9))
     candidate.in_flight = 15
     assert router.choose(short(), [candidate], 0.0, 0.0).chosen is not None
 
 
-def test_who_keeps_the_pace_is_waited_for_and_who_does_not_gets_no_more_than_one() -> None:
-    """A replica that is throttled, or of the shape that leaves, is no way around a promise."""
+def test_a_replica_that_cannot_meet_the_itl_slo_gets_one_request() -> None:
+    """A throttled replica, or one of another shape, is no way around the SLO."""
     quick, slow = fleet(2)
     slow.timing = msgspec.structs.replace(TIMING, model=MODEL.faster(1 / 3))
     router = Router(Settings(itl_s=MODEL.step_time(8, 0, 8)))
@@ -313,11 +313,11 @@ def test_who_keeps_the_pace_is_waited_for_and_who_does_not_gets_no_more_than_one
         assert sum(taken.values()) < 40
     assert taken[slow.id] == 1
     assert 7 <= taken[quick.id] <= 9
-    # The quick one is gone.
+    # Without the quick replica the SLO is ignored.
     assert router.choose(short(), [slow], 0.0, 0.0).chosen is not None
 
 
-def test_many_candidates_are_cut_to_those_that_could_win() -> None:
+def test_many_candidates_are_reduced_to_a_shortlist() -> None:
     router, candidates = Router(), fleet(64)
     for candidate in candidates:
         candidate.in_flight = 5
@@ -359,7 +359,7 @@ def test_a_slow_replica_loses_its_share_and_gets_it_back() -> None:
     assert serve(router, candidates, {}, at=210.0)["r2"] > 80
 
 
-def test_predictions_learn_a_server_of_unknown_speed() -> None:
+def test_predictions_adapt_to_a_server_of_unknown_speed() -> None:
     """A server twice as slow as assumed, with 30 ms of network: predicted within a tenth."""
     router, [candidate] = Router(), fleet(1, timing=None)
     rng = random.Random(2)  # noqa: S311 - a simulation
@@ -386,9 +386,7 @@ loads = st.fixed_dictionaries(
 
 
 @given(st.lists(loads, min_size=1, max_size=12), st.floats(0.0, 0.999), st.booleans(), st.booleans())
-def test_the_chosen_one_is_admissible(
-    states: list[dict[str, int]], draw: float, timed: bool, long: bool
-) -> None:
+def test_the_choice_is_admissible(states: list[dict[str, int]], draw: float, timed: bool, long: bool) -> None:
     candidates = [
         Candidate(str(i), key=i + 1, timing=TIMING if timed else None, **state)  # type: ignore[arg-type]
         for i, state in enumerate(states)
@@ -405,7 +403,7 @@ def test_the_chosen_one_is_admissible(
 
 
 @given(loads, st.integers(0, 10), st.integers(0, 5000), st.floats(0.0, 0.5))
-def test_more_load_never_makes_a_quote_smaller(
+def test_more_load_never_lowers_a_cost(
     state: dict[str, float], requests: int, tokens: int, kv: float
 ) -> None:
     less = Candidate("r", key=1, timing=TIMING, **{**state, "bound": 0})  # type: ignore[arg-type]
@@ -420,8 +418,8 @@ def test_more_load_never_makes_a_quote_smaller(
     assert second.total >= 0.999 * first.total - 1e-9
 
 
-def test_a_belief_that_was_wrong_says_nothing_of_speed() -> None:
-    """An evicted prefix: the replica is believed to hold less, and no slower than the others."""
+def test_an_evicted_prefix_does_not_count_as_slowness() -> None:
+    """The assumed cache capacity shrinks, and the replica is not assumed slower."""
     router, candidates = Router(), fleet(1, timing=None)
     whole = Router().choose(prompt(), candidates, 0.0, 0.5).quotes[0].total
     for i in range(150):

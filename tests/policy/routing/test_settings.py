@@ -1,4 +1,4 @@
-"""What a model's section of the document means to the router."""
+"""The router settings from a model's section of the deployment file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from policy.engine.prefill_estimate import GENERIC
 from policy.routing.settings import START_SHARE, settings_of
 
 
-def test_what_the_document_says_becomes_settings() -> None:
+def test_settings_from_a_deployment() -> None:
     spec = ModelSpec(
         name="m",
         profile="cpu-smollm2-135m",
@@ -20,12 +20,12 @@ def test_what_the_document_says_becomes_settings() -> None:
     assert found.assumed.limits.max_num_batched_tokens == 128
 
 
-def test_what_it_leaves_open_is_unbounded() -> None:
+def test_settings_without_values_are_unbounded() -> None:
     bare = settings_of(ModelSpec(name="bare"))
     assert bare.assumed is GENERIC
     assert (bare.start_s, bare.slots) == (float("inf"), Adapters().slots_per_replica)
 
 
-def test_a_profile_that_fits_no_single_card_is_taken_at_the_least_degree() -> None:
+def test_a_profile_is_assumed_at_the_lowest_degree_that_fits() -> None:
     found = settings_of(ModelSpec(name="m", profile="h100-70b")).assumed
     assert found.model is not None and found.model.degree == 4
