@@ -10,16 +10,16 @@ import msgspec
 class Reason(StrEnum):
     """The reason for an assignment, a move, or the absence of one."""
 
-    KEPT = "lives there already"
+    KEPT = "is assigned there already"
     RESIDENT = "is loaded there already"
-    CLAIMED = "claimed most by rendezvous"
-    ALIKE = "beside others of its rank, where load is below the mean"
+    CLAIMED = "first choice by rendezvous hashing"
+    ALIKE = "with others of its rank, where load is below the mean"
     BOUNDED = "its first choices have their share of the load, or no slot"
     LEAST = "the least loaded with a slot: elsewhere is more load than the bound, or no slot"
     EVENED = "to even the load"
-    DISPLACED = "others are worth more"
-    UNWANTED = "nobody asks for it any more"
-    FEWER = "fewer homes are enough"
+    DISPLACED = "others have a higher value"
+    UNWANTED = "not requested any more"
+    FEWER = "fewer replicas are enough"
     NOWHERE = "no replica has a slot for it and could load it"
     ON_DEMAND = "loaded on demand: the slots are taken by what costs more to load again and again"
 

@@ -306,7 +306,7 @@ class ReservedSlots:
         """A request of ``tenant`` arrived at ``at`` (seconds, monotonic)."""
         active = self._active
         active.pop(tenant, None)
-        active[tenant] = at  # the least recent stands first
+        active[tenant] = at  # the least recent comes first
         while (oldest := next(iter(active))) != tenant and active[oldest] < at - ACTIVE_S:
             del active[oldest]
         self.contended = len(active) > 1

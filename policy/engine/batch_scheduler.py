@@ -194,7 +194,7 @@ class Scheduler:
                 return 0
             steps = min(steps, request.output_tokens - request.produced - 1)
         if self._waiting and self._cache is not None:
-            # With less in the cache whoever is next might start.
+            # After an eviction the next waiting request might start.
             steps = min(steps, self._cache.spare(self.kv_used) // running)
         return steps
 

@@ -167,7 +167,7 @@ PROFILES: dict[str, Profile] = {
 
 
 def profile(given: str | Mapping[str, Any], where: str = "profile") -> Profile:
-    """The profile of this name, or of a calibrated model's file with this content; it stands at ``where``.
+    """The profile of this name, or of a calibrated model's file with this content, at the path ``where``.
 
     Raises :class:`policy.errors.ConfigError` when there is none.
     """
