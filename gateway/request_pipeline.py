@@ -96,7 +96,7 @@ class Gateway:
         self.coalescer = Coalescer(self._deliver, self.metrics)
         self.spillover = Spillover(self.metrics, log, rng)
         self.capture = CapturePublisher(captures)
-        self.listeners = Subscribers(captures, lambda model: self.routes.density(model).bytes_a_token)
+        self.listeners = Subscribers(captures, lambda model: self.routes.densities[model].bytes_a_token)
         services = Services(
             fleet=self.fleet,
             models=ModelList(self.fleet, self.catalog),

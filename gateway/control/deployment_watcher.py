@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -43,5 +42,4 @@ class DeploymentWatcher:
             on_change(self.deployment)
 
     def _read(self) -> Deployment:
-        raw: Any = msgspec.json.decode(self._path.read_bytes())
-        return parse(raw)
+        return parse(msgspec.json.decode(self._path.read_bytes()))

@@ -39,7 +39,8 @@ class Relay:
 
     ``refused`` is the answer for ``REJECTED``, ``FAILED`` and ``SILENT``, ``reason`` why the replica did not
     take the request for ``REFUSED``. ``begun``: a stream's first event came. ``committed``: the client was
-    sent a part of the answer. ``on_first`` is called at the first token.
+    sent a part of the answer. ``held_back``: reading is paused for a slow client. ``on_first`` is called at
+    the first token.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class Relay:
         self._end = b""
         self._held: list[bytes] = []
         self._size = 0
-        self._committed = False
-        self._holds = False
+        self.committed = False
+        self.held_back = False
         self._last_at = 0.0
         self.streams = call.streaming
         self.begun = False
@@ -86,7 +87,7 @@ class Relay:
             return await self.done
         except asyncio.CancelledError:
             self._connection.abort(self)
-            if self._committed and self._stream and not (call.disconnected or call.answered):
+            if self.committed and self._stream and not (call.disconnected or call.answered):
                 # The drain timeout has passed: a cut stream must not look complete.
                 self._end_with_error(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
             raise
@@ -94,25 +95,15 @@ class Relay:
             self._on_first = None
             if deadlines is not None:
                 deadlines.unwatch(self)
-            if self._committed:
+            if self.committed:
                 self._account()
 
-    @property
-    def held_back(self) -> bool:
-        """Whether reading is paused since the client does not keep up."""
-        return self._holds
-
-    @property
-    def committed(self) -> bool:
-        """Whether the client was sent a part of an answer, so that there is no retry."""
-        return self._committed
-
-    # WatchedAttempt
+    # Used by IdleTimeouts
 
     def has_progressed(self) -> bool:
         """Whether bytes came since the last call, or could not since the client is slow."""
         received, self._connection.received = self._connection.received, False
-        return received or self._holds
+        return received or self.held_back
 
     def expire(self, waited_s: float) -> None:
         """The replica was silent for ``waited_s`` seconds: end the attempt."""
@@ -123,7 +114,7 @@ class Relay:
             return
         self._connection.abort(self)
         refused = Refused(Refusal.UPSTREAM_SILENT, f"The replica was silent for {waited_s:g} s.")
-        if not self._committed:
+        if not self.committed:
             self.refused = refused
             self._settle(AttemptOutcome.SILENT)
             return
@@ -174,7 +165,7 @@ class Relay:
     # by kind of answer
 
     def _lose(self, begun: bool) -> None:
-        if self._committed:
+        if self.committed:
             if self._stream:
                 self._end_stream(clean=False)
             self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
@@ -184,7 +175,7 @@ class Relay:
             self._settle(AttemptOutcome.LOST)
 
     def _relay_bytes(self, data: bytes, complete: bool) -> None:
-        if not self._committed:
+        if not self.committed:
             if not data and not complete:
                 return
             if not self._held:
@@ -217,7 +208,7 @@ class Relay:
         out = validator.feed(data)
         if out:
             now = monotonic()
-            if not self._committed:
+            if not self.committed:
                 if validator.error and (refused := self._rejection()) is not None:
                     # vLLM opens the stream before it has validated the request; nothing was sent to the
                     # client yet.
@@ -244,7 +235,7 @@ class Relay:
                 self._call.last_event_at = now
             self._pass_on(out, framed if out is data else None)
         if complete:
-            if not self._committed:
+            if not self.committed:
                 self._settle(AttemptOutcome.LOST)
                 return
             self._end_stream(clean=True)
@@ -268,7 +259,7 @@ class Relay:
         )
 
     def _commit(self, headers: list[tuple[bytes, bytes]]) -> None:
-        self._committed = self._call.started = True
+        self.committed = self._call.started = True
         headers.append((b"content-type", self._headers[b"content-type"]))
         headers.append((_REPLICA, self._call.replica))
         self._put(self._call.head(200, headers))
@@ -304,14 +295,14 @@ class Relay:
             self._hold(sent)
 
     def _hold(self, sent: Awaitable[None]) -> None:
-        if not self._holds:
+        if not self.held_back:
             assert isinstance(sent, asyncio.Future)
-            self._holds = True
+            self.held_back = True
             self._connection.pause(self)
             sent.add_done_callback(self._resume)
 
     def _resume(self, _: asyncio.Future[None]) -> None:
-        self._holds = False
+        self.held_back = False
         self._connection.resume(self)
 
     def _ended_well(self) -> bool:

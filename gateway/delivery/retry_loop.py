@@ -36,6 +36,7 @@ class RetryLoop:
         self._body = body
         self._outgoing = outgoing
         self._meter = meter
+        self._is_external = ticket.served.engine is EngineKind.EXTERNAL
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
@@ -83,10 +84,6 @@ class RetryLoop:
             # Without an engine's count the estimate that was charged stands.
             tokens = (usage.prompt, usage.completion) if usage is not None and usage.exact else None
             self._ticket.end(self._clock(), outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
-
-    @property
-    def _is_external(self) -> bool:
-        return self._ticket.served.engine is EngineKind.EXTERNAL
 
     async def _attempt(self, replica: ReplicaHandle) -> tuple[AttemptOutcome, Relay | None]:
         """Try one replica; a kept connection that turns out to be closed is replaced once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.tenants import TenantAccount
@@ -17,11 +18,13 @@ from policy.request import Request
 from policy.types import Runner
 
 
+@dataclass(eq=False)
 class RequestResolver:
-    def __init__(self, fleet: FleetView, catalog: CatalogView, routes: ModelRouters) -> None:
-        self._fleet = fleet
-        self._catalog = catalog
-        self._routes = routes
+    fleet: FleetView
+    catalog: CatalogView
+    routers: ModelRouters
+
+    def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
 
     def take(
@@ -35,7 +38,7 @@ class RequestResolver:
         served, adapter = self._resolve(call, body.model, account)
         name, tenant = served.name, account.name
         pools = served.runner is Runner.POOLING
-        prompt = self._routes.density(name).read(
+        prompt = self.routers.densities[name].read(
             0 if pools else seed_of(name, adapter, tenant),
             parts_of(body, call.route, raw),
             1 if pools else limit_of(body),
@@ -61,7 +64,7 @@ class RequestResolver:
 
     def _resolve(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:
         """The model that a call names, and the adapter if it names one, as its replicas call it."""
-        served, adapter, route = self._fleet.get(name), "", call.route
+        served, adapter, route = self.fleet.get(name), "", call.route
         if served is None:
             served, adapter = self._adapter(call, name, account)
         if route.runner is not None and served.runner is not route.runner:
@@ -75,13 +78,13 @@ class RequestResolver:
 
     def _adapter(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:
         """The adapter; one that the client may not see is answered exactly like one that does not exist."""
-        adapter = self._catalog.resolve(name, account, call.headers.get(b"x-session-id"))
-        if adapter is not None and (served := self._fleet.get(adapter.model)) is not None:
+        adapter = self.catalog.resolve(name, account, call.headers.get(b"x-session-id"))
+        if adapter is not None and (served := self.fleet.get(adapter.model)) is not None:
             call.adapter = adapter
             return served, adapter.served
-        listed = self._fleet.listing(name)
+        listed = self.fleet.listing(name)
         if listed is not None:
             return listed
-        if self._catalog.wanted and not self._catalog.known:
+        if self.catalog.wanted and not self.catalog.known:
             raise Refused(Refusal.STARTING, "The gateway has not received the adapter catalog yet.")
         raise unknown(name)

@@ -84,7 +84,7 @@ class ModelPool:
         raise KeyError(candidate.id)
 
     def serves(self, candidate: Candidate, adapter: str) -> bool:
-        return not adapter or self.replica(candidate).serves(adapter)
+        return not adapter or self.replica(candidate).adapters.serves(adapter)
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
         return self.routers.choose(request, candidates, at)

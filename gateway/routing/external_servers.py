@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import httpx
@@ -40,12 +41,14 @@ class _Answer(NamedTuple):
     reads: int
 
 
+@dataclass(eq=False)
 class ExternalPoller:
     """Probes every URL of every external model, without any of Tidegate's secrets."""
 
-    def __init__(self, view: FleetView, deployment: Callable[[], Deployment]) -> None:
-        self._view = view
-        self._deployment = deployment
+    view: FleetView
+    deployment: Callable[[], Deployment]
+
+    def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._answers: dict[tuple[str, str], _Answer] = {}
 
@@ -55,7 +58,7 @@ class ExternalPoller:
                 await asyncio.gather(
                     *(
                         self._probe_model(client, spec)
-                        for spec in self._deployment().models
+                        for spec in self.deployment().models
                         if spec.engine is EngineKind.EXTERNAL
                     )
                 )
@@ -64,13 +67,13 @@ class ExternalPoller:
     async def _probe_model(self, client: httpx.AsyncClient, spec: ModelSpec) -> None:
         found = await asyncio.gather(*(self._probe(client, spec.name, url) for url in spec.urls))
         lengths = [length for _, length in found if length is not None]
-        self._view.set_external(
+        self.view.set_external(
             spec.name, [replica for replica, _ in found], min(lengths) if lengths else None
         )
 
     async def _probe(self, client: httpx.AsyncClient, model: str, url: str) -> tuple[Replica, int | None]:
         base = url.rstrip("/").removesuffix("/v1")
-        at, reads = self._clock(), self._view.reads(model, base)
+        at, reads = self._clock(), self.view.reads(model, base)
         last = self._answers.get((model, base))
         if last is not None and reads > last.reads and at < last.at + LIST_EVERY_S:
             self._answers[model, base] = last._replace(reads=reads)
@@ -83,7 +86,7 @@ class ExternalPoller:
                 listed = msgspec.json.decode(answer.content, type=_Models).data
         except (httpx.HTTPError, ValueError, RecursionError) as error:  # no answer, or one that is not JSON
             # A lack of resources on this machine is no failure of the server.
-            ready = is_local_fault(error) and self._view.is_answering(model, base)
+            ready = is_local_fault(error) and self.view.is_answering(model, base)
         adapters = tuple(entry.id for entry in listed if entry.parent is not None)
         own = next((entry for entry in listed if entry.id == model), None)
         replica = external_replica(model, base, ready=ready, adapters=adapters, at=self._clock())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 from gateway.routing.replica_handle import NO_EVENTS, FleetEvents, ReplicaHandle
@@ -78,7 +78,7 @@ class ServedModel:
         refused = False
         for handle in self.handles:
             if handle.adapters.loads:
-                if not handle.serves(adapter):
+                if not handle.adapters.serves(adapter):
                     refused = True
                 elif handle.admissible or handle.full:
                     return False
@@ -158,7 +158,10 @@ class FleetView:
             served.max_model_len = model.max_model_len
             mine = [replica for replica in fleet.replicas if replica.model == model.name]
             states = [replica.state for replica in mine]
-            served.coming = _coming(states, model.target)
+            # Replicas start, or there are none by intent.
+            served.coming = ReplicaPhase.STARTING in states or states.count(ReplicaPhase.READY) < max(
+                1, model.target
+            )
             served.down = ReplicaPhase.READY not in states
             served.asleep = served.down and ReplicaPhase.STARTING not in states
             # A sleeping replica is woken, not started.
@@ -302,11 +305,6 @@ class FleetView:
                 for handle in served.handles
             ],
         }
-
-
-def _coming(states: Sequence[ReplicaPhase], target: int) -> bool:
-    """Whether the fleet starts replicas of a model, or has none by intent."""
-    return ReplicaPhase.STARTING in states or states.count(ReplicaPhase.READY) < max(1, target)
 
 
 def external_replica(model: str, url: str, *, ready: bool, adapters: tuple[str, ...], at: float) -> Replica:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import httpx
 
@@ -28,23 +29,23 @@ SWEEP_S = 0.25
 AGAIN_S = 1.0
 
 
+@dataclass(eq=False)
 class Probes:
     """The periodic sweep over all replicas of this worker, and the probes that it starts."""
 
-    def __init__(
-        self, fleet: FleetView, metrics: Metrics, deployment: Callable[[], Deployment], secret: str
-    ) -> None:
-        self._fleet = fleet
-        self._metrics = metrics
-        self._deployment = deployment
-        self._secret = secret
+    fleet: FleetView
+    metrics: Metrics
+    deployment: Callable[[], Deployment]
+    secret: str
+
+    def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._running: dict[ReplicaHandle, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         # Kept connections could be closed unnoticed until the next probe.
         limits = httpx.Limits(max_keepalive_connections=0)
-        headers = {SECRET_HEADER: self._secret}
+        headers = {SECRET_HEADER: self.secret}
         async with httpx.AsyncClient(headers=headers, limits=limits, trust_env=False) as client:
             try:
                 while True:
@@ -55,8 +56,8 @@ class Probes:
                     task.cancel()
 
     def _sweep(self, client: httpx.AsyncClient, at: float) -> None:
-        timeout_s = self._deployment().gateway.progress_timeout_s
-        for served in self._fleet.models:
+        timeout_s = self.deployment().gateway.progress_timeout_s
+        for served in self.fleet.models:
             for handle in served.handles:
                 handle.age(at)
                 # Silence on all of its connections is a partition, or a process that is stopped.
@@ -66,15 +67,15 @@ class Probes:
                 if served.engine is EngineKind.EXTERNAL:
                     if handle.answering and handle.breaker.due(at):
                         handle.breaker.half_open()
-                        self._fleet.replica_changed(served)
+                        self.fleet.replica_changed(served)
                 elif handle.probe_at <= at and handle not in self._running:
                     self._consider(client, served, handle, at, timeout_s)
             states = Counter(handle.breaker.state for handle in served.handles)
-            meter = self._metrics.model(served.name)
+            meter = self.metrics.model(served.name)
             for state in BreakerState:
                 meter.breakers[state] = states[state]
             if served.is_unavailable(at):
-                self._fleet.unavailable(served)
+                self.fleet.unavailable(served)
 
     def _eject(self, served: ServedModel, handle: ReplicaHandle, at: float) -> None:
         """It holds requests and makes no progress: those without any answer are moved."""
@@ -84,7 +85,7 @@ class Probes:
                 if not relay.committed:
                     relay.expire(handle.stuck_s(at))
         if ejected:
-            self._fleet.replica_changed(served)
+            self.fleet.replica_changed(served)
 
     def _consider(
         self,
@@ -122,7 +123,7 @@ class Probes:
         if result is AttemptResult.GOOD and handle.silent:
             handle.set_answering(at, True)
         if back:
-            self._fleet.replica_changed(served)
+            self.fleet.replica_changed(served)
 
     async def _send_canary(
         self, client: httpx.AsyncClient, served: ServedModel, handle: ReplicaHandle, timeout_s: float

@@ -132,10 +132,6 @@ class ReplicaHandle:
             and (self.breaker.state is BreakerState.CLOSED or self.health.admits(self.breaker))
         )
 
-    def serves(self, adapter: str) -> bool:
-        """Whether requests for ``adapter``, or without one ("") can be served there."""
-        return not adapter or self.adapters.serves(adapter)
-
     @property
     def in_flight(self) -> int:
         """Requests of this host's workers, and those of other hosts by the replica's last report."""

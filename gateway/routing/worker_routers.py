@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,7 +28,7 @@ _COST_PARTS = ("total", "wait", "prefill", "adapter", "pressure", "burden")
 
 
 class ModelRouters:
-    """The routers of all models of this worker, and its last decisions."""
+    """The routers of all models of this worker, its last decisions, and estimates of lengths by model."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ModelRouters:
         self._metrics = metrics or Metrics()
         self._read: Deployment | None = None
         self._routers: dict[str, Router] = {}
-        self._densities: dict[str, BytesPerToken] = {}
+        self.densities: defaultdict[str, BytesPerToken] = defaultdict(BytesPerToken)
         self._keys: dict[str, int] = {}
         self._by_key: dict[int, Router] = {}
         self._fresh: dict[int, Decision] = {}
@@ -88,15 +88,9 @@ class ModelRouters:
         self._of(model).paced(quote.candidate, gap_s)
 
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
-        density = self._densities.get(request.model) or self.density(request.model)
-        density.learn(request.prompt_tokens, prompt_tokens, output_tokens, request.depths)
-
-    def density(self, model: str) -> BytesPerToken:
-        """The estimates of prompt and answer lengths of ``model``."""
-        density = self._densities.get(model)
-        if density is None:
-            density = self._densities[model] = BytesPerToken()
-        return density
+        self.densities[request.model].learn(
+            request.prompt_tokens, prompt_tokens, output_tokens, request.depths
+        )
 
     def learn_prefixes(self, model: str, key: int, hashes: Sequence[int]) -> None:
         """The replica with ``key`` reports the prefixes that any gateway sent to it."""

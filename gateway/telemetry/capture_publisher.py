@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ SUFFIX = ".capture"
 # A datagram may have 200 KB: so many rows, and so many hashes beside those of the row that goes over.
 MAX_ROWS = 64
 MAX_HASHES = 8192
-# What waits for a listener that does not keep up; what comes then is lost, and counted.
+# What waits for a subscriber that does not keep up; what comes then is lost, and counted.
 MAX_KEPT = 10_000
 
 
@@ -47,31 +48,29 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CaptureBatch(msgspec.Struct, frozen=True, array_like=True):
-    """A datagram: ``rows`` of the worker ``pid``, which has lost ``lost`` for this listener so far."""
+    """A datagram: ``rows`` of the worker ``pid``, which has lost ``lost`` for this subscriber so far."""
 
     pid: int
     lost: int
     rows: list[Row]
 
 
-class _Listener:
-    """A subscriber: the rows that wait for it, and how many did not fit."""
+@dataclass(slots=True)
+class _Subscriber:
+    """A subscriber's socket, the rows that wait for it, and how many did not fit."""
 
-    __slots__ = ("kept", "lost", "path")
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self.kept: deque[Row] = deque()
-        self.lost = 0
+    path: Path
+    waiting: deque[Row] = field(default_factory=deque)
+    lost: int = 0
 
 
 class CapturePublisher:
-    """Sends the rows of one worker to the subscribers, whose sockets are in the directory ``place``."""
+    """Sends the rows of one worker to the subscribers, whose sockets are in the directory ``directory``."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         self.has_subscribers = False
-        self._place = place
-        self._listeners: dict[str, _Listener] = {}
+        self._directory = directory
+        self._subscribers: dict[str, _Subscriber] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._closed = False
@@ -93,11 +92,11 @@ class CapturePublisher:
             request.session,
             grid_of(seed, body, call.route, raw, most=MAX_HASHES),
         )
-        for listener in self._listeners.values():
-            if len(listener.kept) < MAX_KEPT:
-                listener.kept.append(row)
+        for subscriber in self._subscribers.values():
+            if len(subscriber.waiting) < MAX_KEPT:
+                subscriber.waiting.append(row)
             else:
-                listener.lost += 1
+                subscriber.lost += 1
 
     async def run(self) -> None:
         """Look for subscribers and send them new rows, until closed."""
@@ -110,27 +109,29 @@ class CapturePublisher:
         if self._closed:
             return
         try:
-            names = {name for name in os.listdir(self._place) if name.endswith(SUFFIX)}  # noqa: PTH208
+            names = {name for name in os.listdir(self._directory) if name.endswith(SUFFIX)}  # noqa: PTH208
         except FileNotFoundError:  # no capture was ever made
             names = set()
         except OSError:  # no descriptor for it: the subscribers stay as they were
             return
-        if names != self._listeners.keys():
-            kept = self._listeners
-            self._listeners = {name: kept.get(name) or _Listener(self._place / name) for name in names}
+        if names != self._subscribers.keys():
+            kept = self._subscribers
+            self._subscribers = {
+                name: kept.get(name) or _Subscriber(self._directory / name) for name in names
+            }
             self.has_subscribers = bool(names)
 
     def flush(self) -> None:
         """Send waiting rows, as far as the subscribers' sockets take them."""
-        for name, listener in list(self._listeners.items()):
+        for name, subscriber in list(self._subscribers.items()):
             try:
-                while listener.kept:
-                    rows = _batch(listener.kept)
+                while subscriber.waiting:
+                    rows = _batch(subscriber.waiting)
                     self._socket.sendto(
-                        _encode(CaptureBatch(os.getpid(), listener.lost, rows)), listener.path
+                        _encode(CaptureBatch(os.getpid(), subscriber.lost, rows)), str(subscriber.path)
                     )
                     for _ in rows:
-                        listener.kept.popleft()
+                        subscriber.waiting.popleft()
             except BlockingIOError:  # it has not read the last ones yet
                 continue
             except (
@@ -138,16 +139,16 @@ class CapturePublisher:
                 ConnectionRefusedError,
             ):  # gone; the socket of a killed worker stays behind
                 with contextlib.suppress(OSError):
-                    Path(listener.path).unlink()
-                del self._listeners[name]
-                self.has_subscribers = bool(self._listeners)
+                    subscriber.path.unlink()
+                del self._subscribers[name]
+                self.has_subscribers = bool(self._subscribers)
             except OSError:  # no memory for it now
                 continue
 
     def close(self) -> None:
         """Send the remaining rows and stop."""
         self.flush()
-        self._listeners.clear()
+        self._subscribers.clear()
         self.has_subscribers = False
         self._closed = True
         self._socket.close()

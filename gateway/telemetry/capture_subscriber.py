@@ -8,6 +8,7 @@ import hashlib
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cache
 from pathlib import Path
 from time import monotonic
 
@@ -33,9 +34,8 @@ class Pseudonyms:
     """
 
     def __init__(self, density: Callable[[str], float], key: bytes) -> None:
-        self._density = density
+        self._density = cache(density)
         self._key = key
-        self._densities: dict[str, float] = {}
 
     def line(self, row: Row, started: float) -> CaptureLine:
         """The line for ``row`` in a capture that began at ``started``."""
@@ -51,10 +51,7 @@ class Pseudonyms:
         )
 
     def _blocks(self, row: Row) -> tuple[int, ...]:
-        density = self._densities.get(row.model)
-        if density is None:
-            density = self._densities[row.model] = self._density(row.model)
-        step = BLOCK_TOKENS * density / BLOCK_BYTES
+        step = BLOCK_TOKENS * self._density(row.model) / BLOCK_BYTES
         count = min(row.input_tokens // BLOCK_TOKENS, int(len(row.grid) / step))
         ends = [max(round(step * number), 1) for number in range(1, count + 1)]
         return tuple(
