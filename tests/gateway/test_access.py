@@ -52,9 +52,8 @@ async def ask(stack: Stack, key: str, path: str = "/v1/chat/completions", **more
     return await stack.http.post(path, json={**CHAT, **more}, headers=headers)
 
 
-async def test_without_a_key_nothing_is_told_and_nothing_reaches_a_replica(shared: Stack) -> None:
-    replica = await shared.replica("guarded")
-    await shared.ready(replica)
+async def test_requests_without_a_valid_key_are_401_and_reach_no_replica(shared: Stack) -> None:
+    replica = await shared.serve("guarded")
     refused = [
         await shared.http.post("/v1/chat/completions", json=CHAT),
         await ask(shared, "wrong"),
@@ -72,9 +71,8 @@ async def test_without_a_key_nothing_is_told_and_nothing_reaches_a_replica(share
     assert replica.hits == []
 
 
-async def test_a_key_is_taken_both_ways_and_goes_no_further(shared: Stack) -> None:
-    replica = await shared.replica("keys")
-    await shared.ready(replica)
+async def test_a_key_is_accepted_in_either_header_and_not_forwarded(shared: Stack) -> None:
+    replica = await shared.serve("keys")
     assert (await ask(shared, WEB)).content == ANSWER
     anthropic = await shared.http.post("/v1/chat/completions", json=CHAT, headers={"x-api-key": NIGHT})
     assert anthropic.status_code == 200
@@ -86,9 +84,8 @@ async def test_a_key_is_taken_both_ways_and_goes_no_further(shared: Stack) -> No
         assert WEB not in str(hit.headers) + hit.body.decode()
 
 
-async def test_a_tenant_has_its_own_cache_whatever_it_says(shared: Stack) -> None:
-    replica = await shared.replica("salts")
-    await shared.ready(replica)
+async def test_the_cache_salt_of_a_tenant_overrides_the_clients(shared: Stack) -> None:
+    replica = await shared.serve("salts")
     salts = []
     for key, said in (
         (WEB, {}),
@@ -104,8 +101,7 @@ async def test_a_tenant_has_its_own_cache_whatever_it_says(shared: Stack) -> Non
 
 
 async def test_a_key_is_revoked_and_admitted_by_a_document(shared: Stack) -> None:
-    replica = await shared.replica("revoking")
-    await shared.ready(replica)
+    replica = await shared.serve("revoking")
     running = asyncio.Event()
     release = asyncio.Event()
 
@@ -127,9 +123,8 @@ async def test_a_key_is_revoked_and_admitted_by_a_document(shared: Stack) -> Non
     await shared.answers(200, "/v1/models", bearer(WEB))
 
 
-async def test_only_an_admin_is_told_why(shared: Stack) -> None:
-    replica = await shared.replica("explained")
-    await shared.ready(replica)
+async def test_only_an_admin_gets_the_routing_decision(shared: Stack) -> None:
+    await shared.serve("explained")
     asked = {"headers": {"x-tidegate-explain": "1"}}
     assert "x-tidegate-explain" not in (await ask(shared, WEB, **asked)).headers
     assert "x-tidegate-explain" not in (await ask(shared, BOSS)).headers
@@ -144,8 +139,7 @@ async def test_only_an_admin_is_told_why(shared: Stack) -> None:
 
 
 async def test_the_admin_port_keeps_the_last_decisions_and_the_accounts(shared: Stack) -> None:
-    replica = await shared.replica("admin")
-    await shared.ready(replica)
+    await shared.serve("admin")
     before = {entry["name"]: entry for entry in (await shared.admin.get("/admin/tenants")).json()["tenants"]}
     for key in (WEB, WEB, NIGHT):
         assert (await ask(shared, key)).status_code == 200

@@ -114,7 +114,7 @@ async def occupied(
     return replica, release, holder
 
 
-async def test_what_arrived_keeps_its_version_and_what_comes_has_the_new_one(shared: Stack) -> None:
+async def test_a_queued_request_keeps_the_version_at_its_arrival(shared: Stack) -> None:
     _, release, first = await occupied(shared, "replaced", model="sql")
     waits = asyncio.create_task(shared.chat(model="sql"))
     await shared.queued(1)
@@ -148,7 +148,7 @@ async def test_shared_calls_never_mix_versions(shared: Stack) -> None:
     assert len(replica.hits) < 24
 
 
-async def test_what_its_load_line_says_that_it_refuses_is_not_sent_there(shared: Stack) -> None:
+async def test_requests_avoid_replicas_that_report_a_failed_adapter(shared: Stack) -> None:
     fails, works = await fleet(shared, "listed", count=2)
     works.say(in_flight=6)
     served = served_name("sql", OLD)
@@ -165,7 +165,7 @@ async def test_what_its_load_line_says_that_it_refuses_is_not_sent_there(shared:
     assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == fails.id
 
 
-async def test_who_waits_for_what_none_can_load_is_told_at_once(shared: Stack) -> None:
+async def test_waiting_requests_fail_at_once_if_no_replica_can_load_the_adapter(shared: Stack) -> None:
     replica, release, holder = await occupied(shared, "waiting")
     waiting = [asyncio.create_task(shared.chat(model="sql")) for _ in range(5)]
     await shared.queued(5)
@@ -177,7 +177,7 @@ async def test_who_waits_for_what_none_can_load_is_told_at_once(shared: Stack) -
     assert (await holder).status_code == 200
 
 
-async def test_an_upstream_takes_the_adapters_that_it_lists_alone(tmp_path: Any) -> None:
+async def test_a_provider_serves_only_adapters_that_it_lists(tmp_path: Any) -> None:
     upstream = FakeUpstream()
     await upstream.start()
     stack = Stack(tmp_path)

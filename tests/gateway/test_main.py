@@ -26,7 +26,7 @@ print(faults() - before)
 
 @pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's setting")
-def test_bodies_take_no_new_pages() -> None:
+def test_freed_memory_is_reused_for_bodies() -> None:
     def touched(keep: str) -> int:
         ran = subprocess.run(
             [sys.executable, "-c", FAULTS.replace("KEEP", keep)], check=True, capture_output=True

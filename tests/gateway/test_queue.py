@@ -23,7 +23,7 @@ async def test_a_request_waits_for_the_fleet(shared: Stack) -> None:
     await shared.queued(0)
 
 
-async def test_its_own_deadline_ends_the_wait_with_503(shared: Stack) -> None:
+async def test_a_deadline_without_a_replica_is_answered_with_no_replica(shared: Stack) -> None:
     await shared.ready()
     answer = await shared.http.post(
         "/v1/chat/completions", json=CHAT, headers={"x-request-timeout-s": "0.05"}
@@ -36,8 +36,7 @@ async def test_its_own_deadline_ends_the_wait_with_503(shared: Stack) -> None:
 async def test_a_deadline_that_passes_in_the_queue_of_a_full_fleet_is_answered_with_deadline(
     shared: Stack,
 ) -> None:
-    replica = await shared.replica("full", bound=1)
-    await shared.ready(replica)
+    replica = await shared.serve("full", bound=1)
     await shared.warm_up()
     replica.hits.clear()
     release = asyncio.Event()
@@ -52,7 +51,7 @@ async def test_a_deadline_that_passes_in_the_queue_of_a_full_fleet_is_answered_w
 
 
 @pytest.mark.parametrize("reason", ["busy", "draining", "starting"])
-async def test_a_refusal_is_taken_elsewhere_uncharged(shared: Stack, reason: str) -> None:
+async def test_a_refused_request_is_retried_on_another_replica(shared: Stack, reason: str) -> None:
     refusing = await shared.replica(f"refuses-{reason}")
     refusals = 0
 

@@ -20,9 +20,7 @@ async def started(stack: Stack, *, workers: int = 1) -> FakeReplica:
     await stack.start_controller()
     for number in range(workers):
         await stack.start_worker(number)
-    replica = await stack.replica("one", bound=100)
-    await stack.ready(replica)
-    return replica
+    return await stack.serve("one", bound=100)
 
 
 async def test_without_any_fleet_it_is_not_ready_and_says_why(stack: Stack) -> None:
@@ -51,7 +49,7 @@ async def test_two_workers_share_a_port_and_their_metrics(stack: Stack) -> None:
     await asyncio.gather(*(ask() for _ in range(10)))
 
 
-async def test_a_drain_that_runs_out_of_time_says_so(stack: Stack) -> None:
+async def test_requests_that_outlast_the_drain_timeout_get_shutting_down(stack: Stack) -> None:
     stack.gateway["drain_timeout_s"] = 1
     replica = await started(stack)
     replica.answer = forever
@@ -111,7 +109,7 @@ async def test_external_servers_need_no_controller_and_get_no_secret(stack: Stac
     assert [(card["id"], card["max_model_len"]) for card in cards] == [("alpha", 512), ("sql", 512)]
 
 
-async def test_a_fleet_that_is_no_text_is_passed_over(stack: Stack) -> None:
+async def test_a_fleet_that_is_not_valid_utf8_is_ignored(stack: Stack) -> None:
     await started(stack)
     stack.controller.models = [{"name": "\udcff", "runner": "generate", "engine": "sim"}]
     stack.controller.set()

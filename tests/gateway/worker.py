@@ -86,6 +86,12 @@ class Stack:
         self.replicas.append(replica)
         return replica
 
+    async def serve(self, name: str, **more: Any) -> FakeReplica:
+        """Start a replica, make it the fleet, and wait until the worker would send it requests."""
+        replica = await self.replica(name, **more)
+        await self.ready(replica)
+        return replica
+
     async def start_controller(self) -> None:
         await self.controller.start()
 

@@ -78,7 +78,9 @@ async def site() -> AsyncIterator[Site]:
         ("GET", "/admin/decisions?model=a%26last%3D9", None, "/decisions?model=a%26last%3D9"),
     ],
 )
-async def test_operations_are_handed_on(site: Site, method: str, path: str, body: Any, asked: str) -> None:
+async def test_operations_are_forwarded_to_the_controller(
+    site: Site, method: str, path: str, body: Any, asked: str
+) -> None:
     site.say({"name": "sql"})
     answer = await site.http.request(method, path, json=body)
     assert (answer.status_code, answer.json()) == (200, {"name": "sql"})
@@ -122,7 +124,7 @@ async def test_errors_are_in_our_envelope_with_a_stable_code(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-async def test_an_error_says_which_value_it_is_about(site: Site, *, whole: bool) -> None:
+async def test_an_error_names_the_parameter(site: Site, *, whole: bool) -> None:
     problem = problem_of(ConfigError("split", {"v1": -1.0}, "at least one weight above 0"))
     if whole:
         site.say({"error": problem}, status=409)
@@ -147,7 +149,7 @@ async def test_an_error_says_which_value_it_is_about(site: Site, *, whole: bool)
         ("POST", "/admin/adapters/alpha/sql", (405, "method_not_allowed"), "DELETE"),
     ],
 )
-async def test_what_is_not_on_the_port_is_in_our_envelope(
+async def test_unknown_paths_and_methods_have_our_envelope(
     site: Site, method: str, path: str, told: tuple[int, str], allowed: str | None
 ) -> None:
     answer = await site.http.request(method, path)
@@ -177,13 +179,13 @@ async def test_a_bad_query_parameter_is_in_our_envelope(site: Site, path: str, q
     assert site.controller.asked == []
 
 
-async def test_what_is_no_error_of_the_controllers_is_a_502(site: Site) -> None:
+async def test_an_undecodable_error_of_the_controller_is_a_502(site: Site) -> None:
     site.say("Not Found", status=404)
     answer = await site.http.get("/admin/adapters")
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "controller_failed")
 
 
-async def test_an_add_tells_its_progress_to_who_asks_for_it(site: Site) -> None:
+async def test_an_add_streams_its_progress_if_requested(site: Site) -> None:
     lines = [
         {"step": "fetch", "done": 1, "total": 2},
         {"step": "check", "done": 2},
@@ -201,7 +203,7 @@ async def test_an_add_tells_its_progress_to_who_asks_for_it(site: Site) -> None:
 
 @pytest.mark.parametrize("headers", [{}, NDJSON])
 @pytest.mark.parametrize("whole", [True, False], ids=["without an end", "broken"])
-async def test_a_controller_that_goes_meanwhile_is_said(
+async def test_a_controller_lost_during_an_operation_is_reported(
     site: Site, headers: dict[str, str], *, whole: bool
 ) -> None:
     site.stream({"step": "fetch"}, whole=whole)
@@ -211,7 +213,7 @@ async def test_a_controller_that_goes_meanwhile_is_said(
     assert answer.status_code == (200 if headers else 503)
 
 
-async def test_a_line_is_what_ends_in_a_newline_alone(site: Site) -> None:
+async def test_only_a_newline_ends_a_line(site: Site) -> None:
     said = {"alias": {"name": "sql"}, "message": "one\u2028line \x85 it is"}
 
     async def answer(exchange: Exchange) -> None:
@@ -224,7 +226,7 @@ async def test_a_line_is_what_ends_in_a_newline_alone(site: Site) -> None:
     assert (await site.http.post("/admin/adapters", json=ADD)).json() == said
 
 
-async def test_a_controller_that_is_away_is_a_503(site: Site) -> None:
+async def test_an_unreachable_controller_is_a_503(site: Site) -> None:
     await site.controller.stop()
     answer = await site.http.get("/admin/adapters")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "controller_unreachable")
@@ -232,7 +234,7 @@ async def test_a_controller_that_is_away_is_a_503(site: Site) -> None:
     await site.controller.start()
 
 
-async def test_without_a_controller_it_is_said_that_there_is_none(site: Site) -> None:
+async def test_operations_without_a_controller_are_409(site: Site) -> None:
     site.deployment = Deployment(
         models=(ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",)),)
     )
@@ -246,7 +248,7 @@ async def test_without_a_controller_it_is_said_that_there_is_none(site: Site) ->
     assert site.controller.asked == []
 
 
-async def test_a_page_of_another_site_changes_nothing(site: Site) -> None:
+async def test_requests_of_another_origin_are_refused(site: Site) -> None:
     site.say({})
     foreign = {"origin": "http://evil.example"}
     for method, path in (

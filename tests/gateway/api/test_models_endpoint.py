@@ -85,7 +85,7 @@ async def test_an_adapter_that_is_called_as_a_model_is_listed_by_both(site: Site
     assert site.one("alpha:beta")["root"] == OLD
 
 
-async def test_each_sees_what_is_its_own(site: Site) -> None:
+async def test_a_tenant_sees_only_its_adapters(site: Site) -> None:
     site.publish(
         alias("open", OLD),
         alias("web-only", OLD, tenants=["web"]),
@@ -99,7 +99,7 @@ async def test_each_sees_what_is_its_own(site: Site) -> None:
     assert site.one(f"web-only@{OLD}", SHOP) is None
 
 
-async def test_a_long_list_is_made_once_and_anew_when_anything_changed(site: Site) -> None:
+async def test_a_list_is_cached_until_the_catalog_or_fleet_changes(site: Site) -> None:
     site.publish(*(alias(f"adapter-{i}", OLD) for i in range(100)))
     made = site.listing._adapters(WEB)
     assert site.listing._adapters(SHOP) is made
@@ -111,14 +111,14 @@ async def test_a_long_list_is_made_once_and_anew_when_anything_changed(site: Sit
     assert json.loads(site.listing.all(ANYONE))["data"][3]["max_model_len"] == 2048
 
 
-async def test_many_kinds_of_tenants_keep_a_bounded_number_of_lists(site: Site) -> None:
+async def test_the_number_of_cached_lists_is_bounded(site: Site) -> None:
     site.publish(*(alias(f"adapter-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(10 * KEPT)))
     for i in range(10 * KEPT):
         assert site.ids(TenantAccount(f"tenant-{i}", b""))[3:] == [f"adapter-{i}"]
     assert len(site.listing._made) <= KEPT
 
 
-async def test_what_servers_that_are_not_ours_list_is_listed_as_theirs(site: Site) -> None:
+async def test_adapters_of_external_servers_are_listed(site: Site) -> None:
     replica = external_replica("theirs", "http://t:1", ready=True, adapters=("style",), at=0.0)
     site.fleet.set_external("theirs", [replica], None)
     assert site.ids() == ["alpha", "beta", "theirs", "style"]
@@ -127,7 +127,7 @@ async def test_what_servers_that_are_not_ours_list_is_listed_as_theirs(site: Sit
     assert site.ids() == ["alpha", "beta", "theirs", "style", "sql"]
 
 
-async def test_what_our_replicas_have_loaded_is_nobodys_to_name(site: Site) -> None:
+async def test_adapters_loaded_by_replicas_are_not_listed_by_their_engine_name(site: Site) -> None:
     replica = external_replica("alpha", "http://a:1", ready=True, adapters=(), at=0.0)
     handle = ReplicaHandle(replica, 1.0, "secret")
     handle.adapters.update((f"sql@{OLD[:12]}",), ())

@@ -52,7 +52,7 @@ async def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-async def test_newer_catalogs_are_followed_and_older_ones_are_not(site: Site) -> None:
+async def test_older_catalogs_are_ignored(site: Site) -> None:
     site.say("one", version=2)
     site.say("two", version=1)
     assert site.has("one") and not site.has("two")
@@ -64,14 +64,14 @@ async def test_newer_catalogs_are_followed_and_older_ones_are_not(site: Site) ->
     assert site.has("five")
 
 
-async def test_the_first_of_a_connection_is_taken_whatever_its_clock(site: Site) -> None:
+async def test_the_first_catalog_of_a_connection_is_always_taken(site: Site) -> None:
     site.say("one", epoch=9.0, version=9)
     site.source.disconnected()
     site.say("two", epoch=1.0)
     assert site.has("two")
 
 
-async def test_a_line_that_says_nothing_new_changes_nothing(site: Site) -> None:
+async def test_an_unchanged_catalog_does_not_rebuild_the_index(site: Site) -> None:
     site.say("one")
     changed = site.view.changed
     site.say("one")
@@ -81,7 +81,7 @@ async def test_a_line_that_says_nothing_new_changes_nothing(site: Site) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10_000])
-async def test_lines_are_put_together_of_whatever_pieces_come(site: Site, size: int) -> None:
+async def test_lines_are_joined_from_pieces_of_any_size(site: Site, size: int) -> None:
     taken = []
     for version in range(1, 5):
         names = [f"adapter-{version}-{i}" for i in range(version)]
@@ -95,7 +95,7 @@ async def test_lines_are_put_together_of_whatever_pieces_come(site: Site, size: 
     assert site.view.changed == 1 + 4
 
 
-async def test_nonsense_leaves_what_was_known(site: Site) -> None:
+async def test_unreadable_lines_keep_the_last_catalog(site: Site) -> None:
     site.say("one")
     for line in (b"{", b"{}", b'{"epoch":1,"version":1,"aliases":[{}]}', b"\xff"):
         site.source.receive(line)
@@ -117,14 +117,14 @@ async def test_the_last_catalog_is_on_disk_for_the_next_worker(site: Site, tmp_p
     assert not later.has("one")
 
 
-async def test_what_the_controller_said_is_not_replaced_by_the_disk(site: Site) -> None:
+async def test_the_disk_does_not_replace_a_received_catalog(site: Site) -> None:
     site.state.save(site.state.catalog_path, site.view.catalog)
     site.say("one")
     site.source.start_from_disk()
     assert site.has("one")
 
 
-def test_what_did_not_change_is_not_decoded_again() -> None:
+def test_unchanged_aliases_are_not_decoded_again() -> None:
     decoder = CatalogDecoder()
 
     def decode(*names: str, version: int) -> tuple[Alias, ...]:
@@ -138,7 +138,7 @@ def test_what_did_not_change_is_not_decoded_again() -> None:
     assert len(decode("three", version=3)) == len(decoder.aliases) == 1
 
 
-async def test_a_broken_file_is_as_none(site: Site) -> None:
+async def test_a_corrupt_catalog_file_is_ignored(site: Site) -> None:
     site.state.ensure()
     site.state.catalog_path.write_bytes(b"{")
     site.source.start_from_disk()

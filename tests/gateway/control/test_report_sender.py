@@ -82,7 +82,7 @@ class Site:
             ModelRouters(random.Random(1)),  # noqa: S311 - ties, not secrets
             lambda: self.deployment,
         )
-        self.told: list[tuple[float, GatewayReport]] = []
+        self.reports: list[tuple[float, GatewayReport]] = []
         self.late_s = late_s
         self.clock = asyncio.get_running_loop().time
         self.reporter = Reporter(self.metrics, self.admission, lambda: self.deployment, self._send)
@@ -90,7 +90,7 @@ class Site:
         self.running = asyncio.create_task(self.reporter.run())
 
     async def _send(self, body: bytes) -> None:
-        self.told.append((round(self.clock(), 3), msgspec.json.decode(body, type=GatewayReport)))
+        self.reports.append((round(self.clock(), 3), msgspec.json.decode(body, type=GatewayReport)))
         await asyncio.sleep(self.late_s)
 
     def ask(self, *, wait_s: float = 60.0) -> asyncio.Task[Any]:
@@ -102,7 +102,7 @@ class Site:
 
     @property
     def instants(self) -> list[float]:
-        return [at for at, _ in self.told]
+        return [at for at, _ in self.reports]
 
     def report(self) -> ModelReport:
         return self.reporter.report().models["m"]
@@ -114,7 +114,7 @@ class Site:
 
 
 @in_virtual_time
-async def test_each_end_counts_once_in_its_kinds() -> None:
+async def test_each_outcome_is_counted_once() -> None:
     site = Site()
     meter = site.metrics.model("m")
     meter.totals.set_slo(SLO)
@@ -127,20 +127,20 @@ async def test_each_end_counts_once_in_its_kinds() -> None:
     ended(meter, outcome=Refusal.UPSTREAM_FAILED)
     for reason in (Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA):
         ended(meter, outcome=reason)
-    told = site.report()
-    assert (told.arrived, told.ended, told.refused) == (11, 4, 4)
-    assert (told.input_tokens, told.cached_tokens, told.output_tokens) == (207, 40, 23)
-    assert (told.judged, told.met_ttft, told.met_itl, told.met_both) == (3, 2, 2, 1)
-    assert (sum(told.ttft), sum(told.itl), sum(told.e2e)) == (4, 3, 4)
-    assert (told.ttft[bucket_of(3.0)], told.itl[bucket_of(0.2)], told.e2e[bucket_of(0.3)]) == (1, 1, 1)
-    assert (told.in_flight, told.queued, told.oldest_s) == (0, 0, 0.0)
-    site.metrics.publish()  # what the scrapes are told starts anew
-    assert site.report() == told
+    report = site.report()
+    assert (report.arrived, report.ended, report.refused) == (11, 4, 4)
+    assert (report.input_tokens, report.cached_tokens, report.output_tokens) == (207, 40, 23)
+    assert (report.judged, report.met_ttft, report.met_itl, report.met_both) == (3, 2, 2, 1)
+    assert (sum(report.ttft), sum(report.itl), sum(report.e2e)) == (4, 3, 4)
+    assert (report.ttft[bucket_of(3.0)], report.itl[bucket_of(0.2)], report.e2e[bucket_of(0.3)]) == (1, 1, 1)
+    assert (report.in_flight, report.queued, report.oldest_s) == (0, 0, 0.0)
+    site.metrics.publish()  # what the scrapes are report starts anew
+    assert site.report() == report
     await site.close()
 
 
 @in_virtual_time
-async def test_what_replicas_did_not_answer_only_came() -> None:
+async def test_requests_not_answered_by_replicas_count_as_arrivals_only() -> None:
     site = Site()
     meter = site.metrics.model("m")
     usage = Usage(prompt=100, cached=0, completion=20)
@@ -149,12 +149,12 @@ async def test_what_replicas_did_not_answer_only_came() -> None:
     ended(meter, path="/v1/tokenize")
     ended(meter, path="/v1/detokenize")
     assert site.report() == ModelReport(arrived=4)
-    assert sum(meter.streams.values()) == 1  # those that scrape are told of each
+    assert sum(meter.streams.values()) == 1  # those that scrape are report of each
     await site.close()
 
 
 @in_virtual_time
-async def test_a_stream_is_judged_by_what_is_promised_as_it_ends() -> None:
+async def test_a_stream_is_judged_by_the_slo_at_its_end() -> None:
     site = Site()
     meter = site.metrics.model("m")
     ended(meter, ttft_s=50.0, gap_s=5.0)
@@ -168,11 +168,11 @@ async def test_a_stream_is_judged_by_what_is_promised_as_it_ends() -> None:
 
 
 @in_virtual_time
-async def test_a_worker_tells_every_second_of_the_models_that_the_controller_has() -> None:
+async def test_a_worker_reports_every_second_on_models_of_the_controller() -> None:
     site = Site()
     await asyncio.sleep(3.5)
     assert site.instants == [0.0, 1.0, 2.0, 3.0]
-    reports = [report for _, report in site.told]
+    reports = [report for _, report in site.reports]
     assert [report.number for report in reports] == [1, 2, 3, 4]
     assert [report.since_s for report in reports] == pytest.approx([0.0, 1.0, 2.0, 3.0])
     assert {report.worker for report in reports} == {reports[0].worker}
@@ -182,7 +182,7 @@ async def test_a_worker_tells_every_second_of_the_models_that_the_controller_has
 
 
 @in_virtual_time
-async def test_who_asks_for_a_model_without_a_replica_is_told_of_at_once() -> None:
+async def test_a_request_for_a_sleeping_model_is_reported_at_once() -> None:
     site = Site()
     site.served.down = site.served.asleep = True
     await asyncio.sleep(0.3)
@@ -191,9 +191,9 @@ async def test_who_asks_for_a_model_without_a_replica_is_told_of_at_once() -> No
     asked.append(site.ask())
     await asyncio.sleep(0.2)
     assert site.instants == [0.0, 0.35]
-    told = site.told[-1][1].models["m"]
-    assert (told.arrived, told.queued, told.in_flight) == (3, 3, 3)
-    assert told.oldest_s == pytest.approx(0.05)
+    report = site.reports[-1][1].models["m"]
+    assert (report.arrived, report.queued, report.in_flight) == (3, 3, 3)
+    assert report.oldest_s == pytest.approx(0.05)
     asked.append(site.ask())  # the controller knows already
     await asyncio.sleep(1.0)
     assert site.instants == [0.0, 0.35, 1.0]
@@ -206,14 +206,14 @@ async def test_who_asks_for_a_model_without_a_replica_is_told_of_at_once() -> No
 
 
 @in_virtual_time
-async def test_a_controller_that_is_away_is_told_all_the_next_time() -> None:
+async def test_a_report_that_was_lost_is_contained_in_the_next() -> None:
     site = Site(late_s=2.0)  # as long as one waits for a controller that does not answer
     site.served.asleep = True
     await asyncio.sleep(0.5)
     asked = site.ask()
     await asyncio.sleep(5.0)
     assert site.instants == [0.0, 2.05, 4.05]
-    assert [report.models["m"].arrived for _, report in site.told] == [0, 1, 1]
+    assert [report.models["m"].arrived for _, report in site.reports] == [0, 1, 1]
     await site.close(asked)
 
 
@@ -224,8 +224,8 @@ async def test_the_last_report_is_the_last() -> None:
     ended(site.metrics.model("m"))
     await site.reporter.leave()
     await asyncio.sleep(3.0)
-    last = site.told[-1][1]
-    assert [report.last for _, report in site.told] == [False, False, True]
+    last = site.reports[-1][1]
+    assert [report.last for _, report in site.reports] == [False, False, True]
     assert (last.number, last.models["m"].ended) == (3, 1)
     await site.close()
 
@@ -246,7 +246,7 @@ def post_to(controller: FakeController) -> tuple[ReportSender, io.StringIO]:
     return ReportSender(lambda: f"127.0.0.1:{controller.port}", "/signals", SECRET, Log(0, logged)), logged
 
 
-async def test_a_controller_that_was_restarted_hears_the_next(controller: FakeController) -> None:
+async def test_reports_resume_when_the_controller_restarts(controller: FakeController) -> None:
     post, logged = post_to(controller)
     await post.send(b"{}")
     await controller.stop()
@@ -262,7 +262,7 @@ async def test_a_controller_that_was_restarted_hears_the_next(controller: FakeCo
 # Real workers.
 
 
-def told(stack: Stack, model: str = "alpha") -> dict[str, Any]:
+def last_report(stack: Stack, model: str = "alpha") -> dict[str, Any]:
     found: dict[str, Any] = stack.controller.reports[-1]["models"][model]
     return found
 
@@ -276,16 +276,20 @@ async def test_a_request_for_a_model_at_zero_wakes_it_and_is_served(stack: Stack
     await until(lambda: bool(stack.controller.reports))
     await until(lambda: _knows(stack, "alpha"))
     asked = asyncio.create_task(stack.chat())
-    await until(lambda: told(stack).get("queued") == 1)
+    await until(lambda: last_report(stack).get("queued") == 1)
     replica = await stack.replica("woken")
     stack.controller.set(replica)
     assert (await asked).status_code == 200
-    await until(lambda: told(stack).get("ended") == 1)
-    assert (told(stack)["arrived"], told(stack).get("queued", 0), told(stack).get("refused", 0)) == (1, 0, 0)
+    await until(lambda: last_report(stack).get("ended") == 1)
+    assert (
+        last_report(stack)["arrived"],
+        last_report(stack).get("queued", 0),
+        last_report(stack).get("refused", 0),
+    ) == (1, 0, 0)
 
 
 @pytest.mark.process
-async def test_streams_whole_answers_and_vectors_are_told_of_and_a_goodbye(stack: Stack) -> None:
+async def test_streams_answers_and_embeddings_are_in_the_last_report(stack: Stack) -> None:
     await stack.start_controller()
     await stack.start_worker()
     replica, vectors = await stack.replica("one"), await stack.replica("two", model="vectors")

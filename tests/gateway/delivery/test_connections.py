@@ -119,7 +119,7 @@ def line() -> Line:
     return Line()
 
 
-async def test_a_client_slow_to_take_the_last_byte_holds_up_nobody_else(line: Line) -> None:
+async def test_a_client_slow_at_the_last_byte_does_not_block_the_next_request(line: Line) -> None:
     slow, quick = Client(slow_from=2), Client()
     first = await line.ask(slow.send)
     line.answer()
@@ -130,7 +130,7 @@ async def test_a_client_slow_to_take_the_last_byte_holds_up_nobody_else(line: Li
     slow.read_on()
 
 
-async def test_a_client_that_catches_up_does_not_let_go_what_another_holds(line: Line) -> None:
+async def test_a_client_that_catches_up_does_not_resume_the_next_requests_connection(line: Line) -> None:
     first_client, second_client = Client(slow_from=2), Client(slow_from=2)
     first = await line.ask(first_client.send)
     line.answer()
@@ -146,7 +146,7 @@ async def test_a_client_that_catches_up_does_not_let_go_what_another_holds(line:
     assert await second is AttemptOutcome.SERVED
 
 
-async def test_leaving_after_the_whole_answer_came_cuts_nobody_else(line: Line) -> None:
+async def test_a_disconnect_after_the_answer_keeps_the_connection(line: Line) -> None:
     first = await line.ask(Client(slow_from=2).send)
     line.answer()
     second = await line.ask(Client().send)
@@ -157,7 +157,7 @@ async def test_leaving_after_the_whole_answer_came_cuts_nobody_else(line: Line) 
     assert await second is AttemptOutcome.SERVED
 
 
-async def test_leaving_before_the_whole_answer_came_closes_the_connection(line: Line) -> None:
+async def test_a_disconnect_before_the_answer_closes_the_connection(line: Line) -> None:
     asked = await line.ask(Client().send)
     line.answer(HEAD + BODY[:4])
     asked.cancel()
@@ -167,7 +167,7 @@ async def test_leaving_before_the_whole_answer_came_closes_the_connection(line: 
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_an_answer_that_cannot_be_handed_over_ends_its_call(line: Line, lost: bool) -> None:
+async def test_a_failing_send_to_the_client_ends_the_call(line: Line, lost: bool) -> None:
     def broken(message: Message) -> Awaitable[None]:
         if not message.get("more_body", True):
             raise LookupError
@@ -183,7 +183,7 @@ async def test_an_answer_that_cannot_be_handed_over_ends_its_call(line: Line, lo
         await asked
 
 
-async def test_what_a_call_held_is_freed_with_it(line: Line) -> None:
+async def test_a_finished_call_leaves_no_reference_cycle(line: Line) -> None:
     client = Client()
     held = weakref.ref(client)
     gc.disable()
@@ -197,7 +197,7 @@ async def test_what_a_call_held_is_freed_with_it(line: Line) -> None:
         gc.enable()
 
 
-async def test_a_kept_connection_is_read(line: Line) -> None:
+async def test_a_pooled_connection_resumes_reading(line: Line) -> None:
     asked = await line.ask(Client(slow_from=2).send)
     line.answer(LONG_HEAD + LONG[:-2])
     assert not line.wire.reading
@@ -207,7 +207,7 @@ async def test_a_kept_connection_is_read(line: Line) -> None:
     assert await asked is AttemptOutcome.SERVED
 
 
-async def test_a_client_that_holds_its_replica_back_is_no_silence(line: Line) -> None:
+async def test_backpressure_of_a_slow_client_is_not_a_silent_replica(line: Line) -> None:
     client = Client(slow_from=2)
     asked = await line.ask(client.send)
     line.answer(LONG_HEAD + LONG[:-2])
@@ -221,7 +221,7 @@ async def test_a_client_that_holds_its_replica_back_is_no_silence(line: Line) ->
     assert line.relay.has_progressed()
 
 
-async def test_of_a_stream_that_was_left_its_events_are_known(line: Line) -> None:
+async def test_events_of_an_abandoned_stream_are_counted(line: Line) -> None:
     asked = await line.ask(Client().send)
     line.answer(STREAM_HEAD + b"1e\r\n" + b'data: {"x":1}\n\n' * 2 + b"\r\n")
     asked.cancel()

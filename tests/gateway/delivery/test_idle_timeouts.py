@@ -42,7 +42,7 @@ def deadlines() -> IdleTimeouts:
     ],
     ids=["first token", "next token", "whole answer", "whole answer that arrives"],
 )
-def test_each_silence_has_its_limit(deadlines: IdleTimeouts, attempt: Silent, limit: float) -> None:
+def test_each_kind_of_silence_has_its_timeout(deadlines: IdleTimeouts, attempt: Silent, limit: float) -> None:
     deadlines.watch(attempt)
     deadlines.sweep(limit)
     assert attempt.expired == []
@@ -50,7 +50,7 @@ def test_each_silence_has_its_limit(deadlines: IdleTimeouts, attempt: Silent, li
     assert attempt.expired == [limit]
 
 
-def test_what_has_ended_is_not_watched(deadlines: IdleTimeouts) -> None:
+def test_an_unwatched_attempt_does_not_expire(deadlines: IdleTimeouts) -> None:
     attempt = Silent()
     deadlines.watch(attempt)
     deadlines.unwatch(attempt)

@@ -11,7 +11,6 @@ from tests.gateway.fake_replica import (
     ANSWER,
     DONE,
     Exchange,
-    FakeReplica,
     answer_json,
     event,
     forever,
@@ -24,12 +23,6 @@ CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
 OK = event("a") + event(finish="stop")
 
 
-async def one(shared: Stack, name: str) -> FakeReplica:
-    replica = await shared.replica(name)
-    await shared.ready(replica)
-    return replica
-
-
 def errors(text: str) -> list[dict[str, object]]:
     return [
         json.loads(line[6:])["error"]
@@ -39,7 +32,7 @@ def errors(text: str) -> list[dict[str, object]]:
 
 
 async def test_an_answer_is_the_bytes_that_came(shared: Stack) -> None:
-    replica = await one(shared, "identity")
+    replica = await shared.serve("identity")
     answer = await shared.chat()
     assert answer.status_code == 200
     assert answer.content == ANSWER
@@ -50,7 +43,7 @@ async def test_an_answer_is_the_bytes_that_came(shared: Stack) -> None:
 
 
 async def test_the_first_event_does_not_wait_for_the_second(shared: Stack) -> None:
-    replica = await one(shared, "prompt")
+    replica = await shared.serve("prompt")
     replica.answer = forever
     async with shared.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
         async for chunk in answer.aiter_raw():
@@ -59,7 +52,7 @@ async def test_the_first_event_does_not_wait_for_the_second(shared: Stack) -> No
 
 
 async def test_every_choice_needs_its_finish(shared: Stack) -> None:
-    replica = await one(shared, "choices")
+    replica = await shared.serve("choices")
     replica.answer = stream(OK + DONE)
     assert len(errors((await shared.chat(stream=True, n=2)).text)) == 1
     both = OK + event("b", index=1) + event(finish="length", index=1) + DONE
@@ -70,7 +63,7 @@ async def test_every_choice_needs_its_finish(shared: Stack) -> None:
 @pytest.mark.parametrize("size", [8, 5 * 1024 * 1024], ids=["held", "too long to be held"])
 async def test_an_answer_that_breaks_in_its_middle(shared: Stack, size: int) -> None:
     """What was held is had elsewhere; what went out already ends with its connection."""
-    replica = await one(shared, f"broken-json-{size}")
+    replica = await shared.serve(f"broken-json-{size}")
 
     async def answer(exchange: Exchange) -> None:
         replica.answer = answer_json

@@ -64,7 +64,7 @@ async def breaker(stand: Stack, replica: FakeReplica) -> str:
     return next(str(entry["breaker"]) for entry in seen if entry["id"] == replica.id)
 
 
-async def test_who_fails_is_kept_out_until_a_canary_is_answered(stand: Stack) -> None:
+async def test_an_ejected_replica_returns_after_a_canary(stand: Stack) -> None:
     fails, works = await fleet(stand, 2)
     fails.answer = fail
     await busy(stand, works, 6)
@@ -89,7 +89,7 @@ def chats(replica: FakeReplica) -> list[Exchange]:
     return [hit for hit in replica.hits if hit.path == "/v1/chat/completions"]
 
 
-async def test_who_computes_is_not_taken_for_one_that_hangs(stand: Stack) -> None:
+async def test_a_replica_that_computes_tokens_is_not_ejected(stand: Stack) -> None:
     computes, other = await fleet(stand, 2)
     release = asyncio.Event()
     computes.answer = hold(release)
@@ -111,7 +111,7 @@ async def test_who_computes_is_not_taken_for_one_that_hangs(stand: Stack) -> Non
     assert await stand.metric("tidegate_ejections_total", model=computes.model) == 0
 
 
-async def test_who_serves_though_its_load_stream_hangs_stays(stand: Stack) -> None:
+async def test_a_replica_that_serves_stays_although_its_load_stream_hangs(stand: Stack) -> None:
     (mute,) = await fleet(stand, 1)
     run = mute._run
 
@@ -157,7 +157,7 @@ async def external(stack: Stack, count: int) -> list[FakeReplica]:
 
 
 @pytest.mark.asyncio(loop_scope="function")
-async def test_servers_that_are_known_to_be_down_are_not_waited_for(stack: Stack) -> None:
+async def test_requests_do_not_wait_for_external_servers_that_are_down(stack: Stack) -> None:
     (server,) = await external(stack, 1)
     assert (await stack.chat()).content == ANSWER
 
@@ -180,7 +180,7 @@ async def test_servers_that_are_known_to_be_down_are_not_waited_for(stack: Stack
 
 
 @pytest.mark.asyncio(loop_scope="function")
-async def test_a_server_that_is_not_ours_is_probed_by_one_request_of_a_client(stack: Stack) -> None:
+async def test_an_external_server_is_probed_by_one_client_request(stack: Stack) -> None:
     fails, works = await external(stack, 2)
     fails.answer = fail
     while await stack.metric("tidegate_ejections_total", model="alpha") == 0:

@@ -78,17 +78,17 @@ class Site:
         ]
         self.spillover.read(parse({**self.document, "upstreams": entries}))
 
-    async def ask(self, path: str = "/v1/chat/completions", *, wait_s: float = 9.0, **body: Any) -> Told:
-        told = Told()
+    async def ask(self, path: str = "/v1/chat/completions", *, wait_s: float = 9.0, **body: Any) -> Response:
+        response = Response()
         raw = json.dumps({**CHAT, **body}).encode()
         headers = [
             (b"authorization", b"Bearer our-key"), (b"x-request-id", b"our-id"), (b"accept", b"*/*"),
             (b"x-session-id", b"s"), (b"user-agent", b"client"),
         ]  # fmt: skip
-        call = Call(ROUTES[path], {"headers": headers}, told.receive, told.send)
+        call = Call(ROUTES[path], {"headers": headers}, response.receive, response.send)
         read = bodies.read(raw)
         call.streaming = bool(read.stream)
-        told.call = call
+        response.call = call
         now = self.clock()
         request = Request("m", size=len(raw), arrived=now, deadline=now + wait_s)
 
@@ -100,7 +100,7 @@ class Site:
             await call.answer(200, [], b"ours")
 
         await self.spillover.around(fleet, call, self.served, request, body=read, raw=raw)
-        return told
+        return response
 
     def attempts(self, outcome: str, upstream: str = "u0") -> float:
         value: float = self.metrics.spillover.labels("m", upstream, outcome)._value.get()
@@ -112,8 +112,8 @@ class Site:
         return endpoint.spend_cap.spent(self.clock())
 
 
-class Told:
-    """What a client was told."""
+class Response:
+    """The response as a client receives it."""
 
     def __init__(self) -> None:
         self.call: Call
@@ -153,14 +153,14 @@ async def fail(exchange: Exchange) -> None:
     await exchange.reply(b"{}", status=500)
 
 
-async def test_what_it_cannot_goes_upstream_and_nothing_of_ours_with_it(
+async def test_a_spilled_request_carries_none_of_our_headers_or_keys(
     site: Site, upstream: FakeUpstream
 ) -> None:
     site.deploy(upstream)
-    told = await site.ask(temperature=0.5, cache_salt="salt")
-    assert (told.status, told.body) == (200, ANSWER)
-    assert told.headers[b"x-tidegate-replica"] == b"upstream:u0"
-    assert (told.call.outcome, told.call.by_fallback) == ("ok", True)
+    response = await site.ask(temperature=0.5, cache_salt="salt")
+    assert (response.status, response.body) == (200, ANSWER)
+    assert response.headers[b"x-tidegate-replica"] == b"upstream:u0"
+    assert (response.call.outcome, response.call.by_fallback) == ("ok", True)
     (hit,) = upstream.hits
     assert hit.path == "/v1/chat/completions"
     assert hit.json == {**CHAT, "model": "their-m", "temperature": 0.5}
@@ -180,31 +180,33 @@ async def test_a_stream_is_relayed_and_its_usage_settles_the_bill(
     site: Site, upstream: FakeUpstream, wanted: bool
 ) -> None:
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2}}\n\n'
-    said = event("Par") + event("is") + event(finish="stop")
-    upstream.answer = stream(said + usage + DONE)
+    sent_text = event("Par") + event("is") + event(finish="stop")
+    upstream.answer = stream(sent_text + usage + DONE)
     site.deploy(upstream)
     options = {"stream_options": {"include_usage": True}} if wanted else {}
-    told = await site.ask(stream=True, **options)
+    response = await site.ask(stream=True, **options)
     assert upstream.hits[0].json["stream_options"] == {"include_usage": True}
-    assert told.body == said + (usage if wanted else b"") + DONE
+    assert response.body == sent_text + (usage if wanted else b"") + DONE
     assert site.spent() == 7
 
 
-async def test_a_stream_that_breaks_says_so_and_is_not_asked_for_again(
+async def test_a_broken_stream_ends_with_an_error_and_is_not_retried(
     site: Site, upstream: FakeUpstream, other: FakeUpstream
 ) -> None:
     upstream.answer = stream(event("Par"))
     site.deploy(upstream, other)
-    told = await site.ask(stream=True, max_tokens=8)
-    assert b"[DONE]" not in told.body
-    assert b'"stream_broken"' in told.body
-    assert told.call.outcome == Refusal.STREAM_BROKEN
+    response = await site.ask(stream=True, max_tokens=8)
+    assert b"[DONE]" not in response.body
+    assert b'"stream_broken"' in response.body
+    assert response.call.outcome == Refusal.STREAM_BROKEN
     assert other.hits == []
     assert site.spent() >= 8  # nobody counted: all that was held is gone
 
 
 @pytest.mark.parametrize("reason", sorted(set(Refusal) - NO_ROOM))
-async def test_any_other_error_is_the_clients(site: Site, upstream: FakeUpstream, reason: Refusal) -> None:
+async def test_other_refusals_are_not_spilled_over(
+    site: Site, upstream: FakeUpstream, reason: Refusal
+) -> None:
     site.deploy(upstream)
     site.refusal = Refused(reason, "no")
     with pytest.raises(Refused) as caught:
@@ -213,7 +215,7 @@ async def test_any_other_error_is_the_clients(site: Site, upstream: FakeUpstream
     assert upstream.hits == []
 
 
-async def test_a_model_at_zero_is_waited_for_where_it_starts_in_time(
+async def test_a_model_scaled_to_zero_is_waited_for_if_it_starts_in_time(
     site: Site, upstream: FakeUpstream
 ) -> None:
     site.served.handles = []
@@ -229,7 +231,7 @@ async def test_a_model_at_zero_is_waited_for_where_it_starts_in_time(
     assert (await site.ask(wait_s=90.0)).body == ANSWER
 
 
-async def test_what_came_too_late_is_not_paid_for(site: Site, upstream: FakeUpstream) -> None:
+async def test_a_request_past_its_deadline_is_not_spilled_over(site: Site, upstream: FakeUpstream) -> None:
     site.deploy(upstream)
     with pytest.raises(Refused):
         await site.ask(wait_s=-1.0)
@@ -237,14 +239,16 @@ async def test_what_came_too_late_is_not_paid_for(site: Site, upstream: FakeUpst
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/tokenize", "/v1/rerank", "/v1/score"])
-async def test_only_what_upstreams_speak_goes_there(site: Site, upstream: FakeUpstream, path: str) -> None:
+async def test_only_supported_routes_are_spilled_over(site: Site, upstream: FakeUpstream, path: str) -> None:
     site.deploy(upstream)
     with pytest.raises(Refused, match="no room"):
         await site.ask(path)
     assert upstream.hits == []
 
 
-async def test_without_a_replica_the_wait_for_one_decides(site: Site, upstream: FakeUpstream) -> None:
+async def test_without_a_ready_replica_the_start_time_decides_on_spillover(
+    site: Site, upstream: FakeUpstream
+) -> None:
     site.served.handles[0].admissible = False  # type: ignore[misc]
     site.deploy(upstream)
     await site.ask(wait_s=59.0)  # assumed_start_s is 60
@@ -254,7 +258,7 @@ async def test_without_a_replica_the_wait_for_one_decides(site: Site, upstream: 
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
-async def test_an_upstreams_error_is_no_matter_of_the_clients(
+async def test_a_providers_error_does_not_reach_the_client(
     site: Site, upstream: FakeUpstream, status: int
 ) -> None:
     async def refuse(exchange: Exchange) -> None:
@@ -268,7 +272,7 @@ async def test_an_upstreams_error_is_no_matter_of_the_clients(
     assert site.spent() == 0
 
 
-async def test_the_next_upstream_is_asked(site: Site, upstream: FakeUpstream, other: FakeUpstream) -> None:
+async def test_the_next_provider_is_tried(site: Site, upstream: FakeUpstream, other: FakeUpstream) -> None:
     upstream.answer = fail
     site.deploy(upstream, other)
     assert (await site.ask()).headers[b"x-tidegate-replica"] == b"upstream:u1"
@@ -295,7 +299,7 @@ async def test_workers_divide_the_cap(site: Site, upstream: FakeUpstream) -> Non
     assert site.spillover._endpoints[0].spend_cap.cap == 25.0
 
 
-async def test_what_was_spent_outlasts_a_new_document(
+async def test_spending_survives_a_new_deployment(
     site: Site, upstream: FakeUpstream, other: FakeUpstream
 ) -> None:
     site.deploy(upstream)
@@ -307,7 +311,9 @@ async def test_what_was_spent_outlasts_a_new_document(
     assert len(other.hits) == 1
 
 
-async def test_who_leaves_is_aborted_upstream_and_paid_for(site: Site, upstream: FakeUpstream) -> None:
+async def test_a_disconnect_aborts_the_providers_request_and_is_billed(
+    site: Site, upstream: FakeUpstream
+) -> None:
     asked = asyncio.Event()
 
     async def never(exchange: Exchange) -> None:
@@ -326,7 +332,7 @@ async def test_who_leaves_is_aborted_upstream_and_paid_for(site: Site, upstream:
     assert site.attempts("cancelled") == 1
 
 
-async def test_a_failing_upstream_is_left_alone(site: Site, upstream: FakeUpstream) -> None:
+async def test_a_failing_provider_is_ejected(site: Site, upstream: FakeUpstream) -> None:
     upstream.answer = fail
     site.document["gateway"]["eject"] = {"failures": 3, "base_s": 300, "max_s": 300}
     site.deploy(upstream)
@@ -336,7 +342,7 @@ async def test_a_failing_upstream_is_left_alone(site: Site, upstream: FakeUpstre
     assert len(upstream.hits) == 3
 
 
-async def test_it_is_tried_again_by_one_request(site: Site, upstream: FakeUpstream) -> None:
+async def test_an_ejected_provider_is_probed_by_one_request(site: Site, upstream: FakeUpstream) -> None:
     site.document["gateway"]["eject"] = {"failures": 1, "base_s": 0.001, "max_s": 1}
     site.deploy(upstream)
     good = upstream.answer
@@ -359,7 +365,9 @@ async def test_a_key_is_read_again_when_its_file_changes(site: Site, upstream: F
 
 
 @pytest.mark.parametrize("content", [None, "", "two words", "a\r\nx: y", "é"])
-async def test_without_a_key_it_is_not_used(site: Site, upstream: FakeUpstream, content: str | None) -> None:
+async def test_a_provider_without_a_usable_key_is_not_used(
+    site: Site, upstream: FakeUpstream, content: str | None
+) -> None:
     site.key_file.unlink()
     if content is not None:
         site.key_file.write_text(content)
@@ -369,11 +377,11 @@ async def test_without_a_key_it_is_not_used(site: Site, upstream: FakeUpstream, 
             await site.ask()
     assert upstream.hits == []
     (line,) = site.logged.getvalue().splitlines()
-    said = msgspec.json.decode(line)
-    assert (said["event"], said["upstream"]) == ("upstream_key_unusable", "u0")
+    sent_text = msgspec.json.decode(line)
+    assert (sent_text["event"], sent_text["upstream"]) == ("upstream_key_unusable", "u0")
 
 
-async def test_one_that_takes_no_key_gets_none(site: Site, upstream: FakeUpstream) -> None:
+async def test_a_provider_without_a_key_file_gets_no_key(site: Site, upstream: FakeUpstream) -> None:
     site.deploy(upstream, key_file=None)
     await site.ask()
     assert "authorization" not in upstream.hits[0].headers
@@ -430,7 +438,7 @@ async def test_tls_is_spoken_and_verified(
         ),
     ],
 )
-async def test_an_upstream_is_sent_the_bytes_that_came_but_for_the_model(came: bytes, goes: bytes) -> None:
+async def test_a_provider_gets_the_clients_bytes_with_its_model_name(came: bytes, goes: bytes) -> None:
     upstream = Upstream(
         name="u",
         url="http://127.0.0.1:9/v1",

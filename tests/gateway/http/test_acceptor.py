@@ -15,7 +15,7 @@ from tests.gateway.worker import until
 
 
 class Listening:
-    """A listening socket whose accept() fails as it is told to."""
+    """A listening socket whose accept() fails with the given errors."""
 
     def __init__(self) -> None:
         self.real = socket.create_server(("127.0.0.1", 0))
@@ -23,7 +23,7 @@ class Listening:
 
     def accept(self) -> tuple[socket.socket, object]:
         if self.errors:
-            raise OSError(self.errors.pop(0), "as told")
+            raise OSError(self.errors.pop(0), "injected")
         return self.real.accept()
 
     def setblocking(self, flag: bool) -> None:
@@ -36,7 +36,7 @@ class Listening:
         self.real.close()
 
 
-class Door:
+class Harness:
     """An acceptor over :class:`Listening`; ``made`` counts its connections."""
 
     def __init__(self) -> None:
@@ -49,18 +49,18 @@ class Door:
         self.made += 1
         return asyncio.Protocol()
 
-    def knock(self) -> socket.socket:
+    def connect(self) -> socket.socket:
         client = socket.create_connection(self.listening.real.getsockname())
         self.clients.append(client)
         return client
 
     async def until(self, made: int) -> None:
-        await until(lambda: self.made >= made, "they are let in")
+        await until(lambda: self.made >= made, "they are accepted")
 
 
 @pytest_asyncio.fixture
-async def door() -> AsyncIterator[Door]:
-    made = Door()
+async def harness() -> AsyncIterator[Harness]:
+    made = Harness()
     yield made
     await made.acceptor.close()
     for client in made.clients:
@@ -69,24 +69,24 @@ async def door() -> AsyncIterator[Door]:
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.ECONNABORTED, errno.EPROTO, errno.EINTR])
-async def test_a_connection_that_is_gone_is_no_matter(door: Door, error: int) -> None:
-    door.listening.errors = [error]
-    door.knock()
-    await door.until(1)
+async def test_a_connection_that_was_aborted_before_accept_is_skipped(harness: Harness, error: int) -> None:
+    harness.listening.errors = [error]
+    harness.connect()
+    await harness.until(1)
 
 
-async def test_when_not_even_that_works_it_rests_and_tries_again(door: Door) -> None:
-    door.listening.errors = [errno.ENFILE] * 4
-    door.knock()
-    await door.until(1)
-    assert not door.listening.errors
+async def test_accepting_pauses_when_no_descriptor_is_left(harness: Harness) -> None:
+    harness.listening.errors = [errno.ENFILE] * 4
+    harness.connect()
+    await harness.until(1)
+    assert not harness.listening.errors
 
 
-async def test_closing_while_it_rests_ends_it(door: Door) -> None:
-    door.listening.errors = [errno.ENOBUFS] * 2
-    door.knock()
-    await until(lambda: not door.listening.errors, "it has tried")
-    await door.acceptor.close()
-    await door.acceptor.close()
+async def test_closing_during_a_pause_stops_accepting(harness: Harness) -> None:
+    harness.listening.errors = [errno.ENOBUFS] * 2
+    harness.connect()
+    await until(lambda: not harness.listening.errors, "it has tried")
+    await harness.acceptor.close()
+    await harness.acceptor.close()
     await asyncio.sleep(0.1)
-    assert door.made == 0
+    assert harness.made == 0

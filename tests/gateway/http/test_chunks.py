@@ -112,5 +112,5 @@ def test_chunks_may_be_cut_anywhere(chunks: list[list[bytes]], cuts: list[int], 
         b"2\r\na\r\n",
     ],
 )
-def test_what_is_not_just_one_chunk_is_the_parsers(data: bytes) -> None:
+def test_anything_but_one_whole_chunk_is_left_to_the_parser(data: bytes) -> None:
     assert encode_chunk(data) is None

@@ -243,7 +243,7 @@ async def test_a_slow_answer_does_not_let_the_next_overtake(port: Port) -> None:
 )
 @pytest.mark.parametrize("before", [b"", post(b"fine")], ids=["first", "after another"])
 @on_uvloop
-async def test_what_is_not_valid_is_refused_and_closes(
+async def test_invalid_requests_are_refused_and_the_connection_closed(
     port: Port, data: bytes, status: int, before: bytes
 ) -> None:
     said = answers(await port.ask(before + data + post(b"smuggled")))
@@ -260,7 +260,7 @@ async def test_what_is_not_valid_is_refused_and_closes(
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
 @pytest.mark.parametrize("size", [0, 9, 200_000])
 @on_uvloop
-async def test_an_offer_of_another_protocol_is_not_taken(port: Port, protocol: bytes, size: int) -> None:
+async def test_an_upgrade_offer_is_served_as_http_1_1(port: Port, protocol: bytes, size: int) -> None:
     body = b"x" * size
     offer = post(body, b"connection: upgrade", b"upgrade: " + protocol)
     said = [json.loads(body)["body"] for _, _, body in answers(await port.ask(offer + post(b"y", CLOSE)))]
@@ -276,7 +276,7 @@ async def test_an_offer_of_another_protocol_is_not_taken(port: Port, protocol: b
     ids=["a head without end", "chunks that are all frame"],
 )
 @on_uvloop
-async def test_what_is_all_head_is_cut(port: Port, begin: bytes, more: bytes) -> None:
+async def test_endless_heads_and_framing_are_refused(port: Port, begin: bytes, more: bytes) -> None:
     reader, writer = await port.open()
     writer.write(begin)
     for _ in range(40):
@@ -286,7 +286,7 @@ async def test_what_is_all_head_is_cut(port: Port, begin: bytes, more: bytes) ->
 
 
 @on_uvloop
-async def test_trailers_say_nothing(port: Port) -> None:
+async def test_trailers_are_ignored(port: Port) -> None:
     data = (
         b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n%b\r\n\r\n1\r\nx\r\n0\r\nx-evil: 1\r\n\r\n" % CLOSE
     )
@@ -302,13 +302,13 @@ async def test_a_refused_body_is_read_so_that_the_answer_arrives(port: Port) -> 
 
 
 @on_uvloop
-async def test_an_anthropic_client_is_refused_in_its_own_words(port: Port) -> None:
+async def test_a_refusal_on_the_messages_route_has_anthropics_envelope(port: Port) -> None:
     said = await port.ask(b"POST /v1/messages HTTP/1.1\r\ncontent-length: 300001\r\n\r\n")
     assert json.loads(answers(said)[0][2])["type"] == "error"
 
 
 @on_uvloop
-async def test_who_asks_before_sending_a_body_is_told_to_go_on(port: Port) -> None:
+async def test_expect_100_continue_is_answered(port: Port) -> None:
     reader, writer = await port.open()
     head, _, body = post(b"hello", b"expect: 100-continue", CLOSE).partition(b"\r\n\r\n")
     writer.write(head + b"\r\n\r\n")
@@ -318,7 +318,7 @@ async def test_who_asks_before_sending_a_body_is_told_to_go_on(port: Port) -> No
 
 
 @on_uvloop
-async def test_an_old_client_may_stay(port: Port) -> None:
+async def test_http_1_0_keep_alive_is_supported(port: Port) -> None:
     stay = post(b"x", b"connection: keep-alive", version=b"1.0")
     said = answers(await port.ask(stay + post(b"y", version=b"1.0")))
     assert [headers["connection"] for _, headers, _ in said] == ["keep-alive", "close"]
@@ -334,7 +334,7 @@ async def test_head_has_no_body(port: Port) -> None:
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 @on_uvloop
-async def test_a_stream_is_chunked_where_that_is_known(port: Port, version: bytes) -> None:
+async def test_a_stream_is_chunked_for_http_1_1_only(port: Port, version: bytes) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for part in (b"a", b"", b"bc"):
@@ -348,7 +348,7 @@ async def test_a_stream_is_chunked_where_that_is_known(port: Port, version: byte
 
 
 @on_uvloop
-async def test_an_answer_that_breaks_off_does_not_look_whole(port: Port) -> None:
+async def test_an_incomplete_response_resets_the_connection(port: Port) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"half", "more_body": True})
@@ -363,7 +363,7 @@ async def test_an_answer_that_breaks_off_does_not_look_whole(port: Port) -> None
 
 
 @on_uvloop
-async def test_a_client_that_leaves_cancels_who_serves_it(port: Port) -> None:
+async def test_a_client_disconnect_cancels_its_task(port: Port) -> None:
     seen: list[str] = []
     begun = asyncio.Event()
     ended = asyncio.Event()
@@ -419,7 +419,7 @@ async def test_a_slow_reader_makes_its_sender_wait_and_is_bounded(port: Port) ->
     ids=["head", "body", "nothing"],
 )
 @on_uvloop
-async def test_who_sends_too_slowly_is_let_go(port: Port, data: bytes, status: int | None) -> None:
+async def test_slow_senders_time_out(port: Port, data: bytes, status: int | None) -> None:
     await port.start(times=ServerTimeouts(0.2, 0.2, 0.2, 0.2, 0.2))
     said = answers(await port.ask(data))
     assert [answer[0] for answer in said] == ([] if status is None else [status])
@@ -427,7 +427,7 @@ async def test_who_sends_too_slowly_is_let_go(port: Port, data: bytes, status: i
 
 @pytest.mark.slow
 @on_uvloop
-async def test_who_takes_nothing_is_let_go_and_who_is_slow_is_not(port: Port) -> None:
+async def test_stalled_readers_time_out_and_slow_ones_do_not(port: Port) -> None:
     await port.start(times=ServerTimeouts(0.3, 0.3, 0.3, 0.3, 0.3))
     gone = asyncio.Event()
 
@@ -450,7 +450,7 @@ async def test_who_takes_nothing_is_let_go_and_who_is_slow_is_not(port: Port) ->
 
 
 @on_uvloop
-async def test_more_connections_than_there_may_be_are_told_so(port: Port) -> None:
+async def test_connections_beyond_the_limit_get_503(port: Port) -> None:
     await port.start(max_connections=1)
     first, writer = await port.open()
     ((status, headers, _),) = answers(await port.ask(post()))
@@ -500,7 +500,7 @@ async def test_a_drain_closes_connections_that_never_send_a_request(port: Port) 
 
 
 @on_uvloop
-async def test_a_drain_that_runs_out_lets_a_stream_say_so(port: Port) -> None:
+async def test_a_drain_timeout_lets_a_stream_end_with_an_error(port: Port) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"a", "more_body": True})

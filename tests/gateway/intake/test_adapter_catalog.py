@@ -73,27 +73,27 @@ def digest(
         ("SQL", None),
     ],
 )
-def test_a_name_a_base_and_a_digest_say_which(name: str, found: str | None) -> None:
+def test_names_with_base_and_digest_resolve_to_a_version(name: str, found: str | None) -> None:
     made = view(alias("sql", OTHER, model="org/beta"), alias("sql", OLD, NEW))
     assert digest(made, name) == found
 
 
 @pytest.mark.parametrize("name", ["sql", "alpha:sql", f"sql@{NEW[:12]}", f"alpha:sql@{NEW}"])
-def test_who_may_not_see_it_has_none_by_whatever_name(name: str) -> None:
+def test_a_hidden_adapter_does_not_resolve_by_any_name(name: str) -> None:
     made = view(alias("sql", OLD, NEW, tenants=["web"]))
     assert digest(made, name, WEB) == digest(made, name, ADMIN) == "alpha/b"
     assert digest(made, name, SHOP) is None
     assert digest(made, name, ANYONE) is None
 
 
-def test_one_that_is_hidden_hides_nothing_else_of_its_name() -> None:
+def test_a_hidden_adapter_does_not_hide_others_of_its_name() -> None:
     made = view(alias("sql", OLD, tenants=["web"]), alias("sql", OTHER, model="org/beta"))
     assert digest(made, "sql", WEB) == "alpha/a"
     assert digest(made, "sql", SHOP) == "org/beta/c"
     assert digest(made, f"sql@{OTHER[:12]}", SHOP) == "org/beta/c"
 
 
-def test_the_documents_order_decides_also_when_it_changes() -> None:
+def test_the_order_of_models_decides_between_equal_names() -> None:
     made = view(alias("sql", OTHER, model="org/beta"), alias("sql", OLD))
     assert digest(made, "sql") == "alpha/a"
     made.read(Deployment(models=MODELS[::-1]))
@@ -112,7 +112,7 @@ def test_a_split_follows_its_weights_and_keeps_each_client_where_it_is() -> None
     assert 0.03 < Counter(by_tenant)["alpha/b"] / len(by_tenant) < 0.07
 
 
-def test_without_session_and_tenant_each_request_is_drawn() -> None:
+def test_anonymous_requests_without_a_session_are_split_at_random() -> None:
     made = view(
         alias("sql", OLD, NEW, split=[(1, 1.0), (2, 1.0)]),
         draw=(hash_name(str(i)) for i in range(400)).__next__,
@@ -122,32 +122,32 @@ def test_without_session_and_tenant_each_request_is_drawn() -> None:
     assert 140 < drawn["alpha/a"] < 260
 
 
-def test_a_pin_is_not_drawn() -> None:
+def test_a_pinned_version_ignores_the_split() -> None:
     made = view(alias("sql", OLD, NEW, split=[(2, 1.0)]))
     assert {digest(made, f"sql@{OLD[:12]}", WEB, b"%d" % i) for i in range(20)} == {"alpha/a"}
 
 
-def test_a_digest_that_two_versions_begin_with_pins_none() -> None:
+def test_an_ambiguous_digest_prefix_pins_no_version() -> None:
     twin = NEW[:20] + "0" * 44
     made = view(alias("sql", NEW, twin))
     assert digest(made, f"sql@{NEW[:20]}") is None
     assert digest(made, f"sql@{NEW[:21]}") == "alpha/b"
 
 
-def test_content_that_came_back_is_one_version_to_its_clients() -> None:
+def test_versions_with_equal_content_are_one() -> None:
     made = view(alias("sql", OLD, NEW, OLD))
     assert digest(made, f"sql@{OLD[:12]}") == digest(made, "sql") == "alpha/a"
 
 
 @pytest.mark.parametrize("split", [[(1, 0.0)], [(9, 1.0)]])
-def test_a_name_that_stands_for_nothing_is_none(split: list[tuple[int, float]]) -> None:
+def test_an_alias_without_a_weighted_version_does_not_resolve(split: list[tuple[int, float]]) -> None:
     made = view(alias("sql", OLD, split=split))
     assert digest(made, "sql") is None
     assert digest(made, f"sql@{OLD}") is None
     assert made.visible(ANYONE) == []
 
 
-def test_servers_that_are_not_ours_load_nothing_for_us() -> None:
+def test_adapters_of_external_models_are_not_offered() -> None:
     made = view(alias("sql", OLD, model="theirs"))
     assert digest(made, "sql") is None
     assert digest(made, "theirs:sql") is None
@@ -164,7 +164,7 @@ def test_a_new_catalog_replaces_names_and_keeps_what_did_not_change() -> None:
     assert digest(made, "chat", SHOP) is None
 
 
-def test_whether_adapters_are_to_be_expected_and_known() -> None:
+def test_the_view_knows_whether_adapters_are_wanted_and_known() -> None:
     made = CatalogView(lambda: 0)
     made.read(Deployment(models=(ModelSpec(name="alpha"),)))
     assert not made.wanted and not made.known

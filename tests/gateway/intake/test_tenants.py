@@ -45,7 +45,7 @@ def test_without_tenants_every_key_is_the_anonymous_account() -> None:
     assert found.of(bearer(b"anything")) is account
 
 
-def test_the_document_says_of_which_class_nobody_is_and_may_say_another() -> None:
+def test_the_default_priority_follows_the_deployment() -> None:
     nobody = tenants()
     account = nobody.of({})
     for priority in (Priority.CRITICAL, Priority.SHEDDABLE):
@@ -66,7 +66,7 @@ def test_the_document_says_of_which_class_nobody_is_and_may_say_another() -> Non
         {b"authorization": b"Basic dTpw", b"x-api-key": b"k-1"},
     ],
 )
-def test_a_key_is_taken_both_ways(headers: dict[bytes, bytes]) -> None:
+def test_a_key_is_accepted_in_either_header(headers: dict[bytes, bytes]) -> None:
     account = tenants(tenant("acme", b"k-1", weight=3, priority="critical", admin=True)).of(headers)
     assert (account.name, account.weight, account.priority, account.admin) == (
         "acme", 3.0, Priority.CRITICAL, True,
@@ -86,7 +86,7 @@ WRONG = (b"", b"Bearer ", b"Bearer", b"k-1", b"Bearer k-2", b"Bearer k-1 x", b"B
         {b"authorization": b"Bearer wrong", b"x-api-key": b"k-1"},
     ],
 )
-def test_any_other_is_refused_and_not_repeated(headers: dict[bytes, bytes]) -> None:
+def test_a_wrong_key_is_refused_and_not_echoed(headers: dict[bytes, bytes]) -> None:
     with pytest.raises(Refused) as caught:
         tenants(tenant("acme", b"k-1")).of(headers)
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
@@ -95,7 +95,7 @@ def test_any_other_is_refused_and_not_repeated(headers: dict[bytes, bytes]) -> N
     assert anthropic["error"]["type"] == "authentication_error"
 
 
-def test_tidegate_itself_asks_as_nobody() -> None:
+def test_tidegates_own_key_is_anonymous() -> None:
     found = tenants(tenant("acme", b"k-1"))
     account = found.of(bearer(OWN.encode()))
     assert (account.name, account.admin) == ("", False)
@@ -130,7 +130,7 @@ def test_salts_keep_tenants_apart_and_outlast_a_key() -> None:
     assert tenants().salt("") == b""
 
 
-def test_what_was_served_is_counted_for_its_tenant() -> None:
+def test_usage_is_counted_for_its_tenant() -> None:
     found = tenants(tenant("acme", b"k-1"), tenant("bits", b"k-2"))
     found.served("acme", Usage(prompt=5, completion=2))
     found.served("gone", Usage(prompt=9, completion=9))

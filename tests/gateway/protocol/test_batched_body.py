@@ -59,15 +59,15 @@ def embedding(input_: Any, **more: Any) -> dict[str, Any]:
         ("/v1/score", {"model": "base", "text_1": [1], "text_2": [2]}),
     ],
 )
-def test_what_travels_alone(path: str, body: dict[str, Any]) -> None:
+def test_requests_that_cannot_share_a_call(path: str, body: dict[str, Any]) -> None:
     assert share(path, body) is None
 
 
-def test_a_window_of_nothing_switches_it_off() -> None:
+def test_a_zero_window_disables_coalescing() -> None:
     assert share("/v1/embeddings", embedding("a"), bounds=Coalesce(window_s=0)) is None
 
 
-def test_only_what_differs_in_nothing_but_its_input_is_of_one_group() -> None:
+def test_requests_that_differ_only_in_input_form_a_group() -> None:
     def group(body: dict[str, Any] | bytes, tenant: str = "") -> object:
         found = share("/v1/embeddings", body, tenant)
         assert found is not None

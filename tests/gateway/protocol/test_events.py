@@ -30,7 +30,7 @@ def test_any_cut_gives_identical_bytes(data: bytes, cuts: list[int]) -> None:
 
 
 @given(st.integers(0, len(STREAM) - 1))
-def test_no_proper_part_of_a_stream_passes_for_the_whole(cut: int) -> None:
+def test_a_truncated_stream_is_an_error(cut: int) -> None:
     tail = ChatValidator(1)
     tail.feed(STREAM[:cut])
     assert tail.end(clean=False) is not None
@@ -108,7 +108,7 @@ def test_usage_in_the_event_that_finishes_is_not_stripped() -> None:
     assert tail.usage == Usage(2, 0, 0)
 
 
-def test_each_api_counts_in_its_own_words() -> None:
+def test_each_api_has_its_usage_format() -> None:
     responses = ResponsesValidator()
     responses.feed(
         b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":'
@@ -144,7 +144,7 @@ def test_a_failed_response_is_passed_and_is_no_success() -> None:
     assert tail.failed
 
 
-def test_an_error_inside_a_response_object_is_not_the_streams() -> None:
+def test_an_error_member_of_a_response_object_does_not_fail_the_stream() -> None:
     tail = ResponsesValidator()
     data = b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}\n\n'
     assert tail.feed(data) == data
@@ -178,7 +178,7 @@ def test_depth_is_that_of_the_nesting(value: object, limit: int) -> None:
         (MessagesValidator(), "message_start", False),
     ],
 )
-def test_each_api_has_its_own_last_word(tail: SseValidator, event: str, ends: bool) -> None:
+def test_each_api_has_its_final_event(tail: SseValidator, event: str, ends: bool) -> None:
     data = b'event: %b\ndata: {"type":"%b"}\n\n' % (event.encode(), event.encode())
     assert tail.feed(data) == data
     assert (tail.end(clean=True) is None) is ends

@@ -56,7 +56,7 @@ def bodies(draw: st.DrawFn) -> tuple[bytes, dict[str, Any]]:
 
 
 @given(bodies())
-def test_an_edited_body_says_what_was_said_but_for_the_edits(
+def test_only_edited_members_change_in_a_body(
     given_body: tuple[bytes, dict[str, Any]],
 ) -> None:
     raw, said = given_body
@@ -76,7 +76,7 @@ def test_an_edited_body_says_what_was_said_but_for_the_edits(
 
 
 @given(bodies())
-def test_nothing_but_the_edit_is_another_byte(given_body: tuple[bytes, dict[str, Any]]) -> None:
+def test_an_edit_changes_no_other_byte(given_body: tuple[bytes, dict[str, Any]]) -> None:
     raw, said = given_body
     begin, end = locate(raw, read(raw).stream_options) if "stream_options" in said else (0, 0)
     edited = b"".join(splice(raw, [Edit(begin, end, b"!")]))
@@ -90,14 +90,14 @@ def test_an_escaped_name_is_the_same_name() -> None:
     assert json.loads(edited) == {"model": "y", "stream_options": {"include_usage": True}}
 
 
-def test_usage_in_every_chunk_is_not_asked_for_by_asking_for_usage() -> None:
+def test_usage_per_chunk_is_not_requested() -> None:
     raw = b'{"model":"x","stream_options":{"continuous_usage_stats":true}}'
     edit = force_usage(raw, read(raw).stream_options)
     assert edit is not None
     assert edit.text == b'{"include_usage":true}'
 
 
-def test_options_that_are_none_are_left_to_the_engine() -> None:
+def test_invalid_stream_options_are_left_to_the_engine() -> None:
     assert force_usage(b'{"stream_options":7}', Raw(b"7")) is None
 
 
@@ -107,7 +107,7 @@ def test_a_large_body_is_not_copied() -> None:
     assert [part.obj is raw for part in parts if isinstance(part, memoryview)] == [True, True]
 
 
-def test_a_value_of_another_body_has_no_place() -> None:
+def test_a_value_of_another_body_is_not_located() -> None:
     with pytest.raises(ValueError, match="not a part"):
         locate(b"{}", Raw(b"[1,2,3]"))
 
@@ -130,7 +130,7 @@ def said(sent: UpstreamBody) -> bytes:
     return whole
 
 
-def test_with_nothing_to_say_it_is_the_very_body_that_came() -> None:
+def test_a_body_without_edits_is_not_copied() -> None:
     raw = b'{"model":"m","messages":[],"cache_salt":"own"}'
     sent = out(raw, salt=b"")
     assert sent.parts is raw
@@ -149,12 +149,12 @@ def test_with_nothing_to_say_it_is_the_very_body_that_came() -> None:
         ),
     ],
 )
-def test_the_salt_is_the_tenants_whatever_the_client_says(raw: bytes, expected: bytes) -> None:
+def test_the_tenants_salt_replaces_the_clients(raw: bytes, expected: bytes) -> None:
     assert said(out(raw)) == expected
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_all_that_an_engine_may_cache_is_salted(path: str) -> None:
+def test_generating_and_pooling_routes_are_salted(path: str) -> None:
     salt = json.loads(said(out(b'{"model":"m"}', path=path))).get("cache_salt")
     assert salt == (None if path.endswith("tokenize") else "5a17")
 
@@ -169,7 +169,7 @@ def test_all_that_an_engine_may_cache_is_salted(path: str) -> None:
         ({"include_usage": True}, False),
     ],
 )
-def test_a_stream_counts_its_tokens_for_us_too(options: Any, counts: bool) -> None:
+def test_usage_is_requested_of_every_stream(options: Any, counts: bool) -> None:
     body: dict[str, Any] = {"model": "m", "stream": True}
     if options is not ...:
         body["stream_options"] = options
@@ -180,7 +180,7 @@ def test_a_stream_counts_its_tokens_for_us_too(options: Any, counts: bool) -> No
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_streams_that_count_by_themselves_are_not_asked(path: str) -> None:
+def test_routes_that_report_usage_unasked_are_not_edited(path: str) -> None:
     raw = b'{"model":"m","stream":true}'
     sent = out(raw, salt=b"", path=path)
     assert sent.parts is raw

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.gateway.fake_replica import DONE, STREAM, FakeReplica, stream
+from tests.gateway.fake_replica import DONE, STREAM, stream
 from tests.gateway.worker import Stack, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -14,17 +14,11 @@ TOKENS = ("prompt", "cached", "completion")
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def one(shared: Stack, name: str, model: str = "alpha") -> FakeReplica:
-    replica = await shared.replica(name, model=model)
-    await shared.ready(replica)
-    return replica
-
-
 @pytest.mark.parametrize(
     ("path", "model"),
     [("/v1/embeddings", "alpha"), ("/v1/messages", "vectors")],
 )
-async def test_the_wrong_runner_is_said(shared: Stack, path: str, model: str) -> None:
+async def test_a_model_with_the_wrong_runner_is_refused(shared: Stack, path: str, model: str) -> None:
     answer = await shared.http.post(path, json={"model": model, "input": "x"})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -55,7 +49,7 @@ async def test_a_body_over_the_cap_is_413(shared: Stack) -> None:
 
 
 async def test_only_listed_headers_reach_the_replica(shared: Stack) -> None:
-    replica = await one(shared, "headers")
+    replica = await shared.serve("headers")
     sent = {
         "authorization": "Bearer secret",
         "x-vllm-priority": "9",
@@ -80,9 +74,9 @@ async def test_only_listed_headers_reach_the_replica(shared: Stack) -> None:
 
 
 @pytest.mark.parametrize("piece", [None, 7], ids=["whole", "pieces"])
-async def test_a_stream_that_opens_with_a_rejection_is_one(shared: Stack, piece: int | None) -> None:
+async def test_a_stream_that_begins_with_a_rejection_becomes_a_400(shared: Stack, piece: int | None) -> None:
     """vLLM checks some parameters only after it has sent the head of the stream."""
-    replica = await one(shared, "late-rejection")
+    replica = await shared.serve("late-rejection")
     error = {"message": "no such token", "type": "BadRequestError", "param": "logit_bias", "code": 400}
     replica.answer = stream(b"data: " + json.dumps({"error": error}).encode() + b"\n\n" + DONE, piece=piece)
     answer = await shared.chat(stream=True)
@@ -101,7 +95,7 @@ async def served_streams(stack: Stack) -> float:
 
 
 async def test_the_metrics_move_and_keep_to_known_names(shared: Stack) -> None:
-    await one(shared, "metrics")
+    await shared.serve("metrics")
     labels = {"model": "alpha", "route": "/v1/chat/completions", "outcome": "ok"}
     before = await shared.metric("tidegate_requests_total", **labels)
     ttft = await shared.metric("tidegate_ttft_seconds_count", model="alpha")

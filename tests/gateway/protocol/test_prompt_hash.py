@@ -105,7 +105,7 @@ def test_token_ids_are_counted_and_not_estimated() -> None:
     assert token_ids(memoryview(b'["1, 2", "3"]')) == 0
 
 
-def test_where_nothing_is_cached_only_the_length_is_read() -> None:
+def test_pooling_prompts_have_a_length_and_no_prefix() -> None:
     pooled = fingerprint("/v1/embeddings", seed=0, input=["x" * 4000])
     assert pooled.prefix == () and pooled.prompt_tokens == pytest.approx(1000, rel=0.02)
 

@@ -26,11 +26,11 @@ def test_it_is_found_at_the_end_of_an_answer(size: int, text: str, spaced: bool)
 @pytest.mark.parametrize(
     "raw", [b"", b"{}", b'{"usage":null}', b'{"usage":7}', b'{"usage":{}}', b"\xff", b'"usage":{']
 )
-def test_where_there_is_none_there_is_none(raw: bytes) -> None:
+def test_an_answer_without_usage_has_none(raw: bytes) -> None:
     assert usage_of_answer(raw) is None
 
 
-def test_only_prompts_are_counted_where_nothing_is_written() -> None:
+def test_usage_without_output_tokens() -> None:
     assert read_usage(b'{"prompt_tokens":8,"total_tokens":8}') == Usage(8, 0, 0)
 
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
-import msgspec
 import pytest
-import pytest_asyncio
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from starlette.types import Message
 
 from gateway.protocol import body as bodies
@@ -21,16 +15,14 @@ from gateway.protocol.batched_body import sub_request_of
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.usage import Usage
-from gateway.queue.input_batching import Coalescer, _Inbox
+from gateway.queue.input_batching import Coalescer
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Coalesce
 from policy.errors import Refusal
 from policy.request import Request
-from policy.types import Runner
 from tests.gateway.worker import until
-from tests.serve.sim_driver import client_of, engine_of, spec
 
 ROUTE = ROUTES["/v1/embeddings"]
 SERVED = ServedModel("vectors")
@@ -130,7 +122,7 @@ async def leave_nothing(site: Site, last: asyncio.Task[dict[str, Any]]) -> None:
     assert not site.coalescer._calls
 
 
-async def test_who_is_alone_goes_as_it_came() -> None:
+async def test_a_lone_request_is_sent_unchanged() -> None:
     site = Site(window_s=1.0)
     for text in ("a", "b"):
         said = await site.ask(text)
@@ -138,7 +130,7 @@ async def test_who_is_alone_goes_as_it_came() -> None:
     assert site.sent == [["a"], ["b"]]
 
 
-async def test_those_who_come_together_share_a_call_and_get_their_own() -> None:
+async def test_concurrent_requests_share_a_call_and_get_their_own_answers() -> None:
     site, asked = await held("a")
     asked += [site.ask("b", "c"), site.ask("d")]
     await turn()
@@ -157,7 +149,7 @@ async def test_those_who_come_together_share_a_call_and_get_their_own() -> None:
     assert meter.totals.input_tokens == 8  # of the two, who have no usage of their own to count
 
 
-async def test_the_window_ends_while_the_call_before_is_under_way() -> None:
+async def test_a_window_ends_during_the_previous_call() -> None:
     site, asked = await held("a", "b", "c", window_s=0.001)
     await until(lambda: len(site.sent) == 2)
     assert site.sent[1] == ["b", "c"]
@@ -165,7 +157,7 @@ async def test_the_window_ends_while_the_call_before_is_under_way() -> None:
     await asyncio.gather(*asked)
 
 
-async def test_only_the_guilty_gets_its_error() -> None:
+async def test_only_the_failing_member_gets_an_error() -> None:
     site, asked = await held("a", "b", "bad", "c")
 
     async def refuse(inputs: list[str]) -> bytes | None:
@@ -185,7 +177,7 @@ async def test_only_the_guilty_gets_its_error() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"{}", b'{"data":[]}', b"\xff", b'{"data":[{"index":0}]}'])
-async def test_an_answer_that_cannot_be_split_is_asked_for_one_by_one(answer: bytes) -> None:
+async def test_members_are_sent_one_by_one_if_the_answer_cannot_be_split(answer: bytes) -> None:
     site, asked = await held("a", "b", "c")
 
     async def nonsense(inputs: list[str]) -> bytes | None:
@@ -197,7 +189,7 @@ async def test_an_answer_that_cannot_be_split_is_asked_for_one_by_one(answer: by
     assert site.metrics.model("vectors").coalesced_calls == 0
 
 
-async def test_one_who_leaves_the_window_is_not_sent() -> None:
+async def test_a_disconnect_removes_a_request_from_the_window() -> None:
     site, asked = await held("a", "b", "c")
     asked[1].cancel()
     await turn()
@@ -206,7 +198,7 @@ async def test_one_who_leaves_the_window_is_not_sent() -> None:
     assert site.sent == [["a"], ["c"]]
 
 
-async def test_the_call_goes_on_for_those_who_stay_and_ends_when_all_have_left() -> None:
+async def test_a_shared_call_is_cancelled_when_all_clients_disconnected() -> None:
     site, asked = await held("a", "b", "c", "d", max_inputs=3)
     assert site.sent == [["a"], ["b", "c", "d"]]
     asked[1].cancel()
@@ -220,7 +212,7 @@ async def test_the_call_goes_on_for_those_who_stay_and_ends_when_all_have_left()
 
 
 @pytest.mark.parametrize("texts", ["abc", "ab"])
-async def test_all_may_leave_before_their_call_has_begun(texts: str) -> None:
+async def test_all_clients_may_disconnect_before_the_shared_call_begins(texts: str) -> None:
     site, asked = await held(*texts)
     for task in asked[1:]:
         task.cancel()
@@ -231,7 +223,7 @@ async def test_all_may_leave_before_their_call_has_begun(texts: str) -> None:
     await leave_nothing(site, asked[0])
 
 
-async def test_one_who_leaves_an_own_call_ends_it() -> None:
+async def test_a_disconnect_ends_a_call_that_is_not_shared() -> None:
     site, (first, second) = await held("a", "b")
     first.cancel()
     await turn()
@@ -255,7 +247,7 @@ async def test_the_shared_call_is_the_sum_of_its_members() -> None:
     await asyncio.gather(*asked)
 
 
-async def test_who_shared_a_call_that_killed_a_replica_has_one_replica_left_to_try() -> None:
+async def test_members_of_a_call_that_killed_a_replica_have_one_attempt_left() -> None:
     site, asked = await held("a", "b", "c")
 
     async def die(inputs: list[str]) -> bytes | None:
@@ -269,82 +261,3 @@ async def test_who_shared_a_call_that_killed_a_replica_has_one_replica_left_to_t
     site.hold.set()
     await asyncio.gather(*asked)
     assert [(request.avoid, request.begun) for request in site.requests[2:]] == [({"r1"}, 1)] * 2
-
-
-words = st.lists(st.sampled_from(["tide", "gate", "sea", "é"]), min_size=1, max_size=3).map(" ".join)
-bodies_ = st.fixed_dictionaries(
-    {
-        "model": st.sampled_from(["base", "sql"]),
-        "input": st.one_of(
-            words, st.lists(words, min_size=1, max_size=3), st.lists(st.integers(0, 9), min_size=1)
-        ),
-        "dimensions": st.sampled_from([2, 4, 9999]),  # more than there are: an error of its own
-    }
-)
-arrivals = st.lists(
-    st.tuples(bodies_, st.sampled_from(["web", "night"]), st.booleans()), min_size=1, max_size=8
-)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[httpx.AsyncClient]:
-    async with engine_of(spec(runner=Runner.POOLING)) as running, client_of(running) as client:
-        yield client
-
-
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="module")
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(arrivals=arrivals)
-async def test_whatever_comes_everyone_gets_what_it_would_have_got_alone(
-    engine: httpx.AsyncClient, arrivals: list[tuple[dict[str, Any], str, bool]]
-) -> None:
-    bounds = Coalesce(window_s=0.001, max_inputs=5)
-    sent = 0
-
-    async def deliver(
-        call: Call, served: ServedModel, request: Request, body: bodies.Body, raw: bytes
-    ) -> None:
-        nonlocal sent
-        sent += 1
-        told = await engine.post(ROUTE.path, content=raw, headers={"x-request-id": call.upstream_id.decode()})
-        if told.status_code != 200:
-            raise Refused(Refusal.BAD_REQUEST, told.text)
-        await call.answer(200, [], told.content)
-
-    coalescer = Coalescer(deliver, Metrics())
-
-    async def ask(body: dict[str, Any], tenant: str, together: bool) -> tuple[bytes, Any]:
-        inbox = _Inbox()
-        call = Call(ROUTE, {"headers": []}, inbox.receive, inbox.send)
-        raw = json.dumps(body).encode()
-        read = bodies.read(raw)
-        request = Request("base", tenant)
-        share = sub_request_of(ROUTE, read, raw, tenant, bounds) if together else None
-        alone = partial(deliver, call, SERVED, request, read, raw)
-        try:
-            if share is None:
-                await alone()
-            else:
-                await coalescer.serve(share, call, SERVED, request, bounds=bounds, alone=alone)
-        except Refused as refused:
-            return call.upstream_id, refused.message
-        return call.upstream_id, msgspec.json.decode(inbox.answer())
-
-    tasks = []
-    for body, tenant, pause in arrivals:
-        tasks.append(asyncio.create_task(ask(body, tenant, True)))
-        if pause:
-            await asyncio.sleep(0)
-    shared = await asyncio.gather(*tasks)
-    assert sent <= 2 * len(arrivals)
-    for (id_, said), (body, tenant, _) in zip(shared, arrivals, strict=True):
-        _, own = await ask(body, tenant, False)
-        if isinstance(own, str):
-            assert said == own
-            continue
-        assert said["id"] == f"embd-{id_.decode()}"
-        assert {**said, "id": 0, "created": 0, "usage": 0} == {**own, "id": 0, "created": 0, "usage": 0}
-        assert set(said["usage"]) == set(own["usage"])
-    assert not coalescer._windows._groups
-    assert not coalescer._calls

@@ -32,7 +32,7 @@ WAIT_S = 60.0
 MAX_BYTES = 10_000
 
 
-class Hall:
+class Queues:
     """Models with one replica each that takes ``bound`` requests, and the requests that came."""
 
     def __init__(
@@ -74,16 +74,16 @@ class Hall:
         request = Request(served.name, size=size, **{"arrived": now, "deadline": now + WAIT_S, **more})
         return self.admission.ticket(served, request)
 
-    async def ask(self, place: Ticket) -> asyncio.Task[ReplicaHandle]:
-        asked = asyncio.create_task(place.wait())
+    async def ask(self, ticket: Ticket) -> asyncio.Task[ReplicaHandle]:
+        asked = asyncio.create_task(ticket.wait())
         await settled()
         return asked
 
     async def fill(self, served: ServedModel, **more: Any) -> Ticket:
         """A request that has a slot."""
-        place = self.arrive(served, **more)
-        await place.wait()
-        return place
+        ticket = self.arrive(served, **more)
+        await ticket.wait()
+        return ticket
 
     def depth(self, priority: Priority = Priority.STANDARD) -> int:
         return self.metrics.model("alpha").queue.depth[priority]
@@ -107,65 +107,65 @@ async def leave(*asked: asyncio.Task[ReplicaHandle]) -> None:
             await one
 
 
-async def test_whoever_was_sent_back_needs_no_room_in_the_queue() -> None:
-    hall = Hall(max_queue=1)
-    handle = hall.alpha.handles[0]
-    first = await hall.fill(hall.alpha, size=MAX_BYTES)
-    later = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
+async def test_a_returned_request_keeps_its_place_in_a_full_queue() -> None:
+    queues = Queues(max_queue=1)
+    handle = queues.alpha.handles[0]
+    first = await queues.fill(queues.alpha, size=MAX_BYTES)
+    later = await queues.ask(queues.arrive(queues.alpha, MAX_BYTES))
     handle.refused(Refusal.BUSY)
     end(first, AttemptOutcome.REFUSED)
-    again = await hall.ask(first)
+    again = await queues.ask(first)
     assert not again.done()
     with pytest.raises(Refused, match="already wait"):
-        await hall.arrive(hall.alpha).wait()
+        await queues.arrive(queues.alpha).wait()
     handle.full = False
     await asyncio.sleep(0.005)  # its word is heard at most every few milliseconds
-    hall.admission.replica_changed("alpha")
+    queues.admission.replica_changed("alpha")
     assert await again is handle
     assert not later.done()
     await leave(later)
 
 
-async def test_the_bytes_that_wait_are_bounded_over_all_models() -> None:
-    hall = Hall()
-    await hall.fill(hall.alpha)
-    await hall.fill(hall.beta)
-    waits = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES - 10))
-    fits = await hall.ask(hall.arrive(hall.beta, 10))
+async def test_queued_bytes_are_limited_over_all_models() -> None:
+    queues = Queues()
+    await queues.fill(queues.alpha)
+    await queues.fill(queues.beta)
+    waits = await queues.ask(queues.arrive(queues.alpha, MAX_BYTES - 10))
+    fits = await queues.ask(queues.arrive(queues.beta, 10))
     with pytest.raises(Refused) as refused:
-        await hall.arrive(hall.beta, 1).wait()
+        await queues.arrive(queues.beta, 1).wait()
     assert refused.value.reason is Refusal.QUEUE_FULL
-    assert hall.metrics.model("beta").queue.refused[Refusal.QUEUE_FULL] == 1
+    assert queues.metrics.model("beta").queue.refused[Refusal.QUEUE_FULL] == 1
     await leave(waits)
-    now_fits = await hall.ask(hall.arrive(hall.beta, 1))
+    now_fits = await queues.ask(queues.arrive(queues.beta, 1))
     assert not now_fits.done()
     await leave(fits, now_fits)
 
 
-async def test_what_a_replica_took_waits_no_more() -> None:
-    hall = Hall()
-    first = await hall.fill(hall.alpha)
-    waits = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
+async def test_admitted_requests_do_not_count_as_queued_bytes() -> None:
+    queues = Queues()
+    first = await queues.fill(queues.alpha)
+    waits = await queues.ask(queues.arrive(queues.alpha, MAX_BYTES))
     end(first)
     await waits
-    next_one = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
+    next_one = await queues.ask(queues.arrive(queues.alpha, MAX_BYTES))
     assert not next_one.done()
     await leave(next_one)
 
 
-async def test_one_body_over_the_bound_waits_where_nothing_else_does() -> None:
-    hall = Hall()
-    await hall.fill(hall.alpha)
-    asked = await hall.ask(hall.arrive(hall.alpha, 2 * MAX_BYTES))
+async def test_a_body_over_the_limit_may_wait_in_an_empty_queue() -> None:
+    queues = Queues()
+    await queues.fill(queues.alpha)
+    asked = await queues.ask(queues.arrive(queues.alpha, 2 * MAX_BYTES))
     assert not asked.done()
     await leave(asked)
 
 
-async def test_the_slots_that_free_together_go_to_the_first_in_the_fair_order() -> None:
-    hall = Hall(bound=2)
-    holders = [await hall.fill(hall.alpha, tenant="loud", prompt_tokens=10) for _ in range(2)]
-    loud = [await hall.ask(hall.arrive(hall.alpha, tenant="loud", prompt_tokens=10)) for _ in range(4)]
-    quiet = await hall.ask(hall.arrive(hall.alpha, tenant="quiet", prompt_tokens=10))
+async def test_slots_freed_together_are_granted_in_fair_order() -> None:
+    queues = Queues(bound=2)
+    holders = [await queues.fill(queues.alpha, tenant="loud", prompt_tokens=10) for _ in range(2)]
+    loud = [await queues.ask(queues.arrive(queues.alpha, tenant="loud", prompt_tokens=10)) for _ in range(4)]
+    quiet = await queues.ask(queues.arrive(queues.alpha, tenant="quiet", prompt_tokens=10))
     for holder in holders:
         end(holder)
     await settled()
@@ -174,12 +174,12 @@ async def test_the_slots_that_free_together_go_to_the_first_in_the_fair_order() 
     await leave(*loud[1:])
 
 
-async def test_whoever_leaves_as_it_is_admitted_gives_the_slot_back() -> None:
-    hall = Hall()
-    handle = hall.alpha.handles[0]
-    first = await hall.fill(hall.alpha)
-    leaves = await hall.ask(hall.arrive(hall.alpha))
-    next_one = await hall.ask(hall.arrive(hall.alpha))
+async def test_a_disconnect_at_admission_frees_the_slot() -> None:
+    queues = Queues()
+    handle = queues.alpha.handles[0]
+    first = await queues.fill(queues.alpha)
+    leaves = await queues.ask(queues.arrive(queues.alpha))
+    next_one = await queues.ask(queues.arrive(queues.alpha))
     end(first)
     await asyncio.sleep(0)  # granted, but not told yet
     await leave(leaves)
@@ -187,51 +187,51 @@ async def test_whoever_leaves_as_it_is_admitted_gives_the_slot_back() -> None:
     assert handle.mine == 1
 
 
-async def test_a_full_queue_turns_out_the_least_important() -> None:
-    hall = Hall(max_queue=1)
-    await hall.fill(hall.alpha)
-    batch = await hall.ask(hall.arrive(hall.alpha, priority=Priority.BATCH))
-    critical = await hall.ask(hall.arrive(hall.alpha, priority=Priority.CRITICAL))
+async def test_a_full_queue_displaces_the_lowest_priority() -> None:
+    queues = Queues(max_queue=1)
+    await queues.fill(queues.alpha)
+    batch = await queues.ask(queues.arrive(queues.alpha, priority=Priority.BATCH))
+    critical = await queues.ask(queues.arrive(queues.alpha, priority=Priority.CRITICAL))
     with pytest.raises(Refused) as refused:
         await batch
     assert (refused.value.reason, refused.value.status) == (Refusal.QUEUE_FULL, 429)
     assert refused.value.retry_after_s is not None
-    assert hall.metrics.model("alpha").queue.displaced == 1
-    assert (hall.depth(Priority.BATCH), hall.depth(Priority.CRITICAL)) == (0, 1)
+    assert queues.metrics.model("alpha").queue.displaced == 1
+    assert (queues.depth(Priority.BATCH), queues.depth(Priority.CRITICAL)) == (0, 1)
     await leave(critical)
-    assert hall.depth(Priority.CRITICAL) == 0
+    assert queues.depth(Priority.CRITICAL) == 0
 
 
-async def test_what_can_be_shed_waits_no_longer_than_was_promised() -> None:
-    hall = Hall(ttft_s=0.05)
-    await hall.fill(hall.alpha)
-    standard = await hall.ask(hall.arrive(hall.alpha))
+async def test_a_sheddable_request_waits_no_longer_than_the_slo() -> None:
+    queues = Queues(ttft_s=0.05)
+    await queues.fill(queues.alpha)
+    standard = await queues.ask(queues.arrive(queues.alpha))
     with pytest.raises(Refused) as refused:
-        await hall.arrive(hall.alpha, priority=Priority.SHEDDABLE).wait()
+        await queues.arrive(queues.alpha, priority=Priority.SHEDDABLE).wait()
     assert refused.value.reason is Refusal.DEADLINE
     assert not standard.done()
     await leave(standard)
 
 
-async def test_what_can_be_shed_waits_for_a_start_as_long_as_it_would() -> None:
-    hall = Hall(ttft_s=0.01)
-    hall.alpha.handles.clear()
-    hall.alpha.down = hall.alpha.asleep = True
-    asked = await hall.ask(hall.arrive(hall.alpha, priority=Priority.SHEDDABLE))
+async def test_a_sheddable_request_waits_for_a_start() -> None:
+    queues = Queues(ttft_s=0.01)
+    queues.alpha.handles.clear()
+    queues.alpha.down = queues.alpha.asleep = True
+    asked = await queues.ask(queues.arrive(queues.alpha, priority=Priority.SHEDDABLE))
     await asyncio.sleep(0.03)
     assert not asked.done()
-    hall.alpha.handles.append(hall.beta.handles[0])
-    hall.admission.replica_changed("alpha")
-    assert await asked is hall.beta.handles[0]
+    queues.alpha.handles.append(queues.beta.handles[0])
+    queues.admission.replica_changed("alpha")
+    assert await asked is queues.beta.handles[0]
 
 
-async def test_who_waits_for_a_model_at_zero_waits_to_its_deadline() -> None:
-    hall = Hall()
-    hall.alpha.handles.clear()
-    hall.alpha.down = hall.alpha.asleep = True
+async def test_a_request_for_a_sleeping_model_waits_to_its_deadline() -> None:
+    queues = Queues()
+    queues.alpha.handles.clear()
+    queues.alpha.down = queues.alpha.asleep = True
     now = asyncio.get_running_loop().time()
-    asked = await hall.ask(hall.arrive(hall.alpha, deadline=now + 0.02))
-    await asyncio.wait_for(hall.admission.woken.wait(), 1)
+    asked = await queues.ask(queues.arrive(queues.alpha, deadline=now + 0.02))
+    await asyncio.wait_for(queues.admission.woken.wait(), 1)
     assert not asked.done()
     with pytest.raises(Refused) as refused:
         await asked
@@ -239,15 +239,15 @@ async def test_who_waits_for_a_model_at_zero_waits_to_its_deadline() -> None:
     assert asyncio.get_running_loop().time() >= now + 0.017
 
 
-async def test_who_could_not_be_served_in_time_is_refused_before_it_waits() -> None:
-    hall = Hall()
-    first = await hall.fill(hall.alpha)
+async def test_a_request_predicted_to_be_late_is_refused_on_arrival() -> None:
+    queues = Queues()
+    first = await queues.fill(queues.alpha)
     await asyncio.sleep(0.02)
     end(first)
-    await hall.fill(hall.alpha)
-    waits = await hall.ask(hall.arrive(hall.alpha))
+    await queues.fill(queues.alpha)
+    waits = await queues.ask(queues.arrive(queues.alpha))
     now = asyncio.get_running_loop().time()
-    late = hall.arrive(hall.alpha, deadline=now + 0.005)
+    late = queues.arrive(queues.alpha, deadline=now + 0.005)
     with pytest.raises(Refused) as refused:
         await late.wait()
     assert (refused.value.reason, refused.value.status) == (Refusal.OVERLOADED, 503)
@@ -268,22 +268,22 @@ async def test_who_could_not_be_served_in_time_is_refused_before_it_waits() -> N
 async def test_a_tenant_is_charged_what_its_requests_cost(
     outcome: AttemptOutcome, tokens: tuple[int, ...], *, first: bool
 ) -> None:
-    hall = Hall()
-    end(await hall.fill(hall.alpha, tenant="b", prompt_tokens=100))
-    end(await hall.fill(hall.alpha, tenant="a", prompt_tokens=500), outcome, *tokens)
-    holder = await hall.fill(hall.alpha, tenant="c")
-    waits = [await hall.ask(hall.arrive(hall.alpha, tenant=tenant)) for tenant in "ba"]
+    queues = Queues()
+    end(await queues.fill(queues.alpha, tenant="b", prompt_tokens=100))
+    end(await queues.fill(queues.alpha, tenant="a", prompt_tokens=500), outcome, *tokens)
+    holder = await queues.fill(queues.alpha, tenant="c")
+    waits = [await queues.ask(queues.arrive(queues.alpha, tenant=tenant)) for tenant in "ba"]
     end(holder)
     await settled()
     assert [task.done() for task in waits] == [not first, first]
     await leave(waits[not first])
 
 
-async def test_time_alone_may_make_room() -> None:
-    hall = Hall()
-    handle = hall.alpha.handles[0]
+async def test_a_waiting_request_is_offered_slots_again_by_the_timer() -> None:
+    queues = Queues()
+    handle = queues.alpha.handles[0]
     handle.count(b'{"state": "ready", "load": {"at": 0, "in_flight": 1, "bound": 1}}', 0.0)
-    asked = await hall.ask(hall.arrive(hall.alpha))
+    asked = await queues.ask(queues.arrive(queues.alpha))
     assert not asked.done()
     handle.count(b'{"state": "ready", "load": {"at": 0, "in_flight": 0, "bound": 1}}', 0.0)
     assert await asyncio.wait_for(asked, WAIT_S) is handle
@@ -300,8 +300,8 @@ def rows(tmp_path: Path) -> Iterator[tuple[SharedRows, SharedRows]]:
         row.close()
 
 
-async def test_a_slot_goes_to_the_worker_with_less_than_its_part(rows: tuple[SharedRows, SharedRows]) -> None:
-    one, other = (Hall(bound=2, shared=row) for row in rows)
+async def test_a_slot_goes_to_the_worker_below_its_fair_share(rows: tuple[SharedRows, SharedRows]) -> None:
+    one, other = (Queues(bound=2, shared=row) for row in rows)
     running = [await one.fill(one.alpha) for _ in range(2)]
     waiting = [await one.ask(one.arrive(one.alpha)) for _ in range(2)]
     there = [await other.ask(other.arrive(other.alpha)) for _ in range(2)]
@@ -322,28 +322,30 @@ async def test_a_slot_goes_to_the_worker_with_less_than_its_part(rows: tuple[Sha
     await leave(waiting[1], there[1])
 
 
-async def test_who_has_no_use_for_a_slot_keeps_nobody_from_it(rows: tuple[SharedRows, SharedRows]) -> None:
-    hall = Hall(bound=2, shared=rows[0])
-    running = [await hall.fill(hall.alpha) for _ in range(2)]
+async def test_a_yielded_slot_is_taken_if_no_other_worker_uses_it(
+    rows: tuple[SharedRows, SharedRows],
+) -> None:
+    queues = Queues(bound=2, shared=rows[0])
+    running = [await queues.fill(queues.alpha) for _ in range(2)]
     rows[1].begin(hash_name("waits for alpha"), 0)
     rows[0].beat()
-    waits = await hall.ask(hall.arrive(hall.alpha))
+    waits = await queues.ask(queues.arrive(queues.alpha))
     end(running[0])
     await settled()
     assert not waits.done()
-    assert await waits is hall.alpha.handles[0]
+    assert await waits is queues.alpha.handles[0]
 
 
-def test_requests_that_come_in_the_instant_of_a_deadline_are_told_of_it() -> None:
+def test_deadlines_below_the_timers_resolution_are_met() -> None:
     """uvloop counts in whole milliseconds: a shorter timer is none to it."""
 
     async def scene() -> list[Any]:
-        hall = Hall()
-        await hall.fill(hall.alpha)
+        queues = Queues()
+        await queues.fill(queues.alpha)
 
         async def ask() -> None:
             soon = asyncio.get_running_loop().time() + 0.0003
-            await hall.arrive(hall.alpha, deadline=soon).wait()
+            await queues.arrive(queues.alpha, deadline=soon).wait()
 
         return await asyncio.gather(ask(), ask(), return_exceptions=True)
 

@@ -72,7 +72,7 @@ async def probe(
     [(0, 60.0, TURNS), (1, 60.0, 1), (1, 0.0, TURNS)],
     ids=["it answers nobody", "it answers requests", "what is new there is due"],
 )
-async def test_a_server_is_asked_where_its_answers_do_not_say_enough(
+async def test_a_server_is_probed_unless_its_answers_show_that_it_is_up(
     monkeypatch: pytest.MonkeyPatch, growth: int, list_every_s: float, asked: int
 ) -> None:
     monkeypatch.setattr(external_servers, "LIST_EVERY_S", list_every_s)
@@ -82,7 +82,7 @@ async def test_a_server_is_asked_where_its_answers_do_not_say_enough(
     assert {replica.state for turn in view.turns for replica in turn} == {ReplicaPhase.READY}
 
 
-async def test_what_was_not_well_when_it_was_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_probe_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     view = View(1)
     nonsense = [b'{"data":[{"id":"\xff"}]}', b'{"x":' + b"[" * 100_000]
     failures = [httpx.ConnectError("refused"), httpx.Response(503)]

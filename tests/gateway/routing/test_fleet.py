@@ -68,7 +68,7 @@ async def view() -> AsyncIterator[View]:
     view.close()
 
 
-async def test_a_restarted_controller_takes_no_replica_that_is_still_ready(view: View) -> None:
+async def test_a_restarted_controller_keeps_replicas_that_are_still_ready(view: View) -> None:
     view.say(READY)
     kept = list(view.models[0].handles)
     view.take(fleet(2.0), "controller", RESTARTED_AT)
@@ -78,14 +78,14 @@ async def test_a_restarted_controller_takes_no_replica_that_is_still_ready(view:
     assert sorted(view.ids) == ["one", "two"]
 
 
-async def test_once_it_has_settled_its_word_counts(view: View) -> None:
+async def test_a_restarted_controller_is_followed_after_the_settle_time(view: View) -> None:
     view.say(READY)
     view.take(fleet(2.0), "controller", RESTARTED_AT)
     view.take(fleet(2.0, "two", version=2), "controller", RESTARTED_AT + SETTLE_S)
     assert view.ids == ["two"]
 
 
-async def test_a_controller_that_was_here_all_along_is_obeyed_at_once(view: View) -> None:
+async def test_a_snapshot_of_the_same_controller_applies_at_once(view: View) -> None:
     view.say(READY)
     view.take(fleet(1.0, "two", version=2), "controller", RESTARTED_AT)
     assert view.ids == ["two"]
@@ -124,7 +124,7 @@ def line(**load: float) -> bytes:
     return json.dumps({"state": "ready", "load": {"at": 1, "bound": 8, **load}}).encode()
 
 
-def test_what_is_there_is_known_whatever_the_replica_says() -> None:
+def test_own_requests_are_counted_whatever_the_replica_reports() -> None:
     one = handle()
     one.begin(100)
     one.begin(50)
@@ -139,7 +139,7 @@ def test_what_is_there_is_known_whatever_the_replica_says() -> None:
     assert (one.in_flight, one.look().pending_tokens) == (4, 300)
 
 
-def test_what_was_said_long_ago_counts_no_more() -> None:
+def test_a_stale_report_is_dropped() -> None:
     one = handle()
     one.begin(100)
     one.count(line(in_flight=5, pending_tokens=400, kv_used=0.9), 2.0)
@@ -150,7 +150,7 @@ def test_what_was_said_long_ago_counts_no_more() -> None:
     assert one.admissible
 
 
-def test_another_process_has_an_empty_cache_and_no_past() -> None:
+def test_a_replaced_process_resets_cache_and_breaker() -> None:
     replica = fleet(1.0, "one").replicas[0]
     forgotten: list[int] = []
     one = handle(replica, FleetEvents(forgotten=lambda model, key: forgotten.append(key)))
@@ -164,7 +164,7 @@ def test_another_process_has_an_empty_cache_and_no_past() -> None:
     assert one.breaker.streak == 0
 
 
-def test_prefixes_that_came_from_elsewhere_are_passed_on() -> None:
+def test_reported_prefixes_reach_the_listener() -> None:
     prefixes: list[tuple[int, ...]] = []
     one = handle(events=FleetEvents(prefixes=lambda model, key, hashes: prefixes.append(tuple(hashes))))
     one.count(b'{"state":"ready","load":{"at":1},"prefixes":[18446744073709551615,1]}', 1.0)
@@ -172,7 +172,7 @@ def test_prefixes_that_came_from_elsewhere_are_passed_on() -> None:
     assert prefixes == [(2**64 - 1, 1)]
 
 
-def test_the_one_request_that_probes_is_told_apart() -> None:
+def test_a_half_open_breaker_admits_one_probe() -> None:
     one, other = handle(), handle()
     other.health.leave(other.breaker)
     one.health.breakers.append(other.breaker)  # so that something else serves
@@ -200,7 +200,7 @@ def test_the_one_request_that_probes_is_told_apart() -> None:
     ],
     ids=["all are there", "one is missing", "one starts", "scaled to zero"],
 )
-async def test_to_wait_is_in_vain_when_nothing_can_be_heard_and_nothing_comes(
+async def test_a_model_is_unavailable_if_no_replica_is_reachable_or_starting(
     states: list[ReplicaPhase], target: int, is_unavailable: bool
 ) -> None:
     said = in_states(states, msgspec.structs.replace(MODEL, target=target))
@@ -232,7 +232,7 @@ STARTING = ReplicaPhase.STARTING
     ],
     ids=["none", "the last one leaves", "one starts", "one serves"],
 )
-async def test_a_model_sleeps_that_has_no_replica_and_starts_none(
+async def test_a_model_without_ready_or_starting_replicas_is_asleep(
     states: list[ReplicaPhase], *, down: bool, asleep: bool
 ) -> None:
     view = FleetView("", Metrics())
@@ -244,7 +244,7 @@ async def test_a_model_sleeps_that_has_no_replica_and_starts_none(
     view.close()
 
 
-async def test_how_long_a_start_took_is_known_when_all_are_gone() -> None:
+async def test_the_start_time_is_kept_when_all_replicas_are_gone() -> None:
     view = FleetView("", Metrics())
     quick = msgspec.structs.replace(fleet(1.0, "one").replicas[0], start_s=2.0)
     slow = msgspec.structs.replace(quick, id="two", start_s=5.0)
@@ -258,7 +258,7 @@ async def test_how_long_a_start_took_is_known_when_all_are_gone() -> None:
     view.close()
 
 
-async def test_a_prefill_that_nobody_will_see_end_is_over_when_that_was_foreseen(tmp_path: Path) -> None:
+async def test_an_unobserved_prefill_ends_at_its_predicted_time(tmp_path: Path) -> None:
     mine, others = (SharedRows(tmp_path / "rows", row) for row in range(2))
     replica = ReplicaHandle(ready_replica(), 1.0, None, mine)
     for tokens in (100, 20, 3):

@@ -15,13 +15,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_one_of_ours_serves_any_and_another_what_it_lists() -> None:
+def test_replicas_load_adapters_on_demand_and_external_servers_do_not() -> None:
     ours, theirs = LoadedAdapters((), loads=True), LoadedAdapters(("sql",), loads=False)
     assert ours.serves("sql") and ours.serves("")
     assert theirs.serves("sql") and theirs.serves("") and not theirs.serves("chat")
 
 
-def test_what_it_says_that_it_could_not_load_goes_elsewhere_until_it_says_otherwise() -> None:
+def test_adapters_reported_as_failed_are_not_served() -> None:
     ours = LoadedAdapters((), loads=True)
     assert ours.update(("chat",), ("sql",))
     assert not ours.serves("sql") and ours.serves("chat") and ours.serves("new")
@@ -30,7 +30,7 @@ def test_what_it_says_that_it_could_not_load_goes_elsewhere_until_it_says_otherw
     assert ours.serves("sql")
 
 
-def test_only_news_are_news() -> None:
+def test_update_reports_whether_the_lists_changed() -> None:
     ours = LoadedAdapters((), loads=True)
     assert not ours.update((), ())
     assert ours.update(("a",), ())
@@ -40,7 +40,7 @@ def test_only_news_are_news() -> None:
     assert ours.update(("a",), ())
 
 
-def test_what_failed_is_left_alone_for_a_while_whatever_an_older_line_says(clock: list[float]) -> None:
+def test_a_failed_adapter_is_avoided_for_a_while(clock: list[float]) -> None:
     ours = LoadedAdapters((), loads=True)
     ours.failed("sql")
     ours.update(("chat",), ())
@@ -49,7 +49,7 @@ def test_what_failed_is_left_alone_for_a_while_whatever_an_older_line_says(clock
     assert ours.serves("sql") and ours.refusing == frozenset()
 
 
-def test_what_failed_long_ago_is_not_kept(clock: list[float]) -> None:
+def test_old_load_failures_are_dropped(clock: list[float]) -> None:
     ours = LoadedAdapters((), loads=True)
     for i in range(1000):
         ours.failed(f"adapter-{i}")
@@ -57,7 +57,7 @@ def test_what_failed_long_ago_is_not_kept(clock: list[float]) -> None:
     assert len(ours._failed) <= 11
 
 
-def test_another_process_has_refused_nothing(clock: list[float]) -> None:
+def test_a_replaced_process_resets_load_failures(clock: list[float]) -> None:
     ours = LoadedAdapters((), loads=True)
     ours.update((), ("chat",))
     ours.failed("sql")

@@ -39,7 +39,7 @@ def worker(tmp_path: Path, clock: Clock) -> Iterator[Callable[[int], SharedRows]
 Worker = Callable[[int], SharedRows]
 
 
-def test_the_file_is_its_owners_alone(tmp_path: Path, worker: Worker) -> None:
+def test_the_file_has_mode_600(tmp_path: Path, worker: Worker) -> None:
     worker(0)
     assert stat.S_IMODE((tmp_path / "rows").stat().st_mode) == 0o600
 
@@ -53,7 +53,7 @@ OPS = st.lists(
     max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )  # every example takes the rows anew
 @given(OPS)
-def test_what_all_began_and_ended_is_what_each_adds_up(
+def test_each_worker_sums_the_counts_of_the_others(
     tmp_path: Path, operations: list[tuple[int, int, int]]
 ) -> None:
     rows = [SharedRows(tmp_path / "rows", i) for i in range(3)]
@@ -79,7 +79,7 @@ def test_what_all_began_and_ended_is_what_each_adds_up(
         row.close()
 
 
-def test_who_is_silent_for_three_seconds_counts_no_more_and_who_speaks_again_does(
+def test_a_worker_without_a_heartbeat_is_not_counted_until_it_beats_again(
     worker: Worker, clock: Clock
 ) -> None:
     me, other = worker(0), worker(1)
@@ -95,7 +95,7 @@ def test_who_is_silent_for_three_seconds_counts_no_more_and_who_speaks_again_doe
     assert me.others(REPLICA) == (1, 10, 1)
 
 
-def test_a_beat_from_before_the_machine_started_is_none(worker: Worker, clock: Clock) -> None:
+def test_a_heartbeat_from_before_boot_is_ignored(worker: Worker, clock: Clock) -> None:
     me, other = worker(0), worker(1)
     other.begin(REPLICA, 10)
     clock.now = 5.0
@@ -120,7 +120,7 @@ def test_a_worker_that_starts_anew_has_nothing_in_flight(worker: Worker) -> None
     assert me.published_by_others() == [(1, REPLICA, [12])]
 
 
-def test_who_leaves_counts_no_more(tmp_path: Path, clock: Clock) -> None:
+def test_a_closed_worker_is_not_counted(tmp_path: Path, clock: Clock) -> None:
     me, other = (SharedRows(tmp_path / "rows", i, clock) for i in (0, 1))
     other.begin(REPLICA, 10)
     other.close()
@@ -141,7 +141,7 @@ def test_another_layout_is_not_read(worker: Worker, monkeypatch: pytest.MonkeyPa
 CROWD = [5 + 1024 * i for i in range(20)]
 
 
-def test_a_full_table_leaves_out_what_does_not_fit_and_never_counts_below_zero(worker: Worker) -> None:
+def test_a_full_table_skips_new_keys_and_never_counts_below_zero(worker: Worker) -> None:
     me, other = worker(0), worker(1)
     for key in CROWD:
         other.begin(key, 1)
@@ -182,7 +182,7 @@ def test_service_adds_up_and_can_be_corrected(worker: Worker) -> None:
     assert rows[0].served_by_others(2) == 0
 
 
-def test_who_comes_later_hears_what_is_still_there(worker: Worker) -> None:
+def test_a_new_worker_reads_the_published_prefixes_that_remain(worker: Worker) -> None:
     first = worker(0)
     first.publish(1, REPLICA, list(range(RING_ENTRIES + 5)))
     ((_, _, hashes),) = worker(1).published_by_others()
@@ -219,7 +219,7 @@ def hammer(path: str, worker: int, rounds: int) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_hammer_never_show_what_nobody_wrote(tmp_path: Path) -> None:
+def test_concurrent_writers_are_read_consistently(tmp_path: Path) -> None:
     path, rounds = tmp_path / "rows", 20_000
     me = SharedRows(path, 0, still)
     context = multiprocessing.get_context("spawn")

@@ -25,7 +25,7 @@ CHAIN = tuple(range(100, 116, 2))
 DEPTHS = tuple(range(128, 1025, 128))
 
 
-class Wall(SharedCounts):
+class Publisher(SharedCounts):
     """What one worker published, for another to read."""
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class Reader(SharedCounts):
 
     alone = False
 
-    def __init__(self, wall: Wall) -> None:
-        self._wall = wall
+    def __init__(self, publisher: Publisher) -> None:
+        self._wall = publisher
 
     def published_by_others(self) -> list[PublishedPrefixes]:
         read, self._wall.written = self._wall.written, []
@@ -79,16 +79,16 @@ def send(to: ModelRouters, model: ServedModel, request: Request) -> tuple[Replic
     return handle, quote
 
 
-async def test_workers_of_a_host_send_a_prefix_to_one_home() -> None:
-    wall = Wall()
-    first, second, model = routes(wall), routes(Reader(wall)), served()
+async def test_workers_of_a_host_route_a_prefix_to_one_replica() -> None:
+    publisher = Publisher()
+    first, second, model = routes(publisher), routes(Reader(publisher)), served()
     home, quote = send(first, model, prompt())
-    assert wall.written == [(hash_name("m"), quote.candidate.key, list(CHAIN))]
+    assert publisher.written == [(hash_name("m"), quote.candidate.key, list(CHAIN))]
     again, warm = send(second, model, prompt())
     assert again is home and warm.uncached == 1040 - 1024
 
 
-async def test_replicas_pass_on_what_other_hosts_sent() -> None:
+async def test_prefixes_reported_by_a_replica_are_routed_to_it() -> None:
     here, model = routes(), served()
     there = model.handles[2]
     here.learn_prefixes("m", there.view.key, CHAIN)
@@ -106,16 +106,16 @@ async def test_decisions_are_kept_and_explained_with_their_candidates() -> None:
     newest, older = here.describe(5)
     assert newest["prompt_tokens"] == 10 and older["prompt_tokens"] == 1040
     assert here.describe(1) == [newest]
-    told = json.loads(here.explain(request))
-    assert told == json.loads(json.dumps(older))
-    assert told["replica"] == handle.id and len(told["candidates"]) == 3
-    mine = next(row for row in told["candidates"] if row["replica"] == handle.id)
+    explained = json.loads(here.explain(request))
+    assert explained == json.loads(json.dumps(older))
+    assert explained["replica"] == handle.id and len(explained["candidates"]) == 3
+    mine = next(row for row in explained["candidates"] if row["replica"] == handle.id)
     assert mine["total_s"] == pytest.approx(quote.total, abs=1e-6)
     assert mine["uncached_tokens"] == 1040
     assert here.explain(Request("m")) == b"{}"
 
 
-async def test_the_ring_is_bounded() -> None:
+async def test_the_kept_decisions_are_bounded() -> None:
     here, model = routes(), served()
     for _ in range(KEPT + 20):
         send(here, model, Request("m", prompt_tokens=10))
@@ -148,7 +148,7 @@ async def test_a_new_document_acts_on_the_next_choice() -> None:
     assert choose(here, model, Request("m", prompt_tokens=10)) is not None
 
 
-async def test_a_request_is_expected_to_stay_as_long_as_beside_those_that_run() -> None:
+async def test_service_time_grows_with_requests_in_flight() -> None:
     here, model = routes(), served()
     alone = here.service_s(prompt(), [handle.view for handle in model.handles])
     for _ in range(100):

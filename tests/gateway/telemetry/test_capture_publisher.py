@@ -35,7 +35,7 @@ def density(_: str) -> float:
     return 4.0
 
 
-def tell(
+def end_call(
     capture: CapturePublisher,
     prompt: str = "a",
     *,
@@ -52,7 +52,7 @@ def tell(
     capture.ended(call, request, bodies.read(raw), raw, monotonic() if began is None else began)
 
 
-async def heard(lines: AsyncIterator[bytes], count: int) -> list[dict[str, Any]]:
+async def received(lines: AsyncIterator[bytes], count: int) -> list[dict[str, Any]]:
     """The next ``count`` lines."""
     found: list[dict[str, Any]] = []
     while len(found) < count:
@@ -71,7 +71,7 @@ class Site:
 
     async def listen(self) -> None:
         """From now on every worker is heard."""
-        (header,) = await heard(self.lines, 1)
+        (header,) = await received(self.lines, 1)
         assert header == {"tidegate": "capture", "version": 1, "block_tokens": 512}
         self.look()
 
@@ -98,13 +98,13 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     await site.leave()
 
 
-async def test_a_listener_hears_all_workers(site: Site) -> None:
+async def test_a_subscriber_receives_rows_of_all_workers(site: Site) -> None:
     await site.listen()
     one, other = site.workers
-    tell(one, tenant="web", adapter="sql", session=5)
-    tell(other, usage=Usage(completion=3, exact=False), prompt_tokens=90)
+    end_call(one, tenant="web", adapter="sql", session=5)
+    end_call(other, usage=Usage(completion=3, exact=False), prompt_tokens=90)
     site.flush()
-    first, second = sorted(await heard(site.lines, 2), key=lambda line: -line["input_tokens"])
+    first, second = sorted(await received(site.lines, 2), key=lambda line: -line["input_tokens"])
     assert first.pop("at") >= 0 and second.pop("at") >= 0
     assert first.pop("session") > 0
     assert first == {
@@ -114,9 +114,9 @@ async def test_a_listener_hears_all_workers(site: Site) -> None:
     assert second == {"input_tokens": 90, "output_tokens": 3, "model": "alpha"}
 
 
-async def test_what_was_told_before_the_end_is_heard(site: Site) -> None:
+async def test_rows_sent_before_the_end_are_received(site: Site) -> None:
     await site.listen()
-    tell(site.workers[0])
+    end_call(site.workers[0])
     for worker in site.workers:
         worker.close()
     site.listeners.close()
@@ -124,7 +124,7 @@ async def test_what_was_told_before_the_end_is_heard(site: Site) -> None:
     assert list(site.place.iterdir()) == []
 
 
-async def test_without_a_listener_nothing_is_kept(site: Site) -> None:
+async def test_rows_are_not_kept_without_a_subscriber(site: Site) -> None:
     site.look()
     assert not any(worker.has_subscribers for worker in site.workers)
     await site.listen()
@@ -134,52 +134,54 @@ async def test_without_a_listener_nothing_is_kept(site: Site) -> None:
     assert not any(worker.has_subscribers for worker in site.workers)
 
 
-async def test_what_generates_nothing_and_what_was_refused_is_not_told(site: Site) -> None:
+async def test_only_generated_answers_are_captured(site: Site) -> None:
     await site.listen()
     worker = site.workers[0]
-    tell(worker, path="/v1/embeddings")
-    tell(worker, path="/v1/tokenize")
-    tell(worker, usage=None)
-    tell(worker, began=monotonic() - 60)  # it came before the capture began
-    tell(worker, usage=Usage(1, 0, 2))
+    end_call(worker, path="/v1/embeddings")
+    end_call(worker, path="/v1/tokenize")
+    end_call(worker, usage=None)
+    end_call(worker, began=monotonic() - 60)  # it came before the capture began
+    end_call(worker, usage=Usage(1, 0, 2))
     site.flush()
-    assert [line["input_tokens"] for line in await heard(site.lines, 1)] == [1]
+    assert [line["input_tokens"] for line in await received(site.lines, 1)] == [1]
 
 
-async def test_a_listener_whose_worker_died_is_forgotten(site: Site) -> None:
+async def test_the_socket_of_a_dead_subscriber_is_removed(site: Site) -> None:
     site.place.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as left:
         left.bind(str(site.place / f"dead{capturing.SUFFIX}"))
     site.look()
     assert site.workers[0].has_subscribers
-    tell(site.workers[0])
+    end_call(site.workers[0])
     site.flush()
     assert not site.workers[0].has_subscribers and list(site.place.iterdir()) == []
 
 
-async def test_who_reads_too_slowly_is_told_how_much_was_lost(
+async def test_a_slow_subscriber_is_told_how_many_rows_were_lost(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capturing, "MAX_KEPT", 3)
     await site.listen()
     for _ in range(5):
-        tell(site.workers[0])
+        end_call(site.workers[0])
     site.flush()
-    *told, last = await heard(site.lines, 4)
-    assert len(told) == 3 and last == {"lost": 2}
+    *rows, last = await received(site.lines, 4)
+    assert len(rows) == 3 and last == {"lost": 2}
 
 
-async def test_a_listener_takes_no_more_than_it_has_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_subscriber_buffers_a_bounded_number_of_lines(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(capture_subscriber, "MAX_LINES", 1)
     await site.listen()
     (subscription,) = site.listeners._open
     for number in range(1, 4):
-        tell(site.workers[0], usage=Usage(number, 0, 1))
+        end_call(site.workers[0], usage=Usage(number, 0, 1))
         site.flush()
     while not subscription._batches:  # noqa: ASYNC110 - a socket has no event
         await asyncio.sleep(0)
     assert len(subscription._batches) == 1 and not subscription._reading  # the others wait in the socket
-    assert [line["input_tokens"] for line in await heard(site.lines, 3)] == [1, 2, 3]
+    assert [line["input_tokens"] for line in await received(site.lines, 3)] == [1, 2, 3]
 
 
 def row(text: str, **more: Any) -> Row:
@@ -191,10 +193,10 @@ def row(text: str, **more: Any) -> Row:
 
 
 def test_prompts_share_the_blocks_of_what_they_begin_with() -> None:
-    veil = Pseudonyms(density, b"key")
+    pseudonyms = Pseudonyms(density, b"key")
     common = "".join(f"word{number:04d} " for number in range(1000))
-    one = veil.line(row(common + "x" * 4000), 0.0).blocks
-    other = veil.line(row(common + "y" * 4000), 0.0).blocks
+    one = pseudonyms.line(row(common + "x" * 4000), 0.0).blocks
+    other = pseudonyms.line(row(common + "y" * 4000), 0.0).blocks
     shared = len(common) // (4 * 512)
     assert len(one) == len(other) == (len(common) + 4000) // (4 * 512)
     assert one[:shared] == other[:shared]
@@ -202,23 +204,23 @@ def test_prompts_share_the_blocks_of_what_they_begin_with() -> None:
     assert all(0 < block < 2**53 for block in one)
 
 
-def test_a_block_is_of_512_tokens_whatever_a_token_has_of_bytes() -> None:
-    told = row("z" * 40_000)
+def test_a_block_has_512_tokens_for_any_bytes_per_token() -> None:
+    rows = row("z" * 40_000)
     for bytes_a_token in (2.0, 4.6, 8.0):
-        blocks = Pseudonyms(lambda _, found=bytes_a_token: found, b"key").line(told, 0.0).blocks  # type: ignore[misc]
-        assert len(blocks) == min(10_000 // 512, int(len(told.grid) * BLOCK_BYTES / (512 * bytes_a_token)))
+        blocks = Pseudonyms(lambda _, found=bytes_a_token: found, b"key").line(rows, 0.0).blocks  # type: ignore[misc]
+        assert len(blocks) == min(10_000 // 512, int(len(rows.grid) * BLOCK_BYTES / (512 * bytes_a_token)))
         assert len(set(blocks)) == len(blocks)
 
 
-def test_blocks_stay_where_they_are_while_the_gateway_learns() -> None:
+def test_blocks_are_stable_while_density_is_learned() -> None:
     learned = iter((4.0, 5.0))
-    veil = Pseudonyms(lambda _: next(learned), b"key")
-    assert veil.line(row("z" * 9000), 0.0).blocks == veil.line(row("z" * 9000), 0.0).blocks
+    pseudonyms = Pseudonyms(lambda _: next(learned), b"key")
+    assert pseudonyms.line(row("z" * 9000), 0.0).blocks == pseudonyms.line(row("z" * 9000), 0.0).blocks
 
 
-def test_another_capture_has_other_hashes() -> None:
-    told = row("z" * 9000, session=3)
-    one, other = Pseudonyms(density, b"one").line(told, 0.0), Pseudonyms(density, b"other").line(told, 0.0)
+def test_captures_have_different_keys() -> None:
+    rows = row("z" * 9000, session=3)
+    one, other = Pseudonyms(density, b"one").line(rows, 0.0), Pseudonyms(density, b"other").line(rows, 0.0)
     assert one.blocks and not set(one.blocks) & set(other.blocks)
     assert one.session != other.session
 

@@ -115,7 +115,7 @@ def test_a_name_that_the_catalog_drops_frees_its_place(monkeypatch: pytest.Monke
     assert counted(metrics) == {"a": 2.0, "b": 2.0, "c": 2.0, "_other": 3.0}
 
 
-def test_however_many_names_come_and_go_a_worker_publishes_no_more_than_so_many(
+def test_a_worker_publishes_a_bounded_number_of_adapter_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adapter_metrics, "MOST", 2)
@@ -130,7 +130,7 @@ def test_however_many_names_come_and_go_a_worker_publishes_no_more_than_so_many(
     assert counted(metrics) == {**{f"a-{i}": 1.0 for i in range(5)}, "a-3": 2.0, "_other": 46.0}
 
 
-def test_what_cannot_be_published_of_a_dropped_name_is_published_the_next_time(
+def test_counts_of_a_dropped_name_survive_a_failed_publish(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     metrics = Metrics()
@@ -143,7 +143,7 @@ def test_what_cannot_be_published_of_a_dropped_name_is_published_the_next_time(
         assert counted(metrics) == {"a": 1.0}
 
 
-def test_the_names_are_the_catalogs() -> None:
+def test_adapter_metrics_follow_the_catalog() -> None:
     metrics = Metrics()
     view = CatalogView(lambda: 0, metrics.adapters.follow)
     for names in (("a",), ("b",)):
@@ -153,7 +153,7 @@ def test_the_names_are_the_catalogs() -> None:
     assert counted(metrics) == {"a": 1.0, "b": 1.0, "_other": 2.0}
 
 
-def test_no_adapter_can_be_called_as_the_others_are() -> None:
+def test_no_adapter_can_have_the_label_of_the_others() -> None:
     assert NAME.fullmatch(adapter_metrics.OTHER) is None
 
 
