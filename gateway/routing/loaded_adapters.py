@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import monotonic
 
-# An adapter that failed to load is not requested again for so long.
+# An adapter that failed to load is not requested again within this time.
 FAILED_S = 2.0
 
 

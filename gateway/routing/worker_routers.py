@@ -59,7 +59,7 @@ class ModelRouters:
         chosen = decision.chosen
         if chosen is None:
             return None
-        if len(self._fresh) >= KEPT:  # estimates that nobody acted on
+        if len(self._fresh) >= KEPT:  # estimates that led to no request
             self._fresh.clear()
         self._fresh[id(chosen)] = decision
         return chosen
