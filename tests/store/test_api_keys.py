@@ -6,8 +6,6 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from store.api_keys import PREFIX, digest_of, new_key, own_key, salt_of, salt_secret
 from store.state_dir import StateDir
 
@@ -34,14 +32,6 @@ def test_the_salt_secret_is_made_once_and_private(tmp_path: Path) -> None:
     assert (state.root / "salt-secret").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in state.root.iterdir() if path.is_file()] == ["salt-secret"]
     assert salt_secret(state).decode() != state.secret()
-
-
-def test_a_salt_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    state = StateDir(tmp_path)
-    salt_secret(state)
-    (tmp_path / "salt-secret").chmod(0o644)
-    with pytest.raises(PermissionError, match="only its owner"):
-        salt_secret(state)
 
 
 def test_salts_differ_by_tenant_and_by_deployment() -> None:

@@ -40,12 +40,6 @@ class Popularity(Section, frozen=True):
     share: Fraction = 1.0
 
 
-def check_popularity(path: str, popularity: Popularity) -> None:
-    """Raises :class:`policy.errors.ConfigError` unless exactly one of count and names is given."""
-    if bool(popularity.names) == bool(popularity.count):
-        raise ConfigError(f"{path}.count", popularity.count, "count of at least 1 or names, one of them")
-
-
 def sample_adapter(popularity: Popularity | None, rng: random.Random) -> Callable[[], str]:
     """A function that draws the adapter of each request; empty for the base model."""
     if popularity is None:

@@ -19,7 +19,6 @@ from sim.workload.generators.distributions import (
     Length,
     Popularity,
     check_length,
-    check_popularity,
     geometric,
     sample_adapter,
     sample_length,
@@ -43,13 +42,6 @@ class Conversations(Section, frozen=True):
     systems: Annotated[int, Meta(ge=1, le=100_000)] = 1
     system_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 32_768
-
-
-def check_conversations(path: str, spec: Conversations) -> None:
-    """Raises :class:`policy.errors.ConfigError` where no conversation could begin."""
-    if spec.system_tokens + 2 > spec.max_tokens:
-        expected = f"at most max_tokens - 2 = {spec.max_tokens - 2}"
-        raise ConfigError(f"{path}.system_tokens", spec.system_tokens, expected)
 
 
 @dataclass(slots=True)
@@ -154,10 +146,14 @@ def check_workload(path: str, spec: GeneratedWorkload) -> None:
     """Raises :class:`policy.errors.ConfigError` for contradictory values."""
     check_length(f"{path}.input_tokens", spec.input_tokens)
     check_length(f"{path}.output_tokens", spec.output_tokens)
-    if spec.adapters is not None:
-        check_popularity(f"{path}.adapters", spec.adapters)
-    if spec.conversations is not None:
-        check_conversations(f"{path}.conversations", spec.conversations)
+    adapters, talks = spec.adapters, spec.conversations
+    if adapters is not None and bool(adapters.names) == bool(adapters.count):
+        expected = "count of at least 1 or names, one of them"
+        raise ConfigError(f"{path}.adapters.count", adapters.count, expected)
+    # The shortest first turn has a token each of question and answer.
+    if talks is not None and talks.system_tokens + 2 > talks.max_tokens:
+        expected = f"at most max_tokens - 2 = {talks.max_tokens - 2}"
+        raise ConfigError(f"{path}.conversations.system_tokens", talks.system_tokens, expected)
 
 
 def generate(

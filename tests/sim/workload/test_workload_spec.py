@@ -109,8 +109,20 @@ GENERATE: dict[str, Any] = {"arrivals": {"rate": 1}, "input_tokens": 1, "output_
             for more, path, text in (
                 ({"arrivals": {}}, "arrivals.rate", "required"),
                 ({"input_tokens": {"p50": 3, "p99": 2}}, "input_tokens.p99", "at least p50 = 3"),
-                ({"output_tokens": {}}, "output_tokens", "p50 and p99"),
-                ({"adapters": {}}, "adapters.count", "at least 1 or names"),
+                *(
+                    ({"output_tokens": length}, "output_tokens", "p50 and p99")
+                    for length in (
+                        {},
+                        {"p50": 1},
+                        {"p99": 1},
+                        {"p50": 1, "trace": "a"},
+                        {"p99": 1, "trace": "a"},
+                    )
+                ),
+                *(
+                    ({"adapters": adapters}, "adapters.count", "at least 1 or names")
+                    for adapters in ({}, {"names": ["a"], "count": 1})
+                ),
                 (
                     {"conversations": {"system_tokens": 99_999}},
                     "conversations.system_tokens",
