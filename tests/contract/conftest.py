@@ -1,4 +1,4 @@
-"""A Ray head of the tests' own, for each module that asks for one."""
+"""A Ray head of the tests' own, for all contracts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.ray_head import RayHead, ray_head
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ray_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
     with ray_head(tmp_path_factory.mktemp("ray")) as head:
         yield head

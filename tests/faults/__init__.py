@@ -8,7 +8,7 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     8-13   faults/test_streams.py::test_8_13_ ::test_12_ ::test_13_
     14     faults/test_streams.py::test_14_, gateway/protocol/test_events.py::test_any_cut_
     15-17  faults/test_streams.py::test_15_ ::test_16_ ::test_17_
-    18-21  faults/test_cancellation.py::test_18_ ::test_19_ ::test_20_ ::test_21_,
+    18-21  faults/test_cancellation.py::test_18_ ::test_18_19_ ::test_20_ ::test_21_,
            e2e/test_cancellation.py::test_a_slot_is_free_
     22     faults/test_slow.py::test_22_
     23-24  faults/test_death.py::test_23_24_, e2e/test_smoke.py::test_a_killed_engine_
@@ -26,7 +26,7 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     C      faults/test_control_away.py::test_c_, faults/test_adapters_live.py::test_c_,
            e2e/test_lifecycle.py::test_the_controller_comes_back ::test_serves_own_controller_
     43     faults/test_adapters_live.py::test_43_, store/adapters/test_bad_adapters.py::test_a_bad_adapter_
-    44-45  store/adapters/test_kills.py::test_, serve/engine/adapters/test_files.py::test_what_was_deleted_
+    44-45  store/adapters/test_kills.py::test_, serve/engine/adapters/test_files.py::test_deleted_files_are_pulled_again
     46-47  faults/test_adapters_live.py::test_46_ ::test_47_,
            e2e/test_adapters.py::test_a_replacement_under_load_
     48-50  faults/test_adapters.py::test_48_ ::test_49_ ::test_50_

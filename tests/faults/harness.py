@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,34 @@ class Harness(Stack):
                     found.append((said, float(match["value"])))
         return found
 
+    async def serves(self, model: str, replica: str) -> None:
+        """Send requests until one is served by ``replica``."""
+
+        async def served() -> bool:
+            reply = await self.ask(model, max_tokens=1)
+            return reply.status == 200 and reply.headers["x-tidegate-replica"] == replica
+
+        await until(served, f"{replica} serves")
+
+    async def streams(self, model: str, count: int, events: int = 1, **more: Any) -> list[RawClient]:
+        """Start ``count`` streams, each read up to its first ``events`` events."""
+        clients = [await self.post(model, stream=True, **more) for _ in range(count)]
+        for client in clients:
+            await client.events(events)
+        return clients
+
     async def admissible(self, replica: str) -> bool:
         links = (await self.admin.get("/admin/fleet")).json()["replicas"]
         return any(link["id"] == replica and link["admissible"] for link in links)
+
+    async def out_of_rotation(self, replica: str) -> float:
+        """Wait until ``replica`` gets no requests; returns the instant."""
+
+        async def ejected() -> bool:
+            return not await self.admissible(replica)
+
+        await until(ejected, f"{replica} is out of rotation")
+        return time.monotonic()
 
     def _leave(self) -> None:
         """A row that failed has clients left, whose sockets would be blamed on a later one."""

@@ -109,19 +109,12 @@ class Live(Harness):
         await until(settled, f"{count} replicas")
         return await self.replicas_ready()
 
-    async def out_of_rotation(self, replica: str) -> float:
-        deadline = time.monotonic() + WITHIN_S
-        while await self.admissible(replica):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
-        return time.monotonic()
-
     async def close(self) -> None:
         if self.plane is not None and self.plane.returncode is None:
             await self.end_controller(signal.SIGKILL)
         for record in self.state.load(self.root / "hosts.json", list[dict[str, Any]]) or []:
             for host in record["processes"]:
-                _wake(host["pid"])
+                _resume(host["pid"])
         actuator = LocalActuator(self.state, "")
         await actuator.stop()
         await actuator.close()
@@ -137,7 +130,7 @@ def host_of(engine: int) -> int:
     return psutil.Process(engine).ppid()
 
 
-def _wake(host: int) -> None:
+def _resume(host: int) -> None:
     if psutil.pid_exists(host):
         for process in (psutil.Process(host), *psutil.Process(host).children(recursive=True)):
             process.resume()

@@ -38,20 +38,14 @@ async def test_18_leaving_a_stream(harness: Harness, model: str, path: str, rese
     assert await harness.metric("tidegate_tokens_total", model=model, kind="completion") >= 5
 
 
-async def test_18_leaving_before_the_first_event(harness: Harness, model: str) -> None:
-    (one,) = await harness.fleet(model, 1, usual=faults.stalling())
-    async with harness.expect(model, {"cancelled": 1}, attempts=1) as after:
-        client = await harness.post(model, stream=True)
-        await until(lambda: len(one.open) == 1)
-        gone = client.leave()
-        assert await left_at(one) - gone <= FREED_S + after.stalls.seconds
-
-
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
-async def test_19_leaving_an_answer_that_is_no_stream(harness: Harness, model: str, reset: bool) -> None:
-    (one,) = await harness.fleet(model, 1, usual=faults.silent)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_18_19_leaving_before_the_first_byte(
+    harness: Harness, model: str, stream: bool, reset: bool
+) -> None:
+    (one,) = await harness.fleet(model, 1, usual=faults.stalling() if stream else faults.silent)
     async with harness.expect(model, {"cancelled": 1}, attempts=1) as after:
-        client = await harness.post(model)
+        client = await harness.post(model, stream=stream)
         await until(lambda: len(one.open) == 1)
         gone = client.leave(reset=reset)
         assert await left_at(one) - gone <= FREED_S + after.stalls.seconds
@@ -64,13 +58,9 @@ async def test_20_leaving_the_queue(harness: Harness, model: str, stream: bool) 
         holder = await harness.post(model)
         await until(lambda: len(one.open) == 1)
         waiting = await harness.post(model, stream=stream)
-
-        async def queued(count: int) -> bool:
-            return await harness.metric("tidegate_queue_depth", model=model) == count
-
-        await until(lambda: queued(1), "it waits")
+        await harness.reaches(1, "tidegate_queue_depth", model=model)
         waiting.leave()
-        await until(lambda: queued(0), "it waits no more")
+        await harness.reaches(0, "tidegate_queue_depth", model=model)
         holder.leave()
         await left_at(one)
         one.usual = faults.reply(faults.WHOLE)

@@ -26,9 +26,7 @@ async def test_c_the_controller_is_killed(tmp_path: Path) -> None:
         before, worker = await live.settle(2), live.workers[0]
         epoch = (await live.call_controller("GET", "/fleet"))["epoch"]
         async with live.expect(MODEL, {"ok": 34}, attempts=34):
-            streams = [await live.post(MODEL, stream=True, max_tokens=300, ignore_eos=True) for _ in range(4)]
-            for stream in streams:
-                await stream.events(1)
+            streams = await live.streams(MODEL, 4, max_tokens=300, ignore_eos=True)
             await live.end_controller(signal.SIGKILL)
             away = await asyncio.gather(*(live.ask(MODEL, max_tokens=2) for _ in range(10)))
             assert {reply.status for reply in away} == {200}

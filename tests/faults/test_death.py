@@ -39,24 +39,13 @@ async def live(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any]
         yield live
 
 
-async def serves(live: Live, replica: str) -> None:
-
-    async def served() -> bool:
-        reply = await live.ask(MODEL, max_tokens=1)
-        return reply.headers.get("x-tidegate-replica") == replica
-
-    await until(served, "the replica serves again")
-
-
 @pytest.mark.parametrize("what", ["engine", "host"])
 async def test_23_24_a_kill(live: Live, what: str) -> None:
-    """Whoever has a byte hears of it; all others are served elsewhere and notice nothing."""
+    """Requests that have a byte get an error event; all others are served elsewhere."""
     fleet = await live.settle(2)
     victim = min(fleet)
     async with live.expect(MODEL) as after:
-        streams = [await live.post(MODEL, stream=True, max_tokens=200, ignore_eos=True) for _ in range(6)]
-        for stream in streams:
-            await stream.events(2)
+        streams = await live.streams(MODEL, 6, 2, max_tokens=200, ignore_eos=True)
         held = [stream for stream in streams if stream.reply.headers["x-tidegate-replica"] == victim]
         assert 0 < len(held) < len(streams)
         whole = [await live.post(MODEL, max_tokens=100, ignore_eos=True) for _ in range(6)]
@@ -76,10 +65,10 @@ async def test_23_24_a_kill(live: Live, what: str) -> None:
         (new,) = set(back) - (set(fleet) - {victim})
         assert (new == victim) == (what == "engine")  # an engine is restarted in place
         assert back[new]["pid"] != engine
-        await serves(live, new)
+        await live.serves(MODEL, new)
 
 
-async def stopped(live: Live, stop_s: float) -> None:
+async def stop_an_engine(live: Live, stop_s: float) -> None:
     """Stop an engine with requests on it; they are served elsewhere, and later it serves again."""
     fleet = await live.settle(2)
     async with live.expect(MODEL) as after:
@@ -95,18 +84,18 @@ async def stopped(live: Live, stop_s: float) -> None:
         assert {reply.status for reply in replies} == {200}
         await asyncio.sleep(max(0.0, stopped_at + stop_s - time.monotonic()))
         send(fleet[victim]["pid"], signal.SIGCONT)
-        await serves(live, victim)
+        await live.serves(MODEL, victim)
         assert set(await after.outcomes()) == {"ok"}
 
 
 async def test_25_an_engine_is_stopped(live: Live) -> None:
-    await stopped(live, 4.0)
+    await stop_an_engine(live, 4.0)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
 async def test_25_an_engine_is_stopped_for_a_minute(live: Live) -> None:
-    await stopped(live, 50.0)  # its own host would restart it after 60 s
+    await stop_an_engine(live, 50.0)  # its own host would restart it after 60 s
 
 
 async def test_26_a_replica_is_healthy_but_silent(harness: Harness, model: str) -> None:
@@ -116,11 +105,7 @@ async def test_26_a_replica_is_healthy_but_silent(harness: Harness, model: str) 
     async with harness.expect(model) as after:
         first = await harness.post(model, stream=True)
         await until(lambda: len(bad.open) == 1)
-
-        async def ejected() -> bool:
-            return not await harness.admissible(bad.id)
-
-        await until(ejected, "the watchdog saw it")
+        await harness.shows(bad, admissible=False)
         seen_s = time.monotonic() - bad.log[0].at
         stalls_s = after.stalls.seconds
         assert PROGRESS_S * 0.9 - stalls_s <= seen_s <= PROGRESS_S + 1.5 + stalls_s
@@ -130,11 +115,7 @@ async def test_26_a_replica_is_healthy_but_silent(harness: Harness, model: str) 
         assert len(bad.log) - hits <= 1  # a probe
         assert (await first.end()).headers["x-tidegate-replica"] == good.id
         bad.usual = faults.reply(faults.WHOLE)
-
-        async def serves_again() -> bool:
-            return (await harness.ask(model)).headers["x-tidegate-replica"] == bad.id
-
-        await until(serves_again, "readmitted after a probe")
+        await harness.serves(model, bad.id)
         assert set(await after.outcomes()) == {"ok"}
 
 

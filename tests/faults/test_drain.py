@@ -34,9 +34,7 @@ async def test_35_sigterm_with_fifty_streams(harness: Harness) -> None:
     (one,) = await harness.fleet(model, 1, usual=faults.held(finish))
     streams = 50
     async with harness.expect(model, {"ok": streams}, attempts=streams):
-        clients = [await harness.post(model, stream=True) for _ in range(streams)]
-        for client in clients:
-            await client.events(1)
+        clients = await harness.streams(model, streams)
         harness.workers[0].send_signal(signal.SIGTERM)
 
         async def draining() -> bool:
@@ -86,47 +84,37 @@ async def test_36_kill_9_of_a_worker(harness: Harness) -> None:
         assert (await harness.ask(model, headers={"authorization": "Bearer sk-other"})).status == 401
 
 
-@pytest.mark.parametrize("told", ["by the replica", "by the fleet"])
-async def test_40_a_replica_leaves_under_its_streams(harness: Harness, told: str) -> None:
+@pytest.mark.parametrize("reported", ["by the replica", "by the fleet"])
+async def test_40_a_replica_leaves_under_its_streams(harness: Harness, reported: str) -> None:
     await harness.start_worker()
     model = harness.fresh_model()
     finish = asyncio.Event()
     leaving, staying = await harness.fleet(model, 2, usual=faults.held(finish))
     async with harness.expect(model, {"ok": 30}, attempts=30):
-        clients = [await harness.post(model, stream=True) for _ in range(20)]
-        for client in clients:
-            await client.events(1)
+        clients = await harness.streams(model, 20)
         hits = len(leaving.log)
         assert hits > 0
-        if told == "by the replica":
+        if reported == "by the replica":
             leaving.say(state="draining")
         else:
             harness.controller.set(staying)
-
-        async def gone() -> bool:
-            return not await harness.admissible(leaving.id)
-
-        await until(gone, "it is out of rotation")
+        await harness.out_of_rotation(leaving.id)
         later = await asyncio.gather(*(harness.ask(model) for _ in range(10)))
         assert {reply.headers["x-tidegate-replica"] for reply in later} == {staying.id}
         assert len(leaving.log) == hits
-        if told == "by the replica":
+        if reported == "by the replica":
             harness.controller.set(staying)
         finish.set()
         for reply in await asyncio.gather(*(client.end() for client in clients)):
             assert reply.error is None
-        await until(lambda: not leaving.connections, "no connection stays with who left")
+        await until(lambda: not leaving.connections, "no connection is left")
 
 
 async def test_40_scaling_down_ends_an_engine_after_its_streams(tmp_path: Path) -> None:
     async with Live(tmp_path).running(2) as live:
         before = await live.settle(2)
         async with live.expect(MODEL, {"ok": 30}):
-            clients = [
-                await live.post(MODEL, stream=True, max_tokens=200, ignore_eos=True) for _ in range(20)
-            ]
-            for client in clients:
-                await client.events(1)
+            clients = await live.streams(MODEL, 20, max_tokens=200, ignore_eos=True)
             assert {client.reply.headers["x-tidegate-replica"] for client in clients} == set(before)
             await live.call_controller("POST", "/scale", {"model": MODEL, "replicas": 1})
             later = [asyncio.create_task(live.ask(MODEL, max_tokens=2)) for _ in range(10)]

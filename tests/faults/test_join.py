@@ -17,12 +17,12 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 DIGEST = "d" * 64
 
 
-async def heard(harness: Harness, upstream: FaultyUpstream) -> None:
-    async def said() -> bool:
+async def connected(harness: Harness, upstream: FaultyUpstream) -> None:
+    async def reported() -> bool:
         links = (await harness.admin.get("/admin/fleet")).json()["replicas"]
         return any(link["id"] == upstream.id and link["heard_s_ago"] is not None for link in links)
 
-    await until(said, "the replica is heard")
+    await until(reported, "the replica reports its load")
 
 
 async def joining(harness: Harness, model: str, **more: Any) -> tuple[FaultyUpstream, FaultyUpstream]:
@@ -46,7 +46,7 @@ async def test_41_a_cold_replica(harness: Harness, model: str) -> None:
         harness.controller.replicas += [cold.entry("starting")]
         assert await ask(20) == {warm.id}
         harness.controller.set(warm, cold)
-        await heard(harness, cold)
+        await connected(harness, cold)
         assert await ask(20) == {warm.id}
         assert not cold.log
         cold.say(state="ready")
@@ -60,7 +60,7 @@ async def test_41_the_only_replica_is_cold(harness: Harness, model: str) -> None
     await cold.start()
     async with harness.expect(model, {"ok": 5}, attempts=5):
         harness.controller.set(cold)
-        await heard(harness, cold)
+        await connected(harness, cold)
         clients = [await harness.post(model) for _ in range(5)]
         await asyncio.sleep(0.3)
         assert not cold.log
@@ -77,19 +77,12 @@ async def test_41_a_replica_without_the_adapter(harness: Harness, model: str) ->
     async with harness.expect(model, {"ok": 40}, attempts=40):
         cold.say(state="ready")
         await harness.ready(warm, cold)
-
-        async def known(*holders: FaultyUpstream) -> bool:
-            links = (await harness.admin.get("/admin/fleet")).json()["replicas"]
-            return {link["id"] for link in links if link["adapters"] == [served]} == {
-                one.id for one in holders
-            }
-
-        await until(lambda: known(warm), "the adapter is known")
+        await harness.shows(warm, adapters=[served])
         for _ in range(20):
             assert (await harness.ask("sql")).headers["x-tidegate-replica"] == warm.id
         assert not cold.log
         cold.say(adapters=[served])
-        await until(lambda: known(warm, cold), "both have it")
+        await harness.shows(cold, adapters=[served])
         await harness.prefer(cold)
         found = [(await harness.ask("sql")).headers["x-tidegate-replica"] for _ in range(20)]
         assert cold.id in found

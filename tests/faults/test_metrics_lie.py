@@ -58,12 +58,7 @@ async def test_42_a_load_stream_that_hangs_at_full(harness: Harness, model: str)
     async with harness.expect(model) as after:
         holders = [await harness.post(model) for _ in range(2)]
         await until(lambda: len(one.open) == 2)
-
-        async def seen() -> bool:
-            links = (await harness.admin.get("/admin/fleet")).json()["replicas"]
-            return [link["in_flight"] for link in links] == [2]
-
-        await until(seen, "it is full")
+        await harness.shows(one, in_flight=2)
         one.frozen = True
         served.set()
         for holder in holders:

@@ -1,4 +1,4 @@
-"""Rows 1 to 5, 28 to 30, 33 and 34: what is tried again, where, how often, and what the client hears."""
+"""Rows 1 to 5, 28 to 30, 33 and 34: what is retried, where, how often, and what the client gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.faults import faults
 from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.harness import Harness
 from tests.gateway.fake_replica import DONE, Exchange, alias, event
-from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 CONNECT_S = 0.5
@@ -139,17 +138,13 @@ async def test_29_all_replicas_fail(harness: Harness, model: str, how: str) -> N
         assert (await after.outcomes())["ok"] == 0
     assert {reply.status for reply in replies} <= {502, 503}
     assert {reply.status for reply in replies[requests // 2 :]} == {503}
-    # It is tried further, so that the end of the trouble is found.
+    # Attempts continue, so that recovery is found.
     for one in fleet:
         if how == "connections":
             await one.stop()
             await one.start()
         one.usual = faults.reply(faults.WHOLE)
-
-    async def served() -> bool:
-        return (await harness.ask(model)).status == 200
-
-    await until(served, "the model is served again")
+    await harness.serves(model, fleet[0].id)
 
 
 async def test_30_a_request_that_kills_its_replica(harness: Harness, model: str) -> None:

@@ -1,4 +1,4 @@
-"""The backends of the contract, and its one Ray head: a process can join one only, as Ray keeps its token."""
+"""The backends of the contract; a process joins one Ray head in its life, as Ray keeps its token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ from serve.ray_cluster import join
 from store.state_dir import StateDir
 from tests.contract.actuators.site import Backend, heartbeat_server
 from tests.ports import free_ports
-from tests.ray_head import RayHead, ray_head
+from tests.ray_head import RayHead
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
-
-
-@pytest.fixture(scope="package")
-def ray_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    with ray_head(tmp_path_factory.mktemp("ray")) as head:
-        yield head
 
 
 @pytest.fixture(scope="package")

@@ -110,6 +110,7 @@ async def test_an_adapter_changes_answers_and_is_evicted_for_another(engine: Eng
     assert await engine.says(None) == base
 
 
+@pytest.mark.usefixtures("idle_cores")
 async def test_a_load_delays_a_stream_by_less_than_a_step(engine: Engine) -> None:
     others = [engine.adapter(f"beside{seed}", adapter(seed)) for seed in (10, 11)]
     tokens, loads = 320, 0

@@ -29,6 +29,7 @@ async def host() -> AsyncIterator[ReplicaHost]:
         yield host
 
 
+@pytest.mark.usefixtures("idle_cores")
 async def test_the_latency_model_is_calibrated_from_real_steps(host: ReplicaHost) -> None:
     assert host.snapshot().start_path is StartPath.COLD
     told: list[StepSample] = []
