@@ -26,7 +26,7 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     C      faults/test_control_away.py::test_c_, faults/test_adapters_live.py::test_c_,
            e2e/test_lifecycle.py::test_the_controller_comes_back ::test_serves_own_controller_
     43     faults/test_adapters_live.py::test_43_, store/adapters/test_bad_adapters.py::test_a_bad_adapter_
-    44-45  store/adapters/test_kills.py::test_, serve/engine/adapters/test_files.py::test_deleted_files_are_pulled_again
+    44-45  store/adapters/test_kills.py::test_, serve/engine/adapters/test_files.py::test_deleted_files_
     46-47  faults/test_adapters_live.py::test_46_ ::test_47_,
            e2e/test_adapters.py::test_a_replacement_under_load_
     48-50  faults/test_adapters.py::test_48_ ::test_49_ ::test_50_
@@ -34,9 +34,9 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     52-53  policy/admission/test_spend_cap.py::test_, gateway/queue/test_model_queues.py::test_
     54     sim/simulator/test_overload.py::test_a_loud_tenant_ ::test_ten_times_,
            faults/test_overload.py::test_54_
-    55     gateway/http/test_server.py::test_what_is_not_valid_,
-           gateway/protocol/test_paths.py::test_a_bad_body_
-    56     gateway/http/test_server.py::test_who_sends_too_slowly_
+    55     gateway/http/test_server.py::test_invalid_requests_,
+           gateway/protocol/test_paths.py::test_a_body_over_, gateway/protocol/test_events.py::test_depth_
+    56     gateway/http/test_server.py::test_slow_senders_
     57     faults/test_schema.py::test_57_
     58     gateway/test_worker.py::test_the_log_holds_nothing_
     load   sim/simulator/test_overload.py::test_what_is_admitted_, faults/test_overload.py::test_
