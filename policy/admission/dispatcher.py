@@ -138,10 +138,13 @@ class Ticket(Generic[R]):
 
     def leave(self, at: float) -> None:
         """The client left before the request was sent: stop waiting, or give the slot back."""
+        owner, request = self.dispatcher, self.request
         if self.replica is not None:
             self._give_back(at)
-        elif self.dispatcher.withdraw(self, at):
-            self.dispatcher.changed()
+        elif owner.waiting.pop(request.ticket, None) is not None:
+            owner.queue.remove(request, at)
+            owner.pool.queued(-1)
+            owner.changed()
 
     def _admit(self, at: float) -> None:
         """It has taken a slot: charge it, and if it is a move, check whether it may be made."""
@@ -312,14 +315,6 @@ class Dispatcher(Generic[R]):
             if request.adapter in adapters and self.pool.cannot_load(request.adapter):
                 self.queue.remove(request, at)
                 self.reject(request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
-
-    def withdraw(self, ticket: Ticket[R], at: float) -> bool:
-        """Take a ticket out of the queue; returns whether it waited."""
-        if self.waiting.pop(ticket.request.ticket, None) is None:
-            return False
-        self.queue.remove(ticket.request, at)
-        self.pool.queued(-1)
-        return True
 
     def reject(self, request: Request, rejection: Rejection) -> None:
         """A request that was taken out of the queue is rejected."""

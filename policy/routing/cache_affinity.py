@@ -132,18 +132,15 @@ class Slots:
         self._shed()
 
     def _shed(self) -> None:
-        resident, asked = self._resident, self._asked
+        # Of a replica that reports, only the requested adapters are assumed: failed requests do not show
+        # whether theirs were loaded.
+        bounded, other = self._resident, self._asked
         if self._reports:
-            # Failed requests do not show whether their adapters were loaded.
-            while len(asked) > self.count:
-                out = next(iter(asked))
-                del asked[out]
-                resident.pop(out, None)
-            return
-        while len(resident) > self.count:
-            out = next(iter(resident))
-            del resident[out]
-            asked.pop(out, None)
+            bounded, other = other, bounded
+        while len(bounded) > self.count:
+            oldest = next(iter(bounded))
+            del bounded[oldest]
+            other.pop(oldest, None)
 
 
 class Share:

@@ -43,9 +43,8 @@ class AdapterUse(AdapterRef, frozen=True, kw_only=True, omit_defaults=True):
 
     def plus(self, later: AdapterUse) -> AdapterUse:
         """The sum with a ``later`` report on the same adapter."""
-        return AdapterUse(
-            name=self.name,
-            digest=self.digest,
+        return msgspec.structs.replace(
+            later,
             requests=self.requests + later.requests,
             found=self.found + later.found,
             loads=self.loads + later.loads,
@@ -53,7 +52,6 @@ class AdapterUse(AdapterRef, frozen=True, kw_only=True, omit_defaults=True):
             # A successful load ends the failure before it.
             failed=later.failed if later.failed or later.loads else self.failed,
             busy_s=self.busy_s + later.busy_s,
-            waiting=later.waiting,
         )
 
 
