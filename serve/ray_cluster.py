@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import os
 import secrets
@@ -78,9 +79,8 @@ def address(deployment: Deployment) -> str:
     return f"{cluster.node_ip}:{cluster.gcs_port}" if cluster.address == "local" else cluster.address
 
 
-def _say(step: str, message: str) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode({"step": step, "message": message}) + b"\n")
-    sys.stdout.flush()
+def _print(**fields: str) -> None:
+    print(msgspec.json.encode(fields).decode(), flush=True)  # noqa: T201
 
 
 def join(deployment: Deployment, state: StateDir) -> tuple[str, str]:
@@ -107,11 +107,11 @@ def join(deployment: Deployment, state: StateDir) -> tuple[str, str]:
 
 def start(deployment: Deployment, state: StateDir) -> None:
     """Start the controller actor, or hand the deployment on disk to the running one."""
-    _say("ray", f"joining {address(deployment)}")
+    _print(step="ray", message=f"joining {address(deployment)}")
     dashboard, token = join(deployment, state)
     from serve.controller import ray_actor as ray_controller  # noqa: PLC0415  # imports Ray
 
-    _say("controller", f"starting at {deployment.cluster.controller}")
+    _print(step="controller", message=f"starting at {deployment.cluster.controller}")
     # A cluster that was joined may have several nodes: engines listen on their node's address.
     loopback = deployment.cluster.address == "local"
     pid, existed = ray_controller.ensure(
@@ -119,17 +119,16 @@ def start(deployment: Deployment, state: StateDir) -> None:
     )
     if existed:
         # It outlived its supervisor and has an older deployment.
-        _say("controller", "handing it the document")
+        _print(step="controller", message="handing it the document")
         _hand_over(deployment.cluster.controller, state)
-    _say("controller", f"runs as process {pid}")
+    _print(step="controller", message=f"runs as process {pid}")
 
 
 def _hand_over(address: str, state: StateDir) -> None:
     """Apply the deployment on disk; raises the controller's refusal."""
-    client = ControllerClient(address, state.secret(), timeout_s=ANSWER_S)
     document = state.load(state.deployment_path, dict[str, object])
     deadline = time.monotonic() + ANSWER_S
-    try:
+    with contextlib.closing(ControllerClient(address, state.secret(), timeout_s=ANSWER_S)) as client:
         while True:
             try:
                 client.apply(document)
@@ -139,8 +138,6 @@ def _hand_over(address: str, state: StateDir) -> None:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.5)
-    finally:
-        client.close()
 
 
 def stop(deployment: Deployment, state: StateDir) -> None:
@@ -151,7 +148,7 @@ def stop(deployment: Deployment, state: StateDir) -> None:
 
     # The actor first: it would deploy deleted applications again.
     ray_controller.remove(state)
-    _say("ray", "deleting applications")
+    _print(step="ray", message="deleting applications")
     asyncio.run(_end_all(RayActuator(state, deployment.cluster.controller, dashboard, token)))
 
 
@@ -171,7 +168,7 @@ def main() -> None:
         deployment = parse(state.load(state.deployment_path, dict[str, object]))
         {"start": start, "stop": stop}[given.action](deployment, state)
     except TidegateError as error:
-        sys.stdout.buffer.write(msgspec.json.encode({"error": str(error)}) + b"\n")
+        _print(error=str(error))
         sys.exit(1)
 
 

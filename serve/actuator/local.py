@@ -20,7 +20,6 @@ from policy.errors import ActuatorFailed
 from policy.scaling.rollout import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
 from serve.actuator.interface import Held, host_spec
-from serve.host.process_replica import LocalHost
 from serve.host.weight_verification import Weights
 from store.log_file import RotatingLog
 from store.os_process import end_all, find, started_at, terminate
@@ -105,12 +104,11 @@ class LocalActuator:
             record = self._records.get(key)
             if record is None or record.deleted:
                 raise ActuatorFailed(f"there is no layer {key} to scale")
-            if count != record.wanted:
-                record = msgspec.structs.replace(record, wanted=count)
-                if not count:
-                    # Earlier failures do not delay the next start.
-                    record = msgspec.structs.replace(record, failures=0, retry_at=0.0)
-                self._put(record)
+            record = msgspec.structs.replace(record, wanted=count)
+            if not count:
+                # Earlier failures do not delay the next start.
+                record = msgspec.structs.replace(record, failures=0, retry_at=0.0)
+            self._put(record)
             await self._reconcile(key)
 
     async def delete(self, key: LayerKey) -> None:
@@ -144,7 +142,6 @@ class LocalActuator:
             record = msgspec.structs.replace(
                 record, processes=living, failures=failures, retry_at=time.time() + delay
             )
-            self._put(record)
         if record.deleted and not record.processes:
             del self._records[key]
             self._save()
@@ -153,7 +150,7 @@ class LocalActuator:
         # Whether a host is ready is not known here, so its maximum start time does not count.
         if record.failures and time.time() - youngest > record.model.control.start_timeout_s + STABLE_S:
             record = msgspec.structs.replace(record, failures=0)
-            self._put(record)
+        self._put(record)
         staying = [p for p in record.processes if not p.leaving]
         for _ in range(record.wanted - len(staying)):
             # A clock that was set back must not delay a start for longer than the back-off.
@@ -161,21 +158,19 @@ class LocalActuator:
                 break
             record = await self._start(record)
         # The newest are removed first: the oldest has the warmest caches.
-        for process in staying[record.wanted :]:
+        removed = staying[record.wanted :]
+        for process in removed:
             if (found := find(process.pid, process.created)) is not None:
                 terminate(found)
-            kept = tuple(
-                msgspec.structs.replace(p, leaving=True) if p is process else p for p in record.processes
-            )
-            record = msgspec.structs.replace(record, processes=kept)
-            self._put(record)
+        kept = tuple(msgspec.structs.replace(p, leaving=p.leaving or p in removed) for p in record.processes)
+        self._put(msgspec.structs.replace(record, processes=kept))
 
     async def _start(self, record: Record) -> Record:
         key = record.key
         replica = f"{key.model.replace('/', '.')}-{key.shape}-g{key.generation}-{secrets.token_hex(3)}"
         spec = host_spec(key, record.model, record.weights, self._state, self._controller, loopback=True)
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "serve.host.process_replica", stdin=asyncio.subprocess.PIPE,
+            sys.executable, "-m", "serve.host.process_replica", replica, stdin=asyncio.subprocess.PIPE,
             stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
         )  # fmt: skip
         # A process that ended at once has no start time; the next call counts it as failed.
@@ -185,13 +180,14 @@ class LocalActuator:
         record = msgspec.structs.replace(record, processes=(*record.processes, process))
         self._put(record)
         assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(LocalHost(replica=replica, spec=spec)) + b"\n")
+        child.stdin.write(msgspec.json.encode(spec) + b"\n")
         child.stdin.close()
         return record
 
     def _put(self, record: Record) -> None:
-        self._records[record.key] = record
-        self._save()
+        if self._records.get(record.key) != record:
+            self._records[record.key] = record
+            self._save()
 
     def _save(self) -> None:
         self._state.save(self._path, list(self._records.values()))

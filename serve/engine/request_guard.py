@@ -28,6 +28,7 @@ from policy.wire.headers import (
 from policy.wire.load_stream import COALESCE_S, LoadLine
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, Engine, Message, Receive, Scope, Send
+from serve.threads import wait_at_most
 
 _CANARY, _REFUSAL, _SECRET = CANARY_HEADER.encode(), REFUSAL_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()
@@ -117,9 +118,7 @@ class Guard:
             changed = self._changed
             yield self.line()
             await asyncio.sleep(COALESCE_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S - COALESCE_S):
-                    await changed.wait()
+            await wait_at_most(changed, HEARTBEAT_S - COALESCE_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -19,6 +19,7 @@ from policy.wire.reports import EngineReport
 from serve.engine.adapters.usage import AdapterUsage
 from serve.engine.step_stats import merge
 from serve.host.replica_host import ReplicaHost
+from serve.threads import wait_at_most
 
 # Replaces the network, for tests.
 Transport = httpx.AsyncBaseTransport | None
@@ -53,6 +54,4 @@ async def _send_heartbeats(host: ReplicaHost, transport: Transport) -> None:
                     host.obey(msgspec.json.decode(answer.content, type=Orders))
             if heartbeat.replica.state is ReplicaPhase.STOPPED:
                 return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_PERIOD_S):
-                    await host.changed.wait()
+            await wait_at_most(host.changed, HEARTBEAT_PERIOD_S)

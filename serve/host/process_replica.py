@@ -1,6 +1,7 @@
 """A replica host as a process of this machine: ``tidegate run --no-ray``.
 
-Standard input carries one JSON line, the :class:`LocalHost`. SIGTERM drains and ends it.
+Its argument is the replica's id. Standard input carries one JSON line, the
+:class:`serve.host.replica_host.HostSpec`. SIGTERM drains and ends it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,11 @@ from serve.host.replica_host import HostSpec
 from serve.host.shared_gpu_host import host_of
 
 
-class LocalHost(msgspec.Struct, frozen=True, kw_only=True):
-    """What the local actuator hands to a host process."""
-
-    replica: str
-    spec: HostSpec
-
-
-async def _run(local: LocalHost) -> int:
+async def _run(spec: HostSpec, replica: str) -> int:
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
-    host = host_of(local.spec, replica=local.replica, address="127.0.0.1", node="local")
+    host = host_of(spec, replica=replica, address="127.0.0.1", node="local")
     beating = asyncio.create_task(send_heartbeats(host.replicas))
     # A start that fails loses the host.
     starting = asyncio.create_task(host.start())
@@ -46,8 +40,8 @@ async def _run(local: LocalHost) -> int:
 
 def main() -> None:
     """Entry point of the process."""
-    local = msgspec.json.decode(sys.stdin.buffer.readline(), type=LocalHost)
-    sys.exit(uvloop.run(_run(local)))
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=HostSpec)
+    sys.exit(uvloop.run(_run(spec, sys.argv[1])))
 
 
 if __name__ == "__main__":

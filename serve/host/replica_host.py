@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from serve.host import cpu_core_assignment
 from serve.host.engine_process import EngineProcess
 from serve.host.version_check import Versions
 from serve.host.weight_verification import Prepare, Weights, prepare_verified, record_read, was_read_before
+from serve.threads import wait_at_most
 from store.log_file import RotatingLog
 from store.model_weights.prepare import prepare as prepare_weights
 from store.preparation_progress import Progress
@@ -185,9 +185,7 @@ class ReplicaHost:
             return
         self._become(ReplicaPhase.DRAINING, why)
         self.command(b"drain")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.spec.model.control.mode.drain_timeout_s):
-                await self._drained.wait()
+        await wait_at_most(self._drained, self.spec.model.control.mode.drain_timeout_s)
 
     async def stop(self) -> None:
         """End the engine and everything that it started."""

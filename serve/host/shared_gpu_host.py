@@ -8,7 +8,6 @@ the controller decides how many engines of each shape are awake; an engine wakes
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from policy.config.shared_gpus import cards, gpu_group_of
 from policy.errors import EngineFailed
 from policy.types import Replica, ReplicaPhase, StartPath
 from serve.host.replica_host import GpuAccess, HostSpec, ReplicaHost
+from serve.threads import wait_at_most
 
 # How long the host waits for the controller's first orders before it starts engines in any order.
 FIRST_ORDERS_S = 5.0
@@ -256,9 +256,7 @@ class SharedGpuHost:
         self._supervising = asyncio.create_task(self._supervise())
         for engine in self._engines:
             engine.host.begin()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_ORDERS_S):
-                await self._ordered.wait()
+        await wait_at_most(self._ordered, FIRST_ORDERS_S)
         self._may_boot = True
         self.notify()
         waits = {asyncio.create_task(self._settled.wait()), asyncio.create_task(self.lost.wait())}

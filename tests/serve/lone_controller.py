@@ -14,7 +14,7 @@ from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 
 
 def silent(replica: Replica) -> None:
-    """Its replicas say nothing."""
+    """Its replicas send no heartbeats."""
 
 
 def main() -> None:

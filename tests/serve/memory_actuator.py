@@ -1,4 +1,4 @@
-"""An actuator without processes: its replicas are only said to be there, so tests need not wait for any."""
+"""An actuator whose replicas are records in memory, so that tests wait for no process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MemoryCluster:
     """What outlives an actuator. Each change of a replica goes to ``beat``.
 
     Starts and drains finish at once, or by :meth:`ready` and :meth:`drained` where ``slow`` is set;
-    starts of layers in ``failing`` fail with the reason given there; ``down`` refuses every call. A bed has
-    its engines asleep, and does with them what the answers to beats say, whenever all beat. A replica that is
-    told to leave drains, and another one is started.
+    starts of layers in ``failing`` fail with the reason given there; ``down`` refuses every call. A shared
+    GPU group starts with its engines asleep, and follows the orders of heartbeat answers in
+    :meth:`beat_all`. A replica that is ordered to leave drains and is replaced.
     """
 
     beat: Callable[[Replica], Orders | None]
@@ -34,7 +34,7 @@ class MemoryCluster:
     down: str = ""
     held: dict[LayerKey, Held] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
-    beds: dict[LayerKey, GpuGroup] = field(default_factory=dict)
+    groups: dict[LayerKey, GpuGroup] = field(default_factory=dict)
     _awake: dict[LayerKey, dict[str, int]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -44,12 +44,12 @@ class MemoryCluster:
         return [replica for replica in found if replica.state in states]
 
     def beat_all(self) -> None:
-        """What hosts do twice a second."""
+        """One heartbeat of every host."""
         for replica in list(self.replicas.values()):
             if replica.id in self.replicas:
-                self._say(replica)
-        for key in self.beds:
-            self._turn_over(key)
+                self._send_heartbeat(replica)
+        for key in self.groups:
+            self._follow_orders(key)
 
     def ready(self) -> None:
         """Let every start finish."""
@@ -62,18 +62,18 @@ class MemoryCluster:
         """Let every drain finish."""
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaPhase.DRAINING:
-                stays = self._bed(replica) in self.held
+                stays = self._group(replica) in self.held
                 self._become(replica, ReplicaPhase.ASLEEP if stays else ReplicaPhase.STOPPED)
                 key = LayerKey.of(replica)
                 if replica.reason and key in self.held and not stays:
-                    # Who left as it was told is replaced.
+                    # A replica that left as ordered is replaced.
                     self.settle(key)
 
     def settle(self, key: LayerKey) -> None:
-        """Start or drain replicas until the layer has the count that is asked for; newest leave first."""
+        """Start or drain replicas until the layer has its desired count; the newest are removed first."""
         wanted = self.held[key].wanted
-        if key in self.beds:
-            self._make_bed(key, bool(wanted))
+        if key in self.groups:
+            self._make_group(key, bool(wanted))
             return
         staying = self.of(key, ReplicaPhase.STARTING, ReplicaPhase.READY)
         for _ in range(wanted - len(staying)):
@@ -84,20 +84,20 @@ class MemoryCluster:
             self.ready()
             self.drained()
 
-    def _make_bed(self, key: LayerKey, wanted: bool) -> None:
-        engines = [replica for replica in self.replicas.values() if self._bed(replica) == key]
+    def _make_group(self, key: LayerKey, wanted: bool) -> None:
+        engines = [replica for replica in self.replicas.values() if self._group(replica) == key]
         if not wanted:
             for replica in engines:
                 self._become(replica, ReplicaPhase.STOPPED)
         elif not engines:
-            for shape, count in self.beds[key].engines.items():
+            for shape, count in self.groups[key].engines.items():
                 for _ in range(count):
                     self._start(LayerKey(key.model, shape, key.generation), ReplicaPhase.ASLEEP)
 
-    def _turn_over(self, key: LayerKey) -> None:
-        """Do what was last said of a bed: first who shall sleep, then who shall wake and may."""
+    def _follow_orders(self, key: LayerKey) -> None:
+        """Follow the last orders of a group: first sleep, then wake-ups that are not blocked."""
         awake = self._awake.get(key, {})
-        for shape in self.beds[key].engines:
+        for shape in self.groups[key].engines:
             engines = self.of(LayerKey(key.model, shape, key.generation), *ReplicaPhase)
             for replica in engines[awake.get(shape, 0) :]:
                 if replica.state is ReplicaPhase.STARTING:
@@ -113,17 +113,17 @@ class MemoryCluster:
             self.ready()
 
     def _blocked(self, replica: Replica) -> bool:
-        key = self._bed(replica)
+        key = self._group(replica)
         return key is not None and any(
             other.shape != replica.shape and other.state in (ReplicaPhase.READY, ReplicaPhase.DRAINING)
             for other in self.replicas.values()
-            if self._bed(other) == key
+            if self._group(other) == key
         )
 
-    def _bed(self, replica: Replica) -> LayerKey | None:
-        for key, bed in self.beds.items():
+    def _group(self, replica: Replica) -> LayerKey | None:
+        for key, group in self.groups.items():
             same = (key.model, key.generation) == (replica.model, replica.generation)
-            if same and replica.shape in bed.engines:
+            if same and replica.shape in group.engines:
                 return key
         return None
 
@@ -145,8 +145,8 @@ class MemoryCluster:
 
     def _fail(self, replica: Replica, key: LayerKey) -> None:
         reason = self.failing[key]
-        if self._bed(replica) is not None:
-            # It fails again and again beside those that do not.
+        if self._group(replica) is not None:
+            # It fails repeatedly beside those that do not.
             failed = msgspec.structs.replace(replica, failures=MAX_FAILURES, reason=reason)
             self._become(failed, ReplicaPhase.STARTING)
             return
@@ -159,10 +159,10 @@ class MemoryCluster:
         self.replicas[replica.id] = replica
         if state is ReplicaPhase.STOPPED:
             del self.replicas[replica.id]
-        self._say(replica)
+        self._send_heartbeat(replica)
 
-    def _say(self, replica: Replica) -> None:
-        orders, key = self.beat(replica), self._bed(replica)
+    def _send_heartbeat(self, replica: Replica) -> None:
+        orders, key = self.beat(replica), self._group(replica)
         if orders is not None and orders.leave and self.replicas.get(replica.id) == replica:
             if replica.state is ReplicaPhase.READY:
                 left = msgspec.structs.replace(replica, reason=orders.leave)
@@ -191,8 +191,8 @@ class MemoryActuator:
     ) -> None:
         self._answer()
         if key not in self._cluster.held:
-            if (bed := gpu_group_of(model)) is not None and key.shape == bed.shape:
-                self._cluster.beds[key] = bed
+            if (group := gpu_group_of(model)) is not None and key.shape == group.shape:
+                self._cluster.groups[key] = group
             self._cluster.held[key] = Held(wanted=count, digest=digest)
             self._cluster.settle(key)
 
@@ -213,7 +213,7 @@ class MemoryActuator:
             await self.delete(key)
 
     async def close(self) -> None:
-        """There is nothing to let go of."""
+        """Nothing to close."""
 
     def _answer(self) -> None:
         if self._cluster.down:

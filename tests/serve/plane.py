@@ -28,10 +28,10 @@ class Plane:
 
     state: StateDir
     now: float = 1000.0
-    # What the wall clock is ahead of the one that never goes back.
+    # The lead of the wall clock over the monotonic clock.
     ahead: float = 0.0
     store: FakeAdapterStore = field(init=False)
-    # What the cards of replicas tell, by its id.
+    # GPU reports of replicas by id.
     cards: dict[str, PowerReport] = field(default_factory=dict)
     cluster: MemoryCluster = field(init=False)
     controller: Controller = field(init=False)
@@ -51,7 +51,7 @@ class Plane:
         await self.ticks()
 
     async def restart(self) -> None:
-        """A controller that was killed comes back; its hosts beat on."""
+        """Replace the controller, as after a kill; its hosts continue."""
         actuator = MemoryActuator(self.cluster)
         self.controller = Controller(
             actuator, self.state, 1, lambda: self.store, wall=self.clock, monotonic=lambda: self.now - 700.0

@@ -1,4 +1,4 @@
-"""What cards tell through NVML, by a fake of it: figures, reasons, errors, and cards that say nothing."""
+"""GPU metrics over a fake NVML: power, throttle reasons, errors, and unsupported metrics."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def card(mw: int = 300_000, mj: int = 5_000_000, c: int = 60, why: int = 0) -> d
     return {"mw": mw, "mj": mj, "c": c, "why": why}
 
 
-def told_by(cards: GpuSet) -> PowerReport:
+def report_of(cards: GpuSet) -> PowerReport:
     report = cards.read()
     assert report is not None
     return report
@@ -101,10 +101,10 @@ def test_metrics_are_summed_over_gpus() -> None:
 def test_only_throttle_reasons_are_named() -> None:
     nvml = FakeNvml(card(why=0x1 | 0x2 | 0x10 | 0x100))
     cards = GpuSet(nvml, ("0",))
-    read = told_by(cards)
+    read = report_of(cards)
     assert (read.throttled, read.reasons) == ("", 0)
     nvml.cards[0]["why"] = 0x8 | 0x40
-    read = told_by(cards)
+    read = report_of(cards)
     assert (read.throttled, read.reasons) == ("hardware slowdown, hardware thermal slowdown", 0x48)
 
 
@@ -113,12 +113,12 @@ def test_the_last_gpu_error_and_its_gpu_are_kept() -> None:
     cards = GpuSet(nvml, ("0", "GPU-1"))
     nvml.errors = {0: [31], 1: [48, 79]}
     for _ in range(2):
-        read = told_by(cards)
+        read = report_of(cards)
         assert (read.xid, read.card) == (79, "GPU-1")
-    # What a program does on another card, such as end of it, hides that from nobody.
+    # A program error on another GPU does not replace it.
     nvml.errors = {0: [45, 13]}
-    assert told_by(cards).xid == 79
-    # A card that fell off the bus tells nothing else any more.
+    assert report_of(cards).xid == 79
+    # A GPU that fell off the bus reports nothing else.
     for each in nvml.cards:
         each.clear()
     assert cards.read() == PowerReport(watts=0.0, xid=79, card="GPU-1")
@@ -127,10 +127,14 @@ def test_the_last_gpu_error_and_its_gpu_are_kept() -> None:
 def test_a_program_error_is_replaced_by_a_gpu_error() -> None:
     nvml = FakeNvml(card(), card())
     cards = GpuSet(nvml, ("0", "1"))
-    for errors, told in (({0: [31]}, (31, "GPU 0")), ({1: [43]}, (43, "GPU 1")), ({0: [94]}, (94, "GPU 0"))):
+    for errors, expected in (
+        ({0: [31]}, (31, "GPU 0")),
+        ({1: [43]}, (43, "GPU 1")),
+        ({0: [94]}, (94, "GPU 0")),
+    ):
         nvml.errors = errors
-        read = told_by(cards)
-        assert (read.xid, read.card) == told
+        read = report_of(cards)
+        assert (read.xid, read.card) == expected
 
 
 def test_unsupported_metrics_are_left_out() -> None:
@@ -145,7 +149,7 @@ def test_metrics_are_read_without_event_support(monkeypatch: pytest.MonkeyPatch)
         raise FakeNvml.NVMLError("Not Supported")
 
     monkeypatch.setattr(nvml, "nvmlDeviceRegisterEvents", refuse)
-    read = told_by(GpuSet(nvml, ("0",)))
+    read = report_of(GpuSet(nvml, ("0",)))
     assert (read.watts, read.xid) == (300.0, 0)
 
 

@@ -1,4 +1,4 @@
-"""What somebody sets by hand: for how long it holds, who is said to decide, and what takes it back."""
+"""Manual overrides: their duration, their attribution, and what clears them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_a_manual_count_of_zero_is_not_woken_by_requests(plane: Plane, tmp
     await traffic.run(10)
     assert plane.counts() == {}
     assert plane.phase() == "idle"
-    # Not even somebody who waits wakes what was put out by hand.
+    # Waiting requests do not wake a model that was set to zero.
     traffic.queued["m"] = 3
     await traffic.run(10)
     assert plane.counts() == {}

@@ -1,4 +1,4 @@
-"""What a gateway would tell of requests, and a policy that scales by it, for timelines of the controller."""
+"""Reports of a gateway, and a policy that scales by them, for timelines of the controller."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from policy.stats.histogram import BUCKETS, bucket_of
 from policy.wire.reports import GatewayReport, ModelReport
 from tests.serve.plane import Plane
 
-# One replica for each request per second; says what it remembers.
+# One replica for each request per second; counts its calls.
 BY_RATE = """
 from policy.scaling.view import Proposal
 
@@ -59,7 +59,7 @@ class Traffic:
         return traffic
 
     def report(self) -> None:
-        """What happened since the last report."""
+        """Report the requests since the last report."""
         self._number += 1
         now = self.plane.now
         seconds, self._reported = now - self._reported, now

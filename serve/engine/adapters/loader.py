@@ -22,6 +22,7 @@ from policy.wire.heartbeat import AdapterRef, AdapterUse
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.usage import AdapterUsage
 from serve.engine.interface import Engine
+from serve.threads import wait_at_most
 
 # How often the slots are compared with the engine, and failed prefetches are tried again.
 CHECK_S = 10.0
@@ -201,9 +202,7 @@ class AdapterLoader:
                     self._prefetch(now)
                     if not self._fetches:
                         self._settled.set()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s if pause_s > 0 else CHECK_S):
-                        await self._wake.wait()
+                await wait_at_most(self._wake, pause_s if pause_s > 0 else CHECK_S)
         finally:
             for task in self._fetches.values():
                 task.cancel()

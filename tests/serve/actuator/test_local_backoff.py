@@ -1,4 +1,4 @@
-"""The local actuator over hosts that end at once: it backs off, says so, and forgives."""
+"""The back-off of the local actuator over hosts that end at once."""
 
 from __future__ import annotations
 

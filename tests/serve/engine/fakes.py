@@ -1,4 +1,4 @@
-"""An engine and files of adapters in memory, for tests of who loads what, when."""
+"""An engine and adapter files in memory, for tests of adapter loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def digest(letter: str) -> str:
 
 
 def served(letter: str) -> str:
-    """What an engine calls the version of that digest of the adapter with that name."""
+    """The serving name of the adapter ``letter`` in the version of that digest."""
     return f"{letter}@{letter * 12}"
 
 
@@ -147,7 +147,7 @@ class FakeFiles(AdapterFileCache):
         if digest[0] in self.slow:
             await self.go.wait()
         if digest[0] in self.missing:
-            raise AdapterRefused("files_missing", "nobody has it")
+            raise AdapterRefused("files_missing", "not found")
         return Path("/adapters") / digest
 
     async def warm(self, path: Path) -> None:
@@ -164,7 +164,7 @@ async def using(adapters: AdapterLoader, letter: str) -> AsyncIterator[None]:
 
 
 class Replica:
-    """Adapters over both, running."""
+    """An adapter loader over both."""
 
     def __init__(self, slots: int) -> None:
         self.clock = Clock()
@@ -193,7 +193,7 @@ class Replica:
 
 
 class User:
-    """A request that holds its adapter until it is told to stop; ``in_use`` once it has it."""
+    """A request that leases its adapter until :meth:`stop`; ``in_use`` once it has it."""
 
     def __init__(self, adapters: AdapterLoader, letter: str) -> None:
         self.in_use = False

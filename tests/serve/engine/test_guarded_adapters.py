@@ -1,4 +1,4 @@
-"""The guard and adapters: a request is served with the version that it names, and waits for it."""
+"""The guard and adapters: a request waits for the version that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health is token progress too: an engine that holds requests must step."""
+"""The health check by progress: an engine that has requests must step."""
 
 from __future__ import annotations
 

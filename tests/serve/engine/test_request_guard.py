@@ -1,4 +1,4 @@
-"""The guard: what it lets in, what it counts, and how it refuses."""
+"""The request guard: what it admits, counts and refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.serve.engine.fakes import TIMING, FakeEngine, FakeFiles, Request
 
 SECRET = {SECRET_HEADER: "s"}
 CHAT = "/v1/chat/completions"
-# In which a burst ends on any machine.
+# A burst ends within this time on any machine.
 WAIT_S = 0.5
 
 
@@ -143,7 +143,7 @@ async def test_requests_over_the_bound_are_refused_as_busy(
     await in_flight(guard, 2)
     answer = await client.post(CHAT)
     assert (answer.status_code, refusal(answer)) == (503, "busy")
-    # What only asks is not counted, so a full replica still shows what it is.
+    # A GET is not counted, so a full replica still answers it.
     assert (await client.get("/v1/models")).status_code == 200
     engine.go.set()
     await asyncio.gather(*(request.task for request in held))
@@ -180,7 +180,7 @@ async def test_an_engine_failure_during_a_request_is_replica_lost(
     engine.go.set()
     await held.task
     assert (held.refusal[:2], len(held.sent)) == ((503, "replica_lost"), 2)
-    # Who comes now began nothing, and may go elsewhere uncharged.
+    # A later request did not begin, and may be retried elsewhere.
     late = await client.post(CHAT)
     assert (late.status_code, refusal(late)) == (503, "starting")
     assert guard.state is ReplicaPhase.STARTING
@@ -242,7 +242,7 @@ async def test_changes_in_a_burst_are_one_load_line(
     while not loads(stream):  # noqa: ASYNC110 - the test's own timeout bounds it
         await asyncio.sleep(0)
     assert loads(stream)[0]["load"]["in_flight"] == 0
-    # Both come and go within the wait after the first line: one line tells of all four changes.
+    # Both start and end within the wait after the first line: one line has all four changes.
     engine.go.set()
     await asyncio.gather(*(Request(guard, "POST", CHAT, SECRET).task for _ in range(2)))
     guard.become(ReplicaPhase.DRAINING)
@@ -288,8 +288,8 @@ async def test_the_first_byte_of_a_stream_ends_its_pending_prefill(guard: Guard,
     lines = guard.lines()
     await anext(lines)
     engine.go.set()
-    told = (await anext(lines)).load
-    assert (told.in_flight, told.pending_tokens) == (1, 0)
+    load = (await anext(lines)).load
+    assert (load.in_flight, load.pending_tokens) == (1, 0)
     more.set()
     await request.task
 

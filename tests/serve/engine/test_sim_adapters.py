@@ -21,7 +21,7 @@ def adapter(folder: Path, name: str) -> Path:
     return path
 
 
-async def say(client: httpx.AsyncClient, model: str) -> httpx.Response:
+async def complete(client: httpx.AsyncClient, model: str) -> httpx.Response:
     body = {"model": model, "prompt": "The tide", "max_tokens": 8}
     return await client.post("/v1/completions", json=body)
 
@@ -34,19 +34,19 @@ async def test_loaded_adapters_are_served_by_name(tmp_path: Path) -> None:
         assert engine.adapters() == ("sql", "x@a", "x@b")
         assert await engine.loaded() == {"x@a", "x@b"}
         answers: dict[str, Any] = {
-            name: (await say(client, name)).json() for name in ("base", "sql", "x@a", "x@b")
+            name: (await complete(client, name)).json() for name in ("base", "sql", "x@a", "x@b")
         }
         assert [answer["model"] for answer in answers.values()] == list(answers)
-        # Each says something else, and the same again.
+        # Each model has its own text, and repeats it.
         assert len({answer["choices"][0]["text"] for answer in answers.values()}) == 4
-        again = (await say(client, "x@a")).json()
+        again = (await complete(client, "x@a")).json()
         assert again["choices"][0]["text"] == answers["x@a"]["choices"][0]["text"]
         cards = (await client.get("/v1/models")).json()["data"]
         assert [(card["id"], card["parent"]) for card in cards][2:] == [("x@a", "base"), ("x@b", "base")]
         await engine.unload("x@a")
-        gone = await say(client, "x@a")
+        gone = await complete(client, "x@a")
         assert (gone.status_code, gone.json()["error"]["param"]) == (404, "model")
-        # What the arguments name stays, and takes no slot.
+        # Adapters of the arguments stay, and take no slot.
         await engine.unload("sql")
         await engine.load("x@c", adapter(tmp_path, "c"))
         assert engine.adapters() == ("sql", "x@b", "x@c")

@@ -1,4 +1,4 @@
-"""The simulated engine answers like vLLM: shapes, order, reasons, usage, errors, the same each time."""
+"""The simulated engine answers as vLLM does: fields, order, finish reasons, usage and errors."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ async def test_a_chat_answer_has_exactly_the_tokens_asked_for(client: httpx.Asyn
     (choice,) = body["choices"]
     assert (body["object"], body["model"]) == ("chat.completion", "base")
     assert choice["finish_reason"] == "length"
-    told = await post(client, "/tokenize", prompt=choice["message"]["content"])
+    tokenized = await post(client, "/tokenize", prompt=choice["message"]["content"])
     prompt = await post(client, "/tokenize", messages=CHAT["messages"])
-    assert told["count"] == 12
+    assert tokenized["count"] == 12
     assert body["usage"]["completion_tokens"] == 12
     assert body["usage"]["prompt_tokens"] == prompt["count"]
     assert body["usage"]["total_tokens"] == 12 + prompt["count"]
@@ -85,7 +85,7 @@ async def test_a_stop_sequence_ends_the_text_before_it(client: httpx.AsyncClient
     ask = {"model": "base", "prompt": "Once", "max_tokens": 20}
     text = (await post(client, "/v1/completions", **ask))["choices"][0]["text"]
     stop = text[30:36]
-    body = await post(client, "/v1/completions", **ask, stop=[stop, "never said"])
+    body = await post(client, "/v1/completions", **ask, stop=[stop, "never generated"])
     (choice,) = body["choices"]
     assert choice["text"] == text[: text.index(stop)]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
@@ -97,15 +97,15 @@ async def test_a_stop_sequence_ends_the_text_before_it(client: httpx.AsyncClient
 
 
 async def test_text_depends_on_seeds_model_and_prompt_only() -> None:
-    async def said(engine_seed: int, **body: Any) -> str:
+    async def text(engine_seed: int, **body: Any) -> str:
         async with engine_of(spec(seed=engine_seed)) as engine, client_of(engine) as client:
             answer = await post(client, "/v1/completions", **{"prompt": "A tide", **body})
             return str(answer["choices"][0]["text"])
 
-    first = await said(1, seed=7)
-    assert await said(1, seed=7) == first
-    others = [await said(2, seed=7), await said(1, seed=8), await said(1, seed=7, model="sql")]
-    others.append(await said(1, seed=7, prompt="A gate"))
+    first = await text(1, seed=7)
+    assert await text(1, seed=7) == first
+    others = [await text(2, seed=7), await text(1, seed=8), await text(1, seed=7, model="sql")]
+    others.append(await text(1, seed=7, prompt="A gate"))
     assert len({first, *others}) == 5
 
 

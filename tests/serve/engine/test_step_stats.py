@@ -1,4 +1,4 @@
-"""What an engine's steps took is measured, pooled and told once, and nothing of it is lost on the way."""
+"""Step times of an engine: measured, pooled and reported once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from serve.engine.step_stats import MOST, StepStats, merge
 def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
     steps = StepStats()
     steps.ended(10.0, 100, 100, 1, goes_on=True)
-    # Nobody knows when the first began.
+    # The start of the first step is unknown.
     assert steps.take() == ()
     steps.ended(10.25, 1, 101, 1, goes_on=True)
     assert steps.take() == (StepSample(1, 1, 101, 1, 0.25),)
@@ -93,15 +93,15 @@ async def test_the_simulated_engine_reports_its_real_steps() -> None:
     loop = StepLoop(MODEL, limits, 1.0, Metrics("m"))
     try:
         await asyncio.gather(finish(loop, 100, 20), finish(loop, 10, 20))
-        told = loop.took.take()
+        samples = loop.took.take()
     finally:
         await loop.close()
     # Two chunks of the longer prompt, of which the first began the busy time, then decodes.
-    assert sum(each.count for each in told) == loop.stats().steps - 1
-    assert sum(each.count * each.tokens for each in told) == pytest.approx(loop.stats().tokens - 64, abs=5)
-    assert max(each.running for each in told) == 2
-    assert all(each.seconds > 0.0 for each in told)
-    assert max(each.kv_tokens for each in told) > 110
+    assert sum(each.count for each in samples) == loop.stats().steps - 1
+    assert sum(each.count * each.tokens for each in samples) == pytest.approx(loop.stats().tokens - 64, abs=5)
+    assert max(each.running for each in samples) == 2
+    assert all(each.seconds > 0.0 for each in samples)
+    assert max(each.kv_tokens for each in samples) > 110
 
 
 async def test_the_simulated_engine_counts_preemptions() -> None:

@@ -1,4 +1,4 @@
-"""What a deployment's engine arguments become in vLLM, by vLLM's own parser."""
+"""Engine arguments of a deployment, parsed by vLLM's own parser, and the engine over a fake vLLM."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_own_arguments_take_precedence_and_nested_ones_become_objects() -> None:
 def test_adapter_slots_become_max_loras() -> None:
     from serve.engine.vllm import arguments  # noqa: PLC0415
 
-    told = msgspec.structs.replace(
+    changed = msgspec.structs.replace(
         spec({"lora_modules": ["sql=/adapters/sql"]}), adapter_slots=4, max_rank=12
     )
-    args = arguments(told)
+    args = arguments(changed)
     # What is named in the arguments is always there, beside the slots.
     assert (args.enable_lora, args.max_loras, args.max_cpu_loras) == (True, 5, None)
     # The next larger rank of those that vLLM has kernels for.
@@ -63,17 +63,17 @@ def test_adapter_slots_become_max_loras() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"no_such_argument": 1}, "no-such-argument"),
         ({"max_num_seqs": "many"}, "max-num-seqs"),
         ({"dtype": "float3"}, "dtype"),
     ],
 )
-def test_an_invalid_argument_is_refused_with_vllms_message(given: dict[str, Any], said: str) -> None:
+def test_an_invalid_argument_is_refused_with_vllms_message(given: dict[str, Any], message: str) -> None:
     from serve.engine.vllm import arguments  # noqa: PLC0415
 
-    with pytest.raises(EngineFailed, match=said):
+    with pytest.raises(EngineFailed, match=message):
         arguments(spec(given))
 
 
@@ -149,17 +149,17 @@ class Llm:
         self.model_config = SimpleNamespace(enable_sleep_mode=True, max_model_len=512)
         self.vllm_config = SimpleNamespace(lora_config=None)
         self.awake = awake
-        self.did: list[Any] = []
+        self.calls: list[Any] = []
 
     async def sleep(self, *args: Any, **kwargs: Any) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
-        self.did.append(inspect.signature(AsyncLLM.sleep).bind(self, *args, **kwargs).arguments)
+        self.calls.append(inspect.signature(AsyncLLM.sleep).bind(self, *args, **kwargs).arguments)
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> bool:
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
-        self.did.append(inspect.signature(AsyncLLM.wake_up).bind(self, *args, **kwargs).arguments)
+        self.calls.append(inspect.signature(AsyncLLM.wake_up).bind(self, *args, **kwargs).arguments)
         return self.awake
 
 
@@ -171,7 +171,7 @@ async def test_sleep_keeps_weights_in_memory_and_running_requests() -> None:
     engine = VLLMEngine(llm, app, StepLogger(llm.vllm_config), managed=False)
     await engine.sleep()
     await engine.wake()
-    assert [{key: told[key] for key in told if key != "self"} for told in llm.did] == [
+    assert [{key: call[key] for key in call if key != "self"} for call in llm.calls] == [
         {"level": 1, "mode": "wait"},
         {},
     ]

@@ -1,4 +1,4 @@
-"""A real engine process with adapters: held before it is ready, loaded on demand, evicted, counted."""
+"""A real engine process with adapters: loaded before it is ready and on demand, evicted, counted."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Process:
     async def ask(self, wanted: AdapterRef, **body: Any) -> httpx.Response:
         headers = {SECRET_HEADER: "s", "x-tidegate-adapter": f"{wanted.name}@{wanted.digest}"}
         url = f"{self.host.snapshot().url}/v1/completions"
-        said = {"model": served(wanted), "prompt": "The tide", "max_tokens": 8, **body}
+        sent = {"model": served(wanted), "prompt": "The tide", "max_tokens": 8, **body}
         async with httpx.AsyncClient(headers=headers, timeout=WITHIN_S, trust_env=False) as client:
-            return await client.post(url, json=said)
+            return await client.post(url, json=sent)
 
     async def loaded(self, *adapters: AdapterRef) -> None:
         names = {served(adapter) for adapter in adapters}
@@ -93,7 +93,7 @@ async def test_planned_adapters_are_loaded_before_ready_and_others_on_demand(
         assert {answer.json()["model"] for answer in answers} == {served(c)}
         assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
         await there.loaded(a, c)
-        # It is told of other plans while it runs.
+        # The plan changes while it runs.
         there.host.obey(Orders(hold=(c, b)))
         there.host.obey(Orders(hold=None))
         assert (await there.ask(a)).status_code == 200
@@ -123,7 +123,7 @@ async def test_a_failed_adapter_is_reported_and_blocks_neither_start_nor_others(
         async with client, client.stream("GET", url) as lines:
             line = await anext(lines.aiter_lines())
         assert f'"refused":["{served(bad)}"]' in line
-        # Without the header an adapter is loaded for nobody.
+        # Without the header no adapter is loaded.
         assert (await there.ask(good)).status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""The replica host with a real engine process: its starts, its deaths and its end."""
+"""The replica host with a real engine process: starts, failures and end."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_steps_are_reported_once_and_totals_survive_an_engine_restart(make
     both = EngineReport(preempted=5, deferred=1, steps=(StepSample(4, 4.0, 600.0, 4.0, 0.1),))
     assert host.take_heartbeat().engine == both
     assert host.take_heartbeat().engine is None
-    # An engine that was restarted counts from nothing.
+    # A restarted engine counts from zero.
     for preempted, total in ((0, 5), (2, 7), (0, 7), (1, 8)):
         host.receive(Event(engine=EngineReport(preempted=preempted)))
         assert host.take_heartbeat().engine == EngineReport(preempted=total)
@@ -110,13 +110,13 @@ async def test_only_the_first_start_of_weights_on_a_node_is_cold(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    said: list[Progress] = [
+    steps: list[Progress] = [
         Progress(step="fetch", message="using"),
         Progress(step="verify", message="is whole"),
     ]
 
     def prepare(*_: Any, progress: Report, **__: Any) -> Prepared:
-        for each in said:
+        for each in steps:
             progress(each)
         return Prepared(path=tmp_path, digest="d")
 
@@ -132,8 +132,8 @@ async def test_only_the_first_start_of_weights_on_a_node_is_cold(
 
     assert await path() is StartPath.COLD
     assert await path() is StartPath.CACHED
-    # Somebody removed what was prepared.
-    said.append(Progress(step="extract", message="taking it out"))
+    # The prepared copy was removed.
+    steps.append(Progress(step="extract", message="taking it out"))
     assert await path() is StartPath.COLD
 
 
@@ -166,7 +166,7 @@ async def test_an_engine_that_fails_repeatedly_is_given_up_with_its_reason(
     assert "max_num_seqs" in str(failed.value)
     assert replica.reason == str(failed.value)
     await host.stop()
-    # The last word of a host that gave up is why.
+    # The last heartbeat of a host that gave up has the reason.
     last = host.snapshot()
     assert (last.state, last.reason, last.failures) == (ReplicaPhase.STOPPED, replica.reason, MAX_FAILURES)
 
@@ -183,7 +183,7 @@ async def test_logs_fall_back_to_other_directories_on_a_node_without_the_heads(
     spec = msgspec.structs.replace(make().spec, state_dir=str(heads))
     ReplicaHost(spec, replica="a", address="127.0.0.1", node="n")._log.close()
     assert (tmp_path / "XDG_STATE_HOME" / "tidegate" / "logs" / "replica-a.log").exists()
-    # Not even the user's own state directory can be made.
+    # The user's own state directory cannot be created either.
     monkeypatch.setenv("XDG_STATE_HOME", str(heads))
     ReplicaHost(spec, replica="b", address="127.0.0.1", node="n")._log.close()
     (log,) = (tmp_path / "XDG_RUNTIME_DIR").glob("tidegate-*/logs/replica-b.log")
@@ -203,7 +203,7 @@ async def test_a_stable_engine_resets_the_failure_count(make: Make) -> None:
 
 
 async def test_draining_waits_for_streams_and_refuses_new_requests(make: Make) -> None:
-    # The stream lasts some seconds, in which all the rest has room.
+    # The stream lasts longer than the rest of the test.
     host = make(sim={"profile": "sim-small", "speed": 0.05})
     await host.start()
     async with client(host.snapshot().url) as http:
@@ -212,7 +212,7 @@ async def test_draining_waits_for_streams_and_refuses_new_requests(make: Make) -
             await anext(lines)
             draining = asyncio.ensure_future(host.drain())
             await until(host, lambda r: r.state is ReplicaPhase.DRAINING and r.load.in_flight == 1)
-            # The host says so at once, and its engine as soon as it hears of it.
+            # The host drains at once, its engine after the command.
             async with asyncio.timeout(WITHIN_S):
                 while (refused := await http.post("/v1/completions", json=prompt(1))).is_success:
                     pass

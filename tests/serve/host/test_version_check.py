@@ -34,12 +34,12 @@ def test_a_node_with_the_heads_versions_is_accepted(change: dict[str, str]) -> N
 
 @pytest.mark.slow
 def test_a_ray_host_checks_versions_before_it_decodes_the_rest(tmp_path: Path) -> None:
-    # Another version may have other fields: what is asked first is all that both must understand.
+    # Another version may have other fields: only the versions are decoded first.
     spec = msgspec.to_builtins(host_spec(deployment().models[0], tmp_path))
     spec["versions"]["tidegate"] = "9.9"
-    told = spec | {"model": "of another form"}
+    changed = spec | {"model": "of another form"}
     # In a process of its own: tests that join a cluster load Ray later than this one.
-    code = f"from serve.host.ray_replica import RayHost; RayHost({msgspec.json.encode(told)!r})"
+    code = f"from serve.host.ray_replica import RayHost; RayHost({msgspec.json.encode(changed)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "EngineFailed: this node has Tidegate" in done.stderr
     assert "the head has Tidegate 9.9" in done.stderr

@@ -23,9 +23,9 @@ from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef
 from serve.host.replica_host import ReplicaHost
 from store.adapters.blobs import Blobs
-from tests.serve.engine.alone import WITHIN_S, running
 from tests.serve.engine.blobs import publish
 from tests.serve.engine.smollm2 import adapter, bad_adapters
+from tests.serve.engine.vllm_host import WITHIN_S, running
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -39,7 +39,7 @@ PROMPT = "The capital of France is"
 
 
 class Engine:
-    """One engine process behind its host, asked as a gateway asks it."""
+    """One engine process behind its host, with requests as a gateway sends them."""
 
     def __init__(self, host: ReplicaHost, blobs: Path) -> None:
         self.host = host
@@ -60,13 +60,13 @@ class Engine:
         body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         return await self.http.post("/v1/completions", json=body, headers=headers)
 
-    async def says(self, wanted: AdapterRef | None, tokens: int = 8) -> str:
+    async def text(self, wanted: AdapterRef | None, tokens: int = 8) -> str:
         answer = await self.ask(wanted, tokens=tokens)
         assert answer.status_code == 200, answer.text
-        said: dict[str, Any] = answer.json()
+        body: dict[str, Any] = answer.json()
         if wanted is not None:
-            assert said["model"] == served_name(wanted.name, wanted.digest)
-        return str(said["choices"][0]["text"])
+            assert body["model"] == served_name(wanted.name, wanted.digest)
+        return str(body["choices"][0]["text"])
 
     async def stream(self, tokens: int) -> list[float]:
         """Instants at which the tokens of a long greedy answer of the base came."""
@@ -99,15 +99,15 @@ async def engine() -> AsyncIterator[Engine]:
 
 async def test_an_adapter_changes_answers_and_is_evicted_for_another(engine: Engine) -> None:
     a, b = (engine.adapter("sql", adapter(seed)) for seed in (1, 2))
-    base = await engine.says(None)
-    said = {digest.digest: await engine.says(digest) for digest in (a, b)}
-    assert len({base, *said.values()}) == 3
-    # There is one slot: who came last is there, the other is loaded again, and says the same.
+    base = await engine.text(None)
+    texts = {digest.digest: await engine.text(digest) for digest in (a, b)}
+    assert len({base, *texts.values()}) == 3
+    # There is one slot: the last adapter is loaded; the other is loaded again, with the same text.
     assert await engine.models() == ["smollm2", served_name("sql", b.digest)]
     unheard = await engine.ask(a, named=False)
     assert unheard.status_code == 404
-    assert await engine.says(a) == said[a.digest]
-    assert await engine.says(None) == base
+    assert await engine.text(a) == texts[a.digest]
+    assert await engine.text(None) == base
 
 
 @pytest.mark.usefixtures("idle_cores")
@@ -119,7 +119,7 @@ async def test_a_load_delays_a_stream_by_less_than_a_step(engine: Engine) -> Non
         if len(engine.came) <= tokens // 2:
             await asyncio.sleep(0.05)
         else:  # there is one slot, which goes from one to the other
-            await engine.says(others[loads % 2], tokens=1)
+            await engine.text(others[loads % 2], tokens=1)
             loads += 1
     came = await streaming
     gaps = [after - before for before, after in pairwise(came)]
@@ -127,9 +127,9 @@ async def test_a_load_delays_a_stream_by_less_than_a_step(engine: Engine) -> Non
     assert loads >= 5
     # As many of the longest as there were loads, so that what else the machine does is in both.
     grown = median(beside[-loads:]) - median(alone[-loads:])
-    said = f"{loads} loads: longest gaps {median(alone[-loads:]):.3f} -> {median(beside[-loads:]):.3f} s"
-    print(f"{said}, a step takes {median(alone):.3f} s")  # noqa: T201 - what docs/adapters.md says
-    assert grown <= median(alone), said
+    summary = f"{loads} loads: longest gaps {median(alone[-loads:]):.3f} -> {median(beside[-loads:]):.3f} s"
+    print(f"{summary}, a step takes {median(alone):.3f} s")  # noqa: T201 - what docs/adapters.md says
+    assert grown <= median(alone), summary
 
 
 async def test_concurrent_first_requests_are_one_load(engine: Engine) -> None:
@@ -148,13 +148,13 @@ async def test_concurrent_first_requests_are_one_load(engine: Engine) -> None:
 
 async def test_disconnects_never_serve_others_with_the_wrong_adapter(engine: Engine) -> None:
     adapters = [engine.adapter(f"turn{seed}", adapter(seed)) for seed in (60, 61, 62)]
-    alone = [await engine.says(each, tokens=3) for each in adapters]
+    alone = [await engine.text(each, tokens=3) for each in adapters]
     assert len(set(alone)) == 3
 
     async def one(number: int) -> None:
         wanted = adapters[number % 3]
         if number % 4:
-            assert (await engine.says(wanted, tokens=3)) == alone[number % 3]
+            assert (await engine.text(wanted, tokens=3)) == alone[number % 3]
             return
         # Leaves before, while and after its adapter is loaded.
         with contextlib.suppress(TimeoutError):
@@ -164,11 +164,11 @@ async def test_disconnects_never_serve_others_with_the_wrong_adapter(engine: Eng
     await asyncio.gather(*(one(number) for number in range(36)))
     assert engine.host.snapshot().incarnation == 0
     assert len(await engine.models()) == 2
-    assert await engine.says(adapters[0], tokens=3) == alone[0]
+    assert await engine.text(adapters[0], tokens=3) == alone[0]
 
 
 async def test_invalid_adapters_are_refused_and_others_served(engine: Engine) -> None:
-    base = await engine.says(None)
+    base = await engine.text(None)
     for what, files in bad_adapters().items():
         bad = engine.adapter(what.replace(" ", "-"), files)
         refused = await engine.ask(bad)
@@ -176,26 +176,26 @@ async def test_invalid_adapters_are_refused_and_others_served(engine: Engine) ->
             what
         )
         assert "engine_refused" in refused.json()["error"]["message"], what
-        assert await engine.says(None) == base, what
+        assert await engine.text(None) == base, what
     assert len(await engine.models()) <= 2
-    assert await engine.says(engine.adapter("good", adapter(30)))
+    assert await engine.text(engine.adapter("good", adapter(30)))
 
 
 async def test_fifty_loads_leak_nothing(engine: Engine) -> None:
     files = adapter(40)
-    said = {await engine.says(engine.adapter(f"name{number}", files), tokens=2) for number in range(50)}
-    assert len(said) == 1
+    texts = {await engine.text(engine.adapter(f"name{number}", files), tokens=2) for number in range(50)}
+    assert len(texts) == 1
     assert await engine.models() == ["smollm2", served_name("name49", engine.adapter("x", files).digest)]
 
 
 async def test_an_adapter_with_deleted_files_is_served_until_it_is_evicted(engine: Engine) -> None:
     doomed, other = engine.adapter("doomed", adapter(50)), engine.adapter("other", adapter(51))
-    said = await engine.says(doomed)
+    text = await engine.text(doomed)
     assert Blobs(engine.blobs).remove(doomed.digest)
-    assert await engine.says(doomed) == said
-    await engine.says(other)
+    assert await engine.text(doomed) == text
+    await engine.text(other)
     gone = await engine.ask(doomed)
     assert (gone.status_code, gone.headers["x-tidegate-refusal"]) == (503, "adapter_failed")
     assert "files_missing" in gone.json()["error"]["message"]
-    assert await engine.says(other)
+    assert await engine.text(other)
     assert engine.host.snapshot().incarnation == 0

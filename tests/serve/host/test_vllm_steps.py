@@ -1,4 +1,4 @@
-"""A real vLLM engine tells what its steps took, from which its engine model is found."""
+"""A real vLLM engine reports its step times, which calibrate its latency model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from policy.types import StartPath
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.reports import EngineReport
 from serve.host.replica_host import ReplicaHost
-from tests.serve.engine.alone import WITHIN_S, running
+from tests.serve.engine.vllm_host import WITHIN_S, running
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -32,11 +32,11 @@ async def host() -> AsyncIterator[ReplicaHost]:
 @pytest.mark.usefixtures("idle_cores")
 async def test_the_latency_model_is_calibrated_from_real_steps(host: ReplicaHost) -> None:
     assert host.snapshot().start_path is StartPath.COLD
-    told: list[StepSample] = []
+    samples: list[StepSample] = []
 
     async def listen() -> None:
         while True:
-            told.extend((host.take_heartbeat().engine or EngineReport()).steps)
+            samples.extend((host.take_heartbeat().engine or EngineReport()).steps)
             await asyncio.sleep(0.5)
 
     async def ask(words: int, tokens: int) -> None:
@@ -48,7 +48,7 @@ async def test_the_latency_model_is_calibrated_from_real_steps(host: ReplicaHost
     listening = asyncio.create_task(listen())
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=WITHIN_S, trust_env=False) as http:
         await ask(20, 80)
-        alone = [each for each in told if each.running == 1 and each.tokens == 1]
+        alone = [each for each in samples if each.running == 1 and each.tokens == 1]
         for turn in range(2):
             for crowd in (2, 4, 8, 16, 24):
                 await asyncio.gather(*(ask(20 + 37 * i % 400, 30 + turn) for i in range(crowd)))
@@ -56,16 +56,16 @@ async def test_the_latency_model_is_calibrated_from_real_steps(host: ReplicaHost
     listening.cancel()
     assert GENERIC.model is not None
     calibration = Calibration(GENERIC.model)
-    for at in range(0, len(told), 8):
-        calibration.take(told[at : at + 8])
+    for at in range(0, len(samples), 8):
+        calibration.take(samples[at : at + 8])
     found = calibration.current
     step_s = median(each.seconds for each in alone for _ in range(each.count))
     regions = len(calibration.state.places)
-    said = f"{step_s * 1e3:.0f} ms a step alone; {len(told)} samples in {regions} regions; {found}"
-    print(said)  # noqa: T201 - what docs/scaling.md may say
-    assert found.note == "", said
+    summary = f"{step_s * 1e3:.0f} ms a step alone; {len(samples)} samples in {regions} regions; {found}"
+    print(summary)  # noqa: T201 - what docs/scaling.md may say
+    assert found.note == "", summary
     # What else this machine does is in both: on two cores that eight others wanted the error was 0.25.
-    assert found.error < 0.4, said
-    assert found.model.step_time(1, 130, 1) == pytest.approx(step_s, rel=0.5), said
+    assert found.error < 0.4, summary
+    assert found.model.step_time(1, 130, 1) == pytest.approx(step_s, rel=0.5), summary
     # A batch holds 128 tokens, and a chunk of a prompt was seen, though it makes no token.
-    assert 64 < max(each.tokens for each in told) <= 128, said
+    assert 64 < max(each.tokens for each in samples) <= 128, summary

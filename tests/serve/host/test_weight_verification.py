@@ -1,4 +1,4 @@
-"""The weights of a generation: found out once, kept, the same on every node, and never waited for."""
+"""The weights of a revision: resolved once, stored, the same on every node, without blocking others."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_a_branch_stays_at_its_commit_for_the_life_of_a_revision(plane: Pl
     pinned = {1: Weights(origin=Origin.HUB, source=f"{HUB}@c0ffee00ff", digest="c0ffee00ff")}
     assert kept(plane) == pinned
     assert plane.cluster.held[SMALL].digest.endswith("c0ffee00")
-    # Neither another layer nor a restart nor an apply asks again, though the branch has moved on.
+    # Neither another layer nor a restart nor an apply resolves it again, though the branch has moved.
     store.digests[HUB] = "beef"
     plane.controller.mode("m", "single-large")
     await plane.ticks()
@@ -215,7 +215,7 @@ async def test_retries_back_off_and_another_source_is_tried_at_once(store: Store
         assert len(store.asked) == asked
         now += 0.1 * wait_s
     store.digests[PACKAGE] = "a"
-    # What was begun for another source is not taken for its answer.
+    # The result of another source is not used.
     assert resolver.weights(spec(HUB)) is None
     assert await attempt(PACKAGE) == Weights(origin=Origin.PACKAGE, source=PACKAGE, digest="a")
 
@@ -225,11 +225,11 @@ async def test_retries_back_off_and_another_source_is_tried_at_once(store: Store
 )
 def test_different_weights_on_a_node_are_an_error(store: Store, origin: Origin, same: bool) -> None:
     store.digests["s"] = "here"
-    told = Weights(origin=origin, source="s", digest="there")
+    head = Weights(origin=origin, source="s", digest="there")
     if same:
-        assert prepare_verified(told, token_file=None, progress=print, prepare=store).digest == "here"
+        assert prepare_verified(head, token_file=None, progress=print, prepare=store).digest == "here"
         return
     with pytest.raises(EngineFailed, match="on this node have the digest here, those of the head there"):
-        prepare_verified(told, token_file=None, progress=print, prepare=store)
-    equal = msgspec.structs.replace(told, digest="here")
+        prepare_verified(head, token_file=None, progress=print, prepare=store)
+    equal = msgspec.structs.replace(head, digest="here")
     assert prepare_verified(equal, token_file=None, progress=print, prepare=store).path == Path("/w")

@@ -1,4 +1,4 @@
-"""Where an adapter's files come from: this machine's directories in order, else the controller."""
+"""Adapter files: found in this machine's directories in order, else pulled from the controller."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SECRET = "s"
 
 
 @contextmanager
-def controller(blobs: Blobs, asked: list[str], gate: Event | None = None) -> Iterator[str]:
-    """A controller with ``blobs`` for who knows the secret, once ``gate`` is set; yields its address."""
+def controller(blobs: Blobs, requests: list[str], gate: Event | None = None) -> Iterator[str]:
+    """A controller with ``blobs`` for clients with the secret, once ``gate`` is set; yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             *_, digest = self.path.split("/")
-            asked.append(self.path)
+            requests.append(self.path)
             if gate is not None:
                 gate.wait()
             if self.headers[SECRET_HEADER] != SECRET:
@@ -86,21 +86,21 @@ async def test_the_first_directory_with_the_files_is_used(make: Make, tmp_path: 
 
 async def test_missing_files_are_pulled_once_into_the_last_directory(make: Make, tmp_path: Path) -> None:
     digest = stored(tmp_path / "controller", "a")
-    asked: list[str] = []
-    with controller(Blobs(tmp_path / "controller"), asked) as address:
+    requests: list[str] = []
+    with controller(Blobs(tmp_path / "controller"), requests) as address:
         files = make("head", "node", controller=address)
         path = await files.fetch(digest)
         assert await files.fetch(digest) == path == tmp_path / "node" / digest
-    assert asked == [f"/adapters/blobs/{digest}"]
+    assert requests == [f"/adapters/blobs/{digest}"]
     original = tmp_path / "controller" / digest
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (path / name).read_bytes() == (original / name).read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("why", "says"),
+    ("why", "message"),
     [
-        ("nobody", "there are no files of DIGEST on this machine"),
+        ("no controller", "there are no files of DIGEST on this machine"),
         ("unknown", "the controller has no files of 000000000000"),
         ("secret", "the controller answered 401 to a request for DIGEST"),
         ("away", "the files of DIGEST could not be pulled from the controller"),
@@ -109,7 +109,7 @@ async def test_missing_files_are_pulled_once_into_the_last_directory(make: Make,
     ],
 )
 async def test_unavailable_files_are_refused_with_the_cause(
-    make: Make, tmp_path: Path, why: str, says: str
+    make: Make, tmp_path: Path, why: str, message: str
 ) -> None:
     digest = stored(tmp_path / "controller", "a")
     if why == "full":
@@ -117,14 +117,14 @@ async def test_unavailable_files_are_refused_with_the_cause(
     with controller(Blobs(tmp_path / "controller"), []) as address:
         files = make(
             "file/node" if why == "full" else "node",
-            controller={"nobody": "", "away": "127.0.0.1:1"}.get(why, address),
+            controller={"no controller": "", "away": "127.0.0.1:1"}.get(why, address),
             secret="x" if why == "secret" else SECRET,
             max_bytes=10 if why == "large" else MAX_BYTES,
         )
         with pytest.raises(AdapterRefused) as refused:
             await files.fetch("0" * 64 if why == "unknown" else digest)
     assert refused.value.code == ("too_large" if why == "large" else "files_missing")
-    assert why == "large" or str(refused.value) == says.replace("DIGEST", digest[:12])
+    assert why == "large" or str(refused.value) == message.replace("DIGEST", digest[:12])
     assert Blobs(tmp_path / "node").digests() == set()
 
 
@@ -142,11 +142,11 @@ async def test_deleted_files_are_pulled_again(make: Make, tmp_path: Path) -> Non
 
 async def test_local_files_do_not_wait_for_pulls(make: Make, tmp_path: Path) -> None:
     digest = stored(tmp_path / "node", "a")
-    gate, asked = Event(), list[str]()
-    with controller(Blobs(tmp_path / "controller"), asked, gate) as address:
+    gate, requests = Event(), list[str]()
+    with controller(Blobs(tmp_path / "controller"), requests, gate) as address:
         files = make("node", controller=address)
         pulls = [asyncio.ensure_future(files.fetch(letter * 64)) for letter in "0123456789"]
-        while len(asked) < PULLS:  # noqa: ASYNC110 - the test's own timeout bounds it
+        while len(requests) < PULLS:  # noqa: ASYNC110 - the test's own timeout bounds it
             await asyncio.sleep(0.001)
         assert await files.fetch(digest) == tmp_path / "node" / digest
         assert not any(pull.done() for pull in pulls)

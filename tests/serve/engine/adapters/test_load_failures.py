@@ -18,7 +18,7 @@ def test_the_backoff_doubles_with_each_failure() -> None:
         last = failures.standing("a", now + backoff - 0.01)
         assert last is not None
         assert (last.code, str(last)) == ("rank", "the rank is 64")
-        # Each who asks raises its own.
+        # Each caller raises its own error.
         assert last is not WRONG
         now += backoff
         assert failures.standing("a", now) is None

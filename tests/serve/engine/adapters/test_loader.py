@@ -1,4 +1,4 @@
-"""A replica's adapters: one load however many wait, and nothing that is in use ever goes."""
+"""The adapter loader: one load for any number of requests, and no eviction of an adapter in use."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ async def test_a_failed_load_is_not_retried_by_every_request(where: str) -> None
         (use,) = there.adapters.uses()
         assert (use.requests, use.loads) == (201, 0)
         assert use.failed.startswith({"files": "files_missing: ", "engine": "engine_refused: "}[where])
-        # Others are served meanwhile, and it is tried again.
+        # Others are served meanwhile, and it is retried.
         await there.used("b")
         there.clock.now += BACKOFF.first_s
         assert there.adapters.refused() == ()
@@ -202,7 +202,7 @@ async def test_an_adapter_whose_requests_left_is_not_loaded() -> None:
         await held.stop()
         await quiet()
         assert there.engine.log == ["+a"]
-        # Its files are there, and are looked for again when it is asked for.
+        # Its files are fetched again for the next request.
         await there.used("b")
         assert there.files.fetched == ["a", "b", "b"]
 
@@ -213,7 +213,7 @@ async def test_planned_adapters_are_loaded_ahead_in_order() -> None:
         await there.adapters.settled()
         assert there.engine.log == ["+c", "+a", "+b"]
         assert [use.requests for use in there.adapters.uses()] == [0, 0, 0]
-        # More than there are slots for is no more than that.
+        # A plan beyond the slots is cut.
         there.adapters.hold(wanted("dcab"))
         await there.adapters.settled()
         assert there.engine.log[3:] == ["-b", "+d"]
@@ -236,7 +236,7 @@ async def test_a_prefetch_evicts_nothing_in_use_or_recently_requested() -> None:
         there.adapters.hold(wanted("c"))
         await there.adapters.settled()
         assert there.engine.log == ["+a", "+b"]
-        # A minute later one request for b is no reason to keep it any more.
+        # After a half-life one request for b no longer keeps it.
         there.clock.now += 1.1 * HALF_LIFE_S
         there.adapters.hold(wanted("c"))
         await there.adapters.settled()
@@ -259,10 +259,10 @@ async def test_requests_precede_prefetches_and_evict_planned_adapters_last() -> 
         there.files.go.set()
         await there.adapters.settled()
         assert there.engine.log[1:] == ["+a"]
-        # c is asked for often, but nobody planned to keep it.
+        # c is requested often, but is not planned.
         await there.used("c" * 9 + "d")
         assert there.engine.log[2:] == ["-c", "+d"]
-        # The least valuable of those that are held goes before it has to be what is in use.
+        # The least valuable planned adapter is evicted before one in use.
         used = await there.using("d")
         await there.used("c")
         assert there.engine.log[4:] == ["-a", "+c"]
@@ -314,7 +314,7 @@ async def test_slots_follow_evictions_by_the_engine() -> None:
         there.clock.now += loader.CHECK_S
         there.adapters.hold(())
         await until(lambda: there.engine.there == [served("a")])
-        # What is in use is there again, what is not is loaded when it is asked for.
+        # An adapter in use is loaded again at once, an idle one when it is requested.
         assert there.engine.log[2] == "-s"
         assert sorted(there.engine.log[3:]) == ["+a", "-b"]
         await there.used("b")

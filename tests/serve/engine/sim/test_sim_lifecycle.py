@@ -1,4 +1,4 @@
-"""The simulated engine's slots: who leaves frees them, a dead step loop is said, metrics move."""
+"""The simulated engine: disconnects free slots, a dead step loop is reported, metrics count."""
 
 from __future__ import annotations
 

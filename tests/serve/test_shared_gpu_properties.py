@@ -1,4 +1,4 @@
-"""Whatever is asked for in whatever order, a bed gets there, and its GPUs are never used twice."""
+"""A shared GPU group converges after any sequence of events, and never uses its GPUs twice."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from policy.types import ReplicaPhase
 from store.state_dir import StateDir
 from tests.serve.plane import READY, Plane
-from tests.serve.test_bed_switches import GPUS, written
+from tests.serve.test_shared_gpu_switches import GPUS, written
 
 DRAINING = ReplicaPhase.DRAINING
-STEERED = ("large", "small", "four", "apply", "revert")
-BEFALLS = ("kill", "forget", "broken", "mended", "drained", "ready", "tick")
-OPS = st.sampled_from([*STEERED, *BEFALLS])
+COMMANDS = ("large", "small", "four", "apply", "revert")
+EVENTS = ("kill", "forget", "broken", "mended", "drained", "ready", "tick")
+OPS = st.sampled_from([*COMMANDS, *EVENTS])
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ async def _play(folder: Path, ops: list[str], gpus: int | None) -> None:
         await _do(plane, op, gpus)
         _check(plane)
     plane.cluster.failing.clear()
-    # Longer than what failed is left alone, and than a start that hangs is waited for.
+    # Longer than the back-off of failures and the start timeout.
     for _ in range(60):
         plane.now += 2.0
         await plane.ticks(1)
@@ -56,7 +56,7 @@ async def _play(folder: Path, ops: list[str], gpus: int | None) -> None:
     awake = {(key.shape, key.generation): count for key, count in plane.counts(READY).items()}
     assert awake == {(shape, status.generation): status.target}
     assert plane.phase() == "steady"
-    # Of the beds only that one is left.
+    # Only the group of that revision is left.
     assert {key.generation for key in plane.counts()} == {status.generation}
 
 

@@ -1,4 +1,4 @@
-"""Modes whose shapes share a bed: switched, killed in each state, failing, replaced, and at zero."""
+"""Modes whose shapes share GPUs: switches, failures, replacement, and zero replicas."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_a_new_revision_has_its_own_group(plane: Plane, gpus: int) -> None
     assert plane.counts(ASLEEP) == {NEW_SMALL: 4}
     assert not old & set(plane.cluster.replicas)
     assert set(plane.cluster.held) == {NEW_LARGE}
-    # Where both have room nobody waits; where not, the old bed gave its GPUs up.
+    # With room for both no request waits; without it the old group frees its GPUs.
     assert fewest == (1 if gpus > GPUS else 0)
 
 
@@ -156,7 +156,7 @@ async def test_at_zero_all_are_asleep_and_the_group_keeps_its_gpus(plane: Plane)
     plane.controller.scale("o", 8)
     await plane.ticks()
     assert plane.counts(ASLEEP) == {LARGE: 1, SMALL: 4}
-    # Of eight GPUs the bed has four.
+    # The group has four of eight GPUs.
     assert plane.counts(READY) == {LayerKey("o", "small", 1): 4}
     plane.controller.scale("o", 4)
     plane.controller.scale("m", 3)

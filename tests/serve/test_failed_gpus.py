@@ -1,4 +1,4 @@
-"""A card that fails under a real host: its replica ends its streams, leaves, and another one comes."""
+"""A GPU that fails under a real host: the replica ends its streams, leaves, and is replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.serve.sim_documents import document, sim_model
 
 pytestmark = pytest.mark.process
 
-# NVML with one card, which has the errors that a file named after the host's process says.
+# NVML with one GPU, whose errors are read from a file named after the process of the host.
 NVML = """
 import os
 import pathlib
@@ -60,10 +60,10 @@ def nvmlDeviceRegisterEvents(card, kinds, events):
 
 
 def nvmlEventSetWait(events, timeout_ms):
-    told = pathlib.Path(os.environ["FAKE_NVML"], str(os.getpid()))
+    errors = pathlib.Path(os.environ["FAKE_NVML"], str(os.getpid()))
     try:
-        xid = int(told.read_text())
-        told.unlink()
+        xid = int(errors.read_text())
+        errors.unlink()
     except (OSError, ValueError):
         raise NVMLError from None
     return SimpleNamespace(eventData=xid)
@@ -72,7 +72,7 @@ def nvmlEventSetWait(events, timeout_ms):
 
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
-    """Two replicas of a card each, and room for a third."""
+    """Two replicas of one GPU each, and a budget for a third."""
     (tmp_path / "pynvml.py").write_text(NVML)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FAKE_NVML", str(tmp_path))
