@@ -97,21 +97,21 @@ class Progress:
             raise EngineFailed(f"no engine step for {now - self._since:.0f} s with requests running")
 
 
-async def _lifeline(
-    reader: asyncio.StreamReader, guard: Guard, adapters: AdapterLoader, rest: SleepControl
+async def _follow_commands(
+    reader: asyncio.StreamReader, guard: Guard, adapters: AdapterLoader, sleep_control: SleepControl
 ) -> None:
     while line := await reader.readline():
         command, _, given = line.strip().partition(b" ")
         if command == b"drain":
-            rest.leave()
+            sleep_control.leave()
             guard.become(ReplicaPhase.DRAINING)
             adapters.hold(())
         elif command == b"hold" and guard.state is not ReplicaPhase.DRAINING:
             adapters.hold(msgspec.json.decode(given, type=tuple[AdapterRef, ...]))
         elif command == b"sleep":
-            rest.sleep(float(given))
+            sleep_control.sleep(float(given))
         elif command == b"wake":
-            rest.wake()
+            sleep_control.wake()
     # The host is gone, so the engine's own processes must be killed here.
     os.killpg(0, signal.SIGKILL)
 
@@ -168,7 +168,7 @@ async def _prepare(url: str, spec: EngineSpec, adapters: AdapterLoader) -> None:
 
 
 async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send) -> None:
-    """Serve ``spec`` until the engine fails or the process is told to stop."""
+    """Serve ``spec`` until the engine fails or the process is stopped."""
     create = importlib.import_module(MODULES[spec.kind]).create
     engine: Engine = await create(spec)
     roots = [Path(root) for root in spec.blobs]
@@ -185,7 +185,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
     server = HttpServer(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
     url = f"http://{spec.host}:{sock.getsockname()[1]}"
-    rest = SleepControl(
+    sleep_control = SleepControl(
         engine,
         guard,
         adapters,
@@ -195,7 +195,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
     tasks = {
         asyncio.create_task(server.serve(sockets=[sock])),
         asyncio.create_task(adapters.run()),
-        asyncio.create_task(_lifeline(stdin, guard, adapters, rest)),
+        asyncio.create_task(_follow_commands(stdin, guard, adapters, sleep_control)),
         asyncio.create_task(_watch(engine, spec.progress_timeout_s)),
         asyncio.create_task(_report(engine, guard, adapters, report_event, describe_machine(spec))),
     }
@@ -205,7 +205,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
         preparing.result()
         report_event(Event(url=url, max_model_len=engine.max_model_len))
         guard.become(ReplicaPhase.READY)
-        tasks.add(asyncio.create_task(rest.run()))
+        tasks.add(asyncio.create_task(sleep_control.run()))
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

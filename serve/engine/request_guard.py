@@ -252,9 +252,9 @@ class Guard:
             async for line in self.lines():
                 if gone.done():
                     return
-                news = msgspec.structs.replace(line, timing=timing, prefixes=self._prefixes_since(reported))
+                full = msgspec.structs.replace(line, timing=timing, prefixes=self._prefixes_since(reported))
                 reported, timing = self._prefix_count, None
-                body = msgspec.json.encode(news) + b"\n"
+                body = msgspec.json.encode(full) + b"\n"
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
             gone.cancel()

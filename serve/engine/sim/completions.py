@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.http import DONE, ApiError, answer, event, read, respond
-from serve.engine.sim.service import Positive, Sampling, Service, request_id
+from serve.engine.sim.service import Positive, Sampling, Service, now, request_id
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Output, Prompt, mix, token_bytes, token_id
 
@@ -108,7 +108,7 @@ async def _complete(
     head = {
         "id": request_id(request, form.id_prefix),
         "object": form.object,
-        "created": service.now(),
+        "created": now(),
         "model": generation.model,
     }
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +41,7 @@ class SimArgs(msgspec.Struct, frozen=True, kw_only=True):
 class SimEngine:
     """One simulated engine in this process."""
 
-    def __init__(self, spec: EngineSpec, clock: Callable[[], float]) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         try:
             args = msgspec.convert(spec.engine_args, SimArgs)
         except msgspec.ValidationError as error:
@@ -82,7 +80,6 @@ class SimEngine:
             seed=spec.sim.seed,
             loop=self._loop,
             metrics=metrics,
-            clock=clock,
         )
         self.app: ASGIApp = build(service)
 
@@ -141,4 +138,4 @@ async def create(spec: EngineSpec) -> SimEngine:
     :class:`policy.errors.EngineFailed` for invalid engine arguments.
     """
     await asyncio.sleep(spec.sim.start_s)
-    return SimEngine(spec, time.time)
+    return SimEngine(spec)

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from serve.engine.sim.completions import Prompts, prompts_of
 from serve.engine.sim.http import ApiError, read, respond
-from serve.engine.sim.service import Service, request_id
+from serve.engine.sim.service import Service, now, request_id
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Prompt
 
@@ -69,7 +69,7 @@ async def embeddings(service: Service, request: Request) -> Response:
     data = [
         {"index": index, "object": "embedding", "embedding": vector} for index, vector in enumerate(packed)
     ]
-    return await _respond(request, generation, "embd", object="list", created=service.now(), data=data)
+    return await _respond(request, generation, "embd", object="list", created=now(), data=data)
 
 
 async def score(service: Service, request: Request) -> Response:
@@ -83,7 +83,7 @@ async def score(service: Service, request: Request) -> Response:
     generation = service.encode([Prompt.of_text(f"{one}\n{other}") for one, other in pairs], body.model)
     scores = [_similarity(one, other) for one, other in pairs]
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
-    return await _respond(request, generation, "score", object="list", created=service.now(), data=data)
+    return await _respond(request, generation, "score", object="list", created=now(), data=data)
 
 
 async def rerank(service: Service, request: Request) -> Response:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from serve.engine.sim.completions import Message, template
 from serve.engine.sim.http import ApiError, event, read, respond
-from serve.engine.sim.service import Positive, Sampling, Service, request_id
+from serve.engine.sim.service import Positive, Sampling, Service, now, request_id
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ async def responses(service: Service, request: Request) -> Response:
     head = {
         "id": response_id,
         "object": "response",
-        "created_at": service.now(),
+        "created_at": now(),
         "model": generation.model,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

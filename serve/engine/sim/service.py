@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -39,9 +40,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
 
+def now() -> int:
+    """Whole Unix seconds, for the ``created`` fields of answers."""
+    return int(time.time())
+
+
 @dataclass(slots=True, eq=False)
 class Service:
-    """One engine for its endpoints; ``clock`` gives Unix seconds for ``created`` fields."""
+    """One engine for its endpoints; it was ``created`` at that instant (whole Unix seconds)."""
 
     model: str
     adapters: dict[str, str]
@@ -50,15 +56,7 @@ class Service:
     seed: int
     loop: StepLoop
     metrics: Metrics
-    clock: Callable[[], float]
-    created: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.created = self.now()
-
-    def now(self) -> int:
-        """Whole Unix seconds, for ``created``."""
-        return int(self.clock())
+    created: int = field(default_factory=now)
 
     def resolve(self, model: str | None) -> str:
         """The model or adapter that ``model`` names, by default the base; raises 404 for any other name."""
