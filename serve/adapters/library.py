@@ -9,16 +9,18 @@ import asyncio
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, TidegateError, Unreachable
 from policy.stats.backoff import Backoff
-from policy.wire.catalog import NAME, Alias
+from policy.wire.catalog import NAME, Alias, Catalog
 from policy.wire.controller import AddRequest
 from serve.adapters.add_job import AddJob, Key
-from serve.adapters.catalog import CatalogPublisher
+from serve.state.resource_version import Revision
 from serve.threads import run_in_thread, wait_at_most
 from store.preparation_progress import Progress
 
@@ -41,6 +43,55 @@ Event = Callable[[str], None]
 _VERSION = re.compile(r"v([1-9][0-9]{0,8})")
 
 
+class CatalogPublisher:
+    """The aliases by base model and name. Those of models that are not served are kept but not published."""
+
+    def __init__(self, epoch: float) -> None:
+        self._epoch = epoch
+        self.revision = Revision()
+        self._aliases: dict[Key, Alias] = {}
+        self._line: tuple[int, bytes] = (0, b"")
+        self.models: tuple[str, ...] = ()
+
+    def serve(self, models: Iterable[str]) -> None:
+        """Publish the aliases of these models."""
+        self.models = tuple(models)
+        self.revision.bump()
+
+    def fill(self, aliases: Iterable[Alias]) -> None:
+        """Replace all aliases."""
+        self._aliases = {(alias.model, alias.name): alias for alias in aliases}
+        self.revision.bump()
+
+    def put(self, alias: Alias) -> None:
+        """Set one alias; an equal one causes no new version."""
+        key = (alias.model, alias.name)
+        if self._aliases.get(key) != alias:
+            self._aliases[key] = alias
+            self.revision.bump()
+
+    def drop(self, key: Key) -> None:
+        """Remove one alias."""
+        self._aliases.pop(key, None)
+        self.revision.bump()
+
+    def get(self, key: Key) -> Alias | None:
+        """The alias of one name, whether its model is served or not."""
+        return self._aliases.get(key)
+
+    def of(self, model: str) -> list[Alias]:
+        """The aliases of a model; none if it is not served."""
+        return [alias for alias in self._aliases.values() if alias.model == model and model in self.models]
+
+    def line(self) -> tuple[int, bytes]:
+        """The version of the catalog, and the catalog as a JSON line."""
+        if self._line[0] != self.revision.number:
+            aliases = tuple(alias for alias in self._aliases.values() if alias.model in self.models)
+            catalog = Catalog(epoch=self._epoch, version=self.revision.number, aliases=aliases)
+            self._line = (self.revision.number, msgspec.json.encode(catalog) + b"\n")
+        return self._line
+
+
 class AdapterLibrary:
     """The adapters of all models; for one event loop, with blocking work in threads.
 
@@ -60,7 +111,8 @@ class AdapterLibrary:
         # One for remote sources, one for local ones.
         self._slots = {remote: asyncio.Semaphore(ADDS_AT_ONCE) for remote in (False, True)}
         self._writing = asyncio.Lock()
-        self._adding: dict[AddJob, asyncio.Task[None]] = {}
+        # The jobs that run or wait.
+        self.jobs: dict[AddJob, asyncio.Task[None]] = {}
 
     def declare(self, deployment: Deployment) -> None:
         """Set the models with an `adapters` section, and the tenants."""
@@ -91,13 +143,9 @@ class AdapterLibrary:
         if self._specs and not await wait_at_most(self._opened, PATIENCE_S):
             raise Unreachable("the records of adapters cannot be read yet")
 
-    def adding(self) -> tuple[AddJob, ...]:
-        """The jobs that run or wait."""
-        return tuple(self._adding)
-
     def fetching(self) -> dict[Key, str]:
         """A progress message for each name that is being added; for several jobs of one name, the first."""
-        pending = [adding for adding in self._adding if not adding.done.is_set()]
+        pending = [adding for adding in self.jobs if not adding.done.is_set()]
         return {adding.key: adding.line.message for adding in reversed(pending)}
 
     async def line(self) -> tuple[int, bytes]:
@@ -116,7 +164,7 @@ class AdapterLibrary:
 
     def begin(self, adding: AddJob) -> AddJob:
         """Start a job that was checked."""
-        self._adding[adding] = task = asyncio.create_task(self._add(adding))
+        self.jobs[adding] = task = asyncio.create_task(self._add(adding))
         task.add_done_callback(lambda _: self._left(adding))
         return adding
 
@@ -138,7 +186,7 @@ class AdapterLibrary:
         """Remove a name and revoke its jobs; raises :class:`AdapterUnknown` if there is none."""
         await self.read()
         async with self._writing:
-            coming = [each for each in self._adding if each.key == key and not each.done.is_set()]
+            coming = [each for each in self.jobs if each.key == key and not each.done.is_set()]
             if self.catalog.get(key) is not None:
                 await run_in_thread(lambda: self._store.names.remove(*key), "adapters-write")
                 self.catalog.drop(key)
@@ -165,7 +213,7 @@ class AdapterLibrary:
         Nothing is deleted while a job runs, as it may be about to name files that are unused so far.
         """
         async with self._writing:
-            if not self._adding and self._opened.is_set():
+            if not self.jobs and self._opened.is_set():
                 gone = await run_in_thread(lambda: self._store.clear(in_use, GRACE_S), "adapters-clear")
                 for digest in gone:
                     log.info("%s: deleted, as no record names it", digest[:12])
@@ -228,8 +276,8 @@ class AdapterLibrary:
         return alias
 
     def _left(self, adding: AddJob) -> None:
-        del self._adding[adding]
-        if not any(other.key == adding.key for other in self._adding):
+        del self.jobs[adding]
+        if not any(other.key == adding.key for other in self.jobs):
             self._turns.pop(adding.key, None)
 
     def _model(self, model: str | None) -> str:

@@ -65,7 +65,10 @@ class DeclaredAdapters:
         if applied or self._fresh:
             self._again = set(self._wanted)
             self.troubles.clear()
-            self._forget_removed()
+            if self._removed or (self._fresh and self._wanted):
+                self._removed.clear()
+                self._state.save(self._state.removed_path, [])
+                self._fresh = False
 
     async def remove(self, key: Key) -> None:
         """Remove a name at a user's request; raises :class:`AdapterUnknown`.
@@ -148,12 +151,6 @@ class DeclaredAdapters:
         if self._wanted.get(key) == source and key not in self._removed:
             retry_at = self._monotonic() + RETRY.delay_s(attempts)
             self.troubles[key] = DeclarationError(str(error), refused, attempts, retry_at)
-
-    def _forget_removed(self) -> None:
-        if self._removed or (self._fresh and self._wanted):
-            self._removed.clear()
-            self._state.save(self._state.removed_path, [])
-            self._fresh = False
 
 
 def _parts(entry: AdapterSource) -> tuple[tuple[str, float], ...]:

@@ -31,6 +31,14 @@ MAX_WAITING = 4096
 SAVE_EVERY_S = 60.0
 
 
+@dataclass(slots=True)
+class _RecentSamples:
+    """The last samples of a replica, and when it reported them."""
+
+    at: float
+    samples: deque[StepSample] = field(default_factory=lambda: deque(maxlen=LAST))
+
+
 class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A calibration file: its model, shape and engine, and the prior from which it was learned."""
 
@@ -60,14 +68,6 @@ class _CalibratedModel:
     def _publish(self) -> None:
         self.fit = self.calibration.current
         self.factor = slowness(self.saved.prior, self.calibration.lately)
-
-
-@dataclass(slots=True)
-class _RecentSamples:
-    """The last samples of a replica, and when it reported them."""
-
-    at: float
-    samples: deque[StepSample] = field(default_factory=lambda: deque(maxlen=LAST))
 
 
 class CalibrationStore:

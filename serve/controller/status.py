@@ -53,15 +53,16 @@ def fleet_models(targets: Targets, observed: ObservedState) -> Iterator[Model]:
     """The models of a fleet snapshot."""
     for name in targets.names():
         target = targets.get(name)
+        spec, aim = target.spec, target.aim
         lengths = (replica.max_model_len for replica in observed.registry.of(target.key()))
         yield Model(
             name=name,
-            engine=target.spec.engine,
-            runner=target.spec.runner,
-            mode=target.aim.mode,
-            shape=target.aim.shape,
-            target=target.aim.count,
-            generation=target.aim.generation,
+            engine=spec.engine,
+            runner=spec.runner,
+            mode=aim.mode,
+            shape=aim.shape,
+            target=aim.count,
+            generation=aim.generation,
             max_model_len=next((length for length in lengths if length), None),
             created=int(target.created),
             note=_note(target, observed),

@@ -40,7 +40,7 @@ async def library(store: FakeAdapterStore) -> AsyncIterator[AdapterLibrary]:
     await made.open()
     yield made
     store.gate.set()
-    for adding in made.adding():
+    for adding in tuple(made.jobs):
         await adding.done.wait()
 
 
@@ -74,7 +74,7 @@ async def test_imports_of_one_name_are_serial(library: AdapterLibrary, store: Fa
     await asyncio.gather(ended(first), ended(second), ended(other))
     assert store.imported[2] == "/b"
     assert store.records[SQL].split == ((2, 1.0),)
-    assert library.adding() == ()
+    assert not library.jobs
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ async def test_invalid_requests_are_refused_at_once(
 ) -> None:
     with pytest.raises(kind, match=says):
         library.add(AddRequest(**{"name": "sql", "source": "/a"} | request_))
-    assert library.adding() == ()
+    assert not library.jobs
 
 
 async def test_models_without_adapters(store: FakeAdapterStore) -> None:

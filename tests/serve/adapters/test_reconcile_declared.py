@@ -54,8 +54,8 @@ class Desk:
 
     async def settle(self) -> Desk:
         await self.declaring.step()
-        while adding := self.library.adding():
-            await adding[0].done.wait()
+        while adding := next(iter(self.library.jobs), None):
+            await adding.done.wait()
             await asyncio.sleep(0)  # it leaves the library then
             await self.declaring.step()
         return self
