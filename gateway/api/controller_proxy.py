@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import msgspec
 
+from gateway.http.internal_client import internal_client
 from gateway.protocol.errors import Refused
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.wire.controller import answer_of
-from policy.wire.headers import SECRET_HEADER
 
 # An add reports its progress once a second.
 SILENT_S = 30.0
@@ -27,15 +27,14 @@ class ControllerProxy:
     """A client of the controller, whose address is in the current ``deployment``."""
 
     def __init__(self, secret: str, deployment: Callable[[], Deployment]) -> None:
-        self._secret = secret
         self._deployment = deployment
-        self._http: httpx.AsyncClient | None = None
+        self._http = internal_client(secret, timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S))
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The body of a 200 answer; raises :class:`gateway.protocol.errors.Refused` for any other."""
-        http, url = self._client(), self._url(path)
+        url = self._url(path)
         try:
-            answer = await http.request(method, url, content=body)
+            answer = await self._http.request(method, url, content=body)
         except httpx.HTTPError as error:
             raise self._unreachable(type(error).__name__) from error
         if answer.status_code != 200:
@@ -47,9 +46,9 @@ class ControllerProxy:
 
         Raises :class:`gateway.protocol.errors.Refused` for an error line, and when the controller goes away.
         """
-        http, url = self._client(), self._url(path)
+        url = self._url(path)
         try:
-            async with http.stream("POST", url, content=body) as answer:
+            async with self._http.stream("POST", url, content=body) as answer:
                 if answer.status_code != 200:
                     raise _refusal(await answer.aread())
                 rest = b""
@@ -76,17 +75,6 @@ class ControllerProxy:
                 code="no_controller",
             )
         return f"http://{deployment.cluster.controller}{path}"
-
-    def _client(self) -> httpx.AsyncClient:
-        """One client for all calls: making one reads certificates, which takes as long as many requests."""
-        if self._http is None:
-            self._http = httpx.AsyncClient(
-                headers={SECRET_HEADER: self._secret, "content-type": "application/json"},
-                timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
-                limits=httpx.Limits(max_keepalive_connections=0),
-                trust_env=False,
-            )
-        return self._http
 
     def _unreachable(self, why: str) -> Refused:
         address = self._deployment().cluster.controller

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
+from gateway.http.internal_client import internal_client
 from gateway.queue.model_queues import Admission
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.types import EngineKind
-from policy.wire.headers import SECRET_HEADER
 from policy.wire.reports import GatewayReport, ModelReport
 
 EVERY_S = 1.0
@@ -33,7 +33,10 @@ Send = Callable[[bytes], Awaitable[None]]
 
 @dataclass(eq=False)
 class Reporter:
-    """Reports of one worker. ``send`` posts a report; it may be lost."""
+    """Reports of one worker.
+
+    ``send`` posts a report, which may be lost: the next one contains its totals.
+    """
 
     metrics: Metrics
     admission: Admission
@@ -111,9 +114,7 @@ class ReportSender:
         self._address = address
         self._path = path
         self._log = log
-        self._http = httpx.AsyncClient(
-            headers={SECRET_HEADER: secret, "content-type": "application/json"}, trust_env=False
-        )
+        self._http = internal_client(secret, keepalive_connections=1)
         self._lost = False
 
     async def send(self, body: bytes) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import httpx
 
 from gateway.http.client import is_local_fault
+from gateway.http.internal_client import internal_client
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.replica_handle import STALE_S, ReplicaHandle
 from gateway.telemetry.metrics import Metrics
@@ -22,7 +23,7 @@ from policy.errors import Refusal
 from policy.routing.replica_health import AttemptResult, BreakerState
 from policy.types import EngineKind
 from policy.wire.canary_request import CANARIES
-from policy.wire.headers import REFUSAL_HEADER, SECRET_HEADER
+from policy.wire.headers import REFUSAL_HEADER
 
 SWEEP_S = 0.25
 # A probe without a result is repeated after this, as is one to a replica whose load stream hangs.
@@ -44,9 +45,7 @@ class Probes:
 
     async def run(self) -> None:
         # Kept connections could be closed unnoticed until the next probe.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        headers = {SECRET_HEADER: self.secret}
-        async with httpx.AsyncClient(headers=headers, limits=limits, trust_env=False) as client:
+        async with internal_client(self.secret, keepalive_connections=0) as client:
             try:
                 while True:
                     await asyncio.sleep(SWEEP_S)
