@@ -95,16 +95,16 @@ class SimulatedController:
         spec, bounds = course.spec, course.spec.modes[course.mode].bounds
         view = View(
             at=0.0,
-            tick_s=spec.control.tick_s,
             model=spec.name,
             mode=course.mode,
             count=course.count,
             least=bounds.min,
             most=bounds.max,
+            tick_s=spec.control.tick_s,
+            lead_s=spec.control.assumed_start_s,
             supply=Supply(),
             signals=Signals(),
             capability=Capability(mu=0.0, mu_max=0.0),
-            lead_s=spec.control.assumed_start_s,
         )
         proposal = self._policies[spec.name].live.decide(view, None)
         return max(proposal.count, spec.control.scale.min_healthy) if proposal.fixed else None

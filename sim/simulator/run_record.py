@@ -85,10 +85,10 @@ class Span:
     path: StartPath
     asked_at: float
     ready_at: float | None = None
-    leaves_at: float | None = None
-    ended_at: float | None = None
     crashed: bool = False
+    leaves_at: float | None = None
     busy_s: float = 0.0
+    ended_at: float | None = None
     tokens: int = 0
     joules: float = 0.0
 

@@ -55,9 +55,9 @@ class Load:
     requests: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    related: bool = False
     adapted: int = 0
     too_long: int = 0
-    related: bool = False
 
 
 @dataclass(frozen=True, slots=True)
