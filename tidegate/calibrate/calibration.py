@@ -99,7 +99,7 @@ class StepListener:
 WARM_UP = (Point(1, 16, 32), Point(4, 16, 32), Point(16, 16, 32), Point(1, 192, 4))
 WARM_UP_PART = 0.04
 # Engines drop a cancelled request after its step. With other clients they never become idle.
-MOST_SETTLING_S = 10.0
+MAX_SETTLING_S = 10.0
 POLL_S = 0.1
 # The replica count is overridden for this much longer than the expected calibration.
 LATE_S = 120.0
@@ -185,10 +185,7 @@ class CalibrationRun:
     warn: Callable[[str], None]
 
     def run(self, seconds: float, at: str) -> ModelFile:
-        """Calibrate for about ``seconds``, with a fixed replica count; ``at`` is the timestamp of the file.
-
-        Raises :class:`policy.errors.TidegateError`.
-        """
+        """Calibrate for about ``seconds``, at a fixed replica count; ``at`` is the timestamp of the file."""
         name = self.subject.spec.name
         status = next(each for each in self.client.status().models if each.name == name)
         if status.override is not None:
@@ -203,7 +200,7 @@ class CalibrationRun:
         subject, pool = self.subject, Pool(self.url, self.key)
         try:
             with StepListener(self.client, subject.spec.name) as listener:
-                seen = await self._driven(pool, listener, seconds)
+                observations = await self._drive_points(pool, listener, seconds)
         finally:
             pool.close()
         if listener.shapes != {subject.shape}:
@@ -212,7 +209,7 @@ class CalibrationRun:
                 f" where {subject.shape} was to be calibrated: calibrate again"
             )
         limits = listener.limits or subject.limits
-        found = fit_model(seen, subject.prior, limits)
+        found = fit_model(observations, subject.prior, limits)
         versions = installed()
         kind = subject.spec.engine
         return ModelFile(
@@ -229,14 +226,14 @@ class CalibrationRun:
             max_model_len=subject.max_model_len,
             path_s=found.path_s,
             error=found.error,
-            steps=sum(each.steps for each in seen),
+            steps=sum(each.steps for each in observations),
             points=found.points,
             prior=subject.name,
             prior_model=subject.prior,
             note=found.note,
         )
 
-    async def _driven(self, pool: Pool, listener: StepListener, seconds: float) -> list[Observation]:
+    async def _drive_points(self, pool: Pool, listener: StepListener, seconds: float) -> list[Observation]:
         subject = self.subject
         request_format, fit = await probe(pool, RequestFormat(subject.spec.name), self.seed)
         if not request_format.exact:
@@ -244,25 +241,25 @@ class CalibrationRun:
         driver = LoadDriver(pool, request_format, Prompts(self.seed, fit))
         for point in WARM_UP:
             await driver.drive(point, subject.replicas, asyncio.sleep(WARM_UP_PART * seconds))
-        await self._settled()
+        await self._wait_until_settled()
         model = initial_guess(listener.take(), subject.prior)
         left_s = seconds * (1.0 - len(WARM_UP) * WARM_UP_PART)
-        points, point_s = self._planned(model, listener.limits or subject.limits, left_s)
-        seen: list[Observation] = []
+        points, point_s = self._plan_points(model, listener.limits or subject.limits, left_s)
+        observations: list[Observation] = []
         for number, point in enumerate(points):
             self.progress(number, len(points), point.description)
             driven = await driver.drive(point, subject.replicas, asyncio.sleep(point_s))
             if driven.refused:
                 self.warn(f"{point.description}: {driven.refused}")
-            await self._settled()
-            seen.append(Observation(driven.point, driven.seconds, listener.take(), driven.latencies))
+            await self._wait_until_settled()
+            observations.append(Observation(driven.point, driven.seconds, listener.take(), driven.latencies))
         self.progress(len(points), len(points), "")
-        return seen
+        return observations
 
-    async def _settled(self) -> None:
+    async def _wait_until_settled(self) -> None:
         """Wait until engines have dropped the cancelled requests and reported their steps."""
         name, started = self.subject.spec.name, perf_counter()
-        while perf_counter() - started < MOST_SETTLING_S:
+        while perf_counter() - started < MAX_SETTLING_S:
             fleet = await asyncio.to_thread(self.client.fleet)
             loads = [replica.load for replica in fleet.replicas if replica.model == name]
             if not any(load.in_flight or load.running for load in loads):
@@ -270,7 +267,7 @@ class CalibrationRun:
             await asyncio.sleep(POLL_S)
         await asyncio.sleep(SETTLED_S)
 
-    def _planned(self, model: EngineModel, limits: Limits, seconds: float) -> PlannedPoints:
+    def _plan_points(self, model: EngineModel, limits: Limits, seconds: float) -> PlannedPoints:
         """The load points that share ``seconds``, without those that would miss the SLO."""
         spec, bound = self.subject.spec, self.subject.spec.shapes[self.subject.shape].max_in_flight
         length = self.subject.max_model_len

@@ -45,11 +45,11 @@ class LoadDriver:
 
         Raises :class:`policy.errors.PreconditionFailed` if requests fail and none succeeds.
         """
-        ended: list[StreamTimings] = []
+        answered: list[StreamTimings] = []
         refused: list[str] = []
         start = perf_counter()
         clients = [
-            asyncio.create_task(self._client(point, ended, refused))
+            asyncio.create_task(self._client(point, answered, refused))
             for _ in range(point.concurrency * replicas)
         ]
         try:
@@ -58,23 +58,23 @@ class LoadDriver:
             for client in clients:
                 client.cancel()
             await asyncio.wait(clients)
-        lasted_s = perf_counter() - start
+        duration_s = perf_counter() - start
         for client in clients:
             if not client.cancelled():
                 client.result()  # raises errors that no endpoint causes
-        if refused and not ended:
+        if refused and not answered:
             raise PreconditionFailed(f"{point.description}: every request failed: {refused[0]}")
         for name in ("input_tokens", "output_tokens"):
-            if counted := [tokens for timings in ended if (tokens := getattr(timings, name))]:
+            if counted := [tokens for timings in answered if (tokens := getattr(timings, name))]:
                 point = point._replace(**{name: round(statistics.median(counted))})
         latencies = [
             Latency(timings.first_at - timings.sent_at, timings.itl_s() or 0.0)
-            for timings in ended
+            for timings in answered
             if timings.first_at is not None
         ]
-        return DriveResult(point, lasted_s, latencies, refused[0] if refused else "")
+        return DriveResult(point, duration_s, latencies, refused[0] if refused else "")
 
-    async def _client(self, point: Point, ended: list[StreamTimings], refused: list[str]) -> None:
+    async def _client(self, point: Point, answered: list[StreamTimings], refused: list[str]) -> None:
         while True:
             wanted = Arrival(0.0, point.input_tokens, point.output_tokens)
             text = self.prompts.text(wanted, next(self._numbers))
@@ -84,4 +84,4 @@ class LoadDriver:
                 refused.append(timings.error)
                 await asyncio.sleep(REFUSED_S)
             else:
-                ended.append(timings)
+                answered.append(timings)

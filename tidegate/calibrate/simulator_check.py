@@ -27,11 +27,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recorded_run(path: Path) -> list[ReplayRow]:
-    """The requests of a replay, sorted by the time of sending.
-
-    Raises :class:`policy.errors.TraceError` for an invalid line, and :class:`policy.errors.ConfigError` if no
-    request was served.
-    """
+    """The requests of a replay, by the time of sending; ``TraceError`` or ``ConfigError`` if invalid."""
     rows = list(Objects(Lines(path), ReplayRow))
     if not any(row.served for row in rows):
         raise ConfigError(str(path), f"{len(rows)} requests", "a replay in which at least one was served")

@@ -17,10 +17,7 @@ _ISO = re.compile(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}(?P<second>:\d{2}(\.\d+)?)?(
 
 
 def duration(text: str) -> float:
-    """A duration with its unit, in seconds: ``90s``, ``30m``, ``2h``, ``1h30m``, ``1d``.
-
-    Raises :class:`click.BadParameter`, also for a number without a unit, which is ambiguous.
-    """
+    """Seconds of ``90s``, ``30m``, ``2h``, ``1h30m``, ``1d``; ``BadParameter`` also without a unit."""
     if not (seconds := parse_duration(text)):
         raise click.BadParameter(f"invalid duration {text!r}: use e.g. 90s, 30m, 2h")
     return seconds

@@ -20,10 +20,7 @@ class Origin:
     """The server of an http or https URL, and the requests to it."""
 
     def __init__(self, url: str, key: str = "") -> None:
-        """The path of ``url``, without a ``/v1`` at its end, prefixes each request's.
-
-        Raises :class:`ValueError` for another URL.
-        """
+        """The path of ``url``, without ``/v1``, prefixes each request's; ``ValueError`` for another URL."""
         split = urlsplit(url)
         if split.scheme not in ("http", "https") or split.hostname is None:
             raise ValueError(f"{url!r} is no URL: expected such as http://127.0.0.1:8080")
@@ -132,7 +129,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.used = False
         self.begun = False
-        self.keeps = True
+        self.reusable = True
         self._transport: asyncio.Transport | None = None
         self._response: Response | None = None
         self._answer: asyncio.Future[int] | None = None
@@ -140,7 +137,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        return self.keeps and self._transport is not None and not self._transport.is_closing()
+        return self.reusable and self._transport is not None and not self._transport.is_closing()
 
     async def exchange(self, request: bytes, sink: Sink) -> int:
         """Send a request and read its answer; returns its status. Raises ``OSError``."""
@@ -162,16 +159,16 @@ class Connection(asyncio.Protocol):
             self.used = True
 
     def abort(self) -> None:
-        self.keeps = False
+        self.reusable = False
         if self._transport is not None:
             self._transport.abort()
 
     def _check_silence(self) -> None:
-        quiet_s = perf_counter() - self._read_at
-        if quiet_s >= SILENT_AFTER_S:
-            self._fail(TimeoutError(f"silent for {quiet_s:.0f} s"))
+        silent_s = perf_counter() - self._read_at
+        if silent_s >= SILENT_AFTER_S:
+            self._fail(TimeoutError(f"silent for {silent_s:.0f} s"))
         elif self._answer is not None:
-            asyncio.get_running_loop().call_later(SILENT_AFTER_S - quiet_s, self._check_silence)
+            asyncio.get_running_loop().call_later(SILENT_AFTER_S - silent_s, self._check_silence)
 
     def _fail(self, error: BaseException) -> None:
         self.abort()
@@ -179,8 +176,8 @@ class Connection(asyncio.Protocol):
             self._answer.set_exception(error)
 
     def _end(self, response: Response) -> None:
-        self.keeps = response.keep_alive
-        if not self.keeps and self._transport is not None:
+        self.reusable = response.keep_alive
+        if not self.reusable and self._transport is not None:
             self._transport.close()
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(response.status)
@@ -206,7 +203,7 @@ class Connection(asyncio.Protocol):
             self._end(response)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.keeps = False
+        self.reusable = False
         if self._response is None:
             return
         try:
@@ -236,7 +233,7 @@ class Pool:
         self._idle.clear()
 
     async def _exchange(self, request: bytes, sink: Sink) -> int:
-        connection = self._kept() or await self._connect()
+        connection = self._idle_connection() or await self._connect()
         try:
             status = await connection.exchange(request, sink)
         except ConnectionError:
@@ -249,7 +246,7 @@ class Pool:
             self._idle.append(connection)
         return status
 
-    def _kept(self) -> Connection | None:
+    def _idle_connection(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.open:

@@ -55,17 +55,17 @@ class Player:
 
     async def _send(self, arrivals: Iterable[Arrival]) -> None:
         start = perf_counter() + LEAD_S
-        room = asyncio.Semaphore(self.in_flight)
+        slots = asyncio.Semaphore(self.in_flight)
         for number, arrival in enumerate(arrivals):
             due = start + arrival.at
             await _until(due - LEAD_S)
             name = self.request_format.name(arrival)
             body = self.request_format.body(name, self.prompts.text(arrival, number), arrival.output_tokens)
             await _until(due)
-            await room.acquire()
-            task = asyncio.create_task(self._ask(arrival, name, body, start))
+            await slots.acquire()
+            task = asyncio.create_task(self._send_one(arrival, name, body, start))
             self._open.add(task)
-            task.add_done_callback(lambda _: room.release())
+            task.add_done_callback(lambda _: slots.release())
             task.add_done_callback(self._closed)
 
     def _closed(self, task: asyncio.Task[None]) -> None:
@@ -76,7 +76,7 @@ class Player:
             self._error = error
             self.stop()
 
-    async def _ask(self, arrival: Arrival, name: str, body: bytes, start: float) -> None:
+    async def _send_one(self, arrival: Arrival, name: str, body: bytes, start: float) -> None:
         status, timings = await send(self.pool, self.request_format.path, body)
         self.on_row(_row(arrival, name, timings, status, start))
 

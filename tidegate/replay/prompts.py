@@ -21,7 +21,7 @@ _WORDS = (  # noqa: SIM905 - a text of words is easier to read than a list
 _BITS = 6
 assert len(_WORDS) == 1 << _BITS
 # The first words of a piece spell its number: 60 of its 64 bits.
-_SPELLED = 10
+_NUMBER_WORDS = 10
 _RING = 1 << 16
 _PIECES = 4096
 
@@ -53,7 +53,7 @@ class Prompts:
         self._starts = [0]
         for word in words:
             self._starts.append(self._starts[-1] + len(word) + 1)
-        self._kept = lru_cache(maxsize=_PIECES)(self._piece)
+        self._cached_piece = lru_cache(maxsize=_PIECES)(self._piece)
 
     def text(self, arrival: Arrival, number: int) -> str:
         """The prompt of the request with this ``number``."""
@@ -76,7 +76,9 @@ class Prompts:
     def _cut(self, number: int, words: int) -> str:
         """The first words of a block; fewer words are a prefix of more."""
         return " ".join(
-            self._kept(xxhash.xxh3_64_intdigest(f"{number} {at}".encode()), min(BLOCK_TOKENS, words - at))
+            self._cached_piece(
+                xxhash.xxh3_64_intdigest(f"{number} {at}".encode()), min(BLOCK_TOKENS, words - at)
+            )
             for at in range(0, words, BLOCK_TOKENS)
         )
 
@@ -85,9 +87,9 @@ class Prompts:
 
     def _piece(self, number: int, words: int) -> str:
         """At most :data:`BLOCK_TOKENS` words; fewer are a prefix of more."""
-        spelled = [_WORDS[number >> _BITS * at & 63] for at in range(min(words, _SPELLED))]
-        if words <= _SPELLED:
-            return " ".join(spelled)
+        number_words = [_WORDS[number >> _BITS * at & 63] for at in range(min(words, _NUMBER_WORDS))]
+        if words <= _NUMBER_WORDS:
+            return " ".join(number_words)
         start = number % _RING
-        end = self._starts[start + words - _SPELLED] - 1
-        return f"{' '.join(spelled)} {self._ring[self._starts[start] : end]}"
+        end = self._starts[start + words - _NUMBER_WORDS] - 1
+        return f"{' '.join(number_words)} {self._ring[self._starts[start] : end]}"

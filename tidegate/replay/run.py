@@ -24,7 +24,7 @@ from tidegate.replay.prompts import Fit, Prompts
 from tidegate.replay.results import ReplayRow, RequestResult, Tally
 
 # Descriptors beside those of the connections.
-_OTHERS = 64
+_OTHER_DESCRIPTORS = 64
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,19 @@ async def replay(
         tally = Tally()
         with record.open("wb") if record is not None else nullcontext() as file:
 
-            def over(row: ReplayRow) -> None:
+            def record_row(row: ReplayRow) -> None:
                 tally.add(row)
                 if file is not None:
                     file.write(msgspec.json.encode(row) + b"\n")
                 on_row(row)
 
-            player = Player(pool, request_format, Prompts(seed, fit), in_flight=_room(in_flight), on_row=over)
+            player = Player(
+                pool,
+                request_format,
+                Prompts(seed, fit),
+                in_flight=_connection_limit(in_flight),
+                on_row=record_row,
+            )
             began = perf_counter()
             with stopped_by_signals(player.stop) as interrupted:
                 await player.play(arrivals)
@@ -110,13 +116,13 @@ def stopped_by_signals(stop: Callable[[], object]) -> Iterator[list[int]]:
     loop = asyncio.get_running_loop()
     received: list[int] = []
 
-    def on(number: int) -> None:
+    def on_signal(number: int) -> None:
         received.append(number)
         stop()
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
-        loop.add_signal_handler(number, on, number)
+        loop.add_signal_handler(number, on_signal, number)
     try:
         yield received
     finally:
@@ -124,12 +130,12 @@ def stopped_by_signals(stop: Callable[[], object]) -> Iterator[list[int]]:
             loop.remove_signal_handler(number)
 
 
-def _room(in_flight: int) -> int:
+def _connection_limit(in_flight: int) -> int:
     """``in_flight``, or the maximum that the limit on open files allows; raises the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = in_flight + _OTHERS
+    wanted = in_flight + _OTHER_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return max(min(in_flight, wanted - _OTHERS), 1)
+    return max(min(in_flight, wanted - _OTHER_DESCRIPTORS), 1)

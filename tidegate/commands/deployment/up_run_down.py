@@ -81,12 +81,8 @@ def welcome(deployment: Deployment) -> str:
     head = f"\nTidegate is ready at {base}/v1\n"
     if spec is None:
         return head
-    body = {
-        "model": spec.name,
-        "messages": [{"role": "user", "content": _QUESTION}],
-        "temperature": 0,
-        "max_tokens": 32,
-    }
+    messages = [{"role": "user", "content": _QUESTION}]
+    body = {"model": spec.name, "messages": messages, "temperature": 0, "max_tokens": 32}
     key, header = "unused", ""
     if deployment.tenants:
         key = f"KEY-OF-{deployment.tenants[0].name}"

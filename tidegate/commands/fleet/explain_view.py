@@ -125,14 +125,13 @@ def _override(override: Override, now: float) -> str:
 
 def render_decision(logged: LoggedDecision, after: Aftermath | None, now: float) -> RenderableType:
     """One decision; ``after`` is the goal that followed, if known, and ``now`` the reader's Unix time."""
-    decision = logged.decision
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="dim", width=_LABEL, no_wrap=True)
     rows.add_column(overflow="fold")
     for label, *lines in _sections(logged, after, now):
         for i, line in enumerate(lines):
             rows.add_row("" if i else label, line)
-    return Group(_headline(decision, now), rows)
+    return Group(_headline(logged.decision, now), rows)
 
 
 def _headline(decision: Decision, now: float) -> Text:
@@ -231,14 +230,11 @@ def _latency(demand: Demand, slo: SloConfig) -> Text:
 
 
 def _quantile(name: str, measured: LatencyQuantiles | None, slo_s: float | None) -> Text:
-    text = Text(f"{name} p95 ")
+    slo = "" if slo_s is None else f" (SLO {latency(slo_s)})"
     if measured is None:
-        text.append("not measured")
-    else:
-        text.append(latency(measured.p95), style="red" if slo_s is not None and measured.p95 > slo_s else "")
-    if slo_s is not None:
-        text.append(f" (SLO {latency(slo_s)})")
-    return text
+        return Text(f"{name} p95 not measured{slo}")
+    style = "red" if slo_s is not None and measured.p95 > slo_s else ""
+    return Text.assemble(f"{name} p95 ", (latency(measured.p95), style), slo)
 
 
 def _lengths(demand: Demand) -> str:
@@ -282,9 +278,8 @@ def _replicas(replicas: Sequence[ReplicaSample], stale_s: float) -> Iterable[Tex
         if each.slowness >= _SLOW or each.throttled:
             why = f" ({each.throttled})" if each.throttled else ""
             yield Text(f"{each.id}: steps take {each.slowness:.2f}x the predicted time{why}", style="yellow")
-    watts = [each.watts for each in replicas if each.watts is not None]
-    celsius = [each.celsius for each in replicas if each.celsius is not None]
-    if watts:
+    if watts := [each.watts for each in replicas if each.watts is not None]:
+        celsius = [each.celsius for each in replicas if each.celsius is not None]
         hottest = f", hottest GPU {max(celsius):.0f} °C" if celsius else ""
         yield Text(f"power {sum(watts):.0f} W{hottest}")
 
