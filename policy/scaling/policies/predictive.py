@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from policy.config.control import Seconds, Section
 from policy.engine.replica_capacity import FULL
-from policy.scaling.forecast import Series, Smoothing, ahead, observed, shortfall, tried
+from policy.scaling.forecast import Series, Smoothing, forecast_rate, observed, shortfall, with_trial
 from policy.scaling.policies.observed_capacity import ObservedCapacity, observe_capacity, sustained
 from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
 from policy.scaling.policies.token_saturation import learned, saturation, with_mode
@@ -167,12 +167,12 @@ class Predictive(Section, frozen=True):
         deserted = demand.arrivals.last_60_s <= _NOBODY and not view.has_demand
         forecast = 0.0 if deserted else is_usable(self._ahead(series, lead_s))
         # The level, since a mean of the last minute is half a minute late.
-        series = tried(series, is_usable(series.level), lead_s, forecast)
+        series = with_trial(series, is_usable(series.level), lead_s, forecast)
         return series, forecast, is_usable(forecast + shortfall(series, self.quantile, forecast))
 
     def _ahead(self, series: Series, lead_s: float) -> float:
         """The rate in ``lead_s`` seconds, with the significant part of a rise."""
-        rise = ahead(series, lead_s, self._smoothing) - series.level
+        rise = forecast_rate(series, lead_s, self._smoothing) - series.level
         level_s, trend_s = self._smoothing.level_s, self._smoothing.trend_s
         # With Poisson arrivals the level has a variance of rate / (2 level_s).
         chance = math.sqrt(max(0.0, series.level) / (2 * level_s)) * lead_s / math.sqrt(level_s * trend_s)

@@ -1,4 +1,4 @@
-"""Laws of a decision, whichever policy asks for what, and that a log of them can be decided again."""
+"""Laws of decisions for any policy, and their replay from the journal."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ scales = st.builds(
 
 @st.composite
 def situations(draw: st.DrawFn, model: str = "chat") -> Situation:
-    """Anything that may be, sensible or not."""
+    """Any situation, sensible or not."""
     least = draw(st.integers(0, 2))
     rungs = (rung(SMALL.mode, least=least, most=draw(st.integers(max(1, least), 9))), LARGE)
     count = draw(st.integers(0, 10))
@@ -113,7 +113,7 @@ def situations(draw: st.DrawFn, model: str = "chat") -> Situation:
 
 
 def numbers(value: Any) -> list[float]:
-    """All that are in it, at any depth."""
+    """All numbers in ``value``, at any depth."""
     if isinstance(value, dict):
         return [number for part in value.values() for number in numbers(part)]
     if isinstance(value, list | tuple):
@@ -122,7 +122,7 @@ def numbers(value: Any) -> list[float]:
 
 
 def bounds(given: Situation) -> tuple[int, int]:
-    """How far the count may go in one step."""
+    """The bounds of one step."""
     scale, count = given.scale, given.count
     return (
         count - max(1, math.floor(scale.max_step_down * count + 1e-9)),
@@ -131,7 +131,7 @@ def bounds(given: Situation) -> tuple[int, int]:
 
 
 @given(situations(), st.sampled_from(NAMES))
-def test_a_decision_is_the_same_through_the_log_and_has_only_numbers(given: Situation, name: str) -> None:
+def test_a_decision_replays_through_json_and_is_finite(given: Situation, name: str) -> None:
     chosen = mind(name, shadow="panic_window")
     decision, memory = decide(given, chosen)
     again, kept = decide(msgspec.json.decode(msgspec.json.encode(given), type=Situation), chosen)
@@ -143,7 +143,7 @@ def test_a_decision_is_the_same_through_the_log_and_has_only_numbers(given: Situ
 
 
 @given(situations(), st.integers(0, 12))
-def test_a_count_goes_no_further_than_a_step(given: Situation, asked: int) -> None:
+def test_a_decision_is_within_one_step(given: Situation, asked: int) -> None:
     decision = decide(given, asked)[0]
     if decision.mode == given.mode:
         low, high = bounds(given)
@@ -151,7 +151,7 @@ def test_a_count_goes_no_further_than_a_step(given: Situation, asked: int) -> No
 
 
 @given(situations(), st.integers(0, 12))
-def test_who_has_to_be_healthy_stays_where_nothing_forbids_it(given: Situation, asked: int) -> None:
+def test_min_healthy_replicas_stay(given: Situation, asked: int) -> None:
     awake = msgspec.structs.replace(given, scale=msgspec.structs.replace(given.scale, zero_after_s=None))
     decision = decide(awake, asked)[0]
     most = next(rung for rung in given.rungs if rung.mode == decision.mode).most
@@ -164,7 +164,7 @@ def test_who_has_to_be_healthy_stays_where_nothing_forbids_it(given: Situation, 
 
 
 @given(situations(), st.sampled_from(["none", "old", "silent"]), st.integers(0, 12))
-def test_missing_or_stale_signals_take_nothing_away_and_switch_nothing(
+def test_missing_or_stale_signals_neither_scale_down_nor_switch(
     given: Situation, how: str, asked: int
 ) -> None:
     serving = given.supply.serving
@@ -178,13 +178,12 @@ def test_missing_or_stale_signals_take_nothing_away_and_switch_nothing(
     blind = msgspec.structs.replace(given, signals=unseen[how])
     decision = decide(blind, asked)[0]
     assert decision.mode == given.mode
-    # What the document allows no more of goes all the same.
+    # Replicas beyond a lowered maximum are removed all the same.
     assert decision.count >= min(given.count, given.rungs[0].most)
 
 
 @given(st.data(), st.integers(1, 24), st.none() | st.floats(100, 9000))
-def test_nobody_grows_over_a_budget(data: st.DataObject, gpus: int, watts: float | None) -> None:
-    """Whatever several models ask for, and whatever they hold already."""
+def test_no_model_grows_beyond_the_budget(data: st.DataObject, gpus: int, watts: float | None) -> None:
     shared = Budget(gpus=gpus, watts=watts)
     given = {name: data.draw(situations(name)) for name in ("a", "b", "c")}
     if watts is not None:
@@ -197,7 +196,7 @@ def test_nobody_grows_over_a_budget(data: st.DataObject, gpus: int, watts: float
     made = decide_all(
         given, shared, {name: ModelPolicies(Wants(data.draw(st.integers(0, 9)))) for name in given}
     )
-    # Counts are what is aimed for: what leaves until then is the planner's to wait for.
+    # Desired counts: the rollout waits for replicas that leave.
     for resource, bound in (("gpus", gpus), ("watts", watts)):
         before = after = 0.0
         for name, each in given.items():
@@ -209,7 +208,7 @@ def test_nobody_grows_over_a_budget(data: st.DataObject, gpus: int, watts: float
 
 
 @given(situations(), st.floats(0, 20), st.floats(0, 20), st.sampled_from(NAMES))
-def test_more_load_never_means_fewer(given: Situation, one: float, other: float, name: str) -> None:
+def test_more_load_never_needs_fewer_replicas(given: Situation, one: float, other: float, name: str) -> None:
     counts = []
     for rate in sorted((one, other)):
         signals = Signals(demand=demand(rate, queued=int(rate)), replicas=given.signals.replicas)
@@ -219,12 +218,12 @@ def test_more_load_never_means_fewer(given: Situation, one: float, other: float,
 
 
 @given(situations(), st.integers(0, 12), st.integers(0, 12), st.floats(-100, 100))
-def test_an_override_binds_until_its_instant_and_not_after(
-    given: Situation, asked: int, count: int, term_s: float
+def test_an_override_applies_until_its_end(
+    given: Situation, asked: int, count: int, duration_s: float
 ) -> None:
-    until = NOON + term_s
-    hand = Override(mode=given.mode, count=count, until=until)
-    decision = decide(msgspec.structs.replace(given, override=hand), asked)[0]
+    until = NOON + duration_s
+    override = Override(mode=given.mode, count=count, until=until)
+    decision = decide(msgspec.structs.replace(given, override=override), asked)[0]
     if until <= NOON:
         assert decision == decide(given, asked)[0]
     else:
@@ -253,8 +252,8 @@ def random_load(stream: Random, most: float = 1.0) -> Callable[[float], float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 3, 4, 5])
 @pytest.mark.parametrize("name", ["predictive", "target_tracking"])
-def test_nothing_flaps_under_any_load(seed: int, name: str) -> None:
-    """Modes keep their dwell, and a count falls only to what was enough for the hold."""
+def test_no_flapping_under_random_load(seed: int, name: str) -> None:
+    """Switches keep the dwell time, and scale-downs the scale-down delay."""
     load = random_load(Random(seed))  # noqa: S311 - loads are no secret
     model = Model("chat", load, rungs=BOTH, slo=QUICK, mind=ModelPolicies(mind(name).live))
     play = Play(model, budget=Budget(gpus=12)).run(1800)
@@ -272,8 +271,8 @@ def test_nothing_flaps_under_any_load(seed: int, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_models_that_share_a_budget_never_take_more_and_replay(seed: int) -> None:
-    """Three models of two priorities with switches between them; the log of it all is decided again."""
+def test_models_that_share_a_budget_stay_within_it_and_replay(seed: int) -> None:
+    """Three models of two priorities; each logged decision is replayed."""
     stream = Random(seed)  # noqa: S311 - loads are no secret
     budget = Budget(gpus=stream.choice([8, 10, 14]))
     models = [
@@ -289,19 +288,19 @@ def test_models_that_share_a_budget_never_take_more_and_replay(seed: int) -> Non
         for name, priority in (("a", 1), ("b", 0), ("c", 0))
     ]
     play = Play(*models, budget=budget)
-    minds = {model.name: model.mind for model in models}
+    policies = {model.name: model.mind for model in models}
     for _ in range(360):
         play.tick()
         assert play.taken("gpus") <= (budget.gpus or 0)
         given, made = play.log[-1]
         assert all(decision.count for decision in made.values())
-        assert replayed(given, budget, minds) == made
+        assert replayed(given, budget, policies) == made
 
 
 # Single decisions.
 
 
-def test_policies_are_asked_with_their_own_memories_and_in_the_present_mode() -> None:
+def test_each_policy_gets_its_own_memory() -> None:
     asked = ModelPolicies(Proportional(), Proportional(), {"a": Proportional(), "b": Wants(7)})
     given = situation(
         rate=3.0, memory=Memory(policy={"asked": 4}, shadow={"asked": 9}, others={"a": {"asked": 1}})
@@ -315,14 +314,18 @@ def test_policies_are_asked_with_their_own_memories_and_in_the_present_mode() ->
     assert decide(given, ModelPolicies(Proportional()))[0].shadow is None
 
 
-def test_until_a_request_has_ended_its_length_is_assumed() -> None:
+def test_request_lengths_are_assumed_until_one_has_ended() -> None:
     assert workload_of(None) == workload_of(demand(1.0, input_tokens=0.0, output_tokens=0.0))
     assert (workload_of(None).input_tokens, workload_of(None).output_tokens) == (512.0, 128.0)
-    told = workload_of(demand(1.0, input_tokens=100.0, output_tokens=0.0, hit=1.0))
-    assert (told.input_tokens, told.output_tokens, told.uncached_tokens) == (100.0, 1.0, pytest.approx(1.0))
+    workload = workload_of(demand(1.0, input_tokens=100.0, output_tokens=0.0, hit=1.0))
+    assert (workload.input_tokens, workload.output_tokens, workload.uncached_tokens) == (
+        100.0,
+        1.0,
+        pytest.approx(1.0),
+    )
 
 
-def test_a_decision_says_what_led_to_it() -> None:
+def test_the_reason_names_proposal_limits_and_shortage() -> None:
     given = situation(rate=6.0, count=1)
     decision, _ = decide(given, ModelPolicies(Proportional()), Budget(gpus=4))
     assert decision.reason == (
@@ -333,8 +336,8 @@ def test_a_decision_says_what_led_to_it() -> None:
     assert decision.outlooks == ()
 
 
-def test_a_dry_run_decides_the_same_and_keeps_counting() -> None:
-    """Nothing of it is carried out, so the count stays: what was enough goes on having been enough."""
+def test_a_dry_run_decides_the_same() -> None:
+    """Decisions are not carried out, so the scale-down delay goes on."""
     guard = msgspec.structs.replace(situation().guard, dry_run=True)
     given = situation(count=4, guard=guard)
     for tick in range(20):
@@ -345,7 +348,7 @@ def test_a_dry_run_decides_the_same_and_keeps_counting() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_clock_that_was_set_back_keeps_nothing_from_being_decided(name: str) -> None:
+def test_decisions_continue_after_the_clock_was_set_back(name: str) -> None:
     """A controller starts after the clock was set back an hour, with the memory of its predecessor."""
     before = Play(Model("chat", lambda t: 6.0, mind=mind(name), count=8)).run(300).models[0].memory
     later = msgspec.structs.replace(before, switched_at=before.at)
@@ -361,8 +364,8 @@ def test_a_clock_that_was_set_back_keeps_nothing_from_being_decided(name: str) -
     assert play.models[0].memory.switched_at == NOON - 3600.0
 
 
-def test_what_nobody_decided_on_was_not_seen() -> None:
-    """What was enough, and promised a gain, before a controller was away for an hour has to last anew."""
+def test_delays_restart_after_a_time_without_decisions() -> None:
+    """Scale-down delay and mode confirmation begin again after the controller was away for an hour."""
     given = situation(count=4, rungs=BOTH, slo=QUICK)
     _, memory = decide(given, 1)
     assert memory.low_since and memory.better_since

@@ -1,4 +1,4 @@
-"""What each safety rule does to a count, in which order, and what it says."""
+"""The effect, order and reason of each guardrail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def clips(decision: Decision) -> list[tuple[str, int, int]]:
 
 
 def enough_for(seconds: float, count: int, given: Situation) -> Situation:
-    """With ``count`` having been enough for so long."""
+    """``count`` has been enough for ``seconds``."""
     return msgspec.structs.replace(given, memory=Memory(low_since={count: given.at - seconds}))
 
 
@@ -46,16 +46,16 @@ def by_hand(count: int | None, until: float | None = None, mode: str = SMALL.mod
     return Override(mode=mode, count=count, until=until)
 
 
-def test_what_is_set_by_hand_goes_before_policies_steps_holds_and_signals() -> None:
+def test_an_override_ignores_policies_steps_holds_and_stale_metrics() -> None:
     given = situation(count=6, signals=Signals(), override=by_hand(1))
     decision, memory = decide(given, 6)
     assert (decision.count, clips(decision)) == (1, [("override", 6, 1)])
     assert decision.clips[0].why == "set manually until cleared"
-    # The end of a term is no reason to fall: holding begins anew.
+    # The scale-down delay begins again at its end.
     assert memory.low_since == {}
 
 
-def test_bounds_min_healthy_and_budgets_bind_what_is_set_by_hand() -> None:
+def test_bounds_min_healthy_and_budgets_limit_an_override() -> None:
     healthy = ScaleConfig(min_healthy=2)
     over = decide(situation(count=2, override=by_hand(20)), 2)[0]
     assert (over.count, clips(over)) == (8, [("override", 2, 20), ("budget", 20, 8)])
@@ -65,7 +65,7 @@ def test_bounds_min_healthy_and_budgets_bind_what_is_set_by_hand() -> None:
     assert (low.count, clips(low)) == (2, [("override", 2, 1), ("min_healthy", 1, 2)])
 
 
-def test_a_mode_that_may_have_none_can_be_put_to_sleep_by_hand_and_stays_so() -> None:
+def test_an_override_can_scale_to_zero() -> None:
     given = situation(count=2, rungs=(ZERO,), override=by_hand(0))
     assert decide(given, 2)[0].count == 0
     waits = Signals(demand=demand(1.0, queued=3))
@@ -74,11 +74,11 @@ def test_a_mode_that_may_have_none_can_be_put_to_sleep_by_hand_and_stays_so() ->
     assert decide(situation(count=2, override=by_hand(0)), 2)[0].count == 1
 
 
-def test_an_override_of_a_mode_that_is_gone_is_none() -> None:
+def test_an_override_of_a_removed_mode_is_ignored() -> None:
     assert decide(situation(count=2, override=by_hand(7, mode="huge")), 2)[0].count == 2
 
 
-def test_a_mode_set_by_hand_leaves_the_count_to_the_policy() -> None:
+def test_an_override_of_the_mode_alone_leaves_the_count_to_the_policy() -> None:
     given = situation(count=2, rungs=(SMALL, LARGE), override=by_hand(None))
     decision = decide(given, 3)[0]
     assert (decision.mode, decision.count, decision.clips) == (SMALL.mode, 3, ())
@@ -96,38 +96,38 @@ def test_a_mode_set_by_hand_leaves_the_count_to_the_policy() -> None:
         (Signals(demand=demand(1.0), replicas=figures(4, age_s=16.0)), "4 of 4 serving replicas"),
     ],
 )
-def test_what_is_not_seen_takes_nothing_away_however_long(signals: Signals, why: str) -> None:
+def test_stale_metrics_never_scale_down(signals: Signals, why: str) -> None:
     given = enough_for(3600, 1, situation(count=4, signals=signals))
     decision = decide(given, 1)[0]
     assert (decision.count, clips(decision)) == (4, [("staleness", 1, 4)])
     assert decision.clips[0].why.startswith(why)
 
 
-def test_what_is_not_seen_may_still_add() -> None:
+def test_stale_metrics_may_scale_up() -> None:
     assert decide(situation(count=2, signals=Signals()), 4)[0].count == 4
 
 
-def test_figures_as_old_as_allowed_are_seen() -> None:
+def test_metrics_as_old_as_allowed_are_not_stale() -> None:
     signals = Signals(demand=demand(1.0, age_s=15.0), replicas=figures(4, age_s=15.0))
     assert decide(enough_for(60, 2, situation(count=4, signals=signals)), 2)[0].count == 2
 
 
-def test_a_gap_in_the_signals_begins_the_hold_anew() -> None:
+def test_stale_metrics_restart_the_scale_down_delay() -> None:
     memory = decide(enough_for(3600, 1, situation(count=4, signals=Signals())), 1)[1]
     assert memory.low_since == {}
 
 
-# Min healthy, and none at all.
+# Minimum, and scale to zero.
 
 
 def idle(seconds: float, count: int = 1, **changes: Any) -> Situation:
-    """Nobody has asked for so long, and nothing runs."""
+    """No request for ``seconds``, and none runs."""
     changes = {"idle_s": seconds, "arrivals": rates(0.0), "concurrency": rates(0.0)} | changes
     signals = Signals(demand=demand(0.0, **changes), replicas=figures(count, running=0))
     return situation(count=count, rungs=(ZERO,), scale=SLEEPY, signals=signals)
 
 
-def test_after_so_long_without_a_request_there_is_none() -> None:
+def test_an_idle_model_is_scaled_to_zero() -> None:
     decision = decide(idle(300.0), 1)[0]
     assert (decision.count, clips(decision)) == (0, [("min_healthy", 1, 0)])
     assert "no request for 300 s" in decision.clips[0].why
@@ -139,7 +139,7 @@ def test_after_so_long_without_a_request_there_is_none() -> None:
         idle(299.0),
         idle(600.0, queued=1),
         idle(600.0, concurrency=rates(0.1)),
-        # Nobody for 300 s, and a start takes as long: somebody comes meanwhile with a probability of 0.63.
+        # The probability of a request within the start-up time is 0.63.
         msgspec.structs.replace(
             idle(300.0, arrivals=msgspec.structs.replace(rates(0.0), last_600_s=0.05)),
             rungs=(rung("multi-replica", least=0, lead_s=300.0),),
@@ -152,13 +152,13 @@ def test_after_so_long_without_a_request_there_is_none() -> None:
             signals=Signals(demand=idle(600.0).signals.demand, replicas=figures(1, running=1)),
         ),
     ],
-    ids=["soon", "queued", "running", "likely", "unset", "not the mode", "unseen", "in an engine"],
+    ids=["soon", "queued", "running", "likely", "unset", "not in this mode", "stale", "in an engine"],
 )
-def test_otherwise_one_stays(given: Situation) -> None:
+def test_one_replica_stays_unless_the_model_is_idle(given: Situation) -> None:
     assert decide(given, 0)[0].count == 1
 
 
-def test_who_waits_wakes_a_model_at_once_whatever_the_policy_says() -> None:
+def test_a_queued_request_wakes_a_model_at_once() -> None:
     given = idle(0.0, count=0, queued=2, arrivals=rates(0.1))
     decision = decide(given, 0)[0]
     assert (decision.count, clips(decision)) == (1, [("min_healthy", 0, 1)])
@@ -170,22 +170,22 @@ def test_who_waits_wakes_a_model_at_once_whatever_the_policy_says() -> None:
     [
         (idle(900.0, count=0), 0),
         (msgspec.structs.replace(idle(900.0, count=0), signals=Signals()), 0),
-        # A gateway that began to count anew heard of nobody either.
+        # A restarted gateway counts from zero.
         (idle(3.0, count=0), 0),
         (idle(3.0, count=0, arrivals=rates(0.2)), 1),
         (idle(900.0, count=0, age_s=60.0, queued=1), 1),
     ],
-    ids=["nobody", "no data", "new gateway", "somebody asked", "waits, told long ago"],
+    ids=["idle", "no data", "new gateway", "requests", "queued, stale"],
 )
-def test_a_sleeper_wakes_for_somebody_only(given: Situation, count: int) -> None:
-    # The policy would wake it: its forecast remembers that there was load.
+def test_only_requests_wake_a_model(given: Situation, count: int) -> None:
+    # The policy would wake it: its forecast includes earlier load.
     assert decide(given, 2)[0].count == count
 
 
 # Budget.
 
 
-def test_a_budget_bounds_and_says_what_is_short() -> None:
+def test_a_budget_limits_and_reports_the_shortage() -> None:
     given = situation(rate=6.0, count=2, overflow=True)
     decision, memory = decide(given, 4, Budget(gpus=3))
     assert (decision.count, clips(decision)) == (3, [("budget", 4, 3)])
@@ -197,15 +197,15 @@ def test_a_budget_bounds_and_says_what_is_short() -> None:
     assert decide(later, 4)[1].starved_since is None
 
 
-def test_what_the_bounds_of_a_mode_leave_unserved_is_short_as_well() -> None:
+def test_the_bounds_of_a_mode_leave_a_shortage_too() -> None:
     given = situation(rate=3.0, rungs=(rung("multi-replica", most=1),))
     decision = decide(given, 1)[0]
     assert decision.short == pytest.approx(3.0 - decision.capability.mu)
-    # Where more may be had it is the policy that asks for no more.
+    # Below the bounds the policy needs no more.
     assert decide(situation(rate=3.0), 1)[0].short == 0.0
 
 
-def test_a_budget_that_shrinks_is_not_held_but_goes_by_steps() -> None:
+def test_a_smaller_budget_applies_in_steps_without_delay() -> None:
     decision = decide(situation(count=8), 8, Budget(gpus=2))[0]
     assert clips(decision) == [("budget", 8, 2), ("step", 2, 4)]
 
@@ -218,10 +218,10 @@ def test_a_budget_that_shrinks_is_not_held_but_goes_by_steps() -> None:
         ({"supply": Supply(wanted=6, serving=5, starting_s=(9.0,))}, 6),
         ({"leaving": {"single-large": 1}}, 6),
     ],
-    ids=["seen", "unseen", "starting", "switching"],
+    ids=["fresh", "stale", "starting", "switching"],
 )
-def test_nobody_takes_from_who_is_not_seen_or_under_way(changes: dict[str, Any], left: int) -> None:
-    """Six of eight cards, of which a model of a higher priority wants five and has two."""
+def test_replicas_of_a_stale_or_changing_model_are_not_taken(changes: dict[str, Any], left: int) -> None:
+    """``low`` has six of eight GPUs, of which a higher priority needs five and has two."""
     low = situation(**({"model": "low", "count": 6, "priority": -1} | changes))
     high = situation(model="high", count=2, memory=Memory(starved_since=NOON - 10))
     made = decide_all(
@@ -242,7 +242,7 @@ def test_nobody_takes_from_who_is_not_seen_or_under_way(changes: dict[str, Any],
         *((8, 1, 0.5, 4), (3, 1, 0.5, 2), (2, 1, 0.1, 1), (8, 1, 1.0, 1)),
     ],
 )
-def test_a_step_is_a_part_of_what_there_is_and_one_at_least(
+def test_a_step_is_a_fraction_of_the_count_and_at_least_one(
     count: int, asked: int, part: float, now: int
 ) -> None:
     wide, scale = rung("multi-replica", most=20), ScaleConfig(max_step_up=part, max_step_down=part)
@@ -250,14 +250,14 @@ def test_a_step_is_a_part_of_what_there_is_and_one_at_least(
     assert decide(given, asked)[0].count == now
 
 
-def test_what_fails_to_start_gets_no_more_of_it() -> None:
+def test_failing_starts_stop_a_scale_up() -> None:
     failing = Supply(wanted=3, serving=2, failures=3)
     decision = decide(situation(count=3, supply=failing), 5)[0]
     assert (decision.count, clips(decision)) == (3, [("step", 5, 3)])
     assert decision.clips[0].why == "3 starts in a row failed"
     twice = msgspec.structs.replace(failing, failures=2)
     assert decide(situation(count=3, supply=twice), 5)[0].count == 5
-    # But who sleeps is woken, for nobody else is there.
+    # A model at zero is woken all the same.
     given = msgspec.structs.replace(idle(0.0, count=0, queued=1), supply=Supply(failures=9))
     assert decide(given, 0)[0].count == 1
 
@@ -265,7 +265,7 @@ def test_what_fails_to_start_gets_no_more_of_it() -> None:
 # Hold.
 
 
-def test_a_count_falls_to_what_was_enough_for_the_whole_hold() -> None:
+def test_a_scale_down_is_to_the_count_that_was_enough_for_the_whole_delay() -> None:
     lows = {1: NOON - 20, 3: NOON - 60, 5: NOON - 300}
     given = situation(count=6, scale=ScaleConfig(max_step_down=1.0), memory=Memory(low_since=lows))
     decision, memory = decide(given, 1)
@@ -274,18 +274,18 @@ def test_a_count_falls_to_what_was_enough_for_the_whole_hold() -> None:
     assert memory.low_since == lows
 
 
-def test_more_is_wanted_so_fewer_were_never_enough() -> None:
+def test_a_higher_need_restarts_the_delay_of_lower_counts() -> None:
     lows = {1: NOON - 20, 3: NOON - 60}
     given = situation(count=6, memory=Memory(low_since=lows))
     memory = decide(given, 4)[1]
-    # Four have been enough since three were; three are no more.
+    # Four have been enough since three were.
     assert memory.low_since == {4: NOON - 60}
 
 
 @pytest.mark.parametrize(
     ("hold_s", "lead_s", "held_s"), [("auto", 30.0, 60.0), ("auto", 200.0, 200.0), (15.0, 200.0, 15.0)]
 )
-def test_auto_is_a_minute_or_the_time_of_a_start(hold_s: Any, lead_s: float, held_s: float) -> None:
+def test_the_auto_delay_is_a_minute_or_the_start_up_time(hold_s: Any, lead_s: float, held_s: float) -> None:
     given = situation(
         count=2, rungs=(rung("multi-replica", lead_s=lead_s),), scale=ScaleConfig(hold_s=hold_s)
     )
@@ -304,18 +304,20 @@ def test_auto_is_a_minute_or_the_time_of_a_start(hold_s: Any, lead_s: float, hel
     ],
     ids=["starting", "unsettled", "switching", "failing", "failing switch"],
 )
-def test_nothing_falls_while_something_is_under_way(changes: dict[str, Any], count: int, why: str) -> None:
+def test_no_scale_down_while_the_last_change_is_under_way(
+    changes: dict[str, Any], count: int, why: str
+) -> None:
     decision = decide(enough_for(3600, 2, situation(count=4, **changes)), 2)[0]
     assert decision.count == count
     assert why in "".join(clip.why for clip in decision.clips if clip.rule is Guardrail.HOLD)
 
 
-def test_a_switch_under_way_may_grow() -> None:
+def test_a_scale_up_is_allowed_during_a_switch() -> None:
     given = situation(count=2, settled=False, leaving={"single-large": 1})
     assert decide(given, 4)[0].count == 4
 
 
-def test_the_rules_are_applied_in_their_order() -> None:
+def test_the_order_of_the_guardrails() -> None:
     given = situation(
         count=1,
         signals=Signals(),

@@ -1,4 +1,4 @@
-"""The planner: what a switch may hold, must keep and always reaches; when an aim is reached, and when not."""
+"""Rollouts: what a switch may hold, must keep and always reaches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from policy.scaling.rollout import (
     Layer,
     LayerKey,
     Rollout,
-    reached,
     verdict,
 )
 
@@ -73,7 +72,6 @@ class Cluster:
         return self
 
     def layers(self) -> dict[LayerKey, Layer]:
-        """What a controller would observe."""
         return {
             key: Layer(
                 wanted=wanted,
@@ -111,7 +109,6 @@ class Cluster:
         )
 
     def reached(self) -> bool:
-        """Whether the goal is all there is."""
         alone = all(not replicas for key, replicas in self.replicas.items() if key != self.goal.key)
         own = self.replicas.get(self.goal.key, [])
         return alone and len(own) == self._count(self.goal.key, "ready") == self.goal.count
@@ -121,7 +118,7 @@ class Cluster:
         staying = [replica for replica in replicas if replica.state != "draining"]
         self.wanted[key] = count
         replicas += [Played("starting", self.random.randint(1, 4)) for _ in range(count - len(staying))]
-        # Which ones leave is not the plan's to choose.
+        # The rollout does not choose which replicas leave.
         for replica in self.random.sample(staying, max(0, len(staying) - count)):
             replica.state, replica.ticks = "draining", self.random.randint(1, 4)
 
@@ -148,7 +145,7 @@ def _name(key: LayerKey) -> str:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    """Something that runs within its budget, and a goal that fits the budget by itself."""
+    """Layers within the budget, and a goal that fits it alone."""
     shapes = draw(st.sampled_from([gpu_shapes, cpu_shapes]))
     large, small = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     footprints = shapes(large, small)
@@ -177,9 +174,9 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 
 @given(clusters())
-def test_a_switch_keeps_its_promises_at_every_tick(cluster: Cluster) -> None:
+def test_a_switch_keeps_budget_and_min_healthy_at_every_tick(cluster: Cluster) -> None:
     floor = 0 if cluster.goal.gap else min(cluster.goal.min_healthy, cluster.ready())
-    starves = cluster.rollout().needs_gap()
+    needs_gap = cluster.rollout().needs_gap()
     for _ in range(ENOUGH_TICKS):
         cluster.tick()
         assert cluster.gpus is None or cluster.used("gpus") <= cluster.gpus
@@ -187,7 +184,7 @@ def test_a_switch_keeps_its_promises_at_every_tick(cluster: Cluster) -> None:
         assert cluster.ready() >= floor
         if cluster.reached():
             break
-    if cluster.goal.gap or not starves:
+    if cluster.goal.gap or not needs_gap:
         assert cluster.reached()
     if cluster.reached():
         assert cluster.cpus is None or cluster.used("cpus") <= cluster.cpus
@@ -224,7 +221,7 @@ TIMELINES = {
         Goal(key=LARGE, count=1), gpu_shapes(8, 1), {"gpus": 16}, {"small": 8},
         [{"small": 8, "large": 1}, {"small": 0, "large": 1}],
     ),
-    "many healthy replicas are kept by giving up fewer than half": (
+    "min_healthy keeps more than half": (
         Goal(key=NEW_SMALL, count=4, min_healthy=3), gpu_shapes(4, 1), {"gpus": 4}, {"small": 4},
         [{"small": 3, "small2": 0}, {"small": 3, "small2": 1}],
     ),
@@ -255,7 +252,7 @@ def test_a_new_generation_of_the_same_shape_rolls_over_scarce_gpus() -> None:
     assert old == sorted(old, reverse=True)
 
 
-def test_of_two_old_layers_one_gives_way() -> None:
+def test_one_of_two_old_layers_is_scaled_down_first() -> None:
     cluster = Cluster(Goal(key=LARGE, count=1), gpu_shapes(1, 1), gpus=2).run(small=1, small2=1)
     assert sum(timeline(cluster)[0].values()) == 1
 
@@ -279,7 +276,7 @@ ONE_STEP = {
         Goal(key=SMALL, count=2), {SMALL: Layer(wanted=1, ready=1, draining=1)},
         gpu_shapes(4, 1), {"gpus": 2}, {SMALL: 1},
     ),
-    "what fails to start gives way although nothing is healthy": (
+    "failing starts are scaled down although nothing is healthy": (
         Goal(key=NEW_SMALL, count=1), {SMALL: Layer(wanted=1, starting=1, failures=2)},
         gpu_shapes(4, 1), {"gpus": 1}, {SMALL: 0, NEW_SMALL: 0},
     ),
@@ -287,7 +284,7 @@ ONE_STEP = {
         Goal(key=NEW_SMALL, count=1), {SMALL: Layer(wanted=1)},
         gpu_shapes(4, 1), {"gpus": 1}, {SMALL: 1, NEW_SMALL: 0},
     ),
-    "nothing is given up where that makes no room": (
+    "nothing is scaled down if that makes no room": (
         Goal(key=LARGE, count=1, gap=True), {SMALL: Layer(wanted=2, ready=2)},
         gpu_shapes(4, 1), {"gpus": 2}, {SMALL: 2, LARGE: 0},
     ),
@@ -300,15 +297,10 @@ def test_one_step(name: str) -> None:
     assert Rollout(goal, layers, shapes, total(Budget(**budget))).step() == counts
 
 
-def test_room_without_a_bound_is_unbounded() -> None:
+def test_unbounded_resources_hold_any_count() -> None:
     assert Resources(math.inf).holds(Resources(8)) > 1000
     assert Resources(3).holds(Resources(cpus=0)) > 1000
     assert (Resources(7).holds(Resources(2)), Resources(-4).holds(Resources(2))) == (3, 0)
-
-
-@pytest.mark.parametrize(("ready", "expected"), [(1, False), (2, True), (3, True)])
-def test_an_aim_is_reached_by_ready_replicas(ready: int, expected: bool) -> None:
-    assert reached(2, Layer(wanted=2, starting=2, ready=ready)) is expected
 
 
 @pytest.mark.parametrize(
@@ -323,7 +315,7 @@ def test_an_aim_is_reached_by_ready_replicas(ready: int, expected: bool) -> None
         (Layer(wanted=2, ready=1), 61.0, "not ready after 61 s"),
     ],
 )
-def test_a_verdict_says_why(layer: Layer, elapsed_s: float, said: str) -> None:
+def test_the_verdict_on_a_goal(layer: Layer, elapsed_s: float, said: str) -> None:
     assert verdict(layer, elapsed_s, start_timeout_s=60.0) == said
 
 
@@ -337,7 +329,7 @@ def test_a_large_replica_over_all_gpus_needs_a_gap(gpus: int | None, min_healthy
     assert Rollout(goal, layers, gpu_shapes(8, 1), total(Budget(gpus=gpus))).needs_gap() is gap
 
 
-def test_what_already_fails_to_serve_needs_no_gap_to_be_replaced() -> None:
+def test_replacing_failing_replicas_needs_no_gap() -> None:
     new = LayerKey("m", "large", 2)
     layers = {LARGE: Layer(wanted=1, starting=1, failures=2)}
     footprints = gpu_shapes(8, 1) | {new: Resources(gpus=8)}
@@ -347,7 +339,7 @@ def test_what_already_fails_to_serve_needs_no_gap_to_be_replaced() -> None:
         assert rollout._replace(layers={LARGE: serves}).needs_gap()
 
 
-def test_a_switch_in_progress_is_judged_from_where_it_is() -> None:
+def test_the_gap_of_a_switch_in_progress_is_computed_from_its_current_state() -> None:
     layers = {SMALL: Layer(wanted=1, ready=1), LARGE: Layer(wanted=1, ready=1)}
     rollout = Rollout(Goal(key=LARGE, count=1), layers, gpu_shapes(8, 1), total(Budget(gpus=9)))
     assert not rollout.needs_gap()

@@ -1,4 +1,4 @@
-"""How long starts take, by path, and when those that go on will be over."""
+"""Start-up times by path, and the remaining time of current starts."""
 
 from __future__ import annotations
 
@@ -14,43 +14,39 @@ KEY = LayerKey("m", "small", 1)
 
 
 def replica(name: str, state: ReplicaPhase = ReplicaPhase.STARTING, **over: Any) -> Replica:
-    fields: dict[str, Any] = {
-        "id": name,
-        "model": "m",
-        "shape": "small",
-        "generation": 1,
-        "load": Load(at=0.0),
-    }
-    return Replica(state=state, **fields | over)
+    load = Load(at=0.0)
+    return Replica(id=name, model="m", shape="small", generation=1, load=load, state=state, **over)
 
 
 def ready(name: str, start_s: float = 1.0, **over: Any) -> Replica:
     return replica(name, ReplicaPhase.READY, start_s=start_s, **over)
 
 
-def test_a_start_lasts_from_when_it_was_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("requests", "starting_at", "incarnation", "measured_s"),
+    [
+        ([(1, 100.0)], 103.0, 0, 10.0),
+        # Requests that were taken back do not count.
+        ([(2, 50.0), (-2, 60.0), (1, 104.0)], 105.0, 0, 6.0),
+        # Without a known beginning, and for a restart in place, what the engine reports.
+        ([], None, 0, 3.0),
+        ([], 0.0, 2, 3.0),
+    ],
+)
+def test_a_start_lasts_from_its_request_to_ready(
+    requests: list[tuple[int, float]], starting_at: float | None, incarnation: int, measured_s: float
+) -> None:
     starts = StartTimes()
-    starts.requested(KEY, 1, 100.0)
-    starts.note(replica("a"), 103.0)
-    assert starts.note(ready("a"), 108.0)
-    assert starts.lead_s("m", "small", 60.0) == 8.0
+    for more, at in requests:
+        starts.requested(KEY, more, at)
+    if starting_at is not None:
+        starts.note(replica("a"), starting_at)
+    assert starts.note(ready("a", 3.0, incarnation=incarnation), 110.0)
+    assert not starts.note(ready("a", 3.0, incarnation=incarnation), 111.0)
+    assert starts.lead_s("m", "small", 60.0) == measured_s
 
 
-def test_of_one_that_was_ready_before_only_its_own_measure_is_known() -> None:
-    starts = StartTimes()
-    assert starts.note(ready("a", 3.0), 500.0)
-    assert not starts.note(ready("a", 3.0), 501.0)
-    assert starts.lead_s("m", "small", 60.0) == 3.0
-
-
-def test_an_engine_that_was_restarted_in_place_took_what_it_says() -> None:
-    starts = StartTimes()
-    starts.note(replica("a"), 0.0)
-    starts.note(ready("a", 3.0, incarnation=2), 50.0)
-    assert starts.lead_s("m", "small", 60.0) == 3.0
-
-
-def test_paths_are_measured_apart_and_the_quickest_is_at_hand() -> None:
+def test_the_quickest_measured_path_counts() -> None:
     starts = StartTimes()
     starts.note(ready("a", 90.0, start_path=StartPath.COLD), 0.0)
     assert starts.lead_s("m", "small", 60.0) == 90.0
@@ -58,12 +54,11 @@ def test_paths_are_measured_apart_and_the_quickest_is_at_hand() -> None:
     assert starts.lead_s("m", "small", 60.0) == 20.0
     starts.note(ready("c", 2.0, start_path=StartPath.SLEEPING), 0.0)
     assert starts.lead_s("m", "small", 60.0, sleeps=True) == 2.0
-    # What must be started is not woken.
     assert starts.lead_s("m", "small", 60.0) == 20.0
     assert starts.lead_s("m", "large", 60.0) == 60.0
 
 
-def test_one_slow_start_is_not_taken_for_all() -> None:
+def test_the_median_start_counts() -> None:
     starts = StartTimes()
     for i, seconds in enumerate([4.0, 5.0, 60.0, 4.5, 5.5]):
         starts.note(ready(str(i), seconds), 0.0)
@@ -73,7 +68,7 @@ def test_one_slow_start_is_not_taken_for_all() -> None:
     assert starts.lead_s("m", "small", 60.0) == 9.0
 
 
-def test_what_starts_is_over_when_it_usually_is_and_later_when_it_is_overdue() -> None:
+def test_the_remaining_time_of_starts_grows_once_they_are_overdue() -> None:
     starts = StartTimes()
     starts.note(replica("a"), 100.0)
     starts.note(replica("b"), 104.0)
@@ -82,24 +77,14 @@ def test_what_starts_is_over_when_it_usually_is_and_later_when_it_is_overdue() -
     assert starts.remaining_s(both, 10.0, 150.0) == pytest.approx((5.0, 4.6))
 
 
-def test_what_was_asked_for_and_taken_back_is_no_start() -> None:
-    starts = StartTimes()
-    starts.requested(KEY, 2, 100.0)
-    starts.requested(KEY, -2, 105.0)
-    starts.requested(KEY, 1, 200.0)
-    starts.note(replica("a"), 202.0)
-    starts.note(ready("a"), 210.0)
-    assert starts.lead_s("m", "small", 60.0) == 10.0
-
-
-def test_measures_outlive_the_controller() -> None:
+def test_measurements_are_saved_and_restored() -> None:
     starts, again = StartTimes(), StartTimes()
     starts.note(ready("a", 7.0, start_path=StartPath.COLD), 0.0)
     again.restore(starts.saved())
     assert again.lead_s("m", "small", 60.0) == 7.0
 
 
-def test_one_that_stopped_and_comes_back_starts_anew() -> None:
+def test_a_stopped_replica_can_become_ready_again() -> None:
     starts = StartTimes()
     starts.note(ready("a"), 0.0)
     starts.note(replica("a", ReplicaPhase.STOPPED), 1.0)

@@ -1,4 +1,4 @@
-"""What replicas take together is learned of what they are given and how full they are."""
+"""The observed capacity per replica, from arrival rates and KV cache use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from policy.scaling.view import View
 from policy.signals.types import Shares
 from tests.policy.scaling.views import demand, late, replicas, view
 
-# A model that is pessimistic of one alone: it keeps up with 8 and takes 4 within the objective.
+# A pessimistic engine model: 8 requests per second at saturation, 4 within the SLO.
 PESSIMISTIC = Capability(mu=4.0, mu_max=8.0, kv_tokens=100_000, seats=64)
 
 
@@ -39,8 +39,8 @@ def after(*views: View) -> ObservedCapacity:
     return proof
 
 
-def test_what_fills_less_of_the_cache_than_it_may_is_not_all_that_a_replica_takes() -> None:
-    """Four requests per second each fill 0.5: at 0.8 of the cache it were 6.4, the most that is believed."""
+def test_capacity_is_extrapolated_to_a_full_cache() -> None:
+    """Four requests per second per replica fill 0.5 of its cache: 6.4 would fill 0.8."""
     proof = after(*(seen(at, kv_used=0.5) for at in range(0, 600, 5)))
     assert proof.rate == pytest.approx(4.0)
     assert proof.used == pytest.approx(0.5)
@@ -48,7 +48,7 @@ def test_what_fills_less_of_the_cache_than_it_may_is_not_all_that_a_replica_take
     assert sustained(proof, seen(600.0), 4.0, 0.6) == pytest.approx(4.8)
 
 
-def test_it_is_never_less_than_what_one_takes_alone_nor_more_than_it_keeps_up_with() -> None:
+def test_observed_capacity_is_between_the_model_and_saturation() -> None:
     idle = after(*(seen(at, load=3.0, kv_used=0.1) for at in range(0, 600, 5)))
     assert sustained(idle, seen(600.0), 4.0, 0.8) == 4.0
     roomy = after(*(seen(at, kv_used=0.05) for at in range(0, 600, 5)))
@@ -63,7 +63,7 @@ def test_it_is_never_less_than_what_one_takes_alone_nor_more_than_it_keeps_up_wi
     [{"ttft": late(1.6)}, {"itl": late(0.09)}, {"met": Shares(ttft=0.98, both=0.98)}],
     ids=["ttft", "itl", "met"],
 )
-def test_latencies_near_the_objective_take_back_what_was_given_the_longer_the_more(
+def test_latencies_near_the_slo_reduce_trust_over_time(
     signs: dict[str, Any],
 ) -> None:
     slo = SloConfig(ttft_p95_s=2.0, itl_p95_s=0.1)
@@ -75,7 +75,7 @@ def test_latencies_near_the_objective_take_back_what_was_given_the_longer_the_mo
     calm = views(0, 600)
     together = sustained(after(*calm), calm[-1], 4.0, 0.85)
     assert together > 5.0
-    # Half of the time in which all belief ends, and all of it; then half of that in which it is back.
+    # After half and all of the time to lose trust, and half of the time to restore it.
     halfway = [*calm, *views(600, 600 + LOST_S / 2, **signs)]
     assert after(*halfway).trust == pytest.approx(0.5)
     assert sustained(after(*halfway), halfway[-1], 4.0, 0.85) == pytest.approx((4.0 + together) / 2)
@@ -85,16 +85,16 @@ def test_latencies_near_the_objective_take_back_what_was_given_the_longer_the_mo
     assert after(*again).trust == pytest.approx(0.5)
 
 
-def test_what_a_replica_takes_is_a_mean_over_a_start() -> None:
+def test_capacity_is_smoothed_over_the_start_up_time() -> None:
     known = after(*(seen(at, kv_used=0.5) for at in range(0, 600, 5)))
     before = msgspec.structs.replace(known, mu=3.0)
     at_once = sustained(known, seen(600.0), 4.0, 0.8)
-    # As of 595, which is five seconds of the thirty that a start takes.
+    # Five of the thirty seconds of a start after the last observation.
     later = sustained(before, seen(600.0), 4.0, 0.8)
     assert later == pytest.approx(3.0 + (at_once - 3.0) * -math.expm1(-5 / 30.0))
 
 
-def test_another_mode_has_to_prove_itself_and_so_has_who_shows_nothing() -> None:
+def test_observations_of_another_mode_or_without_metrics_do_not_count() -> None:
     proof = after(*(seen(at) for at in range(0, 600, 5)))
     other = msgspec.structs.replace(seen(600.0), mode="single-large")
     assert sustained(proof, other, 4.0, 0.85) == 4.0
@@ -103,15 +103,15 @@ def test_another_mode_has_to_prove_itself_and_so_has_who_shows_nothing() -> None
     assert sustained(None, seen(0.0), 4.0, 0.85) == 4.0
 
 
-def test_a_fleet_that_proves_to_take_more_is_smaller() -> None:
-    """Twelve requests per second are four replicas by the model and its margin; two fill half a cache."""
+def test_a_larger_observed_capacity_needs_fewer_replicas() -> None:
+    """Twelve requests per second need four replicas by the model; two fill half of a cache."""
 
-    def asked(caches: float) -> int:
+    def needed(caches: float) -> int:
         policy, memory, count = Predictive(), None, 4
         for at in range(0, 900, 5):
             proposal = policy.decide(seen(float(at), kv_used=caches / count, count=count), memory)
             memory, count = proposal.memory, proposal.count
         return count
 
-    assert asked(2.6) == 4
-    assert asked(1.0) == 2
+    assert needed(2.6) == 4
+    assert needed(1.0) == 2

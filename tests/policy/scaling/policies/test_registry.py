@@ -8,25 +8,11 @@ import pytest
 
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
-from policy.scaling.policies.panic_window import PanicWindow
-from policy.scaling.policies.predictive import Predictive
-from policy.scaling.policies.registry import choose, make
-from policy.scaling.policies.static import Static
-from policy.scaling.policies.target_tracking import TargetTracking
-from policy.scaling.policies.token_saturation import TokenSaturation
+from policy.scaling.policies.registry import BUILTIN, choose, make
 from tests.policy.example_documents import EXTERNAL, GOOD, changed
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("static", Static),
-        ("target_tracking", TargetTracking),
-        ("panic_window", PanicWindow),
-        ("token_saturation", TokenSaturation),
-        ("predictive", Predictive),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), BUILTIN.items())
 def test_each_name_makes_its_policy(name: str, kind: type) -> None:
     for raw in (name, {name: None}, {name: {}}):
         chosen = choose("policy", raw)
@@ -42,9 +28,7 @@ def test_each_name_makes_its_policy(name: str, kind: type) -> None:
         ({"custom": {"class": "a:B", "each": 4, "names": ["x"]}}, "a:B", {"each": 4, "names": ["x"]}),
     ],
 )
-def test_a_class_of_ones_own_is_named_and_not_loaded(
-    raw: Any, class_path: str, arguments: dict[str, Any]
-) -> None:
+def test_a_custom_class_is_named_and_not_loaded(raw: Any, class_path: str, arguments: dict[str, Any]) -> None:
     chosen = choose("policy", raw)
     assert (chosen.name, chosen.class_path, chosen.arguments) == ("custom", class_path, arguments)
     assert chosen.label == class_path
@@ -78,7 +62,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("raw", "path", "value", "expected"), REFUSED, ids=[str(row[0]) for row in REFUSED])
-def test_the_document_refuses_what_no_policy_takes(raw: Any, path: str, value: Any, expected: str) -> None:
+def test_invalid_choices_are_refused(raw: Any, path: str, value: Any, expected: str) -> None:
     for key in ("policy", "shadow"):
         with pytest.raises(ConfigError) as caught:
             parse(changed(GOOD, f"{AT}.{key}", raw))
