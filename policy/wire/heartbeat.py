@@ -24,15 +24,17 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
         return served_name(self.name, self.digest)
 
 
-class AdapterUse(AdapterRef, frozen=True, kw_only=True, omit_defaults=True):
+class AdapterUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a replica did with one adapter since its last report.
 
-    ``requests`` counts arrivals, ``found``
+    ``name`` and ``digest`` are those of :class:`AdapterRef`. ``requests`` counts arrivals, ``found``
     those that found the adapter loaded, ``loads`` its loads, which took ``load_s`` seconds in sum. ``failed``
     is the error of the last load. Requests that ended used it for ``busy_s`` seconds in sum. ``waiting``
     counts the requests that wait for a slot now.
     """
 
+    name: str
+    digest: str
     requests: int = 0
     found: int = 0
     loads: int = 0
