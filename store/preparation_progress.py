@@ -8,19 +8,19 @@ from pathlib import Path
 import msgspec
 
 
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete Hugging Face model directory, and the digest of its content."""
+
+    path: Path
+    digest: str
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A progress line for users; ``fraction`` (0 to 1) of the step, ``None`` if unknown."""
 
     step: str
     message: str
     fraction: float | None = None
-
-
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete Hugging Face model directory, and the digest of its content."""
-
-    path: Path
-    digest: str
 
 
 Report = Callable[[Progress], None]

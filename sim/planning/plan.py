@@ -55,11 +55,11 @@ def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: 
         load=load,
         seed=seed,
         demand=trials.demand,
+        options=[options[each.name] for each in ranked],
+        by_cost=by_cost,
         attainment=slo.attainment,
         ttft_p95_s=slo.ttft_p95_s,
         itl_p95_s=slo.itl_p95_s,
-        options=[options[each.name] for each in ranked],
-        by_cost=by_cost,
         most=ask.most,
     )
     if count is None:
