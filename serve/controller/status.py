@@ -59,11 +59,11 @@ def fleet_models(targets: Targets, observed: ObservedState) -> Iterator[Model]:
             name=name,
             engine=spec.engine,
             runner=spec.runner,
+            max_model_len=next((length for length in lengths if length), None),
             mode=aim.mode,
             shape=aim.shape,
             target=aim.count,
             generation=aim.generation,
-            max_model_len=next((length for length in lengths if length), None),
             created=int(target.created),
             note=_note(target, observed),
         )
