@@ -24,13 +24,7 @@ class IdleTimeouts:
 
     def __init__(self, limits: Callable[[], GatewayConfig]) -> None:
         self._limits = limits
-        self._attempts: set[Relay] = set()
-
-    def watch(self, attempt: Relay) -> None:
-        self._attempts.add(attempt)
-
-    def unwatch(self, attempt: Relay) -> None:
-        self._attempts.discard(attempt)
+        self.attempts: set[Relay] = set()
 
     async def run(self) -> None:
         while True:
@@ -46,7 +40,7 @@ class IdleTimeouts:
         limits = self._limits()
         first_s, next_s = limits.first_token_timeout_s, limits.inter_token_timeout_s
         answer_s = limits.answer_timeout_s
-        for attempt in list(self._attempts):
+        for attempt in list(self.attempts):
             if not attempt.streams:
                 if now - attempt.sent_at > answer_s:
                     attempt.expire(answer_s)

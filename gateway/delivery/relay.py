@@ -81,7 +81,7 @@ class Relay:
         self.sent_at = self.quiet_since = call.sent_at = monotonic()
         deadlines = call.deadlines
         if deadlines is not None:
-            deadlines.watch(self)
+            deadlines.attempts.add(self)
         try:
             self._connection.send(self, head, body)
             return await self.done
@@ -94,7 +94,7 @@ class Relay:
         finally:
             self._on_first = None
             if deadlines is not None:
-                deadlines.unwatch(self)
+                deadlines.attempts.discard(self)
             if self.committed:
                 self._account()
 

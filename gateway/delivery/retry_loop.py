@@ -32,11 +32,11 @@ class RetryLoop:
         self, ticket: Ticket, call: Call, meter: ModelCounters, *, body: Body, outgoing: UpstreamBody
     ) -> None:
         self._ticket = ticket
+        self._is_external = ticket.served.engine is EngineKind.EXTERNAL
         self._call = call
         self._body = body
         self._outgoing = outgoing
         self._meter = meter
-        self._is_external = ticket.served.engine is EngineKind.EXTERNAL
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:

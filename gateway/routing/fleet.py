@@ -296,7 +296,7 @@ class FleetView:
                     "in_flight": handle.in_flight,
                     "mine": handle.mine,
                     "pending_tokens": handle.look().pending_tokens,
-                    "bound": handle.bound,
+                    "bound": handle.view.bound,
                     "adapters": sorted(handle.adapters.loaded),
                     "refused_adapters": sorted(handle.adapters.refusing),
                     "heard_s_ago": None if handle.reported_at is None else round(now - handle.reported_at, 3),

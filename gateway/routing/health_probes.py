@@ -40,8 +40,8 @@ class Probes:
     secret: str
 
     def __post_init__(self) -> None:
-        self._clock = asyncio.get_running_loop().time
         self._running: dict[ReplicaHandle, asyncio.Task[None]] = {}
+        self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
         # Kept connections could be closed unnoticed until the next probe.

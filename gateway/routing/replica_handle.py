@@ -137,11 +137,6 @@ class ReplicaHandle:
         """Requests of this host's workers, and those of other hosts by the replica's last report."""
         return self._in_flight_of_other_hosts + self.mine + self._shared.others(self.view.key)[0]
 
-    @property
-    def bound(self) -> int:
-        """How many requests it admits, 0 if it states none."""
-        return self.view.bound
-
     def look(self) -> Candidate:
         """The current view with other workers' requests; while ``lone`` it holds until ``due_at``."""
         while self._unobserved and self._unobserved[0].at <= monotonic():

@@ -43,16 +43,8 @@ def deadlines() -> IdleTimeouts:
     ids=["first token", "next token", "whole answer", "whole answer that arrives"],
 )
 def test_each_kind_of_silence_has_its_timeout(deadlines: IdleTimeouts, attempt: Silent, limit: float) -> None:
-    deadlines.watch(attempt)
+    deadlines.attempts.add(attempt)
     deadlines.sweep(limit)
     assert attempt.expired == []
     deadlines.sweep(limit + 0.1)
     assert attempt.expired == [limit]
-
-
-def test_an_unwatched_attempt_does_not_expire(deadlines: IdleTimeouts) -> None:
-    attempt = Silent()
-    deadlines.watch(attempt)
-    deadlines.unwatch(attempt)
-    deadlines.sweep(100)
-    assert attempt.expired == []
