@@ -33,7 +33,7 @@ def make(folder: Path, seed: int) -> Path:
     return write(folder, {CONFIG: json.dumps(config).encode(), WEIGHTS: weights(found)})
 
 
-def tell(stack: Stack, *words: str) -> dict[str, Any]:
+def run_adapters(stack: Stack, *words: str) -> dict[str, Any]:
     """Run ``tidegate adapters`` and read what it prints."""
     done = stack.run("adapters", *words, "--json")
     assert done.returncode == 0, done.stderr

@@ -49,27 +49,25 @@ class Stack:
         self.base_url = f"http://127.0.0.1:{self.document['gateway']['port']}/v1"
         self.admin_url = f"http://127.0.0.1:{self.document['gateway']['admin_port']}"
         self._flags = flags
-        self.said = ""
+        self.output = ""
 
     def write(self) -> None:
         """Write the document, in its own order: the first mode is the one that starts."""
         self.file.write_text(yaml.safe_dump(self.document, sort_keys=False))
 
     def apply(self) -> None:
-        """Apply the document as it stands now."""
         self.write()
         done = self.run("apply", str(self.file))
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def run(self, *words: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-        """Run ``tidegate`` with the stack's state directory."""
+    def run(self, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "tidegate", "--state-dir", str(self.state.root), *words],
+            [sys.executable, "-m", "tidegate", "--state-dir", str(self.state.root), *arguments],
             cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
 
     def up(self, timeout_s: float = 700) -> None:
-        """Start, keep what it says, and fail with that and the logs of what did not come up."""
+        """Start and keep the output; a failure has that and all logs."""
         done = self.run("up", str(self.file), *self._flags, timeout_s=timeout_s)
         if done.returncode:
             logs = "\n".join(
@@ -77,7 +75,7 @@ class Stack:
                 for path in sorted(self.state.logs.glob("*.log"))
             )
             raise AssertionError(f"up failed:\n{done.stdout}\n{done.stderr}\n{logs}")
-        self.said = done.stdout
+        self.output = done.stdout
 
     def down(self) -> None:
         """Stop what runs, and assert that no process and no port is left; harmless when nothing runs."""
@@ -110,15 +108,12 @@ class Stack:
         return httpx.Client(timeout=300, trust_env=False)
 
     def fleet(self) -> Fleet:
-        """The controller's snapshot."""
         return self.controller.fleet()
 
     def replicas(self, model: str) -> list[Replica]:
-        """The replicas of one model."""
         return [replica for replica in self.fleet().replicas if replica.model == model]
 
     def model(self, name: str) -> ModelStatus:
-        """What the controller says of one model."""
         return next(model for model in self.controller.status().models if model.name == name)
 
     def steady(self, name: str, count: int, timeout_s: float = 600) -> None:
@@ -130,18 +125,12 @@ class Stack:
         )
 
     def status(self) -> dict[str, Any]:
-        """``tidegate status --json``."""
         done = self.run("status", "--json")
         assert done.returncode == 0, done.stderr
         decoded: dict[str, Any] = json.loads(done.stdout)
         return decoded
 
-    def processes_by_name(self) -> dict[str, int]:
-        """The supervisor's children and their process ids, 0 for one that is being restarted."""
-        return {process["name"]: process["pid"] for process in self.status()["supervisor"]["processes"]}
-
     def ask_replica(self, replica: Replica, path: str, *, secret: bool = True) -> httpx.Response:
-        """GET a replica's own port."""
         headers = {"x-tidegate-secret": self.state.secret()} if secret else {}
         return self.http.get(f"{replica.url}{path}", headers=headers)
 
@@ -159,8 +148,10 @@ def running(document: dict[str, Any]) -> Iterator[Stack]:
             stack.down()
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float, said: Callable[[], str] = lambda: "") -> None:
-    """Poll until ``condition`` holds; what does not answer meanwhile does not hold yet."""
+def eventually(
+    condition: Callable[[], bool], timeout_s: float, describe: Callable[[], str] = lambda: ""
+) -> None:
+    """Poll until ``condition`` holds; an exception counts as not yet."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -170,7 +161,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float, said: Callable[[
             if time.monotonic() + 0.1 >= deadline:
                 raise AssertionError(f"not within {timeout_s} s") from error
         time.sleep(0.05)
-    raise AssertionError(f"not within {timeout_s} s: {said()}")
+    raise AssertionError(f"not within {timeout_s} s: {describe()}")
 
 
 def _cmdline(process: psutil.Process) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.adapters import make, tell
+from tests.e2e.adapters import make, run_adapters
 from tests.e2e.conftest import CHAT
 from tests.e2e.stack import ROOT, Stack, eventually
 from tests.e2e.traffic import PATIENCE_S, Traffic
@@ -46,7 +46,7 @@ def chat(stack: Stack, model: str, question: str) -> str:
 @pytest.fixture
 def named_adapter(stack: Stack, tmp_path: Path) -> Iterator[str]:
     stack.steady(CHAT, 1)
-    tell(stack, "add", "first", str(make(tmp_path / "first", 10 + next(COUNT))))
+    run_adapters(stack, "add", "first", str(make(tmp_path / "first", 10 + next(COUNT))))
     yield "first"
     stack.run("adapters", "remove", "first")
 
@@ -67,7 +67,7 @@ def test_a_replacement_under_load_is_wholly_the_old_or_the_new(
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(keep_asking) for _ in range(4)]
         eventually(lambda: len(answers) >= 4, 120)
-        tell(stack, "add", named_adapter, str(second))
+        run_adapters(stack, "add", named_adapter, str(second))
         replaced.set()
         for each in asking:
             each.result()
@@ -78,14 +78,14 @@ def test_a_replacement_under_load_is_wholly_the_old_or_the_new(
     assert answers[-1] == new
     # The old one is a version still, by its digest and by going back.
     assert ask(stack, old[0]) == old
-    tell(stack, "rollback", named_adapter)
+    run_adapters(stack, "rollback", named_adapter)
     eventually(lambda: ask(stack, named_adapter) == old, 10)
 
 
 def test_one_is_removed_and_what_is_in_flight_finishes(stack: Stack, named_adapter: str) -> None:
     with Traffic(stack, named_adapter, clients=1, max_tokens=60) as traffic:
-        assert traffic.heard.wait(120)
-        tell(stack, "remove", named_adapter)
+        assert traffic.first_event.wait(120)
+        run_adapters(stack, "remove", named_adapter)
         traffic.stop()
     assert not traffic.outcomes[0].problem
     body = {"model": named_adapter, "prompt": "x", "max_tokens": 1}
@@ -99,9 +99,9 @@ def test_the_how_to_trains_one_that_answers_otherwise(stack: Stack, tmp_path: Pa
     stack.steady(CHAT, 1)
     trained = tmp_path / "pirate"
     subprocess.run([sys.executable, "docs/examples/train_adapter.py", str(trained)], cwd=ROOT, check=True)
-    tell(stack, "add", "pirate", str(trained))
+    run_adapters(stack, "add", "pirate", str(trained))
     said = {model: chat(stack, model, "What is the capital of France?") for model in (CHAT, "pirate")}
     assert "Paris" in said[CHAT]
     assert "matey" not in said[CHAT]
     assert "matey! Paris" in said["pirate"]
-    tell(stack, "remove", "pirate")
+    run_adapters(stack, "remove", "pirate")

@@ -78,8 +78,8 @@ def test_a_killed_engine_leaves_the_fleet_and_comes_back(stack: Stack, victim: s
     family = [psutil.Process(before.pid), *psutil.Process(before.pid).children(recursive=True)]
     doomed = next((p for p in family if victim in " ".join(p.cmdline())), family[0])
     with Traffic(stack, CHAT, clients=1, max_tokens=200) as streaming:
-        # What no client has heard of yet would be served elsewhere, and whole.
-        assert streaming.heard.wait(120)
+        # A request without a first event would be retried elsewhere.
+        assert streaming.first_event.wait(120)
         doomed.kill()
         eventually(lambda: not any(r.state == "ready" for r in stack.replicas(CHAT)), 2.0)
         # Requests that had not begun wait in the queue for the engine's return.
@@ -140,8 +140,8 @@ def _one_client(stack: Stack) -> Traffic:
 
 def _cheapest(stack: Stack) -> str:
     """The mode that the last decision found to cost the least, whether or not it was to decide."""
-    told = json.loads(stack.run("explain", CHAT, "--json").stdout)["decisions"]
-    decision = max((each["decision"] for each in told), key=lambda each: each["at"])
+    decisions = json.loads(stack.run("explain", CHAT, "--json").stdout)["decisions"]
+    decision = max((each["decision"] for each in decisions), key=lambda each: each["at"])
     assert decision["at"] > stack.controller.status().epoch
     return str(min(decision["outlooks"], key=lambda outlook: outlook["cost"])["mode"])
 

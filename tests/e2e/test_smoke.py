@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.adapters import make, tell
+from tests.e2e.adapters import make, run_adapters
 from tests.e2e.conftest import CHAT
 from tests.e2e.first_question import ask
 from tests.e2e.stack import ROOT, Stack, eventually, running
@@ -54,7 +54,7 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
 
 
 def test_the_question_that_up_prints_is_answered(stack: Stack, tmp_path: Path) -> None:
-    assert "Paris" in ask(stack.said, tmp_path)
+    assert "Paris" in ask(stack.output, tmp_path)
 
 
 def test_a_killed_engine_recovers_while_a_second_replica_starts(stack: Stack) -> None:
@@ -125,13 +125,13 @@ def test_a_mistake_has_its_class_its_parameter_and_its_code(
 def test_an_adapter_is_added_answers_and_is_removed(
     stack: Stack, client: openai.OpenAI, tmp_path: Path
 ) -> None:
-    alias = tell(stack, "add", "sql", str(make(tmp_path / "sql", 1)))
+    alias = run_adapters(stack, "add", "sql", str(make(tmp_path / "sql", 1)))
     answer = client.chat.completions.create(**ASK | {"model": "sql"})
     assert answer.model == f"sql@{alias['versions'][0]['digest'][:12]}"
     assert (
         answer.choices[0].message.content != client.chat.completions.create(**ASK).choices[0].message.content
     )
-    tell(stack, "remove", "sql")
+    run_adapters(stack, "remove", "sql")
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**ASK | {"model": "sql"})
 

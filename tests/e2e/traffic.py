@@ -41,8 +41,8 @@ class Traffic:
     max_tokens: int = 24
     pause_s: float = 1.0
     outcomes: list[Outcome] = field(default_factory=list)
-    #: Set once a client has the first event of a stream.
-    heard: threading.Event = field(default_factory=threading.Event)
+    #: Set when a client has the first event of a stream.
+    first_event: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Traffic:
         self._stop = threading.Event()
@@ -52,7 +52,7 @@ class Traffic:
         return self
 
     def stop(self) -> None:
-        """Let what is asked finish, and ask nothing more."""
+        """Send no more requests; those in flight finish."""
         self._stop.set()
 
     def __exit__(
@@ -64,12 +64,12 @@ class Traffic:
 
     @property
     def problems(self) -> list[str]:
-        """What went wrong, one line per failed request."""
+        """One line per failed request."""
         return [f"{o.replica}: {o.problem}" for o in self.outcomes if o.problem]
 
     @property
     def replicas(self) -> set[str]:
-        """Who has served."""
+        """The replicas that have served."""
         return {o.replica for o in self.outcomes if not o.problem}
 
     def _client(self, number: int) -> None:
@@ -99,7 +99,7 @@ class Traffic:
             for piece in answer.iter_text():
                 text += piece
                 if text.startswith("data: "):
-                    self.heard.set()
+                    self.first_event.set()
         if answer.status_code != 200:
             return replica, f"{answer.status_code} {text[:300]}"
         if not self.stream:
