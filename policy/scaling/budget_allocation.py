@@ -18,7 +18,7 @@ class Claim(NamedTuple):
 
     ``now`` is its current count, ``held`` all that its replicas take, draining ones and other shapes
     included; with ``replaces`` (a switch) that is released. A ``starved`` model may take from lower
-    priorities. ``claim`` is what a waiting switch needs in all.
+    priorities. ``reserve`` is what a waiting switch needs in all.
     """
 
     model: str
@@ -30,7 +30,7 @@ class Claim(NamedTuple):
     held: Resources
     replaces: bool = False
     starved: bool = False
-    claim: Resources = Resources()
+    reserve: Resources = Resources()
 
 
 def held(situation: Situation) -> Resources:
@@ -46,33 +46,33 @@ def held(situation: Situation) -> Resources:
     return actual.most(aimed)
 
 
-def spare(wants: Iterable[Claim], budget: Budget) -> Resources:
+def spare(claims: Iterable[Claim], budget: Budget) -> Resources:
     """What is free, with cores as often as a switch may overcommit them."""
     bounds = total(budget)
-    return _less_held(bounds._replace(cpus=bounds.cpus * CPU_OVERCOMMIT), wants)
+    return _less_held(bounds._replace(cpus=bounds.cpus * CPU_OVERCOMMIT), claims)
 
 
-def alone(model: str, wants: Mapping[str, Claim], budget: Budget) -> Resources:
+def alone(model: str, claims: Mapping[str, Claim], budget: Budget) -> Resources:
     """What ``model`` could hold while no other model is scaled down for it."""
-    return _less_held(total(budget), (want for want in wants.values() if want.model != model))
+    return _less_held(total(budget), (claim for claim in claims.values() if claim.model != model))
 
 
-def _less_held(left: Resources, wants: Iterable[Claim]) -> Resources:
-    return reduce(lambda rest, want: rest.plus(want.held, -1), wants, left)
+def _less_held(left: Resources, claims: Iterable[Claim]) -> Resources:
+    return reduce(lambda rest, claim: rest.plus(claim.held, -1), claims, left)
 
 
-def attainable(model: str, wants: Mapping[str, Claim], budget: Budget) -> Resources:
+def attainable(model: str, claims: Mapping[str, Claim], budget: Budget) -> Resources:
     """What ``model`` could hold if models of lower priority were scaled down to their floors."""
     left = total(budget)
-    for want in wants.values():
-        if want.model != model:
-            yields = want.priority < wants[model].priority
-            keeps = Resources().plus(want.each, min(want.floor, want.now)) if yields else want.held
+    for claim in claims.values():
+        if claim.model != model:
+            yields = claim.priority < claims[model].priority
+            keeps = Resources().plus(claim.each, min(claim.floor, claim.now)) if yields else claim.held
             left = left.plus(keeps, -1)
     return left
 
 
-def allocate(wants: Sequence[Claim], budget: Budget) -> dict[str, int]:
+def allocate(claims: Sequence[Claim], budget: Budget) -> dict[str, int]:
     """The count that each model gets, never more than it asks for.
 
     First every floor, the highest priority first; then what each asks for, by priority. Models of one
@@ -83,75 +83,76 @@ def allocate(wants: Sequence[Claim], budget: Budget) -> dict[str, int]:
     its floor.
     """
     left = total(budget)
-    ranked = sorted(wants, key=lambda want: (-want.priority, want.model))
+    ranked = sorted(claims, key=lambda claim: (-claim.priority, claim.model))
     levels = [
-        [w for w in ranked if w.priority == p] for p in sorted({w.priority for w in wants}, reverse=True)
+        [claim for claim in ranked if claim.priority == priority]
+        for priority in sorted({claim.priority for claim in claims}, reverse=True)
     ]
-    shares = dict.fromkeys((want.model for want in ranked), 0)
+    shares = dict.fromkeys((claim.model for claim in ranked), 0)
     for level in levels:
-        left = _filled(level, lambda want: min(want.floor, want.asked), shares, left)
+        left = _filled(level, lambda claim: min(claim.floor, claim.asked), shares, left)
     for level in levels:
         there = left._replace(watts=math.inf, cost_per_h=math.inf)
-        _filled(level, lambda want: min(want.floor, want.asked, want.now), shares, there)
+        _filled(level, lambda claim: min(claim.floor, claim.asked, claim.now), shares, there)
         left = total(budget)
-        for want in ranked:
-            left = left.plus(want.each, -shares[want.model])
-    claims = []
+        for claim in ranked:
+            left = left.plus(claim.each, -shares[claim.model])
+    reserved = []
     for level in levels:
         left = _filled(level, _kept, shares, left)
-        left = _filled([want for want in level if want.starved], lambda want: want.asked, shares, left)
-        claims.append(_claimed(level, shares, left))
-        left = left.plus(claims[-1], -1)
+        left = _filled([claim for claim in level if claim.starved], lambda claim: claim.asked, shares, left)
+        reserved.append(_claimed(level, shares, left))
+        left = left.plus(reserved[-1], -1)
     for index, level in enumerate(levels):
         # Claims bind lower priorities alone.
-        kept = reduce(Resources.plus, claims[index:])
-        left = _filled(level, lambda want: want.asked, shares, left.plus(kept)).plus(kept, -1)
+        kept = reduce(Resources.plus, reserved[index:])
+        left = _filled(level, lambda claim: claim.asked, shares, left.plus(kept)).plus(kept, -1)
 
     free = _less_held(total(budget), ranked)
     grants = {}
-    for want in ranked:
-        grants[want.model], free = _granted(want, shares[want.model], free)
+    for claim in ranked:
+        grants[claim.model], free = _granted(claim, shares[claim.model], free)
     return grants
 
 
-def _kept(want: Claim) -> int:
+def _kept(claim: Claim) -> int:
     """How many of the requested replicas exist already."""
-    return min(want.asked, want.held.holds(want.each) if want.replaces else want.now)
+    return min(claim.asked, claim.held.holds(claim.each) if claim.replaces else claim.now)
 
 
 def _filled(
     level: Sequence[Claim], goal: Callable[[Claim], int], shares: dict[str, int], left: Resources
 ) -> Resources:
     """Raise shares of one priority towards the goal, one replica at a time; returns what is left."""
-    short = [want for want in level if shares[want.model] < goal(want)]
+    short = [claim for claim in level if shares[claim.model] < goal(claim)]
     while short:
-        want = max(short, key=lambda want: 1 - shares[want.model] / goal(want))
-        if left.holds(want.each):
-            left = left.plus(want.each, -1)
-            shares[want.model] += 1
-        if shares[want.model] >= goal(want) or not left.holds(want.each):
-            short.remove(want)
+        claim = max(short, key=lambda claim: 1 - shares[claim.model] / goal(claim))
+        if left.holds(claim.each):
+            left = left.plus(claim.each, -1)
+            shares[claim.model] += 1
+        if shares[claim.model] >= goal(claim) or not left.holds(claim.each):
+            short.remove(claim)
     return left
 
 
 def _claimed(level: Sequence[Claim], shares: Mapping[str, int], left: Resources) -> Resources:
     """What those of one priority claim beyond their shares, of what is ``left``.
 
-    A claim that can only be had in part is not kept: nobody would have any use of it.
+    A claim that can only be had in part is not kept: a part of it is of no use.
     """
     claimed = Resources()
-    for want in level:
-        beyond = want.claim.plus(want.each, -shares[want.model]).most(Resources())
+    for claim in level:
+        beyond = claim.reserve.plus(claim.each, -shares[claim.model]).most(Resources())
         room = left.plus(claimed, -1)
         if all(mine <= there + ROUNDING for mine, there in zip(beyond, room, strict=True) if mine > 0):
             claimed = claimed.plus(beyond)
     return claimed
 
 
-def _granted(want: Claim, share: int, free: Resources) -> tuple[int, Resources]:
+def _granted(claim: Claim, share: int, free: Resources) -> tuple[int, Resources]:
     """How many replicas of its share a model gets now, and what is free then."""
-    if want.replaces:
-        grant = min(share, free.plus(want.held).holds(want.each))
-        return grant, free.plus(want.held).plus(want.held.most(Resources().plus(want.each, grant)), -1)
-    more = max(0, min(share - want.now, free.holds(want.each)))
-    return min(share, want.now) + more, free.plus(want.each, -more)
+    if claim.replaces:
+        grant = min(share, free.plus(claim.held).holds(claim.each))
+        return grant, free.plus(claim.held).plus(claim.held.most(Resources().plus(claim.each, grant)), -1)
+    more = max(0, min(share - claim.now, free.holds(claim.each)))
+    return min(share, claim.now) + more, free.plus(claim.each, -more)

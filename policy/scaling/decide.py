@@ -114,7 +114,7 @@ class _ModelDecision:
             held=held(situation),
             replaces=self.to is not None,
             starved=self._is_long(situation.memory.starved_since) or (self.to is not None and waits),
-            claim=self.lacks if self.lacks and waits else Resources(),
+            reserve=self.lacks if self.lacks and waits else Resources(),
         )
 
     def _is_long(self, since: float | None) -> bool:

@@ -130,9 +130,9 @@ def test_a_lower_priority_shrinks_to_its_floor_first_and_then_the_higher_grows()
 @given(everybody())
 def test_a_claim_takes_only_of_lower_priorities(given: tuple[list[Claim], Budget]) -> None:
     wants, budget = given
-    claims = [each.priority for each in wants if any(each.claim)]
+    claims = [each.priority for each in wants if any(each.reserve)]
     before, after = (
-        allocate([each._replace(claim=Resources()) for each in wants], budget),
+        allocate([each._replace(reserve=Resources()) for each in wants], budget),
         allocate(wants, budget),
     )
     for each in wants:

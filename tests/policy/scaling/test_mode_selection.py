@@ -1,4 +1,4 @@
-"""Which mode is worth what, when a switch is made, and why it is not."""
+"""The predicted cost of modes, and when a switch is made or not."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def seen(given: Situation, rate: float, **changes: Any) -> Mapping[str, ModeFore
 
 
 def confirmed(given: Situation, mode: str, seconds: float = 60.0, **memory: Any) -> Situation:
-    """With ``mode`` having promised its gain for so long."""
+    """``mode`` has had a sufficient gain for ``seconds``."""
     kept = Memory(better_since={mode: given.at - seconds}, **memory)
     return msgspec.structs.replace(given, memory=kept)
 
 
 def verdict(given: Situation, rate: float = 7.0, **changes: Any) -> tuple[Verdict, str]:
-    """What is decided, and what is said of the mode that is not there."""
+    """The verdict, and the reason given for the other mode."""
     found = comparison(given, rate, **changes).evaluate()
     return found, next(each.why for each in found.outlooks if each.mode != given.mode)
 
@@ -73,14 +73,14 @@ def verdict(given: Situation, rate: float = 7.0, **changes: Any) -> tuple[Verdic
 # Outlooks.
 
 
-def test_a_rung_that_meets_the_objective_costs_the_cards_it_needs() -> None:
+def test_a_mode_that_meets_the_slo_costs_its_gpus() -> None:
     there = seen(large(), 2.0)
     assert (there[LARGE.mode].count, there[LARGE.mode].cost) == (1, 4.0)
     easy = seen(large(slo=SloConfig(ttft_p95_s=10.0)), 2.0)
     assert (easy[SMALL.mode].count, easy[SMALL.mode].cost) == (3, 3.0)
 
 
-def test_one_that_misses_it_costs_more_than_all_there_could_be() -> None:
+def test_a_mode_that_misses_the_slo_costs_more_than_the_largest_footprint() -> None:
     there = seen(large(), 2.0)
     missed = there[SMALL.mode]
     assert missed.itl_s is not None and missed.itl_s > 0.06
@@ -88,7 +88,7 @@ def test_one_that_misses_it_costs_more_than_all_there_could_be() -> None:
 
 
 @pytest.mark.parametrize("mode", [LARGE.mode, SMALL.mode])
-def test_what_is_measured_as_it_was_forecast_costs_as_much(mode: str) -> None:
+def test_measured_and_forecast_costs_agree(mode: str) -> None:
     """The gain of a switch is forecast and measured by one formula."""
     forecast = seen(large(), 2.0)[mode]
     assert forecast.ttft_s is not None and forecast.itl_s is not None
@@ -111,7 +111,7 @@ def test_without_measured_latencies_there_is_no_measured_cost() -> None:
     assert measured_cost(large(signals=Signals(demand=demand(2.0, ttft=None)))) is None
 
 
-def test_one_that_cannot_keep_up_costs_by_how_far_it_does_not() -> None:
+def test_a_mode_that_cannot_keep_up_costs_by_its_overload() -> None:
     there = seen(large(), 14.0)
     assert there[LARGE.mode].ttft_s is None
     edge = capability(LARGE.timing, workload_of(demand(1.0)), QUICK).mu_max
@@ -121,14 +121,14 @@ def test_one_that_cannot_keep_up_costs_by_how_far_it_does_not() -> None:
     assert there[SMALL.mode].cost < there[LARGE.mode].cost
 
 
-def test_without_an_objective_a_rung_is_good_until_it_is_full() -> None:
+def test_without_an_slo_a_mode_is_good_until_it_is_full() -> None:
     plain = large(slo=SloConfig())
     assert seen(plain, 6.0)[LARGE.mode].cost == 4.0
     assert seen(plain, 6.0)[SMALL.mode].cost == 7.0
     assert seen(plain, 7.0)[LARGE.mode].cost > 8.0
 
 
-def test_money_is_the_cost_where_prices_are_given_and_cores_where_there_are_no_cards() -> None:
+def test_the_cost_is_in_money_with_prices_and_in_cores_without_gpus() -> None:
     priced = tuple(msgspec.structs.replace(rung, cost_per_h=2.5 * rung.gpus) for rung in BOTH)
     assert seen(large(rungs=priced), 2.0)[LARGE.mode].cost == 10.0
     cores = tuple(
@@ -139,14 +139,14 @@ def test_money_is_the_cost_where_prices_are_given_and_cores_where_there_are_no_c
     assert (there["one"].cost, there["two"].cost) == (2.0, 1.0)
 
 
-def test_an_error_of_the_engine_model_asks_for_more_replicas() -> None:
+def test_an_error_of_the_engine_model_needs_more_replicas() -> None:
     unsure = msgspec.structs.replace(SMALL, error=0.3)
     plain = SloConfig(ttft_p95_s=10.0)
     assert seen(large(slo=plain), 5.0)[SMALL.mode].count == 6
     assert seen(large(slo=plain, rungs=(LARGE, unsure)), 5.0)[SMALL.mode].count == 7
 
 
-def test_min_healthy_and_bounds_and_the_budget_bind_the_count() -> None:
+def test_min_healthy_bounds_and_budget_limit_the_count() -> None:
     plain = SloConfig(ttft_p95_s=10.0)
     assert seen(large(slo=plain, scale=ScaleConfig(min_healthy=4)), 1.0)[SMALL.mode].count == 4
     assert seen(large(slo=plain), 5.0, reach=ALL._replace(gpus=3))[SMALL.mode].count == 3
@@ -154,13 +154,13 @@ def test_min_healthy_and_bounds_and_the_budget_bind_the_count() -> None:
     assert nothing.why == "the budget has no room for it"
 
 
-def test_even_a_lone_request_has_to_be_in_time() -> None:
+def test_a_single_request_has_to_meet_the_slo() -> None:
     there = seen(large(slo=SloConfig(itl_p95_s=0.05)), 0.0)
     assert there[SMALL.mode].cost > 8 and there[LARGE.mode].cost == 4.0
 
 
 @pytest.mark.parametrize("model", [None, GENERIC.model])
-def test_what_nothing_is_known_of_is_not_compared(model: Any) -> None:
+def test_a_mode_without_an_engine_model_is_not_compared(model: Any) -> None:
     unknown = msgspec.structs.replace(SMALL, timing=msgspec.structs.replace(SMALL.timing, model=model))
     found, why = verdict(confirmed(large(rungs=(LARGE, unknown)), SMALL.mode))
     assert (found.to, why) == (None, "its speed is unknown (no engine model)")
@@ -186,7 +186,7 @@ def test_more_load_never_costs_less(one: float, other: float, slo: SloConfig) ->
 # The rule.
 
 
-def test_a_gain_has_to_last_before_it_is_believed() -> None:
+def test_a_gain_has_to_be_confirmed() -> None:
     found, why = verdict(large(), spare=Resources(gpus=8))
     assert found.to is None and "confirmed for 0 of 60 s" in why
     assert found.better_since == {SMALL.mode: NOON}
@@ -199,14 +199,14 @@ def test_a_gain_has_to_last_before_it_is_believed() -> None:
     )
 
 
-def test_a_gain_that_is_too_small_is_forgotten() -> None:
+def test_a_gain_that_is_too_small_is_not_confirmed() -> None:
     given = confirmed(large(switching=ModeSwitchConfig(gain=0.5)), SMALL.mode, 600)
     found, why = verdict(given, 2.0)
     assert (found.to, found.better_since) == (None, {})
     assert why.endswith("below mode.gain = 50%")
 
 
-def test_the_last_switch_has_to_be_long_ago() -> None:
+def test_the_dwell_time_after_a_switch() -> None:
     found, why = verdict(confirmed(large(), SMALL.mode, switched_at=NOON - 299))
     assert found.to is None and "the mode changed 299 s ago, mode.dwell_s is 300" in why
     assert verdict(confirmed(large(), SMALL.mode, switched_at=NOON - 300))[0].to is not None
@@ -221,12 +221,12 @@ def test_the_last_switch_has_to_be_long_ago() -> None:
         ({"signals": Signals()}, "no gateway has reported"),
     ],
 )
-def test_nothing_else_may_be_under_way_or_unseen(changes: dict[str, Any], said: str) -> None:
+def test_no_switch_during_a_change_or_with_stale_metrics(changes: dict[str, Any], said: str) -> None:
     found, why = verdict(confirmed(large(**changes), SMALL.mode))
     assert found.to is None and said in why
 
 
-def test_a_start_that_takes_long_has_to_be_worth_it() -> None:
+def test_a_long_start_has_to_pay_off() -> None:
     """From three small ones to one large: one card less in four for as long as it lasts."""
     slow = msgspec.structs.replace(SMALL, lead_s=600.0)
     there = large(rungs=(LARGE, slow), slo=SloConfig(ttft_p95_s=10.0))
@@ -236,7 +236,7 @@ def test_a_start_that_takes_long_has_to_be_worth_it() -> None:
     assert verdict(confirmed(there, SMALL.mode, 1801), 2.0)[0].to is not None
 
 
-def test_where_nobody_serves_meanwhile_the_queue_has_to_hold_it() -> None:
+def test_during_a_gap_the_queue_has_to_hold_the_requests() -> None:
     """Small ones on all cards that miss the objective, where a large one would meet it."""
     gap = msgspec.structs.replace(LARGE, gap_s=100.0)
     patient = large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0)
@@ -253,7 +253,7 @@ def test_where_nobody_serves_meanwhile_the_queue_has_to_hold_it() -> None:
     assert "that the switch costs" in verdict(shortly, 2.0, spare=Resources())[1]
 
 
-def test_who_cannot_keep_up_may_let_requests_wait_while_that_changes() -> None:
+def test_an_overloaded_mode_may_queue_requests_during_the_switch() -> None:
     there = confirmed(large(), SMALL.mode)
     assert verdict(there, 7.5, spare=Resources(gpus=4))[0].to is not None
     hurried = msgspec.structs.replace(there, queue_s=5.0)
@@ -261,7 +261,7 @@ def test_who_cannot_keep_up_may_let_requests_wait_while_that_changes() -> None:
     assert found.to is None and "can be served during the switch" in why
 
 
-def test_what_may_come_while_a_switch_lasts_is_not_what_the_policy_foresees() -> None:
+def test_the_peak_during_a_switch_is_independent_of_the_forecast() -> None:
     """Nobody serves for 100 s, which is more than a start in the present mode takes."""
     gap = msgspec.structs.replace(LARGE, gap_s=100.0)
     there = confirmed(large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=99.0), LARGE.mode, 3600)
@@ -282,7 +282,7 @@ def test_what_may_come_while_a_switch_lasts_is_not_what_the_policy_foresees() ->
     assert f"0.00 of {likely(rising, 100.0, 0.95):.2f} req/s can be served during the switch" in why
 
 
-def test_of_several_the_best_is_chosen() -> None:
+def test_the_cheapest_mode_is_chosen() -> None:
     tiny = rung("tiny", gpus=1, most=8)
     wide = rung("wide", gpus=2, most=4)
     there = large(rungs=(LARGE, wide, tiny), slo=SloConfig())
@@ -307,7 +307,7 @@ def overloaded(**changes: Any) -> Situation:
     return confirmed(large(signals=signals, **changes), SMALL.mode)
 
 
-def test_a_switch_says_what_it_promises_and_begins_its_own_memory() -> None:
+def test_a_switch_states_its_gain_and_resets_the_memory() -> None:
     decision, memory = decided(overloaded(), budget=Budget(gpus=12))
     assert (decision.was_mode, decision.mode, decision.count) == (LARGE.mode, SMALL.mode, 8)
     assert decision.gain is not None and decision.gain > 0.15
@@ -315,7 +315,7 @@ def test_a_switch_says_what_it_promises_and_begins_its_own_memory() -> None:
     assert (memory.switched_at, memory.better_since, memory.low_since) == (NOON, {}, {})
 
 
-def test_a_model_that_sleeps_or_falls_asleep_does_not_switch() -> None:
+def test_a_model_at_zero_does_not_switch() -> None:
     quiet = demand(0.0, idle_s=900.0, concurrency=rates(0.0))
     small = msgspec.structs.replace(SMALL, least=0)
     for count in (0, 1):
@@ -330,7 +330,7 @@ def test_a_model_that_sleeps_or_falls_asleep_does_not_switch() -> None:
         assert (decision.mode, decision.count) == (LARGE.mode, 0)
 
 
-def test_a_dry_run_switches_nothing_and_so_starts_no_dwell() -> None:
+def test_a_dry_run_starts_no_dwell_time() -> None:
     given = overloaded()
     guard = msgspec.structs.replace(given.guard, dry_run=True)
     decision, memory = decided(msgspec.structs.replace(given, guard=guard))
@@ -338,14 +338,14 @@ def test_a_dry_run_switches_nothing_and_so_starts_no_dwell() -> None:
     assert (memory.switched_at, memory.better_since) == (None, {SMALL.mode: NOON - 60})
 
 
-def test_a_mode_that_was_set_by_hand_is_kept() -> None:
+def test_a_manual_mode_is_kept() -> None:
     pinned = Override(mode=LARGE.mode)
     decision, _ = decided(overloaded(override=pinned))
     assert (decision.mode, decision.gain) == (LARGE.mode, None)
     assert "multi-replica would cost" in decision.reason and "mode is set manually" in decision.reason
 
 
-def test_a_mode_that_is_set_by_hand_is_taken_at_once_with_what_it_needs() -> None:
+def test_a_manual_mode_is_switched_to_at_once() -> None:
     signals = Signals(demand=demand(2.0), replicas=figures(1))
     switch = Override(mode=SMALL.mode)
     unsettled = large(signals=signals, settled=False, override=switch, memory=Memory(switched_at=NOON - 1))
@@ -358,7 +358,7 @@ def test_a_mode_that_is_set_by_hand_is_taken_at_once_with_what_it_needs() -> Non
     assert (decision.mode, decision.count) == (SMALL.mode, 3)
 
 
-def test_a_mode_set_by_hand_before_anybody_told_anything_has_to_do_as_much() -> None:
+def test_a_manual_switch_without_metrics_keeps_the_capacity() -> None:
     signals = Signals(replicas=figures(6))
     wide = rung("wide", gpus=2, most=8)
     there = situation(count=6, rungs=(SMALL, wide), signals=signals, override=Override(mode="wide"))
@@ -369,7 +369,7 @@ def test_a_mode_set_by_hand_before_anybody_told_anything_has_to_do_as_much() -> 
     assert decision.count > 1
 
 
-def test_a_policy_that_leaves_the_count_to_others_leaves_the_mode_to_them() -> None:
+def test_a_fixed_policy_does_not_change_the_mode() -> None:
     given = overloaded()
     minds = {given.model: ModelPolicies(make(choose("policy", "static")))}
     decision, memory = decide_all({given.model: given}, Budget(gpus=12), minds)[given.model]
@@ -381,7 +381,7 @@ def test_a_policy_that_leaves_the_count_to_others_leaves_the_mode_to_them() -> N
     assert decision.mode == SMALL.mode
 
 
-def test_a_mode_that_has_no_room_any_more_is_left() -> None:
+def test_a_mode_that_no_longer_fits_the_budget_is_left() -> None:
     """A large one draws more than there may be: it stays until small ones take its place."""
     hungry = msgspec.structs.replace(LARGE, watts=2560.0)
     small = msgspec.structs.replace(SMALL, watts=300.0)
@@ -394,7 +394,7 @@ def test_a_mode_that_has_no_room_any_more_is_left() -> None:
     assert (decision.mode, decision.count) == (SMALL.mode, 2)
 
 
-def test_a_mode_set_by_hand_for_which_there_is_no_room_is_not_taken() -> None:
+def test_a_manual_mode_waits_for_the_budget() -> None:
     signals = Signals(demand=demand(2.0), replicas=figures(2))
     there = situation(count=2, rungs=BOTH, signals=signals, override=Override(mode=LARGE.mode))
     decision, _ = decided(there, 2, Budget(gpus=3))
