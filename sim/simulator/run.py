@@ -171,7 +171,7 @@ class _Run:
         if gateway.queued:
             self._look(model, gateway, at)
             if not self._controller.courses[model].count:
-                self._urgently(model, at)
+                self._decide_now(model, at)
 
     def _handle(self, kind: str, subject: SimulatedReplica | str, detail: int, at: float) -> None:
         if isinstance(subject, SimulatedReplica):
@@ -192,7 +192,7 @@ class _Run:
             gateway = self._gateways[subject]
             for place in self._fleets[subject].crash(at):
                 gateway.broken(place, at)
-            self._urgently(subject, at)
+            self._decide_now(subject, at)
             self._look(subject, gateway, at)
         elif kind == "slow":
             slow = self._scenario.slow[detail]
@@ -327,8 +327,7 @@ class _Run:
             resident=frozenset(runner.engine.slots.loaded),
         )
 
-    def _urgently(self, model: str, at: float) -> None:
-        """Decide now for ``model`` and all that are due."""
+    def _decide_now(self, model: str, at: float) -> None:
         self._decide(self._controller.due(at, frozenset({model})), at)
 
     def _decide(self, models: frozenset[str], at: float) -> None:
