@@ -16,7 +16,7 @@ from policy.errors import Refusal
 from policy.wire.headers import EXPLAIN_HEADER, REPLICA_HEADER
 
 if TYPE_CHECKING:
-    from gateway.delivery.idle_timeouts import IdleTimeouts
+    from gateway.delivery.replica_idle_timeouts import IdleTimeouts
     from gateway.http.asgi_exchange import Exchange
     from gateway.intake.adapter_catalog import Adapter
 

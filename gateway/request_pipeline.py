@@ -18,7 +18,7 @@ from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.dependencies import Services
 from gateway.api.model_list import ModelList
 from gateway.control.deployment_watcher import DeploymentWatcher
-from gateway.delivery.idle_timeouts import IdleTimeouts
+from gateway.delivery.replica_idle_timeouts import IdleTimeouts
 from gateway.delivery.retry_loop import RetryLoop
 from gateway.delivery.spillover import Spillover
 from gateway.intake.adapter_catalog import CatalogView
@@ -30,13 +30,13 @@ from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.paths import Route
-from gateway.queue.input_batching import Coalescer
+from gateway.queue.dynamic_batching import Coalescer
 from gateway.queue.model_queues import Admission
 from gateway.request_context import Call
 from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import FleetEvents
 from gateway.routing.shared_counters import SharedCounts
-from gateway.routing.worker_routers import ModelRouters
 from gateway.telemetry.capture_publisher import CapturePublisher
 from gateway.telemetry.capture_subscriber import Subscribers
 from gateway.telemetry.metrics import Metrics

@@ -17,7 +17,7 @@ from gateway.api.model_list import ModelList
 from gateway.intake.tenants import TenantAccount, Tenants
 from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView
-from gateway.routing.worker_routers import ModelRouters
+from gateway.routing.model_routers import ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.errors import Refusal
 

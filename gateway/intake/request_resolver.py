@@ -12,7 +12,7 @@ from gateway.protocol.errors import Refused, unknown
 from gateway.protocol.prompt_hash import adapter_key, limit_of, parts_of, seed_of, session_key
 from gateway.request_context import Call
 from gateway.routing.fleet import FleetView, ServedModel
-from gateway.routing.worker_routers import ModelRouters
+from gateway.routing.model_routers import ModelRouters
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Runner

@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from gateway.protocol.body import Body
 from gateway.protocol.paths import Route
-from policy.admission.input_batching import apportion
+from policy.admission.dynamic_batching import apportion
 from policy.config.deployment import Coalesce
 
 _fields_of = msgspec.json.Decoder(dict[str, Raw])

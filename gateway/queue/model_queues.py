@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from gateway.queue.dispatcher_driver import ModelQueue, Ticket
 from gateway.queue.replica_pool import ModelPool, SharedPeers
 from gateway.routing.fleet import ServedModel
+from gateway.routing.model_routers import ModelRouters
 from gateway.routing.shared_counters import LOCAL, SharedCounts
-from gateway.routing.worker_routers import ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
 from policy.request import Request

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from time import monotonic
 
 from gateway.routing.fleet import ServedModel
+from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.shared_counters import SharedCounts
-from gateway.routing.worker_routers import ModelRouters
 from policy.admission.fairness import has_fair_share
 from policy.admission.queue import Bounds
 from policy.config.deployment import Deployment

@@ -25,7 +25,7 @@ from policy.wire.controller import (
 )
 from policy.wire.headers import SECRET_HEADER
 from serve.adapters.status import AdaptersStatus
-from serve.autoscaler.step_report_stream import StepLine
+from serve.autoscaler.step_report_publisher import StepLine
 from serve.controller_messages import ControllerStatus, LoggedDecision, ModelStatus
 
 T = TypeVar("T")

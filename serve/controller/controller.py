@@ -32,7 +32,7 @@ from serve.adapters.controller import AdapterController
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.autoscaler.policies import MadePolicies, make_policies
 from serve.autoscaler.replacement import ReplicaReplacement
-from serve.autoscaler.step_report_stream import StepLine, StepSubscribers
+from serve.autoscaler.step_report_publisher import StepLine, StepSubscribers
 from serve.controller.liveness_probe import probe_silent
 from serve.controller.status import fleet_models, model_status
 from serve.controller_messages import ControllerStatus, ModelStatus

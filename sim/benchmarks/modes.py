@@ -18,8 +18,8 @@ from policy.config.deployment import Deployment, Mode
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
+from sim.arrival_stream import Arrival
 from sim.charts import figure as charts
-from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry, Summary, summarise
 from sim.results.series import Dwell, chart_data
 from sim.simulator.run_record import HOUR_S, Floats, Record

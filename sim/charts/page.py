@@ -13,7 +13,7 @@ import numpy as np
 
 from policy.config.control import SloConfig
 from sim.charts.chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, common_span, draw, hovered
-from sim.charts.table import describe_bounds, figures
+from sim.charts.comparison_table import describe_bounds, figures
 from sim.results.comparison import PolicyComparison
 from sim.results.series import ChartData, Series
 

@@ -14,11 +14,11 @@ from policy.config.control import GuardConfig, ScaleConfig
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.shared_gpus import gpu_group_of
 from policy.errors import TargetError
+from sim.arrival_stream import Arrival
 from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, verify
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
 from sim.oracle.replica_capacity import attained_rate
-from sim.request_arrival import Arrival
 from sim.simulator.fault_scenario import Scenario
 from sim.simulator.run import simulate
 from sim.simulator.run_record import HOUR_S

@@ -20,8 +20,8 @@ from policy.engine.builtin_profiles import max_request_tokens, shipped
 from policy.engine.performance_model import Limits, Workload
 from policy.engine.replica_capacity import capability
 from policy.scaling.policies.static import Static
+from sim.arrival_stream import Arrival
 from sim.planning.demand import met_alone
-from sim.request_arrival import Arrival
 from sim.simulator.run import simulate
 from sim.workload.trace_statistics import Load
 

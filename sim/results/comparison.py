@@ -13,8 +13,8 @@ import numpy as np
 from policy.config.control import SloConfig
 from policy.config.deployment import Deployment
 from policy.scaling.view import Policy
+from sim.arrival_stream import Arrival
 from sim.oracle.bounds import Bounds
-from sim.request_arrival import Arrival
 from sim.results.series import ChartData, chart_data
 from sim.simulator.run_record import HOUR_S, LOST, Floats, Outcome, Record, finite_quantiles
 

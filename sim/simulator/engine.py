@@ -24,7 +24,7 @@ Load = tuple[Entry, Entry | None]
 
 class Job(NamedTuple):
     """A request: ``number`` names it in events, ``adapter`` may be empty, ``blocks`` are those of
-    :class:`sim.request_arrival.Arrival`."""
+    :class:`sim.arrival_stream.Arrival`."""
 
     number: int
     input_tokens: int

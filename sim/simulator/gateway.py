@@ -20,7 +20,7 @@ from policy.routing.router import Router
 from policy.routing.settings import settings_of
 from policy.signals.model_counters import WorkerCounters
 from policy.wire.capture import BLOCK_TOKENS
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from sim.simulator.engine import Job
 from sim.simulator.fleet import Fleet, SimulatedReplica
 from sim.simulator.run_record import Outcome

@@ -29,7 +29,7 @@ from policy.types import ReplicaPhase
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load_stream import COALESCE_S
 from policy.wire.reports import GatewayReport
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from sim.simulator.adapters import SimulatedPlacement
 from sim.simulator.controller import SimulatedController
 from sim.simulator.engine import Kind

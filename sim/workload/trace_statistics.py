@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from policy.errors import ConfigError
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 
 
 class ModelNames:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from policy.wire.capture import HEADER, CaptureLine
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from sim.workload.traces.detect_format import open_trace
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replay.endpoint import Endpoint

@@ -13,8 +13,8 @@ from gateway.protocol.errors import Refused
 from gateway.queue.dispatcher_driver import Ticket
 from gateway.queue.model_queues import Admission
 from gateway.routing.fleet import ServedModel
+from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
-from gateway.routing.worker_routers import ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.admission.retry import AttemptOutcome
 from policy.config.deployment import Deployment
@@ -22,7 +22,7 @@ from policy.deployment_file.parse import parse
 from policy.request import Request
 from policy.scaling.rollout import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from sim.simulator.fault_scenario import NO_FAULTS
 from sim.simulator.fleet import Fleet, SimulatedReplica
 from sim.simulator.gateway import SimulatedGateway, SimulatedTicket

@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import NamedTuple
 
 from policy.errors import PreconditionFailed
+from sim.arrival_stream import Arrival
 from sim.calibration.load_points import Latency, Point
-from sim.request_arrival import Arrival
 from tidegate.replay.endpoint_api import RequestFormat, send
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts

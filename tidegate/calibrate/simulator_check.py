@@ -10,8 +10,8 @@ import msgspec
 from policy.config.deployment import Deployment
 from policy.errors import ConfigError
 from policy.scaling.view import Policy
+from sim.arrival_stream import Arrival
 from sim.calibration.quantiles import Compared, compare
-from sim.request_arrival import Arrival
 from sim.simulator.run import simulate
 from sim.simulator.run_record import Outcome
 from sim.workload.traces.reader import Lines, Objects

@@ -9,7 +9,7 @@ from time import perf_counter
 import msgspec
 
 from policy.errors import TidegateError, Unreachable
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from tidegate.replay.http_client import Pool, ResponseBody
 from tidegate.replay.prompts import Fit, Prompts
 from tidegate.replay.stream_reader import StreamTimings

@@ -15,7 +15,7 @@ from time import perf_counter
 import msgspec
 
 from policy.errors import Unreachable
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from tidegate.replay.capture_file import CaptureFile, CaptureRefused
 from tidegate.replay.endpoint_api import RequestFormat, describe_error, models_of, probe
 from tidegate.replay.http_client import Pool

@@ -16,6 +16,7 @@ import msgspec
 from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
 from policy.stats.quantiles import nearest_rank
+from sim.arrival_stream import Arrival
 from sim.benchmarks.adapters.contenders import (
     LeastLoaded,
     PlacementPolicy,
@@ -23,7 +24,6 @@ from sim.benchmarks.adapters.contenders import (
     ReplicaSetup,
     ServeMultiplex,
 )
-from sim.request_arrival import Arrival
 from sim.simulator.engine import Job, Kind
 from sim.workload.generators.distributions import geometric, zipf_weights
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
+from sim.arrival_stream import Arrival
 from sim.oracle.problem import Problem, bin_arrivals
-from sim.request_arrival import Arrival
 from sim.results.score import Stretch
 from sim.workload.traces.detect_format import open_trace
 from sim.workload.transforms import resample, slice_trace

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from policy.errors import ConfigError
 from policy.wire.capture import CaptureHeader, CaptureLine
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from sim.workload.traces.formats import (
     AZURE_COLUMNS,
     BURSTGPT_COLUMNS,

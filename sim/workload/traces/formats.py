@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from policy.wire.capture import CaptureLine, Hash, Tokens
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from sim.workload.traces.reader import Elapsed, Objects, Table
 
 # github.com/Azure/AzurePublicDataset, 2023 and 2024.

@@ -19,7 +19,7 @@ from gateway.protocol.usage import Usage
 from gateway.queue.model_queues import Admission
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
-from gateway.routing.worker_routers import ModelRouters
+from gateway.routing.model_routers import ModelRouters
 from gateway.telemetry.metrics import Metrics, ModelCounters
 from gateway.telemetry.structured_log import Log
 from policy.config.control import SloConfig

@@ -15,9 +15,9 @@ from gateway.protocol.errors import Refused
 from gateway.queue.dispatcher_driver import Ticket
 from gateway.queue.model_queues import Admission
 from gateway.routing.fleet import ServedModel
+from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.shared_counters import LOCAL, SharedCounts, SharedRows
-from gateway.routing.worker_routers import ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.admission.retry import AttemptOutcome
 from policy.config.control import ControlConfig, SloConfig

@@ -15,8 +15,8 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
+from sim.arrival_stream import Arrival
 from sim.benchmarks.modes import BY_LOAD, WINDOW_S, compare, curves, fixed_mode
-from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry
 from sim.simulator.run import simulate
 from sim.simulator.run_record import Record

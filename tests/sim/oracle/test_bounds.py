@@ -11,10 +11,10 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import TargetError
 from policy.scaling.policies.static import Static
+from sim.arrival_stream import Arrival
 from sim.oracle import replica_capacity
 from sim.oracle.bounds import bounds_of
 from sim.oracle.replica_capacity import attained_rate
-from sim.request_arrival import Arrival
 from sim.simulator.fault_scenario import NO_FAULTS
 from sim.simulator.run import simulate
 from sim.workload.trace_statistics import ModelNames, survey

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.deployment_file.parse import parse
+from sim.arrival_stream import Arrival
 from sim.oracle import replica_capacity
 from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate, rate_attaining
-from sim.request_arrival import Arrival
 from sim.simulator import run as twin
 from sim.simulator.run_record import Record
 from sim.workload.trace_statistics import ModelNames, survey

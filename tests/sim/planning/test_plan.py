@@ -18,6 +18,7 @@ from policy.engine.builtin_profiles import shipped
 from policy.engine.performance_model import Workload
 from policy.engine.power import power_model_of
 from policy.errors import ConfigError
+from sim.arrival_stream import Arrival
 from sim.planning.candidates import Basis, Candidate, candidates
 from sim.planning.demand import (
     CHUNK_BYTES,
@@ -33,7 +34,6 @@ from sim.planning.demand import (
 from sim.planning.plan import fewest_of, plan
 from sim.planning.result import WEEKS_PER_MONTH, Need, PlanRequest, schedule
 from sim.planning.trial import DEPTH, Trials, fewest
-from sim.request_arrival import Arrival
 from tests.policy.engine.test_performance_model_file import content
 from tests.policy.engine.test_performance_model_file import spec as calibrated
 from tests.serve.sim_driver import client_of, engine_of, spec

@@ -12,8 +12,8 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
+from sim.arrival_stream import Arrival
 from sim.oracle.bounds import Bounds
-from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry, compare, summarise
 from sim.simulator.run_record import Outcome, Record
 from tests.sim.records import NAN, decision, record, requests

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from policy.wire.capture import BLOCK_TOKENS
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from sim.workload.generators.arrivals import Diurnal, Flash, Ramp, RateShape, arrival_times
 from sim.workload.generators.distributions import (
     Lengths,

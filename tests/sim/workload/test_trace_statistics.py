@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from sim.workload.trace_statistics import ModelNames, survey
 
 

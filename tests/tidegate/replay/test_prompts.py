@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from policy.wire.capture import BLOCK_TOKENS
 from serve.engine.sim.text import tokenize
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from tidegate.replay.prompts import Fit, Prompts
 
 PROMPTS = Prompts(1)

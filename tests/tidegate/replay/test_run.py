@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from policy.errors import Unreachable
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.replay.endpoint_api import EndpointRefused, RequestFormat
 from tidegate.replay.http_client import Pool

@@ -21,8 +21,8 @@ from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.ranking import Ranking, RankingTable, rank
 from sim.benchmarks.policies.run import run_all, trials
 from sim.benchmarks.policies.sizing import ReplicaSize, size_of
+from sim.charts.comparison_table import percent, seconds
 from sim.charts.figure import Panel, bars
-from sim.charts.table import percent, seconds
 from sim.results.series import clock
 from sim.simulator.run import simulate
 from sim.workload.workload_spec import arrivals_of

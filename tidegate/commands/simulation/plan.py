@@ -10,12 +10,12 @@ import click
 from policy.config.deployment import Deployment, ModelSpec, Price
 from policy.engine.performance_model import Workload
 from policy.errors import ConfigError
+from sim.arrival_stream import Arrival
 from sim.planning.candidates import candidates
 from sim.planning.demand import demand_of, describe
 from sim.planning.plan import plan as make_plan
 from sim.planning.result import PlanRequest
 from sim.planning.trial import Trials
-from sim.request_arrival import Arrival
 from sim.results.series import clock
 from sim.workload.trace_statistics import ModelNames
 from sim.workload.traces.detect_format import notes, opened

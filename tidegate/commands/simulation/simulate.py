@@ -11,10 +11,10 @@ import msgspec
 
 from policy.engine.builtin_profiles import max_request_tokens
 from policy.errors import ConfigError, TargetError
+from sim.arrival_stream import Arrival
+from sim.charts.comparison_table import describe_bounds, figures
 from sim.charts.page import page
-from sim.charts.table import describe_bounds, figures
 from sim.oracle.bounds import Bounds, bounds_of
-from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyComparison, compare
 from sim.results.series import clock
 from sim.simulator.fault_scenario import NO_FAULTS, scenario_of

@@ -12,7 +12,7 @@ import pytest
 
 from policy.errors import ConfigError, TraceError
 from policy.wire.capture import BLOCK_TOKENS
-from sim.request_arrival import Arrival
+from sim.arrival_stream import Arrival
 from sim.workload.traces.detect_format import notes, open_trace, opened
 from sim.workload.traces.reader import MAX_LINE_BYTES
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.delivery.idle_timeouts import IdleTimeouts
+from gateway.delivery.replica_idle_timeouts import IdleTimeouts
 
 
 class Silent:

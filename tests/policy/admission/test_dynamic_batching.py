@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.admission.input_batching import Batch, BatchingWindows, apportion
+from policy.admission.dynamic_batching import Batch, BatchingWindows, apportion
 
 WINDOW_S = 0.002
 MOST = 8

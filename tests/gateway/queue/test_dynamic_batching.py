@@ -15,7 +15,7 @@ from gateway.protocol.batched_body import sub_request_of
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.usage import Usage
-from gateway.queue.input_batching import Coalescer
+from gateway.queue.dynamic_batching import Coalescer
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics

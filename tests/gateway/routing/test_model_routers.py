@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import pytest
 
 from gateway.routing.fleet import ServedModel
+from gateway.routing.model_routers import KEPT, ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.shared_counters import PublishedPrefixes, SharedCounts
-from gateway.routing.worker_routers import KEPT, ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, ModelSpec

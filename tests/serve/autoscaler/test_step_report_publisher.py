@@ -13,8 +13,8 @@ from policy.errors import TargetError
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
-from serve.autoscaler import step_report_stream
-from serve.autoscaler.step_report_stream import StepLine, StepSubscribers
+from serve.autoscaler import step_report_publisher
+from serve.autoscaler.step_report_publisher import StepLine, StepSubscribers
 from serve.controller.controller import Controller
 from tests.serve.plane import Plane
 from tests.serve.replicas import replica
@@ -51,7 +51,7 @@ async def test_empty_lines_without_reports() -> None:
 
 
 async def test_slow_subscriber_loses_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_report_stream, "MOST", 2)
+    monkeypatch.setattr(step_report_publisher, "MOST", 2)
     listeners = StepSubscribers()
     async with hearing(listeners) as told:
         for name in ("a", "b", "c"):

@@ -16,7 +16,7 @@ from gateway.protocol.batched_body import SubRequest, join, split, sub_request_o
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
-from policy.admission.input_batching import Batch, BatchingWindows
+from policy.admission.dynamic_batching import Batch, BatchingWindows
 from policy.config.deployment import Coalesce
 from policy.request import Request
 from policy.wire.headers import REPLICA_HEADER
