@@ -103,7 +103,7 @@ def _applications(head: RayHead) -> list[str]:
     return list(answer.json()["applications"])
 
 
-def test_a_controller_that_outlived_its_supervisor_takes_the_document_on_disk(
+def test_a_controller_without_its_supervisor_reads_the_stored_document(
     tenants: tuple[Tenant, Tenant],
 ) -> None:
     one, _ = tenants

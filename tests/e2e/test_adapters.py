@@ -51,9 +51,7 @@ def named_adapter(stack: Stack, tmp_path: Path) -> Iterator[str]:
     stack.run("adapters", "remove", "first")
 
 
-def test_a_replacement_under_load_is_wholly_the_old_or_the_new(
-    stack: Stack, named_adapter: str, tmp_path: Path
-) -> None:
+def test_a_replacement_under_load_mixes_no_versions(stack: Stack, named_adapter: str, tmp_path: Path) -> None:
     old = ask(stack, named_adapter)
     second = make(tmp_path / "second", 2)
     answers: list[tuple[str, str]] = []

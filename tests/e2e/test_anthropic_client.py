@@ -58,9 +58,7 @@ def test_a_system_prompt_is_read(claude: anthropic.Anthropic) -> None:
     ("change", "reason"),
     [({"stop_sequences": ["Paris"]}, "stop_sequence"), ({"max_tokens": 3}, "max_tokens")],
 )
-def test_a_message_says_why_it_ended(
-    claude: anthropic.Anthropic, change: dict[str, Any], reason: str
-) -> None:
+def test_stop_reasons(claude: anthropic.Anthropic, change: dict[str, Any], reason: str) -> None:
     answer = claude.messages.create(**{**ASK, **change})
     assert answer.stop_reason == reason
     assert "Paris" not in text_of(answer)

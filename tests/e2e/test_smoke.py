@@ -122,9 +122,7 @@ def test_a_mistake_has_its_class_its_parameter_and_its_code(
     assert (caught.value.param, caught.value.code) == (param, code)
 
 
-def test_an_adapter_is_added_answers_and_is_removed(
-    stack: Stack, client: openai.OpenAI, tmp_path: Path
-) -> None:
+def test_an_adapter_is_added_used_and_removed(stack: Stack, client: openai.OpenAI, tmp_path: Path) -> None:
     alias = run_adapters(stack, "add", "sql", str(make(tmp_path / "sql", 1)))
     answer = client.chat.completions.create(**ASK | {"model": "sql"})
     assert answer.model == f"sql@{alias['versions'][0]['digest'][:12]}"

@@ -65,9 +65,7 @@ def _cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("supervised", [True, False], ids=["orderly", "supervisor killed"])
-def test_replicas_spread_over_the_nodes_and_leave_with_down(
-    cluster: str, tmp_path: Path, supervised: bool
-) -> None:
+def test_replicas_spread_over_nodes_and_end_with_down(cluster: str, tmp_path: Path, supervised: bool) -> None:
     (port,) = free_ports(1)
     document = {
         "models": [

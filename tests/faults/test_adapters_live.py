@@ -63,9 +63,7 @@ async def status(live: Live, name: str) -> Any:
     return next(one for one in adapters if one["name"] == name)
 
 
-async def test_46_a_name_that_is_replaced_under_load_is_one_version_in_each_answer(
-    live: Live, tmp_path: Path
-) -> None:
+async def test_46_a_name_replaced_under_load_is_one_version_per_answer(live: Live, tmp_path: Path) -> None:
     versions = [await add(live, "under-load", adapter(tmp_path, 10))]
     seen: Counter[str] = Counter()
     ends = asyncio.Event()

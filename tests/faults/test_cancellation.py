@@ -40,9 +40,7 @@ async def test_18_leaving_a_stream(harness: Harness, model: str, path: str, rese
 
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_18_19_leaving_before_the_first_byte(
-    harness: Harness, model: str, stream: bool, reset: bool
-) -> None:
+async def test_18_19_leaving_before_a_byte(harness: Harness, model: str, stream: bool, reset: bool) -> None:
     (one,) = await harness.fleet(model, 1, usual=faults.stalling() if stream else faults.silent)
     async with harness.expect(model, {"cancelled": 1}, attempts=1) as after:
         client = await harness.post(model, stream=stream)

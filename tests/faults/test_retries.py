@@ -42,9 +42,7 @@ async def test_1_a_refused_connection(harness: Harness, model: str, stream: bool
 
 
 @pytest.mark.parametrize(("code", "stream"), [(500, False), (500, True), (503, False)])
-async def test_2_3_an_error_before_the_first_event(
-    harness: Harness, model: str, code: int, stream: bool
-) -> None:
+async def test_2_3_an_error_before_an_event(harness: Harness, model: str, code: int, stream: bool) -> None:
     bad, good = await harness.fleet(model, 2)
     bad.usual = faults.status(code, retry_after="3600") if code == 503 else faults.status(code)
     await harness.prefer(bad)

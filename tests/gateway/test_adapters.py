@@ -84,9 +84,7 @@ async def publish(stack: Stack, *aliases: dict[str, Any]) -> None:
         ("/v1/rerank", "vectors"),
     ],
 )
-async def test_each_route_names_the_version_to_its_replica_and_to_its_client(
-    shared: Stack, path: str, base: str
-) -> None:
+async def test_each_route_names_the_version_to_both_sides(shared: Stack, path: str, base: str) -> None:
     (replica,) = await fleet(shared, f"route{path.replace('/', '-')}-{base}", model=base)
     await publish(shared, alias("sql", OLD, NEW, model=base))
     body = {"model": "sql", "input": ["x"], "nested": {"model": "sql"}}

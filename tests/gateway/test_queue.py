@@ -33,7 +33,7 @@ async def test_a_deadline_without_a_replica_is_answered_with_no_replica(shared: 
     assert 1 <= int(answer.headers["retry-after"]) <= 120
 
 
-async def test_a_deadline_that_passes_in_the_queue_of_a_full_fleet_is_answered_with_deadline(
+async def test_a_deadline_in_the_queue_of_a_full_fleet_is_answered_with_deadline(
     shared: Stack,
 ) -> None:
     replica = await shared.serve("full", bound=1)

@@ -118,9 +118,7 @@ async def stack_is_up(stack: Stack) -> bool:
 
 # Each of both, and the balance to a hundredth, is held by tests/policy without processes.
 @pytest.mark.parametrize("exponent", [0.0, 1.0], ids=["uniform", "zipf"])
-async def test_eight_workers_hit_as_often_as_one(
-    tmp_path_factory: pytest.TempPathFactory, exponent: float
-) -> None:
+async def test_workers_hit_as_often_as_one(tmp_path_factory: pytest.TempPathFactory, exponent: float) -> None:
     rng = random.Random(7)  # noqa: S311 - a workload
     drawn = draws(REQUESTS, PREFIXES, exponent, rng)
     upstreams = Upstreams()

@@ -193,9 +193,7 @@ async def test_a_shape_without_gpus_logs_nothing(caplog: pytest.LogCaptureFixtur
         ("0,1", False, "2 x GPU"),
     ],
 )
-def test_gpus_are_described_by_their_nvml_name(
-    visible: str, installed: bool, described: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_names(visible: str, installed: bool, described: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(card(), card()) if installed else None)
     on_gpus = msgspec.structs.replace(spec(), kind=EngineKind.VLLM, tensor_parallel=2)
     assert describe_machine(on_gpus, {"CUDA_VISIBLE_DEVICES": visible}) == described

@@ -154,9 +154,7 @@ EACH = [(gpus, phase, back) for gpus, phases in PHASES.items() for phase in phas
 
 
 @pytest.mark.parametrize(("gpus", "phase", "back"), EACH)
-async def test_a_switch_continues_after_a_controller_is_killed_in_any_phase(
-    plane: Plane, gpus: int, phase: str, back: bool
-) -> None:
+async def test_a_switch_survives_a_killed_controller(plane: Plane, gpus: int, phase: str, back: bool) -> None:
     switch = await up(plane, gpus)
     if back:
         await switch.run(HIGH, 80)
@@ -204,9 +202,7 @@ async def until_phase(switch: Switch, rate: float, phase: str, to: str) -> None:
 
 @pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.long)])
-async def test_a_mode_that_fails_to_start_is_retried_with_backoff(
-    plane: Plane, gpus: int, kills: bool
-) -> None:
+async def test_a_mode_that_fails_is_retried_with_backoff(plane: Plane, gpus: int, kills: bool) -> None:
     switch = await up(plane, gpus)
     plane.cluster.failing[SMALL] = "no memory left"
     switch.kills = kills
@@ -263,9 +259,7 @@ async def test_a_gap_longer_than_the_queue_timeout_keeps_the_mode(plane: Plane) 
     assert any("wait for 30 s" in outlook.why for outlook in now.decision.outlooks)
 
 
-async def test_a_switch_that_was_refused_does_not_dwell(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refused_switch_does_not_dwell(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     switch = await up(plane, ROOMY)
 
     def refuse(*given: object) -> bool:

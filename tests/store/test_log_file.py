@@ -52,9 +52,7 @@ def test_a_log_that_is_opened_again_is_continued_up_to_its_size(path: Path, log:
     again.close()
 
 
-async def test_a_full_disk_loses_lines_and_does_not_block(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_loses_lines_without_blocking(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RotatingLog(path)
     source = asyncio.StreamReader()
     source.feed_data(b"lost\n")

@@ -53,9 +53,7 @@ def test_a_directory_in_a_shared_place_must_be_ours(tmp_path: Path, monkeypatch:
         own_directory(path)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_atomic(path, b"old")
 

@@ -40,9 +40,7 @@ def sim(site: Site) -> Site:
 
 
 @pytest.mark.process
-def test_calibration_finds_the_coefficients_and_the_simulator_agrees_with_a_replay(
-    sim: Site, tmp_path: Path
-) -> None:
+def test_calibration_finds_the_coefficients_and_the_simulator_agrees(sim: Site, tmp_path: Path) -> None:
     out = tmp_path / "model.json"
     # Whether clients were served in time is the machine's matter: on a busy one the last errors are large.
     code, shown, err = sim.tidegate("calibrate", "sim", "--minutes", "0.1", "--out", str(out), "--json")

@@ -124,9 +124,7 @@ def test_ray_address_replaces_a_local_cluster(tmp_path: Path, monkeypatch: pytes
     assert load(write(tmp_path, EXTERNAL), ray=False).deployment.cluster.address == "local"
 
 
-def test_environment_variables_set_the_listening_addresses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_variables_set_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = write(tmp_path, EXTERNAL + "gateway: {host: 127.0.0.1, port: 9000}\n")
     monkeypatch.setenv("TIDEGATE_GATEWAY_HOST", "0.0.0.0")
     monkeypatch.setenv("TIDEGATE_ADMIN_HOST", "")
@@ -157,9 +155,7 @@ def test_a_stored_document_reads_back_as_itself(tmp_path: Path) -> None:
         ("{}", "model.json.format", "required"),
     ],
 )
-def test_an_invalid_performance_model_is_refused(
-    tmp_path: Path, content: str | None, where: str, expected: str
-) -> None:
+def test_invalid_performance_models(tmp_path: Path, content: str | None, where: str, expected: str) -> None:
     if content is not None:
         (tmp_path / "model.json").write_text(content)
     with pytest.raises(ConfigError, match=expected) as refused:

@@ -144,9 +144,7 @@ async def test_generations_take_turns_on_the_gpus_of_a_group(site: GroupSite) ->
 
 
 @IN_MEMORY
-async def test_a_kill_between_two_steps_leaves_nothing_behind(
-    site: GroupSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_kill_between_steps_leaves_nothing(site: GroupSite, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(*_: object) -> None:
         raise ActuatorFailed("killed here")
 

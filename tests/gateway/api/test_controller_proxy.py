@@ -78,9 +78,7 @@ async def site() -> AsyncIterator[Site]:
         ("GET", "/admin/decisions?model=a%26last%3D9", None, "/decisions?model=a%26last%3D9"),
     ],
 )
-async def test_operations_are_forwarded_to_the_controller(
-    site: Site, method: str, path: str, body: Any, asked: str
-) -> None:
+async def test_operations_are_forwarded(site: Site, method: str, path: str, body: Any, asked: str) -> None:
     site.say({"name": "sql"})
     answer = await site.http.request(method, path, json=body)
     assert (answer.status_code, answer.json()) == (200, {"name": "sql"})
@@ -203,9 +201,7 @@ async def test_an_add_streams_its_progress_if_requested(site: Site) -> None:
 
 @pytest.mark.parametrize("headers", [{}, NDJSON])
 @pytest.mark.parametrize("whole", [True, False], ids=["without an end", "broken"])
-async def test_a_controller_lost_during_an_operation_is_reported(
-    site: Site, headers: dict[str, str], *, whole: bool
-) -> None:
+async def test_a_lost_controller_is_reported(site: Site, headers: dict[str, str], *, whole: bool) -> None:
     site.stream({"step": "fetch"}, whole=whole)
     answer = await site.http.post("/admin/adapters", json=ADD, headers=headers)
     last = json.loads(answer.text.splitlines()[-1])

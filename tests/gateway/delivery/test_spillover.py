@@ -153,9 +153,7 @@ async def fail(exchange: Exchange) -> None:
     await exchange.reply(b"{}", status=500)
 
 
-async def test_a_spilled_request_carries_none_of_our_headers_or_keys(
-    site: Site, upstream: FakeUpstream
-) -> None:
+async def test_a_spilled_request_has_none_of_our_headers_or_keys(site: Site, upstream: FakeUpstream) -> None:
     site.deploy(upstream)
     response = await site.ask(temperature=0.5, cache_salt="salt")
     assert (response.status, response.body) == (200, ANSWER)
@@ -176,9 +174,7 @@ async def test_a_spilled_request_carries_none_of_our_headers_or_keys(
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_a_stream_is_relayed_and_its_usage_settles_the_bill(
-    site: Site, upstream: FakeUpstream, wanted: bool
-) -> None:
+async def test_a_streams_usage_settles_the_bill(site: Site, upstream: FakeUpstream, wanted: bool) -> None:
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2}}\n\n'
     sent_text = event("Par") + event("is") + event(finish="stop")
     upstream.answer = stream(sent_text + usage + DONE)
@@ -190,9 +186,7 @@ async def test_a_stream_is_relayed_and_its_usage_settles_the_bill(
     assert site.spent() == 7
 
 
-async def test_a_broken_stream_ends_with_an_error_and_is_not_retried(
-    site: Site, upstream: FakeUpstream, other: FakeUpstream
-) -> None:
+async def test_a_broken_stream_is_an_error(site: Site, upstream: FakeUpstream, other: FakeUpstream) -> None:
     upstream.answer = stream(event("Par"))
     site.deploy(upstream, other)
     response = await site.ask(stream=True, max_tokens=8)
@@ -215,9 +209,7 @@ async def test_other_refusals_are_not_spilled_over(
     assert upstream.hits == []
 
 
-async def test_a_model_scaled_to_zero_is_waited_for_if_it_starts_in_time(
-    site: Site, upstream: FakeUpstream
-) -> None:
+async def test_a_model_at_zero_is_waited_for_if_it_starts_in_time(site: Site, upstream: FakeUpstream) -> None:
     site.served.handles = []
     site.served.down = site.served.asleep = True
     site.refusal = None
@@ -246,9 +238,7 @@ async def test_only_supported_routes_are_spilled_over(site: Site, upstream: Fake
     assert upstream.hits == []
 
 
-async def test_without_a_ready_replica_the_start_time_decides_on_spillover(
-    site: Site, upstream: FakeUpstream
-) -> None:
+async def test_without_a_ready_replica_the_start_time_decides(site: Site, upstream: FakeUpstream) -> None:
     site.served.handles[0].admissible = False  # type: ignore[misc]
     site.deploy(upstream)
     await site.ask(wait_s=59.0)  # assumed_start_s is 60
@@ -258,9 +248,7 @@ async def test_without_a_ready_replica_the_start_time_decides_on_spillover(
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
-async def test_a_providers_error_does_not_reach_the_client(
-    site: Site, upstream: FakeUpstream, status: int
-) -> None:
+async def test_a_providers_error_is_not_forwarded(site: Site, upstream: FakeUpstream, status: int) -> None:
     async def refuse(exchange: Exchange) -> None:
         await exchange.reply(b'{"error":{"message":"their words"}}', status=status)
 
@@ -299,9 +287,7 @@ async def test_workers_divide_the_cap(site: Site, upstream: FakeUpstream) -> Non
     assert site.spillover._endpoints[0].spend_cap.cap == 25.0
 
 
-async def test_spending_survives_a_new_deployment(
-    site: Site, upstream: FakeUpstream, other: FakeUpstream
-) -> None:
+async def test_spending_survives_an_apply(site: Site, upstream: FakeUpstream, other: FakeUpstream) -> None:
     site.deploy(upstream)
     await site.ask()
     site.deploy(other)
@@ -311,9 +297,7 @@ async def test_spending_survives_a_new_deployment(
     assert len(other.hits) == 1
 
 
-async def test_a_disconnect_aborts_the_providers_request_and_is_billed(
-    site: Site, upstream: FakeUpstream
-) -> None:
+async def test_a_disconnect_aborts_the_request_and_is_billed(site: Site, upstream: FakeUpstream) -> None:
     asked = asyncio.Event()
 
     async def never(exchange: Exchange) -> None:
@@ -365,9 +349,7 @@ async def test_a_key_is_read_again_when_its_file_changes(site: Site, upstream: F
 
 
 @pytest.mark.parametrize("content", [None, "", "two words", "a\r\nx: y", "é"])
-async def test_a_provider_without_a_usable_key_is_not_used(
-    site: Site, upstream: FakeUpstream, content: str | None
-) -> None:
+async def test_a_provider_needs_a_usable_key(site: Site, upstream: FakeUpstream, content: str | None) -> None:
     site.key_file.unlink()
     if content is not None:
         site.key_file.write_text(content)
@@ -405,9 +387,7 @@ def certify(certificate: Path, key: Path) -> None:
     key.write_bytes(own.private_bytes(serialization.Encoding.PEM, private, serialization.NoEncryption()))
 
 
-async def test_tls_is_spoken_and_verified(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tls_is_used_and_verified(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     certify(certificate, key)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -243,9 +243,7 @@ async def test_a_slow_answer_does_not_let_the_next_overtake(port: Port) -> None:
 )
 @pytest.mark.parametrize("before", [b"", post(b"fine")], ids=["first", "after another"])
 @on_uvloop
-async def test_invalid_requests_are_refused_and_the_connection_closed(
-    port: Port, data: bytes, status: int, before: bytes
-) -> None:
+async def test_invalid_requests_are_refused(port: Port, data: bytes, status: int, before: bytes) -> None:
     said = answers(await port.ask(before + data + post(b"smuggled")))
     assert [answer[0] for answer in said] == ([200] if before else []) + [status]
     _, headers, body = said[-1]

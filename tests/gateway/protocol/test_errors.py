@@ -31,9 +31,7 @@ def refused(message: str, param: str | None) -> Refused:
         (TOO_LONG, "input_tokens", "messages", "context_length_exceeded"),
     ],
 )
-def test_a_parameter_is_named_as_clients_write_it(
-    message: str, location: str | None, param: str | None, code: str | None
-) -> None:
+def test_parameter_names(message: str, location: str | None, param: str | None, code: str | None) -> None:
     assert json.loads(refused(message, location).body())["error"] == {
         "message": message,
         "type": "invalid_request_error",

@@ -265,9 +265,7 @@ async def test_a_request_predicted_to_be_late_is_refused_on_arrival() -> None:
     ],
     ids=["refused: uncharged", "cheaper than estimated", "estimate", "as the engine counted"],
 )
-async def test_a_tenant_is_charged_what_its_requests_cost(
-    outcome: AttemptOutcome, tokens: tuple[int, ...], *, first: bool
-) -> None:
+async def test_a_tenant_is_charged(outcome: AttemptOutcome, tokens: tuple[int, ...], *, first: bool) -> None:
     queues = Queues()
     end(await queues.fill(queues.alpha, tenant="b", prompt_tokens=100))
     end(await queues.fill(queues.alpha, tenant="a", prompt_tokens=500), outcome, *tokens)
@@ -322,7 +320,7 @@ async def test_a_slot_goes_to_the_worker_below_its_fair_share(rows: tuple[Shared
     await leave(waiting[1], there[1])
 
 
-async def test_a_yielded_slot_is_taken_if_no_other_worker_uses_it(
+async def test_a_yielded_slot_is_taken_if_no_worker_uses_it(
     rows: tuple[SharedRows, SharedRows],
 ) -> None:
     queues = Queues(bound=2, shared=rows[0])

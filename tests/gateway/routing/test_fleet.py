@@ -200,9 +200,7 @@ def test_a_half_open_breaker_admits_one_probe() -> None:
     ],
     ids=["all are there", "one is missing", "one starts", "scaled to zero"],
 )
-async def test_a_model_is_unavailable_if_no_replica_is_reachable_or_starting(
-    states: list[ReplicaPhase], target: int, is_unavailable: bool
-) -> None:
+async def test_unavailable_models(states: list[ReplicaPhase], target: int, is_unavailable: bool) -> None:
     said = in_states(states, msgspec.structs.replace(MODEL, target=target))
     view = FleetView("", Metrics())
     view.take(said, "controller", 10.0)
@@ -232,9 +230,7 @@ STARTING = ReplicaPhase.STARTING
     ],
     ids=["none", "the last one leaves", "one starts", "one serves"],
 )
-async def test_a_model_without_ready_or_starting_replicas_is_asleep(
-    states: list[ReplicaPhase], *, down: bool, asleep: bool
-) -> None:
+async def test_sleeping_models(states: list[ReplicaPhase], *, down: bool, asleep: bool) -> None:
     view = FleetView("", Metrics())
     view.take(in_states(states), "controller", 10.0)
     served = view.models[0]

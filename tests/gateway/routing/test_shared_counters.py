@@ -53,9 +53,7 @@ OPS = st.lists(
     max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )  # every example takes the rows anew
 @given(OPS)
-def test_each_worker_sums_the_counts_of_the_others(
-    tmp_path: Path, operations: list[tuple[int, int, int]]
-) -> None:
+def test_each_worker_sums_the_others_counts(tmp_path: Path, operations: list[tuple[int, int, int]]) -> None:
     rows = [SharedRows(tmp_path / "rows", i) for i in range(3)]
     held: list[tuple[int, int, int]] = []
     begun: list[tuple[int, int]] = []
@@ -79,9 +77,7 @@ def test_each_worker_sums_the_counts_of_the_others(
         row.close()
 
 
-def test_a_worker_without_a_heartbeat_is_not_counted_until_it_beats_again(
-    worker: Worker, clock: Clock
-) -> None:
+def test_a_worker_without_a_heartbeat_is_not_counted_until_the_next(worker: Worker, clock: Clock) -> None:
     me, other = worker(0), worker(1)
     other.begin(REPLICA, 10)
     clock.now += 3.0

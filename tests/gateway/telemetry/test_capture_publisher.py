@@ -157,7 +157,7 @@ async def test_the_socket_of_a_dead_subscriber_is_removed(site: Site) -> None:
     assert not site.workers[0].has_subscribers and list(site.place.iterdir()) == []
 
 
-async def test_a_slow_subscriber_is_told_how_many_rows_were_lost(
+async def test_a_slow_subscriber_gets_the_count_of_lost_rows(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capturing, "MAX_KEPT", 3)
@@ -169,9 +169,7 @@ async def test_a_slow_subscriber_is_told_how_many_rows_were_lost(
     assert len(rows) == 3 and last == {"lost": 2}
 
 
-async def test_a_subscriber_buffers_a_bounded_number_of_lines(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_subscribers_buffer_is_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_subscriber, "MAX_LINES", 1)
     await site.listen()
     (subscription,) = site.listeners._open

@@ -158,9 +158,7 @@ def test_no_adapter_can_have_the_label_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("after", range(18))
-def test_counts_are_neither_lost_nor_published_twice_when_the_disk_is_full(
-    monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
+def test_a_full_disk_loses_and_repeats_no_count(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     metrics = Metrics()
     meter = metrics.model("m")
     meter.requests["/v1/chat/completions", "ok"] += 2

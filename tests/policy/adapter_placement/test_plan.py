@@ -43,6 +43,8 @@ def why(made: Plan, name: str) -> str:
     return made.explain(name).split(";")[0]
 
 
+# Seconds since the step before, replicas and demands.
+Steps = list[tuple[float, list[Host], list[Demand]]]
 RATES = st.floats(0.0, 50.0, allow_nan=False)
 HOSTS = st.lists(
     st.builds(
@@ -73,8 +75,7 @@ STEPS = st.lists(st.tuples(st.floats(0.0, 90.0), HOSTS, DEMANDS), min_size=1, ma
 BOUNDS = st.sampled_from([Bounds(), ALL, Bounds(copies=2, free=2)])
 
 
-def timeline(steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds) -> list[Plan]:
-    """The plans of ``steps``: seconds since the one before, replicas, demands."""
+def timeline(steps: Steps, bounds: Bounds) -> list[Plan]:
     plans, at = [EMPTY], 0.0
     for later, hosts, demands in steps:
         at += later
@@ -84,9 +85,7 @@ def timeline(steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS)
-def test_hold_lists_match_the_assignments_and_fit_the_slots(
-    steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds
-) -> None:
+def test_hold_lists_match_the_assignments_and_fit_the_slots(steps: Steps, bounds: Bounds) -> None:
     for (_, hosts, _), made in zip(steps, timeline(steps, bounds), strict=True):
         for each in hosts:
             assert len(made.hold.get(each.id, ())) <= each.slots
@@ -97,9 +96,7 @@ def test_hold_lists_match_the_assignments_and_fit_the_slots(
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS)
-def test_a_version_moves_once_a_minute_unless_its_replica_is_gone(
-    steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds
-) -> None:
+def test_a_version_moves_once_a_minute_unless_its_replica_is_gone(steps: Steps, bounds: Bounds) -> None:
     moved: dict[str, float] = {}
     before = EMPTY
     for (_, hosts, demands), made in zip(steps, timeline(steps, bounds), strict=True):
@@ -118,9 +115,7 @@ def test_a_version_moves_once_a_minute_unless_its_replica_is_gone(
 
 
 @given(HOSTS, DEMANDS, BOUNDS)
-def test_every_requested_version_is_assigned_while_there_are_slots(
-    hosts: list[Host], demands: list[Demand], bounds: Bounds
-) -> None:
+def test_requested_versions_fill_the_slots(hosts: list[Host], demands: list[Demand], bounds: Bounds) -> None:
     made = plan(hosts, demands, EMPTY, 0.0, bounds)
     room = sum(max(1, each.slots - made.free) for each in hosts if each.slots)
     homes = {home.name: len(home.hosts) for home in made.homes}
@@ -132,9 +127,7 @@ def test_every_requested_version_is_assigned_while_there_are_slots(
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS, st.randoms(use_true_random=False))
-def test_the_order_of_hosts_and_demands_does_not_matter(
-    steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds, random: Random
-) -> None:
+def test_the_order_of_hosts_and_demands_does_not_matter(steps: Steps, bounds: Bounds, random: Random) -> None:
     shuffled = []
     for later, hosts, demands in steps:
         mixed = (hosts[:], demands[:])
@@ -147,9 +140,7 @@ def test_the_order_of_hosts_and_demands_does_not_matter(
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS)
-def test_a_plan_from_its_own_result_moves_nothing(
-    steps: list[tuple[float, list[Host], list[Demand]]], bounds: Bounds
-) -> None:
+def test_a_plan_from_its_own_result_moves_nothing(steps: Steps, bounds: Bounds) -> None:
     made = timeline(steps, bounds)[-1]
     _, hosts, demands = steps[-1]
     again = plan(hosts, demands, made, made.at, bounds)
@@ -264,9 +255,7 @@ def test_the_number_of_replicas_follows_the_occupied_seats() -> None:
     assert len(where(made, "a")) == 2
 
 
-def test_waiting_requests_add_a_replica_after_ten_seconds_and_idleness_removes_one_after_ten_minutes() -> (
-    None
-):
+def test_waiting_requests_add_a_replica_soon_and_idleness_removes_one_later() -> None:
     hosts = [host(number) for number in range(4)]
     others = [demand(f"o{number}", 2.0) for number in range(4)]
 

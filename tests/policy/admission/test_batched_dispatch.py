@@ -80,9 +80,7 @@ def adapters_of(picks: list[Pick]) -> list[str]:
     ],
     ids=["same adapter first", "then an adapter in use", "one without a replica delays nobody"],
 )
-def test_companions_follow_the_first(
-    waiting: str, bound: int, in_use: str, held: str, dispatched: list[str]
-) -> None:
+def test_companions_follow(waiting: str, bound: int, in_use: str, held: str, dispatched: list[str]) -> None:
     requests = [Request("m", adapter=name) for name in waiting]
     site = Site({"r": bound}, holds={"r": set(held)}, running={"r": list(in_use)})
     assert adapters_of(site.serve(queue_of(*requests))) == dispatched

@@ -286,9 +286,7 @@ COUNT = st.integers(0, 50)
 
 
 @given(COUNT, COUNT, COUNT, COUNT, st.booleans())
-def test_at_most_one_of_two_workers_yields_the_next_slot(
-    running: int, waiting: int, theirs: int, waiting_there: int, was_last: bool
-) -> None:
+def test_only_one_yields(running: int, waiting: int, theirs: int, waiting_there: int, was_last: bool) -> None:
     here = has_fair_share(running, waiting + 1, theirs, waiting_there + 1, was_last=was_last)
     there = has_fair_share(theirs, waiting_there + 1, running, waiting + 1, was_last=not was_last)
     assert not (here and there)
@@ -345,9 +343,7 @@ def busy_with(running: int, weight: float = 1.0) -> ReservedSlots:
         (3, 100.0, ("busy", 1, 1), 0),
     ],
 )
-def test_the_last_slots_are_reserved_for_tenants_below_their_share(
-    running: int, weight: float, call: tuple[str, int, int], kept: int
-) -> None:
+def test_the_reserved_slots(running: int, weight: float, call: tuple[str, int, int], kept: int) -> None:
     assert busy_with(running, weight).kept_from(*call) == kept
 
 

@@ -37,9 +37,7 @@ def test_few_waits_exceed_the_margin(draw: Callable[[random.Random], float]) -> 
     ],
     ids=["the largest error", "outliers are forgotten", "the least margin"],
 )
-def test_the_margin_is_the_largest_recent_error(
-    waits: list[float], predicted_s: float, slack_s: float
-) -> None:
+def test_the_margin_is_the_largest_last_error(waits: list[float], predicted_s: float, slack_s: float) -> None:
     margin = WaitMargin()
     for waited_s in waits:
         margin.learn(1.0, waited_s)

@@ -132,9 +132,7 @@ REFUSED_TENANTS = [
         *((TENANTS, *row) for row in REFUSED_TENANTS),
     ],
 )
-def test_refusals_name_path_value_and_expectation(
-    document: dict[str, Any], at: str, value: Any, path: str, expected: str
-) -> None:
+def test_refusals_say_why(document: dict[str, Any], at: str, value: Any, path: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(changed(document, at, value))
     assert (caught.value.path, expected in caught.value.expected) == (path, True), str(caught.value)
@@ -298,9 +296,7 @@ def test_what_is_commented_out_in_an_example_is_valid_too() -> None:
         ({"cost_per_h": 1.0, "cpu_cost_per_h": 2.0}, "budget.cost_per_h", "at least 4, which m needs"),
     ],
 )
-def test_a_budget_within_which_nobody_could_serve_is_refused(
-    budget: dict[str, float], path: str, needs: str
-) -> None:
+def test_a_budget_that_holds_no_replica_is_refused(budget: dict[str, float], path: str, needs: str) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 4}}}
     model = {"name": "m", "engine": "sim", "shapes": {"small": {"cpus": 1}}, "modes": modes}
     with pytest.raises(ConfigError, match=needs) as refused:

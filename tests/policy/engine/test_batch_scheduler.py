@@ -147,9 +147,7 @@ def test_impossible_requests_are_refused(request_: Request, reason: str) -> None
 
 @pytest.mark.slow
 @given(requests, limits, st.integers(0, 40), st.data())
-def test_a_leap_is_the_steps_it_stands_for(
-    asked: Asked, bounds: Limits, before: int, data: st.DataObject
-) -> None:
+def test_a_leap_is_its_steps(asked: Asked, bounds: Limits, before: int, data: st.DataObject) -> None:
     stepped, leapt = loaded(asked, bounds), loaded(asked, bounds)
     for scheduler in (stepped, leapt):
         for _ in range(before):
@@ -172,9 +170,7 @@ def test_a_leap_is_the_steps_it_stands_for(
 
 
 @given(st.floats(1e-6, 1.0), st.floats(0.0, 1.0), st.integers(0, 1000), st.floats(0.0, 0.99))
-def test_a_pace_tells_how_many_steps_have_ended(
-    step_s: float, growth: float, steps: int, part: float
-) -> None:
+def test_a_pace_says_how_many_steps_have_ended(step_s: float, growth: float, steps: int, part: float) -> None:
     pace = StepTimes(step_s, growth * step_s)
     elapsed_s = pace.lasts(steps) + part * (pace.lasts(steps + 1) - pace.lasts(steps))
     assert abs(pace.ended(elapsed_s) - steps) <= 1

@@ -29,9 +29,7 @@ def test_degree_divides_the_shares_and_adds_all_reduce() -> None:
 
 
 @given(counts, counts, counts, counts, degrees)
-def test_step_time_grows_with_each_argument(
-    tokens: int, kv: int, running: int, more: int, degree: int
-) -> None:
+def test_step_time_grows_with_arguments(tokens: int, kv: int, running: int, more: int, degree: int) -> None:
     model = MODEL.at_degree(degree)
     base = model.step_time(tokens, kv, running)
     assert base >= model.o + model.w / degree

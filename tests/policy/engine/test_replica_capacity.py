@@ -115,7 +115,7 @@ SHORT_ANSWERS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize(("name", "degree", "prompt", "output", "within"), SHORT_ANSWERS)
-def test_short_answers_have_the_ttft_of_the_scheduler(
+def test_short_answers(
     name: str, degree: int, prompt: int, output: int, within: float, *, part: float
 ) -> None:
     case: Case = (name, degree, prompt, output, {})
@@ -147,24 +147,26 @@ def test_the_maximum_rate_is_the_throughput_of_an_overloaded_scheduler(case: Cas
     assert beyond.utilisation == pytest.approx(1.01)
 
 
+Shape = tuple[str, int]
+Load = tuple[float, float, float]
 shapes = st.sampled_from([(name, 1) for name in PROFILES if name != "l4-70b" and "70b" not in name])
 loads = st.tuples(st.floats(1, 10_000), st.floats(1, 2000), st.sampled_from([0.0, 0.5, 0.99]))
 bounds = st.one_of(st.none(), st.floats(1e-4, 100.0))
 
 
-def engine_of(shape: tuple[str, int]) -> Timing:
+def engine_of(shape: Shape) -> Timing:
     name, degree = shape
     return profile(name).timing(degree)
 
 
-def load_of(load: tuple[float, float, float], lam: float = 0.0) -> Workload:
+def load_of(load: Load, lam: float = 0.0) -> Workload:
     prompt, output, hit = load
     return Workload(lam=lam, input_tokens=prompt, output_tokens=output, hit=hit)
 
 
 @given(shapes, loads, bounds, bounds)
 def test_mu_is_the_highest_rate_within_the_slo(
-    shape: tuple[str, int], load: tuple[float, float, float], ttft: float | None, itl: float | None
+    shape: Shape, load: Load, ttft: float | None, itl: float | None
 ) -> None:
     slo = SloConfig(ttft_p95_s=ttft, itl_p95_s=itl)
     able = capability(engine_of(shape), load_of(load), slo)
@@ -184,9 +186,7 @@ def test_mu_is_the_highest_rate_within_the_slo(
 
 
 @given(shapes, loads, st.lists(st.floats(1e-3, 10.0), min_size=2, max_size=4))
-def test_a_looser_slo_never_lowers_the_rate(
-    shape: tuple[str, int], load: tuple[float, float, float], itls: list[float]
-) -> None:
+def test_a_looser_slo_never_lowers_the_rate(shape: Shape, load: Load, itls: list[float]) -> None:
     rates = [capability(engine_of(shape), load_of(load), SloConfig(itl_p95_s=itl)).mu for itl in sorted(itls)]
     rates.append(capability(engine_of(shape), load_of(load), NOTHING).mu)
     for tight, loose in pairwise(rates):
@@ -194,9 +194,7 @@ def test_a_looser_slo_never_lowers_the_rate(
 
 
 @given(shapes, loads, st.floats(1e-6, 0.98))
-def test_predictions_are_finite_and_grow_with_the_rate(
-    shape: tuple[str, int], load: tuple[float, float, float], part: float
-) -> None:
+def test_predictions_are_finite_and_grow_with_the_rate(shape: Shape, load: Load, part: float) -> None:
     edge = capability(engine_of(shape), load_of(load), NOTHING).mu_max
     slo = SloConfig(ttft_p95_s=1.0, itl_p95_s=0.1)
     some, more = (latency_at(engine_of(shape), load_of(load, p * edge), slo) for p in (part, (1 + part) / 2))

@@ -75,9 +75,7 @@ def test_a_first_token_proves_the_load() -> None:
     st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 30), max_size=6)), max_size=60),
     st.integers(1, 8),
 )
-def test_requested_and_reported_adapters_are_resident_and_bounded(
-    events: list[tuple[bool, list[int]]], count: int
-) -> None:
+def test_resident_adapters_are_bounded(events: list[tuple[bool, list[int]]], count: int) -> None:
     slots = Slots(count)
     for is_report, adapters in events:
         if is_report:

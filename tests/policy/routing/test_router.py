@@ -403,9 +403,7 @@ def test_the_choice_is_admissible(states: list[dict[str, int]], draw: float, tim
 
 
 @given(loads, st.integers(0, 10), st.integers(0, 5000), st.floats(0.0, 0.5))
-def test_more_load_never_lowers_a_cost(
-    state: dict[str, float], requests: int, tokens: int, kv: float
-) -> None:
+def test_more_load_lowers_no_cost(state: dict[str, float], requests: int, tokens: int, kv: float) -> None:
     less = Candidate("r", key=1, timing=TIMING, **{**state, "bound": 0})  # type: ignore[arg-type]
     more = replace(
         less,

@@ -74,9 +74,7 @@ def test_nobody_grows_beyond_what_there_is(given: tuple[list[Claim], Budget]) ->
 
 
 @given(everybody(), st.randoms(use_true_random=False))
-def test_nobody_gets_more_than_asked_for_and_order_does_not_matter(
-    given: tuple[list[Claim], Budget], random: Any
-) -> None:
+def test_no_claim_gets_more_than_asked_in_any_order(given: tuple[list[Claim], Budget], random: Any) -> None:
     wants, budget = given
     grants = allocate(wants, budget)
     assert all(0 <= grants[each.model] <= each.asked for each in wants)
@@ -91,9 +89,7 @@ def test_without_bounds_everybody_gets_everything(given: tuple[list[Claim], Budg
 
 
 @given(everybody(), st.integers(0, 8))
-def test_who_goes_first_gets_no_less_for_what_a_lower_priority_asks(
-    given: tuple[list[Claim], Budget], more: int
-) -> None:
+def test_a_lower_priority_takes_nothing_from_a_higher(given: tuple[list[Claim], Budget], more: int) -> None:
     wants, budget = given
     top = max(each.priority for each in wants)
     wants = [each._replace(starved=each.starved or each.priority == top) for each in wants]

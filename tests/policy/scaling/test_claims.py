@@ -133,9 +133,7 @@ def test_only_what_would_be_carried_out_claims_and_only_after_its_time() -> None
 
 
 @given(st.data(), st.integers(5, 20), st.integers(0, 4), st.integers(1, 8), st.floats(0, 60))
-def test_a_claim_leaves_a_lower_priority_what_it_has_to_keep(
-    data: st.DataObject, gpus: int, healthy: int, count: int, waited_s: float
-) -> None:
+def test_floors_are_kept(data: st.DataObject, gpus: int, healthy: int, count: int, waited_s: float) -> None:
     rate, queued = data.draw(st.floats(0, 12)), data.draw(st.integers(0, 200))
     gap_s = data.draw(st.sampled_from([0.0, 20.0, 90.0]))
     given_both = waiting(

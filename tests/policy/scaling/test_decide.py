@@ -164,9 +164,7 @@ def test_min_healthy_replicas_stay(given: Situation, asked: int) -> None:
 
 
 @given(situations(), st.sampled_from(["none", "old", "silent"]), st.integers(0, 12))
-def test_missing_or_stale_signals_neither_scale_down_nor_switch(
-    given: Situation, how: str, asked: int
-) -> None:
+def test_stale_signals_neither_scale_down_nor_switch(given: Situation, how: str, asked: int) -> None:
     serving = given.supply.serving
     unseen = {
         "none": Signals(replicas=figures(serving)),
@@ -218,9 +216,7 @@ def test_more_load_never_needs_fewer_replicas(given: Situation, one: float, othe
 
 
 @given(situations(), st.integers(0, 12), st.integers(0, 12), st.floats(-100, 100))
-def test_an_override_applies_until_its_end(
-    given: Situation, asked: int, count: int, duration_s: float
-) -> None:
+def test_an_override_lasts_until_its_end(given: Situation, asked: int, count: int, duration_s: float) -> None:
     until = NOON + duration_s
     override = Override(mode=given.mode, count=count, until=until)
     decision = decide(msgspec.structs.replace(given, override=override), asked)[0]

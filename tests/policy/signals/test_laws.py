@@ -124,9 +124,7 @@ def test_the_same_is_decided_of_what_was_written_down(choice: Any, seen: list[Vi
 @pytest.mark.parametrize("choice", CHOICES, ids=IDS)
 @given(st.lists(views(amounts), max_size=3), views(amounts))
 @settings(max_examples=40)
-def test_who_sees_nothing_takes_nothing_and_forgets_nothing(
-    choice: Any, seen: list[View], view: View
-) -> None:
+def test_without_signals_count_and_memory_stay(choice: Any, seen: list[View], view: View) -> None:
     policy = make(choose("policy", choice))
     memory = decided(policy, seen).memory if seen else None
     blind = msgspec.structs.replace(view, signals=Signals())
@@ -143,9 +141,7 @@ more = st.floats(0.0, 1e4)
 @pytest.mark.parametrize("choice", CHOICES, ids=IDS)
 @given(st.lists(views(loads, least=1), max_size=3), views(loads, least=1), more, st.integers(0, 1000))
 @settings(max_examples=60)
-def test_more_load_never_asks_for_less(
-    choice: Any, seen: list[View], view: View, extra: float, waiting: int
-) -> None:
+def test_count_grows_with_load(choice: Any, seen: list[View], view: View, extra: float, waiting: int) -> None:
     """For the same state and memory: more arrivals, more that wait, fuller caches, later tokens."""
     policy = make(choose("policy", choice))
     memory = decided(policy, seen).memory if seen else None

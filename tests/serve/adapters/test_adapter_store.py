@@ -75,9 +75,7 @@ def test_only_unused_files_are_cleared(store: AdapterStore, tmp_path: Path) -> N
     assert [store.tar(each.digest) is not None for each in (named, used, idle)] == [True, True, False]
 
 
-def test_base_model_is_read_once(
-    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_base_is_read_once(store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = sim_model(engine="vllm", source="package:base", adapters={})
     del model["sim"]
     of_vllm = deployment(model).models[0]

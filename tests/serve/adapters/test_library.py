@@ -137,9 +137,7 @@ async def test_invalid_weights(library: AdapterLibrary, weights: dict[str, float
         await library.split(SQL, weights)
 
 
-async def test_catalog_waits_for_the_records(
-    store: FakeAdapterStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_catalog_waits_for_records(store: FakeAdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve.adapters.library.RETRY", Backoff(0.001))
     alias = store.put(SQL, [new_version("/a", "/a")], None, declared=False)
     store.down = "away"
@@ -176,9 +174,7 @@ async def test_nothing_is_cleared_during_an_import(library: AdapterLibrary, stor
     assert store.cleared == [{"law@0123"}]
 
 
-async def test_slow_servers_do_not_delay_local_imports(
-    library: AdapterLibrary, store: FakeAdapterStore
-) -> None:
+async def test_slow_servers_delay_no_local_import(library: AdapterLibrary, store: FakeAdapterStore) -> None:
     store.gate.clear()
     slow = [library.add(AddRequest(name=f"a{i}", source=f"https://h/{i}")) for i in range(ADDS_AT_ONCE + 1)]
     while len(store.imported) < ADDS_AT_ONCE:  # noqa: ASYNC110 - the threads have no event

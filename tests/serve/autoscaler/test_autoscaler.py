@@ -303,9 +303,7 @@ async def test_lost_replica_is_replaced_at_once(plane: Plane, tmp_path: Path) ->
     assert logged(plane)[0].decision.at > before
 
 
-async def test_hanging_policy_does_not_block_others(
-    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hanging_policy_is_alone(plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.3)
     answers = threading.Event()
     monkeypatch.setattr(Slow, "answers", answers)
@@ -325,9 +323,7 @@ async def test_hanging_policy_does_not_block_others(
     answers.set()
 
 
-async def test_decision_for_an_old_deployment_is_dropped(
-    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_old_decision_is_dropped(plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoscaler, "PATIENCE_S", 0.02)
     monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 60.0)
     answers = threading.Event()

@@ -98,9 +98,7 @@ async def test_failed_gpu_drains_its_replica_at_once(plane: Plane) -> None:
 
 
 @pytest.mark.parametrize(("card", "leaves"), [(SLOW, False), (FAILED, True)])
-async def test_last_replica_without_room_leaves_only_for_an_error(
-    plane: Plane, card: PowerReport, leaves: bool
-) -> None:
+async def test_last_replica_leaves_only_for_an_error(plane: Plane, card: PowerReport, leaves: bool) -> None:
     (only,) = await up(plane, gpus=1, count=1)
     plane.cards[only] = card
     await seconds(plane, 90)

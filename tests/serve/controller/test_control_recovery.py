@@ -99,9 +99,7 @@ async def test_silent_replicas_are_waited_for_at_most_so_long(plane: Plane) -> N
     assert plane.cluster.held[SMALL].wanted == 2
 
 
-async def test_failing_deploy_does_not_stop_other_models(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failing_deploy_stops_no_other_model(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     deploy = MemoryActuator.deploy
 
     async def refuse(self: MemoryActuator, key: LayerKey, *rest: Any) -> None:

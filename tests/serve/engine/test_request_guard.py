@@ -94,9 +94,7 @@ def refusal(answer: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("given", [{}, {SECRET_HEADER: ""}, {SECRET_HEADER: "S"}, {SECRET_HEADER: "ss"}])
-async def test_requests_without_the_secret_are_refused(
-    engine: Held, client: httpx.AsyncClient, given: dict[str, str]
-) -> None:
+async def test_a_secret_is_required(engine: Held, client: httpx.AsyncClient, given: dict[str, str]) -> None:
     client.headers.pop(SECRET_HEADER)
     inside = {("GET", "/internal/load"), ("GET", "/nowhere")}
     for method, path in {*ALLOWED, *inside}:
@@ -120,9 +118,7 @@ async def test_requests_without_the_secret_are_refused(
         ("POST", "/internal/load"),
     ],
 )
-async def test_unlisted_paths_do_not_reach_the_engine(
-    engine: Held, guard: Guard, method: str, path: str
-) -> None:
+async def test_unlisted_paths_reach_no_engine(engine: Held, guard: Guard, method: str, path: str) -> None:
     request = Request(guard, method, path, SECRET)
     await request.task
     assert request.refusal[:2] == (404, "not_found")
@@ -136,9 +132,7 @@ async def test_listed_paths_reach_the_engine(engine: Held, client: httpx.AsyncCl
     assert sorted(engine.reached) == sorted(f"{method} {path}" for method, path in ALLOWED)
 
 
-async def test_requests_over_the_bound_are_refused_as_busy(
-    engine: Held, guard: Guard, client: httpx.AsyncClient
-) -> None:
+async def test_requests_over_bound_are_refused(engine: Held, guard: Guard, client: httpx.AsyncClient) -> None:
     held = [Request(guard, "POST", CHAT, SECRET) for _ in range(2)]
     await in_flight(guard, 2)
     answer = await client.post(CHAT)
@@ -151,9 +145,7 @@ async def test_requests_over_the_bound_are_refused_as_busy(
     assert (await client.post(CHAT)).status_code == 200
 
 
-async def test_draining_refuses_new_requests_and_finishes_others(
-    engine: Held, guard: Guard, client: httpx.AsyncClient
-) -> None:
+async def test_draining_finishes_old_requests(engine: Held, guard: Guard, client: httpx.AsyncClient) -> None:
     held = Request(guard, "POST", CHAT, SECRET)
     await in_flight(guard, 1)
     guard.become(ReplicaPhase.DRAINING)
@@ -170,9 +162,7 @@ async def test_draining_refuses_new_requests_and_finishes_others(
 
 
 @pytest.mark.parametrize("status", [200, 500])
-async def test_an_engine_failure_during_a_request_is_replica_lost(
-    engine: Held, guard: Guard, client: httpx.AsyncClient, status: int
-) -> None:
+async def test_an_engine_failure(engine: Held, guard: Guard, client: httpx.AsyncClient, status: int) -> None:
     engine.status = status
     held = Request(guard, "POST", CHAT, SECRET)
     await in_flight(guard, 1)
@@ -233,9 +223,7 @@ def loads(request: Request) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-async def test_changes_in_a_burst_are_one_load_line(
-    engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_burst_is_one_load_line(engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_guard, "HEARTBEAT_S", 3600.0)
     monkeypatch.setattr(request_guard, "COALESCE_S", WAIT_S)
     stream = Request(guard, "GET", "/internal/load", SECRET)
@@ -322,9 +310,7 @@ async def test_an_invalid_announcement_is_ignored(engine: Held, guard: Guard, to
     assert request.sent[0]["status"] == 200
 
 
-async def test_each_load_stream_has_the_timing_first_and_each_prefix_once(
-    engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_load_stream_contents(engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_guard, "HEARTBEAT_S", 3600.0)
     engine.go.set()
     first, late = f"{(1 << 64) - 1:x},a", ",".join(f"{i:x}" for i in range(MAX_PREFIXES + 1))

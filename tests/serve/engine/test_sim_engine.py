@@ -70,7 +70,7 @@ async def test_a_stream_equals_the_whole_answer_with_one_event_per_token(client:
         assert [choice["finish_reason"] for choice in mine] == [None] * 9 + ["length"]
 
 
-async def test_without_max_tokens_a_chat_ends_by_itself_unless_eos_is_ignored(
+async def test_without_max_tokens_a_chat_ends_unless_eos_is_ignored(
     client: httpx.AsyncClient,
 ) -> None:
     body = await post(client, "/v1/chat/completions", **CHAT)
@@ -165,9 +165,7 @@ async def test_models_list_the_base_and_its_adapters(client: httpx.AsyncClient, 
         ),
     ],
 )
-async def test_errors_come_in_vllms_envelope(
-    client: httpx.AsyncClient, content: bytes, status: int, param: str | None
-) -> None:
+async def test_error_codes(client: httpx.AsyncClient, content: bytes, status: int, param: str | None) -> None:
     answer = await client.post("/v1/chat/completions", content=content)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (status, status, param)

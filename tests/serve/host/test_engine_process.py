@@ -81,7 +81,7 @@ async def process(
         await made.host.stop()
 
 
-async def test_planned_adapters_are_loaded_before_ready_and_others_on_demand(
+async def test_planned_adapters_are_loaded_before_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with process(tmp_path, monkeypatch, 2, "ab") as (there, (a, b)):
@@ -108,9 +108,7 @@ async def test_planned_adapters_are_loaded_before_ready_and_others_on_demand(
         assert sum(use.busy_s for use in uses if use.name == "c") > 0
 
 
-async def test_a_failed_adapter_is_reported_and_blocks_neither_start_nor_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_adapter_blocks_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with process(tmp_path, monkeypatch, 2) as (there, _):
         good, bad = there.adapter("a"), AdapterRef(name="b", digest="0" * 64)
         there.host.obey(Orders(hold=(bad, good)))
@@ -127,9 +125,7 @@ async def test_a_failed_adapter_is_reported_and_blocks_neither_start_nor_others(
         assert (await there.ask(good)).status_code == 200
 
 
-async def test_a_restarted_engine_loads_the_planned_adapters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_restarted_engine_loads_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with process(tmp_path, monkeypatch, 2, "a") as (there, (a,)):
         b = there.adapter("b")
         there.host.obey(Orders(hold=(b, a)))

@@ -106,9 +106,7 @@ async def test_steps_are_reported_once_and_totals_survive_an_engine_restart(make
         assert host.take_heartbeat().engine == EngineReport(preempted=total)
 
 
-async def test_only_the_first_start_of_weights_on_a_node_is_cold(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_first_start_is_cold(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     steps: list[Progress] = [
         Progress(step="fetch", message="using"),
@@ -154,9 +152,7 @@ async def test_a_killed_engine_restarts_in_place_and_reports_it(make: Make) -> N
 
 # With the second every start takes longer than an engine must live to be called stable.
 @pytest.mark.parametrize("stable_s", [STABLE_S, 1e-6])
-async def test_an_engine_that_fails_repeatedly_is_given_up_with_its_reason(
-    make: Make, stable_s: float
-) -> None:
+async def test_an_engine_that_fails_repeatedly_is_given_up(make: Make, stable_s: float) -> None:
     host = make(stable_s=stable_s, engine_args={"max_num_seqs": "many"})
     with pytest.raises(EngineFailed) as failed:
         await host.start()

@@ -194,9 +194,7 @@ async def test_requests_past_the_drain_timeout_are_cut(make: Make) -> None:
     assert of(group, "large")[0].pid == large.pid
 
 
-async def test_a_shape_that_cannot_start_leaves_the_other_serving(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_shape_that_cannot_start_stops_no_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = {"gpus": 1, "engine_args": {"max_num_seqs": "many"}}
     group = make(shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": broken})
     group.order({"large": 1, "small": 0})
@@ -212,9 +210,7 @@ async def test_a_shape_that_cannot_start_leaves_the_other_serving(
     assert not group.lost.is_set()
 
 
-async def test_a_group_without_a_working_wanted_engine_is_given_up(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_group_without_an_engine_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_gpu_host, "LOST_S", 2.0)
     group = make(engine_args={"max_num_seqs": "many"})
     group.order({"large": 1, "small": 0})

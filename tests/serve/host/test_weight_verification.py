@@ -143,9 +143,7 @@ async def test_unavailable_weights_are_retried(plane: Plane, store: Store) -> No
     assert plane.note() == ""
 
 
-async def test_a_directory_changed_in_place_is_a_new_revision_once_applied(
-    plane: Plane, tmp_path: Path
-) -> None:
+async def test_a_directory_changed_in_place_is_new_once_applied(plane: Plane, tmp_path: Path) -> None:
     written = document(model(folder(tmp_path / "w")))
     await plane.up(written)
     await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
@@ -172,9 +170,7 @@ async def test_a_directory_changed_in_place_is_a_new_revision_once_applied(
     assert (plane.counts(), kept(plane)) == ({NEW_SMALL: 1}, first)
 
 
-async def test_a_controller_without_state_detects_other_weights_by_the_layer_digest(
-    plane: Plane, tmp_path: Path
-) -> None:
+async def test_a_controller_without_state_detects_other_weights(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(folder(tmp_path / "w"))))
     await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
     running = set(plane.cluster.replicas)

@@ -122,7 +122,7 @@ def fit_of(shown: tuple[Limits, EngineModel, list[Observation]], points: list[Ob
     return fit_model(points, truth, limits)
 
 
-def test_points_that_were_held_out_have_no_part_in_it(
+def test_held_out_points_are_not_fitted(
     shown: tuple[Limits, EngineModel, list[Observation]],
 ) -> None:
     slowed = changed(shown[2], lambda s: msgspec.structs.replace(s, seconds=2 * s.seconds), held=True)

@@ -39,9 +39,7 @@ def test_a_linear_axis_begins_at_zero_and_holds_its_values(axes: Axes, high: flo
         (1e-12, 1.0, [1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0]),
     ],
 )
-def test_a_logarithmic_axis_ends_at_round_numbers(
-    axes: Axes, low: float, high: float, ticks: list[float]
-) -> None:
+def test_a_logarithmic_axis_has_round_ends(axes: Axes, low: float, high: float, ticks: list[float]) -> None:
     log_axis(axes, low, high)
     assert list(axes.get_yticks()) == pytest.approx(ticks)
     assert axes.get_ylim() == pytest.approx((ticks[0], ticks[-1]))

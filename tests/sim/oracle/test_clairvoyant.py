@@ -81,9 +81,7 @@ def test_no_plan_that_serves_all_costs_less(tenths: list[int], lead_s: float, le
 
 @pytest.mark.slow
 @given(LOADS.filter(lambda tenths: len(tenths) <= 4), LEADS, ATTAINED)
-def test_drops_are_allowed_and_never_cost_more_than_to_serve_all(
-    tenths: list[int], lead_s: float, attainment: float
-) -> None:
+def test_allowed_drops_never_cost_more(tenths: list[int], lead_s: float, attainment: float) -> None:
     asked = problem(tenths, lead_s, attainment)
     needs = served_demand(asked.load, asked)
     assert dropped(asked.load, needs) <= asked.spare + 1e-9
@@ -104,9 +102,7 @@ def test_drops_are_allowed_and_never_cost_more_than_to_serve_all(
         ([10, 20], 10.0, 0.0, [0, 0]),
     ],
 )
-def test_drops_go_where_they_save_most(
-    tenths: list[int], lead_s: float, attainment: float, expected: list[int]
-) -> None:
+def test_drops_save_most(tenths: list[int], lead_s: float, attainment: float, expected: list[int]) -> None:
     asked = problem(tenths, lead_s, attainment)
     assert served_demand(asked.load, asked).tolist() == expected
 

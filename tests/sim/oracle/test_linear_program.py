@@ -106,18 +106,14 @@ def test_a_longer_lead_never_costs_less(
 
 @pytest.mark.slow
 @given(LOADS, LEADS, ATTAINED, WAITS)
-def test_a_longer_wait_never_costs_more(
-    tenths: list[int], lead_s: float, attainment: float, wait_s: float
-) -> None:
+def test_waiting_never_costs_more(tenths: list[int], lead_s: float, attainment: float, wait_s: float) -> None:
     patient = lower_bound(problem(tenths, lead_s, attainment, wait_s + 5.0)).replica_s
     assert patient <= lower_bound(problem(tenths, lead_s, attainment, wait_s)).replica_s + SLACK
 
 
 @pytest.mark.slow
 @given(LOADS, LEADS, ATTAINED)
-def test_its_replicas_serve_what_it_does_not_drop(
-    tenths: list[int], lead_s: float, attainment: float
-) -> None:
+def test_its_replicas_serve_all_but_drops(tenths: list[int], lead_s: float, attainment: float) -> None:
     asked = problem(tenths, lead_s, attainment)
     found = lower_bound(asked)
     took = found.ready * asked.mu * asked.bin_s

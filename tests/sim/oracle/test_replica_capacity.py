@@ -56,9 +56,7 @@ def test_a_trace_of_two_requests_is_tried_with_few(runs: list[Record]) -> None:
 
 
 @pytest.mark.slow
-def test_slow_engines_are_tried_for_so_long_at_most(
-    runs: list[Record], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trials_of_slow_engines_are_bounded(runs: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_capacity, "MOST_S", 100.0)
     rate([Arrival(float(i), 200, 20) for i in range(50)])
     assert MOST_S > 100.0

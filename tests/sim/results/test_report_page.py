@@ -94,9 +94,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("width", [360, 600, 1400, 2560])
 @pytest.mark.parametrize("name", STUDIES)
-def test_nothing_is_asked_for_and_all_of_it_can_be_read(
-    browser: Chromium, pages: dict[str, Path], name: str, width: int
-) -> None:
+def test_all_of_it_can_be_read(browser: Chromium, pages: dict[str, Path], name: str, width: int) -> None:
     browser.open(pages[name], width)
     assert browser.requested() == [pages[name].as_uri()] and browser.complaints() == []
     assert browser.evaluate("document.documentElement.scrollWidth") == width
@@ -130,9 +128,7 @@ def tip(browser: Chromium) -> str:
 
 
 @pytest.mark.parametrize("width", [360, 600, 1400])
-def test_pointing_at_a_decision_shows_the_change_and_its_reason(
-    browser: Chromium, pages: dict[str, Path], width: int
-) -> None:
+def test_pointing_at_a_decision_explains_it(browser: Chromium, pages: dict[str, Path], width: int) -> None:
     browser.open(pages["seven"], width)
     x, y = place(browser, "#chart-2-1 .mark")
     # Above the triangle too, which is small.

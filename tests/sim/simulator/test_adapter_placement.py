@@ -88,7 +88,7 @@ def asked(requests: int, seed: int) -> list[Arrival]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_simulator_loads_as_often_as_the_placement_benchmark_and_less_than_the_baselines(
+def test_the_simulator_loads_as_often_as_the_benchmark_and_less_than_the_baselines(
     seed: int,
 ) -> None:
     requests = asked(4000, seed)

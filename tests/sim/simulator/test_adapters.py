@@ -132,9 +132,7 @@ def test_changes_count_evictions_and_ended_loads() -> None:
     st.integers(1, 4),
     st.sampled_from([SimulatedSlots, LeastRecentlyUsedSlots, InTurnSlots]),
 )
-def test_requests_use_loaded_adapters_only_and_all_are_served(
-    seed: int, capacity: int, rules: type[SimulatedSlots]
-) -> None:
+def test_requests_use_only_loaded_adapters(seed: int, capacity: int, rules: type[SimulatedSlots]) -> None:
     rng = random.Random(seed)  # noqa: S311 - no secret is drawn
     slots, at = rules(capacity), 0.0
     adapters: dict[str, str] = {}

@@ -127,9 +127,7 @@ def test_how_often_it_is_asked_changes_nothing(jobs: list[tuple[float, int]], of
     st.integers(1, 60),
     st.sampled_from([110, 200, 1000]),
 )
-def test_equal_prompts_have_their_first_tokens_in_the_order_they_came(
-    jobs: list[tuple[float, int]], prompt: int, kv_tokens: int
-) -> None:
+def test_equal_prompts_keep_their_order(jobs: list[tuple[float, int]], prompt: int, kv_tokens: int) -> None:
     limits = Limits(max_num_batched_tokens=32, max_num_seqs=4, kv_tokens=kv_tokens)
     engine, at = Engine(Timing(limits=limits, model=MODEL)), 0.0
     for number, (gap, output) in enumerate(jobs):

@@ -186,7 +186,7 @@ def test_stretches_that_overlap_slow_a_replica_together() -> None:
         ("predictive", 1, 1, 6),
     ],
 )
-def test_a_static_policy_begins_with_the_count_of_production(
+def test_a_static_policy_begins_as_in_production(
     policy: object, least: int, healthy: int, begins: int
 ) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": least, "max": 6}}}

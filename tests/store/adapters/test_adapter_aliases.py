@@ -304,9 +304,7 @@ CHANGES = st.lists(
 @pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHANGES)
-def test_a_name_always_refers_to_versions_that_it_has(
-    registry: AdapterNames, changes: list[tuple[str, object]]
-) -> None:
+def test_a_name_always_has_its_versions(registry: AdapterNames, changes: list[tuple[str, object]]) -> None:
     for alias in registry.catalog(0, 0).aliases:
         registry.remove(alias.model, alias.name)
     past: list[dict[str, float]] = []

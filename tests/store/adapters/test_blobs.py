@@ -138,9 +138,7 @@ def test_a_recently_published_adapter_is_not_removed(blobs: Blobs, clock: Clock)
     ("limit", "digest", "code"),
     [(10, None, "too_large"), (1000, ABSENT, "changed"), (1000, None, "truncated")],
 )
-def test_a_stream_that_is_not_taken(
-    limit: int, digest: str | None, code: str, blobs: Blobs, tmp_path: Path
-) -> None:
+def test_refused_streams(limit: int, digest: str | None, code: str, blobs: Blobs, tmp_path: Path) -> None:
     had = stored(blobs, weights=b"w" * 100)
     node = Blobs(tmp_path / "node")
     stream = b"".join(blobs.tar(had))

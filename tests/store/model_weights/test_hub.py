@@ -57,18 +57,14 @@ def test_a_snapshot_is_used_where_the_hub_keeps_it(monkeypatch: pytest.MonkeyPat
     assert not {"*.bin", "*.py"} & set(seen["allow_patterns"])
 
 
-def test_a_revision_and_a_token_are_passed_on(
-    monkeypatch: pytest.MonkeyPatch, snapshot: Path, tmp_path: Path
-) -> None:
+def test_revision_and_token_are_used(monkeypatch: pytest.MonkeyPatch, snapshot: Path, tmp_path: Path) -> None:
     seen = replace(monkeypatch, snapshot)
     (tmp_path / "token").write_text("hf_abc\n")
     prepare_hub("org/model@v1.0", token_file=str(tmp_path / "token"), report=lambda _: None)
     assert (seen["revision"], seen["token"]) == ("v1.0", "hf_abc")
 
 
-def test_bytes_on_disk_are_reported_in_whole_percents(
-    monkeypatch: pytest.MonkeyPatch, snapshot: Path
-) -> None:
+def test_bytes_are_reported_in_whole_percents(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
     seen = replace(monkeypatch, snapshot)
     said: list[Progress] = []
     prepare_hub("org/model", token_file=None, report=said.append)

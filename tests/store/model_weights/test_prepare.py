@@ -58,9 +58,7 @@ def test_the_command_ends_with_path_and_digest(model: Path, capsys: pytest.Captu
     assert len(str(last["digest"])) == 64
 
 
-def test_the_command_reads_the_applied_document(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_applied_document(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = {"shapes": {"small": {"cpus": 1}}, "modes": {"multi-replica": {"shape": "small"}}}
     path = tmp_path / "deployment.json"
     path.write_text(json.dumps({"models": [{"name": "toy", "source": str(model), **spec}]}))
@@ -71,9 +69,7 @@ def test_the_command_reads_the_applied_document(
 
 
 @pytest.mark.parametrize("content", [None, "{"])
-def test_a_document_that_cannot_be_read_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
-) -> None:
+def test_unreadable_document(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None) -> None:
     path = tmp_path / "deployment.json"
     if content is not None:
         path.write_text(content)

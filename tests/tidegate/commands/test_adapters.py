@@ -118,9 +118,7 @@ def test_show_has_sources_and_refusals_of_versions(run: Run) -> None:
     assert json.loads(run(controller_of(found), "show", "sql", "--json").output)["tenants"] == ["acme"]
 
 
-def test_a_local_source_becomes_absolute_and_its_steps_are_printed(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_source_becomes_absolute(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sql").mkdir()
     monkeypatch.chdir(tmp_path)
     controller = controller_of()

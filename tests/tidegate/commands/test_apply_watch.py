@@ -99,9 +99,7 @@ def test_each_save_is_shown_and_applied(watched: WatchedFile) -> None:
     ],
     ids=["no YAML", "no such key", "a new port", "out of range"],
 )
-def test_an_invalid_save_is_refused_and_the_next_valid_one_applied(
-    watched: WatchedFile, content: object, message: str
-) -> None:
+def test_an_invalid_save_is_refused(watched: WatchedFile, content: object, message: str) -> None:
     def now_good() -> None:
         assert watched.timeout_s == 1, "the bad one is not in force"
         watched.write(document(4))

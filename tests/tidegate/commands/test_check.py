@@ -78,9 +78,7 @@ BOUNDS = "multi-replica x 1 to 4 or single-large x 1"
         ),
     ],
 )
-def test_a_line_has_the_policy_the_bounds_and_the_slo(
-    tmp_path: Path, control: dict[str, Any], scaling: str
-) -> None:
+def test_a_line_has_policy_bounds_and_slo(tmp_path: Path, control: dict[str, Any], scaling: str) -> None:
     line, _ = check(write(tmp_path, **control)).output.splitlines()
     assert line == f"m: engine sim, starts in multi-replica; {scaling}"
     (model,) = json.loads(check(write(tmp_path, **control), "--json").output)["models"]
@@ -119,9 +117,7 @@ def test_a_custom_policy_beside_the_file_is_found(tmp_path: Path, key: str, wher
     ],
     ids=["no such class", "no such module", "no decide", "does not import", "bad value", "no such parameter"],
 )
-def test_an_invalid_custom_policy_is_refused_with_its_path(
-    tmp_path: Path, text: str, custom: object, why: str
-) -> None:
+def test_an_invalid_custom_policy_is_refused(tmp_path: Path, text: str, custom: object, why: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     path = write(tmp_path, policy={"custom": custom})
     done = check(path)

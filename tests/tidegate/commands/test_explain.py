@@ -202,9 +202,7 @@ LIMITS = (
         ("others", {}, None, "desired replicas: panic_window 6, static 1"),
     ],
 )  # fmt: skip
-def test_each_input_is_shown_with_its_unit(
-    label: str, made: dict[str, Any], seen: Situation | None, what: str
-) -> None:
+def test_each_input_has_its_unit(label: str, made: dict[str, Any], seen: Situation | None, what: str) -> None:
     assert what in section(label, decision(**made), seen)
 
 
@@ -357,9 +355,7 @@ def test_without_a_log_either_it_fails(run: Run, tmp_path: Path) -> None:
         ((*LOG, unchanged(at=1400.0, model="other")), "", [1240.0, 1420.0, 1400.0]),
     ],
 )
-def test_which_decisions_are_shown(
-    run: Run, log: Sequence[Decision], words: str, expected: list[float]
-) -> None:
+def test_shown_decisions(run: Run, log: Sequence[Decision], words: str, expected: list[float]) -> None:
     assert times(run(log, *words.split(), "--json")) == expected
 
 

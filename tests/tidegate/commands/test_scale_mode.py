@@ -78,9 +78,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         ("mode sim auto", ("sim", None, None), "The scaling policy decides on sim."),
     ],
 )
-def test_an_override_is_sent_and_the_command_that_ends_it_shown(
-    run: Run, words: str, request_: tuple[Any, ...], message: str
-) -> None:
+def test_an_override_and_its_end(run: Run, words: str, request_: tuple[Any, ...], message: str) -> None:
     controller = Controller()
     result = run(controller, *words.split())
     assert result.exit_code == 0, result.output
@@ -91,9 +89,7 @@ def test_an_override_is_sent_and_the_command_that_ends_it_shown(
 
 
 @pytest.mark.parametrize(("command", "other"), [("scale", "mode"), ("mode", "scale")])
-def test_another_override_that_remains_is_named(
-    run: Run, monkeypatch: pytest.MonkeyPatch, command: str, other: str
-) -> None:
+def test_remaining_overrides(run: Run, monkeypatch: pytest.MonkeyPatch, command: str, other: str) -> None:
     controller = Controller()
     remaining = status(override=Override(mode="multi-replica", count=1))
     monkeypatch.setattr(controller, command, lambda *wanted: remaining)

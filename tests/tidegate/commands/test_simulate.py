@@ -122,9 +122,7 @@ def test_the_result_is_printed_although_a_file_cannot_be_written(site: Path, wor
 
 
 @pytest.mark.parametrize("option", ["--report", "--log"])
-def test_a_file_that_may_not_be_written_is_refused_before_the_run(
-    site: Path, monkeypatch: pytest.MonkeyPatch, option: str
-) -> None:
+def test_unwritable_files_are_refused_first(site: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != site)
     result = run(site, option, str(site / "out"))
     assert result.exit_code == Exit.USAGE and "expected a file that can be written" in result.stderr

@@ -89,9 +89,7 @@ def test_notes_on_a_trace_are_printed(endpoint: Endpoint, tmp_path: Path) -> Non
     assert "1 of 1 requests served" in result.stdout
 
 
-def test_a_replay_without_a_served_request_fails_with_the_first_error(
-    endpoint: Endpoint, tmp_path: Path
-) -> None:
+def test_a_replay_without_a_served_request_fails(endpoint: Endpoint, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = {"at": 0, "input_tokens": 30, "output_tokens": 4, "adapter": "none"}
     path.write_text(HEADER + json.dumps(line) + "\n")

@@ -103,9 +103,7 @@ def test_a_failed_cluster_cleanup_can_be_repeated(site: Site) -> None:
     ],
     ids=["a head of our own", "without Ray", "nothing of our own"],
 )
-def test_a_cluster_without_our_applications_is_not_cleaned(
-    site: Site, model: object, cluster: dict[str, str], recorded: str
-) -> None:
+def test_other_clusters_are_kept(site: Site, model: object, cluster: dict[str, str], recorded: str) -> None:
     site.left(model, cluster, recorded)
     assert site.down().exit_code == 0
     assert not site.calls.exists()

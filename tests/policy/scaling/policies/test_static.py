@@ -19,9 +19,7 @@ from tests.policy.scaling.views import demand, view
         (0, 3, 1, "0 configured, 1 within the bounds of the mode"),
     ],
 )
-def test_it_keeps_what_there_is_or_what_was_written(
-    replicas: int | None, count: int, proposed: int, said: str
-) -> None:
+def test_it_keeps_the_written_count(replicas: int | None, count: int, proposed: int, said: str) -> None:
     policy = Static(replicas=replicas)
     for seen in (None, demand(0.0), demand(100.0, queued=50)):
         proposal = policy.decide(view(seen, count=count, least=1, most=5), None)

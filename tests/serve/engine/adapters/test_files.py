@@ -108,9 +108,7 @@ async def test_missing_files_are_pulled_once_into_the_last_directory(make: Make,
         ("large", ""),
     ],
 )
-async def test_unavailable_files_are_refused_with_the_cause(
-    make: Make, tmp_path: Path, why: str, message: str
-) -> None:
+async def test_unavailable_files_are_refused(make: Make, tmp_path: Path, why: str, message: str) -> None:
     digest = stored(tmp_path / "controller", "a")
     if why == "full":
         (tmp_path / "file").touch()

@@ -69,9 +69,7 @@ def test_the_regret_is_split_by_cause() -> None:
 
 @pytest.mark.slow
 @given(LOADS, LEADS, ATTAINED, st.floats(0, 1000))
-def test_the_parts_of_the_regret_sum_to_the_whole(
-    tenths: list[int], lead_s: float, attainment: float, policy_s: float
-) -> None:
+def test_parts_of_regret_add_up(tenths: list[int], lead_s: float, attainment: float, policy_s: float) -> None:
     found = split(policy_s, problem(tenths, lead_s, attainment))
     assert found.fluid_s + found.integrality_s + found.lead_s + found.forecast_s == pytest.approx(policy_s)
     assert found.integrality_s >= -1e-6

@@ -153,9 +153,7 @@ MOON = '{"timestamp": 1, "input_length": 600, "output_length": 6, "hash_ids": [1
         (CAPTURE + "[1]\n", 2, "[1]", "got `array`"),
     ],
 )
-def test_a_bad_trace_is_refused_with_its_line(
-    tmp_path: Path, text: str | bytes, line: int, value: object, expected: str
-) -> None:
+def test_bad_trace_lines(tmp_path: Path, text: str | bytes, line: int, value: object, expected: str) -> None:
     error = refused(tmp_path, text)
     assert error.line == line and expected in error.expected
     if value is not None:
