@@ -78,36 +78,18 @@ def views(amount: st.SearchStrategy[float], least: int = 0) -> st.SearchStrategy
     return drawn()
 
 
-def decided(policy: Policy, seen: list[View]) -> Proposal:
-    memory, proposal = None, Proposal(count=0, reason="")
+def memory_after(policy: Policy, seen: list[View]) -> Any:
+    memory: Any = None
     for view in seen:
-        proposal = policy.decide(view, memory)
-        memory = proposal.memory
-    return proposal
+        memory = policy.decide(view, memory).memory
+    return memory
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=IDS)
-@given(st.lists(views(finite), min_size=1, max_size=4))
-@settings(max_examples=40)
-def test_no_figures_make_nonsense(choice: Any, seen: list[View]) -> None:
-    """Within the bounds of the mode, and everything that is said can be written down: no NaN, no infinity."""
-    policy, memory = make(choose("policy", choice)), None
-    for view in seen:
-        proposal = policy.decide(view, memory)
-        if view.signals.demand is not None and proposal.count != view.count:
-            assert view.least <= proposal.count <= view.most
-        assert proposal.count >= 0
-        assert "null" not in msgspec.json.encode([proposal.terms, proposal.memory or 0]).decode()
-        for rate in (proposal.forecast, proposal.forecast_high):
-            assert rate is None or 0.0 <= rate < 1e12
-        memory = proposal.memory
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
-@given(st.lists(views(amounts), min_size=1, max_size=4))
-@settings(max_examples=40)
-def test_the_same_is_decided_of_what_was_written_down(choice: Any, seen: list[View]) -> None:
-    """Bit for bit, and neither the view nor the memory is changed by it."""
+@given(st.lists(views(finite) | views(amounts), min_size=1, max_size=4))
+@settings(max_examples=80)
+def test_proposals_are_finite_bounded_and_the_same_after_json(choice: Any, seen: list[View]) -> None:
+    """Bit for bit; neither the view nor the memory is changed, and nothing is NaN or infinite."""
     policy = make(choose("policy", choice))
     memory: Any = None
     for view in seen:
@@ -117,6 +99,12 @@ def test_the_same_is_decided_of_what_was_written_down(choice: Any, seen: list[Vi
         again, remembered = msgspec.json.decode(written, type=tuple[View, Any])
         repeated = make(choose("policy", choice)).decide(again, remembered)
         assert repeated == proposal == msgspec.json.decode(msgspec.json.encode(proposal), type=Proposal)
+        if view.signals.demand is not None and proposal.count != view.count:
+            assert view.least <= proposal.count <= view.most
+        assert proposal.count >= 0
+        assert "null" not in msgspec.json.encode([proposal.terms, proposal.memory or 0]).decode()
+        for rate in (proposal.forecast, proposal.forecast_high):
+            assert rate is None or 0.0 <= rate < 1e12
         memory = proposal.memory
     assert len(msgspec.json.encode(memory)) < 4000
 
@@ -126,7 +114,7 @@ def test_the_same_is_decided_of_what_was_written_down(choice: Any, seen: list[Vi
 @settings(max_examples=40)
 def test_without_signals_count_and_memory_stay(choice: Any, seen: list[View], view: View) -> None:
     policy = make(choose("policy", choice))
-    memory = decided(policy, seen).memory if seen else None
+    memory = memory_after(policy, seen)
     blind = msgspec.structs.replace(view, signals=Signals())
     proposal = policy.decide(blind, memory)
     if "static" not in str(choice):
@@ -144,7 +132,7 @@ more = st.floats(0.0, 1e4)
 def test_count_grows_with_load(choice: Any, seen: list[View], view: View, extra: float, waiting: int) -> None:
     """For the same state and memory: more arrivals, more that wait, fuller caches, later tokens."""
     policy = make(choose("policy", choice))
-    memory = decided(policy, seen).memory if seen else None
+    memory = memory_after(policy, seen)
     demand = view.signals.demand
     if demand is None:
         return

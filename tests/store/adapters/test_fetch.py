@@ -30,13 +30,12 @@ from tests.store.adapters.making import LIMITS, TERMS, files, tarred, write, zip
 ARCHIVE = zipped(files())
 
 
-def job(tmp_path: Path, source: str, said: list[Progress] | None = None) -> FetchJob:
+def job(tmp_path: Path, source: str, reported: list[Progress] | None = None) -> FetchJob:
     into, parts = tmp_path / "into", tmp_path / "parts"
     into.mkdir()
     parts.mkdir(exist_ok=True)
-    return FetchJob(
-        source, into, parts, LIMITS.max_bytes, said.append if said is not None else lambda _: None
-    )
+    report = [].append if reported is None else reported.append
+    return FetchJob(source, into, parts, LIMITS.max_bytes, report)
 
 
 def fetched(given: FetchJob) -> dict[str, bytes]:
@@ -169,11 +168,11 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_an_archive_of_the_web(
     site: dict[str, Any], ranges: list[str | None], pauses: list[float], tmp_path: Path, direct: list[float]
 ) -> None:
-    said: list[Progress] = []
+    reports: list[Progress] = []
     with served(Site()) as server:
         vars(server).update(site)
-        assert fetched(job(tmp_path, server.url, said)) == files()
-    assert [each.fraction for each in said if each.step == "fetch"][-1] == 1.0
+        assert fetched(job(tmp_path, server.url, reports)) == files()
+    assert [each.fraction for each in reports if each.step == "fetch"][-1] == 1.0
     assert (server.ranges, direct) == (ranges, pauses)
 
 
@@ -189,25 +188,18 @@ class Clock:
         return self.now
 
 
-def test_a_server_that_sends_too_little_is_given_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", [True, False], ids=["sends too little", "breaks off after a few bytes"])
+def test_a_server_is_given_up(slow: bool, tmp_path: Path) -> None:
+    clock = Clock(2 * from_web.PACE_S if slow else 0.0)
+
+    def pause(seconds: float) -> None:
+        clock.now += seconds
+
     with served(Site()) as site:
-        given = job(tmp_path, site.url)
-        error = refused(lambda: from_web.fetch(given, lambda _: None, Clock(2 * from_web.PACE_S)))
-    assert (error.code, "4096 a second at least" in str(error)) == ("source_unreachable", True)
-    assert len(site.ranges) == 1
-
-
-def test_a_server_that_breaks_off_after_a_few_bytes_is_given_up(tmp_path: Path) -> None:
-    with served(Site()) as site:
-        site.breaks = [4] * 100
-        clock = Clock(0.0)
-
-        def pause(seconds: float) -> None:
-            clock.now += seconds
-
+        site.breaks = [] if slow else [4] * 100
         error = refused(lambda: from_web.fetch(job(tmp_path, site.url), pause, clock))
-    assert error.code == "source_unreachable"
-    assert len(site.ranges) == from_web.TRIES
+    assert (error.code, "4096 a second at least" in str(error)) == ("source_unreachable", slow)
+    assert len(site.ranges) == (1 if slow else from_web.TRIES)
 
 
 @pytest.mark.slow
@@ -266,14 +258,14 @@ def test_a_server_that_refuses(status: int, tries: int, message: str, tmp_path: 
 def test_secrets_of_a_source_are_not_revealed(tmp_path: Path, blobs: Blobs) -> None:
     with served(Site()) as site:
         secret = site.url.replace("http://", "http://user:KEY-1@") + "?signature=KEY-2"
-        said: list[Progress] = []
-        taken = import_adapter(blobs, secret, TERMS, said.append)
+        reports: list[Progress] = []
+        taken = import_adapter(blobs, secret, TERMS, reports.append)
         site.statuses = [404]
-        error = refused(lambda: import_adapter(blobs, secret, TERMS, said.append))
+        error = refused(lambda: import_adapter(blobs, secret, TERMS, reports.append))
         path = blobs.path(taken.digest)
         assert path is not None
-        told = f"{taken} {error} {said} {(path / 'manifest.json').read_text()}"
-    assert not re.search("KEY-[12]|user", told)
+        shown = f"{taken} {error} {reports} {(path / 'manifest.json').read_text()}"
+    assert not re.search("KEY-[12]|user", shown)
     assert taken.source == site.url
     assert redacted("/a/b@c?d") == "/a/b@c?d", "a path is no URL"
 
@@ -319,38 +311,36 @@ def test_two_files_of_one_commit_come_from_the_hub(tmp_path: Path, hub: dict[str
     assert hub["token"] == "hf_abc"
 
 
-NO_ADAPTERS = [
-    ({CONFIG: b"{}", "adapter_model.bin": b"x"}, "pickle"),
-    ({"config.json": b"{}"}, "not_an_adapter"),
-    ({**files(), WEIGHTS: bytes(LIMITS.max_bytes)}, "too_large"),
-]
-
-
-@pytest.mark.parametrize(("content", "code"), NO_ADAPTERS)
-def test_files_of_the_hub_are_checked_before_they_are_fetched(
-    content: dict[str, bytes], code: str, tmp_path: Path, hub: dict[str, Any]
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        ({CONFIG: b"{}", "adapter_model.bin": b"x"}, "pickle"),
+        ({"config.json": b"{}"}, "not_an_adapter"),
+        ({**files(), WEIGHTS: bytes(LIMITS.max_bytes)}, "too_large"),
+    ],
+)
+def test_listed_files_are_checked_before_they_are_fetched(
+    content: dict[str, bytes], code: str, tmp_path: Path, hub: dict[str, Any], bucket: Any
 ) -> None:
     hub["files"] = content
-    assert refused(lambda: fetch(job(tmp_path, "hf:org/name"))).code == code
+    given = job(tmp_path, "hf:org/name")
+    assert refused(lambda: fetch(given)).code == code
     assert hub["asked"] == [("org/name", None)]
+    for name, data in content.items():
+        bucket.pipe(f"/b/x/{name}", data)
+    assert refused(lambda: fetch(given._replace(source="memory://b/x"))).code == code
 
 
-def test_a_repository_that_is_not_there(tmp_path: Path, hub: dict[str, Any]) -> None:
+def test_a_repository_or_a_token_file_that_is_not_there(tmp_path: Path, hub: dict[str, Any]) -> None:
     (tmp_path / "token").write_text("hf_abc")
     answer = SimpleNamespace(status_code=401, headers={}, request=None)
     hub["error"] = RepositoryNotFoundError("hf_abc", response=answer)  # type: ignore[arg-type]
-    given = job(tmp_path, "hf:org/name")._replace(token_file=str(tmp_path / "token"))
-    error = refused(lambda: fetch(given))
-    assert (error.code, "does not exist on the Hugging Face hub" in str(error)) == (
-        "source_unreachable",
-        True,
-    )
-    assert "hf_abc" not in str(error)
-
-
-def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
-    given = job(tmp_path, "hf:org/name")._replace(token_file=str(tmp_path / "nowhere"))
-    assert "cannot be read" in str(refused(lambda: fetch(given)))
+    given = job(tmp_path, "hf:org/name")
+    error = refused(lambda: fetch(given._replace(token_file=str(tmp_path / "token"))))
+    assert error.code == "source_unreachable"
+    assert "does not exist on the Hugging Face hub" in str(error) and "hf_abc" not in str(error)
+    error = refused(lambda: fetch(given._replace(token_file=str(tmp_path / "nowhere"))))
+    assert "cannot be read" in str(error)
 
 
 # Object stores, by one that is in memory.
@@ -386,15 +376,6 @@ def test_an_archive_of_an_object_store_goes_on_where_it_was_broken_off(tmp_path:
     finally:
         source.seek = original
     assert 1000 in seen
-
-
-@pytest.mark.parametrize(("content", "code"), NO_ADAPTERS)
-def test_a_prefix_that_is_no_adapter(
-    content: dict[str, bytes], code: str, tmp_path: Path, bucket: Any
-) -> None:
-    for name, data in content.items():
-        bucket.pipe(f"/b/x/{name}", data)
-    assert refused(lambda: fetch(job(tmp_path, "memory://b/x"))).code == code
 
 
 def test_an_object_that_changes_while_it_is_copied(tmp_path: Path, bucket: Any) -> None:
