@@ -54,13 +54,13 @@ FROM cpu-packages AS cpu-build
 COPY --from=sources /src ./
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 WORKDIR /
-RUN python -m store.compiled_modules
+RUN python -m store.mypyc_cache
 
 FROM gpu-packages AS gpu-build
 COPY --from=sources /src ./
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 WORKDIR /
-RUN python -m store.compiled_modules
+RUN python -m store.mypyc_cache
 
 FROM base AS runtime
 WORKDIR /var/lib/tidegate

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uvloop
 
-from store import compiled_modules
+from store import mypyc_cache
 from store.state_dir import StateDir
 
 # glibc's names for what mallopt sets.
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--admin-fd", type=int, required=True, help="the listening admin socket")
     parser.add_argument("--worker", type=int, default=0, help="this worker's number; 0 saves the fleet")
     given = parser.parse_args()
-    fast = compiled_modules.use()
+    fast = mypyc_cache.use()
     # Only now: what it imports is either compiled or not.
     from gateway.http.server import allow_connections  # noqa: PLC0415
     from gateway.telemetry.metrics import DIRECTORY_VARIABLE  # noqa: PLC0415

@@ -21,7 +21,7 @@ from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.control.report_sender import Reporter, ReportSender
 from gateway.http.server import Server
 from gateway.request_pipeline import Gateway
-from gateway.routing.external_servers import ExternalPoller
+from gateway.routing.external_server_poller import ExternalPoller
 from gateway.routing.outlier_detection import Probes
 from gateway.routing.shared_counters import BEAT_EVERY_S, SharedRows
 from gateway.telemetry.metrics import Metrics

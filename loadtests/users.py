@@ -13,7 +13,7 @@ from locust import User, constant
 from loadtests.http_client import Connection
 from loadtests.options import prompt
 from loadtests.slo import Objective, Outcome
-from tidegate.replay.stream_reader import StreamTimings
+from tidegate.replay.response_timing import StreamTimings
 
 # Between two attempts to reach a server that is down.
 PAUSE_S = 0.2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMPILE = "-m store.compiled_modules"
+COMPILE = "-m store.mypyc_cache"
 RECORDER = """#!/bin/sh
 echo "$*" >> {log}
 case "$*" in *--dry-run*) exit {dry_run} ;; esac

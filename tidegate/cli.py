@@ -23,15 +23,15 @@ _COMMANDS = {
     "status": ("fleet.status", "Show processes, models and replicas."),
     "logs": ("deployment.logs", "Print the logs of processes."),
     "explain": ("fleet.explain", "Explain a model's replica count: SLO, metrics, policy, limits."),
-    "scale": ("fleet.scale_mode", "Override a model's replica count, or end the override."),
-    "mode": ("fleet.scale_mode", "Override a model's mode (topology), or end the override."),
+    "scale": ("fleet.manual_overrides", "Override a model's replica count, or end the override."),
+    "mode": ("fleet.manual_overrides", "Override a model's mode (topology), or end the override."),
     "adapters": ("fleet.adapters", "Show, add, replace, split, roll back or remove LoRA adapters."),
     "check": ("deployment.check_apply", "Validate a deployment file."),
     "apply": ("deployment.check_apply", "Show what a deployment file would change, and apply it."),
     "keys": ("deployment.keys", "Create API keys for tenants."),
     "simulate": ("simulation.simulate", "Replay a trace on a simulated deployment."),
     "replay": (
-        "simulation.replay",
+        "simulation.replay_and_capture",
         "Replay a trace against an endpoint, or capture live traffic as a trace.",
     ),
     "calibrate": (

@@ -15,7 +15,7 @@ from gateway.intake.adapter_catalog import CatalogView
 from gateway.routing.fleet import FleetView
 from gateway.telemetry.structured_log import Log
 from policy.types import Fleet
-from policy.wire.catalog import Alias, Catalog
+from policy.wire.adapter_catalog import Alias, Catalog
 from policy.wire.controller import ADAPTERS_STREAM, FLEET_STREAM
 from store.state_dir import StateDir, write_atomic
 

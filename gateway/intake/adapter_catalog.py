@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from gateway.intake.tenants import TenantAccount
-from gateway.protocol.prompt_hash import session_key
+from gateway.protocol.prompt_features import session_key
 from policy.config.deployment import Deployment
 from policy.hashing import hash_name
 from policy.types import EngineKind
-from policy.wire.catalog import Alias, Catalog, Version, served_name
+from policy.wire.adapter_catalog import Alias, Catalog, Version, served_name
 from policy.wire.headers import ADAPTER_HEADER
 
 EMPTY = Catalog(epoch=0.0, version=0)

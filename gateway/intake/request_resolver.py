@@ -9,7 +9,7 @@ from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.tenants import TenantAccount
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused, unknown
-from gateway.protocol.prompt_hash import adapter_key, limit_of, parts_of, seed_of, session_key
+from gateway.protocol.prompt_features import adapter_key, limit_of, parts_of, seed_of, session_key
 from gateway.request_context import Call
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.model_routers import ModelRouters

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Raw
 
 from gateway.protocol.body import Body
+from gateway.protocol.buffer_offset import address
 from gateway.protocol.json_decoders import ABSENT, NAMED
 from gateway.protocol.paths import Route
-from gateway.protocol.slice_offset import address
 
 Buffer = bytes | memoryview
 

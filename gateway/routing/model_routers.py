@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.protocol.prompt_hash import BytesPerToken, adapter_key
+from gateway.protocol.prompt_features import BytesPerToken, adapter_key
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.protocol.body import Body
-from gateway.protocol.prompt_hash import grid_of, seed_of
+from gateway.protocol.prompt_features import grid_of, seed_of
 from gateway.request_context import Call
 from policy.request import Request
 from policy.types import Runner
@@ -34,7 +34,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     """A request that has ended, as sent between workers. ``at`` is its arrival by the host's monotonic clock.
 
     ``grid`` are hashes of the beginnings of its prompt, one each
-    :data:`gateway.protocol.prompt_hash.BLOCK_BYTES`. ``session`` is a hash, 0 for none.
+    :data:`gateway.protocol.prompt_features.BLOCK_BYTES`. ``session`` is a hash, 0 for none.
     """
 
     at: float

@@ -14,7 +14,7 @@ from time import monotonic
 
 import msgspec
 
-from gateway.protocol.prompt_hash import BLOCK_BYTES
+from gateway.protocol.prompt_features import BLOCK_BYTES
 from gateway.telemetry.capture_publisher import LOOK_EVERY_S, SUFFIX, CaptureBatch, Row
 from policy.wire.capture import BLOCK_TOKENS, HEADER, CaptureLine, DroppedRows
 from store.state_dir import own_directory

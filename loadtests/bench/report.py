@@ -14,7 +14,7 @@ from loadtests.bench.parts.cost import Cost, Soak
 from loadtests.bench.parts.failing import Failing
 from loadtests.bench.parts.latency import Latencies
 from loadtests.bench.parts.routing import Routed
-from sim.charts.figure import Panel, bars
+from sim.charts.figure_style import Panel, bars
 
 
 def plot(title: str, panels: Mapping[str, Mapping[str, Figure]]) -> str:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from loadtests.bench.replica import MARK_CHARS, marked
-from sim.workload.generators.distributions import zipf_weights
+from sim.workload.generators.request_distributions import zipf_weights
 
 KEY = "sk-bench-0123456789abcdef"
 WORDS = ["quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "judge"]

@@ -12,10 +12,10 @@ from collections.abc import Callable, Container, Iterator, Set
 from itertools import islice
 from typing import Generic, TypeVar
 
-from policy.admission.batched_dispatch import FreeSlots, dispatch
+from policy.admission.affinity_dispatch import FreeSlots, dispatch
 from policy.admission.fairness import FairQueue, Peers, QueueOrder, ReservedSlots
 from policy.admission.queue import Admitted, Queue
-from policy.admission.replica_pool import Replica, ReplicaPool
+from policy.admission.replica_pool_interface import Replica, ReplicaPool
 from policy.admission.retry import RESULTS, AttemptOutcome, Cause, Rejection, RetryState
 from policy.errors import Refusal
 from policy.request import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from policy.admission.replica_pool import Replica, ReplicaPool
+from policy.admission.replica_pool_interface import Replica, ReplicaPool
 from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.replica_health import AttemptResult, Breaker, BreakerState, ReplicaHealth

@@ -23,7 +23,7 @@ from policy.routing.cache_affinity import (
     Share,
     crowd_price,
 )
-from policy.routing.prediction_error import LEAST, OnlineLine
+from policy.routing.prediction_correction import LEAST, OnlineLine
 from policy.routing.replica_state import ASSUMED_LOAD_S, ReplicaState
 
 # From this prediction error on a replica gets a smaller share of the traffic.
@@ -98,8 +98,8 @@ def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
 ) -> tuple[float, float, float, float, float, float]:
     """All terms in the order of :class:`CostEstimate`, corrected by what first tokens have shown.
 
-    ``slope`` and ``fixed_s`` are of a :class:`policy.routing.prediction_error.OnlineLine`; adapter loads are
-    measured directly. The fifth value is the request's own prefill without the fixed part, the sixth the
+    ``slope`` and ``fixed_s`` are of a :class:`policy.routing.prediction_correction.OnlineLine`; adapter loads
+    are measured directly. The fifth value is the request's own prefill without the fixed part, the sixth the
     TTFT by the engine model alone. The wait is for adapter loads, earlier prompts or half a step, and a free
     sequence. The prefill is that of its uncached tokens, in the steps of earlier prompts.
     """

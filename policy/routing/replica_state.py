@@ -6,7 +6,7 @@ from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import StepTable, step_table_of
 from policy.request import ASSUMED_OUTPUT_TOKENS
 from policy.routing.cache_affinity import Share, Slots
-from policy.routing.prediction_error import PredictionError
+from policy.routing.prediction_correction import PredictionError
 from policy.routing.prefix_index import PrefixIndex
 
 # Loading a LoRA adapter of rank 16 from a local disk; measured once one was loaded.

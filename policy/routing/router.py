@@ -17,7 +17,7 @@ from policy.hashing import rendezvous
 from policy.request import Request
 from policy.routing.cache_affinity import Popularity, balance_of
 from policy.routing.cost import Candidate, CostEstimate, CostModel, Row
-from policy.routing.prediction_error import InterTokenGaps
+from policy.routing.prediction_correction import InterTokenGaps
 from policy.routing.replica_state import ReplicaState
 from policy.routing.settings import Settings
 

@@ -1,7 +1,7 @@
 """One pure function from situations to decisions, for all models at once.
 
 Every policy proposes a count. :mod:`policy.scaling.guardrails` limits the live policy's count,
-:mod:`policy.scaling.mode_selection` says whether a switch of mode pays,
+:mod:`policy.scaling.serving_mode_selection` says whether a switch of mode pays,
 :mod:`policy.scaling.budget_allocation` divides the budget, and the last guardrails bound how fast a count
 changes. The same situations, budget and policies give the same decisions, through JSON and back, so a
 decision log can be checked by deciding again.
@@ -22,8 +22,8 @@ from policy.request import ASSUMED_OUTPUT_TOKENS
 from policy.scaling.budget_allocation import Claim, allocate, alone, attainable, held, spare
 from policy.scaling.decision_types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
 from policy.scaling.guardrails import GuardrailTrace, limit, low_since, override_in_force, requested
-from policy.scaling.mode_selection import ModeComparison, Verdict, expected, expected_peak
 from policy.scaling.resources import Resources
+from policy.scaling.serving_mode_selection import ModeComparison, Verdict, expected, expected_peak
 from policy.scaling.view import Policy, Proposal, View
 from policy.signals.types import Demand
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from policy.config.deployment import Budget, Deployment, ModelSpec
-from policy.config.shared_gpus import GpuGroup, gpu_group_of
+from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
 from policy.engine.builtin_profiles import price_of
 from policy.engine.performance_model import Timing
 from policy.errors import SwitchRefused

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from policy.signals.replica_metrics import ReplicaMetrics
+from policy.signals.heartbeat_metrics import ReplicaMetrics
 from policy.signals.types import Demand, LatencyQuantiles, Rates, Shares, Signals
 from policy.stats.histogram import BUCKETS, quantile
 from policy.stats.windows import Count, RateBins

@@ -19,7 +19,7 @@ from policy.errors import (
     TidegateError,
     Unreachable,
 )
-from policy.wire.catalog import Alias
+from policy.wire.adapter_catalog import Alias
 
 FLEET: Final = "/fleet"
 FLEET_STREAM: Final = "/fleet/stream"

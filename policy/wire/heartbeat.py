@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from policy.types import Replica
-from policy.wire.catalog import served_name
+from policy.wire.adapter_catalog import served_name
 from policy.wire.reports import EngineReport, PowerReport
 
 # A host sends a heartbeat at each change, and at least this often.

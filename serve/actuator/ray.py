@@ -19,11 +19,16 @@ from ray import serve as ray_serve
 from ray.serve.api import RunTarget
 
 from policy.config.deployment import ModelSpec
-from policy.config.shared_gpus import gpu_group_of
+from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import LayerKey
 from serve.actuator.interface import Held, host_spec
-from serve.actuator.serve_applications import DEPLOYMENT, application_name, held_layers, required_resources
+from serve.actuator.serve_application_spec import (
+    DEPLOYMENT,
+    application_name,
+    held_layers,
+    required_resources,
+)
 from serve.host.ray_replica import RayHost
 from serve.host.weight_verification import Weights
 from store.state_dir import StateDir

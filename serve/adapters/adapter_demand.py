@@ -14,7 +14,7 @@ from typing import NamedTuple
 from policy.adapter_placement.slots import HALF_LIFE_S
 from policy.stats.decay import DecayingCount
 from policy.types import Replica, ReplicaPhase
-from policy.wire.catalog import served_name
+from policy.wire.adapter_catalog import served_name
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
 
 # A rise counts once this many recent requests show it; fewer may be chance.

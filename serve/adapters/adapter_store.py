@@ -9,7 +9,7 @@ from functools import cached_property
 
 from policy.config.deployment import Adapters, ModelSpec
 from policy.types import EngineKind
-from policy.wire.catalog import DIGITS, Alias, Version
+from policy.wire.adapter_catalog import DIGITS, Alias, Version
 from store.adapters.adapter_aliases import API, DOCUMENT, AdapterNames, NewVersion
 from store.adapters.base_model_shapes import BaseModel
 from store.adapters.blobs import Blobs

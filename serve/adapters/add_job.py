@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from policy.errors import AdapterRefused, TargetError, TidegateError
-from policy.wire.catalog import Alias, Version
+from policy.wire.adapter_catalog import Alias, Version
 from policy.wire.controller import AddLine, Problem
 from store.preparation_progress import Progress
 

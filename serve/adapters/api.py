@@ -11,13 +11,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from policy.errors import AdapterUnknown
-from policy.wire.catalog import DIGEST
+from policy.wire.adapter_catalog import DIGEST
 from policy.wire.controller import ADAPTERS, ADAPTERS_STREAM, AddLine, AddRequest
 from serve.adapters.add_job import AddJob
 from serve.adapters.controller import AdapterController
+from serve.event_loop import wait_at_most
 from serve.http import json_answer, refusing
-from serve.state.resource_version import HEARTBEAT_S
-from serve.threads import wait_at_most
+from serve.state.versioned_watch import HEARTBEAT_S
 
 # Minimum interval between two lines of progress.
 PROGRESS_S = 0.1

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from policy.config.deployment import Deployment
 from policy.errors import TidegateError
 from policy.types import Replica
-from policy.wire.catalog import served_name
+from policy.wire.adapter_catalog import served_name
 from policy.wire.heartbeat import Heartbeat, Orders
 from serve.adapters.adapter_demand import AdapterDemand
 from serve.adapters.library import AdapterLibrary
-from serve.adapters.placement import AdapterPlacement
+from serve.adapters.placement_planner import AdapterPlacement
 from serve.adapters.reconcile_declared import DeclaredAdapters
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
+from serve.event_loop import wait_at_most
 from serve.state.replica_registry import ReplicaRegistry
-from serve.threads import wait_at_most
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ import msgspec
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, TidegateError, Unreachable
 from policy.stats.backoff import Backoff
-from policy.wire.catalog import NAME, Alias, Catalog
+from policy.wire.adapter_catalog import NAME, Alias, Catalog
 from policy.wire.controller import AddRequest
 from serve.adapters.add_job import AddJob, Key
-from serve.state.resource_version import Revision
-from serve.threads import run_in_thread, wait_at_most
+from serve.event_loop import run_in_thread, wait_at_most
+from serve.state.versioned_watch import Revision
 from store.preparation_progress import Progress
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from policy.config.deployment import AdapterSource, Deployment
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
 from policy.stats.backoff import Backoff
-from policy.wire.catalog import Alias
+from policy.wire.adapter_catalog import Alias
 from serve.adapters.add_job import AddJob, Key, is_remote
 from serve.adapters.library import AdapterLibrary
-from serve.threads import run_in_thread
+from serve.event_loop import run_in_thread
 from store.adapters.fetch_job import redacted
 from store.state_dir import StateDir
 

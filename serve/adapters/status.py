@@ -9,10 +9,10 @@ from enum import StrEnum
 import msgspec
 
 from policy.types import Replica, ReplicaPhase
-from policy.wire.catalog import Alias, Version, served_name
+from policy.wire.adapter_catalog import Alias, Version, served_name
 from policy.wire.heartbeat import AdapterRef
 from serve.adapters.adapter_demand import AdapterDemand
-from serve.adapters.placement import AdapterPlacement
+from serve.adapters.placement_planner import AdapterPlacement
 
 
 class AdapterState(StrEnum):

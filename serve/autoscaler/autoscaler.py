@@ -26,11 +26,11 @@ from policy.wire.reports import GatewayReport
 from serve.autoscaler.calibrated_models import CalibrationStore
 from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
+from serve.autoscaler.mode_switch_savings import expected_gain, review
 from serve.autoscaler.policies import MadePolicies, restore_policies
-from serve.autoscaler.switch_review import expected_gain, review
+from serve.event_loop import run_in_thread
 from serve.state.desired_state import Target, Targets, wanted_models
 from serve.state.observed_state import ObservedState
-from serve.threads import run_in_thread
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")

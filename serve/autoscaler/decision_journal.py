@@ -20,7 +20,7 @@ import msgspec
 from policy.config.control import Choice
 from policy.config.deployment import Budget
 from policy.scaling.decision_types import Decision, Memory, Situation
-from serve.controller_messages import LoggedDecision, SwitchOutcome
+from serve.controller_api_schema import LoggedDecision, SwitchOutcome
 from store.log_file import KEPT, MAX_BYTES, RotatingLog
 
 log = logging.getLogger("tidegate.controller")

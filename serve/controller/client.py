@@ -10,7 +10,7 @@ import msgspec
 
 from policy.errors import TidegateError, Unreachable
 from policy.types import Fleet
-from policy.wire.catalog import Alias
+from policy.wire.adapter_catalog import Alias
 from policy.wire.controller import (
     ADAPTERS,
     DECISIONS,
@@ -25,8 +25,8 @@ from policy.wire.controller import (
 )
 from policy.wire.headers import SECRET_HEADER
 from serve.adapters.status import AdaptersStatus
-from serve.autoscaler.step_report_publisher import StepLine
-from serve.controller_messages import ControllerStatus, LoggedDecision, ModelStatus
+from serve.autoscaler.engine_step_publisher import StepLine
+from serve.controller_api_schema import ControllerStatus, LoggedDecision, ModelStatus
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.model_revision import digest
+from policy.config.revision_changes import digest
 from policy.deployment_file.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError
 from policy.scaling.decision_types import Override
@@ -30,18 +30,18 @@ from serve.actuator.interface import Actuator, Held
 from serve.actuator.shared_gpus import SharedGpuActuator
 from serve.adapters.controller import AdapterController
 from serve.autoscaler.autoscaler import Autoscaler
+from serve.autoscaler.engine_step_publisher import StepLine, StepSubscribers
+from serve.autoscaler.gpu_fault_replacement import ReplicaReplacement
 from serve.autoscaler.policies import MadePolicies, make_policies
-from serve.autoscaler.replacement import ReplicaReplacement
-from serve.autoscaler.step_report_publisher import StepLine, StepSubscribers
 from serve.controller.liveness_probe import probe_silent
-from serve.controller.status import fleet_models, model_status
-from serve.controller_messages import ControllerStatus, ModelStatus
+from serve.controller.model_status import fleet_models, model_status
+from serve.controller_api_schema import ControllerStatus, ModelStatus
+from serve.event_loop import wait_at_most
 from serve.host.weight_verification import Resolver
 from serve.state.desired_state import Target, Targets, first_target, found_target, wanted_models
-from serve.state.generation_weights import GenerationWeights
 from serve.state.observed_state import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
-from serve.threads import wait_at_most
+from serve.state.revision_weights import GenerationWeights
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
 from serve.adapters import api
 from serve.controller.controller import Controller
-from serve.controller_messages import ModelStatus
+from serve.controller_api_schema import ModelStatus
+from serve.event_loop import run_in_thread
 from serve.http import error_answer, json_answer, refusing
-from serve.threads import run_in_thread
 
 MAX_DECISIONS = 1000
 

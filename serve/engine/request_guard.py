@@ -16,7 +16,7 @@ import msgspec
 from policy.engine.performance_model import Timing
 from policy.errors import AdapterRefused, EngineFailed, Refusal
 from policy.types import Load, ReplicaPhase
-from policy.wire.catalog import DIGEST, NAME
+from policy.wire.adapter_catalog import DIGEST, NAME
 from policy.wire.headers import (
     ADAPTER_HEADER,
     CANARY_HEADER,
@@ -28,7 +28,7 @@ from policy.wire.headers import (
 from policy.wire.load_stream import COALESCE_S, LoadLine
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, Engine, Message, Receive, Scope, Send
-from serve.threads import wait_at_most
+from serve.event_loop import wait_at_most
 
 _CANARY, _REFUSAL, _SECRET = CANARY_HEADER.encode(), REFUSAL_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()

@@ -16,10 +16,10 @@ from policy.types import ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Orders
 from policy.wire.reports import EngineReport
-from serve.engine.adapters.usage import AdapterUsage
+from serve.engine.adapters.usage_accumulator import AdapterUsage
 from serve.engine.step_stats import merge
+from serve.event_loop import wait_at_most
 from serve.host.replica_host import ReplicaHost
-from serve.threads import wait_at_most
 
 # Replaces the network, for tests.
 Transport = httpx.AsyncBaseTransport | None

@@ -22,12 +22,12 @@ from policy.wire.reports import EngineReport, PowerReport
 from serve.engine.interface import EngineSpec
 from serve.engine.main import Event
 from serve.engine.step_stats import merge
+from serve.event_loop import wait_at_most
 from serve.gpu_metrics import devices, watch
 from serve.host import cpu_core_assignment
 from serve.host.engine_process import EngineProcess
 from serve.host.version_check import Versions
 from serve.host.weight_verification import Prepare, Weights, prepare_verified, record_read, was_read_before
-from serve.threads import wait_at_most
 from store.log_file import RotatingLog
 from store.model_weights.prepare import prepare as prepare_weights
 from store.preparation_progress import Progress

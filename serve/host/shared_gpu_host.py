@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from policy.config.shared_gpus import GpuGroup as Plan
-from policy.config.shared_gpus import cards, gpu_group_of
+from policy.config.shapes_on_shared_gpus import GpuGroup as Plan
+from policy.config.shapes_on_shared_gpus import cards, gpu_group_of
 from policy.errors import EngineFailed
 from policy.types import Replica, ReplicaPhase, StartPath
+from serve.event_loop import wait_at_most
 from serve.host.replica_host import GpuAccess, HostSpec, ReplicaHost
-from serve.threads import wait_at_most
 
 # How long the host waits for the controller's first orders before it starts engines in any order.
 FIRST_ORDERS_S = 5.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from policy.config.deployment import Budget, Deployment
-from policy.config.shared_gpus import gpu_group_of
+from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.scaling.model_observation import ObservedModel, held_by
 from policy.scaling.resources import Resources, summed
 from policy.scaling.rollout import MAX_FAILURES, Layer, LayerKey

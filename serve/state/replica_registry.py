@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from policy.scaling.rollout import LayerKey
 from policy.types import Fleet, Model, Replica, ReplicaPhase
-from serve.state.resource_version import Revision
+from serve.state.versioned_watch import Revision
 
 # Hosts send two heartbeats a second. A silent one is probed before it is removed, so that a busy machine
 # does not empty the fleet.

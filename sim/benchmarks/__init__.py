@@ -1,1 +1,1 @@
-"""Benchmarks in the simulator: policies, modes and adapter placement. Read first: `modes`."""
+"""Benchmarks in the simulator: policies, modes and adapter placement. Read first: `mode_switching`."""

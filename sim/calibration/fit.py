@@ -14,7 +14,7 @@ from policy.engine.performance_model_file import Errors, Measure, PointResult
 from policy.engine.step_samples import Region, StepSample
 from policy.errors import PreconditionFailed
 from policy.stats.quantiles import interpolated
-from sim.calibration.load_points import Latency, Point, closed_loop
+from sim.calibration.experiment_design import Latency, Point, closed_loop
 
 # The largest errors on held-out points of a model that can be trusted.
 MOST_ITL_ERROR = 0.10

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from sim.charts.figure import COLOURS, LIMIT, add_axes, log_axis, new_figure, styled, to_svg
+from sim.charts.figure_style import COLOURS, LIMIT, add_axes, log_axis, new_figure, styled, to_svg
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from sim.charts.figure import (
+from sim.charts.figure_style import (
     COLOURS,
     FAINT,
     GRID,
@@ -26,7 +26,7 @@ from sim.charts.figure import (
     to_svg,
     value_axis,
 )
-from sim.results.series import Annotation, Dwell, clock
+from sim.results.chart_series import Annotation, Dwell, clock
 from sim.simulator.run_record import Floats
 
 if TYPE_CHECKING:

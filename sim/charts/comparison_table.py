@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sim.oracle.bounds import Bounds
-from sim.results.comparison import Summary
+from sim.oracle.offline_optimum import Bounds
+from sim.results.run_summary import Summary
 
 
 class Figure(NamedTuple):

@@ -14,8 +14,8 @@ import numpy as np
 from policy.config.control import SloConfig
 from sim.charts.chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, common_span, draw, hovered
 from sim.charts.comparison_table import describe_bounds, figures
-from sim.results.comparison import PolicyComparison
-from sim.results.series import ChartData, Series
+from sim.results.chart_series import ChartData, Series
+from sim.results.run_summary import PolicyComparison
 
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 # Series with fewer windows are drawn as steps.

@@ -11,6 +11,7 @@ from policy.config.deployment import Price
 from policy.engine.power import btu_per_h, power_model_of
 from sim.planning.candidates import Basis, Candidate, mode_of
 from sim.planning.demand import network
+from sim.planning.fleet_size_search import CRASH_AFTER_S, TrialResult, Trials, fewest
 from sim.planning.result import (
     Failure,
     GrowthStep,
@@ -22,7 +23,6 @@ from sim.planning.result import (
     Power,
     schedule,
 )
-from sim.planning.trial import CRASH_AFTER_S, TrialResult, Trials, fewest
 
 # Replicas beyond those that the load needs: one may fail at any time.
 SPARE = 1

@@ -12,7 +12,7 @@ import msgspec
 from policy.config.deployment import Price
 from sim.planning.candidates import Basis
 from sim.planning.demand import Demand, Network
-from sim.planning.trial import Outage, OverflowResult
+from sim.planning.fleet_size_search import Outage, OverflowResult
 
 # A month is a twelfth of 365.25 days.
 WEEKS_PER_MONTH = 365.25 / 12 / 7

@@ -130,8 +130,9 @@ class InTurnSlots(LeastRecentlyUsedSlots):
 class SimulatedPlacement:
     """The controller's placement of one model's adapters: heartbeats in, a plan out.
 
-    It plans with the production algorithm from request rates alone; :mod:`serve.adapters.placement` also uses
-    rising rates and waiting requests. A load takes ``load_s`` seconds; ``key`` is an adapter's 64-bit hash.
+    It plans with the production algorithm from request rates alone; :mod:`serve.adapters.placement_planner`
+    also uses rising rates and waiting requests. A load takes ``load_s`` seconds; ``key`` is an adapter's
+    64-bit hash.
     """
 
     def __init__(self, load_s: float, key: Callable[[str], int]) -> None:

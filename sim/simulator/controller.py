@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.shared_gpus import gpu_group_of
+from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.engine.replica_capacity import Capability, capability
 from policy.errors import SwitchRefused
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from policy.config.deployment import ModelSpec
-from policy.config.shared_gpus import gpu_group_of
+from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.engine.builtin_profiles import shipped
 from policy.engine.performance_model import Timing
 from policy.hashing import hash_name

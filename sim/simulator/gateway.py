@@ -63,7 +63,7 @@ class SimulatedTicket(Ticket[SimulatedReplica]):
 
 
 class SimulatedPool:
-    """The replicas of one model as a :class:`policy.admission.replica_pool.ReplicaPool`."""
+    """The replicas of one model as a :class:`policy.admission.replica_pool_interface.ReplicaPool`."""
 
     def __init__(
         self, deployment: Deployment, fleet: Fleet, rng: random.Random, queued_elsewhere: Callable[[], int]

@@ -20,7 +20,7 @@ from policy.adapter_placement.plan import PLAN_PERIOD_S
 from policy.adapter_placement.types import Host
 from policy.admission.spend_cap import SpendCap, cost
 from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
-from policy.config.shared_gpus import gpu_group_of
+from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.engine.builtin_profiles import kind_and_size, price_of
 from policy.engine.power import PowerModel, power_model_of
 from policy.scaling.view import Policy
@@ -38,7 +38,7 @@ from sim.simulator.fleet import Fleet, SimulatedReplica, stays
 from sim.simulator.gateway import SimulatedGateway, SimulatedTicket
 from sim.simulator.request_log import RequestLog
 from sim.simulator.run_record import HOUR_S, Moment, Outcome, Record, Span
-from sim.workload.trace_statistics import ModelNames
+from sim.workload.trace_profile import ModelNames
 
 # Period of the reports of gateways and replicas, and the opening of a trace that sizes the first fleet.
 REPORT_PERIOD_S = 1.0

@@ -13,8 +13,8 @@ from policy.config.control import Section
 from policy.config.convert import convert
 from policy.errors import ConfigError
 from sim.arrival_stream import Arrival
-from sim.workload.generators.distributions import Lengths
 from sim.workload.generators.generate import GeneratedWorkload, check_workload, generate
+from sim.workload.generators.request_distributions import Lengths
 from sim.workload.traces.detect_format import open_trace
 from sim.workload.transforms import mix, scale_rate, slice_trace
 from store.yaml_file import read_yaml

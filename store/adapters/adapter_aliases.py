@@ -14,7 +14,7 @@ import msgspec
 from sqlalchemy import Connection, delete, select
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError
-from policy.wire.catalog import DIGEST, NAME, Alias, Catalog, Version
+from policy.wire.adapter_catalog import DIGEST, NAME, Alias, Catalog, Version
 from store.adapters.database_tables import (
     AdapterRow,
     erase,

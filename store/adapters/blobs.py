@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from policy.errors import AdapterRefused
-from policy.wire.catalog import DIGEST
+from policy.wire.adapter_catalog import DIGEST
 from store.adapters import FILES
 from store.manifest import Manifest, entries, publish, read, seal, verified
 from store.state_dir import locked

@@ -26,7 +26,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-from policy.wire.catalog import Alias, Version
+from policy.wire.adapter_catalog import Alias, Version
 from store.database import metadata
 
 _TO_ALIAS = (["model", "name"], ["aliases.model", "aliases.name"])

@@ -8,7 +8,7 @@ from policy.errors import AdapterRefused, ModelUnavailable
 from store.adapters import FILES
 from store.adapters.fetch_job import FetchJob
 from store.adapters.validate import check_names
-from store.model_weights.hub import ID, explain, read_token, reporter
+from store.model_weights.hub_source import ID, explain, read_token, reporter
 
 SCHEME = "hf:"
 

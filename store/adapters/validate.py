@@ -18,7 +18,7 @@ from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
 from store.adapters.base_model_shapes import BaseModel
 from store.adapters.tensors import Tensor, is_finite, tensors
-from store.model_weights.package import PICKLES
+from store.model_weights.package_source import PICKLES
 
 _unsupported = partial(AdapterRefused, "unsupported_feature")
 _unreadable = partial(AdapterRefused, "config_unreadable")

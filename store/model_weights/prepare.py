@@ -18,9 +18,9 @@ import msgspec
 
 from policy.deployment_file.parse import parse
 from policy.errors import ModelUnavailable, TidegateError
-from store.model_weights.directory import prepare_directory
-from store.model_weights.hub import ID, prepare_hub
-from store.model_weights.package import prepare_package
+from store.model_weights.directory_source import prepare_directory
+from store.model_weights.hub_source import ID, prepare_hub
+from store.model_weights.package_source import prepare_package
 from store.preparation_progress import Prepared, Report
 
 PACKAGE = "package:"

@@ -21,7 +21,7 @@ import yaml
 
 from policy.types import Fleet, Replica
 from serve.controller.client import ControllerClient
-from serve.controller_messages import ModelStatus
+from serve.controller_api_schema import ModelStatus
 from store.state_dir import StateDir
 from tests.ports import free_ports
 

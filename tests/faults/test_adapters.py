@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.routing.loaded_adapters import FAILED_S
-from policy.wire.catalog import served_name
+from policy.wire.adapter_catalog import served_name
 from tests.faults import faults
 from tests.faults.harness import Harness
 from tests.gateway.fake_replica import Answer, Exchange, alias

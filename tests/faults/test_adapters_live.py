@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from policy.wire.catalog import served_name
+from policy.wire.adapter_catalog import served_name
 from tests.faults.live import MODEL, Live
 from tests.gateway.worker import until
 from tests.store.adapters.making import files, write

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from policy.wire.catalog import served_name
+from policy.wire.adapter_catalog import served_name
 from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.harness import Harness
 from tests.gateway.fake_replica import alias

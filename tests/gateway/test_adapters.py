@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.protocol.paths import ROUTES
-from policy.wire.catalog import served_name
+from policy.wire.adapter_catalog import served_name
 from tests.gateway.fake_replica import Exchange, FakeReplica, alias, event, hold
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.worker import Stack, model, until

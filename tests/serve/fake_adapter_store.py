@@ -10,7 +10,7 @@ from typing import Any
 
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, TidegateError
-from policy.wire.catalog import Alias, Version
+from policy.wire.adapter_catalog import Alias, Version
 from serve.adapters.adapter_store import AdapterStore
 from store.adapters.adapter_aliases import NewVersion
 from store.adapters.validate import AdapterFacts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from policy.config.deployment import ModelSpec
-from policy.config.shared_gpus import GpuGroup, gpu_group_of
+from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import MAX_FAILURES, LayerKey
 from policy.types import Load, Replica, ReplicaPhase, StartPath

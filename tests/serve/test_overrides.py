@@ -9,7 +9,7 @@ import pytest
 
 from policy.errors import SwitchRefused
 from policy.scaling.decision_types import Override
-from serve.controller_messages import ModelStatus
+from serve.controller_api_schema import ModelStatus
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate

@@ -12,7 +12,7 @@ import pytest
 
 from policy.errors import SwitchRefused
 from policy.types import ReplicaPhase
-from serve.controller_messages import SwitchOutcome
+from serve.controller_api_schema import SwitchOutcome
 from tests.serve.plane import LARGE, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic

@@ -24,8 +24,8 @@ from policy.types import EngineKind, Replica, ReplicaPhase, Runner
 from policy.wire.reports import EngineReport
 from serve.controller.client import ControllerClient
 from serve.host.version_check import installed
+from sim.calibration.experiment_design import PlannedPoints, Point, plan_points, share_time
 from sim.calibration.fit import Observation, fit_model, initial_guess
-from sim.calibration.load_points import PlannedPoints, Point, plan_points, share_time
 from tidegate.calibrate.load_driver import LoadDriver
 from tidegate.replay.endpoint_api import RequestFormat, probe
 from tidegate.replay.http_client import Pool

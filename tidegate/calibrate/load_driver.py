@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from policy.errors import PreconditionFailed
 from sim.arrival_stream import Arrival
-from sim.calibration.load_points import Latency, Point
+from sim.calibration.experiment_design import Latency, Point
 from tidegate.replay.endpoint_api import RequestFormat, send
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.stream_reader import StreamTimings
+from tidegate.replay.response_timing import StreamTimings
 
 # Delay of a client after a failed request.
 REFUSED_S = 0.1

@@ -12,7 +12,7 @@ from policy.errors import TidegateError, Unreachable
 from sim.arrival_stream import Arrival
 from tidegate.replay.http_client import Pool, ResponseBody
 from tidegate.replay.prompts import Fit, Prompts
-from tidegate.replay.stream_reader import StreamTimings
+from tidegate.replay.response_timing import StreamTimings
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -11,8 +11,8 @@ from sim.arrival_stream import Arrival
 from tidegate.replay.endpoint_api import RequestFormat, send
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
+from tidegate.replay.response_timing import StreamTimings
 from tidegate.replay.results import ReplayRow
-from tidegate.replay.stream_reader import StreamTimings
 
 # Prompts are built this long before they are sent; the first request is sent this long after the start.
 LEAD_S = 0.05

@@ -20,9 +20,9 @@ from policy.errors import AdapterRefused, EngineFailed
 from policy.stats.backoff import Backoff
 from policy.wire.heartbeat import AdapterRef, AdapterUse
 from serve.engine.adapters.files import AdapterFileCache
-from serve.engine.adapters.usage import AdapterUsage
+from serve.engine.adapters.usage_accumulator import AdapterUsage
 from serve.engine.interface import Engine
-from serve.threads import wait_at_most
+from serve.event_loop import wait_at_most
 
 # How often the slots are compared with the engine, and failed prefetches are tried again.
 CHECK_S = 10.0

@@ -11,8 +11,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve.engine.sim.generation_service import Positive, Sampling, Service, now, request_id
 from serve.engine.sim.http_messages import DONE, ApiError, answer, event, read, respond
-from serve.engine.sim.service import Positive, Sampling, Service, now, request_id
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Output, Prompt, mix, token_bytes, token_id
 

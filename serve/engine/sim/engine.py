@@ -16,8 +16,8 @@ from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.sim.app import build
+from serve.engine.sim.generation_service import Service
 from serve.engine.sim.metrics import Metrics
-from serve.engine.sim.service import Service
 from serve.engine.sim.step_loop import StepLoop
 
 Positive = Annotated[int, Meta(ge=1)]

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.completions import Message, template
+from serve.engine.sim.generation_service import Positive, Sampling, Service, request_id
 from serve.engine.sim.http_messages import ApiError, answer, event, read, respond
-from serve.engine.sim.service import Positive, Sampling, Service, request_id
 from serve.engine.sim.step_loop import Generation
 
 

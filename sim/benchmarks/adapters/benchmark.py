@@ -25,7 +25,7 @@ from sim.benchmarks.adapters.contenders import (
     ServeMultiplex,
 )
 from sim.simulator.engine import Job, Kind
-from sim.workload.generators.distributions import geometric, zipf_weights
+from sim.workload.generators.request_distributions import geometric, zipf_weights
 
 # From the choice of a replica to its queue, and from its first token to the gateway.
 HOP_S = 0.0005

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sim.benchmarks.policies.ranking import Ranking, RankingTable
-from sim.charts.figure import COLOURS, FAINT, INK, LIMIT, add_axes, new_figure, styled, to_svg
+from sim.charts.figure_style import COLOURS, FAINT, INK, LIMIT, add_axes, new_figure, styled, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

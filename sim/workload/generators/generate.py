@@ -15,7 +15,7 @@ from policy.errors import ConfigError
 from policy.wire.capture import BLOCK_TOKENS, MAX_TOKENS
 from sim.arrival_stream import Arrival
 from sim.workload.generators.arrivals import RateShape, arrival_times
-from sim.workload.generators.distributions import (
+from sim.workload.generators.request_distributions import (
     Length,
     Popularity,
     check_length,

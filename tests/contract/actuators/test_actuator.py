@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from policy.errors import ActuatorFailed
-from policy.scaling.replacement import PARTING_S
+from policy.scaling.gpu_fault_replacement import PARTING_S
 from policy.scaling.rollout import LayerKey
 from policy.types import ReplicaPhase
 from policy.wire.headers import SECRET_HEADER

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from policy.config.deployment import Deployment
-from policy.config.model_revision import digest
+from policy.config.revision_changes import digest
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import LayerKey
 from policy.types import Replica, ReplicaPhase

@@ -17,7 +17,7 @@ from gateway.routing.replica_handle import ReplicaHandle
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Adapters, Deployment, ModelSpec
 from policy.types import EngineKind, Fleet, Model
-from policy.wire.catalog import Catalog
+from policy.wire.adapter_catalog import Catalog
 from tests.gateway.fake_replica import alias
 
 OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64

@@ -15,7 +15,7 @@ from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.tenants import TenantAccount
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Adapters, Deployment, ModelSpec
-from policy.wire.catalog import Alias
+from policy.wire.adapter_catalog import Alias
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import alias
 from tests.gateway.worker import until

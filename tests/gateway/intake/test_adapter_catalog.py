@@ -15,7 +15,7 @@ from gateway.intake.tenants import TenantAccount
 from policy.config.deployment import Adapters, Deployment, ModelSpec
 from policy.hashing import hash_name
 from policy.types import EngineKind
-from policy.wire.catalog import Catalog
+from policy.wire.adapter_catalog import Catalog
 from tests.gateway.fake_replica import alias
 
 OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64

@@ -15,7 +15,7 @@ import pytest
 
 from gateway.protocol import body as bodies
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.prompt_hash import BLOCK_BYTES, grid_of
+from gateway.protocol.prompt_features import BLOCK_BYTES, grid_of
 from gateway.protocol.usage import Usage
 from gateway.request_context import Call
 from gateway.telemetry import capture_publisher as capturing

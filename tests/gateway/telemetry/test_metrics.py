@@ -16,7 +16,7 @@ from gateway.intake.adapter_catalog import CatalogView
 from gateway.protocol.usage import Usage
 from gateway.telemetry import adapter_metrics
 from gateway.telemetry.metrics import Metrics
-from policy.wire.catalog import NAME, Alias, Catalog
+from policy.wire.adapter_catalog import NAME, Alias, Catalog
 from tests.gateway.fake_replica import alias
 
 

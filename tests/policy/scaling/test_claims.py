@@ -16,9 +16,9 @@ from policy.config.deployment import Budget
 from policy.engine.replica_capacity import capability
 from policy.scaling.decide import STARVED_S, ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, Memory, Override, Situation
-from policy.scaling.mode_selection import ModeComparison, Verdict
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.resources import Resources
+from policy.scaling.serving_mode_selection import ModeComparison, Verdict
 from policy.scaling.view import Supply
 from tests.policy.control_play import (
     BOTH,

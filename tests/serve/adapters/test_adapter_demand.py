@@ -8,7 +8,7 @@ import pytest
 
 from policy.adapter_placement.slots import HALF_LIFE_S
 from policy.types import ReplicaPhase
-from policy.wire.catalog import served_name
+from policy.wire.adapter_catalog import served_name
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
 from serve.adapters import adapter_demand as module
 from serve.adapters.adapter_demand import AGAIN_S, REFUSING_S, WAITS_S, AdapterDemand

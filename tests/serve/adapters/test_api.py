@@ -13,15 +13,15 @@ import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError, Unreachable
 from policy.types import Replica, ReplicaPhase
-from policy.wire.catalog import Alias, Catalog, Version
+from policy.wire.adapter_catalog import Alias, Catalog, Version
 from policy.wire.controller import AddLine, AddRequest
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from serve.adapters import api
 from serve.adapters.adapter_demand import AdapterDemand
-from serve.adapters.placement import AdapterPlacement
+from serve.adapters.placement_planner import AdapterPlacement
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.controller.client import ControllerClient
-from serve.state import resource_version
+from serve.state import versioned_watch
 from tests.serve.fake_adapter_store import digest_of, unreachable
 from tests.serve.plane import Plane
 from tests.serve.replicas import replica
@@ -158,7 +158,7 @@ async def test_invalid_requests_are_refused(  # noqa: PLR0917 - a row of the tab
 async def test_catalog_stream(
     plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_version, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(versioned_watch, "HEARTBEAT_S", 3600.0)
     library = plane.controller.adapters.library
     lines = library.catalog.revision.stream(library.line)
     first = msgspec.json.decode(await anext(lines), type=Catalog)
@@ -168,7 +168,7 @@ async def test_catalog_stream(
     second = msgspec.json.decode(await following, type=Catalog)
     assert (second.epoch, second.aliases[0].name) == (1000.0, "sql")
     assert second.version > first.version
-    monkeypatch.setattr(resource_version, "HEARTBEAT_S", resource_version.COALESCE_S)
+    monkeypatch.setattr(versioned_watch, "HEARTBEAT_S", versioned_watch.COALESCE_S)
     assert msgspec.json.decode(await anext(lines), type=Catalog) == second
     await lines.aclose()
 

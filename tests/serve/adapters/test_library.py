@@ -12,7 +12,7 @@ import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError
 from policy.stats.backoff import Backoff
-from policy.wire.catalog import Alias, Catalog
+from policy.wire.adapter_catalog import Alias, Catalog
 from policy.wire.controller import AddRequest
 from serve.adapters.add_job import AddJob
 from serve.adapters.library import ADDS_AT_ONCE, AdapterLibrary

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown
-from policy.wire.catalog import Alias
+from policy.wire.adapter_catalog import Alias
 from policy.wire.controller import AddRequest
 from serve.adapters.library import AdapterLibrary
 from serve.adapters.reconcile_declared import RETRY, DeclaredAdapters

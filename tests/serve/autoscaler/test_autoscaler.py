@@ -18,7 +18,7 @@ from policy.types import ReplicaPhase
 from serve.autoscaler import autoscaler
 from serve.autoscaler.autoscaler import KeptState
 from serve.autoscaler.decision_inputs import SituationBuilder
-from serve.controller_messages import LoggedDecision, ModelStatus
+from serve.controller_api_schema import LoggedDecision, ModelStatus
 from store.state_dir import StateDir
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model

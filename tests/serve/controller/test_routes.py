@@ -17,8 +17,8 @@ from policy.types import Fleet, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from serve.controller import routes
 from serve.controller.client import ControllerClient
-from serve.controller_messages import ControllerStatus, LoggedDecision, ModelStatus
-from serve.state import resource_version
+from serve.controller_api_schema import ControllerStatus, LoggedDecision, ModelStatus
+from serve.state import versioned_watch
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document
 from tests.serve.traffic import Traffic
@@ -148,7 +148,7 @@ async def test_undecodable_body_is_400(served: httpx.AsyncClient, path: str, bod
 
 
 async def test_stream_coalesces_changes(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource_version, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(versioned_watch, "HEARTBEAT_S", 3600.0)
     await plane.ready(document())
     lines = routes.snapshots(plane.controller)
     first = msgspec.json.decode(await anext(lines), type=Fleet)
@@ -165,7 +165,7 @@ async def test_stream_coalesces_changes(plane: Plane, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 async def test_stream_repeats_without_changes(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource_version, "HEARTBEAT_S", resource_version.COALESCE_S)
+    monkeypatch.setattr(versioned_watch, "HEARTBEAT_S", versioned_watch.COALESCE_S)
     await plane.up(document())
     lines = routes.snapshots(plane.controller)
     first, second = [msgspec.json.decode(await anext(lines), type=Fleet) for _ in range(2)]

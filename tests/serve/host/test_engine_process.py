@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from policy.types import ReplicaPhase
-from policy.wire.catalog import served_name
+from policy.wire.adapter_catalog import served_name
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
 from serve.host.replica_host import ReplicaHost

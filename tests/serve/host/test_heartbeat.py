@@ -12,7 +12,7 @@ from policy.engine.step_samples import StepSample
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from policy.wire.reports import EngineReport, PowerReport
-from serve.engine.adapters.usage import MAX_VERSIONS, AdapterUsage
+from serve.engine.adapters.usage_accumulator import MAX_VERSIONS, AdapterUsage
 from serve.host.heartbeat import send_heartbeats
 from tests.serve.replicas import replica
 

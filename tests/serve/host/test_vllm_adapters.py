@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from policy.wire.catalog import served_name
+from policy.wire.adapter_catalog import served_name
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef
 from serve.host.replica_host import ReplicaHost

@@ -12,8 +12,8 @@ from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.step_samples import StepSample
 from policy.errors import PreconditionFailed
+from sim.calibration.experiment_design import Point, closed_loop, plan_points
 from sim.calibration.fit import FitResult, Observation, fit_model, initial_guess
-from sim.calibration.load_points import Point, closed_loop, plan_points
 
 
 def steps(model: EngineModel, limits: Limits, point: Point, seconds: float) -> list[StepSample]:

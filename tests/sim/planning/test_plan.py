@@ -31,9 +31,9 @@ from sim.planning.demand import (
     describe,
     network,
 )
+from sim.planning.fleet_size_search import DEPTH, Trials, fewest
 from sim.planning.plan import fewest_of, plan
 from sim.planning.result import WEEKS_PER_MONTH, Need, PlanRequest, schedule
-from sim.planning.trial import DEPTH, Trials, fewest
 from tests.policy.engine.test_performance_model_file import content
 from tests.policy.engine.test_performance_model_file import spec as calibrated
 from tests.serve.sim_driver import client_of, engine_of, spec

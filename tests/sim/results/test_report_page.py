@@ -10,9 +10,9 @@ import pytest
 
 from policy.config.control import SloConfig
 from sim.charts.page import page
-from sim.oracle.bounds import Bounds
-from sim.results.comparison import PolicyComparison, PolicyRun, summarise
-from sim.results.series import chart_data
+from sim.oracle.offline_optimum import Bounds
+from sim.results.chart_series import chart_data
+from sim.results.run_summary import PolicyComparison, PolicyRun, summarise
 from sim.simulator.run_record import Outcome, Record
 from tests.sim.charts.chromium import NAMES, Chromium, found
 from tests.sim.records import NAN, moment, record, requests

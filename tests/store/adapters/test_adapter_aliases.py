@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sqlalchemy import delete, insert
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError
-from policy.wire.catalog import Alias
+from policy.wire.adapter_catalog import Alias
 from store.adapters.adapter_aliases import DOCUMENT, KEPT_VERSIONS, AdapterNames, NewVersion
 from store.adapters.database_tables import counters
 from store.adapters.validate import AdapterFacts

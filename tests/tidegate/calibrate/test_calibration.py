@@ -10,7 +10,7 @@ from policy.engine.builtin_profiles import profile
 from policy.errors import PreconditionFailed, TargetError
 from policy.types import Fleet, Load, Replica, ReplicaPhase
 from serve.controller.client import ControllerClient
-from serve.controller_messages import ControllerStatus, ModelStatus
+from serve.controller_api_schema import ControllerStatus, ModelStatus
 from tests.policy.engine.test_performance_model_file import content
 from tests.serve.sim_documents import deployment, sim_model
 from tidegate.calibrate.calibration import ServedShape, served_shape

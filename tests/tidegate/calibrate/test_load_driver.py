@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from policy.errors import PreconditionFailed
-from sim.calibration.load_points import Point
+from sim.calibration.experiment_design import Point
 from tidegate.calibrate import load_driver
 from tidegate.calibrate.load_driver import LoadDriver
 from tidegate.replay.endpoint_api import RequestFormat

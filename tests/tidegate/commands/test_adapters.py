@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from policy.errors import ConfigError
-from policy.wire.catalog import Alias, Version
+from policy.wire.adapter_catalog import Alias, Version
 from policy.wire.controller import AddLine, AddRequest
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, RefusedBy, VersionStatus
 from serve.controller.client import ControllerClient

@@ -23,7 +23,7 @@ from policy.scaling.decision_types import Decision, Guardrail, Limit, Situation
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Shares, Signals
 from serve.autoscaler.decision_journal import DecisionRound, Journal
-from serve.controller_messages import LoggedDecision, SwitchOutcome
+from serve.controller_api_schema import LoggedDecision, SwitchOutcome
 from store.state_dir import StateDir
 from tests.tidegate.decisions import (
     DEMAND,

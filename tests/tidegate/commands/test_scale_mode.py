@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from policy.scaling.decision_types import Override
-from serve.controller_messages import ModelStatus
+from serve.controller_api_schema import ModelStatus
 from tidegate.cli import group
-from tidegate.commands.fleet import scale_mode
+from tidegate.commands.fleet import manual_overrides
 
 
 def status(**over: Any) -> ModelStatus:
@@ -53,10 +53,10 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    monkeypatch.setattr(scale_mode.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(manual_overrides.time, "time", lambda: 1000.0)
 
     def invoke(controller: Controller, *words: str) -> Result:
-        monkeypatch.setattr(scale_mode, "controller_client", lambda state: controller)
+        monkeypatch.setattr(manual_overrides, "controller_client", lambda state: controller)
         return CliRunner().invoke(group, ["--state-dir", str(tmp_path), *words])
 
     return invoke
@@ -85,7 +85,7 @@ def test_an_override_and_its_end(run: Run, words: str, request_: tuple[Any, ...]
     assert controller.requests == [request_]
     status_line, override_line = result.output.splitlines()
     assert status_line.startswith("sim: ")
-    assert message.format(scale_mode.clock(2800.0, 1000.0)) in override_line
+    assert message.format(manual_overrides.clock(2800.0, 1000.0)) in override_line
 
 
 @pytest.mark.parametrize(("command", "other"), [("scale", "mode"), ("mode", "scale")])

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from policy.errors import AdapterUnknown, ConfigError
-from policy.wire.catalog import NAME, Alias
+from policy.wire.adapter_catalog import NAME, Alias
 from policy.wire.controller import AddLine, AddRequest
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, VersionStatus
 from store.state_dir import StateDir
+from tidegate.commands.deployment_context import controller_client
 from tidegate.commands.options import as_json
-from tidegate.commands.state_directory import controller_client
 from tidegate.commands.terminal import Bar, console, print_json, table, table_of_rows
 from tidegate.commands.units import age, optional, size
 

@@ -12,11 +12,11 @@ import click
 from policy.errors import Unreachable
 from policy.scaling.decision_types import Decision
 from serve.autoscaler.decision_journal import Journal
-from serve.controller_messages import LoggedDecision
+from serve.controller_api_schema import LoggedDecision
 from store.state_dir import StateDir
+from tidegate.commands.deployment_context import controller_client, stored_deployment
 from tidegate.commands.fleet.explain_view import Aftermath, render_decision, verdict
 from tidegate.commands.options import as_json
-from tidegate.commands.state_directory import controller_client, stored_deployment
 from tidegate.commands.terminal import console, print_json, warn
 from tidegate.commands.units import clock, moment
 from tidegate.exit_codes import Exit

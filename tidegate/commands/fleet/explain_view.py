@@ -17,7 +17,7 @@ from policy.scaling.decision_types import Decision, Guardrail, Override, Situati
 from policy.scaling.guardrails import override_in_force
 from policy.scaling.view import Proposal
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample
-from serve.controller_messages import LoggedDecision
+from serve.controller_api_schema import LoggedDecision
 from tidegate.commands.fleet.status import describe_switch_block
 from tidegate.commands.terminal import table
 from tidegate.commands.units import age, clock, latency, optional, plural, rate

@@ -19,7 +19,7 @@ from policy.engine.replica_capacity import Capability
 from policy.errors import Unreachable
 from policy.types import EMPTY_FLEET, Fleet, Load, Model, Replica, ReplicaPhase
 from serve.controller.client import ControllerClient
-from serve.controller_messages import ModelStatus
+from serve.controller_api_schema import ModelStatus
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json
 from tidegate.commands.terminal import console, print_json, table, warn

@@ -15,15 +15,15 @@ from policy.errors import ConfigError, TargetError
 from policy.scaling.policies import registry
 from sim.benchmarks.adapters.benchmark import NAMES as ROUTINGS
 from sim.benchmarks.adapters.benchmark import Comparison, Fleet, RunOutcome, Traffic, compare_seeds
-from sim.benchmarks.modes import BY_LOAD, ModeBenchmark, compare, curves
+from sim.benchmarks.mode_switching import BY_LOAD, ModeBenchmark, compare, curves
 from sim.benchmarks.policies.benchmark_setup import TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.ranking import Ranking, RankingTable, rank
 from sim.benchmarks.policies.run import run_all, trials
 from sim.benchmarks.policies.sizing import ReplicaSize, size_of
 from sim.charts.comparison_table import percent, seconds
-from sim.charts.figure import Panel, bars
-from sim.results.series import clock
+from sim.charts.figure_style import Panel, bars
+from sim.results.chart_series import clock
 from sim.simulator.run import simulate
 from sim.workload.workload_spec import arrivals_of
 from tidegate import deployment_file

@@ -18,6 +18,7 @@ from store.state_dir import StateDir, write_atomic
 from tidegate import deployment_file
 from tidegate.calibrate.calibration import CalibrationRun, served_shape
 from tidegate.calibrate.simulator_check import calibrated_model, check, recorded_run
+from tidegate.commands.deployment_context import stored_deployment
 from tidegate.commands.options import (
     FILE,
     OutputFile,
@@ -29,7 +30,6 @@ from tidegate.commands.options import (
     seed_option,
 )
 from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
-from tidegate.commands.state_directory import stored_deployment
 from tidegate.commands.terminal import Bar, console, print_json, table, table_of_rows, warn
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.readiness import endpoint

@@ -13,11 +13,11 @@ from policy.errors import ConfigError
 from sim.arrival_stream import Arrival
 from sim.planning.candidates import candidates
 from sim.planning.demand import demand_of, describe
+from sim.planning.fleet_size_search import Trials
 from sim.planning.plan import plan as make_plan
 from sim.planning.result import PlanRequest
-from sim.planning.trial import Trials
-from sim.results.series import clock
-from sim.workload.trace_statistics import ModelNames
+from sim.results.chart_series import clock
+from sim.workload.trace_profile import ModelNames
 from sim.workload.traces.detect_format import notes, opened
 from sim.workload.transforms import scale_rate, slice_trace
 from sim.workload.workload_spec import arrivals_of

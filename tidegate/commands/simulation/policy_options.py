@@ -15,7 +15,7 @@ from policy.scaling.policies.registry import CUSTOM, PolicyChoice, choose, make
 from policy.scaling.view import Policy
 from policy.types import EngineKind
 from serve.autoscaler.custom_policy import GuardedPolicy, beside, load
-from sim.results.comparison import PolicyEntry
+from sim.results.run_summary import PolicyEntry
 
 
 def simulated_policy(deployment: Deployment) -> Deployment:

@@ -14,13 +14,13 @@ from policy.errors import ConfigError, TargetError
 from sim.arrival_stream import Arrival
 from sim.charts.comparison_table import describe_bounds, figures
 from sim.charts.page import page
-from sim.oracle.bounds import Bounds, bounds_of
-from sim.results.comparison import PolicyComparison, compare
-from sim.results.series import clock
+from sim.oracle.offline_optimum import Bounds, bounds_of
+from sim.results.chart_series import clock
+from sim.results.run_summary import PolicyComparison, compare
 from sim.simulator.fault_scenario import NO_FAULTS, scenario_of
 from sim.simulator.run import simulate as run
 from sim.simulator.run_record import Record
-from sim.workload.trace_statistics import ModelNames, survey
+from sim.workload.trace_profile import ModelNames, survey
 from sim.workload.traces.detect_format import notes, opened
 from sim.workload.transforms import slice_trace
 from sim.workload.workload_spec import arrivals_of

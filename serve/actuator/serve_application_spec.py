@@ -1,0 +1,87 @@
+"""Names, resources and reported state of Ray Serve applications; imports no Ray.
+
+Ray reads its token mode when it is imported, so only what has joined a cluster may import it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from policy.config.deployment import ModelSpec, Shape
+from policy.config.shapes_on_shared_gpus import gpu_group_of
+from policy.scaling.rollout import CPU_OVERCOMMIT, LayerKey
+from policy.types import EngineKind
+from serve.actuator.interface import Held
+
+# The only deployment of an application.
+DEPLOYMENT = "replica"
+
+# The name of an application contains everything that a controller without stored state needs.
+_NAME = re.compile(
+    r"tidegate-(?P<deployment>\w+)\+(?P<model>[^+]+)\+(?P<shape>[^+]+)\+g(?P<generation>\d+)-(?P<digest>\w+)"
+)
+
+_BROKEN = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
+
+# Serve reports missing resources after 30 s, only as this sentence.
+_RESOURCES = re.compile(r"each replica: (?P<each>\{.*?\}), total resources available: (?P<free>\{.*?\})")
+
+SIM_CPUS = 0.01
+
+
+def application_name(deployment: str, key: LayerKey, digest: str) -> str:
+    return f"tidegate-{deployment}+{key.model.replace('/', '@')}+{key.shape}+g{key.generation}-{digest}"
+
+
+def held_layers(answer: Mapping[str, Any], deployment_id: str) -> Iterator[tuple[LayerKey, str, Held]]:
+    """The layers of a deployment with their application names, of an answer of ``/api/serve/applications/``.
+
+    Source of the fields: ``ray.serve.schema.ServeInstanceDetails``, Ray 2.60.
+    """
+    for name, application in answer["applications"].items():
+        match = _NAME.fullmatch(name)
+        if match is None or match["deployment"] != deployment_id:
+            continue
+        deployment = application["deployments"].get(DEPLOYMENT)
+        if deployment is None or application["status"] in ("DELETING", "NOT_STARTED"):
+            continue
+        key = LayerKey(match["model"].replace("@", "/"), match["shape"], int(match["generation"]))
+        yield (
+            key,
+            name,
+            Held(
+                wanted=deployment["target_num_replicas"],
+                digest=match["digest"],
+                trouble=deployment["message"] if application["status"] in _BROKEN else "",
+                waits=missing_resources(deployment),
+            ),
+        )
+
+
+def missing_resources(deployment: Mapping[str, Any]) -> str:
+    """Why replicas of a deployment wait for a node, empty if none does."""
+    waiting = [
+        replica
+        for replica in deployment["replicas"]
+        if replica["state"] == "STARTING" and not replica.get("node_id")
+    ]
+    found = _RESOURCES.search(deployment["message"])
+    if not waiting or found is None:
+        return ""
+    return f"no node has room for {len(waiting)} of {found['each']}: {found['free']} is free"
+
+
+def required_resources(model: ModelSpec, shape: Shape) -> dict[str, Any]:
+    """The resources that a host requests of Ray.
+
+    It requests fractions of cores, so that two shapes can overlap during a switch. Simulated GPUs need none.
+    """
+    if model.engine is EngineKind.SIM:
+        return {"num_cpus": SIM_CPUS}
+    if (group := gpu_group_of(model)) is not None:
+        return {"num_gpus": group.gpus, "num_cpus": group.cpus}
+    if shape.gpus:
+        return {"num_gpus": shape.gpus, "num_cpus": shape.cpus}
+    return {"num_cpus": shape.cpus / CPU_OVERCOMMIT}

@@ -1,0 +1,95 @@
+"""The status of models, for gateways and for operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from msgspec.structs import replace
+
+from policy.scaling.rollout import Layer, LayerKey
+from policy.types import Model
+from serve.autoscaler.autoscaler import Autoscaler
+from serve.controller_api_schema import ModelStatus
+from serve.state.desired_state import Target, Targets
+from serve.state.observed_state import ObservedState
+
+
+def model_status(
+    target: Target, observed: ObservedState, autoscaler: Autoscaler, replacement_note: str = ""
+) -> ModelStatus:
+    """The status of one model and its last decision."""
+    name, key, at = target.spec.name, target.key(), autoscaler.at
+    layers, held = observed.layers(name), observed.held.get(key)
+    retry_at = held.retry_at if held is not None else None
+    again = "" if retry_at is None or retry_at <= at else f"tried again in {retry_at - at:.0f} s"
+    status = ModelStatus(
+        name=name,
+        engine=str(target.spec.engine),
+        mode=target.aim.mode,
+        shape=key.shape,
+        generation=key.generation,
+        target=target.aim.count,
+        ready=layers.get(key, Layer()).ready,
+        phase=phase(target, layers),
+        note="; ".join(note for note in (_note(target, observed), again, replacement_note) if note),
+        decided_by=autoscaler.decided_by(name),
+        override=target.override(at),
+        barred={mode: block.until for mode, block in target.barred.items() if block.until > at},
+    )
+    decision = autoscaler.latest.get(name)
+    if decision is None:
+        return status
+    return replace(
+        status,
+        decided_at=decision.at,
+        reason=decision.reason,
+        capability=decision.capability,
+        forecast=decision.proposal.forecast,
+        dry_run=decision.dry_run,
+    )
+
+
+def fleet_models(targets: Targets, observed: ObservedState) -> Iterator[Model]:
+    """The models of a fleet snapshot."""
+    for name in targets.names():
+        target = targets.get(name)
+        spec, aim = target.spec, target.aim
+        lengths = (replica.max_model_len for replica in observed.registry.of(target.key()))
+        yield Model(
+            name=name,
+            engine=spec.engine,
+            runner=spec.runner,
+            max_model_len=next((length for length in lengths if length), None),
+            mode=aim.mode,
+            shape=aim.shape,
+            target=aim.count,
+            generation=aim.generation,
+            created=int(target.created),
+            note=_note(target, observed),
+        )
+
+
+def phase(target: Target, layers: Mapping[LayerKey, Layer]) -> str:
+    """The phase of a rollout; a restarted controller continues in any of them.
+
+    ``starting`` without old replicas, ``switching`` while new ones start beside the old, ``giving way`` while
+    old ones free resources for them, ``rolling back`` after a failure, ``draining the old``; then ``steady``
+    or ``idle``, or ``recovering`` after a replica was lost.
+    """
+    layer = layers.get(target.key(), Layer())
+    others = [layer for key, layer in layers.items() if key != target.key() and layer.occupied]
+    if not target.settled:
+        if target.note and others:
+            return "rolling back"
+        if any(other.occupied > other.wanted for other in others):
+            return "giving way"
+        return "switching" if others else "starting"
+    if others:
+        return "draining the old"
+    if layer.ready < target.aim.count:
+        return "recovering"
+    return "idle" if target.aim.count == 0 else "steady"
+
+
+def _note(target: Target, observed: ObservedState) -> str:
+    return target.note or observed.reason(target.key())

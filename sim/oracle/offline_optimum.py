@@ -1,0 +1,206 @@
+"""The offline optimum of a deployment: GPU-hours that policies are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from policy.config.control import GuardConfig, ScaleConfig
+from policy.config.deployment import Deployment, ModelSpec
+from policy.config.shapes_on_shared_gpus import gpu_group_of
+from policy.errors import TargetError
+from sim.arrival_stream import Arrival
+from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, verify
+from sim.oracle.linear_program import lower_bound
+from sim.oracle.problem import Problem
+from sim.oracle.replica_capacity import attained_rate
+from sim.simulator.fault_scenario import Scenario
+from sim.simulator.run import simulate
+from sim.simulator.run_record import HOUR_S
+from sim.workload.trace_profile import Load, ModelNames, Survey
+
+# About the duration of a request; more bins than this take long to solve.
+BIN_S = 10.0
+MOST_BINS = 1000
+# Capacity factors that are tried in turn where a plan misses the SLO in the simulator.
+DERATES = (1.0, 0.9, 0.8)
+# The plan is applied as it is: no scale-down delay and no step limits.
+_FREE = msgspec.convert(
+    {"max_step_up": 100, "max_step_down": 1, "hold_s": 1e-3, "min_healthy": 0}, ScaleConfig
+)
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """GPU-hours of a trace (core-hours without GPUs); ``None`` where unknown.
+
+    No plan uses less than ``lower_gpu_hours``; its replicas may be fractions held until the last arrival, so
+    it is 0 where all requests arrive at once. ``achievable_gpu_hours`` are those of a clairvoyant plan of
+    whole replicas that met the SLO in the simulator. ``why`` explains missing values.
+    """
+
+    lower_gpu_hours: float | None = None
+    achievable_gpu_hours: float | None = None
+    why: str = ""
+
+
+def bounds_of(
+    deployment: Deployment,
+    arrivals: Callable[[], Iterable[Arrival]],
+    surveyed: Survey,
+    scenario: Scenario,
+    *,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Bounds:
+    """The bounds of all models together, at the cost of a few runs; ``progress`` gets what is tried.
+
+    The achievable plan keeps to one mode. Raises :class:`policy.errors.TargetError`, with the reason, where
+    no plan meets the SLO.
+    """
+    lower = achievable = 0.0
+    for spec in deployment.models:
+        if group := gpu_group_of(spec):  # its devices are held whatever is decided
+            held_s = group.gpus * surveyed.ends_at
+            lower, achievable = lower + held_s, achievable + held_s
+        elif load := surveyed.loads.get(spec.name):
+            oracle = _Oracle(deployment, spec, arrivals, load, surveyed.ends_at, scenario, seed, progress)
+            modes = oracle.modes()
+            achievable += oracle.planned_s(modes)
+            lower += oracle.least_s(modes)
+    return Bounds(lower_gpu_hours=lower / HOUR_S, achievable_gpu_hours=achievable / HOUR_S)
+
+
+class _Mode(NamedTuple):
+    """A mode of the offline optimum: the capacity of one replica, and its devices."""
+
+    name: str
+    rate: float
+    devices: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Oracle:
+    """The offline optimum of one model."""
+
+    deployment: Deployment
+    spec: ModelSpec
+    arrivals: Callable[[], Iterable[Arrival]]
+    load: Load
+    ends_at: float
+    scenario: Scenario
+    seed: int
+    progress: Callable[[str], None]
+
+    def modes(self) -> list[_Mode]:
+        """The modes in which requests meet the SLO at some rate; at least one."""
+        found = []
+        # Devices are cores where the deployment has no GPUs.
+        gpus = any(shape.gpus for spec in self.deployment.models for shape in spec.shapes.values())
+        for name, mode in self.spec.modes.items():
+            shape, budget = self.spec.shapes[mode.shape], self.deployment.budget
+            room = budget.gpus if shape.gpus else budget.cpus
+            most = mode.bounds.max
+            if room is not None:
+                most = min(most, room // max(1, shape.gpus or shape.cpus))
+            self.progress(f"{self.spec.name}: what a replica of {name} attains")
+            try:
+                rate = attained_rate(
+                    self.deployment, self.spec, name, arrivals=self._mine, load=self.load, seed=self.seed
+                )
+            except ValueError:
+                continue
+            least = min(mode.bounds.min, most)
+            found.append(_Mode(name, rate, shape.gpus if gpus else shape.cpus, least, most))
+        found = [each for each in found if each.rate > 0 and each.devices]
+        if not found:
+            raise TargetError(f"{self.spec.name}: requests miss the SLO at any rate, in every mode")
+        return found
+
+    def least_s(self, modes: list[_Mode]) -> float:
+        """The lower bound in device-seconds, over one or several modes.
+
+        It is that of single devices, each with the rate per device of the best mode.
+        """
+        relaxed = _Mode(
+            name="",
+            rate=max(each.rate / each.devices for each in modes),
+            devices=1,
+            least=min(each.least * each.devices for each in modes),
+            most=max(each.most * each.devices for each in modes),
+        )
+        return lower_bound(self._problem(relaxed), self.ends_at).replica_s
+
+    def planned_s(self, modes: list[_Mode]) -> float:
+        """Device-seconds of the cheapest plan that meets the SLO in the simulator."""
+        planned = []
+        for mode in modes:
+            try:
+                plan = clairvoyant(self._problem(mode))
+            except TargetError:
+                continue
+            planned.append((plan.replica_s * mode.devices, mode))
+        best = math.inf
+        for at_least, mode in sorted(planned):
+            if at_least < best:
+                self.progress(f"{self.spec.name}: what a clairvoyant takes in {mode.name}")
+                best = min(best, self._held_s(mode))
+        if best == math.inf:
+            raise TargetError(f"{self.spec.name}: the SLO is missed even at the maximum replica count")
+        return best
+
+    def _held_s(self, mode: _Mode) -> float:
+        problem = self._problem(mode)
+        for derate in DERATES:
+            try:
+                derated = replace(problem, mu=derate * problem.mu)
+                held = verify(derated, lambda plan: self._attained(mode.name, plan))
+            except (ValueError, TargetError):
+                continue
+            return held.plan.replica_s * mode.devices
+        return math.inf
+
+    def _attained(self, mode: str, plan: Plan) -> float:
+        """The fraction of requests within the SLO when the plan is run."""
+        control = msgspec.structs.replace(
+            self.spec.control,
+            scale=_FREE,
+            guard=GuardConfig(),
+            mode=msgspec.structs.replace(self.spec.control.mode, sleep="never"),
+        )
+        modes = {mode: self.spec.modes[mode]}
+        only = msgspec.structs.replace(self.spec, modes=modes, mode=mode, control=control)
+        alone = msgspec.structs.replace(self.deployment, models=(only,), upstreams=())
+        policies = {only.name: Clairvoyant(plan)}
+        record = simulate(alone, policies, self._mine(), scenario=self.scenario, seed=self.seed)
+        return float(np.mean(record.requests[only.name].met))
+
+    def _problem(self, mode: _Mode) -> Problem:
+        control, scenario = self.spec.control, self.scenario
+        default_s = control.assumed_start_s
+        starts = [default_s if each is None else each for each in (scenario.cold_s, scenario.cached_s)]
+        wait_s = control.slo.ttft_p95_s
+        bin_s = math.ceil(max(BIN_S, (self.ends_at + 1) / MOST_BINS))
+        demand = np.zeros(int(self.ends_at // bin_s) + 1)
+        for second, count in self.load.seconds.items():
+            demand[second // bin_s] += count
+        return Problem(
+            demand=demand,
+            bin_s=bin_s,
+            mu=mode.rate,
+            lead_s=min(starts),
+            attainment=control.slo.attainment,
+            wait_s=self.deployment.gateway.queue_timeout_s if wait_s is None else wait_s,
+            least=mode.least,
+            most=mode.most,
+        )
+
+    def _mine(self) -> Iterator[Arrival]:
+        addressing = ModelNames([spec.name for spec in self.deployment.models])
+        return (each for each in self.arrivals() if addressing.of(each) == self.spec.name)

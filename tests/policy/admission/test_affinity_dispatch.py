@@ -1,0 +1,169 @@
+"""Batched dispatch: companions go together, the first request always goes, passing is bounded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.admission.affinity_dispatch import MOST_PASSED, QUANTUM, WINDOW, FreeSlots, dispatch
+from policy.admission.fairness import QueueOrder
+from policy.request import Request
+from policy.routing.cost import Candidate
+from policy.types import Priority
+
+
+class Pick(NamedTuple):
+    """A request that goes to a replica."""
+
+    request: Request
+    candidate: Candidate
+
+
+@dataclass
+class Site:
+    """Replicas with a bound each; ``holds`` are the adapters that each could serve, by default all."""
+
+    bounds: dict[str, int]
+    holds: dict[str, set[str]] = field(default_factory=dict)
+    running: dict[str, list[str]] = field(default_factory=dict)
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.replicas = {name: Candidate(name, i, bound=b) for i, (name, b) in enumerate(self.bounds.items())}
+        self.chosen: Candidate | None = None
+
+    def choose(self, request: Request) -> Candidate | None:
+        self.calls += 1
+        free = [r for r in self.replicas.values() if r.in_flight < r.bound and self.could(request, r)]
+        self.chosen = min(free, key=lambda r: r.in_flight, default=None)
+        return self.chosen
+
+    def could(self, request: Request, candidate: Candidate) -> bool:
+        held = self.holds.get(candidate.id)
+        return held is None or request.adapter in held
+
+    def runs(self, candidate: Candidate) -> Container[str]:
+        return {"", *self.running.get(candidate.id, ())}
+
+    def serve(self, order: list[QueueOrder]) -> list[Pick]:
+        picks = []
+        for request in dispatch(iter(order), FreeSlots(self.choose, self.could, self.runs)):
+            assert self.chosen is not None
+            self.chosen.in_flight += 1
+            self.running.setdefault(self.chosen.id, []).append(request.adapter)
+            picks.append(Pick(request, self.chosen))
+        return picks
+
+
+def queue_of(*requests: Request, passed: int = 0, step: float = 10.0) -> list[QueueOrder]:
+    for request in requests:
+        request.passed = passed
+    return [QueueOrder(request, i * step) for i, request in enumerate(requests)]
+
+
+def adapters_of(picks: list[Pick]) -> list[str]:
+    return [pick.request.adapter for pick in picks]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "bound", "in_use", "held", "dispatched"),
+    [
+        ("abababab", 3, "", "ab", ["a", "a", "a"]),
+        ("abc", 2, "c", "abc", ["a", "c"]),
+        ("xaa", 2, "", "a", ["a", "a"]),
+    ],
+    ids=["same adapter first", "then an adapter in use", "one without a replica delays nobody"],
+)
+def test_companions_follow(waiting: str, bound: int, in_use: str, held: str, dispatched: list[str]) -> None:
+    requests = [Request("m", adapter=name) for name in waiting]
+    site = Site({"r": bound}, holds={"r": set(held)}, running={"r": list(in_use)})
+    assert adapters_of(site.serve(queue_of(*requests))) == dispatched
+    assert not requests[0].passed
+
+
+def test_each_replica_gets_few_adapters() -> None:
+    order = queue_of(*(Request("m", adapter=name) for name in "abcdabcdabcdabcd"))
+    site = Site({"r": 8, "s": 8})
+    assert len(site.serve(order)) == 16
+    mixed = sum(len(set(running)) for running in site.running.values())
+    assert mixed <= 6  # the fair order alone puts all four on each
+
+
+def test_a_shared_prefix_goes_before_a_shared_adapter() -> None:
+    requests = [Request("m", prefix=(1, 2)), Request("m", prefix=(3,)), Request("m", prefix=(1, 4))]
+    picks = Site({"r": 2}).serve(queue_of(*requests))
+    assert [pick.request for pick in picks] == [requests[0], requests[2]]
+    assert [request.passed for request in requests] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "last"),
+    [
+        ({"passed": MOST_PASSED}, Priority.STANDARD),
+        ({"step": QUANTUM + 1}, Priority.STANDARD),
+        ({}, Priority.BATCH),
+    ],
+)
+def test_passing_is_bounded_by_count_distance_and_priority(bounds: dict[str, Any], last: Priority) -> None:
+    requests = [Request("m", adapter=name) for name in "ab"] + [Request("m", adapter="a", priority=last)]
+    assert adapters_of(Site({"r": 2}).serve(queue_of(*requests, **bounds))) == ["a", "b"]
+
+
+def test_the_router_is_rarely_called_when_all_replicas_are_full() -> None:
+    site = Site({"r": 0})
+    assert not site.serve(queue_of(*(Request("m") for _ in range(1000))))
+    assert site.calls <= 8
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(0, 9000)), max_size=60),
+    st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    st.lists(st.sets(st.sampled_from("abc")), min_size=3, max_size=3),
+)
+def test_laws(entries: list[tuple[str, int, int]], bounds: list[int], holds: list[set[str]]) -> None:
+    tag = 0.0
+    order = []
+    for adapter, prefix, tokens in entries:
+        order.append(QueueOrder(Request("m", adapter=adapter, prefix=(prefix,)), tag))
+        tag += tokens
+    names = [str(i) for i in range(len(bounds))]
+    site = Site(dict(zip(names, bounds, strict=True)), holds=dict(zip(names, holds, strict=False)))
+    picks = site.serve(order)
+
+    place = {id(turn.request): i for i, turn in enumerate(order)}
+    picked = [place[id(pick.request)] for pick in picks]
+    assert len(picked) == len(set(picked)), "no request is dispatched twice"
+    assert all(at < WINDOW for at in picked)
+    for candidate in site.replicas.values():
+        assert candidate.in_flight <= candidate.bound
+    if any(site.could(turn.request, r) and r.bound for turn in order[:1] for r in site.replicas.values()):
+        assert picked[0] == 0, "the first is always dispatched"
+    passed: Counter[int] = Counter()
+    for nth, pick in enumerate(picks):
+        before = {
+            at
+            for at in range(picked[nth])
+            if at not in picked[:nth] and site.could(order[at].request, pick.candidate)
+        }
+        assert all(order[picked[nth]].tag - order[at].tag <= QUANTUM for at in before)
+        passed.update(before)
+    assert all(turn.request.passed == passed[at] <= MOST_PASSED for at, turn in enumerate(order))
+
+
+@given(st.lists(st.sampled_from("aab"), min_size=1, max_size=100), st.integers(1, 5))
+def test_every_request_is_dispatched_eventually(adapters: list[str], bound: int) -> None:
+    """Replicas that end all between two rounds: the queue is empty after as many rounds as it takes."""
+    waiting = queue_of(*(Request("m", adapter=name) for name in adapters))
+    rounds = 0
+    while waiting:
+        rounds += 1
+        dispatched = {id(pick.request) for pick in Site({"r": bound}).serve(waiting)}
+        waiting = [turn for turn in waiting if id(turn.request) not in dispatched]
+        assert all(turn.request.passed <= MOST_PASSED for turn in waiting)
+    assert rounds == -(-len(adapters) // bound)

@@ -1,0 +1,100 @@
+"""Which models have beds, and what is on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policy.config.revision_changes import digest, same_engines
+from policy.config.shapes_on_shared_gpus import GpuGroup, cards, gpu_group_of
+from policy.deployment_file.diff import Effect, diff
+from tests.serve.sim_documents import deployment, sim_model
+
+
+def spec(**over: Any) -> Any:
+    written: dict[str, Any] = {
+        "sim": {"profile": "sim-small", "wake_s": 1.0},
+        "shapes": {
+            "small": {"gpus": 2, "tensor_parallel": 2, "cpus": 3},
+            "large": {"gpus": 8, "tensor_parallel": 8, "cpus": 8},
+        },
+        "modes": {
+            "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 4}},
+            "single-large": {"shape": "large"},
+        },
+    }
+    return deployment(sim_model(**written | over)).models[0]
+
+
+def test_it_has_the_gpus_of_the_largest_shape_and_as_many_of_the_others_as_fit_there() -> None:
+    bed = gpu_group_of(spec())
+    assert bed == GpuGroup(engines={"large": 1, "small": 4}, gpus=8, cpus=12)
+    assert bed.shape == "large"
+    assert [list(cards(spec().shapes["small"], i)) for i in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"sim": {"profile": "sim-small"}},
+        {"control": {"mode": {"sleep": "never"}}},
+        {"modes": {"single-large": {"shape": "large"}}},
+        {"modes": {"multi-replica": {"shape": "large"}, "single-large": {"shape": "large"}}},
+        {"shapes": {"small": {"cpus": 1}, "large": {"gpus": 8, "tensor_parallel": 8}}},
+        {"shapes": {"small": {"gpus": 3, "tensor_parallel": 3}, "large": {"gpus": 8, "tensor_parallel": 8}}},
+        {
+            "modes": {
+                "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 5}},
+                "single-large": {"shape": "large"},
+            }
+        },
+    ],
+    ids=["cannot sleep", "never", "one mode", "one shape", "cores", "does not divide", "needs more"],
+)
+def test_where_engines_start_and_stop(over: dict[str, Any]) -> None:
+    assert gpu_group_of(spec(**over)) is None
+
+
+def test_vllm_sleeps_on_gpus_without_being_asked() -> None:
+    assert gpu_group_of(spec(engine="vllm", source="ORG/NAME", sim={})) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "becomes", "effect"),
+    [
+        ("sleep", "never", Effect.NEW_GENERATION),
+        ("dwell_s", 5.0, Effect.LIVE),
+        # More than fit on the bed is the end of it.
+        ("max", 5, Effect.NEW_GENERATION),
+        ("max", 3, Effect.LIVE),
+    ],
+)
+def test_a_change_says_whether_it_makes_other_engines(key: str, becomes: Any, effect: Effect) -> None:
+    written = {
+        "sim": {"profile": "sim-small", "wake_s": 1.0},
+        "shapes": {"small": {"gpus": 2, "tensor_parallel": 2}, "large": {"gpus": 8, "tensor_parallel": 8}},
+    }
+    small: dict[str, Any] = {"shape": "small", "replicas": {"min": 1, "max": 4}}
+    modes = {"multi-replica": small, "single-large": {"shape": "large"}}
+    before = deployment(sim_model(**written, modes=modes))
+    if key == "max":
+        modes = modes | {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": becomes}}}
+        after = deployment(sim_model(**written, modes=modes))
+    else:
+        control = {"mode": {"drain_timeout_s": 10, key: becomes}, "start_timeout_s": 60}
+        after = deployment(sim_model(**written, modes=modes, control=control))
+    assert [change.effect for change in diff(before, after)] == [effect]
+
+
+def test_engines_of_a_bed_are_others_and_a_count_within_it_changes_none() -> None:
+    never = spec(control={"mode": {"sleep": "never"}})
+    assert not same_engines(spec(), never)
+    assert digest(spec(), "small") != digest(never, "small")
+    fewer = spec(
+        modes={
+            "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 3}},
+            "single-large": {"shape": "large"},
+        }
+    )
+    assert same_engines(spec(), fewer)

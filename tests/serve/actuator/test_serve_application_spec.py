@@ -1,0 +1,98 @@
+"""What Ray Serve is asked for, and what its report of applications says of the layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.scaling.rollout import LayerKey
+from serve.actuator.interface import Held
+from serve.actuator.serve_application_spec import (
+    application_name,
+    held_layers,
+    missing_resources,
+    required_resources,
+)
+from tests.serve.plane import SMALL, Plane
+from tests.serve.sim_documents import deployment, document, sim_model
+
+# The message of Serve of Ray 2.60.
+MESSAGE = (
+    "Deployment 'replica' in application 'a' has 1 replicas that have taken more than 30s to be scheduled. "
+    "This may be due to waiting for the cluster to auto-scale or for a runtime environment to be installed. "
+    'Resources required for each replica: {"CPU": 1.0, "GPU": 4.0}, '
+    'total resources available: {"CPU": 0.5}. Use `ray status` for more details.'
+)
+MISSING = 'no node has room for 1 of {"CPU": 1.0, "GPU": 4.0}: {"CPU": 0.5} is free'
+
+
+def reported(state: str, node_id: str | None, message: str = MESSAGE) -> dict[str, Any]:
+    return {
+        "message": message,
+        "replicas": [{"state": "RUNNING", "node_id": "n"}, {"state": state, "node_id": node_id}],
+        "target_num_replicas": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "node_id", "message", "missing"),
+    [
+        ("STARTING", None, MESSAGE, MISSING),
+        # Serve leaves its last message in place until it has another one.
+        ("STARTING", "n", MESSAGE, ""),
+        ("STOPPING", None, MESSAGE, ""),
+        ("STARTING", None, "", ""),
+    ],
+)
+def test_missing_resources(state: str, node_id: str | None, message: str, missing: str) -> None:
+    assert missing_resources(reported(state, node_id, message)) == missing
+
+
+def test_held_layers_are_the_live_applications_of_this_deployment() -> None:
+    key = LayerKey("org/m", "small", 3)
+
+    def application(status: str, **deployments: Any) -> dict[str, Any]:
+        return {"status": status, "deployments": deployments}
+
+    name = application_name("d", key, "f00")
+    broken = application_name("d", LayerKey("m", "large", 1), "bad")
+    answer = {
+        "applications": {
+            name: application("RUNNING", replica=reported("STARTING", None)),
+            broken: application("DEPLOY_FAILED", replica=reported("STOPPING", None)),
+            application_name("d", key, "d"): application("DELETING", replica=reported("STOPPING", None)),
+            application_name("d", key, "e"): application("DEPLOYING"),
+            application_name("other", key, "f"): application("RUNNING", replica=reported("RUNNING", "n")),
+            "of another program": application("RUNNING", replica=reported("RUNNING", "n")),
+        }
+    }
+    assert list(held_layers(answer, "d")) == [
+        (key, name, Held(wanted=2, digest="f00", waits=MISSING)),
+        (LayerKey("m", "large", 1), broken, Held(wanted=2, digest="bad", trouble=MESSAGE)),
+    ]
+
+
+def test_a_shared_gpu_group_requires_its_gpus_once_and_the_cores_of_all_engines() -> None:
+    model = sim_model(
+        engine="vllm",
+        source="ORG/NAME",
+        sim={},
+        shapes={"large": {"gpus": 8, "tensor_parallel": 8, "cpus": 10}, "small": {"gpus": 1, "cpus": 2}},
+    )
+    spec = deployment(model).models[0]
+    assert required_resources(spec, spec.shapes["large"]) == {"num_gpus": 8, "num_cpus": 16}
+    model["control"]["mode"]["sleep"] = "never"
+    separate = deployment(model).models[0]
+    assert required_resources(separate, separate.shapes["small"]) == {"num_gpus": 1, "num_cpus": 2}
+
+
+async def test_the_status_names_missing_resources(plane: Plane) -> None:
+    await plane.up(document(sim_model()))
+    plane.cluster.slow = True
+    plane.controller.scale("m", 2)
+    await plane.ticks(2)
+    plane.cluster.held[SMALL] = msgspec.structs.replace(plane.cluster.held[SMALL], waits="no room")
+    await plane.ticks(1)
+    assert plane.note() == "no room"

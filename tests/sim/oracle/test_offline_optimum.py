@@ -1,0 +1,128 @@
+"""The bounds are those of the load over what a replica attains, and are refused where nothing can be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from policy.config.deployment import Deployment
+from policy.deployment_file.parse import parse
+from policy.errors import TargetError
+from policy.scaling.policies.static import Static
+from sim.arrival_stream import Arrival
+from sim.oracle import replica_capacity
+from sim.oracle.offline_optimum import bounds_of
+from sim.oracle.replica_capacity import attained_rate
+from sim.simulator.fault_scenario import NO_FAULTS
+from sim.simulator.run import simulate
+from sim.workload.trace_profile import ModelNames, survey
+
+# One in a second for the first four minutes, four in a second after.
+STEP_S, ENDS_S = 240, 480
+
+
+def deployment(*, most: int = 8, sizes: dict[str, int] | None = None, **control: Any) -> Deployment:
+    sizes = sizes or {"small": 1}
+    return parse(
+        {
+            "models": [
+                {
+                    "name": "m",
+                    "engine": "sim",
+                    "sim": {"profile": "h100-8b", "speed": 0.05},
+                    "shapes": {
+                        name: {"gpus": gpus, "tensor_parallel": gpus, "max_in_flight": 64}
+                        for name, gpus in sizes.items()
+                    },
+                    "modes": {
+                        mode: {"shape": name, "replicas": {"min": 1, "max": 1 if "single" in mode else most}}
+                        for mode, name in zip(("multi-replica", "single-large"), sizes, strict=False)
+                    },
+                    "control": {"assumed_start_s": 30, **control},
+                }
+            ],
+        }
+    )
+
+
+def arrivals() -> Iterator[Arrival]:
+    at = 0.0
+    while at < ENDS_S - 0.5:
+        yield Arrival(at, 200, 20)
+        at += 1.0 if at < STEP_S else 0.25
+
+
+def _bounds(of: Deployment) -> tuple[float, float]:
+    found = bounds_of(of, arrivals, survey(arrivals(), ModelNames(["m"])), NO_FAULTS)
+    assert found.lower_gpu_hours is not None and found.achievable_gpu_hours is not None
+    return found.lower_gpu_hours * 3600, found.achievable_gpu_hours * 3600
+
+
+@pytest.fixture
+def one_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sim.oracle.offline_optimum.attained_rate", lambda *_, **__: 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_a_second")
+def test_whole_replicas_take_what_the_load_needs_and_the_bound_is_below() -> None:
+    lower, achievable = _bounds(deployment(slo={"attainment": 1.0}))
+    # One replica, then four, of which three were started half a minute before; not all of them at once, as
+    # requests that are promised nothing but an answer may wait.
+    assert achievable == pytest.approx(240 + 4 * 240 + 3 * 30, rel=0.06)
+    assert 0.8 * achievable < lower <= achievable
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_a_second")
+def test_a_shape_of_two_devices_that_does_no_more_costs_twice_as_much() -> None:
+    one, two = _bounds(deployment()), _bounds(deployment(sizes={"large": 2}))
+    assert two == pytest.approx((2 * one[0], 2 * one[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_a_second")
+def test_of_several_modes_the_cheaper_one_counts() -> None:
+    assert _bounds(deployment(sizes={"small": 1, "large": 2}, mode={"sleep": "never"})) == pytest.approx(
+        _bounds(deployment())
+    )
+
+
+@pytest.mark.usefixtures("one_a_second")
+@pytest.mark.parametrize(("requests", "each_s"), [(1, 0.0), (114, 1.0)])
+def test_the_bound_of_a_short_trace_is_below_what_a_run_takes(requests: int, each_s: float) -> None:
+    of = deployment(most=1)
+    few = [Arrival(i * each_s, 200, 20) for i in range(requests)]
+    found = bounds_of(of, lambda: few, survey(few, ModelNames(["m"])), NO_FAULTS)
+    taken = simulate(of, {"m": Static()}, few)
+    assert taken.requests["m"].met.all()
+    assert found.lower_gpu_hours is not None and found.lower_gpu_hours * 3600 <= taken.gpu_s
+
+
+@pytest.mark.usefixtures("one_a_second")
+def test_too_few_replicas_are_refused() -> None:
+    with pytest.raises(TargetError, match="even at the maximum replica count"):
+        _bounds(deployment(most=2))
+
+
+def test_an_slo_that_is_missed_at_any_rate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_capacity, "REQUESTS", 50)
+    monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
+    with pytest.raises(TargetError, match="miss the SLO at any rate, in every mode"):
+        _bounds(deployment(slo={"ttft_p95_s": 0.001}))
+
+
+@pytest.mark.slow
+def test_a_replica_attains_less_within_an_objective_than_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_capacity, "REQUESTS", 300)
+    monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
+
+    def rate(**slo: float) -> float:
+        of = deployment(slo=slo) if slo else deployment()
+        load = survey(arrivals(), ModelNames(["m"])).loads["m"]
+        return attained_rate(of, of.models[0], "multi-replica", arrivals=arrivals, load=load, seed=1)
+
+    free, loose, tight = rate(), rate(ttft_p95_s=20.0), rate(ttft_p95_s=3.0, itl_p95_s=0.25)
+    assert 0 < tight < loose <= 1.2 * free
