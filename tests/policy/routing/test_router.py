@@ -49,25 +49,26 @@ def short(**more: object) -> Request:
 
 def send(router: Router, request: Request, candidates: list[Candidate], at: float = 0.0) -> Decision:
     decision = router.choose(request, candidates, at, 0.5)
-    assert decision.chosen is not None
-    candidate = decision.chosen.candidate
+    candidate = best(decision).candidate
     router.began(request, candidate, at)
     candidate.begun += 1
     return decision
+
+
+def best(decision: Decision) -> CostEstimate:
+    assert decision.chosen is not None
+    return decision.chosen
 
 
 def quoted(
     request: Request, candidate: Candidate, at: float = 0.0, router: Router | None = None
 ) -> CostEstimate:
     """The cost of the only candidate."""
-    quote = (router or Router()).choose(request, [candidate], at, 0.0).chosen
-    assert quote is not None
-    return quote
+    return best((router or Router()).choose(request, [candidate], at, 0.0))
 
 
 def chosen(decision: Decision) -> str:
-    assert decision.chosen is not None
-    return decision.chosen.candidate.id
+    return best(decision).candidate.id
 
 
 def test_an_idle_replica_costs_its_own_prefill_alone() -> None:
@@ -87,17 +88,13 @@ def test_wait_and_prefill_follow_the_engine_model(pending: int) -> None:
     assert quote.total == pytest.approx(loop, rel=0.05, abs=MODEL.step_time(512, 0, 8))
 
 
-def test_a_full_engine_adds_the_wait_for_a_sequence() -> None:
+def test_a_full_engine_adds_a_wait_and_a_full_kv_cache_a_pressure() -> None:
+    [candidate] = fleet(1)
     waits = []
     for in_flight in (15, 16, 20):
-        [candidate] = fleet(1)
         candidate.in_flight = in_flight
         waits.append(quoted(short(), candidate).wait)
     assert waits[0] < waits[1] < waits[2]
-
-
-def test_near_the_kv_capacity_there_is_pressure() -> None:
-    [candidate] = fleet(1)
     candidate.in_flight, candidate.kv_used = 4, 0.99
     assert quoted(prompt(), candidate).pressure > 0.0
 
@@ -108,7 +105,7 @@ def test_a_cached_prefix_stays_and_a_new_one_goes_elsewhere() -> None:
     assert first.reason == HOME
     again = send(router, prompt(), candidates)
     assert chosen(again) == chosen(first) and again.reason == CACHED
-    assert again.chosen is not None and again.chosen.uncached == 1040 - 1024
+    assert best(again).uncached == 1040 - 1024
     other = send(router, prompt(tuple(value + 1000 for value in CHAIN)), candidates)
     assert chosen(other) != chosen(first)
 
@@ -126,21 +123,17 @@ def test_away_from_home_when_the_wait_there_is_longer() -> None:
 def test_new_hashes_are_returned_once_and_learned_by_other_routers() -> None:
     here, there = Router(), Router()
     candidates = fleet(2)
-    decision = here.choose(prompt(), candidates, 0.0, 0.5)
-    assert decision.chosen is not None
-    home = decision.chosen.candidate
+    home = best(here.choose(prompt(), candidates, 0.0, 0.5)).candidate
     news = here.began(prompt(), home, 0.0)
     assert news == CHAIN
     assert here.began(prompt(), home, 0.0) == ()
     there.learned(news, home.key, 0.0)
-    assert there.choose(prompt(), candidates, 0.0, 0.9).chosen.candidate is home  # type: ignore[union-attr]
+    assert best(there.choose(prompt(), candidates, 0.0, 0.9)).candidate is home
 
 
 def test_a_forgotten_replica_holds_nothing() -> None:
     router, candidates = Router(), fleet(2)
-    home = send(router, prompt(), candidates).chosen
-    assert home is not None
-    router.forget(home.candidate.key)
+    router.forget(best(send(router, prompt(), candidates)).candidate.key)
     for quote in router.choose(prompt(), candidates, 0.0, 0.0).quotes:
         assert quote.uncached == 1040
 
@@ -149,13 +142,14 @@ def test_adapters_stay_where_they_are_loaded() -> None:
     router, candidates = Router(Settings(slots=2)), fleet(2)
     request = short(adapter="a", adapter_key=7)
     first = router.choose(request, candidates, 0.0, 0.5)
-    assert first.chosen is not None and first.chosen.adapter > 0.0
-    assert router.began(request, first.chosen.candidate, 0.0) == (7,)
+    home = best(first).candidate
+    assert best(first).adapter > 0.0
+    assert router.began(request, home, 0.0) == (7,)
     again = router.choose(request, candidates, 0.0, 0.5)
     assert again.reason == RESIDENT and chosen(again) == chosen(first)
-    assert again.chosen is not None and again.chosen.adapter == 0.0
+    assert best(again).adapter == 0.0
     other = Router(Settings(slots=2))
-    other.learned((7,), first.chosen.candidate.key, 0.0)
+    other.learned((7,), home.key, 0.0)
     assert chosen(other.choose(request, candidates, 0.0, 0.5)) == chosen(first)
 
 
@@ -163,8 +157,7 @@ def test_the_load_time_of_an_adapter_is_measured() -> None:
     router, candidates = Router(), fleet(1)
     for key in range(1, 121, 2):
         request = short(adapter_key=key)
-        quote = send(router, request, candidates).chosen
-        assert quote is not None
+        quote = best(send(router, request, candidates))
         router.timed(request, quote, 2.0, 0.0)
     assert quote.adapter == pytest.approx(2.0, rel=0.1)
 
@@ -172,17 +165,16 @@ def test_the_load_time_of_an_adapter_is_measured() -> None:
 def test_an_adapter_load_in_progress_delays_other_requests() -> None:
     """Until its first token, or for the predicted time where this worker does not see it."""
     router, candidates = Router(), fleet(2)
-    loads = send(router, short(adapter_key=7), candidates)
-    assert loads.chosen is not None and loads.chosen.loads == 1
+    loads = best(send(router, short(adapter_key=7), candidates))
+    assert loads.loads == 1
     busy, idle = sorted(router.choose(short(), candidates, 0.0, 0.5).quotes, key=lambda quote: -quote.wait)
-    assert busy.candidate is loads.chosen.candidate
+    assert busy.candidate is loads.candidate
     assert (busy.loads, idle.loads, idle.wait) == (1, 0, 0.0)
-    assert busy.wait == pytest.approx(loads.chosen.adapter)
-    later = router.choose(short(), candidates, 2.0 * loads.chosen.total, 0.5)
+    assert busy.wait == pytest.approx(loads.adapter)
+    later = router.choose(short(), candidates, 2.0 * loads.total, 0.5)
     assert max(quote.wait for quote in later.quotes) == 0.0
 
-    again = send(router, short(adapter_key=9), candidates, at=10.0).chosen
-    assert again is not None
+    again = best(send(router, short(adapter_key=9), candidates, at=10.0))
     router.timed(short(adapter_key=9), again, 0.01, 10.01)
     assert max(quote.wait for quote in router.choose(short(), candidates, 10.01, 0.5).quotes) == 0.0
 
@@ -193,8 +185,8 @@ def test_the_ttft_of_a_request_behind_a_load_does_not_change_prefill_predictions
     for i in range(40):
         at = 10.0 * i
         router.began(short(adapter_key=2 * i + 1), candidates[0], at)
-        behind = router.choose(short(), candidates, at, 0.5).chosen
-        assert behind is not None and behind.loads == 1
+        behind = best(router.choose(short(), candidates, at, 0.5))
+        assert behind.loads == 1
         router.timed(short(), behind, 1.0, at)
     assert router.choose(prompt(), candidates, 1000.0, 0.5).quotes[0].total == pytest.approx(before)
 
@@ -276,9 +268,7 @@ def test_late_first_tokens_do_not_change_the_concurrency() -> None:
     router = Router(Settings(itl_s=STEEP_MODEL.step_time(16, 0, 16)))
     [candidate] = fleet(1, STEEP)
     for _ in range(200):
-        decision = send(router, short(), [candidate])
-        assert decision.chosen is not None
-        router.timed(short(), decision.chosen, 8.0, 0.0)
+        router.timed(short(), best(send(router, short(), [candidate])), 8.0, 0.0)
         router.paced(candidate, STEEP_MODEL.step_time(1, 0, 1))
     assert 15 <= admitted(router) <= 17
 
@@ -305,14 +295,14 @@ def test_a_replica_that_cannot_meet_the_itl_slo_gets_one_request() -> None:
     quick, slow = fleet(2)
     slow.timing = msgspec.structs.replace(TIMING, model=MODEL.faster(1 / 3))
     router = Router(Settings(itl_s=MODEL.step_time(8, 0, 8)))
-    taken = {quick.id: 0, slow.id: 0}
+    begun = {quick.id: 0, slow.id: 0}
     while (chosen := router.choose(short(), [quick, slow], 0.0, 0.0).chosen) is not None:
         router.began(short(), chosen.candidate, 0.0)
         chosen.candidate.in_flight += 1
-        taken[chosen.candidate.id] += 1
-        assert sum(taken.values()) < 40
-    assert taken[slow.id] == 1
-    assert 7 <= taken[quick.id] <= 9
+        begun[chosen.candidate.id] += 1
+        assert sum(begun.values()) < 40
+    assert begun[slow.id] == 1
+    assert 7 <= begun[quick.id] <= 9
     # Without the quick replica the SLO is ignored.
     assert router.choose(short(), [slow], 0.0, 0.0).chosen is not None
 
@@ -337,15 +327,12 @@ def serve(router: Router, candidates: list[Candidate], slow: dict[str, float], a
     sent = dict.fromkeys((candidate.id for candidate in candidates), 0)
     for i in range(400):
         now = at + 0.01 * i
-        decision = router.choose(short(), candidates, now, rng.random())
-        assert decision.chosen is not None
-        candidate = decision.chosen.candidate
+        quote = best(router.choose(short(), candidates, now, rng.random()))
+        candidate = quote.candidate
         router.began(short(), candidate, now)
         candidate.begun += 1
         sent[candidate.id] += 1
-        router.timed(
-            short(), decision.chosen, 0.02 * slow.get(candidate.id, 1.0) * rng.uniform(0.8, 1.25), now
-        )
+        router.timed(short(), quote, 0.02 * slow.get(candidate.id, 1.0) * rng.uniform(0.8, 1.25), now)
     return sent
 
 
@@ -421,11 +408,8 @@ def test_an_evicted_prefix_does_not_count_as_slowness() -> None:
     router, candidates = Router(), fleet(1, timing=None)
     whole = Router().choose(prompt(), candidates, 0.0, 0.5).quotes[0].total
     for i in range(150):
-        decision = send(router, prompt(), candidates, at=float(i))
-        assert decision.chosen is not None
-        router.timed(prompt(), decision.chosen, whole, float(i))
+        router.timed(prompt(), best(send(router, prompt(), candidates, at=float(i))), whole, float(i))
         router.began(prompt((2 * i, 2 * i + 10_000)), candidates[0], float(i))
-    last = router.choose(prompt(), candidates, 150.0, 0.5).chosen
-    assert last is not None
+    last = best(router.choose(prompt(), candidates, 150.0, 0.5))
     assert last.uncached == 1040
     assert last.total == pytest.approx(whole, rel=0.1)

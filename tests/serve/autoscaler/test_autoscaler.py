@@ -36,14 +36,16 @@ def model(
     return made
 
 
+def static(replicas: int) -> dict[str, Any]:
+    return {"policy": {"static": {"replicas": replicas}}}
+
+
 def status(plane: Plane) -> ModelStatus:
     return plane.controller.status().models[0]
 
 
-def logged(
-    plane: Plane, last: int = 1, at: float | None = None, model: str | None = None
-) -> list[LoggedDecision]:
-    return plane.controller.autoscaler.journal.read(last, at, model)
+def logged(plane: Plane, last: int = 1, model: str | None = None) -> list[LoggedDecision]:
+    return plane.controller.autoscaler.journal.read(last, None, model)
 
 
 @contextmanager
@@ -99,9 +101,8 @@ async def test_scale_to_zero_until_a_request_is_queued(plane: Plane, tmp_path: P
 
 
 async def test_dry_run_logs_decisions_only(plane: Plane, tmp_path: Path) -> None:
-    traffic = await Traffic.over(
-        plane, document(model(tmp_path, control={"guard": {"dry_run": True}})), 15, m=3.0
-    )
+    dry_run = {"guard": {"dry_run": True}}
+    traffic = await Traffic.over(plane, document(model(tmp_path, control=dry_run)), 15, m=3.0)
     assert plane.counts() == {SMALL: 1}
     (now,) = logged(plane)
     assert (now.decision.count, now.decision.was_count, now.decision.dry_run) == (3, 1, True)
@@ -130,10 +131,9 @@ async def test_dry_run_does_not_scale_up_from_zero(plane: Plane, tmp_path: Path)
 
 
 async def test_manual_count_respects_the_budget_in_a_dry_run(plane: Plane, tmp_path: Path) -> None:
-    watts = {"budget": {"watts": 250, "cpu_watts": 100}}
-    traffic = await Traffic.over(
-        plane, document(model(tmp_path, control={"guard": {"dry_run": True}}), **watts), 10, m=1.0
-    )
+    dry_run, watts = {"guard": {"dry_run": True}}, {"watts": 250, "cpu_watts": 100}
+    deployed = document(model(tmp_path, control=dry_run), budget=watts)
+    traffic = await Traffic.over(plane, deployed, 10, m=1.0)
     plane.controller.scale("m", 4)
     await traffic.run(3)
     assert plane.counts() == {SMALL: 2}
@@ -143,7 +143,7 @@ async def test_new_policy_decides_at_once(plane: Plane, tmp_path: Path) -> None:
     rare = {"tick_s": 300, "shadow": "static"}
     traffic = await Traffic.over(plane, document(model(tmp_path, control=rare)), 12, m=1.0)
     first = set(plane.cluster.replicas)
-    plane.controller.apply(document(model(tmp_path, control=rare | {"policy": {"static": {"replicas": 3}}})))
+    plane.controller.apply(document(model(tmp_path, control=rare | static(3))))
     await plane.ticks(2)
     assert plane.counts(READY) == {SMALL: 3}
     assert first < set(plane.cluster.replicas)
@@ -163,24 +163,20 @@ async def test_deployment_that_cannot_be_saved_is_not_applied(plane: Plane, tmp_
     traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
 
     with full_disk(), pytest.raises(OSError, match="no space left"):
-        plane.controller.apply(document(model(tmp_path, control={"policy": {"static": {"replicas": 4}}})))
+        plane.controller.apply(document(model(tmp_path, control=static(4))))
     await traffic.run(5)
     assert status(plane).decided_by == "by_rate.py:ByRate"
     assert plane.counts(READY) == {SMALL: 2}
 
 
 async def test_full_disk_does_not_stop_scaling(plane: Plane, tmp_path: Path) -> None:
-    traffic = await Traffic.over(
-        plane, document(model(tmp_path), model(tmp_path, "other"), budget={"cpus": 8}), 10, m=1.0, other=1.0
-    )
-
+    both = document(model(tmp_path), model(tmp_path, "other"), budget={"cpus": 8})
+    traffic = await Traffic.over(plane, both, 10, m=1.0, other=1.0)
     with full_disk():
         traffic.rates |= {"m": 3.0, "other": 2.0}
         await traffic.run(10)
-        said = [event for event in plane.controller.status().events if "cannot be saved" in event]
-        assert [event.partition(": ")[0].partition(" ")[2] for event in said] == [
-            "targets apply, but cannot be saved for a restart"
-        ]
+        (event,) = (event for event in plane.controller.status().events if "cannot be saved" in event)
+        assert "targets apply, but cannot be saved for a restart: " in event
         assert plane.counts(READY) == {SMALL: 3, LayerKey("other", "small", 1): 2}
     await traffic.run(1)
     await plane.restart()
@@ -209,9 +205,8 @@ async def test_higher_priority_takes_replicas_from_lower(plane: Plane, tmp_path:
     assert [plane.counts(READY)[key] for key in keys] == [1, 3]
     # What low gives up goes to high, and back to nobody.
     counts = [each.decision.count for each in reversed(logged(plane, 400, model="low"))]
-    assert counts == sorted(counts[: counts.index(3) + 1]) + sorted(
-        counts[counts.index(3) + 1 :], reverse=True
-    )
+    top = counts.index(3) + 1
+    assert counts == sorted(counts[:top]) + sorted(counts[top:], reverse=True)
 
 
 async def test_budget_holds_with_different_ticks(plane: Plane, tmp_path: Path) -> None:
@@ -303,39 +298,39 @@ async def test_lost_replica_is_replaced_at_once(plane: Plane, tmp_path: Path) ->
     assert logged(plane)[0].decision.at > before
 
 
-async def test_hanging_policy_is_alone(plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.3)
-    answers = threading.Event()
-    monkeypatch.setattr(Slow, "answers", answers)
-    slow = {"custom": "tests.serve.autoscaler.test_autoscaler:Slow"}
-    other = model(tmp_path, "other", control={"policy": {"static": {"replicas": 2}}})
+    monkeypatch.setattr(Slow, "answers", threading.Event())
+    yield {"policy": {"custom": "tests.serve.autoscaler.test_autoscaler:Slow"}}
+    Slow.answers.set()
+
+
+async def test_hanging_policy_is_alone(plane: Plane, tmp_path: Path, hanging: dict[str, Any]) -> None:
+    other = model(tmp_path, "other", control=static(2))
     # All that share a budget are decided on together.
-    shared = {"budget": {"cpus": 8}}
-    traffic = await Traffic.over(
-        plane, document(model(tmp_path, control={"policy": slow}), other, **shared), 10, m=1.0, other=1.0
-    )
+    both = document(model(tmp_path, control=hanging), other, budget={"cpus": 8})
+    traffic = await Traffic.over(plane, both, 10, m=1.0, other=1.0)
     assert plane.counts(READY) == {SMALL: 1, LayerKey("other", "small", 1): 2}
     events = [event for event in plane.controller.status().events if "no answer" in event]
     assert len(events) == 1
-    plane.controller.apply(document(model(tmp_path, control={"policy": {"static": {"replicas": 3}}}), other))
+    plane.controller.apply(document(model(tmp_path, control=static(3)), other))
     await traffic.run(2)
     assert plane.counts(READY)[SMALL] == 3
-    answers.set()
 
 
-async def test_old_decision_is_dropped(plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_decision_is_dropped(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: dict[str, Any]
+) -> None:
     monkeypatch.setattr(autoscaler, "PATIENCE_S", 0.02)
     monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 60.0)
-    answers = threading.Event()
-    monkeypatch.setattr(Slow, "answers", answers)
-    slow = {"custom": "tests.serve.autoscaler.test_autoscaler:Slow"}
-    await Traffic.over(plane, document(model(tmp_path, control={"policy": slow})), 6, m=1.0)
+    await Traffic.over(plane, document(model(tmp_path, control=hanging)), 6, m=1.0)
     running = plane.controller.autoscaler._running
     assert running is not None
     assert len([event for event in plane.controller.status().events if "has not answered" in event]) == 1
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}}}
-    plane.controller.apply(document(model(tmp_path, modes=modes, control={"policy": slow})))
-    answers.set()
+    plane.controller.apply(document(model(tmp_path, modes=modes, control=hanging)))
+    Slow.answers.set()
     await running
     assert status(plane).target == 1
     monkeypatch.setattr(autoscaler, "PATIENCE_S", 60.0)
@@ -363,9 +358,8 @@ async def test_start_times_are_measured_by_path(plane: Plane, tmp_path: Path) ->
 
 
 async def test_removed_model_is_forgotten(plane: Plane, tmp_path: Path) -> None:
-    traffic = await Traffic.over(
-        plane, document(model(tmp_path), model(tmp_path, "other")), 10, m=1.0, other=1.0
-    )
+    both = document(model(tmp_path), model(tmp_path, "other"))
+    traffic = await Traffic.over(plane, both, 10, m=1.0, other=1.0)
     assert {each.decision.model for each in logged(plane, 2)} == {"m", "other"}
     plane.controller.apply(document(model(tmp_path)))
     await traffic.run(20, m=1.0)
