@@ -56,10 +56,14 @@ def measured_queue(
     return queue, at
 
 
-def predicted_wait(queue: Queue, newcomer: Request, at: float, *, full: bool = False) -> float | None:
-    """The predicted wait of a newcomer, in seconds."""
+def refusal(queue: Queue, newcomer: Request, at: float, **how: Any) -> Refusal | None:
+    return queue.enter(newcomer, WIDE, at, **how).refusal
+
+
+def predicted_wait(queue: Queue, newcomer: Request, at: float, *, full: bool = False) -> float:
     verdict = queue.enter(newcomer, WIDE, at, full=full)
     queue.remove(newcomer, at)
+    assert verdict.wait_s is not None
     return verdict.wait_s
 
 
@@ -87,9 +91,7 @@ def test_a_tenant_does_not_wait_for_the_backlog_of_others() -> None:
     for _ in range(50):
         enter(queue, "busy_tenant", at=at)
     enter(queue, "quiet", at=at)
-    wait_s = predicted_wait(queue, request(queue, "quiet"), at)
-    assert wait_s is not None
-    assert wait_s < 0.5
+    assert predicted_wait(queue, request(queue, "quiet"), at) < 0.5
     assert predicted_wait(queue, request(queue, "busy_tenant"), at) == pytest.approx(515 / 100.0, rel=0.05)
 
 
@@ -98,9 +100,7 @@ def test_higher_priorities_reduce_the_rate_of_lower_ones() -> None:
     enter(queue, at=at)
     critical = request(queue, priority=Priority.CRITICAL)
     assert predicted_wait(queue, critical, at) == pytest.approx(5 / 100.0, rel=0.05)
-    standard = predicted_wait(queue, request(queue), at)
-    assert standard is not None
-    assert standard > 1.0
+    assert predicted_wait(queue, request(queue), at) > 1.0
 
 
 def test_a_request_that_would_miss_its_deadline_is_rejected_with_a_retry_time() -> None:
@@ -123,9 +123,7 @@ def test_waits_longer_than_predicted_increase_the_margin() -> None:
         queue.ended(queue.begin(order(queue)[0], at), at, whole=False)
         enter(queue, at=at, deadline=at + 1e6)
     wait_s = predicted_wait(queue, request(queue), at)
-    assert wait_s is not None
-    verdict = queue.enter(request(queue, deadline=at + wait_s + 1.0), WIDE, at)
-    assert verdict.refusal is Refusal.OVERLOADED
+    assert refusal(queue, request(queue, deadline=at + wait_s + 1.0), at) is Refusal.OVERLOADED
 
 
 def test_the_first_in_the_queue_is_always_tried() -> None:
@@ -138,7 +136,7 @@ def test_without_served_requests_the_wait_is_unknown() -> None:
     for _ in range(50):
         enter(queue)
     queue.serve(0.0, ready=True)
-    assert predicted_wait(queue, request(queue), 0.0) is None
+    assert queue.enter(request(queue), WIDE, 0.0).wait_s is None
 
 
 def test_the_first_rate_is_that_of_the_requests_in_flight() -> None:
@@ -161,17 +159,13 @@ def test_a_slot_is_expected_when_the_oldest_request_reaches_the_mean_service_tim
         queue.ended(one, 2.0, whole=True)
     fill_slots(queue, 10.0)
     waits = [enter(queue, at=10.1) for _ in range(3)]
-    assert predicted_wait(queue, request(queue), 10.1, full=True) == pytest.approx(
-        10.03 + 1.9 - 10.1, abs=0.1
-    )
-    late = queue.enter(request(queue, deadline=11.5), WIDE, 10.1, full=True)
-    assert late.refusal is Refusal.OVERLOADED
+    assert predicted_wait(queue, request(queue), 10.1, full=True) == pytest.approx(1.83, abs=0.1)
+    assert refusal(queue, request(queue, deadline=11.5), 10.1, full=True) is Refusal.OVERLOADED
     for one in waits:
         queue.remove(one, 10.1)
     # None is ahead, but no slot is free.
-    late = queue.enter(request(queue), WIDE, 10.1, patience_s=1.5, full=True)
-    assert late.refusal is Refusal.OVERLOADED
-    assert queue.enter(request(queue), WIDE, 11.0, patience_s=1.5, full=True).refusal is None
+    assert refusal(queue, request(queue), 10.1, patience_s=1.5, full=True) is Refusal.OVERLOADED
+    assert refusal(queue, request(queue), 11.0, patience_s=1.5, full=True) is None
     # It is overdue, and may end at any time.
     assert predicted_wait(queue, request(queue), 13.0, full=True) == pytest.approx((10 + 5) / 80 * 2, rel=0.5)
 
@@ -193,8 +187,7 @@ def test_far_behind_ends_are_assumed_evenly_spaced() -> None:
     queue.ended(first.pop(), 10.0, whole=True)
     for _ in range(500):
         enter(queue, at=10.0)
-    wait_s = predicted_wait(queue, request(queue), 10.0, full=True)
-    assert wait_s == pytest.approx(5.0, rel=0.05)
+    assert predicted_wait(queue, request(queue), 10.0, full=True) == pytest.approx(5.0, rel=0.05)
 
 
 def test_before_a_request_has_ended_the_performance_model_predicts_the_service_time() -> None:
@@ -202,17 +195,15 @@ def test_before_a_request_has_ended_the_performance_model_predicts_the_service_t
     assert queue.unmeasured
     fill_slots(queue, 0.0)
     queue.expect(2.0)
-    late = queue.enter(request(queue, deadline=1.1), WIDE, 0.1, full=True)
-    assert late.refusal is Refusal.OVERLOADED
-    assert queue.enter(request(queue, deadline=2.5), WIDE, 0.1, full=True).refusal is None
+    assert refusal(queue, request(queue, deadline=1.1), 0.1, full=True) is Refusal.OVERLOADED
+    assert refusal(queue, request(queue, deadline=2.5), 0.1, full=True) is None
 
 
 def test_patience_bounds_the_predicted_wait_only() -> None:
     queue, at = measured_queue()
     waits = [enter(queue, at=at, deadline=at + 60) for _ in range(10)]
-    verdict = queue.enter(request(queue, deadline=at + 60), WIDE, at, patience_s=0.9)
-    assert verdict.refusal is Refusal.OVERLOADED
-    assert queue.enter(request(queue, deadline=at + 60), WIDE, at, patience_s=1.5).refusal is None
+    assert refusal(queue, request(queue, deadline=at + 60), at, patience_s=0.9) is Refusal.OVERLOADED
+    assert refusal(queue, request(queue, deadline=at + 60), at, patience_s=1.5) is None
     assert queue.expire(at + 2.0) == []
     assert all(one.ticket in queue.waiting for one in waits)
 
@@ -252,26 +243,18 @@ class Laws(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
         size=st.integers(1, 80),
         tokens=st.integers(0, 40),
-        patience=st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 20.0)),
-        busy=st.booleans(),
+        lasts_s=st.floats(0.0, 20.0),
+        options=st.fixed_dictionaries({"patience_s": st.floats(0.0, 20.0), "full": st.booleans()}),
     )
     def arrive(
-        self,
-        tenant: str,
-        priority: Priority,
-        *,
-        size: int,
-        tokens: int,
-        patience: tuple[float, float],
-        busy: bool,
+        self, tenant: str, priority: Priority, *, size: int, tokens: int, lasts_s: float, options: Any
     ) -> None:
-        newcomer = request(
-            self.queue, tenant, tokens, priority=priority, size=size, deadline=self.at + patience[0]
-        )
+        deadline = self.at + lasts_s
+        newcomer = request(self.queue, tenant, tokens, priority=priority, size=size, deadline=deadline)
         full = len(self.waiting) >= self.BOUNDS.requests or (
             self.waiting and sum(r.size for r in self.waiting.values()) + size > self.BOUNDS.size
         )
-        verdict = self.queue.enter(newcomer, self.BOUNDS, self.at, patience_s=patience[1], full=busy)
+        verdict = self.queue.enter(newcomer, self.BOUNDS, self.at, **options)
         for displaced in verdict.displaced:
             assert full
             assert list(Priority).index(displaced.priority) >= list(Priority).index(priority)
@@ -360,9 +343,8 @@ TestLaws = Laws.TestCase
 
 def test_the_discipline_of_the_documentation() -> None:
     text = (Path(__file__).parents[3] / "docs/extending.md").read_text()
-    code = next(
-        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Shortest" in block
-    )
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code = next(block for block in blocks if "class Shortest" in block)
     scope: dict[str, Any] = {"__name__": "docs"}
     exec(code, scope)  # noqa: S102 - it is what a reader would copy
     queue = Queue(scope["Shortest"])
