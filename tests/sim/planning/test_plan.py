@@ -19,7 +19,7 @@ from policy.engine.performance_model import Workload
 from policy.engine.power import power_model_of
 from policy.errors import ConfigError
 from sim.arrival_stream import Arrival
-from sim.planning.candidates import Basis, Candidate, candidates
+from sim.planning.candidates import Basis, candidates
 from sim.planning.demand import (
     CHUNK_BYTES,
     EVENT_BYTES,
@@ -52,15 +52,13 @@ def deployment(profile: str = "a100-8b", **slo: Any) -> Deployment:
     return parse({"models": [model]})
 
 
-def trials(document: Deployment, arrivals: Arrivals) -> Trials:
-    return Trials(
-        document,
-        document.models[0],
-        arrivals,
-        demand_of(arrivals(1.0), "trace"),
-        seed=3,
-        progress=lambda what, at, ends_at: None,
-    )
+def trials(document: Deployment, arrivals: Arrivals, started: list[str] | None = None) -> Trials:
+    def progress(what: str, _at: float, _ends_at: float) -> None:
+        if started is not None:
+            started.append(what)
+
+    demand = demand_of(arrivals(1.0), "trace")
+    return Trials(document, document.models[0], arrivals, demand, seed=3, progress=progress)
 
 
 def generated(rps: float, lasts_s: float = 60.0) -> Arrivals:
@@ -71,38 +69,23 @@ def generated(rps: float, lasts_s: float = 60.0) -> Arrivals:
     return arrivals
 
 
-def by_brute_force(tried: Trials, candidate: Candidate, most: int) -> int | None:
-    return next((count for count in range(1, most + 1) if tried.meets(candidate, count)), None)
-
-
 @pytest.mark.slow
 def test_the_search_finds_the_same_count_as_brute_force() -> None:
     document = deployment()
     for candidate in candidates(document.models[0], ["a100", "h100"], [1, 4]):
         tried = trials(document, generated(12.0))
-        expected = by_brute_force(trials(document, generated(12.0)), candidate, 20)
-        assert expected is not None
+        each = trials(document, generated(12.0))
+        expected = next(count for count in range(1, 21) if each.meets(candidate, count))
         assert fewest_of(tried, candidate, 20) == expected
-        assert tried.meets(candidate, expected) and (
-            expected == 1 or not tried.meets(candidate, expected - 1)
-        )
+        assert tried.meets(candidate, expected)
+        assert expected == 1 or not tried.meets(candidate, expected - 1)
 
 
 def test_a_kind_that_is_too_slow_for_a_request_alone_is_not_tried() -> None:
     document = deployment(itl_p95_s=0.03)
-    said: list[str] = []
-    arrivals = generated(5.0, 10.0)
-    demand = demand_of(arrivals(1.0), "trace")
-    tried = Trials(
-        document,
-        document.models[0],
-        arrivals,
-        demand,
-        seed=0,
-        progress=lambda what, at, ends_at: said.append(what),
-    )
+    started: list[str] = []
     (card,) = candidates(document.models[0], ["l4"], [1])
-    assert fewest_of(tried, card, 1000) is None and not said
+    assert fewest_of(trials(document, generated(5.0, 10.0), started), card, 1000) is None and not started
 
 
 @pytest.mark.slow
@@ -133,9 +116,7 @@ def test_the_parts_of_a_plan_are_consistent() -> None:
     assert made.growth[0].devices == best.with_spare
     assert made.growth[0].replicas <= made.growth[1].replicas <= made.growth[2].replicas
     watts = power_model_of(best.kind, 0.0).watts(1.0)
-    assert [each.peak_w for each in made.growth] == pytest.approx(
-        [each.devices * watts for each in made.growth]
-    )
+    assert all(each.peak_w == pytest.approx(each.devices * watts) for each in made.growth)
 
     failure, power, network = made.failure, made.power, made.network
     assert failure is not None and power is not None and network is not None
@@ -153,7 +134,7 @@ def test_the_parts_of_a_plan_are_consistent() -> None:
     all_bought = made.overflow[-1].bought
     tokens = 0.5 * all_bought.input_tokens_per_h + 1.5 * all_bought.output_tokens_per_h
     assert all_bought.cost_per_h == pytest.approx(tokens / 1e6)
-    assert {said.partition(":")[0] for said in made.basis.values()} == {"measured", "assumed"}
+    assert {basis.partition(":")[0] for basis in made.basis.values()} == {"measured", "assumed"}
 
 
 @pytest.mark.slow
@@ -167,13 +148,8 @@ def test_where_prices_are_known_the_cheapest_is_best() -> None:
         assert made.by_cost
         orders[name] = made.options[0].kind
     assert orders == {"a100": "a100", "h100": "h100"}
-    some = plan(
-        trials(document, generated(10.0, 30.0)),
-        found,
-        PlanRequest(growth=(), prices={"a100": 0.1}),
-        load="described",
-        seed=3,
-    )
+    request = PlanRequest(growth=(), prices={"a100": 0.1})
+    some = plan(trials(document, generated(10.0, 30.0)), found, request, load="described", seed=3)
     assert not some.by_cost and some.options[0].cost_per_h is None
 
 
@@ -187,20 +163,16 @@ def test_candidates_are_of_the_models_size_and_fit() -> None:
 
 def test_a_measured_profile_is_marked_as_measured() -> None:
     spec = deployment("cpu-smollm2-135m").models[0]
-    assert {(each.kind, each.device, each.basis) for each in candidates(spec)} == {
-        ("cpu", "core", Basis.MEASURED)
-    }
+    found = {(each.kind, each.device, each.basis) for each in candidates(spec)}
+    assert found == {("cpu", "core", Basis.MEASURED)}
 
 
 def test_a_calibrated_profile_is_used_at_its_own_degree() -> None:
     spec = calibrated(content())
     found = {each.degree: each for each in candidates(spec, ["h100"])}
-    assert {degree: each.basis for degree, each in found.items()} == {
-        1: Basis.ASSUMED,
-        2: Basis.CALIBRATED,
-        4: Basis.ASSUMED,
-        8: Basis.ASSUMED,
-    }
+    assert sorted(found) == [1, 2, 4, 8]
+    assert [degree for degree, each in found.items() if each.basis is not Basis.ASSUMED] == [2]
+    assert found[2].basis is Basis.CALIBRATED
     assert "calibrated on m, shape large" in found[2].source
     assert {each.basis for each in candidates(spec, ["a100"])} == {Basis.ASSUMED}
     assert shipped(found[2].of(spec, 3), found[2].shape).limits.kv_tokens == 500_000

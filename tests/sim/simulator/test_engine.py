@@ -22,8 +22,8 @@ TIMING = Timing(limits=Limits(max_num_batched_tokens=64, max_num_seqs=4, kv_toke
 
 
 @dataclass
-class Told:
-    """What a play saw: events, and what the engine said of itself in between."""
+class Observed:
+    """What a play produced: events, and the state of the engine in between."""
 
     events: list[Event] = field(default_factory=list)
     facts: list[object] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Told:
     busy_s: float = 0.0
 
 
-def play(seed: int) -> Told:
+def play(seed: int) -> Observed:
     """A random engine with random arrivals, aborts, paces and crashes, until nothing is left."""
     rng = random.Random(seed)  # noqa: S311 - no secret is drawn
     limits = Limits(
@@ -40,39 +40,41 @@ def play(seed: int) -> Told:
         max_num_seqs=rng.choice([1, 2, 4, 8]),
         kv_tokens=rng.choice([130, 300, 2000]),
     )
-    engine = Engine(
-        Timing(limits=limits, model=MODEL),
-        slots=2,
-        adapter_load_s=0.05,
-        prefix_tokens=rng.choice([None, 4096]),
-    )
-    told, at = Told(), 0.0
+    prefix = rng.choice([None, 4096])
+    engine = Engine(Timing(limits=limits, model=MODEL), slots=2, adapter_load_s=0.05, prefix_tokens=prefix)
+    observed, at = Observed(), 0.0
     for number in range(rng.randint(1, 40)):
         at += rng.choice([0.0, rng.expovariate(50.0), rng.expovariate(3.0)])
-        told.events += engine.advance(at)
+        observed.events += engine.advance(at)
         what = rng.random()
         if what < 0.75:
             blocks = (1, 2)[: rng.randint(0, 2)]
             adapter = rng.choice(["", "", "a", "b", "c", "d"])
             engine.submit(Job(number, rng.randint(1, 60), rng.randint(1, 60), adapter, blocks), at)
-            told.submitted[number] = at
+            observed.submitted[number] = at
         elif what < 0.85:
             victim = rng.randrange(number + 1)
             if engine.abort(victim):
-                told.gone.add(victim)
+                observed.gone.add(victim)
         elif what < 0.95:
             engine.slow(rng.choice([0.5, 1.0, 2.0]), at)
         elif what < 0.97:
-            told.gone.update(engine.crash())
+            observed.gone.update(engine.crash())
         assert 0.0 <= engine.kv_used <= 1.0
         assert engine.in_flight == engine.running + engine.waiting + engine.slots.deferred
-        told.facts += [engine.running, engine.waiting, engine.slots.deferred, engine.kv_used, engine.tokens]
-        told.facts += [engine.pending_tokens, engine.slots.loaded, engine.adapter_loads, engine.preempted]
+        observed.facts += [
+            engine.running,
+            engine.waiting,
+            engine.slots.deferred,
+            engine.kv_used,
+            engine.tokens,
+        ]
+        observed.facts += [engine.pending_tokens, engine.slots.loaded, engine.adapter_loads, engine.preempted]
     while (at := engine.next_at()) < math.inf:
-        told.events += engine.advance(at)
+        observed.events += engine.advance(at)
     assert (engine.in_flight, engine.kv_used, engine.pending_tokens) == (0, 0.0, 0)
-    told.busy_s = engine.busy_s
-    return told
+    observed.busy_s = engine.busy_s
+    return observed
 
 
 @pytest.mark.slow
@@ -82,44 +84,35 @@ def test_leaping_is_stepping(seed: int) -> None:
     with mock.patch.object(Scheduler, "alike", lambda _: 0):
         stepped = play(seed)
     assert leapt.facts == stepped.facts
-    assert [(e.number, e.kind, e.cached_tokens) for e in leapt.events] == [
-        (e.number, e.kind, e.cached_tokens) for e in stepped.events
-    ]
-    times = [instant for event in stepped.events for instant in (event.at, event.first_at)]
-    assert [instant for event in leapt.events for instant in (event.at, event.first_at)] == pytest.approx(
-        times, rel=1e-9
-    )
+    for one, other in zip(leapt.events, stepped.events, strict=True):
+        assert (one.number, one.kind, one.cached_tokens) == (other.number, other.kind, other.cached_tokens)
+        assert (one.at, one.first_at) == pytest.approx((other.at, other.first_at), rel=1e-9)
     assert leapt.busy_s == pytest.approx(stepped.busy_s, rel=1e-9)
 
 
 @given(st.integers(0, 2**32))
 def test_every_request_ends_once_and_no_event_is_early(seed: int) -> None:
-    told = play(seed)
-    first = {event.number: event.at for event in told.events if event.kind is Kind.FIRST}
-    done = [event for event in told.events if event.kind is Kind.DONE]
-    assert sorted(event.number for event in done) == sorted(told.submitted.keys() - told.gone)
-    assert len(told.events) == len(first) + len(done)
-    assert [event.at for event in told.events] == sorted(event.at for event in told.events)
-    assert all(at > told.submitted[number] for number, at in first.items())
+    observed = play(seed)
+    first = {event.number: event.at for event in observed.events if event.kind is Kind.FIRST}
+    done = [event for event in observed.events if event.kind is Kind.DONE]
+    assert sorted(event.number for event in done) == sorted(observed.submitted.keys() - observed.gone)
+    assert len(observed.events) == len(first) + len(done)
+    assert [event.at for event in observed.events] == sorted(event.at for event in observed.events)
+    assert all(at > observed.submitted[number] for number, at in first.items())
     assert all(event.first_at == first[event.number] <= event.at for event in done)
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.integers(1, 60)), min_size=1, max_size=12), st.booleans())
 def test_how_often_it_is_asked_changes_nothing(jobs: list[tuple[float, int]], often: bool) -> None:
-    engine, at, events = Engine(TIMING), 0.0, []
+    engine, fresh, at, events = Engine(TIMING), Engine(TIMING), 0.0, []
     for number, (gap, tokens) in enumerate(jobs):
         at += gap
         while often and (due := engine.next_at()) < at:
             events += engine.advance(due)
             assert engine.kv_used <= 1.0 and engine.tokens >= 0
-        engine.submit(Job(number, tokens, tokens), at)
-    events += engine.advance(at + 1000.0)
-    fresh = Engine(TIMING)
-    at = 0.0
-    for number, (gap, tokens) in enumerate(jobs):
-        at += gap
-        fresh.submit(Job(number, tokens, tokens), at)
-    assert events == fresh.advance(at + 1000.0)
+        for each in (engine, fresh):
+            each.submit(Job(number, tokens, tokens), at)
+    assert events + engine.advance(at + 1000.0) == fresh.advance(at + 1000.0)
 
 
 @given(
@@ -194,14 +187,14 @@ def test_a_prompt_that_was_there_before_takes_less() -> None:
 
 def test_a_preempted_request_does_not_hit_its_own_prefix() -> None:
     timing = Timing(limits=Limits(max_num_batched_tokens=2048, max_num_seqs=4, kv_tokens=2100), model=MODEL)
-    told = []
+    events = []
     for prefix_tokens in (2100, None):
         engine = Engine(timing, prefix_tokens=prefix_tokens)
         engine.submit(Job(0, 1024, 60, "", (1, 2)), 0.0)
         engine.submit(Job(1, 1024, 60, "", (3, 4)), 0.0)
-        told.append(drained(engine))
+        events.append(drained(engine))
         assert engine.preempted and engine.tokens > 2 * 1024 + 1024 + 2 * 59
-    assert told[0] == told[1]
+    assert events[0] == events[1]
 
 
 def test_running_requests_evict_shared_prefixes() -> None:
@@ -226,14 +219,8 @@ def test_an_adapter_load_blocks_steps_and_others_overtake_the_waiting_request() 
     engine.catch_up(0.5)
     engine.submit(Job(3, 10, 1, "b"), 0.51)
     events = drained(engine)
-    assert [(event.number, event.kind) for event in events] == [
-        (2, Kind.FIRST),
-        (1, Kind.FIRST),
-        (2, Kind.DONE),
-        (1, Kind.DONE),
-        (3, Kind.FIRST),
-        (3, Kind.DONE),
-    ]
+    assert [event.number for event in events] == [2, 1, 2, 1, 3, 3]
+    assert [event.kind for event in events] == [Kind.FIRST] * 2 + [Kind.DONE] * 2 + [Kind.FIRST, Kind.DONE]
     step = MODEL.step_time(20, 20, 2)
     assert events[0].at == events[1].at == pytest.approx(0.5 + step)
     # The slot is in use until the first is done; then it is loaded anew, and nothing else is done meanwhile.
@@ -290,14 +277,8 @@ def mean_wait(
     waits: NDArray[np.float64], service: NDArray[np.float64], gaps: NDArray[np.float64], moments: list[float]
 ) -> float:
     """The mean of ``waits``, with what is known to have mean 0 regressed out of the means of batches."""
-    known = [
-        service - moments[0],
-        service**2 - moments[1],
-        gaps - moments[2],
-        gaps**2 - moments[3],
-        waits * (service - moments[0]),
-        waits * (gaps - moments[2]),
-    ]
+    known = [service - moments[0], service**2 - moments[1], gaps - moments[2], gaps**2 - moments[3]]
+    known += [waits * known[0], waits * known[2]]
     batches = np.column_stack([each.reshape(-1, 400).mean(axis=1) for each in known if each.any()])
     design = np.column_stack([np.ones(len(batches)), batches])
     return float(np.linalg.lstsq(design, waits.reshape(-1, 400).mean(axis=1))[0][0])
@@ -317,6 +298,5 @@ def test_queues_wait_as_theory_says(spread: int, load: float) -> None:
     wait = mean_wait(waits, np.asarray(steps * step_s), gaps[1:], moments)
     assert wait == pytest.approx((1 + spread) / 2 * load / (1.0 - load), rel=0.02)
     # And each on its own: the wait and service of the one before, less the time between the two.
-    assert waits[1:] == pytest.approx(
-        np.maximum(0.0, waits[:-1] + steps[:-1] * step_s - gaps[1:-1]), abs=1e-6
-    )
+    expected = np.maximum(0.0, waits[:-1] + steps[:-1] * step_s - gaps[1:-1])
+    assert waits[1:] == pytest.approx(expected, abs=1e-6)
