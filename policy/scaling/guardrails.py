@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from policy.scaling.decision_types import Guardrail, Limit, ModeOption, Override, Situation
-from policy.scaling.rollout import MAX_FAILURES
+from policy.scaling.transition_steps import MAX_FAILURES
 
 # The minimum of ``hold_s: auto``.
 HOLD_S = 60.0

@@ -18,7 +18,7 @@ from policy.engine.performance_model import Timing
 from policy.errors import SwitchRefused
 from policy.scaling.decision_types import Memory, ModeOption, Override, Situation
 from policy.scaling.resources import Resources, summed, total
-from policy.scaling.rollout import Goal, Layer, LayerKey, Rollout, leaving_layer
+from policy.scaling.transition_steps import Goal, Layer, LayerKey, Rollout, leaving_layer
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 

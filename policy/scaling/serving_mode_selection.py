@@ -25,7 +25,7 @@ from policy.scaling.decision_types import ModeForecast, ModeOption, Situation
 from policy.scaling.forecast import likely
 from policy.scaling.guardrails import metrics_stale, unsettled
 from policy.scaling.resources import Resources
-from policy.scaling.rollout import Goal, Layer, LayerKey, Rollout
+from policy.scaling.transition_steps import Goal, Layer, LayerKey, Rollout
 
 # The percentile of the latencies that an SLO bounds.
 PERCENTILE = 0.95

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from policy.scaling.rollout import Layer, LayerKey
+from policy.scaling.transition_steps import Layer, LayerKey
 from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
 

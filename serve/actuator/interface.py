@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from policy.config.deployment import ModelSpec
-from policy.scaling.rollout import LayerKey
+from policy.scaling.transition_steps import LayerKey
 from serve.host.replica_host import HostSpec
 from serve.host.version_check import installed
 from serve.host.weight_verification import Weights

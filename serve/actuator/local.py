@@ -17,7 +17,7 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout import MAX_FAILURES, STABLE_S, LayerKey
+from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
 from serve.actuator.interface import Held, host_spec
 from serve.host.weight_verification import Weights

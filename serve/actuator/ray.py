@@ -21,7 +21,7 @@ from ray.serve.api import RunTarget
 from policy.config.deployment import ModelSpec
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout import LayerKey
+from policy.scaling.transition_steps import LayerKey
 from serve.actuator.interface import Held, host_spec
 from serve.actuator.serve_application_spec import (
     DEPLOYMENT,

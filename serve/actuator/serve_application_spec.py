@@ -11,7 +11,7 @@ from typing import Any
 
 from policy.config.deployment import ModelSpec, Shape
 from policy.config.shapes_on_shared_gpus import gpu_group_of
-from policy.scaling.rollout import CPU_OVERCOMMIT, LayerKey
+from policy.scaling.transition_steps import CPU_OVERCOMMIT, LayerKey
 from policy.types import EngineKind
 from serve.actuator.interface import Held
 

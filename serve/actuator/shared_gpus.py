@@ -15,7 +15,7 @@ from policy.config.deployment import ModelSpec
 from policy.config.revision_changes import digest as digest_of
 from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout import LayerKey
+from policy.scaling.transition_steps import LayerKey
 from policy.types import Replica
 from serve.actuator.interface import Actuator, Held
 from serve.host.weight_verification import Weights

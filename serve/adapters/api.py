@@ -15,7 +15,7 @@ from policy.wire.adapter_catalog import DIGEST
 from policy.wire.controller import ADAPTERS, ADAPTERS_STREAM, AddLine, AddRequest
 from serve.adapters.add_job import AddJob
 from serve.adapters.controller import AdapterController
-from serve.event_loop import wait_at_most
+from serve.async_waiting import wait_at_most
 from serve.http import json_answer, refusing
 from serve.state.versioned_watch import HEARTBEAT_S
 

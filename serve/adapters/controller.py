@@ -18,7 +18,7 @@ from serve.adapters.library import AdapterLibrary
 from serve.adapters.placement_planner import AdapterPlacement
 from serve.adapters.reconcile_declared import DeclaredAdapters
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
-from serve.event_loop import wait_at_most
+from serve.async_waiting import wait_at_most
 from serve.state.replica_registry import ReplicaRegistry
 from store.state_dir import StateDir
 

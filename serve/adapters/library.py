@@ -20,7 +20,7 @@ from policy.stats.backoff import Backoff
 from policy.wire.adapter_catalog import NAME, Alias, Catalog
 from policy.wire.controller import AddRequest
 from serve.adapters.add_job import AddJob, Key
-from serve.event_loop import run_in_thread, wait_at_most
+from serve.async_waiting import run_in_thread, wait_at_most
 from serve.state.versioned_watch import Revision
 from store.preparation_progress import Progress
 

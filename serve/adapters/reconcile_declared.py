@@ -13,7 +13,7 @@ from policy.stats.backoff import Backoff
 from policy.wire.adapter_catalog import Alias
 from serve.adapters.add_job import AddJob, Key, is_remote
 from serve.adapters.library import AdapterLibrary
-from serve.event_loop import run_in_thread
+from serve.async_waiting import run_in_thread
 from store.adapters.fetch_job import redacted
 from store.state_dir import StateDir
 

@@ -23,12 +23,12 @@ from policy.scaling.decision_types import Decision, Memory, Situation
 from policy.scaling.start_times import StartTime
 from policy.signals.aggregator import SignalAggregator
 from policy.wire.reports import GatewayReport
-from serve.autoscaler.calibrated_models import CalibrationStore
+from serve.async_waiting import run_in_thread
 from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
+from serve.autoscaler.live_model_fitting import CalibrationStore
 from serve.autoscaler.mode_switch_savings import expected_gain, review
 from serve.autoscaler.policies import MadePolicies, restore_policies
-from serve.event_loop import run_in_thread
 from serve.state.desired_state import Target, Targets, wanted_models
 from serve.state.observed_state import ObservedState
 from store.state_dir import StateDir

@@ -21,7 +21,7 @@ from policy.config.revision_changes import digest
 from policy.deployment_file.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError
 from policy.scaling.decision_types import Override
-from policy.scaling.rollout import Layer, LayerKey, reached, verdict
+from policy.scaling.transition_steps import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
 from policy.types import Fleet, Replica
 from policy.wire.heartbeat import Heartbeat, Orders
@@ -29,6 +29,7 @@ from policy.wire.reports import GatewayReport
 from serve.actuator.interface import Actuator, Held
 from serve.actuator.shared_gpus import SharedGpuActuator
 from serve.adapters.controller import AdapterController
+from serve.async_waiting import wait_at_most
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.autoscaler.engine_step_publisher import StepLine, StepSubscribers
 from serve.autoscaler.gpu_fault_replacement import ReplicaReplacement
@@ -36,7 +37,6 @@ from serve.autoscaler.policies import MadePolicies, make_policies
 from serve.controller.liveness_probe import probe_silent
 from serve.controller.model_status import fleet_models, model_status
 from serve.controller_api_schema import ControllerStatus, ModelStatus
-from serve.event_loop import wait_at_most
 from serve.host.weight_verification import Resolver
 from serve.state.desired_state import Target, Targets, first_target, found_target, wanted_models
 from serve.state.observed_state import ObservedState

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec.structs import replace
 
-from policy.scaling.rollout import Layer, LayerKey
+from policy.scaling.transition_steps import Layer, LayerKey
 from policy.types import Model
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.controller_api_schema import ModelStatus

@@ -21,9 +21,9 @@ from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
 from serve.adapters import api
+from serve.async_waiting import run_in_thread
 from serve.controller.controller import Controller
 from serve.controller_api_schema import ModelStatus
-from serve.event_loop import run_in_thread
 from serve.http import error_answer, json_answer, refusing
 
 MAX_DECISIONS = 1000

@@ -26,9 +26,9 @@ from policy.wire.headers import (
     SECRET_HEADER,
 )
 from policy.wire.load_stream import COALESCE_S, LoadLine
+from serve.async_waiting import wait_at_most
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, Engine, Message, Receive, Scope, Send
-from serve.event_loop import wait_at_most
 
 _CANARY, _REFUSAL, _SECRET = CANARY_HEADER.encode(), REFUSAL_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()

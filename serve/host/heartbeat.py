@@ -16,9 +16,9 @@ from policy.types import ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Orders
 from policy.wire.reports import EngineReport
+from serve.async_waiting import wait_at_most
 from serve.engine.adapters.usage_accumulator import AdapterUsage
 from serve.engine.step_stats import merge
-from serve.event_loop import wait_at_most
 from serve.host.replica_host import ReplicaHost
 
 # Replaces the network, for tests.

@@ -14,15 +14,15 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, TidegateError
-from policy.scaling.rollout import MAX_FAILURES, STABLE_S
+from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S
 from policy.stats.backoff import Backoff, failures_after
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from policy.wire.reports import EngineReport, PowerReport
+from serve.async_waiting import wait_at_most
 from serve.engine.interface import EngineSpec
 from serve.engine.main import Event
 from serve.engine.step_stats import merge
-from serve.event_loop import wait_at_most
 from serve.gpu_metrics import devices, watch
 from serve.host import cpu_core_assignment
 from serve.host.engine_process import EngineProcess

@@ -18,7 +18,7 @@ from policy.config.shapes_on_shared_gpus import GpuGroup as Plan
 from policy.config.shapes_on_shared_gpus import cards, gpu_group_of
 from policy.errors import EngineFailed
 from policy.types import Replica, ReplicaPhase, StartPath
-from serve.event_loop import wait_at_most
+from serve.async_waiting import wait_at_most
 from serve.host.replica_host import GpuAccess, HostSpec, ReplicaHost
 
 # How long the host waits for the controller's first orders before it starts engines in any order.

@@ -13,7 +13,7 @@ from policy.config.revision_changes import built_shapes, digest, same_engines, u
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.errors import TargetError
 from policy.scaling.decision_types import Override
-from policy.scaling.rollout import LayerKey
+from policy.scaling.transition_steps import LayerKey
 from policy.stats.backoff import Backoff
 from policy.types import EngineKind
 from serve.actuator.interface import Held

@@ -10,8 +10,8 @@ from policy.config.deployment import Budget, Deployment
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.scaling.model_observation import ObservedModel, held_by
 from policy.scaling.resources import Resources, summed
-from policy.scaling.rollout import MAX_FAILURES, Layer, LayerKey
 from policy.scaling.start_times import StartTimes
+from policy.scaling.transition_steps import MAX_FAILURES, Layer, LayerKey
 from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
 from serve.actuator.interface import Held

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from serve.event_loop import wait_at_most
+from serve.async_waiting import wait_at_most
 
 # A stream has a line at least this often, so that both ends notice a broken connection.
 HEARTBEAT_S = 1.0

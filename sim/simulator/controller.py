@@ -16,7 +16,7 @@ from policy.scaling.decision_schedule import DecisionSchedule
 from policy.scaling.decision_types import Decision, Memory, Situation
 from policy.scaling.model_observation import ObservedModel, ReplicaFacts, held_by, signals_of
 from policy.scaling.resources import Resources, summed
-from policy.scaling.rollout import LayerKey
+from policy.scaling.transition_steps import LayerKey
 from policy.scaling.view import Policy, Supply, View
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals

@@ -18,8 +18,8 @@ from policy.engine.performance_model import Timing
 from policy.hashing import hash_name
 from policy.routing.cost import Candidate
 from policy.routing.replica_health import Breaker, HealthCounters, ReplicaHealth
-from policy.scaling.rollout import Layer, LayerKey
 from policy.scaling.start_times import StartTime, StartTimes
+from policy.scaling.transition_steps import Layer, LayerKey
 from policy.scaling.view import Supply
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Heartbeat

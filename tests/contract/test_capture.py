@@ -14,10 +14,10 @@ from sim.arrival_stream import Arrival
 from sim.workload.traces.detect_format import open_trace
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replay.endpoint import Endpoint
+from tidegate.replay.capture_to_trace import CaptureFile, in_order
 from tidegate.replay.endpoint_api import RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.replay_session import capture, replay
-from tidegate.replay.trace_writer import CaptureFile, in_order
 
 FULL = CaptureLine(1.5, 1200, 7, "alpha", "sql", "web", 5, (11, 12))
 

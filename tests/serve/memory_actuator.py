@@ -11,7 +11,7 @@ import msgspec
 from policy.config.deployment import ModelSpec
 from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout import MAX_FAILURES, LayerKey
+from policy.scaling.transition_steps import MAX_FAILURES, LayerKey
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
 from serve.actuator.interface import Held

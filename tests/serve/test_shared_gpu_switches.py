@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policy.scaling.rollout import LayerKey
+from policy.scaling.transition_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from tests.serve.memory_actuator import MemoryCluster

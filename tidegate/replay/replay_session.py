@@ -16,12 +16,12 @@ import msgspec
 
 from policy.errors import Unreachable
 from sim.arrival_stream import Arrival
+from tidegate.replay.capture_to_trace import CaptureFile, CaptureRefused
 from tidegate.replay.endpoint_api import RequestFormat, describe_error, models_of, probe
 from tidegate.replay.http_client import Pool
 from tidegate.replay.player import Player
 from tidegate.replay.prompts import Fit, Prompts
 from tidegate.replay.results import ReplayRow, RequestResult, Tally
-from tidegate.replay.trace_writer import CaptureFile, CaptureRefused
 
 # Descriptors beside those of the connections.
 _OTHER_DESCRIPTORS = 64
@@ -86,7 +86,7 @@ async def capture(url: str, spool: CaptureFile, *, for_s: float | None) -> bool:
     """Capture the gateway with the admin port at ``url`` until a signal, or for ``for_s`` seconds.
 
     Returns whether this side ended it. Raises :class:`policy.errors.Unreachable` and
-    :class:`tidegate.replay.trace_writer.CaptureRefused`.
+    :class:`tidegate.replay.capture_to_trace.CaptureRefused`.
     """
     pool = Pool(url)
     receiving = asyncio.create_task(pool.get("/admin/capture", spool))

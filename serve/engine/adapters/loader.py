@@ -19,10 +19,10 @@ from policy.adapter_placement.slots import PREFETCH_PAUSE, AdapterSlots, SlotEnt
 from policy.errors import AdapterRefused, EngineFailed
 from policy.stats.backoff import Backoff
 from policy.wire.heartbeat import AdapterRef, AdapterUse
+from serve.async_waiting import wait_at_most
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.usage_accumulator import AdapterUsage
 from serve.engine.interface import Engine
-from serve.event_loop import wait_at_most
 
 # How often the slots are compared with the engine, and failed prefetches are tried again.
 CHECK_S = 10.0

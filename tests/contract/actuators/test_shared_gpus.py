@@ -11,7 +11,7 @@ import pytest
 from policy.config.deployment import Deployment
 from policy.config.revision_changes import digest
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout import LayerKey
+from policy.scaling.transition_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Orders
 from serve.actuator.interface import Held

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from policy.scaling.rollout import MAX_FAILURES, STABLE_S, LayerKey
+from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S, LayerKey
 from serve.actuator import local
 from serve.actuator.local import LocalActuator
 from store.state_dir import StateDir

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.scaling.rollout import LayerKey
+from policy.scaling.transition_steps import LayerKey
 from serve.actuator.interface import Held
 from serve.actuator.serve_application_spec import (
     application_name,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout import LayerKey
+from policy.scaling.transition_steps import LayerKey
 from serve.actuator.interface import Held
 from serve.controller import controller
 from serve.controller.controller import LISTEN_S

@@ -18,7 +18,7 @@ from sim.workload.traces.detect_format import open_trace
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.cli import group
 from tidegate.exit_codes import Exit
-from tidegate.replay.trace_writer import CaptureFile
+from tidegate.replay.capture_to_trace import CaptureFile
 
 HEADER = '{"tidegate":"capture","version":1,"block_tokens":512}\n'
 

@@ -31,13 +31,13 @@ from tidegate.commands.options import (
 from tidegate.commands.terminal import Bar, console, print_json, table_of_rows, warn
 from tidegate.commands.units import duration, plural
 from tidegate.exit_codes import Exit
+from tidegate.replay.capture_to_trace import CaptureFile, in_order
 from tidegate.replay.endpoint_api import RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.replay_session import ReplayResult
 from tidegate.replay.replay_session import capture as capture_traffic
 from tidegate.replay.replay_session import replay as send_trace
 from tidegate.replay.results import LATE_S, RequestResult
-from tidegate.replay.trace_writer import CaptureFile, in_order
 
 
 @click.command(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policy.config.deployment import Budget
 from policy.scaling.resources import Resources, total
-from policy.scaling.rollout import (
+from policy.scaling.transition_steps import (
     CPU_OVERCOMMIT,
     MAX_FAILURES,
     Goal,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.workload.traces.detect_format import open_trace
-from tidegate.replay.trace_writer import CaptureFile, CaptureRefused, in_order
+from tidegate.replay.capture_to_trace import CaptureFile, CaptureRefused, in_order
 
 HEADER = b'{"tidegate":"capture","version":1,"block_tokens":512}\n'
 

@@ -14,7 +14,7 @@ from policy.engine.step_samples import StepSample
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
-from serve.autoscaler.calibrated_models import SAVE_EVERY_S, VALID_S, CalibrationStore
+from serve.autoscaler.live_model_fitting import SAVE_EVERY_S, VALID_S, CalibrationStore
 from store.state_dir import StateDir
 from tests.serve.replicas import replica
 from tests.serve.sim_documents import deployment, sim_model
