@@ -14,8 +14,8 @@ from store import mypyc_cache
 ROOT = Path(__file__).parents[2]
 RUN = """
 import sys
-from store import compiled_modules
-assert compiled_modules.use()
+from store import mypyc_cache
+assert mypyc_cache.use()
 import policy.routing.router as router
 assert router.__file__.endswith(".so"), router.__file__
 import pytest

@@ -77,12 +77,15 @@ class ScaleDownDamping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PredictiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rates so far, ``k2`` by mode, the scale-down damping, and the observed capacity."""
+    """The rates so far, ``k2`` by mode, the scale-down damping, and the observed capacity.
 
-    series: Series | None = None
-    k2: dict[str, float] = {}
-    reluctance: ScaleDownDamping | None = None
-    proof: ObservedCapacity | None = None
+    No field has a default, so that the state of ``token_saturation``, which has only ``k2``, is refused.
+    """
+
+    series: Series | None
+    k2: dict[str, float]
+    reluctance: ScaleDownDamping | None
+    proof: ObservedCapacity | None
 
 
 class Predictive(Section, frozen=True):
@@ -115,7 +118,7 @@ class Predictive(Section, frozen=True):
         known = decode_state(memory, PredictiveState)
         if demand is None:
             return view.hold(encode_state(known), "no gateway has reported")
-        before = known or PredictiveState()
+        before = known or PredictiveState(None, {}, None, None)
         series, forecast, high = self._forecast(view, demand, before.series)
         damping = before.reluctance or ScaleDownDamping(view.at, mode, view.count)
         damping = damping.decayed(view.at, mode, view.count)

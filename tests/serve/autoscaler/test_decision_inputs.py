@@ -41,7 +41,7 @@ def test_profile_follows_degree_and_speed() -> None:
 def test_engine_arguments_limit_concurrency() -> None:
     assert of().limits.max_num_seqs == 256
     assert of(engine_args={"max_num_seqs": 8, "max_num_batched_tokens": 64}).limits == Limits(
-        max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=SMALL.kv_tokens
+        max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=SMALL.base_limits.kv_tokens
     )
     shapes = {"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}}
     assert of(shapes=shapes).limits.max_num_seqs == 3

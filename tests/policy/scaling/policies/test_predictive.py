@@ -215,6 +215,10 @@ def test_a_rare_decision_looks_at_a_longer_window() -> None:
     assert POLICY.decide(view(seen, at=0.0), None).memory["series"]["level"] == 40.0
 
 
+def test_the_state_of_another_policy_is_ignored() -> None:
+    assert decide(demand(10.0), memory={"k2": {"small": 100.0}}) == decide(demand(10.0))
+
+
 def test_its_memory_is_small_and_its_reasons_are_sentences() -> None:
     memory = steady(30.0, seconds=3600)
     assert len(msgspec.json.encode(memory)) < 1200
