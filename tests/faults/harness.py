@@ -114,7 +114,7 @@ class Harness(Stack):
 
     async def prefer(self, *wanted: FaultyUpstream) -> None:
         for one in self.upstreams:
-            one.say(pretended=0 if one in wanted else BUSY_IN_FLIGHT)
+            one.report(pretended=0 if one in wanted else BUSY_IN_FLIGHT)
         names = {one.id for one in wanted}
 
         async def seen() -> bool:

@@ -75,7 +75,7 @@ class Postconditions:
         if kind is not None:
             return
         for upstream in self._harness.upstreams:
-            upstream.say(pretended=0)
+            upstream.report(pretended=0)
         held: list[str] = ["not looked at"]
         loop = asyncio.get_running_loop()
         deadline = loop.time() + IDLE_WITHIN_S

@@ -183,7 +183,7 @@ FORGED = {
 
 async def test_50_another_tenants_adapter_is_as_absent(harness: Harness, model: str) -> None:
     (one,) = await harness.fleet(model, 1)
-    one.say(adapters=[served_name("secret", DIGEST)])
+    one.report(adapters=[served_name("secret", DIGEST)])
     names = [form.format(model=model, short=DIGEST[:12], digest=DIGEST) for form in FORMS]
     private = alias("secret", DIGEST, model=model, tenants=["mine"])
 

@@ -95,7 +95,7 @@ async def test_40_a_replica_leaves_under_its_streams(harness: Harness, reported:
         hits = len(leaving.log)
         assert hits > 0
         if reported == "by the replica":
-            leaving.say(state="draining")
+            leaving.report(state="draining")
         else:
             harness.controller.set(staying)
         await harness.out_of_rotation(leaving.id)

@@ -49,7 +49,7 @@ async def test_41_a_cold_replica(harness: Harness, model: str) -> None:
         await connected(harness, cold)
         assert await ask(20) == {warm.id}
         assert not cold.log
-        cold.say(state="ready")
+        cold.report(state="ready")
         await until(lambda: harness.admissible(cold.id), "it may be used")
         assert cold.id in await ask(40)
 
@@ -64,7 +64,7 @@ async def test_41_the_only_replica_is_cold(harness: Harness, model: str) -> None
         clients = [await harness.post(model) for _ in range(5)]
         await asyncio.sleep(0.3)
         assert not cold.log
-        cold.say(state="ready")
+        cold.report(state="ready")
         for client in clients:
             assert (await client.end()).status == 200
 
@@ -72,16 +72,16 @@ async def test_41_the_only_replica_is_cold(harness: Harness, model: str) -> None
 async def test_41_a_replica_without_the_adapter(harness: Harness, model: str) -> None:
     served = served_name("sql", DIGEST)
     warm, cold = await joining(harness, model)
-    warm.say(adapters=[served])
+    warm.report(adapters=[served])
     await harness.publish(alias("sql", DIGEST, model=model))
     async with harness.expect(model, {"ok": 40}, attempts=40):
-        cold.say(state="ready")
+        cold.report(state="ready")
         await harness.ready(warm, cold)
         await harness.shows(warm, adapters=[served])
         for _ in range(20):
             assert (await harness.ask("sql")).headers["x-tidegate-replica"] == warm.id
         assert not cold.log
-        cold.say(adapters=[served])
+        cold.report(adapters=[served])
         await harness.shows(cold, adapters=[served])
         await harness.prefer(cold)
         found = [(await harness.ask("sql")).headers["x-tidegate-replica"] for _ in range(20)]

@@ -67,7 +67,7 @@ async def test_42_a_load_stream_that_hangs_at_full(harness: Harness, model: str)
         replies = await asyncio.gather(*(harness.ask(model) for _ in range(10)))
         assert {reply.status for reply in replies} == {200}
         one.frozen = False
-        one.say()
+        one.report()
         assert set(await after.outcomes()) == {"ok"}
 
 
@@ -75,10 +75,10 @@ async def test_42_lines_that_mean_nothing(harness: Harness, model: str) -> None:
     bad, good = await harness.fleet(model, 2)
     async with harness.expect(model, {"ok": 20}):
         bad.lies = {"in_flight": "many", "bound": None}
-        bad.say()
+        bad.report()
         for _ in range(20):
             assert (await harness.ask(model)).status == 200
         bad.lies = {}
-        bad.say()
+        bad.report()
         await until(lambda: harness.admissible(bad.id), "it is understood again")
     assert good.log

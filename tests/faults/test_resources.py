@@ -145,8 +145,8 @@ async def test_39_deadlines_and_breakers_do_not_follow_the_wall_clock(harness: H
         for holder in holders:
             assert (await holder.end()).status == 200
         # The first token's deadline, and a breaker: three failures, some time without it, a probe.
-        bad.say(bound=64)
-        good.say(bound=64)
+        bad.report(bound=64)
+        good.report(bound=64)
         good.usual = faults.reply(faults.WHOLE)
         bad.usual = faults.stalling()
         for _ in range(3):

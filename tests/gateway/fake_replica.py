@@ -1,4 +1,4 @@
-"""A replica and a controller on raw sockets, whose every byte and break a test decides."""
+"""A fake replica and controller on raw sockets; tests decide every byte and disconnect."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Exchange:
 
     @property
     def unsent(self) -> int:
-        """Bytes that the client's side has not taken yet, the kernel's buffers aside."""
+        """Bytes that are not sent yet, without those in buffers of the kernel."""
         return self._connection.transport.get_write_buffer_size()
 
     async def write(self, data: bytes) -> None:
-        """Send ``data`` as one segment, as far as a socket lets a program decide that."""
+        """Send ``data``, as one segment if possible."""
         self._connection.transport.write(data)
         await asyncio.sleep(0)
 
@@ -180,9 +180,9 @@ class FakeReplica(_Server):
         self.answer: Answer = answer_json
         self._changed = asyncio.Event()
 
-    def say(self, **news: Any) -> None:
-        """Change what the load stream tells: ``state``, ``in_flight``, ``adapters`` and the like."""
-        for name, value in news.items():
+    def report(self, **fields: Any) -> None:
+        """Change fields of the load stream: ``state``, ``in_flight``, ``adapters`` and others."""
+        for name, value in fields.items():
             setattr(self, name, value)
         self._changed.set()
 
@@ -236,7 +236,7 @@ def alias(
     split: Sequence[tuple[int, float]] | None = None,
     tenants: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A catalog's alias with these versions, numbered from 1; without a ``split`` the last is all of it."""
+    """A catalog's alias with these versions from 1 on; without a ``split`` the last gets all requests."""
     versions = [
         {"number": number, "digest": digest, "rank": 8, "size": 1, "source": "/a", "at": 1.0}
         for number, digest in enumerate(digests, 1)
@@ -308,9 +308,9 @@ async def _follow(exchange: Exchange, changed: asyncio.Event, line: Callable[[],
             await asyncio.wait_for(changed.wait(), 0.5)
 
 
-def _line(said: dict[str, Any]) -> bytes:
-    """A line of NDJSON, in which a lone surrogate stands for a byte that is no text."""
-    return json.dumps(said, ensure_ascii=False).encode(errors="surrogateescape") + b"\n"
+def _line(fields: dict[str, Any]) -> bytes:
+    """A line of NDJSON, in which a lone surrogate is an undecodable byte."""
+    return json.dumps(fields, ensure_ascii=False).encode(errors="surrogateescape") + b"\n"
 
 
 ANSWER = json.dumps(

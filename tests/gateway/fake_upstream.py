@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint of somebody else, on a raw socket, with TLS if a context is given."""
+"""A fake OpenAI-compatible provider on a raw socket, with TLS if a context is given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.gateway.fake_replica import Answer, Exchange, _Connection, _Server, a
 
 
 class FakeUpstream(_Server):
-    """``hits`` are the requests that came; ``answer`` decides what each gets."""
+    """``hits`` are the received requests; ``answer`` decides what each gets."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         super().__init__()

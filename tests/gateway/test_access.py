@@ -87,13 +87,13 @@ async def test_a_key_is_accepted_in_either_header_and_not_forwarded(shared: Stac
 async def test_the_cache_salt_of_a_tenant_overrides_the_clients(shared: Stack) -> None:
     replica = await shared.serve("salts")
     salts = []
-    for key, said in (
+    for key, fields in (
         (WEB, {}),
         (WEB, {"cache_salt": "mine"}),
         (NIGHT, {}),
         (NIGHT, {"cache_salt": "web's"}),
     ):
-        assert (await ask(shared, key, **said)).status_code == 200
+        assert (await ask(shared, key, **fields)).status_code == 200
         salts.append(replica.hits[-1].json["cache_salt"])
     assert salts[0] == salts[1] != salts[2] == salts[3]
     assert all(len(salt) == 32 for salt in salts)
@@ -117,7 +117,7 @@ async def test_a_key_is_revoked_and_admitted_by_a_document(shared: Stack) -> Non
     await shared.answers(401, "/v1/models", bearer(WEB))
     assert (await shared.http.get("/v1/models", headers=bearer("new-key"))).status_code == 200
     release.set()
-    assert (await asked).status_code == 200  # what was let in goes on
+    assert (await asked).status_code == 200  # an admitted request continues
     shared.tenants = TENANTS
     shared.write_document()
     await shared.answers(200, "/v1/models", bearer(WEB))
@@ -128,12 +128,12 @@ async def test_only_an_admin_gets_the_routing_decision(shared: Stack) -> None:
     asked = {"headers": {"x-tidegate-explain": "1"}}
     assert "x-tidegate-explain" not in (await ask(shared, WEB, **asked)).headers
     assert "x-tidegate-explain" not in (await ask(shared, BOSS)).headers
-    told = await ask(shared, BOSS, **asked)
-    assert told.headers["x-tidegate-replica"] == "explained"
-    said = json.loads(told.headers["x-tidegate-explain"])
-    assert said["replica"] == "explained"
-    assert [candidate["replica"] for candidate in said["candidates"]] == ["explained"]
-    assert all("total_s" in candidate for candidate in said["candidates"])
+    answer = await ask(shared, BOSS, **asked)
+    assert answer.headers["x-tidegate-replica"] == "explained"
+    decision = json.loads(answer.headers["x-tidegate-explain"])
+    assert decision["replica"] == "explained"
+    assert [candidate["replica"] for candidate in decision["candidates"]] == ["explained"]
+    assert all("total_s" in candidate for candidate in decision["candidates"])
     streamed = await ask(shared, BOSS, stream=True, **asked)
     assert json.loads(streamed.headers["x-tidegate-explain"])["replica"] == "explained"
 

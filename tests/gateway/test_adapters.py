@@ -26,11 +26,11 @@ ADAPTERS = {"adapters": {"slots_per_replica": 4}}
 async def echo(exchange: Exchange) -> None:
     """Answer as engines do, with the model that was named."""
     body = exchange.json
-    said = {"id": "x", "model": body["model"], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+    answer = {"id": "x", "model": body["model"], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
     if exchange.path == "/v1/embeddings":
-        said["data"] = [{"index": i, "embedding": [0.0]} for i, _ in enumerate(body["input"])]
+        answer["data"] = [{"index": i, "embedding": [0.0]} for i, _ in enumerate(body["input"])]
     if not body.get("stream"):
-        await exchange.reply(json.dumps(said).encode())
+        await exchange.reply(json.dumps(answer).encode())
         return
     await exchange.head("text/event-stream")
     await exchange.chunk(event("a").replace(b'"alpha"', json.dumps(body["model"]).encode()))
@@ -63,7 +63,7 @@ async def fleet(stack: Stack, name: str, *, count: int = 1, model: str = "alpha"
 
 
 async def publish(stack: Stack, *aliases: dict[str, Any]) -> None:
-    """Publish a catalog and wait until the worker follows it; it has a name that no other one has."""
+    """Publish a catalog and wait until the worker follows it; each catalog has a unique name."""
     mark = f"mark-{stack.controller.version}"
     stack.controller.publish(*aliases, alias(mark, OTHER))
     await stack.answers(200, f"/v1/models/{mark}")
@@ -103,7 +103,7 @@ async def occupied(
 ) -> tuple[FakeReplica, asyncio.Event, asyncio.Task[httpx.Response]]:
     """A replica whose only slot this request holds until the event is set; "sql" is published."""
     (replica,) = await fleet(stack, name)
-    replica.say(bound=1)
+    replica.report(bound=1)
     await publish(stack, alias("sql", OLD))
     release = asyncio.Event()
     replica.answer = hold(release, echo)
@@ -140,24 +140,24 @@ async def test_shared_calls_never_mix_versions(shared: Stack) -> None:
     for name, answer in answers:
         assert answer.json()["model"] in (versions if name == "near" else {"vectors"})
     for hit in replica.hits:
-        told = hit.headers.get("x-tidegate-adapter", "vectors")
-        assert hit.json["model"] == (told[: len("near@") + 12] if told != "vectors" else told)
+        adapter = hit.headers.get("x-tidegate-adapter", "vectors")
+        assert hit.json["model"] == (adapter[: len("near@") + 12] if adapter != "vectors" else adapter)
     assert await shared.metric("tidegate_coalesced_requests_total", model="vectors") > before
     assert len(replica.hits) < 24
 
 
 async def test_requests_avoid_replicas_that_report_a_failed_adapter(shared: Stack) -> None:
     fails, works = await fleet(shared, "listed", count=2)
-    works.say(in_flight=6)
+    works.report(in_flight=6)
     served = served_name("sql", OLD)
-    fails.say(refused=[served])
+    fails.report(refused=[served])
     await publish(shared, alias("sql", OLD))
     await shared.shows(fails, refused_adapters=[served])
     for _ in range(4):
         assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == works.id
     assert fails.hits == []
-    fails.say(refused=[])
-    works.say(refused=[served])
+    fails.report(refused=[])
+    works.report(refused=[served])
     await shared.shows(fails, refused_adapters=[])
     await shared.shows(works, refused_adapters=[served])
     assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == fails.id
@@ -167,9 +167,9 @@ async def test_waiting_requests_fail_at_once_if_no_replica_can_load_the_adapter(
     replica, release, holder = await occupied(shared, "waiting")
     waiting = [asyncio.create_task(shared.chat(model="sql")) for _ in range(5)]
     await shared.queued(5)
-    replica.say(refused=[served_name("sql", OLD)])
-    told = [(await one).json()["error"]["code"] for one in waiting]
-    assert told == ["adapter_failed"] * 5
+    replica.report(refused=[served_name("sql", OLD)])
+    codes = [(await one).json()["error"]["code"] for one in waiting]
+    assert codes == ["adapter_failed"] * 5
     assert not holder.done()
     release.set()
     assert (await holder).status_code == 200

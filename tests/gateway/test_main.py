@@ -1,4 +1,4 @@
-"""Freed memory is kept for the next body, and garbage is looked for seldom."""
+"""Freed memory is kept for the next body, and garbage collection is rare."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# The pages that a process has touched anew, for a hundred bodies that are made and freed in turn.
+# The page faults of a process that allocates and frees a hundred bodies in turn.
 FAULTS = """
 import resource
 from gateway.main import keep_freed_memory

@@ -1,4 +1,4 @@
-"""Who waits, who is sent elsewhere, and who is sent away: real workers, fake replicas."""
+"""Queueing, retries and refusals: real workers, fake replicas."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_a_refused_request_is_retried_on_another_replica(shared: Stack, re
     refusing.answer = answer
     await shared.ready(refusing)
     asked = asyncio.create_task(shared.chat())
-    await until(lambda: refusals >= 3)  # each new word of the replica is believed, and tried
+    await until(lambda: refusals >= 3)  # each new report of the replica leads to another attempt
     other = await shared.replica(f"takes-{reason}")
     shared.controller.set(refusing, other)
     answer_ = await asked

@@ -1,4 +1,4 @@
-"""A worker's life: where it learns of the fleet, who else serves its port, and how it ends."""
+"""The life of a worker: how it learns of the fleet, shares its port, and drains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def started(stack: Stack, *, workers: int = 1) -> FakeReplica:
     return await stack.serve("one", bound=100)
 
 
-async def test_without_any_fleet_it_is_not_ready_and_says_why(stack: Stack) -> None:
+async def test_a_worker_without_a_fleet_is_not_ready_and_reports_why(stack: Stack) -> None:
     await stack.start_worker()
     answer = await stack.admin.get("/readyz")
     assert answer.status_code == 503

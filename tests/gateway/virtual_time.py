@@ -30,7 +30,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._clock.now
 
 
-def play(scene: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Run ``scene`` to its end in virtual time."""
+def run_virtual(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run ``main`` to its end in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(scene())
+        return runner.run(main())

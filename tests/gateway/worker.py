@@ -1,4 +1,4 @@
-"""Real gateway worker processes on sockets that the test binds, and the means to wait for things."""
+"""Real gateway worker processes on sockets that the test binds, and helpers that wait for states."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Stack:
         part.replace(self.root / "deployment.json")
 
     async def replica(self, name: str, **more: Any) -> FakeReplica:
-        """Start a replica; it is in the fleet once :meth:`ready` says so."""
+        """Start a replica; it is in the fleet after :meth:`ready`."""
         replica = FakeReplica(name, **more)
         await replica.start()
         self.replicas.append(replica)
@@ -105,7 +105,7 @@ class Stack:
     async def spawn_worker(
         self, number: int, stderr: int | BinaryIO, **environment: str
     ) -> asyncio.subprocess.Process:
-        """Start a worker that logs to ``stderr``; it serves once it has said so there."""
+        """Start a worker that logs to ``stderr``; it serves once it has logged so."""
         self.write_secret()
         self.write_document()
         process = await asyncio.create_subprocess_exec(

@@ -15,7 +15,7 @@ import pytest
 
 from policy.scaling.decision_types import Decision, Situation
 from tests.golden.scenarios import SCENARIOS
-from tests.policy.control_play import NOON, Play
+from tests.policy.control_play import NOON, Fleet
 
 HERE = Path(__file__).parent
 
@@ -42,11 +42,11 @@ def gist(made: Decision) -> object:
     return made.mode, made.count, made.proposal.count, rules, made.changes
 
 
-def trace(play: Play) -> str:
+def trace(fleet: Fleet) -> str:
     """The decisions of each model in turn: of those that are alike the first, and how many follow it."""
     lines = []
-    for model in play.models:
-        made = [(given[model.name], decisions[model.name]) for given, decisions in play.log]
+    for model in fleet.models:
+        made = [(given[model.name], decisions[model.name]) for given, decisions in fleet.log]
         for _, alike in groupby(made, key=lambda pair: gist(pair[1])):
             first, *rest = alike
             lines.append(said(*first) + (f" (and {len(rest)} alike)" if rest else ""))

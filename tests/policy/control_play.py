@@ -1,6 +1,6 @@
-"""A fleet that is played by decisions: loads come, replicas start and leave, and budgets are shared.
+"""A simulated fleet under scaling decisions: changing loads, starting and leaving replicas, shared budgets.
 
-Time is counted in ticks. Load is a fluid: what those that serve cannot carry waits in the queue.
+Time advances in ticks. Load is continuous: requests beyond the capacity of serving replicas are queued.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from policy.signals.types import Demand, Rates, ReplicaSample, Signals
 
 NOON = 1_700_000_000.0
 INPUT_TOKENS, OUTPUT_TOKENS = 1000.0, 150.0
-# How long a request runs, in the fluid.
+# How long a request runs.
 SERVICE_S = 3.0
 
 
@@ -37,17 +37,17 @@ def timing(name: str, degree: int = 1) -> Timing:
     return Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
 
 
-def rung(
+def mode_option(
     mode: str, *, gpus: int = 1, least: int = 1, most: int = 8, of: str = "l4-8b", **changes: Any
 ) -> ModeOption:
     given: dict[str, Any] = {"shape": mode, "gpus": gpus, "lead_s": 30.0, "timing": timing(of, gpus or 1)}
     return ModeOption(mode=mode, least=least, most=most, **(given | changes))
 
 
-SMALL = rung("multi-replica")
-LARGE = rung("single-large", gpus=4, most=1)
+SMALL = mode_option("multi-replica")
+LARGE = mode_option("single-large", gpus=4, most=1)
 BOTH = (LARGE, SMALL)
-# The large shape alone is within this, up to 4.7 requests per second; at 7 the small one costs less.
+# Only the large shape meets this, up to 4.7 requests per second; at 7 the small one costs less.
 QUICK = SloConfig(ttft_p95_s=3.0, itl_p95_s=0.06)
 
 
@@ -94,30 +94,30 @@ def situation(rate: float = 1.0, count: int = 1, **changes: Any) -> Situation:
 
 
 @functools.cache
-def carries(timing: Timing) -> float:
-    """The requests per second with which a replica just keeps up."""
+def max_rate(timing: Timing) -> float:
+    """The highest rate in requests per second that a replica serves."""
     return capability(timing, workload_of(demand(1.0)), SloConfig()).mu_max
 
 
 class Proportional:
-    """A stand-in for a policy: as many as the rate of late needs; remembers how often it was asked."""
+    """A test policy: as many replicas as the recent rate needs; it counts its calls."""
 
     def decide(self, view: View, memory: Any) -> Proposal:
-        told = view.signals.demand
+        seen = view.signals.demand
         asked = 1 + (memory or {}).get("asked", 0)
-        rate = 0.0 if told is None else told.arrivals.last_20_s
+        rate = 0.0 if seen is None else seen.arrivals.last_20_s
         mu = view.capability.mu or view.capability.mu_max
         count = math.ceil(rate / mu - 1e-9)
         kept = {"asked": asked}
-        if told is None:
+        if seen is None:
             return Proposal(count=view.count, reason="nothing is known", memory=kept)
-        said = f"{rate:.2f} req/s of {mu:.2f} each"
-        return Proposal(count=count, reason=said, terms={"rate": rate / mu}, forecast=rate, memory=kept)
+        reason = f"{rate:.2f} req/s of {mu:.2f} each"
+        return Proposal(count=count, reason=reason, terms={"rate": rate / mu}, forecast=rate, memory=kept)
 
 
 @dataclass
-class Wants:
-    """A stand-in that asks for what it is told to, whatever it sees."""
+class Fixed:
+    """A test policy that always proposes the same count."""
 
     count: int
 
@@ -126,13 +126,13 @@ class Wants:
 
 
 def decide(
-    given: Situation, mind: ModelPolicies | int | None = None, budget: Budget | None = None
+    given: Situation, policies: ModelPolicies | int | None = None, budget: Budget | None = None
 ) -> tuple[Decision, Memory]:
-    """The decision for one model alone; a number stands for a policy that asks for so many."""
-    if isinstance(mind, int):
-        mind = ModelPolicies(Wants(mind))
+    """The decision for one model alone; a number is a policy that proposes it."""
+    if isinstance(policies, int):
+        policies = ModelPolicies(Fixed(policies))
     return decide_all(
-        {given.model: given}, budget or Budget(), {given.model: mind or ModelPolicies(Proportional())}
+        {given.model: given}, budget or Budget(), {given.model: policies or ModelPolicies(Proportional())}
     )[given.model]
 
 
@@ -145,12 +145,12 @@ class _Replica:
 
 @dataclass
 class Model:
-    """One model of the play: ``load`` is its rate by seconds since the beginning."""
+    """One model of the run: ``load`` is its rate by seconds since the beginning."""
 
     name: str
     load: Callable[[float], float]
     rungs: tuple[ModeOption, ...] = (SMALL,)
-    mind: ModelPolicies = field(default_factory=lambda: ModelPolicies(Proportional()))
+    policies: ModelPolicies = field(default_factory=lambda: ModelPolicies(Proportional()))
     mode: str = ""
     count: int = 1
     priority: int = 0
@@ -160,16 +160,16 @@ class Model:
     overflow: bool = False
     drain_s: float = 10.0
     fails: Callable[[float], bool] = lambda at: False
-    deaf: Callable[[float], bool] = lambda at: False
+    stale: Callable[[float], bool] = lambda at: False
     override: Callable[[float], Override | None] = lambda at: None
-    # What the play keeps.
+    # The state of the run.
     memory: Memory = field(default_factory=Memory)
     replicas: list[_Replica] = field(default_factory=list)
     wanted: dict[str, int] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
     queue: float = 0.0
     failures: int = 0
-    heard_at: float = 0.0
+    reported_at: float = 0.0
     last: Demand | None = None
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class Model:
         self.replicas = [_Replica(self.mode, 0.0) for _ in range(self.count)]
 
     def of(self, mode: str) -> ModeOption:
-        return next(rung for rung in self.rungs if rung.mode == mode)
+        return next(option for option in self.rungs if option.mode == mode)
 
     def serving(self, mode: str, at: float) -> int:
         return sum(r.mode == mode and r.gone_at is None and r.ready_at <= at for r in self.replicas)
@@ -194,7 +194,7 @@ class Model:
         )
 
 
-class Play:
+class Fleet:
     """Models that share a budget, one decision of all of them every ``tick_s``."""
 
     def __init__(self, *models: Model, budget: Budget | None = None, tick_s: float = 5.0) -> None:
@@ -204,26 +204,26 @@ class Play:
         self.at = 0.0
         self.log: list[tuple[dict[str, Situation], dict[str, Decision]]] = []
 
-    def run(self, until: float) -> Play:
+    def run(self, until: float) -> Fleet:
         while self.at < until:
             self.tick()
         return self
 
     def tick(self) -> None:
         for model in self.models:
-            self._flow(model)
+            self._advance(model)
         situations = {model.name: self._situation(model) for model in self.models}
-        decided = decide_all(situations, self.budget, {model.name: model.mind for model in self.models})
+        decided = decide_all(situations, self.budget, {model.name: model.policies for model in self.models})
         self.log.append((situations, {name: decision for name, (decision, _) in decided.items()}))
         for model in self.models:
             decision, model.memory = decided[model.name]
             model.mode, model.count = decision.mode, decision.count
         for model in self.models:
-            self._steer(model)
+            self._apply(model)
         self.at += self.tick_s
 
     def taken(self, resource: str) -> float:
-        """What all replicas take that are there."""
+        """The amount of ``resource`` that all replicas hold."""
         return sum(
             float(getattr(model.of(replica.mode), resource))
             for model in self.models
@@ -233,8 +233,8 @@ class Play:
     def decisions(self, model: str) -> list[Decision]:
         return [decisions[model] for _, decisions in self.log]
 
-    def _flow(self, model: Model) -> None:
-        """What came and went since the last tick."""
+    def _advance(self, model: Model) -> None:
+        """The arrivals, starts and ends since the last tick."""
         model.replicas = [r for r in model.replicas if r.gone_at is None or r.gone_at > self.at]
         for replica in model.replicas:
             due = self.at - self.tick_s < replica.ready_at <= self.at and self.at > 0
@@ -247,7 +247,7 @@ class Play:
         rate = model.load(self.at)
         model.rates.append(rate)
         carried = sum(
-            carries(model.of(r.mode).timing)
+            max_rate(model.of(r.mode).timing)
             for r in model.replicas
             if r.gone_at is None and r.ready_at <= self.at
         )
@@ -267,15 +267,15 @@ class Play:
         )
 
     def _situation(self, model: Model) -> Situation:
-        if not model.deaf(self.at):
-            model.last, model.heard_at = self._demand(model), self.at
-        age_s = self.at - model.heard_at
-        told = None if model.last is None else msgspec.structs.replace(model.last, age_s=age_s + 0.5)
+        if not model.stale(self.at):
+            model.last, model.reported_at = self._demand(model), self.at
+        age_s = self.at - model.reported_at
+        seen = None if model.last is None else msgspec.structs.replace(model.last, age_s=age_s + 0.5)
         layer = model.layer(model.mode, self.at)
         leaving = {
-            rung.mode: model.layer(rung.mode, self.at).occupied
-            for rung in model.rungs
-            if rung.mode != model.mode and model.layer(rung.mode, self.at).occupied
+            option.mode: model.layer(option.mode, self.at).occupied
+            for option in model.rungs
+            if option.mode != model.mode and model.layer(option.mode, self.at).occupied
         }
         starting = sorted(
             max(0.0, replica.ready_at - self.at)
@@ -299,7 +299,7 @@ class Play:
                 draining=layer.draining,
                 failures=layer.failures,
             ),
-            signals=Signals(demand=told, replicas=figures(layer.ready, age_s + 0.5, busy)),
+            signals=Signals(demand=seen, replicas=figures(layer.ready, age_s + 0.5, busy)),
             slo=model.slo,
             scale=model.scale,
             switching=model.switching,
@@ -311,10 +311,10 @@ class Play:
             memory=model.memory,
         )
 
-    def _steer(self, model: Model) -> None:
-        """Have the planner say the next counts, and carry them out."""
-        layers = {self._key(model, rung.mode): model.layer(rung.mode, self.at) for rung in model.rungs}
-        footprints = {self._key(model, rung.mode): Resources(rung.gpus, rung.cpus) for rung in model.rungs}
+    def _apply(self, model: Model) -> None:
+        """Let the planner set the next counts, and apply them."""
+        layers = {self._key(model, option.mode): model.layer(option.mode, self.at) for option in model.rungs}
+        footprints = {self._key(model, one.mode): Resources(one.gpus, one.cpus) for one in model.rungs}
         others = summed(
             Resources(other.of(replica.mode).gpus, other.of(replica.mode).cpus)
             for other in self.models
@@ -338,7 +338,7 @@ class Play:
     def _set(self, model: Model, mode: str, count: int) -> None:
         model.wanted[mode] = count
         mine = [r for r in model.replicas if r.mode == mode and r.gone_at is None]
-        # Who does not serve yet leaves first, and at once.
+        # Replicas that do not serve yet leave first, and at once.
         for replica in sorted(mine, key=lambda r: -r.ready_at)[: max(0, len(mine) - count)]:
             replica.gone_at = self.at + (model.drain_s if replica.ready_at <= self.at else 0.0)
         lead_s = model.of(mode).lead_s
@@ -346,9 +346,9 @@ class Play:
 
 
 def replayed(
-    situations: Mapping[str, Situation], budget: Budget, minds: Mapping[str, ModelPolicies]
+    situations: Mapping[str, Situation], budget: Budget, policies: Mapping[str, ModelPolicies]
 ) -> dict[str, Decision]:
-    """The decisions of what a log has: through JSON and back."""
+    """The decisions for logged situations, after a round trip through JSON."""
     logged = msgspec.json.decode(msgspec.json.encode(dict(situations)), type=dict[str, Situation])
-    made = decide_all(logged, msgspec.json.decode(msgspec.json.encode(budget), type=Budget), minds)
+    made = decide_all(logged, msgspec.json.decode(msgspec.json.encode(budget), type=Budget), policies)
     return {name: decision for name, (decision, _) in made.items()}

@@ -1,4 +1,4 @@
-"""Documents that are right, and how to make them wrong at one place."""
+"""Valid documents, and changes of one key that make them invalid."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TENANTS: dict[str, Any] = {
 
 
 def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """``document`` with ``value`` at the dotted ``path``; ``...`` takes the key away."""
+    """``document`` with ``value`` at the dotted ``path``; ``...`` removes the key."""
     document = copy.deepcopy(document)
     at: Any = document
     *steps, last = path.replace("[", ".").replace("]", "").split(".")

@@ -61,7 +61,7 @@ async def port() -> AsyncIterator[Port]:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_hot_path_is_answered_alike_in_front_of_the_router_and_by_it(port: Port, path: str) -> None:
+async def test_a_hot_path_has_the_same_answer_with_and_without_the_router(port: Port, path: str) -> None:
     in_front = await port.http.post(path, content=b"x")
     port.app.hot.clear()
     by_router = await port.http.post(path, content=b"x")
@@ -105,7 +105,7 @@ async def test_the_key_decides_the_tenant(port: Port) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_docs_need_no_other_site(port: Port) -> None:
+async def test_docs_load_nothing_from_other_origins(port: Port) -> None:
     page = (await port.http.get("/docs")).text
     links = re.findall(r"""(?:src|href|url)[=:]\s?["']([^"']+)["']""", page)
     assert sorted(links) == [
@@ -125,7 +125,7 @@ async def test_a_bug_in_an_endpoint_is_a_500_without_details(port: Port) -> None
     assert "NoneType" not in answer.text
 
 
-async def test_the_endpoint_that_the_docs_add() -> None:
+async def test_the_endpoint_example_of_the_documentation() -> None:
     section = DOCS.read_text().partition("## How do I add an endpoint?")[2].partition("\n## ")[0]
     module: dict[str, Any] = {}
     source = section.partition("```python\n")[2].partition("```")[0]

@@ -1,4 +1,4 @@
-"""The admin port's part of an adapter's life: what the controller is asked, and how its word is passed on."""
+"""Adapter operations of the admin port: requests to the controller, and how its answers are passed on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADD = {"model": None, "name": "sql", "source": "/adapters/sql", "tenants": []}
 
 
 class Site:
-    """The admin app over a controller that the test plays."""
+    """The admin app over a fake controller."""
 
     def __init__(self, controller: FakeController) -> None:
         self.controller = controller
@@ -34,7 +34,7 @@ class Site:
         app = admin_app(services)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
-    def say(self, value: Any, *, status: int = 200) -> None:
+    def reply(self, value: Any, *, status: int = 200) -> None:
         async def answer(exchange: Exchange) -> None:
             await exchange.reply(json.dumps(value).encode(), status=status)
 
@@ -79,7 +79,7 @@ async def site() -> AsyncIterator[Site]:
     ],
 )
 async def test_operations_are_forwarded(site: Site, method: str, path: str, body: Any, asked: str) -> None:
-    site.say({"name": "sql"})
+    site.reply({"name": "sql"})
     answer = await site.http.request(method, path, json=body)
     assert (answer.status_code, answer.json()) == (200, {"name": "sql"})
     (seen,) = site.controller.asked
@@ -89,7 +89,7 @@ async def test_operations_are_forwarded(site: Site, method: str, path: str, body
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "status", "told"),
+    ("kind", "code", "status", "expected"),
     [
         ("AdapterRefused", "rank", 400, (400, "rank")),
         ("AdapterUnknown", "", 404, (404, "adapter_not_found")),
@@ -105,27 +105,27 @@ async def test_operations_are_forwarded(site: Site, method: str, path: str, body
     ],
 )
 async def test_errors_are_in_our_envelope_with_a_stable_code(
-    site: Site, kind: str, code: str, status: int, told: tuple[int, str]
+    site: Site, kind: str, code: str, status: int, expected: tuple[int, str]
 ) -> None:
-    error = {"type": kind, "message": "It is so.", **({"code": code} if code else {})}
-    site.say({"error": error}, status=status)
+    problem = {"type": kind, "message": "It is so.", **({"code": code} if code else {})}
+    site.reply({"error": problem}, status=status)
     for answer in (
         await site.http.get("/admin/adapters"),
         await site.http.post("/admin/adapters", json=ADD),
         await site.http.post("/admin/adapters", json=ADD, headers=NDJSON),
         await site.http.delete("/admin/adapters/alpha/sql"),
     ):
-        said = answer.json()["error"]
-        assert (answer.status_code, said["code"]) == told
-        assert (said["message"], said["param"]) == ("It is so.", None)
-        assert set(said) == {"message", "type", "param", "code"}
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == expected
+        assert (error["message"], error["param"]) == ("It is so.", None)
+        assert set(error) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize("whole", [True, False])
 async def test_an_error_names_the_parameter(site: Site, *, whole: bool) -> None:
     problem = problem_of(ConfigError("split", {"v1": -1.0}, "at least one weight above 0"))
     if whole:
-        site.say({"error": problem}, status=409)
+        site.reply({"error": problem}, status=409)
     else:
         site.stream({"step": "check"}, {"error": problem})
     answer = await site.http.post("/admin/adapters", json=ADD)
@@ -139,7 +139,7 @@ async def test_an_error_names_the_parameter(site: Site, *, whole: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "told", "allowed"),
+    ("method", "path", "expected", "allowed"),
     [
         ("GET", "/admin/nothing", (404, "not_found"), None),
         ("DELETE", "/admin/adapters/alpha", (404, "not_found"), None),
@@ -148,12 +148,12 @@ async def test_an_error_names_the_parameter(site: Site, *, whole: bool) -> None:
     ],
 )
 async def test_unknown_paths_and_methods_have_our_envelope(
-    site: Site, method: str, path: str, told: tuple[int, str], allowed: str | None
+    site: Site, method: str, path: str, expected: tuple[int, str], allowed: str | None
 ) -> None:
     answer = await site.http.request(method, path)
-    said = answer.json()["error"]
-    assert (answer.status_code, said["code"]) == told
-    assert (said["type"], said["param"]) == ("invalid_request_error", None)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == expected
+    assert (error["type"], error["param"]) == ("invalid_request_error", None)
     assert answer.headers.get("allow") == allowed
     assert site.controller.asked == []
 
@@ -170,15 +170,15 @@ async def test_unknown_paths_and_methods_have_our_envelope(
 )
 async def test_a_bad_query_parameter_is_in_our_envelope(site: Site, path: str, query: str) -> None:
     answer = await site.http.get(f"/admin/{path}?{query}")
-    said = answer.json()["error"]
+    error = answer.json()["error"]
     name, _, value = query.partition("=")
-    assert (answer.status_code, said["param"], said["code"]) == (400, name, "bad_value")
-    assert said["message"].startswith(f"{name}: got '{value}'; ")
+    assert (answer.status_code, error["param"], error["code"]) == (400, name, "bad_value")
+    assert error["message"].startswith(f"{name}: got '{value}'; ")
     assert site.controller.asked == []
 
 
 async def test_an_undecodable_error_of_the_controller_is_a_502(site: Site) -> None:
-    site.say("Not Found", status=404)
+    site.reply("Not Found", status=404)
     answer = await site.http.get("/admin/adapters")
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "controller_failed")
 
@@ -210,16 +210,16 @@ async def test_a_lost_controller_is_reported(site: Site, headers: dict[str, str]
 
 
 async def test_only_a_newline_ends_a_line(site: Site) -> None:
-    said = {"alias": {"name": "sql"}, "message": "one\u2028line \x85 it is"}
+    final = {"alias": {"name": "sql"}, "message": "one\u2028line \x85 it is"}
 
     async def answer(exchange: Exchange) -> None:
         await exchange.head("application/x-ndjson")
-        for byte in json.dumps(said, ensure_ascii=False).encode() + b"\n":
+        for byte in json.dumps(final, ensure_ascii=False).encode() + b"\n":
             await exchange.chunk(bytes([byte]))
         await exchange.end()
 
     site.controller.answer = answer
-    assert (await site.http.post("/admin/adapters", json=ADD)).json() == said
+    assert (await site.http.post("/admin/adapters", json=ADD)).json() == final
 
 
 async def test_an_unreachable_controller_is_a_503(site: Site) -> None:
@@ -245,7 +245,7 @@ async def test_operations_without_a_controller_are_409(site: Site) -> None:
 
 
 async def test_requests_of_another_origin_are_refused(site: Site) -> None:
-    site.say({})
+    site.reply({})
     foreign = {"origin": "http://evil.example"}
     for method, path in (
         ("POST", "/admin/adapters"),

@@ -1,4 +1,4 @@
-"""What ``/v1/models`` says, and to whom."""
+"""What ``/v1/models`` lists, and for whom."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def site() -> AsyncIterator[Site]:
     site.fleet.close()
 
 
-async def test_a_card_has_its_parent_and_the_digest_of_what_answers(site: Site) -> None:
+async def test_a_model_card_has_its_parent_and_the_digest_in_use(site: Site) -> None:
     site.publish(alias("sql", OLD, NEW, split=[(1, 5.0), (2, 95.0)]))
     card = site.one("sql")
     assert card == {
@@ -78,7 +78,7 @@ async def test_a_card_has_its_parent_and_the_digest_of_what_answers(site: Site) 
     assert site.one("alpha")["parent"] is None
 
 
-async def test_an_adapter_that_is_called_as_a_model_is_listed_by_both(site: Site) -> None:
+async def test_an_adapter_with_the_name_of_a_model_is_listed_qualified(site: Site) -> None:
     site.publish(alias("beta", OLD))
     assert site.ids() == ["alpha", "beta", "theirs", "alpha:beta"]
     assert site.one("beta")["parent"] is None

@@ -1,4 +1,4 @@
-"""What a worker takes of the controller's stream of catalogs, and what it finds on disk without one."""
+"""Catalogs that a worker takes from the controller's stream, or from disk without a controller."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Site:
             "127.0.0.1:9", self.state, self.view, Log(0, self.logged), connect_timeout_s=1.0
         )
 
-    def say(self, *names: str, epoch: float = 1.0, version: int = 1) -> None:
+    def publish(self, *names: str, epoch: float = 1.0, version: int = 1) -> None:
         catalog: dict[str, Any] = {
             "epoch": epoch,
             "version": version,
@@ -53,30 +53,30 @@ async def site(tmp_path: Path) -> Site:
 
 
 async def test_older_catalogs_are_ignored(site: Site) -> None:
-    site.say("one", version=2)
-    site.say("two", version=1)
+    site.publish("one", version=2)
+    site.publish("two", version=1)
     assert site.has("one") and not site.has("two")
-    site.say("three", version=3)
+    site.publish("three", version=3)
     assert site.has("three") and not site.has("one")
-    site.say("four", epoch=0.5, version=9)
+    site.publish("four", epoch=0.5, version=9)
     assert site.has("three")
-    site.say("five", epoch=2.0, version=1)
+    site.publish("five", epoch=2.0, version=1)
     assert site.has("five")
 
 
 async def test_the_first_catalog_of_a_connection_is_always_taken(site: Site) -> None:
-    site.say("one", epoch=9.0, version=9)
+    site.publish("one", epoch=9.0, version=9)
     site.source.disconnected()
-    site.say("two", epoch=1.0)
+    site.publish("two", epoch=1.0)
     assert site.has("two")
 
 
 async def test_an_unchanged_catalog_does_not_rebuild_the_index(site: Site) -> None:
-    site.say("one")
+    site.publish("one")
     changed = site.view.changed
-    site.say("one")
+    site.publish("one")
     site.source.disconnected()
-    site.say("one")
+    site.publish("one")
     assert site.view.changed == changed
 
 
@@ -96,7 +96,7 @@ async def test_lines_are_joined_from_pieces_of_any_size(site: Site, size: int) -
 
 
 async def test_unreadable_lines_keep_the_last_catalog(site: Site) -> None:
-    site.say("one")
+    site.publish("one")
     for line in (b"{", b"{}", b'{"epoch":1,"version":1,"aliases":[{}]}', b"\xff"):
         site.source.receive(line)
     assert site.has("one")
@@ -105,7 +105,7 @@ async def test_unreadable_lines_keep_the_last_catalog(site: Site) -> None:
 
 @pytest.mark.slow
 async def test_the_last_catalog_is_on_disk_for_the_next_worker(site: Site, tmp_path: Path) -> None:
-    site.say("one")
+    site.publish("one")
     kept = asyncio.create_task(site.source.keep_on_disk())
     await until(site.state.catalog_path.exists)
     kept.cancel()
@@ -113,13 +113,13 @@ async def test_the_last_catalog_is_on_disk_for_the_next_worker(site: Site, tmp_p
     later = Site(tmp_path)
     later.source.start_from_disk()
     assert later.has("one") and later.view.known
-    later.say()
+    later.publish()
     assert not later.has("one")
 
 
 async def test_the_disk_does_not_replace_a_received_catalog(site: Site) -> None:
     site.state.save(site.state.catalog_path, site.view.catalog)
-    site.say("one")
+    site.publish("one")
     site.source.start_from_disk()
     assert site.has("one")
 

@@ -1,4 +1,4 @@
-"""What a worker counts for the controller, and when it tells it: in virtual time, then by real workers."""
+"""Counts of a worker for the controller, and when they are sent: in virtual time, then by real workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from policy.stats.histogram import bucket_of
 from policy.types import EngineKind
 from policy.wire.reports import GatewayReport, ModelReport
 from tests.gateway.fake_replica import SECRET, FakeController
-from tests.gateway.virtual_time import play
+from tests.gateway.virtual_time import run_virtual
 from tests.gateway.worker import Stack, until
 
 EXTERNAL = ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",))
@@ -48,7 +48,7 @@ def ended(
     path: str = "/v1/chat/completions",
     elsewhere: bool = False,
 ) -> None:
-    """A call that came and ended."""
+    """A call that has ended."""
 
     async def unused() -> Any: ...
 
@@ -62,11 +62,11 @@ def ended(
 
 
 def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """A test whose seconds pass at once."""
+    """A test that runs in virtual time."""
 
     @functools.wraps(test)
     def run() -> None:
-        play(test)
+        run_virtual(test)
 
     return run
 
@@ -121,7 +121,7 @@ async def test_each_outcome_is_counted_once() -> None:
     ended(meter, ttft_s=0.5, gap_s=0.01, usage=Usage(100, 40, 11))
     ended(meter, ttft_s=3.0, gap_s=0.01, usage=Usage(100, 0, 11))
     ended(meter, ttft_s=0.5, gap_s=0.2)
-    ended(meter, e2e_s=0.3, usage=Usage(7, 0, 1))  # came whole
+    ended(meter, e2e_s=0.3, usage=Usage(7, 0, 1))  # complete
     ended(meter, ttft_s=0.5, outcome=Refusal.STREAM_BROKEN, usage=Usage(0, 0, 5, exact=False))
     ended(meter, outcome="cancelled")
     ended(meter, outcome=Refusal.UPSTREAM_FAILED)
@@ -218,7 +218,7 @@ async def test_a_report_that_was_lost_is_contained_in_the_next() -> None:
 
 
 @in_virtual_time
-async def test_the_last_report_is_the_last() -> None:
+async def test_no_report_follows_the_last_report() -> None:
     site = Site(late_s=0.1)
     await asyncio.sleep(1.05)  # in the middle of a report
     ended(site.metrics.model("m"))

@@ -1,4 +1,4 @@
-"""Who may hold a kept connection back, and when: an exchange's rights end with its response."""
+"""Backpressure on pooled connections: an exchange may pause its connection until its response ends."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from policy.admission.retry import AttemptOutcome
 
 BODY = b'{"choices":[]}'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY)
-# Of an answer that is too long to be held a part goes out before the rest has come.
+# A part of an answer that is too long to be held is sent before the rest has arrived.
 LONG = b'{"choices":[' + b" " * MAX_HELD + b"]}"
 LONG_HEAD = HEAD.replace(b"14", b"%d" % len(LONG))
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 class Wire:
-    """A transport that notes what becomes of it."""
+    """A transport that records its calls."""
 
     def __init__(self) -> None:
         self.reading = True
@@ -64,7 +64,7 @@ class Wire:
 
 
 class Client:
-    """A client that takes its answer up to a message from which on it is too slow."""
+    """A client that stops reading its answer at a given message."""
 
     def __init__(self, *, slow_from: int = 99) -> None:
         self.reads: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -76,7 +76,7 @@ class Client:
         return SENT if self.got < self._slow_from or self.reads.done() else self.reads
 
     def read_on(self) -> None:
-        """Take what there is and be quick from now on."""
+        """Read everything buffered, and read without delay from now on."""
         self.reads.set_result(None)
 
 
@@ -105,7 +105,7 @@ class Line:
         return asked
 
     def answer(self, data: bytes = HEAD + BODY) -> None:
-        """The replica's bytes arrive, which a transport that is held back does not let happen."""
+        """Bytes of the replica arrive, unless reading is paused."""
         assert self.wire.reading
         self.connection.data_received(data)
 
@@ -201,7 +201,7 @@ async def test_a_pooled_connection_resumes_reading(line: Line) -> None:
     asked = await line.ask(Client(slow_from=2).send)
     line.answer(LONG_HEAD + LONG[:-2])
     assert not line.wire.reading
-    line.connection.data_received(LONG[-2:])  # what a transport had read before it was held back
+    line.connection.data_received(LONG[-2:])  # read by the transport before the pause
     assert line.wire.reading
     assert line.pool.take() is line.connection
     assert await asked is AttemptOutcome.SERVED

@@ -1,4 +1,4 @@
-"""Bytes go through as they come, a cut never looks like an end, and a leaver frees its slot."""
+"""Bytes are relayed unchanged, a truncation never looks like an end, and a disconnect frees its slot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def errors(text: str) -> list[dict[str, object]]:
     ]
 
 
-async def test_an_answer_is_the_bytes_that_came(shared: Stack) -> None:
+async def test_an_answer_is_relayed_byte_for_byte(shared: Stack) -> None:
     replica = await shared.serve("identity")
     answer = await shared.chat()
     assert answer.status_code == 200
@@ -51,7 +51,7 @@ async def test_the_first_event_does_not_wait_for_the_second(shared: Stack) -> No
             break
 
 
-async def test_every_choice_needs_its_finish(shared: Stack) -> None:
+async def test_every_choice_needs_a_finish_reason(shared: Stack) -> None:
     replica = await shared.serve("choices")
     replica.answer = stream(OK + DONE)
     assert len(errors((await shared.chat(stream=True, n=2)).text)) == 1
@@ -61,8 +61,8 @@ async def test_every_choice_needs_its_finish(shared: Stack) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 5 * 1024 * 1024], ids=["held", "too long to be held"])
-async def test_an_answer_that_breaks_in_its_middle(shared: Stack, size: int) -> None:
-    """What was held is had elsewhere; what went out already ends with its connection."""
+async def test_a_truncated_answer_is_retried_or_closes_the_connection(shared: Stack, size: int) -> None:
+    """A held answer is retried; one that was partly sent ends with its connection."""
     replica = await shared.serve(f"broken-json-{size}")
 
     async def answer(exchange: Exchange) -> None:

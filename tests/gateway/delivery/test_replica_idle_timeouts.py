@@ -1,4 +1,4 @@
-"""Silence ends an attempt, a sign of life does not, whoever it is that is slow."""
+"""An attempt ends after a time without progress, and not while either side makes progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gateway.delivery.replica_idle_timeouts import IdleTimeouts
 
 
 class Silent:
-    """An attempt that a test lets live or not."""
+    """An attempt whose progress a test decides."""
 
     def __init__(self, *, streams: bool = True, begun: bool = False, alive: bool = False) -> None:
         self.streams = streams

@@ -1,4 +1,4 @@
-"""What is tried again and where, who is kept out of rotation, and how it comes back: real workers."""
+"""Retries, ejections and probes, with real workers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LIMITS = {
     "progress_timeout_s": PROGRESS_S,
     "eject": {"failures": 3, "base_s": 0.4, "max_s": 2, "window_s": 5},
 }
-# A model for each test: breakers and budgets of one are not the next one's.
+# A model for each test, because breakers and retry budgets are per model.
 MODELS = [f"model-{i}" for i in range(16)]
 _unused = itertools.count()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """A worker that ejects soon and for a short time."""
+async def ejecting(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """A worker that ejects after few failures and for a short time."""
     stack = Stack(tmp_path_factory.mktemp("delivery"))
     stack.gateway = LIMITS
     stack.models = [model(name) for name in MODELS]
@@ -38,10 +38,10 @@ async def stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     await stack.close()
 
 
-async def fleet(stand: Stack, count: int) -> list[FakeReplica]:
+async def fleet(ejecting: Stack, count: int) -> list[FakeReplica]:
     name = MODELS[next(_unused)]
-    replicas = [await stand.replica(f"{name}-{i}", model=name) for i in range(count)]
-    await stand.ready(*replicas)
+    replicas = [await ejecting.replica(f"{name}-{i}", model=name) for i in range(count)]
+    await ejecting.ready(*replicas)
     return replicas
 
 
@@ -49,52 +49,52 @@ async def fail(exchange: Exchange) -> None:
     await exchange.reply(b'{"error": {"message": "boom"}}', status=500)
 
 
-async def ask(stand: Stack, replica: FakeReplica) -> httpx.Response:
-    return await stand.chat(model=replica.model)
+async def ask(ejecting: Stack, replica: FakeReplica) -> httpx.Response:
+    return await ejecting.chat(model=replica.model)
 
 
-async def busy(stand: Stack, replica: FakeReplica, in_flight: int) -> None:
-    """Let ``replica`` say so, and wait until it was heard."""
-    replica.say(in_flight=in_flight)
-    await stand.shows(replica, in_flight=in_flight)
+async def busy(ejecting: Stack, replica: FakeReplica, in_flight: int) -> None:
+    """Let ``replica`` report ``in_flight``, and wait until the worker knows it."""
+    replica.report(in_flight=in_flight)
+    await ejecting.shows(replica, in_flight=in_flight)
 
 
-async def breaker(stand: Stack, replica: FakeReplica) -> str:
-    seen = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+async def breaker(ejecting: Stack, replica: FakeReplica) -> str:
+    seen = (await ejecting.admin.get("/admin/fleet")).json()["replicas"]
     return next(str(entry["breaker"]) for entry in seen if entry["id"] == replica.id)
 
 
-async def test_an_ejected_replica_returns_after_a_canary(stand: Stack) -> None:
-    fails, works = await fleet(stand, 2)
+async def test_an_ejected_replica_returns_after_a_canary(ejecting: Stack) -> None:
+    fails, works = await fleet(ejecting, 2)
     fails.answer = fail
-    await busy(stand, works, 6)
+    await busy(ejecting, works, 6)
     for _ in range(3):
-        assert (await ask(stand, fails)).status_code == 200
-    assert await breaker(stand, fails) != "closed"
+        assert (await ask(ejecting, fails)).status_code == 200
+    assert await breaker(ejecting, fails) != "closed"
     assert len(chats(fails)) == 3
 
     await until(lambda: len(fails.hits) >= 5, "a canary, and after its failure another")
     canary = fails.hits[-1]
     assert (canary.path, canary.json["max_tokens"]) == ("/v1/completions", 1)
-    assert (await ask(stand, works)).headers["x-tidegate-replica"] == works.id
+    assert (await ask(ejecting, works)).headers["x-tidegate-replica"] == works.id
     fails.answer = answer_json
-    await stand.shows(fails, breaker="closed")  # its canary was answered
-    assert (await ask(stand, fails)).headers["x-tidegate-replica"] == fails.id
-    assert await stand.metric("tidegate_ejections_total", model=fails.model) == 1
-    assert await stand.metric("tidegate_probes_total", model=fails.model, outcome="good") == 1
-    assert await stand.metric("tidegate_probes_total", model=fails.model, outcome="bad") >= 1
+    await ejecting.shows(fails, breaker="closed")  # its canary was answered
+    assert (await ask(ejecting, fails)).headers["x-tidegate-replica"] == fails.id
+    assert await ejecting.metric("tidegate_ejections_total", model=fails.model) == 1
+    assert await ejecting.metric("tidegate_probes_total", model=fails.model, outcome="good") == 1
+    assert await ejecting.metric("tidegate_probes_total", model=fails.model, outcome="bad") >= 1
 
 
 def chats(replica: FakeReplica) -> list[Exchange]:
     return [hit for hit in replica.hits if hit.path == "/v1/chat/completions"]
 
 
-async def test_a_replica_that_computes_tokens_is_not_ejected(stand: Stack) -> None:
-    computes, other = await fleet(stand, 2)
+async def test_a_replica_that_computes_tokens_is_not_ejected(ejecting: Stack) -> None:
+    computes, other = await fleet(ejecting, 2)
     release = asyncio.Event()
     computes.answer = hold(release)
-    await busy(stand, other, 7)
-    asked = asyncio.create_task(ask(stand, computes))
+    await busy(ejecting, other, 7)
+    asked = asyncio.create_task(ask(ejecting, computes))
     await until(lambda: len(computes.hits) == 1)
     load = computes._load
 
@@ -104,35 +104,35 @@ async def test_a_replica_that_computes_tokens_is_not_ejected(stand: Stack) -> No
     computes._load = counting  # type: ignore[method-assign]
     until_s = time.monotonic() + 1.5 * PROGRESS_S
     while time.monotonic() < until_s:
-        computes.say()
+        computes.report()
         await asyncio.sleep(0.2)
     release.set()
     assert (await asked).headers["x-tidegate-replica"] == computes.id
-    assert await stand.metric("tidegate_ejections_total", model=computes.model) == 0
+    assert await ejecting.metric("tidegate_ejections_total", model=computes.model) == 0
 
 
-async def test_a_replica_that_serves_stays_although_its_load_stream_hangs(stand: Stack) -> None:
-    (mute,) = await fleet(stand, 1)
-    run = mute._run
+async def test_a_serving_replica_stays_admitted_if_its_load_stream_hangs(ejecting: Stack) -> None:
+    (silent,) = await fleet(ejecting, 1)
+    run = silent._run
 
-    async def say_nothing(exchange: Exchange) -> None:
+    async def send_no_load(exchange: Exchange) -> None:
         if exchange.path == "/internal/load":
             await exchange.gone.wait()
         else:
             await run(exchange)
 
-    mute._run = say_nothing  # type: ignore[method-assign]
-    for connection in list(mute.connections):
+    silent._run = send_no_load  # type: ignore[method-assign]
+    for connection in list(silent.connections):
         connection.transport.abort()
-    await until(lambda: stand._admits(set()), "its load stream is gone")
-    asked = asyncio.create_task(ask(stand, mute))
-    await until(lambda: any("max_tokens" in hit.json for hit in mute.hits), "a canary asks what it says not")
+    await until(lambda: ejecting._admits(set()), "its load stream is gone")
+    asked = asyncio.create_task(ask(ejecting, silent))
+    await until(lambda: any("max_tokens" in hit.json for hit in silent.hits), "a canary probes it")
     assert (await asked).status_code == 200
-    assert (await ask(stand, mute)).status_code == 200
+    assert (await ask(ejecting, silent)).status_code == 200
 
 
 async def external(stack: Stack, count: int) -> list[FakeReplica]:
-    """Servers that are not ours: they list their models, and answer chats by ``answer``."""
+    """External servers: they list their models, and answer chats by ``answer``."""
     servers = []
     for i in range(count):
         server = FakeReplica(f"server-{i}")

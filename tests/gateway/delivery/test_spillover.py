@@ -1,4 +1,4 @@
-"""What the fleet cannot serve goes upstream while money lasts, and nothing of ours goes with it."""
+"""Requests that the fleet cannot serve go upstream within the spend cap, without our headers or keys."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KEY = "their-key"
 
 
 class Site:
-    """An overflow before a fleet that the test plays."""
+    """Spillover in front of a simulated fleet."""
 
     def __init__(self, folder: Path) -> None:
         self.logged = io.StringIO()
@@ -123,14 +123,14 @@ class Response:
         return SENT
 
     async def receive(self) -> Message:
-        raise AssertionError("nobody waits for this client")
+        raise AssertionError("no test waits for this client")
 
 
 @pytest_asyncio.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     site = Site(tmp_path)
     yield site
-    site.spillover.read(parse(GOOD))  # closes what is kept
+    site.spillover.read(parse(GOOD))  # closes pooled connections
 
 
 async def running() -> AsyncIterator[FakeUpstream]:
@@ -169,7 +169,7 @@ async def test_a_spilled_request_has_none_of_our_headers_or_keys(site: Site, ups
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_a_streams_usage_settles_the_bill(site: Site, upstream: FakeUpstream, wanted: bool) -> None:
+async def test_usage_settles_the_reservation(site: Site, upstream: FakeUpstream, wanted: bool) -> None:
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2}}\n\n'
     sent_text = event("Par") + event("is") + event(finish="stop")
     upstream.answer = stream(sent_text + usage + DONE)
@@ -189,7 +189,7 @@ async def test_a_broken_stream_is_an_error(site: Site, upstream: FakeUpstream, o
     assert b'"stream_broken"' in response.body
     assert response.call.outcome == Refusal.STREAM_BROKEN
     assert other.hits == []
-    assert site.spent() >= 8  # nobody counted: all that was held is gone
+    assert site.spent() >= 8  # without usage the whole reservation is spent
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ async def test_a_model_at_zero_is_waited_for_if_it_starts_in_time(site: Site, up
     site.served.handles = []
     site.served.down = site.served.asleep = True
     site.refusal = None
-    site.deploy(upstream)  # whose start is taken to last a minute
+    site.deploy(upstream)  # its assumed start-up time is a minute
     assert (await site.ask(wait_s=9.0)).body == ANSWER
     assert site.asked_of_fleet == 0
     assert (await site.ask(wait_s=90.0)).body == b"ours"
@@ -354,7 +354,7 @@ async def test_a_provider_needs_a_usable_key(site: Site, upstream: FakeUpstream,
 
 
 def certify(certificate: Path, key: Path) -> None:
-    """A certificate of 127.0.0.1 that only those believe who were given it."""
+    """A self-signed certificate of 127.0.0.1."""
     own = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "upstream")])
     today = datetime.now(UTC)
@@ -379,7 +379,7 @@ async def test_tls_is_used_and_verified(site: Site, tmp_path: Path, monkeypatch:
     secure = FakeUpstream(tls)
     await secure.start()
     site.deploy(secure)
-    with pytest.raises(Refused, match="no room"):  # a certificate that nobody vouches for
+    with pytest.raises(Refused, match="no room"):  # an untrusted certificate
         await site.ask()
     assert site.attempts("unreachable") == 1
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

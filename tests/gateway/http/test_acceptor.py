@@ -1,4 +1,4 @@
-"""Connections are taken one at a time, and what goes wrong with one never closes the port."""
+"""Connections are accepted one at a time, and an error of one never closes the port."""
 
 from __future__ import annotations
 

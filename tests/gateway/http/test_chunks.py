@@ -1,4 +1,4 @@
-"""However an answer's chunks fall into reads, its sink gets the same bytes."""
+"""The sink of an answer gets the same bytes however its chunks are split into reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.http.client import ClientConnection, ConnectionPool, encode_chunk
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
-# What a payload may hold that looks like framing.
+# Payloads that look like framing.
 PIECES = st.lists(
     st.sampled_from([b"a", b"\r\n", b"0\r\n", b"1\r\na\r\n", b"ff", b"\r", b"\n", b"x" * 300]), min_size=1
 )
@@ -64,7 +64,7 @@ def chunk(data: bytes, size: str = "%x") -> bytes:
 
 
 def taken(reads: list[bytes]) -> Taken:
-    """What a sink gets of an answer that comes in these reads."""
+    """What a sink receives of an answer in these reads."""
     connection = ClientConnection(ConnectionPool("http://replica:1", 1.0))
     connection.connection_made(cast("object", Wire()))  # type: ignore[arg-type]
     sink = Taken()

@@ -1,4 +1,4 @@
-"""The client port on raw sockets: what HTTP/1.1 allows, what it does not, and how a worker leaves."""
+"""The client port on raw sockets: valid and invalid HTTP/1.1, timeouts, and the drain of a worker."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers what it was asked, whole."""
+    """Answer with the whole request."""
     message = await receive()
-    said = {
+    echoed = {
         "method": scope["method"],
         "path": scope["path"],
         "query": scope["query_string"].decode(),
@@ -45,11 +45,11 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         "body": message["body"].decode("latin-1"),
     }
     await send({"type": "http.response.start", "status": 200, "headers": [(b"x-a", b"1")]})
-    await send({"type": "http.response.body", "body": json.dumps(said).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(echoed).encode()})
 
 
 class Port:
-    """A server on a port of its own, whose app a test decides."""
+    """A server on its own port; a test sets its app."""
 
     def __init__(self) -> None:
         self.app: App = echo
@@ -139,18 +139,18 @@ def answers(data: bytes) -> list[tuple[int, dict[str, str], bytes]]:
 
 
 @on_uvloop
-async def test_a_request_reaches_the_app_as_it_came(port: Port) -> None:
+async def test_a_request_reaches_the_app_unchanged(port: Port) -> None:
     ((status, headers, body),) = answers(await port.ask(post(b"hello", b"X-Ab: Cd", CLOSE)))
-    said = json.loads(body)
+    got = json.loads(body)
     assert (status, headers["x-a"], headers["connection"]) == (200, "1", "close")
-    assert (said["method"], said["path"], said["query"], said["body"]) == ("POST", "/a", "b=c", "hello")
-    assert ["x-ab", "Cd"] in said["headers"]
+    assert (got["method"], got["path"], got["query"], got["body"]) == ("POST", "/a", "b=c", "hello")
+    assert ["x-ab", "Cd"] in got["headers"]
     assert "date" in headers
 
 
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(0, 600), max_size=12), chunked=st.booleans())
-def test_any_cut_of_the_bytes_is_the_same_requests(cuts: list[int], chunked: bool) -> None:
+def test_requests_are_parsed_alike_however_their_bytes_are_cut(cuts: list[int], chunked: bool) -> None:
     bodies = [b"x" * 90, b"", b"y" * 40]
     data = b""
     for i, body in enumerate(bodies):
@@ -169,29 +169,29 @@ def test_any_cut_of_the_bytes_is_the_same_requests(cuts: list[int], chunked: boo
         for a, b in itertools.pairwise(edges):
             writer.write(data[a:b])
             await asyncio.sleep(0)
-        said = await asyncio.wait_for(reader.read(), 10)
+        received = await asyncio.wait_for(reader.read(), 10)
         await port.close()
-        return said
+        return received
 
-    said = answers(uvloop.run(ask()))
-    assert [json.loads(body)["body"].encode() for _, _, body in said] == bodies
+    received = answers(uvloop.run(ask()))
+    assert [json.loads(body)["body"].encode() for _, _, body in received] == bodies
 
 
 @pytest.mark.parametrize("size", [CAP, 70_000])
 @on_uvloop
-async def test_a_large_body_is_whole(port: Port, size: int) -> None:
+async def test_a_large_body_arrives_whole(port: Port, size: int) -> None:
     body = os.urandom(size)
     both = await port.ask(post(body) + post(b"next", CLOSE))
-    said = [json.loads(body)["body"] for _, _, body in answers(both)]
-    assert said == [body.decode("latin-1"), "next"]
+    received = [json.loads(body)["body"] for _, _, body in answers(both)]
+    assert received == [body.decode("latin-1"), "next"]
 
 
 @on_uvloop
 async def test_pipelined_requests_are_answered_in_order(port: Port) -> None:
     count = 3 * MAX_AHEAD
     data = b"".join(post(b"%d" % i) for i in range(count)) + post(b"last", CLOSE)
-    said = [json.loads(body)["body"] for _, _, body in answers(await port.ask(data))]
-    assert said == [*map(str, range(count)), "last"]
+    received = [json.loads(body)["body"] for _, _, body in answers(await port.ask(data))]
+    assert received == [*map(str, range(count)), "last"]
 
 
 @on_uvloop
@@ -208,8 +208,8 @@ async def test_a_slow_answer_does_not_let_the_next_overtake(port: Port) -> None:
     writer.write(post(b"slow") + post(b"quick", CLOSE))
     await asyncio.sleep(0.01)
     release.set()
-    said = [json.loads(body)["body"] for _, _, body in answers(await reader.read())]
-    assert said == ["slow", "quick"]
+    received = [json.loads(body)["body"] for _, _, body in answers(await reader.read())]
+    assert received == ["slow", "quick"]
 
 
 @pytest.mark.parametrize(
@@ -244,9 +244,9 @@ async def test_a_slow_answer_does_not_let_the_next_overtake(port: Port) -> None:
 @pytest.mark.parametrize("before", [b"", post(b"fine")], ids=["first", "after another"])
 @on_uvloop
 async def test_invalid_requests_are_refused(port: Port, data: bytes, status: int, before: bytes) -> None:
-    said = answers(await port.ask(before + data + post(b"smuggled")))
-    assert [answer[0] for answer in said] == ([200] if before else []) + [status]
-    _, headers, body = said[-1]
+    received = answers(await port.ask(before + data + post(b"smuggled")))
+    assert [answer[0] for answer in received] == ([200] if before else []) + [status]
+    _, headers, body = received[-1]
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert headers["connection"] == "close"
@@ -261,8 +261,8 @@ async def test_invalid_requests_are_refused(port: Port, data: bytes, status: int
 async def test_an_upgrade_offer_is_served_as_http_1_1(port: Port, protocol: bytes, size: int) -> None:
     body = b"x" * size
     offer = post(body, b"connection: upgrade", b"upgrade: " + protocol)
-    said = [json.loads(body)["body"] for _, _, body in answers(await port.ask(offer + post(b"y", CLOSE)))]
-    assert said == [body.decode(), "y"]
+    received = [json.loads(body)["body"] for _, _, body in answers(await port.ask(offer + post(b"y", CLOSE)))]
+    assert received == [body.decode(), "y"]
 
 
 @pytest.mark.parametrize(
@@ -295,14 +295,14 @@ async def test_trailers_are_ignored(port: Port) -> None:
 
 @on_uvloop
 async def test_a_refused_body_is_read_so_that_the_answer_arrives(port: Port) -> None:
-    said = await port.ask(post(b"x" * 3_000_000))
-    assert answers(said)[0][0] == 413
+    received = await port.ask(post(b"x" * 3_000_000))
+    assert answers(received)[0][0] == 413
 
 
 @on_uvloop
 async def test_a_refusal_on_the_messages_route_has_anthropics_envelope(port: Port) -> None:
-    said = await port.ask(b"POST /v1/messages HTTP/1.1\r\ncontent-length: 300001\r\n\r\n")
-    assert json.loads(answers(said)[0][2])["type"] == "error"
+    received = await port.ask(b"POST /v1/messages HTTP/1.1\r\ncontent-length: 300001\r\n\r\n")
+    assert json.loads(answers(received)[0][2])["type"] == "error"
 
 
 @on_uvloop
@@ -318,14 +318,14 @@ async def test_expect_100_continue_is_answered(port: Port) -> None:
 @on_uvloop
 async def test_http_1_0_keep_alive_is_supported(port: Port) -> None:
     stay = post(b"x", b"connection: keep-alive", version=b"1.0")
-    said = answers(await port.ask(stay + post(b"y", version=b"1.0")))
-    assert [headers["connection"] for _, headers, _ in said] == ["keep-alive", "close"]
+    received = answers(await port.ask(stay + post(b"y", version=b"1.0")))
+    assert [headers["connection"] for _, headers, _ in received] == ["keep-alive", "close"]
 
 
 @on_uvloop
 async def test_head_has_no_body(port: Port) -> None:
-    said = await port.ask(b"HEAD / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    head, _, body = said.partition(b"\r\n\r\n")
+    received = await port.ask(b"HEAD / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    head, _, body = received.partition(b"\r\n\r\n")
     assert body == b""
     assert b"content-length: " in head
 
@@ -419,8 +419,8 @@ async def test_a_slow_reader_makes_its_sender_wait_and_is_bounded(port: Port) ->
 @on_uvloop
 async def test_slow_senders_time_out(port: Port, data: bytes, status: int | None) -> None:
     await port.start(times=ServerTimeouts(0.2, 0.2, 0.2, 0.2, 0.2))
-    said = answers(await port.ask(data))
-    assert [answer[0] for answer in said] == ([] if status is None else [status])
+    received = answers(await port.ask(data))
+    assert [answer[0] for answer in received] == ([] if status is None else [status])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Which version a request's name stands for, and for whom there is one."""
+"""Which version a requested name resolves to, and for which tenants."""
 
 from __future__ import annotations
 

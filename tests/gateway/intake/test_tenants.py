@@ -1,4 +1,4 @@
-"""A key decides who asks, with what weight and in which class; a request decides none of it."""
+"""A key decides the tenant, its weight and its priority; a request decides none of them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_without_tenants_every_key_is_the_anonymous_account() -> None:
 
 
 def test_the_default_priority_follows_the_deployment() -> None:
-    nobody = tenants()
-    account = nobody.of({})
+    accounts = tenants()
+    account = accounts.of({})
     for priority in (Priority.CRITICAL, Priority.SHEDDABLE):
-        nobody.read(parse({**GOOD, "gateway": {"priority": priority.value}}))
-        assert nobody.of({}) is account
+        accounts.read(parse({**GOOD, "gateway": {"priority": priority.value}}))
+        assert accounts.of({}) is account
         assert account.priority is priority
-    nobody.read(parse(GOOD))
+    accounts.read(parse(GOOD))
     assert account.priority is Priority.STANDARD
 
 
@@ -118,7 +118,7 @@ def test_a_new_document_revokes_and_admits_at_once_and_keeps_the_counts() -> Non
     assert digest(b"k-3")[:8] not in str(shown) and "k-3" not in str(shown)
 
 
-def test_salts_keep_tenants_apart_and_outlast_a_key() -> None:
+def test_salts_differ_by_tenant_and_outlast_a_key() -> None:
     found = tenants(tenant("acme", b"k-1"), tenant("bits", b"k-2"))
     acme, bits = found.of(bearer(b"k-1")), found.of(bearer(b"k-2"))
     assert acme.salt != bits.salt

@@ -1,4 +1,4 @@
-"""Whatever mix of requests shares a call, each gets exactly what it would have got alone."""
+"""Requests of any mix that share a call get the same answers as alone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_requests_that_differ_only_in_input_form_a_group() -> None:
     assert len({plain, *others}) == 7
 
 
-def test_bytes_of_inputs_go_through_unread() -> None:
+def test_inputs_are_copied_without_decoding() -> None:
     one = share("/v1/embeddings", b'{"model":"base","input":"\\u00e9 \\/ \xc3\xa9"}')
     other = share("/v1/embeddings", b'{"input":["1", "2"],"model":"base"}')
     assert one is not None

@@ -90,13 +90,13 @@ def test_a_payload_may_take_several_lines() -> None:
 def test_usage_is_read_however_it_is_cut_and_stripped_if_we_asked(cuts: list[int]) -> None:
     counts = {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
     last = json.dumps({"id": "c", "choices": [], "usage": counts}).encode()
-    said = event("a") + event(finish="stop")
-    data = said + b"data: " + last + b"\n\n" + DONE
+    events = event("a") + event(finish="stop")
+    data = events + b"data: " + last + b"\n\n" + DONE
     for strip in (False, True):
         tail = ChatValidator(1, strip_usage=strip)
         edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
         out = b"".join(tail.feed(data[a:b]) for a, b in itertools.pairwise(edges))
-        assert out == (said + DONE if strip else data)
+        assert out == (events + DONE if strip else data)
         assert tail.usage == Usage(9, 4, 3)
         assert tail.end(clean=True) is None
 
@@ -127,7 +127,7 @@ def test_each_api_has_its_usage_format() -> None:
 
 
 @pytest.mark.parametrize("space", [b"", b" "])
-def test_an_error_is_said_once_in_our_envelope(space: bytes) -> None:
+def test_an_error_is_sent_once_in_our_envelope(space: bytes) -> None:
     tail = ChatValidator(1)
     out = tail.feed(b"data:" + space + b'{"error":{"message":"boom","code":500}}\n\n' + DONE)
     assert out.count(b"boom") == 1

@@ -35,39 +35,39 @@ VALUES = st.recursive(
 
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[bytes, dict[str, Any]]:
-    """A body with its names in any order and any whitespace, and what it says."""
-    said = draw(st.dictionaries(NAMES, VALUES, max_size=5))
-    said["model"] = draw(TEXTS)
+    """A body with its names in any order and any whitespace, and its content."""
+    content = draw(st.dictionaries(NAMES, VALUES, max_size=5))
+    content["model"] = draw(TEXTS)
     if draw(st.booleans()):
-        said["stream_options"] = draw(
+        content["stream_options"] = draw(
             st.none() | st.fixed_dictionaries({}, optional={"include_usage": st.booleans(), "x": VALUES})
         )
     else:
-        said.pop("stream_options", None)
-    said.pop("chat_template_kwargs", None)
-    names = draw(st.permutations(list(said)))
-    said = {name: said[name] for name in names}
+        content.pop("stream_options", None)
+    content.pop("chat_template_kwargs", None)
+    names = draw(st.permutations(list(content)))
+    content = {name: content[name] for name in names}
     space = draw(st.sampled_from(["", " ", "\n\t "]))
     text = json.dumps(
-        said, indent=draw(st.sampled_from([None, 1])), ensure_ascii=draw(st.booleans()),
+        content, indent=draw(st.sampled_from([None, 1])), ensure_ascii=draw(st.booleans()),
         separators=(space + "," + space, space + ":" + space),
     )  # fmt: skip
-    return (space + text + space).encode(), said
+    return (space + text + space).encode(), content
 
 
 @given(bodies())
 def test_only_edited_members_change_in_a_body(
     given_body: tuple[bytes, dict[str, Any]],
 ) -> None:
-    raw, said = given_body
+    raw, content = given_body
     body = read(raw)
     edits = [set_model(raw, 'o"ther'), set_member(raw, "cache_salt", body.cache_salt, b'"salt"')]
     forced = force_usage(raw, body.stream_options)
     if forced is not None:
         edits.append(forced)
     edited = b"".join(splice(raw, edits))
-    expected = {**said, "model": 'o"ther', "cache_salt": "salt"}
-    options = said.get("stream_options") or {}
+    expected = {**content, "model": 'o"ther', "cache_salt": "salt"}
+    options = content.get("stream_options") or {}
     assert (forced is None) == bool(options.get("include_usage"))
     if forced is not None:
         expected["stream_options"] = {**options, "include_usage": True}
@@ -77,8 +77,8 @@ def test_only_edited_members_change_in_a_body(
 
 @given(bodies())
 def test_an_edit_changes_no_other_byte(given_body: tuple[bytes, dict[str, Any]]) -> None:
-    raw, said = given_body
-    begin, end = locate(raw, read(raw).stream_options) if "stream_options" in said else (0, 0)
+    raw, content = given_body
+    begin, end = locate(raw, read(raw).stream_options) if "stream_options" in content else (0, 0)
     edited = b"".join(splice(raw, [Edit(begin, end, b"!")]))
     assert edited == raw[:begin] + b"!" + raw[end:]
 
@@ -124,7 +124,7 @@ def out(raw: bytes, salt: bytes = SALT, path: str = "/v1/chat/completions") -> U
     return upstream_body(ROUTES[path], read(raw), raw, salt)
 
 
-def said(sent: UpstreamBody) -> bytes:
+def joined(sent: UpstreamBody) -> bytes:
     whole = sent.parts if isinstance(sent.parts, bytes) else b"".join(sent.parts)
     assert len(whole) == sent.size
     return whole
@@ -150,12 +150,12 @@ def test_a_body_without_edits_is_not_copied() -> None:
     ],
 )
 def test_the_tenants_salt_replaces_the_clients(raw: bytes, expected: bytes) -> None:
-    assert said(out(raw)) == expected
+    assert joined(out(raw)) == expected
 
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_generating_and_pooling_routes_are_salted(path: str) -> None:
-    salt = json.loads(said(out(b'{"model":"m"}', path=path))).get("cache_salt")
+    salt = json.loads(joined(out(b'{"model":"m"}', path=path))).get("cache_salt")
     assert salt == (None if path.endswith("tokenize") else "5a17")
 
 
@@ -174,7 +174,7 @@ def test_usage_is_requested_of_every_stream(options: Any, counts: bool) -> None:
     if options is not ...:
         body["stream_options"] = options
     sent = out(json.dumps(body).encode())
-    asked = json.loads(said(sent))
+    asked = json.loads(joined(sent))
     assert asked == {**body, "cache_salt": "5a17", "stream_options": {"include_usage": True}}
     assert sent.counts is counts
 

@@ -1,4 +1,4 @@
-"""What the client port accepts and how it says no."""
+"""What the client port accepts and how it refuses."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_the_metrics_move_and_keep_to_known_names(shared: Stack) -> None:
     await shared.chat(stream=True)
     await shared.chat(model="made-up-name")
     counted = [await shared.metric("tidegate_tokens_total", model="alpha", kind=k) for k in TOKENS]
-    # The stream's upstream tells no usage, so its three events are counted.
+    # The replica reports no usage, so its three events are counted.
     assert [after - was for after, was in zip(counted, tokens, strict=True)] == [1, 0, 1 + 3]
     assert await shared.metric("tidegate_requests_total", **labels) == before + 2
     assert await shared.metric("tidegate_ttft_seconds_count", model="alpha") == ttft + 1

@@ -1,4 +1,4 @@
-"""What is read of a prompt: the same beginnings give the same hashes, and lengths come out in tokens."""
+"""Features of a prompt: equal beginnings give equal hashes, and lengths are in tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def common(one: PromptHash, other: PromptHash) -> int:
     return depth
 
 
-def test_a_shared_system_prompt_is_found_but_for_a_block() -> None:
+def test_a_shared_system_prompt_is_found_to_within_a_block() -> None:
     system = "You are terse. " * 280
     shared = common(chat(system, "one " * 300), chat(system, "two " * 300))
     assert (len(system) - BLOCK_BYTES) / 4 <= shared <= (len(system) + 64) / 4
@@ -61,7 +61,7 @@ def test_short_prompts_have_no_prefix() -> None:
 
 
 @pytest.mark.parametrize("other", [seed_of("n", "", ""), seed_of("m", "a", ""), seed_of("m", "", "t")])
-def test_models_adapters_and_tenants_share_nothing(other: int) -> None:
+def test_models_adapters_and_tenants_share_no_prefix(other: int) -> None:
     text = "x" * 4000
     here = fingerprint("/v1/completions", prompt=text)
     there = fingerprint("/v1/completions", seed=other, prompt=text)
@@ -86,7 +86,7 @@ def test_tools_and_system_come_before_the_messages() -> None:
     assert common(first, second) >= 600
 
 
-def test_a_conversation_that_goes_on_keeps_its_prefix() -> None:
+def test_a_continued_conversation_keeps_its_prefix() -> None:
     turns = [
         {"role": "user", "content": "question " * 200},
         {"role": "assistant", "content": "answer " * 200},
@@ -110,13 +110,13 @@ def test_pooling_prompts_have_a_length_and_no_prefix() -> None:
     assert pooled.prefix == () and pooled.prompt_tokens == pytest.approx(1000, rel=0.02)
 
 
-def test_the_answer_is_what_the_client_allows_at_most() -> None:
+def test_the_assumed_answer_length_is_the_maximum_of_the_request() -> None:
     assert chat("", "x", max_tokens=5).output_tokens == 5
     assert chat("", "x", max_completion_tokens=7, n=3).output_tokens == 21
     assert chat("", "x").output_tokens == 128
 
 
-def test_lengths_are_learned_from_what_engines_count() -> None:
+def test_predicted_lengths_follow_the_counts_of_engines() -> None:
     density = BytesPerToken()
     text = memoryview(b"x" * 3000)
     for _ in range(300):
@@ -131,7 +131,7 @@ def test_lengths_are_learned_from_what_engines_count() -> None:
     st.lists(st.integers(0, 9000), max_size=3),
     st.integers(1, 2**64 - 1),
 )
-def test_where_a_prompt_is_cut_into_parts_changes_nothing(text: bytes, cuts: list[int], seed: int) -> None:
+def test_hashes_do_not_depend_on_the_parts_of_a_prompt(text: bytes, cuts: list[int], seed: int) -> None:
     ends = sorted(min(cut, len(text)) for cut in cuts)
     view = memoryview(text)
     parts = [view[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]

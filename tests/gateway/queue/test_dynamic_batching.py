@@ -1,4 +1,4 @@
-"""Shared calls in one process: who shares, who is told what, and who may leave."""
+"""Shared calls in one process: which requests share, their answers, and disconnects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SERVED = ServedModel("vectors")
 
 
 class Site:
-    """A coalescer before an engine that the test plays: ``sent`` are the bodies that reached it."""
+    """A coalescer in front of a fake engine: ``sent`` are the inputs that reached it."""
 
     def __init__(self, **bounds: Any) -> None:
         self.metrics = Metrics()
@@ -60,8 +60,8 @@ class Site:
         answer = await self.refuse(inputs)
         if answer is None:
             data = [{"index": i, "embedding": text} for i, text in enumerate(inputs)]
-            said = {"id": f"embd-{call.upstream_id.decode()}", "data": data, "usage": {"prompt_tokens": 8}}
-            answer = json.dumps(said).encode()
+            body = {"id": f"embd-{call.upstream_id.decode()}", "data": data, "usage": {"prompt_tokens": 8}}
+            answer = json.dumps(body).encode()
         call.replica = b"r1"
         call.outcome = "ok"
         call.usage = Usage(prompt=8)
@@ -91,13 +91,13 @@ class Site:
 
         await self.coalescer.serve(share, call, SERVED, request, bounds=self.bounds, alone=alone)
         head, answer = sent
-        said: dict[str, Any] = json.loads(answer["body"])
-        said["own"] = said["id"] == f"embd-{call.upstream_id.decode()}"
-        said["texts"] = [item["embedding"] for item in said["data"]]
-        said["indices"] = [item["index"] for item in said["data"]]
-        said["headers"] = dict(head["headers"])
-        said["outcome"] = call.outcome
-        return said
+        received: dict[str, Any] = json.loads(answer["body"])
+        received["own"] = received["id"] == f"embd-{call.upstream_id.decode()}"
+        received["texts"] = [item["embedding"] for item in received["data"]]
+        received["indices"] = [item["index"] for item in received["data"]]
+        received["headers"] = dict(head["headers"])
+        received["outcome"] = call.outcome
+        return received
 
 
 async def turn() -> None:
@@ -106,7 +106,7 @@ async def turn() -> None:
 
 
 async def held(*texts: str, **bounds: Any) -> tuple[Site, list[asyncio.Task[dict[str, Any]]]]:
-    """Requests that have come, the first of which is upstream while the others wait for company."""
+    """Requests of which the first is sent and the others wait in the window."""
     site = Site(**{"window_s": 1.0, **bounds})
     site.hold.clear()
     asked = [site.ask(text) for text in texts]
@@ -114,8 +114,8 @@ async def held(*texts: str, **bounds: Any) -> tuple[Site, list[asyncio.Task[dict
     return site, asked
 
 
-async def leave_nothing(site: Site, last: asyncio.Task[dict[str, Any]]) -> None:
-    """The last one leaves, and the coalescer has forgotten all."""
+async def check_nothing_is_left(site: Site, last: asyncio.Task[dict[str, Any]]) -> None:
+    """The last client disconnects, and the coalescer keeps no state."""
     last.cancel()
     await turn()
     assert not site.coalescer._windows._groups
@@ -125,8 +125,8 @@ async def leave_nothing(site: Site, last: asyncio.Task[dict[str, Any]]) -> None:
 async def test_a_lone_request_is_sent_unchanged() -> None:
     site = Site(window_s=1.0)
     for text in ("a", "b"):
-        said = await site.ask(text)
-        assert (said["texts"], said["own"], said["outcome"]) == ([text], True, "ok")
+        received = await site.ask(text)
+        assert (received["texts"], received["own"], received["outcome"]) == ([text], True, "ok")
     assert site.sent == [["a"], ["b"]]
 
 
@@ -138,15 +138,15 @@ async def test_concurrent_requests_share_a_call_and_get_their_own_answers() -> N
     site.hold.set()
     answers = await asyncio.gather(*asked)
     assert site.sent == [["a"], ["b", "c", "d"]]
-    assert [said["texts"] for said in answers] == [["a"], ["b", "c"], ["d"]]
-    assert [said["indices"] for said in answers] == [[0], [0, 1], [0]]
-    assert all(said["own"] for said in answers)
+    assert [received["texts"] for received in answers] == [["a"], ["b", "c"], ["d"]]
+    assert [received["indices"] for received in answers] == [[0], [0, 1], [0]]
+    assert all(received["own"] for received in answers)
     assert answers[1]["usage"]["prompt_tokens"] + answers[2]["usage"]["prompt_tokens"] == 8
-    assert all(said["headers"][b"content-type"] == b"application/json" for said in answers)
+    assert all(received["headers"][b"content-type"] == b"application/json" for received in answers)
     assert answers[1]["headers"][b"x-tidegate-replica"] == b"r1"
     meter = site.metrics.model("vectors")
     assert (meter.coalesced_calls, meter.coalesced_requests) == (1, 2)
-    assert meter.totals.input_tokens == 8  # of the two, who have no usage of their own to count
+    assert meter.totals.input_tokens == 8  # of the two, without a usage of their own
 
 
 async def test_a_window_ends_during_the_previous_call() -> None:
@@ -180,12 +180,12 @@ async def test_only_the_failing_member_gets_an_error() -> None:
 async def test_members_are_sent_one_by_one_if_the_answer_cannot_be_split(answer: bytes) -> None:
     site, asked = await held("a", "b", "c")
 
-    async def nonsense(inputs: list[str]) -> bytes | None:
+    async def undecodable(inputs: list[str]) -> bytes | None:
         return answer if len(inputs) > 1 else None
 
-    site.refuse = nonsense
+    site.refuse = undecodable
     site.hold.set()
-    assert [said["texts"] for said in await asyncio.gather(*asked)] == [["a"], ["b"], ["c"]]
+    assert [received["texts"] for received in await asyncio.gather(*asked)] == [["a"], ["b"], ["c"]]
     assert site.metrics.model("vectors").coalesced_calls == 0
 
 
@@ -208,7 +208,7 @@ async def test_a_shared_call_is_cancelled_when_all_clients_disconnected() -> Non
     asked[3].cancel()
     await turn()
     assert site.aborted == [["b", "c", "d"]]
-    await leave_nothing(site, asked[0])
+    await check_nothing_is_left(site, asked[0])
 
 
 @pytest.mark.parametrize("texts", ["abc", "ab"])
@@ -220,17 +220,17 @@ async def test_all_clients_may_disconnect_before_the_shared_call_begins(texts: s
         site.coalescer._depart(due)
     await turn()
     assert site.sent == [["a"]]
-    await leave_nothing(site, asked[0])
+    await check_nothing_is_left(site, asked[0])
 
 
 async def test_a_disconnect_ends_a_call_that_is_not_shared() -> None:
     site, (first, second) = await held("a", "b")
     first.cancel()
     await turn()
-    # Nothing is under way any more, so the second waits for nobody.
+    # Nothing is under way any more, so the second does not wait.
     assert site.aborted == [["a"]]
     assert site.sent == [["a"], ["b"]]
-    await leave_nothing(site, second)
+    await check_nothing_is_left(site, second)
 
 
 async def test_the_shared_call_is_the_sum_of_its_members() -> None:

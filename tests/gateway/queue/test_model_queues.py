@@ -33,7 +33,7 @@ MAX_BYTES = 10_000
 
 
 class Queues:
-    """Models with one replica each that takes ``bound`` requests, and the requests that came."""
+    """Models with one replica each that takes ``bound`` requests, and their requests."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ async def test_a_returned_request_keeps_its_place_in_a_full_queue() -> None:
     with pytest.raises(Refused, match="already wait"):
         await queues.arrive(queues.alpha).wait()
     handle.full = False
-    await asyncio.sleep(0.005)  # its word is heard at most every few milliseconds
+    await asyncio.sleep(0.005)  # it is read at most every few milliseconds
     queues.admission.replica_changed("alpha")
     assert await again is handle
     assert not later.done()
@@ -163,26 +163,26 @@ async def test_a_body_over_the_limit_may_wait_in_an_empty_queue() -> None:
 
 async def test_slots_freed_together_are_granted_in_fair_order() -> None:
     queues = Queues(bound=2)
-    holders = [await queues.fill(queues.alpha, tenant="loud", prompt_tokens=10) for _ in range(2)]
-    loud = [await queues.ask(queues.arrive(queues.alpha, tenant="loud", prompt_tokens=10)) for _ in range(4)]
+    holders = [await queues.fill(queues.alpha, tenant="busy", prompt_tokens=10) for _ in range(2)]
+    busy = [await queues.ask(queues.arrive(queues.alpha, tenant="busy", prompt_tokens=10)) for _ in range(4)]
     quiet = await queues.ask(queues.arrive(queues.alpha, tenant="quiet", prompt_tokens=10))
     for holder in holders:
         end(holder)
     await settled()
     assert quiet.done()
-    assert [one.done() for one in loud] == [True, False, False, False]
-    await leave(*loud[1:])
+    assert [one.done() for one in busy] == [True, False, False, False]
+    await leave(*busy[1:])
 
 
 async def test_a_disconnect_at_admission_frees_the_slot() -> None:
     queues = Queues()
     handle = queues.alpha.handles[0]
     first = await queues.fill(queues.alpha)
-    leaves = await queues.ask(queues.arrive(queues.alpha))
+    cancelled = await queues.ask(queues.arrive(queues.alpha))
     next_one = await queues.ask(queues.arrive(queues.alpha))
     end(first)
-    await asyncio.sleep(0)  # granted, but not told yet
-    await leave(leaves)
+    await asyncio.sleep(0)  # granted, but not resumed yet
+    await leave(cancelled)
     assert await next_one is handle
     assert handle.mine == 1
 
@@ -335,9 +335,9 @@ async def test_a_yielded_slot_is_taken_if_no_worker_uses_it(
 
 
 def test_deadlines_below_the_timers_resolution_are_met() -> None:
-    """uvloop counts in whole milliseconds: a shorter timer is none to it."""
+    """uvloop counts in whole milliseconds: a shorter timer is zero."""
 
-    async def scene() -> list[Any]:
+    async def main() -> list[Any]:
         queues = Queues()
         await queues.fill(queues.alpha)
 
@@ -348,5 +348,5 @@ def test_deadlines_below_the_timers_resolution_are_met() -> None:
         return await asyncio.gather(ask(), ask(), return_exceptions=True)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        refused = runner.run(scene())
+        refused = runner.run(main())
     assert [each.reason for each in refused] == [Refusal.DEADLINE] * 2

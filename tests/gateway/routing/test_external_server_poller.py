@@ -1,4 +1,4 @@
-"""Servers that Tidegate does not deploy are asked how they are, unless their answers say so."""
+"""External servers are probed, unless their answers show their health."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LISTING = httpx.Response(200, json={"data": [{"id": "alpha", "max_model_len": 64
 
 
 class View:
-    """A fleet with one server, whose answers have grown by ``growth`` at each look."""
+    """A fleet with one server, with ``growth`` more answers at each check."""
 
     def __init__(self, growth: int) -> None:
         self.growth = growth
@@ -48,7 +48,7 @@ class View:
 async def probe(
     view: View, answers: Sequence[httpx.Response | Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Look ``TURNS`` times at a server that answers so, the last one for ever."""
+    """Check a server ``TURNS`` times; it gives these answers, and repeats the last."""
 
     async def get(client: httpx.AsyncClient, url: str) -> httpx.Response:
         assert url == URL + "/v1/models"
@@ -70,7 +70,7 @@ async def probe(
 @pytest.mark.parametrize(
     ("growth", "list_every_s", "asked"),
     [(0, 60.0, TURNS), (1, 60.0, 1), (1, 0.0, TURNS)],
-    ids=["it answers nobody", "it answers requests", "what is new there is due"],
+    ids=["it answers no request", "it answers requests", "what is new there is due"],
 )
 async def test_a_server_is_probed_unless_its_answers_show_that_it_is_up(
     monkeypatch: pytest.MonkeyPatch, growth: int, list_every_s: float, asked: int

@@ -1,4 +1,4 @@
-"""What a worker believes of replicas: the controller's word, the replica's own, and what it counts itself."""
+"""A worker's view of replicas: from the controller, from their load streams, and from its own counts."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class View(FleetView):
         super().__init__("", Metrics())
         self.take(fleet(1.0, "one", "two"), "controller", 10.0)
 
-    def say(self, line: bytes) -> None:
-        """What both replicas' own streams tell."""
+    def report(self, line: bytes) -> None:
+        """A line in the load streams of both replicas."""
         for handle in self.models[0].handles:
             handle.count(line, 0.0)
 
@@ -69,7 +69,7 @@ async def view() -> AsyncIterator[View]:
 
 
 async def test_a_restarted_controller_keeps_replicas_that_are_still_ready(view: View) -> None:
-    view.say(READY)
+    view.report(READY)
     kept = list(view.models[0].handles)
     view.take(fleet(2.0), "controller", RESTARTED_AT)
     assert view.models[0].handles == kept
@@ -79,14 +79,14 @@ async def test_a_restarted_controller_keeps_replicas_that_are_still_ready(view: 
 
 
 async def test_a_restarted_controller_is_followed_after_the_settle_time(view: View) -> None:
-    view.say(READY)
+    view.report(READY)
     view.take(fleet(2.0), "controller", RESTARTED_AT)
     view.take(fleet(2.0, "two", version=2), "controller", RESTARTED_AT + SETTLE_S)
     assert view.ids == ["two"]
 
 
 async def test_a_snapshot_of_the_same_controller_applies_at_once(view: View) -> None:
-    view.say(READY)
+    view.report(READY)
     view.take(fleet(1.0, "two", version=2), "controller", RESTARTED_AT)
     assert view.ids == ["two"]
 
@@ -94,13 +94,13 @@ async def test_a_snapshot_of_the_same_controller_applies_at_once(view: View) -> 
 @pytest.mark.parametrize("line", [None, DRAINING], ids=["silent", "draining"])
 async def test_a_replica_that_is_not_ready_itself_is_dropped(view: View, line: bytes | None) -> None:
     if line is not None:
-        view.say(line)
+        view.report(line)
     view.take(fleet(2.0), "controller", RESTARTED_AT)
     assert view.ids == []
 
 
-async def test_a_model_that_is_gone_takes_its_replicas_with_it(view: View) -> None:
-    view.say(READY)
+async def test_a_removed_model_removes_its_replicas(view: View) -> None:
+    view.report(READY)
     view.take(Fleet(epoch=2.0, version=1, at=0.0), "controller", RESTARTED_AT)
     assert view.models == []
 
@@ -128,8 +128,8 @@ def test_own_requests_are_counted_whatever_the_replica_reports() -> None:
     one = handle()
     one.begin(100)
     one.begin(50)
-    for said in (0, 1, -3, 10**9):
-        one.count(line(in_flight=said, pending_tokens=-7, kv_used=said), 1.0)
+    for value in (0, 1, -3, 10**9):
+        one.count(line(in_flight=value, pending_tokens=-7, kv_used=value), 1.0)
         assert (one.in_flight, one.look().pending_tokens) == (2, 150)
         assert 0.0 <= one.view.kv_used <= 1.0
     one.count(line(in_flight=5, pending_tokens=400), 2.0)
@@ -201,16 +201,14 @@ def test_a_half_open_breaker_admits_one_probe() -> None:
     ids=["all are there", "one is missing", "one starts", "scaled to zero"],
 )
 async def test_unavailable_models(states: list[ReplicaPhase], target: int, is_unavailable: bool) -> None:
-    said = in_states(states, msgspec.structs.replace(MODEL, target=target))
+    snapshot = in_states(states, msgspec.structs.replace(MODEL, target=target))
     view = FleetView("", Metrics())
-    view.take(said, "controller", 10.0)
+    view.take(snapshot, "controller", 10.0)
     served = view.models[0]
     assert not served.is_unavailable(10.0 + RESTART_S)  # its host may be starting it again
-    view.take(said, "controller", 10.1 + RESTART_S)
+    view.take(snapshot, "controller", 10.1 + RESTART_S)
     assert served.is_unavailable(10.1 + RESTART_S) == is_unavailable
-    assert not served.is_unavailable(
-        11.0 + RESTART_S + SNAPSHOT_STALE_S
-    )  # the controller is away: nobody knows
+    assert not served.is_unavailable(11.0 + RESTART_S + SNAPSHOT_STALE_S)  # the controller is away: unknown
     for handle in served.handles:
         handle.count(READY, 20.0)
     assert not served.is_unavailable(10.1 + RESTART_S)
@@ -228,7 +226,7 @@ STARTING = ReplicaPhase.STARTING
         ([ReplicaPhase.DRAINING, STARTING], True, False),
         ([ReplicaPhase.READY, STARTING], False, False),
     ],
-    ids=["none", "the last one leaves", "one starts", "one serves"],
+    ids=["none", "the last one drains", "one starts", "one serves"],
 )
 async def test_sleeping_models(states: list[ReplicaPhase], *, down: bool, asleep: bool) -> None:
     view = FleetView("", Metrics())

@@ -1,4 +1,4 @@
-"""Where requests for an adapter may go, by what replicas say and by what requests found."""
+"""Where requests for an adapter may go, by reports of replicas and by results of requests."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ async def test_the_kept_decisions_are_bounded() -> None:
     here, model = routes(), served()
     for _ in range(KEPT + 20):
         send(here, model, Request("m", prompt_tokens=10))
-        choose(here, model, Request("m"))  # a quote that nobody takes up
+        choose(here, model, Request("m"))  # a quote that is not used
     assert len(here.describe(10 * KEPT)) == KEPT
 
 

@@ -1,4 +1,4 @@
-"""Workers of one host add up to one: counts, news and service, through deaths, restarts and full tables."""
+"""Counts, prefixes and service shared by the workers of a host, through deaths, restarts, full tables."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OPS = st.lists(
 
 @settings(
     max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)  # every example takes the rows anew
+)  # every example takes new rows
 @given(OPS)
 def test_each_worker_sums_the_others_counts(tmp_path: Path, operations: list[tuple[int, int, int]]) -> None:
     rows = [SharedRows(tmp_path / "rows", i) for i in range(3)]
@@ -99,7 +99,7 @@ def test_a_heartbeat_from_before_boot_is_ignored(worker: Worker, clock: Clock) -
     assert me.others(REPLICA) == (0, 0, 0)
 
 
-def test_a_worker_that_starts_anew_has_nothing_in_flight(worker: Worker) -> None:
+def test_a_restarted_worker_has_nothing_in_flight(worker: Worker) -> None:
     me, killed = worker(0), worker(1)
     killed.begin(REPLICA, 10)
     killed.served(1, 99)
@@ -107,7 +107,7 @@ def test_a_worker_that_starts_anew_has_nothing_in_flight(worker: Worker) -> None
     me.beat()
     assert me.others(REPLICA) == (1, 10, 1)
     assert me.published_by_others() == [(1, REPLICA, [11])]
-    # As after kill -9: the row is not given back, and somebody takes it anew.
+    # As after kill -9: the row is not released, and another worker takes it.
     successor = worker(1)
     me.beat()
     assert me.others(REPLICA) == (0, 0, 0)
@@ -152,7 +152,7 @@ def test_a_full_table_skips_new_keys_and_never_counts_below_zero(worker: Worker)
     assert all(count >= 0 for key in CROWD for count in me.others(key))
 
 
-def test_a_replica_that_is_gone_gives_its_slot_to_a_new_one(worker: Worker) -> None:
+def test_the_slot_of_a_removed_replica_is_reused(worker: Worker) -> None:
     me, other = worker(0), worker(1)
     for key in CROWD[:16]:
         other.begin(key, 1)
@@ -195,7 +195,7 @@ def test_a_torn_entry_is_skipped(worker: Worker) -> None:
 
 
 def still() -> float:
-    """A clock by which nobody falls silent, however long a busy machine lets him wait."""
+    """A clock by which no heartbeat expires, even on a busy machine."""
     return 100.0
 
 
@@ -222,7 +222,7 @@ def test_concurrent_writers_are_read_consistently(tmp_path: Path) -> None:
     workers = [context.Process(target=hammer, args=(str(path), i, rounds)) for i in (1, 2, 3)]
     for process in workers:
         process.start()
-    heard = 0
+    received = 0
     last: dict[int, int] = {}
     while any(process.is_alive() for process in workers):
         me.beat()
@@ -236,16 +236,16 @@ def test_concurrent_writers_are_read_consistently(tmp_path: Path) -> None:
                 number = prefix >> 8 & 0xFFFFFF
                 assert number > last.get(replica, -1)
                 last[replica] = number
-                heard += 1
+                received += 1
     for process in workers:
         process.join()
         assert process.exitcode == 0
     me.beat()
-    heard += sum(len(hashes) for _, _, hashes in me.published_by_others())
+    received += sum(len(hashes) for _, _, hashes in me.published_by_others())
     totals = [me.others(key) for key in range(1, 9)]
     assert totals == [(0, 0, 3 * rounds // 8)] * 8
     assert [me.served_by_others(key) for key in range(1, 9)] == [9 * rounds // 8] * 8
-    assert heard > RING_ENTRIES
+    assert received > RING_ENTRIES
     me.close()
 
 

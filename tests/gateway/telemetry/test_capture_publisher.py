@@ -1,4 +1,4 @@
-"""A capture tells lengths, times, adapters and shared beginnings of what was served, and never a text."""
+"""A capture has lengths, times, adapters and shared prefixes of served requests, and never text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def received(lines: AsyncIterator[bytes], count: int) -> list[dict[str, An
 
 
 class Site:
-    """Some workers of a host, and one who listens."""
+    """Some workers of a host, and a subscriber."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -70,7 +70,7 @@ class Site:
         self.lines = self.listeners.lines()
 
     async def listen(self) -> None:
-        """From now on every worker is heard."""
+        """Wait until every worker has found the subscriber."""
         (header,) = await received(self.lines, 1)
         assert header == {"tidegate": "capture", "version": 1, "block_tokens": 512}
         self.look()
@@ -110,7 +110,7 @@ async def test_a_subscriber_receives_rows_of_all_workers(site: Site) -> None:
     assert first == {
         "input_tokens": 1200, "output_tokens": 7, "model": "alpha", "adapter": "sql", "tenant": "web",
     }  # fmt: skip
-    # Its client left: the engine had said no lengths yet.
+    # Its client disconnected before the engine reported lengths.
     assert second == {"input_tokens": 90, "output_tokens": 3, "model": "alpha"}
 
 
@@ -183,7 +183,7 @@ async def test_a_subscribers_buffer_is_bounded(site: Site, monkeypatch: pytest.M
 
 
 def row(text: str, **more: Any) -> Row:
-    """As a worker tells of a prompt, whose tokens have four bytes each."""
+    """The record of a prompt by a worker, with four bytes per token."""
     raw = json.dumps({"model": "alpha", "prompt": text}).encode()
     grid = grid_of(7, bodies.read(raw), COMPLETE, raw, most=1000)
     fields = {"model": "alpha", "adapter": "", "tenant": "", "session": 0} | more
@@ -259,7 +259,7 @@ async def test_a_capture_has_the_requests_of_all_workers_without_their_text(stac
     captured = [json.loads(line) for line in text]
     assert {line["input_tokens"] for line in captured} == {3000}
     assert len({tuple(line["blocks"][:4]) for line in captured}) == 1
-    # Where the path of the state directory is too long for sockets, theirs is another.
+    # If the path of the state directory is too long for sockets, they are in another.
     captures = StateDir(stack.root).captures
     await until(lambda: not list(captures.iterdir()), "the subscriber has left")
 

@@ -84,7 +84,7 @@ def test_requests_tokens_and_first_bytes_are_counted_by_name() -> None:
         assert buckets['{adapter="sql",le="0.5",model="alpha"}'] == 1.0
 
 
-def test_beyond_the_bound_all_others_of_a_model_share_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_of_a_model_beyond_the_bound_share_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_metrics, "MOST", 3)
     metrics = Metrics()
     metrics.adapters.follow({(model, f"adapter-{i}") for model in ("alpha", "beta") for i in range(50)})
@@ -107,10 +107,10 @@ def test_a_name_that_the_catalog_drops_frees_its_place(monkeypatch: pytest.Monke
     metrics = Metrics()
     metrics.adapters.follow(alphas("a", "b", "c"))
     sent(metrics, "a", "b", "c")
-    metrics.adapters.follow(alphas("b", "c"))  # what was counted of a until then is not lost
+    metrics.adapters.follow(alphas("b", "c"))  # earlier counts of a are not lost
     sent(metrics, "b", "c", "a")  # a request for a ends late
     assert counted(metrics) == {"a": 1.0, "b": 2.0, "c": 1.0, "_other": 2.0}
-    metrics.adapters.follow(alphas("a", "c"))  # a comes back, where b is gone
+    metrics.adapters.follow(alphas("a", "c"))  # a returns, and b is dropped
     sent(metrics, "a", "b", "c")
     assert counted(metrics) == {"a": 2.0, "b": 2.0, "c": 2.0, "_other": 3.0}
 
@@ -126,7 +126,7 @@ def test_a_worker_publishes_a_bounded_number_of_adapter_names(
         sent(metrics, f"a-{i}")
     assert counted(metrics) == {**{f"a-{i}": 1.0 for i in range(5)}, "_other": 45.0}
     metrics.adapters.follow(alphas("a-3", "new"))
-    sent(metrics, "a-3", "new")  # one that there was is none more
+    sent(metrics, "a-3", "new")  # a dropped name has no label any more
     assert counted(metrics) == {**{f"a-{i}": 1.0 for i in range(5)}, "a-3": 2.0, "_other": 46.0}
 
 
@@ -153,7 +153,7 @@ def test_adapter_metrics_follow_the_catalog() -> None:
     assert counted(metrics) == {"a": 1.0, "b": 1.0, "_other": 2.0}
 
 
-def test_no_adapter_can_have_the_label_of_the_others() -> None:
+def test_no_adapter_can_have_the_shared_label() -> None:
     assert NAME.fullmatch(adapter_metrics.OTHER) is None
 
 

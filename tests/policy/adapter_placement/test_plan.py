@@ -1,4 +1,4 @@
-"""Adapter placement: laws that every plan keeps, and the timelines of a few."""
+"""Adapter placement: invariants of every plan, and the timelines of a few."""
 
 from __future__ import annotations
 

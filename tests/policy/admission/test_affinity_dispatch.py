@@ -1,4 +1,4 @@
-"""Batched dispatch: companions go together, the first request always goes, passing is bounded."""
+"""Batched dispatch: requests for an adapter go together, the first always goes, passing is bounded."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def adapters_of(picks: list[Pick]) -> list[str]:
         ("abc", 2, "c", "abc", ["a", "c"]),
         ("xaa", 2, "", "a", ["a", "a"]),
     ],
-    ids=["same adapter first", "then an adapter in use", "one without a replica delays nobody"],
+    ids=["same adapter first", "then an adapter in use", "one without a replica delays no other"],
 )
-def test_companions_follow(waiting: str, bound: int, in_use: str, held: str, dispatched: list[str]) -> None:
+def test_adapters_grouped(waiting: str, bound: int, in_use: str, held: str, dispatched: list[str]) -> None:
     requests = [Request("m", adapter=name) for name in waiting]
     site = Site({"r": bound}, holds={"r": set(held)}, running={"r": list(in_use)})
     assert adapters_of(site.serve(queue_of(*requests))) == dispatched
@@ -126,7 +126,7 @@ def test_the_router_is_rarely_called_when_all_replicas_are_full() -> None:
     st.lists(st.integers(0, 6), min_size=1, max_size=3),
     st.lists(st.sets(st.sampled_from("abc")), min_size=3, max_size=3),
 )
-def test_laws(entries: list[tuple[str, int, int]], bounds: list[int], holds: list[set[str]]) -> None:
+def test_invariants(entries: list[tuple[str, int, int]], bounds: list[int], holds: list[set[str]]) -> None:
     tag = 0.0
     order = []
     for adapter, prefix, tokens in entries:
@@ -158,7 +158,7 @@ def test_laws(entries: list[tuple[str, int, int]], bounds: list[int], holds: lis
 
 @given(st.lists(st.sampled_from("aab"), min_size=1, max_size=100), st.integers(1, 5))
 def test_every_request_is_dispatched_eventually(adapters: list[str], bound: int) -> None:
-    """Replicas that end all between two rounds: the queue is empty after as many rounds as it takes."""
+    """Replicas end all requests between two rounds: the queue becomes empty after some rounds."""
     waiting = queue_of(*(Request("m", adapter=name) for name in adapters))
     rounds = 0
     while waiting:

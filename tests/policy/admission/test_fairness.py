@@ -1,4 +1,4 @@
-"""Fairness: tokens follow weights, a pause earns nothing, and the last slots are reserved."""
+"""Fairness: tokens follow weights, an idle tenant earns no credit, and the last slots are reserved."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_adapters_share_within_their_tenant() -> None:
     assert server.by_adapter["a", "popular"] == server.by_adapter["a", "rare"] == 200
 
 
-def test_a_pause_earns_nothing() -> None:
+def test_an_idle_tenant_earns_no_credit() -> None:
     server = Server(FairQueue())
     for _ in range(100):
         server.arrive("steady")

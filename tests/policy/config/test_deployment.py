@@ -1,4 +1,4 @@
-"""A deployment document is taken whole or refused with path, value and expectation."""
+"""A deployment document is accepted whole or refused with path, value and expectation."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ REFUSED_TENANTS = [
         *((TENANTS, *row) for row in REFUSED_TENANTS),
     ],
 )
-def test_refusals_say_why(document: dict[str, Any], at: str, value: Any, path: str, expected: str) -> None:
+def test_refusals_explain(document: dict[str, Any], at: str, value: Any, path: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(changed(document, at, value))
     assert (caught.value.path, expected in caught.value.expected) == (path, True), str(caught.value)
@@ -156,7 +156,7 @@ def test_refusals_say_why(document: dict[str, Any], at: str, value: Any, path: s
         ("upstreams[0].url", "https://user:KEY-1@h/v1"),
     ],
 )
-def test_a_key_in_a_wrong_place_is_refused_without_telling_it(at: str, value: Any) -> None:
+def test_a_misplaced_key_is_refused_and_not_echoed(at: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(changed(TENANTS, at, value))
     assert "KEY-1" not in repr(caught.value.value)
@@ -193,7 +193,7 @@ def test_a_key_in_a_wrong_place_is_refused_without_telling_it(at: str, value: An
         ({"name": "a", "path": "p", "tenants": ["acme", "nobody"]}, ".tenants[1]", "tenants: acme, bits"),
     ],
 )
-def test_refusals_of_adapters(source: dict[str, Any], at: str, expected: str) -> None:
+def test_invalid_adapters_are_refused(source: dict[str, Any], at: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(changed(TENANTS, "models[0].adapters", {"sources": [{"name": "z", "path": "z"}, source]}))
     assert (caught.value.path, expected in caught.value.expected) == (
@@ -221,7 +221,7 @@ def test_engine_arguments_do_not_repeat_the_section(at: str) -> None:
     assert caught.value.path == f"{at}.enable_lora"
 
 
-def test_a_password_of_the_store_is_not_told() -> None:
+def test_a_store_password_is_not_echoed() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(changed(GOOD, "store", "mysql://user:KEY-1@h/d"))
     assert "KEY-1" not in str(caught.value)
@@ -238,23 +238,23 @@ def test_a_password_of_the_store_is_not_told() -> None:
         ("10.0.0.1:6379", "127.example.org:7070"),
     ],
 )
-def test_a_controller_that_the_nodes_reach(address: str, controller: str) -> None:
+def test_a_controller_address_that_nodes_reach_is_accepted(address: str, controller: str) -> None:
     joined = changed(GOOD, "cluster", {"address": address, "controller": controller})
     assert parse(joined).cluster.address == address
 
 
-def test_without_a_controller_of_ours_nobody_needs_to_reach_it() -> None:
+def test_external_models_need_no_reachable_controller() -> None:
     assert parse(changed(EXTERNAL, "cluster.address", "10.0.0.1:6379")).cluster.controller == "127.0.0.1:7070"
 
 
 @pytest.mark.parametrize("document", [None, [], "models", 3])
-def test_a_document_that_is_no_mapping(document: object) -> None:
+def test_a_document_that_is_no_mapping_is_refused(document: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(document)
     assert caught.value.path == "$"
 
 
-def test_what_a_good_document_says() -> None:
+def test_a_valid_document_is_parsed() -> None:
     deployment = parse(GOOD)
     spec = deployment.model("m")
     assert spec.first_mode == "single-large"
@@ -281,7 +281,7 @@ def test_the_tenants_example_works_with_the_keys_that_it_names() -> None:
         assert hashlib.sha256(named[digest].encode()).hexdigest() == digest
 
 
-def test_what_is_commented_out_in_an_example_is_valid_too() -> None:
+def test_the_commented_part_of_an_example_is_valid() -> None:
     text = next(path for path in DEPLOYMENTS if path.name == "tenants.yaml").read_text()
     start = text.index("# upstreams:")
     whole = text[:start] + re.sub(r"^# ", "", text[start:], flags=re.MULTILINE)
@@ -303,6 +303,6 @@ def test_a_budget_that_holds_no_replica_is_refused(budget: dict[str, float], pat
         parse({"models": [model], "budget": budget})
     assert refused.value.path == path
     large = {"single-large": {"shape": "small", "replicas": 1}}
-    # In another mode there is room for one.
+    # Another mode fits the budget.
     if path == "budget.watts":
         assert parse({"models": [model | {"modes": modes | large}], "budget": budget})

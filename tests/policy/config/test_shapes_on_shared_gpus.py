@@ -1,4 +1,4 @@
-"""Which models have beds, and what is on them."""
+"""Which models have a GPU group, and the engines on it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def spec(**over: Any) -> Any:
     return deployment(sim_model(**written | over)).models[0]
 
 
-def test_it_has_the_gpus_of_the_largest_shape_and_as_many_of_the_others_as_fit_there() -> None:
-    bed = gpu_group_of(spec())
-    assert bed == GpuGroup(engines={"large": 1, "small": 4}, gpus=8, cpus=12)
-    assert bed.shape == "large"
+def test_a_gpu_group_has_the_largest_shape_and_the_others_that_fit() -> None:
+    group = gpu_group_of(spec())
+    assert group == GpuGroup(engines={"large": 1, "small": 4}, gpus=8, cpus=12)
+    assert group.shape == "large"
     assert [list(cards(spec().shapes["small"], i)) for i in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
@@ -52,11 +52,11 @@ def test_it_has_the_gpus_of_the_largest_shape_and_as_many_of_the_others_as_fit_t
     ],
     ids=["cannot sleep", "never", "one mode", "one shape", "cores", "does not divide", "needs more"],
 )
-def test_where_engines_start_and_stop(over: dict[str, Any]) -> None:
+def test_these_models_have_no_gpu_group(over: dict[str, Any]) -> None:
     assert gpu_group_of(spec(**over)) is None
 
 
-def test_vllm_sleeps_on_gpus_without_being_asked() -> None:
+def test_vllm_models_share_gpus_by_default() -> None:
     assert gpu_group_of(spec(engine="vllm", source="ORG/NAME", sim={})) is not None
 
 
@@ -65,12 +65,12 @@ def test_vllm_sleeps_on_gpus_without_being_asked() -> None:
     [
         ("sleep", "never", Effect.NEW_GENERATION),
         ("dwell_s", 5.0, Effect.LIVE),
-        # More than fit on the bed is the end of it.
+        # More replicas than fit end the sharing.
         ("max", 5, Effect.NEW_GENERATION),
         ("max", 3, Effect.LIVE),
     ],
 )
-def test_a_change_says_whether_it_makes_other_engines(key: str, becomes: Any, effect: Effect) -> None:
+def test_a_change_has_its_effect_on_engines_of_a_gpu_group(key: str, becomes: Any, effect: Effect) -> None:
     written = {
         "sim": {"profile": "sim-small", "wake_s": 1.0},
         "shapes": {"small": {"gpus": 2, "tensor_parallel": 2}, "large": {"gpus": 8, "tensor_parallel": 8}},
@@ -87,7 +87,7 @@ def test_a_change_says_whether_it_makes_other_engines(key: str, becomes: Any, ef
     assert [change.effect for change in diff(before, after)] == [effect]
 
 
-def test_engines_of_a_bed_are_others_and_a_count_within_it_changes_none() -> None:
+def test_engines_differ_by_gpu_group_and_not_by_a_count_within_it() -> None:
     never = spec(control={"mode": {"sleep": "never"}})
     assert not same_engines(spec(), never)
     assert digest(spec(), "small") != digest(never, "small")

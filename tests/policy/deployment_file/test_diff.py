@@ -1,4 +1,4 @@
-"""Laws of the difference between two deployments, and what each kind of change takes."""
+"""Invariants of the difference between two deployments, and the effect of each kind of change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHANGES: list[Row] = [
     ("models[0].runner", "pooling", Effect.NEW_GENERATION),
     ("models[0].engine_args.seed", 1, Effect.NEW_GENERATION),
     ("models[0].env.A", "1", Effect.NEW_GENERATION),
-    # No engine of vLLM is made of what times the simulated one.
+    # Settings of the simulator do not affect vLLM engines.
     ("models[0].sim.speed", 2.0, Effect.LIVE),
     ("models[0].shapes.large.cpus", 1, Effect.NEW_GENERATION),
     ("models[0].shapes.extra", {"cpus": 1}, Effect.LIVE),
@@ -40,10 +40,10 @@ CHANGES: list[Row] = [
     ("gateway.workers", 3, Effect.RESTART),
     ("store", "sqlite:////data/tidegate.db", Effect.RESTART),
     ("cluster.controller", "127.0.0.1:1", Effect.RESTART),
-    # What is promised and predicted of replicas is no part of them.
+    # The SLO and the profile of a model do not affect its engines.
     ("models[0].control.slo.ttft_p95_s", 0.5, Effect.LIVE),
     ("models[0].profile", "l4-8b", Effect.LIVE),
-    # Nor who decides how many there are, within what.
+    # Neither do scaling policies and bounds.
     ("models[0].priority", 1, Effect.LIVE),
     ("models[0].control.policy", {"static": {"replicas": 2}}, Effect.LIVE),
     ("models[0].control.shadow", "static", Effect.LIVE),
@@ -53,20 +53,20 @@ CHANGES: list[Row] = [
         for path, value in (("tick_s", 1.0), ("scale.hold_s", 9.0), ("mode.gain", 0.3))
     ),
     ("budget.watts", 900.0, Effect.LIVE),
-    # An engine that loads adapters is another than one that loads none.
+    # Engines with and without adapters differ.
     ("models[0].adapters.slots_per_replica", 4, Effect.NEW_GENERATION),
     ("gateway.coalesce.window_s", 0.0, Effect.LIVE),
     ("tenants[0].weight", 3.0, Effect.LIVE),
     ("tenants[1].keys_sha256", ["d" * 64], Effect.LIVE),
     ("upstreams[0].cost_cap_per_h", 9.0, Effect.LIVE),
 ]
-# Lists name their entries.
+# Paths name list entries.
 NAMES = {"models[0]": "models[m]", "tenants[0]": "tenants[acme]", "tenants[1]": "tenants[bits]",
          "upstreams[0]": "upstreams[cloud]"}  # fmt: skip
 
 
 def path_of(at: str) -> str:
-    """How a difference names the place ``at``; a section that was absent differs as a whole."""
+    """The path in a difference of the key ``at``; a section that was absent differs as a whole."""
     entry, dot, key = at.partition(".")
     return NAMES.get(entry, entry) + dot + ("adapters" if key.startswith("adapters.") else key)
 
@@ -90,40 +90,40 @@ subsets = st.lists(st.sampled_from(CHANGES), unique_by=lambda change: change[0])
 
 
 @given(subsets)
-def test_what_was_changed_is_what_is_said(chosen: list[Row]) -> None:
+def test_a_diff_has_exactly_the_changed_paths(chosen: list[Row]) -> None:
     changes = diff(parse(TENANTS), several(chosen))
     assert {change.path for change in changes} == {path_of(at) for at, _, _ in chosen}
 
 
 @given(subsets, subsets)
-def test_back_again_is_the_mirror_image(one: list[Row], other: list[Row]) -> None:
-    there, back = diff(several(one), several(other)), diff(several(other), several(one))
-    assert {(c.path, repr(c.before), repr(c.after), c.effect) for c in there} == {
+def test_the_reverse_diff_swaps_before_and_after(one: list[Row], other: list[Row]) -> None:
+    forward, back = diff(several(one), several(other)), diff(several(other), several(one))
+    assert {(c.path, repr(c.before), repr(c.after), c.effect) for c in forward} == {
         (c.path, repr(c.after), repr(c.before), c.effect) for c in back
     }
 
 
 @given(subsets, subsets)
-def test_a_new_generation_is_said_when_one_is_made(one: list[Row], other: list[Row]) -> None:
+def test_a_diff_has_a_new_generation_if_and_only_if_engines_differ(one: list[Row], other: list[Row]) -> None:
     old, new = several(one), several(other)
-    said = any(change.effect is Effect.NEW_GENERATION for change in diff(old, new))
+    new_generation = any(change.effect is Effect.NEW_GENERATION for change in diff(old, new))
     spec = old.model("m")
     built = msgspec.structs.replace(spec, shapes=used_shapes(spec))
-    assert said is not same_engines(built, new.model("m"))
+    assert new_generation is not same_engines(built, new.model("m"))
 
 
-def test_a_shape_counts_once_a_mode_uses_it() -> None:
+def test_a_shape_has_an_effect_only_if_a_mode_uses_it() -> None:
     idle = changed(TENANTS, "models[0].shapes.extra", {"cpus": 1})
     (change,) = diff(parse(idle), parse(changed(idle, "models[0].shapes.extra.max_in_flight", 3)))
     assert change.effect is Effect.LIVE
-    # To use it builds it, beside what runs of the others.
+    # Using the shape adds engines of it, beside those of other shapes.
     used = changed(idle, "models[0].modes.multi-replica.shape", "extra")
     assert [change.effect for change in diff(parse(idle), parse(used))] == [Effect.LIVE]
     (change,) = diff(parse(used), parse(changed(used, "models[0].shapes.extra.max_in_flight", 3)))
     assert change.effect is Effect.NEW_GENERATION
 
 
-def test_another_engine_is_made_of_other_things() -> None:
+def test_the_effect_of_a_key_depends_on_the_engine() -> None:
     new = changed(changed(TENANTS, "models[0].engine", "sim"), "models[0].sim.speed", 2.0)
     effects = {change.path: change.effect for change in diff(parse(TENANTS), parse(new))}
     assert effects == {
@@ -135,7 +135,7 @@ def test_another_engine_is_made_of_other_things() -> None:
     assert (change.path, change.effect) == ("models[m].source", Effect.LIVE)
 
 
-def test_models_come_and_go_live_beside_others_of_ours() -> None:
+def test_models_are_added_and_removed_live_beside_others() -> None:
     second = {**TENANTS["models"][0], "name": "n"}
     two = parse(changed(TENANTS, "models", [TENANTS["models"][0], second]))
     (added,) = diff(parse(TENANTS), two)
@@ -144,7 +144,7 @@ def test_models_come_and_go_live_beside_others_of_ours() -> None:
     assert (removed.before, removed.after) == ("vllm", None)
 
 
-def test_tenants_and_upstreams_come_and_go_by_name() -> None:
+def test_tenants_and_upstreams_are_compared_by_name() -> None:
     acme, bits = TENANTS["tenants"]
     swapped = parse(changed(TENANTS, "tenants", [bits, acme]))
     assert diff(parse(TENANTS), swapped) == ()
@@ -168,7 +168,7 @@ def adapted(*sources: dict[str, Any], **over: Any) -> Deployment:
 SQL, LAW = {"name": "sql", "source": "hf:org/sql"}, {"name": "law", "source": "/adapters/law"}
 
 
-def test_adapters_come_change_and_go_by_name_and_restart_nothing() -> None:
+def test_adapters_are_compared_by_name_and_restart_nothing() -> None:
     old, new = adapted(SQL, LAW), adapted(LAW | {"tenants": ["acme"]}, SQL | {"source": "hf:org/sql@2"})
     assert [(c.path, c.before, c.after, c.effect) for c in diff(old, new)] == [
         ("models[m].adapters.sources[sql].source", "hf:org/sql", "hf:org/sql@2", Effect.LIVE),
@@ -184,7 +184,7 @@ def test_adapters_come_change_and_go_by_name_and_restart_nothing() -> None:
     assert same_engines(old.model("m"), new.model("m"))
 
 
-def test_the_first_adapter_of_a_model_is_told_beside_its_new_engines() -> None:
+def test_the_first_adapter_is_listed_with_the_new_generation() -> None:
     assert [(c.path, c.effect) for c in diff(parse(TENANTS), adapted(SQL))] == [
         ("models[m].adapters", Effect.NEW_GENERATION),
         ("models[m].adapters.sources[sql]", Effect.LIVE),
@@ -192,12 +192,12 @@ def test_the_first_adapter_of_a_model_is_told_beside_its_new_engines() -> None:
 
 
 @pytest.mark.parametrize("key", ["slots_per_replica", "max_rank", "max_bytes"])
-def test_what_an_engine_can_hold_makes_it(key: str) -> None:
+def test_adapter_limits_of_an_engine_make_a_new_generation(key: str) -> None:
     (change,) = diff(adapted(SQL), adapted(SQL, **{key: 3}))
     assert (change.path, change.effect) == (f"models[m].adapters.{key}", Effect.NEW_GENERATION)
 
 
-def test_the_first_model_of_ours_takes_a_new_start() -> None:
+def test_the_first_deployed_model_needs_a_restart() -> None:
     both = parse(changed(GOOD, "models", [*EXTERNAL["models"], *GOOD["models"]]))
     external = parse(changed(EXTERNAL, "budget", GOOD["budget"]))
     assert [change.effect for change in diff(external, both)] == [Effect.RESTART]

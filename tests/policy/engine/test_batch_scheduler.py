@@ -1,4 +1,4 @@
-"""Laws of continuous batching: tokens are conserved, KV is bounded, the same input gives the same steps."""
+"""Invariants of continuous batching: conserved tokens, bounded KV, deterministic steps."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_impossible_requests_are_refused(request_: Request, reason: str) -> None
 
 @pytest.mark.slow
 @given(requests, limits, st.integers(0, 40), st.data())
-def test_a_leap_is_its_steps(asked: Asked, bounds: Limits, before: int, data: st.DataObject) -> None:
+def test_a_leap_equals_its_steps(asked: Asked, bounds: Limits, before: int, data: st.DataObject) -> None:
     stepped, leapt = loaded(asked, bounds), loaded(asked, bounds)
     for scheduler in (stepped, leapt):
         for _ in range(before):
@@ -170,13 +170,13 @@ def test_a_leap_is_its_steps(asked: Asked, bounds: Limits, before: int, data: st
 
 
 @given(st.floats(1e-6, 1.0), st.floats(0.0, 1.0), st.integers(0, 1000), st.floats(0.0, 0.99))
-def test_a_pace_says_how_many_steps_have_ended(step_s: float, growth: float, steps: int, part: float) -> None:
+def test_step_times_give_the_ended_step_count(step_s: float, growth: float, steps: int, part: float) -> None:
     pace = StepTimes(step_s, growth * step_s)
     elapsed_s = pace.lasts(steps) + part * (pace.lasts(steps + 1) - pace.lasts(steps))
     assert abs(pace.ended(elapsed_s) - steps) <= 1
 
 
-def test_steps_are_alike_while_kv_keeps_the_next_out_and_until_it_overflows() -> None:
+def test_steps_are_alike_until_the_kv_cache_overflows() -> None:
     scheduler = Scheduler(MODEL, Limits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=50))
     for name in ("a", "b"):
         scheduler.submit(Request(name, 20, 30))

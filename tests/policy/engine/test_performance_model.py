@@ -1,4 +1,4 @@
-"""The engine model against measured points, closed forms and laws."""
+"""The engine model against measured points, closed forms and invariants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted latencies and capacity against the batch scheduler, and the laws of an SLO."""
+"""Predicted latencies and capacity against the batch scheduler, and the invariants of an SLO."""
 
 from __future__ import annotations
 

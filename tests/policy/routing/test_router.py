@@ -1,4 +1,4 @@
-"""The router: the terms of a cost estimate, and the laws of a choice."""
+"""The router: the terms of a cost estimate, and the invariants of a choice."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ def test_new_hashes_are_returned_once_and_learned_by_other_routers() -> None:
     here, there = Router(), Router()
     candidates = fleet(2)
     home = best(here.choose(prompt(), candidates, 0.0, 0.5)).candidate
-    news = here.began(prompt(), home, 0.0)
-    assert news == CHAIN
+    new_hashes = here.began(prompt(), home, 0.0)
+    assert new_hashes == CHAIN
     assert here.began(prompt(), home, 0.0) == ()
-    there.learned(news, home.key, 0.0)
+    there.learned(new_hashes, home.key, 0.0)
     assert best(there.choose(prompt(), candidates, 0.0, 0.9)).candidate is home
 
 
-def test_a_forgotten_replica_holds_nothing() -> None:
+def test_a_removed_replica_has_no_cached_prefix() -> None:
     router, candidates = Router(), fleet(2)
     router.forget(best(send(router, prompt(), candidates)).candidate.key)
     for quote in router.choose(prompt(), candidates, 0.0, 0.0).quotes:
@@ -291,7 +291,7 @@ def test_an_itl_slo_that_a_single_request_misses_is_ignored() -> None:
 
 
 def test_a_replica_that_cannot_meet_the_itl_slo_gets_one_request() -> None:
-    """A throttled replica, or one of another shape, is no way around the SLO."""
+    """A throttled replica, or one of another shape, does not bypass the SLO."""
     quick, slow = fleet(2)
     slow.timing = msgspec.structs.replace(TIMING, model=MODEL.faster(1 / 3))
     router = Router(Settings(itl_s=MODEL.step_time(8, 0, 8)))

@@ -1,4 +1,4 @@
-"""A switch that needs what a lower priority holds: when that makes way, and when it does not have to."""
+"""A mode switch that needs resources of a lower priority: when they are released and when not."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tests.policy.control_play import (
     NOON,
     QUICK,
     SMALL,
+    Fixed,
+    Fleet,
     Model,
-    Play,
-    Wants,
     demand,
     figures,
+    mode_option,
     replayed,
-    rung,
     situation,
 )
 
 RISE = 300.0
 
 
-def shared(gpus: int, low: int, *, priority: int = 1) -> Play:
-    """One that switches when its load rises, beside another that wants so many cards all the time."""
+def shared(gpus: int, low: int, *, priority: int = 1) -> Fleet:
+    """A model that switches when its load rises, beside one that always wants ``low`` GPUs."""
     high = Model(
         "high",
         lambda t: 7.0 if t >= RISE else 2.0,
@@ -48,37 +48,36 @@ def shared(gpus: int, low: int, *, priority: int = 1) -> Play:
         mode=LARGE.mode,
         priority=priority,
         slo=QUICK,
-        mind=ModelPolicies(make(choose("policy", "predictive"))),
+        policies=ModelPolicies(make(choose("policy", "predictive"))),
     )
-    return Play(
-        high, Model("low", lambda t: 0.0, mind=ModelPolicies(Wants(low)), count=low), budget=Budget(gpus=gpus)
-    )
+    other = Model("low", lambda t: 0.0, policies=ModelPolicies(Fixed(low)), count=low)
+    return Fleet(high, other, budget=Budget(gpus=gpus))
 
 
-def until(play: Play, there: Callable[[Decision, Decision], bool]) -> Play:
-    """Play until that is so of both decisions, and then have somebody keep the mode by hand."""
-    while not play.log or not there(play.decisions("high")[-1], play.decisions("low")[-1]):
-        play.tick()
-        assert play.at < 600
-    play.models[0].override = lambda at: Override(mode=LARGE.mode)
-    return play
+def until(fleet: Fleet, there: Callable[[Decision, Decision], bool]) -> Fleet:
+    """Run until ``there`` holds for both decisions, then keep the mode by an override."""
+    while not fleet.log or not there(fleet.decisions("high")[-1], fleet.decisions("low")[-1]):
+        fleet.tick()
+        assert fleet.at < 600
+    fleet.models[0].override = lambda at: Override(mode=LARGE.mode)
+    return fleet
 
 
 @pytest.mark.parametrize(("gpus", "low", "left"), [(12, 6, 4), (9, 5, 1)])
-def test_a_lower_priority_makes_way_for_a_switch_that_lasts(gpus: int, low: int, left: int) -> None:
-    play = shared(gpus, low)
-    minds = {model.name: model.mind for model in play.models}
-    while play.at < 480:
-        play.tick()
-        given, made = play.log[-1]
-        assert play.taken("gpus") <= gpus
+def test_a_lower_priority_shrinks_for_a_confirmed_switch(gpus: int, low: int, left: int) -> None:
+    fleet = shared(gpus, low)
+    policies = {model.name: model.policies for model in fleet.models}
+    while fleet.at < 480:
+        fleet.tick()
+        given, made = fleet.log[-1]
+        assert fleet.taken("gpus") <= gpus
         assert made["low"].count >= 1
-        assert replayed(given, play.budget, minds) == made
-    high, lows = play.decisions("high"), play.decisions("low")
+        assert replayed(given, fleet.budget, policies) == made
+    high, lows = fleet.decisions("high"), fleet.decisions("low")
     waited = next(each for each in high if "waits: it needs" in each.reason)
     shrank = next(each for each in lows if each.count < low)
     switched = next(each for each in high if each.mode != each.was_mode)
-    # Hysteresis comes first, then what a count has to wait for as well, and then the others' streams.
+    # First the hysteresis, then the wait of any starved count, then the drain of the other model.
     assert waited.at - NOON >= RISE + 60
     assert shrank.at == waited.at + STARVED_S
     assert "lower priorities are scaled down" in next(each.reason for each in high if each.at == shrank.at)
@@ -88,15 +87,15 @@ def test_a_lower_priority_makes_way_for_a_switch_that_lasts(gpus: int, low: int,
     assert lows[-1].count == left
 
 
-def test_what_was_claimed_for_a_switch_that_is_wanted_no_more_is_given_back() -> None:
-    play = until(shared(12, 6), lambda high, low: low.count < 6)
-    play.run(play.at + 60)
-    assert play.decisions("low")[-1].count == 6
-    assert {each.mode for each in play.decisions("high")} == {LARGE.mode}
+def test_resources_claimed_for_an_abandoned_switch_are_returned() -> None:
+    fleet = until(shared(12, 6), lambda high, low: low.count < 6)
+    fleet.run(fleet.at + 60)
+    assert fleet.decisions("low")[-1].count == 6
+    assert {each.mode for each in fleet.decisions("high")} == {LARGE.mode}
 
 
 def waiting(**changes: Any) -> dict[str, Situation]:
-    """Both at a moment at which the switch has waited for long enough."""
+    """Both models at the instant at which the switch has waited long enough."""
     memory = Memory(at=NOON - 5, better_since={SMALL.mode: NOON - 100}, waits_since=NOON - STARVED_S)
     high = situation(
         model="high",
@@ -113,20 +112,20 @@ def waiting(**changes: Any) -> dict[str, Situation]:
 
 
 def both(given: dict[str, Situation], gpus: int = 12) -> tuple[int, Memory]:
-    """What is left to the lower one, and what the higher one remembers."""
-    minds = {"high": ModelPolicies(make(choose("policy", "predictive"))), "low": ModelPolicies(Wants(6))}
-    made = decide_all(given, Budget(gpus=gpus), minds)
+    """The count of the lower priority and the memory of the higher one."""
+    policies = {"high": ModelPolicies(make(choose("policy", "predictive"))), "low": ModelPolicies(Fixed(6))}
+    made = decide_all(given, Budget(gpus=gpus), policies)
     assert made["high"][0].mode == LARGE.mode
     return made["low"][0].count, made["high"][1]
 
 
-def test_only_what_would_be_carried_out_claims_and_only_after_its_time() -> None:
+def test_only_a_switch_that_would_be_made_claims_after_its_wait() -> None:
     left, memory = both(waiting())
     assert (left, memory.waits_since) == (4, NOON - STARVED_S)
     assert both(waiting(guard=GuardConfig(dry_run=True)))[0] == 6
     early = msgspec.structs.replace(waiting()["high"].memory, waits_since=NOON - STARVED_S + 0.1)
     assert both(waiting(memory=early))[0] == 6
-    # Of a time in which nobody decided nothing is known.
+    # A wait is not continued over a time without decisions.
     away = msgspec.structs.replace(waiting()["high"].memory, at=NOON - 3600)
     left, memory = both(waiting(memory=away))
     assert (left, memory.waits_since) == (6, None)
@@ -138,7 +137,7 @@ def test_floors_are_kept(data: st.DataObject, gpus: int, healthy: int, count: in
     gap_s = data.draw(st.sampled_from([0.0, 20.0, 90.0]))
     given_both = waiting(
         signals=msgspec.structs.replace(situation(rate).signals, demand=demand(rate, queued=queued)),
-        rungs=(LARGE, rung(SMALL.mode, gap_s=gap_s)),
+        rungs=(LARGE, mode_option(SMALL.mode, gap_s=gap_s)),
         memory=Memory(
             at=NOON - 5,
             better_since={SMALL.mode: NOON - 100},
@@ -150,17 +149,17 @@ def test_floors_are_kept(data: st.DataObject, gpus: int, healthy: int, count: in
     given_both["low"] = msgspec.structs.replace(
         low, scale=msgspec.structs.replace(low.scale, min_healthy=healthy, max_step_down=1.0)
     )
-    minds = {"high": ModelPolicies(make(choose("policy", "predictive"))), "low": ModelPolicies(Wants(count))}
-    made = decide_all(given_both, Budget(gpus=gpus), minds)
+    chosen = {"high": ModelPolicies(make(choose("policy", "predictive"))), "low": ModelPolicies(Fixed(count))}
+    made = decide_all(given_both, Budget(gpus=gpus), chosen)
     floor, there = min(count, max(1, healthy)), min(count, gpus - LARGE.gpus)
     assert made["low"][0].count >= min(floor, there)
     if waited_s < STARVED_S:
         assert made["low"][0].count >= there
 
 
-def test_what_can_be_carried_meanwhile_counts_what_will_have_made_way() -> None:
-    """Four small ones keep up and miss; two of them and no large one would not keep up."""
-    large = rung("two-cards", gpus=2, most=4)
+def test_capacity_during_a_switch_counts_resources_to_be_released() -> None:
+    """Four small replicas keep up but miss the SLO; two of them alone would not keep up."""
+    large = mode_option("two-cards", gpus=2, most=4)
     given = situation(
         count=4,
         rungs=(SMALL, large),
@@ -188,5 +187,5 @@ def test_what_can_be_carried_meanwhile_counts_what_will_have_made_way() -> None:
     later = seen(alone=4.0, spare=0.0)
     assert (later.to and later.to.mode, later.early, later.gain) == (large.mode, True, now.gain)
     assert "can be served during the switch" in later.outlooks[1].why
-    # Nobody of a lower priority holds anything: what is lacking cannot be had.
+    # No lower priority holds anything: the missing resources are unattainable.
     assert seen(alone=4.0, spare=0.0, reach=4.0).to is None

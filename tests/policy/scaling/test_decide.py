@@ -1,4 +1,4 @@
-"""Laws of decisions for any policy, and their replay from the journal."""
+"""Invariants of decisions for any policy, and their replay from the journal."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tests.policy.control_play import (
     NOON,
     QUICK,
     SMALL,
+    Fixed,
+    Fleet,
     Model,
-    Play,
     Proportional,
-    Wants,
     decide,
     demand,
     figures,
+    mode_option,
     replayed,
-    rung,
     situation,
 )
 
 
-def mind(name: str = "predictive", shadow: str | None = None) -> ModelPolicies:
-    """A built-in policy as it ships, with all of them beside it."""
+def builtin(name: str = "predictive", shadow: str | None = None) -> ModelPolicies:
+    """A built-in policy with default settings, beside all others."""
     return ModelPolicies(
         live=make(choose("policy", name)),
         shadow=None if shadow is None else make(choose("shadow", shadow)),
@@ -76,9 +76,9 @@ scales = st.builds(
 
 @st.composite
 def situations(draw: st.DrawFn, model: str = "chat") -> Situation:
-    """Any situation, sensible or not."""
+    """Any situation, consistent or not."""
     least = draw(st.integers(0, 2))
-    rungs = (rung(SMALL.mode, least=least, most=draw(st.integers(max(1, least), 9))), LARGE)
+    rungs = (mode_option(SMALL.mode, least=least, most=draw(st.integers(max(1, least), 9))), LARGE)
     count = draw(st.integers(0, 10))
     serving = draw(st.integers(0, count))
     starting = draw(st.lists(st.floats(0, 60), max_size=count - serving))
@@ -130,7 +130,7 @@ def bounds(given: Situation) -> tuple[int, int]:
 
 @given(situations(), st.sampled_from(NAMES))
 def test_a_decision_replays_through_json_and_is_finite(given: Situation, name: str) -> None:
-    chosen = mind(name, shadow="panic_window")
+    chosen = builtin(name, shadow="panic_window")
     decision, memory = decide(given, chosen)
     again, kept = decide(msgspec.json.decode(msgspec.json.encode(given), type=Situation), chosen)
     assert (again, kept) == (decision, memory)
@@ -152,7 +152,7 @@ def test_a_decision_is_within_one_step(given: Situation, asked: int) -> None:
 def test_min_healthy_replicas_stay(given: Situation, asked: int) -> None:
     awake = msgspec.structs.replace(given, scale=msgspec.structs.replace(given.scale, zero_after_s=None))
     decision = decide(awake, asked)[0]
-    most = next(rung for rung in given.rungs if rung.mode == decision.mode).most
+    most = next(option for option in given.rungs if option.mode == decision.mode).most
     floor = min(max(1, given.scale.min_healthy), most)
     if decision.mode == given.mode and given.supply.failures < 3:
         assert decision.count >= min(floor, bounds(given)[1])
@@ -184,7 +184,7 @@ def test_no_model_grows_beyond_the_budget(data: st.DataObject, gpus: int, watts:
     for name, each in given.items():
         powered = tuple(msgspec.structs.replace(r, watts=300.0 * r.gpus) for r in each.rungs)
         given[name] = msgspec.structs.replace(each, rungs=powered)
-    wants = {name: ModelPolicies(Wants(data.draw(st.integers(0, 9)))) for name in given}
+    wants = {name: ModelPolicies(Fixed(data.draw(st.integers(0, 9)))) for name in given}
     made = decide_all(given, shared, wants)
     # Desired counts: the rollout waits for replicas that leave.
     for resource, bound in (("gpus", gpus), ("watts", watts)):
@@ -203,7 +203,7 @@ def test_more_load_never_needs_fewer_replicas(given: Situation, one: float, othe
     for rate in sorted((one, other)):
         signals = Signals(demand=demand(rate, queued=int(rate)), replicas=given.signals.replicas)
         state = msgspec.structs.replace(given, signals=signals, rungs=given.rungs[:1], leaving={})
-        counts.append(decide(state, mind(name))[0].count)
+        counts.append(decide(state, builtin(name))[0].count)
     assert counts[0] <= counts[1]
 
 
@@ -240,9 +240,9 @@ def random_load(stream: Random, most: float = 1.0) -> Callable[[float], float]:
 def test_no_flapping_under_random_load(seed: int, name: str) -> None:
     """Switches keep the dwell time, and scale-downs the scale-down delay."""
     load = random_load(Random(seed))  # noqa: S311 - loads are no secret
-    model = Model("chat", load, rungs=BOTH, slo=QUICK, mind=ModelPolicies(mind(name).live))
-    play = Play(model, budget=Budget(gpus=12)).run(1800)
-    made = play.decisions("chat")
+    model = Model("chat", load, rungs=BOTH, slo=QUICK, policies=ModelPolicies(builtin(name).live))
+    fleet = Fleet(model, budget=Budget(gpus=12)).run(1800)
+    made = fleet.decisions("chat")
     switched = [each.at for each in made if each.mode != each.was_mode]
     assert all(later - earlier >= 300 for earlier, later in pairwise(switched))
     falls = [i for i, each in enumerate(made) if each.mode == each.was_mode and each.count < each.was_count]
@@ -268,16 +268,16 @@ def test_models_that_share_a_budget_stay_within_it_and_replay(seed: int) -> None
             mode=SMALL.mode,
             priority=priority,
             slo=QUICK if name == "a" else SloConfig(),
-            mind=mind("predictive", shadow="static"),
+            policies=builtin("predictive", shadow="static"),
         )
         for name, priority in (("a", 1), ("b", 0), ("c", 0))
     ]
-    play = Play(*models, budget=budget)
-    policies = {model.name: model.mind for model in models}
+    fleet = Fleet(*models, budget=budget)
+    policies = {model.name: model.policies for model in models}
     for _ in range(360):
-        play.tick()
-        assert play.taken("gpus") <= (budget.gpus or 0)
-        given, made = play.log[-1]
+        fleet.tick()
+        assert fleet.taken("gpus") <= (budget.gpus or 0)
+        given, made = fleet.log[-1]
         assert all(decision.count for decision in made.values())
         assert replayed(given, budget, policies) == made
 
@@ -286,7 +286,7 @@ def test_models_that_share_a_budget_stay_within_it_and_replay(seed: int) -> None
 
 
 def test_each_policy_gets_its_own_memory() -> None:
-    asked = ModelPolicies(Proportional(), Proportional(), {"a": Proportional(), "b": Wants(7)})
+    asked = ModelPolicies(Proportional(), Proportional(), {"a": Proportional(), "b": Fixed(7)})
     given = situation(
         rate=3.0, memory=Memory(policy={"asked": 4}, shadow={"asked": 9}, others={"a": {"asked": 1}})
     )
@@ -332,17 +332,17 @@ def test_a_dry_run_decides_the_same() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_decisions_continue_after_the_clock_was_set_back(name: str) -> None:
     """A controller starts after the clock was set back an hour, with the memory of its predecessor."""
-    before = Play(Model("chat", lambda t: 6.0, mind=mind(name), count=8)).run(300).models[0].memory
+    before = Fleet(Model("chat", lambda t: 6.0, policies=builtin(name), count=8)).run(300).models[0].memory
     later = msgspec.structs.replace(before, switched_at=before.at)
-    play = Play(Model("chat", lambda t: 1.0, mind=mind(name), count=8, memory=later))
-    fresh = Play(Model("chat", lambda t: 1.0, mind=mind(name), count=8))
-    for each in (play, fresh):
+    fleet = Fleet(Model("chat", lambda t: 1.0, policies=builtin(name), count=8, memory=later))
+    fresh = Fleet(Model("chat", lambda t: 1.0, policies=builtin(name), count=8))
+    for each in (fleet, fresh):
         each.at = -3600.0
         for replica in each.models[0].replicas:
             replica.ready_at = each.at
-    counts = [[made.count for made in each.run(-3000.0).decisions("chat")] for each in (play, fresh)]
+    counts = [[made.count for made in each.run(-3000.0).decisions("chat")] for each in (fleet, fresh)]
     assert counts[0] == counts[1]
-    assert play.models[0].memory.switched_at == NOON - 3600.0
+    assert fleet.models[0].memory.switched_at == NOON - 3600.0
 
 
 def test_delays_restart_after_a_time_without_decisions() -> None:

@@ -1,4 +1,4 @@
-"""When GPU conditions have a replica replaced: timelines and laws."""
+"""When GPU conditions have a replica replaced: timelines and invariants."""
 
 from __future__ import annotations
 

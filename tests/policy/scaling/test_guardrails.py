@@ -17,16 +17,16 @@ from tests.policy.control_play import (
     LARGE,
     NOON,
     SMALL,
-    Wants,
+    Fixed,
     decide,
     demand,
     figures,
+    mode_option,
     rates,
-    rung,
     situation,
 )
 
-ZERO = rung("multi-replica", least=0)
+ZERO = mode_option("multi-replica", least=0)
 SLEEPY = ScaleConfig(zero_after_s=300.0)
 
 
@@ -133,7 +133,7 @@ def test_an_idle_model_is_scaled_to_zero() -> None:
         # The probability of a request within the start-up time is 0.63.
         msgspec.structs.replace(
             idle(300.0, arrivals=msgspec.structs.replace(rates(0.0), last_600_s=0.05)),
-            rungs=(rung("multi-replica", least=0, lead_s=300.0),),
+            rungs=(mode_option("multi-replica", least=0, lead_s=300.0),),
         ),
         msgspec.structs.replace(idle(600.0), scale=ScaleConfig()),
         msgspec.structs.replace(idle(600.0), rungs=(SMALL,)),
@@ -189,7 +189,7 @@ def test_a_budget_limits_and_reports_the_shortage() -> None:
 
 
 def test_the_bounds_of_a_mode_leave_a_shortage_too() -> None:
-    given = situation(rate=3.0, rungs=(rung("multi-replica", most=1),))
+    given = situation(rate=3.0, rungs=(mode_option("multi-replica", most=1),))
     decision = decide(given, 1)[0]
     assert decision.short == pytest.approx(3.0 - decision.capability.mu)
     # Below the bounds the policy needs no more.
@@ -215,7 +215,7 @@ def test_replicas_of_a_stale_or_changing_model_are_not_taken(changes: dict[str, 
     """``low`` has six of eight GPUs, of which a higher priority needs five and has two."""
     low = situation(**({"model": "low", "count": 6, "priority": -1} | changes))
     high = situation(model="high", count=2, memory=Memory(starved_since=NOON - 10))
-    policies = {"low": ModelPolicies(Wants(6)), "high": ModelPolicies(Wants(5))}
+    policies = {"low": ModelPolicies(Fixed(6)), "high": ModelPolicies(Fixed(5))}
     made = decide_all({"low": low, "high": high}, Budget(gpus=8), policies)
     assert {name: decision.count for name, (decision, _) in made.items()} == {"low": left, "high": 2}
 
@@ -231,7 +231,7 @@ def test_replicas_of_a_stale_or_changing_model_are_not_taken(changes: dict[str, 
     ],
 )
 def test_a_step_is_a_fraction_of_the_count_or_one(count: int, asked: int, part: float, now: int) -> None:
-    wide, scale = rung("multi-replica", most=20), ScaleConfig(max_step_up=part, max_step_down=part)
+    wide, scale = mode_option("multi-replica", most=20), ScaleConfig(max_step_up=part, max_step_down=part)
     given = enough_for(60, 1, situation(count=count, scale=scale, rungs=(wide,)))
     assert decide(given, asked)[0].count == now
 
@@ -273,7 +273,7 @@ def test_a_higher_need_restarts_the_delay_of_lower_counts() -> None:
 )
 def test_the_auto_delay_is_a_minute_or_the_start_up_time(hold_s: Any, lead_s: float, held_s: float) -> None:
     given = situation(
-        count=2, rungs=(rung("multi-replica", lead_s=lead_s),), scale=ScaleConfig(hold_s=hold_s)
+        count=2, rungs=(mode_option("multi-replica", lead_s=lead_s),), scale=ScaleConfig(hold_s=hold_s)
     )
     assert decide(enough_for(held_s - 0.1, 1, given), 1)[0].count == 2
     assert decide(enough_for(held_s, 1, given), 1)[0].count == 1
@@ -306,7 +306,7 @@ def test_the_order_of_the_guardrails() -> None:
         count=1,
         signals=Signals(),
         scale=ScaleConfig(min_healthy=4, max_step_up=1.0),
-        rungs=(rung("multi-replica", most=6),),
+        rungs=(mode_option("multi-replica", most=6),),
     )
     decision = decide(given, 0, Budget(gpus=3))[0]
     steps = [("staleness", 0, 1), ("min_healthy", 1, 4), ("budget", 4, 3), ("step", 3, 2)]

@@ -30,11 +30,11 @@ from tests.policy.control_play import (
     NOON,
     QUICK,
     SMALL,
-    Wants,
+    Fixed,
     demand,
     figures,
+    mode_option,
     rates,
-    rung,
     situation,
 )
 
@@ -48,7 +48,7 @@ def large(**changes: Any) -> Situation:
 
 def comparison(given: Situation, rate: float, **changes: Any) -> ModeComparison:
     workload: Workload = workload_of(demand(rate))
-    able = {rung.mode: capability(rung.timing, workload, given.slo, error=rung.error) for rung in given.rungs}
+    able = {one.mode: capability(one.timing, workload, given.slo, error=one.error) for one in given.rungs}
     inputs: dict[str, Any] = {"rate": rate, "during": lambda seconds: rate, "capabilities": able}
     inputs |= {"workload": workload, "reach": ALL, "alone": ALL, "spare": ALL}
     return ModeComparison(situation=given, **(inputs | changes))
@@ -116,7 +116,7 @@ def test_a_mode_that_cannot_keep_up_costs_by_its_overload() -> None:
     assert there[LARGE.mode].ttft_s is None
     edge = capability(LARGE.timing, workload_of(demand(1.0)), QUICK).mu_max
     assert there[LARGE.mode].cost == pytest.approx(80 * 14.0 / edge)
-    # So of two that cannot, the one that can do more is the better one.
+    # Of two overloaded modes the one with the higher capacity is better.
     assert there[SMALL.mode].ttft_s is None
     assert there[SMALL.mode].cost < there[LARGE.mode].cost
 
@@ -129,10 +129,10 @@ def test_without_an_slo_a_mode_is_good_until_it_is_full() -> None:
 
 
 def test_the_cost_is_in_money_with_prices_and_in_cores_without_gpus() -> None:
-    priced = tuple(msgspec.structs.replace(rung, cost_per_h=2.5 * rung.gpus) for rung in BOTH)
+    priced = tuple(msgspec.structs.replace(option, cost_per_h=2.5 * option.gpus) for option in BOTH)
     assert seen(large(rungs=priced), 2.0)[LARGE.mode].cost == 10.0
     cores = tuple(
-        rung(name, gpus=0, cpus=cpus, of="cpu-smollm2-135m", most=2)
+        mode_option(name, gpus=0, cpus=cpus, of="cpu-smollm2-135m", most=2)
         for name, cpus in (("one", 2), ("two", 1))
     )
     there = seen(situation(mode="one", rungs=cores), 0.01)
@@ -213,7 +213,7 @@ def test_the_dwell_time_after_a_switch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"settled": False}, "the last decision is not carried out yet"),
         ({"leaving": {SMALL.mode: 1}}, "replicas of multi-replica still drain"),
@@ -221,34 +221,34 @@ def test_the_dwell_time_after_a_switch() -> None:
         ({"signals": Signals()}, "no gateway has reported"),
     ],
 )
-def test_no_switch_during_a_change_or_with_stale_metrics(changes: dict[str, Any], said: str) -> None:
+def test_no_switch_during_a_change_or_with_stale_metrics(changes: dict[str, Any], reason: str) -> None:
     found, why = verdict(confirmed(large(**changes), SMALL.mode))
-    assert found.to is None and said in why
+    assert found.to is None and reason in why
 
 
 def test_a_long_start_has_to_pay_off() -> None:
-    """From three small ones to one large: one card less in four for as long as it lasts."""
+    """From one large replica to three small ones: one GPU of four is saved while the load lasts."""
     slow = msgspec.structs.replace(SMALL, lead_s=600.0)
     there = large(rungs=(LARGE, slow), slo=SloConfig(ttft_p95_s=10.0))
     found, why = verdict(confirmed(there, SMALL.mode), 2.0)
     assert found.to is None and "saves 300 in 300 s, less than the 1800 that the switch costs" in why
-    # What was better for half an hour is expected to be confirmed for another.
+    # A gain that lasted half an hour is expected to last another.
     assert verdict(confirmed(there, SMALL.mode, 1801), 2.0)[0].to is not None
 
 
 def test_during_a_gap_the_queue_has_to_hold_the_requests() -> None:
-    """Small ones on all cards that miss the objective, where a large one would meet it."""
+    """Small replicas on all GPUs miss the SLO, which a large one would meet."""
     gap = msgspec.structs.replace(LARGE, gap_s=100.0)
-    patient = large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0)
-    there = confirmed(patient, LARGE.mode, 3600)
+    long_timeout = large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0)
+    there = confirmed(long_timeout, LARGE.mode, 3600)
     assert verdict(there, 2.0, spare=Resources())[0].to is not None
-    impatient = msgspec.structs.replace(there, queue_s=99.0)
-    found, why = verdict(impatient, 2.0, spare=Resources())
+    short_timeout = msgspec.structs.replace(there, queue_s=99.0)
+    found, why = verdict(short_timeout, 2.0, spare=Resources())
     assert (
         found.to is None
         and "0.00 of 2.00 req/s can be served during the switch: others wait for 100 s" in why
     )
-    # What a gap costs is weighed, too: for a minute or two it is not worth one.
+    # The cost of a gap counts, too: a gain of a minute or two does not justify one.
     shortly = msgspec.structs.replace(there, memory=Memory(better_since={LARGE.mode: NOON - 60}))
     assert "that the switch costs" in verdict(shortly, 2.0, spare=Resources())[1]
 
@@ -256,13 +256,13 @@ def test_during_a_gap_the_queue_has_to_hold_the_requests() -> None:
 def test_an_overloaded_mode_may_queue_requests_during_the_switch() -> None:
     there = confirmed(large(), SMALL.mode)
     assert verdict(there, 7.5, spare=Resources(gpus=4))[0].to is not None
-    hurried = msgspec.structs.replace(there, queue_s=5.0)
-    found, why = verdict(hurried, 7.5, spare=Resources(gpus=4))
+    short_timeout = msgspec.structs.replace(there, queue_s=5.0)
+    found, why = verdict(short_timeout, 7.5, spare=Resources(gpus=4))
     assert found.to is None and "can be served during the switch" in why
 
 
 def test_the_peak_during_a_switch_is_independent_of_the_forecast() -> None:
-    """Nobody serves for 100 s, which is more than a start in the present mode takes."""
+    """No replica serves for 100 s, longer than a start in the present mode."""
     gap = msgspec.structs.replace(LARGE, gap_s=100.0)
     there = confirmed(large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=99.0), LARGE.mode, 3600)
     asked: list[float] = []
@@ -273,7 +273,7 @@ def test_the_peak_during_a_switch_is_independent_of_the_forecast() -> None:
 
     assert "0.00 of 6.00 req/s" in verdict(there, 2.0, spare=Resources(), during=during)[1]
     assert asked == [100.0]
-    # As a decision: the rate rises, and a policy that foresees nothing says what came of late.
+    # As a decision: the rate rises, and a policy without a forecast reports the recent rate.
     rising = Rates(last_6_s=2.0, last_20_s=2.0, last_60_s=2.0, last_600_s=1.0)
     signals = Signals(demand=demand(2.0, arrivals=rising), replicas=figures(8))
     supply = Supply(wanted=8, serving=8)
@@ -283,23 +283,23 @@ def test_the_peak_during_a_switch_is_independent_of_the_forecast() -> None:
 
 
 def test_the_cheapest_mode_is_chosen() -> None:
-    tiny = rung("tiny", gpus=1, most=8)
-    wide = rung("wide", gpus=2, most=4)
+    tiny = mode_option("tiny", gpus=1, most=8)
+    wide = mode_option("wide", gpus=2, most=4)
     there = large(rungs=(LARGE, wide, tiny), slo=SloConfig())
     there = msgspec.structs.replace(there, memory=Memory(better_since={"wide": NOON - 90, "tiny": NOON - 90}))
     found = comparison(there, 1.0).evaluate()
-    said = {each.mode: each.why for each in found.outlooks}
+    reasons = {each.mode: each.why for each in found.outlooks}
     assert found.to is not None
     other = {"wide", "tiny"} - {found.to.mode}
-    assert said[other.pop()].endswith(f"{found.to.mode} costs less")
+    assert reasons[other.pop()].endswith(f"{found.to.mode} costs less")
 
 
 # As a decision.
 
 
 def decided(there: Situation, count: int = 1, budget: Budget | None = None) -> tuple[Decision, Memory]:
-    mind = {there.model: ModelPolicies(Wants(count))}
-    return decide_all({there.model: there}, budget or Budget(), mind)[there.model]
+    policies = {there.model: ModelPolicies(Fixed(count))}
+    return decide_all({there.model: there}, budget or Budget(), policies)[there.model]
 
 
 def overloaded(**changes: Any) -> Situation:
@@ -350,7 +350,7 @@ def test_a_manual_mode_is_switched_to_at_once() -> None:
     switch = Override(mode=SMALL.mode)
     unsettled = large(signals=signals, settled=False, override=switch, memory=Memory(switched_at=NOON - 1))
     decision, memory = decided(unsettled)
-    # Small ones cannot meet the objective: so as many as keep up.
+    # Small replicas cannot meet the SLO: as many as keep up are wanted.
     assert (decision.mode, decision.count, decision.gain) == (SMALL.mode, 3, None)
     assert memory.switched_at == NOON
     counted = msgspec.structs.replace(unsettled, override=Override(mode=SMALL.mode, count=3))
@@ -360,7 +360,7 @@ def test_a_manual_mode_is_switched_to_at_once() -> None:
 
 def test_a_manual_switch_without_metrics_keeps_the_capacity() -> None:
     signals = Signals(replicas=figures(6))
-    wide = rung("wide", gpus=2, most=8)
+    wide = mode_option("wide", gpus=2, most=8)
     there = situation(count=6, rungs=(SMALL, wide), signals=signals, override=Override(mode="wide"))
     decision, _ = decided(there, 6)
     workload = workload_of(None)
@@ -371,22 +371,22 @@ def test_a_manual_switch_without_metrics_keeps_the_capacity() -> None:
 
 def test_a_fixed_policy_does_not_change_the_mode() -> None:
     given = overloaded()
-    minds = {given.model: ModelPolicies(make(choose("policy", "static")))}
-    decision, memory = decide_all({given.model: given}, Budget(gpus=12), minds)[given.model]
+    policies = {given.model: ModelPolicies(make(choose("policy", "static")))}
+    decision, memory = decide_all({given.model: given}, Budget(gpus=12), policies)[given.model]
     assert (decision.mode, decision.gain, memory.better_since) == (LARGE.mode, None, {})
     other = next(seen for seen in decision.outlooks if seen.mode == SMALL.mode)
     assert (other.count, other.why) == (8, "the policy does not change modes")
     by_hand = msgspec.structs.replace(given, override=Override(mode=SMALL.mode))
-    decision, _ = decide_all({given.model: by_hand}, Budget(gpus=12), minds)[given.model]
+    decision, _ = decide_all({given.model: by_hand}, Budget(gpus=12), policies)[given.model]
     assert decision.mode == SMALL.mode
 
 
 def test_a_mode_that_no_longer_fits_the_budget_is_left() -> None:
-    """A large one draws more than there may be: it stays until small ones take its place."""
-    hungry = msgspec.structs.replace(LARGE, watts=2560.0)
+    """A large replica exceeds the power budget: it stays until small ones replace it."""
+    above_power_budget = msgspec.structs.replace(LARGE, watts=2560.0)
     small = msgspec.structs.replace(SMALL, watts=300.0)
     signals = Signals(demand=demand(1.0), replicas=figures(1))
-    there = large(slo=SloConfig(), rungs=(hungry, small), signals=signals)
+    there = large(slo=SloConfig(), rungs=(above_power_budget, small), signals=signals)
     decision, memory = decided(there, budget=Budget(watts=2500))
     assert (decision.mode, decision.count) == (LARGE.mode, 1)
     assert memory.better_since == {SMALL.mode: NOON}

@@ -1,4 +1,4 @@
-"""Rollouts: what a switch may hold, must keep and always reaches."""
+"""Rollouts: the resources of a switch, its serving replicas, and its end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Cluster:
     timeline: list[dict[str, int]] = field(default_factory=list)
 
     def run(self, **counts: int) -> Cluster:
-        """Let ``counts`` replicas of each shape, all of them ready, be what there is."""
+        """Let ``counts`` replicas of each shape, all of them ready, exist, and no others."""
         for key in self.footprints:
             count = counts.get(_name(key), 0)
             if count:
@@ -90,9 +90,9 @@ class Cluster:
         """One step of the plan, then one tick of every replica."""
         for key, count in self.rollout().step().items():
             self._ask(key, count)
-        said = {_name(key): count for key, count in self.wanted.items()}
-        if not self.timeline or self.timeline[-1] != said:
-            self.timeline.append(said)
+        wanted = {_name(key): count for key, count in self.wanted.items()}
+        if not self.timeline or self.timeline[-1] != wanted:
+            self.timeline.append(wanted)
         for key, replicas in self.replicas.items():
             for replica in replicas:
                 self._age(replica)
@@ -304,7 +304,7 @@ def test_unbounded_resources_hold_any_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "elapsed_s", "said"),
+    ("layer", "elapsed_s", "state"),
     [
         (Layer(wanted=1, starting=1), 1.0, ""),
         (Layer(wanted=1, starting=1, failures=MAX_FAILURES - 1), 1.0, ""),
@@ -315,8 +315,8 @@ def test_unbounded_resources_hold_any_count() -> None:
         (Layer(wanted=2, ready=1), 61.0, "not ready after 61 s"),
     ],
 )
-def test_the_verdict_on_a_goal(layer: Layer, elapsed_s: float, said: str) -> None:
-    assert verdict(layer, elapsed_s, start_timeout_s=60.0) == said
+def test_the_verdict_on_a_goal(layer: Layer, elapsed_s: float, state: str) -> None:
+    assert verdict(layer, elapsed_s, start_timeout_s=60.0) == state
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Views as tests need them: of a load, with everything else as it should be."""
+"""Views of a given load for tests of policies, with plausible values for everything else."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ START = NOON
 
 
 def demand(load: float = 0.0, *, concurrency: float | None = None, **more: Any) -> Demand:
-    """``load`` requests per second, each of which stays for four seconds unless ``concurrency`` is said."""
-    at_once = 4.0 * load if concurrency is None else concurrency
+    """``load`` requests per second, each of which runs for four seconds unless ``concurrency`` is given."""
+    level = 4.0 * load if concurrency is None else concurrency
     fields: dict[str, Any] = {"input_tokens": 1000.0, "output_tokens": 200.0} | more
-    return Demand(age_s=0.5, arrivals=rates(load), refused=rates(0.0), concurrency=rates(at_once), **fields)
+    return Demand(age_s=0.5, arrivals=rates(load), refused=rates(0.0), concurrency=rates(level), **fields)
 
 
 def replicas(count: int, **figures: Any) -> tuple[ReplicaSample, ...]:
@@ -44,7 +44,7 @@ def view(
     capability: Capability | None = None,
     slo: SloConfig | None = None,
 ) -> View:
-    """``at`` seconds after :data:`START`; a replica takes four requests per second within an objective."""
+    """``at`` seconds after :data:`START`; a replica serves four requests per second within its SLO."""
     serving = count - len(starting_s) if serving is None else serving
     return View(
         at=START + at,
@@ -64,7 +64,7 @@ def view(
 
 
 def counts(policy: Policy, rows: Sequence[tuple[float, Demand]], *, count: int = 2, **more: Any) -> list[int]:
-    """What is proposed at each row of (seconds, demand), where each proposal is there by the next."""
+    """What is proposed at each row of (seconds, demand), where each proposal takes effect by the next row."""
     return [proposal.count for proposal in proposals(policy, rows, count=count, **more)]
 
 

@@ -1,4 +1,4 @@
-"""What every policy keeps to, whatever it is shown."""
+"""Invariants of every policy for any view."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ few = st.integers(0, 40)
 
 
 def views(amount: st.SearchStrategy[float], least: int = 0) -> st.SearchStrategy[View]:
-    """Of any figures, in no order that makes sense."""
+    """Views of any figures, consistent or not."""
 
     @st.composite
     def drawn(draw: st.DrawFn) -> View:
@@ -115,8 +115,8 @@ def test_proposals_are_finite_bounded_and_the_same_after_json(choice: Any, seen:
 def test_without_signals_count_and_memory_stay(choice: Any, seen: list[View], view: View) -> None:
     policy = make(choose("policy", choice))
     memory = memory_after(policy, seen)
-    blind = msgspec.structs.replace(view, signals=Signals())
-    proposal = policy.decide(blind, memory)
+    without_signals = msgspec.structs.replace(view, signals=Signals())
+    proposal = policy.decide(without_signals, memory)
     if "static" not in str(choice):
         assert proposal.count == view.count
     assert msgspec.json.encode(proposal.memory) == msgspec.json.encode(memory)
@@ -130,7 +130,7 @@ more = st.floats(0.0, 1e4)
 @given(st.lists(views(loads, least=1), max_size=3), views(loads, least=1), more, st.integers(0, 1000))
 @settings(max_examples=60)
 def test_count_grows_with_load(choice: Any, seen: list[View], view: View, extra: float, waiting: int) -> None:
-    """For the same state and memory: more arrivals, more that wait, fuller caches, later tokens."""
+    """For the same state and memory: more arrivals and waiting requests, fuller caches, higher TTFT."""
     policy = make(choose("policy", choice))
     memory = memory_after(policy, seen)
     demand = view.signals.demand
@@ -163,8 +163,8 @@ def test_count_grows_with_load(choice: Any, seen: list[View], view: View, extra:
 @pytest.mark.parametrize("choice", CHOICES, ids=IDS)
 @given(st.sampled_from(CHOICES), views(amounts), views(amounts))
 @settings(max_examples=20)
-def test_the_memory_of_another_policy_is_none(choice: Any, other: Any, before: View, view: View) -> None:
-    """As when the document was changed meanwhile."""
+def test_the_memory_of_another_policy_is_ignored(choice: Any, other: Any, before: View, view: View) -> None:
+    """The policy was changed in the document between two decisions."""
     if choose("policy", choice).name == choose("policy", other).name:
         return
     memory = make(choose("policy", other)).decide(before, None).memory

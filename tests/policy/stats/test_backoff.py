@@ -1,4 +1,4 @@
-"""Exponential back-off: delays, their limit, and when a row of failures starts again."""
+"""Exponential back-off: delays, their limit, and when the failure count is reset."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_any_number_of_failures_has_a_delay() -> None:
     assert Backoff(0.1, 10.0, factor=4.0).delay_s(100_000) == 10.0
 
 
-def test_a_stable_life_starts_a_new_row() -> None:
+def test_a_stable_run_resets_the_failure_count() -> None:
     assert failures_after(5, lived_s=29.9, stable_s=30.0) == 6
     assert failures_after(5, lived_s=30.0, stable_s=30.0) == 1

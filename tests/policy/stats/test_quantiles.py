@@ -13,7 +13,7 @@ VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30)
 
 
 @given(VALUES, st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
-def test_both_kinds_are_those_of_numpy(values: list[float], q: float) -> None:
+def test_both_definitions_agree_with_numpy(values: list[float], q: float) -> None:
     assert nearest_rank(values, q) == np.quantile(values, q, method="inverted_cdf")
     assert interpolated(values, q) == pytest.approx(float(np.quantile(values, q)), abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""Counts by the second: what is in the window is counted whole, what is older not at all."""
+"""Counts per second: all counts within the window are summed, older ones are not."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_a_count_is_spread_evenly_over_its_seconds() -> None:
     assert bins.sums(12.0, 12.9) == [0.0, 1.0]
 
 
-def test_a_window_takes_its_part_of_the_second_that_it_begins_in() -> None:
+def test_a_window_includes_its_part_of_its_first_second() -> None:
     bins = RateBins(60, 1)
     bins.spread(10.0, 11.0, [(0, 8.0)])
     assert bins.sums(10.75, 12.0) == [2.0]
 
 
-def test_what_is_older_than_the_window_is_forgotten() -> None:
+def test_counts_older_than_the_window_are_dropped() -> None:
     bins = RateBins(6, 1)
     bins.spread(1.0, 2.0, [(0, 3.0)])
     bins.spread(100.0, 100.0, [(0, 1.0)])
@@ -34,13 +34,13 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
     assert bins.sums(0.0, 100.0) == [1.0]
 
 
-def test_of_a_long_span_only_its_part_within_the_window_counts() -> None:
+def test_only_the_part_of_a_long_span_within_the_window_counts() -> None:
     bins = RateBins(60, 1)
     bins.spread(0.0, 600.0, [(0, 600.0)])
     assert bins.sums(540.0, 600.0) == [pytest.approx(60.0)]
 
 
-def test_nothing_was_counted_in_seconds_that_nobody_named() -> None:
+def test_seconds_without_counts_are_zero() -> None:
     bins = RateBins(60, 1)
     assert bins.sums(0.0, 5.0) == [0.0]
     bins.spread(10.0, 10.0, [(0, 1.0)])
@@ -48,12 +48,12 @@ def test_nothing_was_counted_in_seconds_that_nobody_named() -> None:
     assert bins.sums(2.0, 5.0) == [0.0]
 
 
-def test_the_latest_that_are_enough_are_found() -> None:
+def test_the_shortest_recent_span_with_enough_counts_is_found() -> None:
     bins = RateBins(600, 2)
     assert bins.latest_s(10.0, 0, 1.0, 5.0, 600.0) == 600.0
     bins.spread(0.0, 100.0, [(0, 100.0)])
     bins.spread(100.0, 110.0, [(0, 200.0)])
-    # The last ten seconds have twenty each, those before one.
+    # The last ten seconds have twenty counts each, those before have one.
     assert bins.latest_s(110.0, 0, 60.0, 1.0, 600.0) == pytest.approx(3.0)
     assert bins.latest_s(110.0, 0, 60.0, 30.0, 600.0) == 30.0
     assert bins.latest_s(110.0, 0, 250.0, 1.0, 600.0) == pytest.approx(60.0)
@@ -63,7 +63,7 @@ def test_the_latest_that_are_enough_are_found() -> None:
 
 
 @given(SPANS)
-def test_all_that_was_counted_within_the_window_is_there(spans: list[tuple[float, float, int]]) -> None:
+def test_the_sum_has_every_count_within_the_window(spans: list[tuple[float, float, int]]) -> None:
     bins = RateBins(60, 1)
     for one, other, count in spans:
         bins.spread(min(one, other), max(one, other), [(0, float(count))])

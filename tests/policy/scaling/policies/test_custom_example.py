@@ -1,4 +1,4 @@
-"""The policy that the documents show is one: as it ships, by the document, in what it decides."""
+"""The policy example of the documentation: it loads, takes its documented arguments, and decides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shipped() -> ModuleType:
 
 @pytest.fixture
 def policy(shipped: ModuleType) -> Policy:
-    """As the YAML in its own docstring makes it."""
+    """The policy that the YAML in its docstring configures."""
     indented = re.search(r"    control:.*?\n\n", shipped.__doc__ or "", re.DOTALL)
     assert indented is not None
     chosen = choose("policy", yaml.safe_load(indented.group())["control"]["policy"])
@@ -41,13 +41,13 @@ def policy(shipped: ModuleType) -> Policy:
     return made
 
 
-def test_it_goes_by_the_clock(policy: Policy) -> None:
+def test_the_count_follows_the_hour_of_the_day(policy: Policy) -> None:
     midnight = -(START % 86_400.0)
     counts = [policy.decide(view(demand(1.0), at=midnight + hour * HOUR_S), None).count for hour in range(24)]
     assert counts == [1] * 8 + [4] * 12 + [1] * 4
 
 
-def test_it_adds_for_requests_that_wait_on_end(policy: Policy) -> None:
+def test_a_replica_is_added_while_requests_keep_waiting(policy: Policy) -> None:
     noon = 12 * HOUR_S - START % 86_400.0
     queues = [0, 3, 3, 3, 3, 0, 3]
     rows = [(noon + 15.0 * i, demand(1.0, queued=queued)) for i, queued in enumerate(queues)]
@@ -57,7 +57,7 @@ def test_it_adds_for_requests_that_wait_on_end(policy: Policy) -> None:
     assert msgspec.json.decode(msgspec.json.encode(found[4].memory)) == found[4].memory
 
 
-def test_without_signals_the_clock_still_tells(policy: Policy) -> None:
+def test_without_signals_the_hour_still_decides(policy: Policy) -> None:
     assert policy.decide(view(None, at=12 * HOUR_S - START % 86_400.0), None).count == 4
 
 
@@ -65,6 +65,6 @@ def test_without_signals_the_clock_still_tells(policy: Policy) -> None:
     "arguments",
     [{"day": 1, "night": 2}, {"day": 1, "opens": 9, "closes": 9}, {"day": 1, "patience_s": 0.0}],
 )
-def test_it_refuses_what_does_not_fit(shipped: ModuleType, arguments: dict[str, float]) -> None:
+def test_invalid_arguments_are_refused(shipped: ModuleType, arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
         shipped.ByTheClock(**arguments)

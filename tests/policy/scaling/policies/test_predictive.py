@@ -1,4 +1,4 @@
-"""Ahead of the load: each term alone, what makes it wait, and what it leaves to the next decision."""
+"""The predictive policy: each term of its need, its delays, and its memory between decisions."""
 
 from __future__ import annotations
 
@@ -27,59 +27,59 @@ def steady(load: float, *, lead_s: float = 30.0, seconds: int = 600, count: int 
     return proposals(POLICY, rows, count=count, lead_s=lead_s)[-1].memory
 
 
-def test_a_load_that_stays_needs_its_margin() -> None:
-    """Four requests per second a replica: 11.3 are 2.99 with their margin, 11.4 are 3.02."""
+def test_the_count_includes_the_utilisation_margin() -> None:
+    """Four requests per second a replica: 11.3 need 2.99 with the margin, 11.4 need 3.02."""
     assert [
         decide(demand(load), memory=steady(load), count=3).count for load in (10.0, 11.3, 11.4, 15.0, 15.2)
     ] == [3, 3, 4, 4, 5]
 
 
-def test_before_anything_was_seen_more_is_kept_ready() -> None:
+def test_without_past_errors_the_forecast_has_an_assumed_margin() -> None:
     first = decide(demand(10.0))
     assert (first.count, first.forecast) == (3, 10.0)
     assert first.forecast_high == pytest.approx(12.0)
 
 
-def test_what_was_not_foreseen_is_kept_ready_for() -> None:
-    """A load that jumps by half every three minutes: what stands by grows once it was seen."""
+def test_past_forecast_errors_raise_the_upper_forecast() -> None:
+    """The load rises by half every three minutes: the reserve grows with the observed errors."""
     rows = [(float(at), demand(24.0 if at % 180 < 60 else 16.0)) for at in range(0, 1800, 5)]
-    calm = [(at, demand(16.0)) for at, _ in rows]
-    jumpy, steady_ = (proposals(POLICY, each, count=6)[-1] for each in (rows, calm))
-    assert jumpy.forecast_high is not None
-    assert jumpy.forecast is not None
-    assert jumpy.forecast_high - jumpy.forecast > 2.5
-    assert steady_.forecast_high == pytest.approx(steady_.forecast, abs=0.01)
-    careless = Predictive(quantile=0.5)
-    assert careless.decide(view(demand(16.0), at=1800.0), jumpy.memory).count < jumpy.count
+    steady_rows = [(at, demand(16.0)) for at, _ in rows]
+    varying, constant = (proposals(POLICY, each, count=6)[-1] for each in (rows, steady_rows))
+    assert varying.forecast_high is not None
+    assert varying.forecast is not None
+    assert varying.forecast_high - varying.forecast > 2.5
+    assert constant.forecast_high == pytest.approx(constant.forecast, abs=0.01)
+    low_quantile = Predictive(quantile=0.5)
+    assert low_quantile.decide(view(demand(16.0), at=1800.0), varying.memory).count < varying.count
 
 
-def test_a_backlog_asks_for_more_unless_it_clears_before_a_start_is_over() -> None:
+def test_a_queue_adds_replicas_unless_it_drains_within_the_start_up_time() -> None:
     memory = steady(10.0)
-    calm = decide(demand(10.0), memory=memory, count=3)
-    # Three serve 12 of 10 requests per second: in 30 s they work off 60.
-    clears = decide(demand(10.0, queued=55), memory=memory, count=3)
-    stays = decide(demand(10.0, queued=120), memory=memory, count=3)
-    assert (calm.count, clears.count, stays.count) == (3, 3, 4)
-    assert "queue" not in clears.terms
-    assert stays.terms["queue"] == pytest.approx((120 - 60) / 15.0 / 4.0)
-    assert stays.reason.endswith(", 120 queued")
+    without = decide(demand(10.0), memory=memory, count=3)
+    # Three replicas serve 12 requests per second and 10 arrive: in 30 s the queue shrinks by 60.
+    draining = decide(demand(10.0, queued=55), memory=memory, count=3)
+    remaining = decide(demand(10.0, queued=120), memory=memory, count=3)
+    assert (without.count, draining.count, remaining.count) == (3, 3, 4)
+    assert "queue" not in draining.terms
+    assert remaining.terms["queue"] == pytest.approx((120 - 60) / 15.0 / 4.0)
+    assert remaining.reason.endswith(", 120 queued")
 
 
-def test_nobody_is_started_for_who_will_have_given_up() -> None:
-    """A start takes ten minutes and a request waits for one: it does not find ten minutes of others."""
+def test_no_replica_starts_for_requests_that_will_have_timed_out() -> None:
+    """A start takes ten minutes and a request waits one minute at most: the queue is at most that long."""
     memory = steady(14.0)
     seen = demand(14.0, queued=1)
     found = decide(seen, memory=memory, count=3, lead_s=600.0, most=200)
-    # Two requests per second are too many for three; those of the last minute will wait.
+    # Two requests per second exceed the capacity of three; those of one minute will wait.
     assert found.terms["queue"] == pytest.approx((1 + 2.0 * 60.0) / 15.0 / 4.0)
-    patient = decide(seen, memory=memory, count=3, lead_s=600.0, queue_s=3600.0, most=200)
-    assert patient.terms["queue"] == pytest.approx((1 + 2.0 * 600.0) / 15.0 / 4.0)
+    long_timeout = decide(seen, memory=memory, count=3, lead_s=600.0, queue_s=3600.0, most=200)
+    assert long_timeout.terms["queue"] == pytest.approx((1 + 2.0 * 600.0) / 15.0 / 4.0)
     near = decide(seen, memory=memory, count=4, serving=3, lead_s=600.0, starting_s=(300.0,), most=200)
     assert "queue" not in near.terms
 
 
-def test_what_starts_counts_from_when_it_is_ready() -> None:
-    """Two more that are ready in ten seconds work off 160 before a third would come."""
+def test_a_starting_replica_counts_from_its_ready_time() -> None:
+    """Two replicas that are ready in ten seconds serve 160 requests before a third could start."""
     memory = steady(10.0)
     seen = demand(10.0, queued=150)
     alone = decide(seen, memory=memory, count=3).terms["queue"]
@@ -90,26 +90,26 @@ def test_what_starts_counts_from_when_it_is_ready() -> None:
     assert 0 < far.terms["queue"] < alone
 
 
-def test_nothing_goes_while_something_starts() -> None:
+def test_no_scale_down_while_a_replica_starts() -> None:
     memory = steady(4.0)
     assert decide(demand(4.0), memory=memory, count=5).count == 2
     assert decide(demand(4.0), memory=memory, count=5, starting_s=(3.0,)).count == 5
 
 
-def test_a_replica_goes_only_when_the_others_stay_below_the_limit() -> None:
-    careful = Predictive(down=0.8)
+def test_a_scale_down_leaves_the_others_below_the_load_limit() -> None:
+    limited = Predictive(down=0.8)
     memory = steady(10.0)
     # 2.75 replicas are needed: three would be loaded to 0.92, four to 0.69.
-    assert careful.decide(view(demand(10.0), count=5), memory).count == 4
-    assert careful.decide(view(demand(10.0), count=3), memory).count == 3
+    assert limited.decide(view(demand(10.0), count=5), memory).count == 4
+    assert limited.decide(view(demand(10.0), count=3), memory).count == 3
 
 
-def test_what_was_taken_back_soon_is_given_up_more_reluctantly() -> None:
-    """Three carry 11, and 12 come in 20 s by chance; a fourth that is taken back stays, for a while."""
-    chance = msgspec.structs.replace(
+def test_a_reversed_scale_down_makes_the_next_more_reluctant() -> None:
+    """Three serve 11 per second; a burst of 12 adds a fourth again, which then stays for a while."""
+    burst = msgspec.structs.replace(
         demand(11.0), arrivals=Rates(last_6_s=11.0, last_20_s=12.0, last_60_s=11.0, last_600_s=11.0)
     )
-    calm, memory = demand(11.0), steady(11.0, seconds=1000, count=4)
+    steady_load, memory = demand(11.0), steady(11.0, seconds=1000, count=4)
 
     def after(at: float, count: int, seen: Demand, mode: str = "multi-replica") -> int:
         nonlocal memory
@@ -117,18 +117,18 @@ def test_what_was_taken_back_soon_is_given_up_more_reluctantly() -> None:
         memory = proposal.memory
         return proposal.count
 
-    assert after(0.0, 4, calm) == 3
-    assert after(5.0, 3, chance) == 4
-    assert after(10.0, 4, calm) == 4
+    assert after(0.0, 4, steady_load) == 3
+    assert after(5.0, 3, burst) == 4
+    assert after(10.0, 4, steady_load) == 4
     assert memory["reluctance"]["spare"] == pytest.approx(EACH, rel=0.01)
-    assert after(3600.0, 4, calm) == 3
-    # Taken back, but long after it was given up.
-    assert after(3605.0 + SOON_S, 3, calm) == 3
-    assert after(3610.0 + 2 * SOON_S, 3, chance) == 4
-    assert after(3615.0 + 2 * SOON_S, 4, calm) == 3
+    assert after(3600.0, 4, steady_load) == 3
+    # Scaled up again, but long after the scale-down.
+    assert after(3605.0 + SOON_S, 3, steady_load) == 3
+    assert after(3610.0 + 2 * SOON_S, 3, burst) == 4
+    assert after(3615.0 + 2 * SOON_S, 4, steady_load) == 3
 
 
-def test_what_one_mode_was_reluctant_to_give_up_is_nothing_to_another() -> None:
+def test_reluctance_to_scale_down_is_per_mode() -> None:
     memory = steady(11.0, seconds=1000, count=4)
     memory["reluctance"] |= {"spare": EACH}
     seen = view(demand(11.0), count=4)
@@ -137,7 +137,7 @@ def test_what_one_mode_was_reluctant_to_give_up_is_nothing_to_another() -> None:
     assert POLICY.decide(view(demand(0.0), count=4, least=0), memory).count == 0
 
 
-def test_first_tokens_that_come_late_ask_for_one_more_than_serve() -> None:
+def test_a_missed_ttft_slo_adds_one_to_the_serving_replicas() -> None:
     memory = steady(4.0)
     seen = demand(4.0, queued=700, ttft=late(2.5))
     slow = Predictive(drain_s=3600.0)
@@ -146,11 +146,11 @@ def test_first_tokens_that_come_late_ask_for_one_more_than_serve() -> None:
     assert slow.decide(view(seen, count=7, starting_s=(9.0,)), memory).count == 7
     in_time = demand(4.0, queued=700, ttft=late(1.5))
     assert "late" not in slow.decide(view(in_time, count=6), memory).terms
-    nobody_waits = demand(4.0, ttft=late(2.5))
-    assert "late" not in slow.decide(view(nobody_waits, count=6), memory).terms
+    without_queue = demand(4.0, ttft=late(2.5))
+    assert "late" not in slow.decide(view(without_queue, count=6), memory).terms
 
 
-def test_full_caches_ask_on_their_own() -> None:
+def test_full_kv_caches_alone_add_a_replica() -> None:
     """Long requests: few arrive, and two thirds of 80,000 tokens are in use at each of three."""
     figures = replicas(3, kv_used=0.8)
     seen = decide(demand(1.0), memory=steady(1.0), count=3, figures=figures)
@@ -169,20 +169,20 @@ def test_full_caches_ask_on_their_own() -> None:
         (Capability(mu=4.0, mu_max=6.0, error=9.0), SloConfig(ttft_p95_s=1.0), 4.0 / 1.5),
     ],
 )
-def test_what_a_replica_takes(capability: Capability, slo: SloConfig, mu: float) -> None:
+def test_capacity_of_a_replica(capability: Capability, slo: SloConfig, mu: float) -> None:
     assert capacity(view(demand(1.0), capability=capability, slo=slo)) == pytest.approx(mu)
 
 
 @pytest.mark.parametrize(("slowness", "mu"), [(1.0, 4.0), (0.5, 4.0), (2.0, 2.0), (100.0, 0.8), (0.0, 4.0)])
-def test_a_slow_replica_counts_for_less(slowness: float, mu: float) -> None:
+def test_a_slow_replica_has_less_capacity(slowness: float, mu: float) -> None:
     assert capacity(view(demand(1.0), figures=replicas(2, slowness=slowness))) == pytest.approx(mu)
     mixed = replicas(1) + replicas(1, slowness=slowness)
     assert capacity(view(demand(1.0), figures=mixed)) == pytest.approx((4.0 + mu) / 2)
 
 
-def test_without_a_model_of_the_engine_the_caches_still_count() -> None:
-    nothing = Capability(mu=0.0, mu_max=0.0)
-    unknown = decide(demand(50.0), capability=nothing, count=3)
+def test_without_an_engine_model_kv_cache_use_still_counts() -> None:
+    no_capacity = Capability(mu=0.0, mu_max=0.0)
+    unknown = decide(demand(50.0), capability=no_capacity, count=3)
     assert (unknown.count, unknown.reason) == (3, "the capacity of a replica is unknown")
     assert unknown.memory is not None
     known = decide(
@@ -194,17 +194,17 @@ def test_without_a_model_of_the_engine_the_caches_still_count() -> None:
     assert known.count == 4
 
 
-def test_who_is_deserted_needs_nobody_and_who_is_asked_one() -> None:
+def test_no_load_needs_no_replica_and_a_request_needs_one() -> None:
     memory = steady(8.0)
-    gone = decide(demand(0.0), memory=memory, count=2, least=0)
-    assert (gone.count, gone.forecast, gone.reason) == (0, 0.0, "no requests")
+    idle = decide(demand(0.0), memory=memory, count=2, least=0)
+    assert (idle.count, idle.forecast, idle.reason) == (0, 0.0, "no requests")
     assert decide(demand(0.0, concurrency=1.0), memory=None, count=1, least=0).count == 1
     assert decide(demand(0.0, queued=1), memory=None, count=0, least=0).count == 1
     assert decide(demand(0.0), memory=memory, count=2, least=1).count == 1
 
 
-def test_a_rare_decision_looks_at_a_longer_window() -> None:
-    """A burst of six seconds a minute after the last decision is a sixth of what it looks like."""
+def test_the_rate_window_covers_the_time_since_the_last_decision() -> None:
+    """A burst of six seconds counts less if the last decision was a minute ago."""
     last = steady(10.0)
     burst = Rates(last_6_s=40.0, last_20_s=19.0, last_60_s=13.0, last_600_s=10.0)
     seen = msgspec.structs.replace(demand(10.0), arrivals=burst)
@@ -219,7 +219,7 @@ def test_the_state_of_another_policy_is_ignored() -> None:
     assert decide(demand(10.0), memory={"k2": {"small": 100.0}}) == decide(demand(10.0))
 
 
-def test_its_memory_is_small_and_its_reasons_are_sentences() -> None:
+def test_memory_is_bounded_and_the_reason_names_the_need() -> None:
     memory = steady(30.0, seconds=3600)
     assert len(msgspec.json.encode(memory)) < 1200
     assert memory["series"]["at"] == START - 5.0

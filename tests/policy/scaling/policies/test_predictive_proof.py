@@ -72,14 +72,14 @@ def test_latencies_near_the_slo_reduce_trust_over_time(
         instants = range(int(since), int(until), 5)
         return [msgspec.structs.replace(seen(at, load=15.0, **more), slo=slo) for at in instants]
 
-    calm = views(0, 600)
-    together = sustained(after(*calm), calm[-1], 4.0, 0.85)
-    assert together > 5.0
+    within_slo = views(0, 600)
+    trusted = sustained(after(*within_slo), within_slo[-1], 4.0, 0.85)
+    assert trusted > 5.0
     # After half and all of the time to lose trust, and half of the time to restore it.
-    halfway = [*calm, *views(600, 600 + LOST_S / 2, **signs)]
+    halfway = [*within_slo, *views(600, 600 + LOST_S / 2, **signs)]
     assert after(*halfway).trust == pytest.approx(0.5)
-    assert sustained(after(*halfway), halfway[-1], 4.0, 0.85) == pytest.approx((4.0 + together) / 2)
-    ended = [*calm, *views(600, 600 + LOST_S, **signs)]
+    assert sustained(after(*halfway), halfway[-1], 4.0, 0.85) == pytest.approx((4.0 + trusted) / 2)
+    ended = [*within_slo, *views(600, 600 + LOST_S, **signs)]
     assert sustained(after(*ended), ended[-1], 4.0, 0.85) == pytest.approx(4.0)
     again = [*ended, *views(600 + LOST_S, 600 + LOST_S + WON_S / 2)]
     assert after(*again).trust == pytest.approx(0.5)

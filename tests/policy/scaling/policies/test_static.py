@@ -1,4 +1,4 @@
-"""What does not follow the load stays within its mode all the same."""
+"""The static policy keeps its count, within the bounds of the mode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.policy.scaling.views import demand, view
 
 
 @pytest.mark.parametrize(
-    ("replicas", "count", "proposed", "said"),
+    ("replicas", "count", "proposed", "reason"),
     [
         (None, 3, 3, "3 as now"),
         (None, 0, 1, "1 within the bounds of the mode"),
@@ -19,9 +19,9 @@ from tests.policy.scaling.views import demand, view
         (0, 3, 1, "0 configured, 1 within the bounds of the mode"),
     ],
 )
-def test_it_keeps_the_written_count(replicas: int | None, count: int, proposed: int, said: str) -> None:
+def test_the_count_stays_within_bounds(replicas: int | None, count: int, proposed: int, reason: str) -> None:
     policy = Static(replicas=replicas)
     for seen in (None, demand(0.0), demand(100.0, queued=50)):
         proposal = policy.decide(view(seen, count=count, least=1, most=5), None)
         assert proposal.count == proposed
-        assert said in proposal.reason
+        assert reason in proposal.reason

@@ -1,4 +1,4 @@
-"""The proportional rule: its tolerance, and what is missing read against the change."""
+"""The proportional rule: its tolerance, and missing reports, which count against the change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tracking(
     return TargetTracking(metric=metric, target=target, **more)
 
 
-def test_it_follows_the_requests_at_once_beyond_the_tolerance() -> None:
+def test_the_count_follows_concurrency_beyond_the_tolerance() -> None:
     rows = [
         (0, demand(1.0, concurrency=20.0)),
         (5, demand(1.0, concurrency=21.9)),  # just below 10 % over
@@ -30,7 +30,7 @@ def test_it_follows_the_requests_at_once_beyond_the_tolerance() -> None:
     assert counts(tracking(), rows) == [2, 2, 3, 7, 7, 7, 1, 1]
 
 
-def test_a_wider_tolerance_waits_longer() -> None:
+def test_a_wider_tolerance_needs_a_larger_change() -> None:
     rows = [(0, demand(concurrency=29.0)), (5, demand(concurrency=31.0))]
     assert counts(tracking(tolerance=0.5), rows) == [2, 4]
 
@@ -41,8 +41,8 @@ def test_a_queue_counts_in_gateways_and_engines() -> None:
     assert policy.decide(seen, None).count == 5
 
 
-def test_what_is_under_way_is_not_asked_for_again() -> None:
-    """Eight KV caches at 90 %, and 70 % is aimed at: 8 become 11, and 11 stay while 3 start."""
+def test_starting_replicas_are_not_requested_again() -> None:
+    """Eight KV caches at 90 % with a target of 70 %: 8 become 11, and 11 stay while 3 start."""
     policy = tracking(Metric.KV_USED, 0.7)
     before = view(demand(1.0), count=8, figures=replicas(8, kv_used=0.9))
     assert policy.decide(before, None).count == 11
@@ -50,7 +50,7 @@ def test_what_is_under_way_is_not_asked_for_again() -> None:
     assert policy.decide(starting, None).count == 11
 
 
-def test_one_that_starts_takes_nothing_away() -> None:
+def test_starting_replicas_cause_no_scale_down() -> None:
     policy = tracking(Metric.KV_USED, 0.7)
     seen = view(demand(1.0), count=4, starting_s=(20.0, 20.0), figures=replicas(2, kv_used=0.8))
     assert policy.decide(seen, None).count == 4
@@ -60,12 +60,12 @@ def test_one_that_starts_takes_nothing_away() -> None:
     ("used", "silent", "count"),
     [
         (0.35, 0, 2),
-        (0.35, 2, 3),  # two of four silent: as if at the target, ceil(2 * 0.5 + 2)
+        (0.35, 2, 3),  # two of four silent, counted at the target: ceil(2 * 0.5 + 2)
         (1.0, 0, 6),
-        (1.0, 2, 4),  # as if idle, the four are used less than they should be: nothing is added
+        (1.0, 2, 4),  # counted as idle, the four are below the target: no scale-up
     ],
 )
-def test_who_says_nothing_counts_against_the_change(used: float, silent: int, count: int) -> None:
+def test_silent_replicas_count_against_the_change(used: float, silent: int, count: int) -> None:
     figures = replicas(4 - silent, kv_used=used) + tuple(
         ReplicaSample(id=f"old{i}", age_s=60.0, kv_used=0.0) for i in range(silent)
     )
@@ -74,27 +74,27 @@ def test_who_says_nothing_counts_against_the_change(used: float, silent: int, co
     )
 
 
-def test_no_replica_tells_anything_and_nothing_changes() -> None:
+def test_without_reports_the_count_stays() -> None:
     proposal = tracking(Metric.TOKENS_PER_S).decide(view(demand(50.0), count=3, figures=()), None)
     assert (proposal.count, proposal.reason) == (3, "no replica reports tokens_per_s")
     nothing = tracking(Metric.TTFT_P95).decide(view(demand(50.0), count=3), None)
     assert nothing.count == 3
 
 
-def test_the_first_token_is_kept_at_the_objective() -> None:
+def test_the_count_is_scaled_by_ttft_over_its_slo() -> None:
     policy = tracking(Metric.TTFT_P95, None)
     slow = demand(8.0, ttft=late(3.0))
     assert policy.decide(view(slow, count=4), None).count == 6  # 3 s of 2 s
     assert policy.decide(view(slow, count=4, slo=SloConfig()), None).count == 12  # of 1 s
 
 
-def test_the_first_request_finds_somebody() -> None:
+def test_a_queued_request_wakes_a_model_at_zero() -> None:
     for metric in Metric:
         policy = tracking(metric)
         assert policy.decide(view(demand(0.0), count=0, least=0), None).count == 0
         assert policy.decide(view(demand(0.0, queued=1), count=0, least=0), None).count == 1
 
 
-def test_the_last_request_keeps_somebody() -> None:
+def test_a_running_request_keeps_one_replica() -> None:
     seen = demand(0.0, concurrency=1.0)
     assert tracking(Metric.QUEUE, 4.0).decide(view(seen, count=1, least=0), None).count == 1
