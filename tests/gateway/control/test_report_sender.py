@@ -134,7 +134,7 @@ async def test_each_outcome_is_counted_once() -> None:
     assert (sum(report.ttft), sum(report.itl), sum(report.e2e)) == (4, 3, 4)
     assert (report.ttft[bucket_of(3.0)], report.itl[bucket_of(0.2)], report.e2e[bucket_of(0.3)]) == (1, 1, 1)
     assert (report.in_flight, report.queued, report.oldest_s) == (0, 0, 0.0)
-    site.metrics.publish()  # what the scrapes are report starts anew
+    site.metrics.publish()  # publishing resets the counts for scrapes only
     assert site.report() == report
     await site.close()
 
@@ -149,7 +149,7 @@ async def test_requests_not_answered_by_replicas_count_as_arrivals_only() -> Non
     ended(meter, path="/v1/tokenize")
     ended(meter, path="/v1/detokenize")
     assert site.report() == ModelReport(arrived=4)
-    assert sum(meter.streams.values()) == 1  # those that scrape are report of each
+    assert sum(meter.streams.values()) == 1  # metrics count every stream
     await site.close()
 
 

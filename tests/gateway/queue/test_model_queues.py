@@ -305,12 +305,12 @@ async def test_a_slot_goes_to_the_worker_below_its_fair_share(rows: tuple[Shared
     there = [await other.ask(other.arrive(other.alpha)) for _ in range(2)]
     for row in rows:
         row.beat()
-    # The worker in which it ended is the first to know, and has one that still runs.
+    # The worker in which it ended knows first, and still runs one request.
     end(running[0])
     await asyncio.wait({*there, *waiting}, return_when=asyncio.FIRST_COMPLETED)
     assert [task.done() for task in there] == [True, False]
     assert not any(task.done() for task in waiting)
-    # Now each has one.
+    # Each worker runs one request now.
     for row in rows:
         row.beat()
     end(running[1])

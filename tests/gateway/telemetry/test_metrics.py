@@ -91,7 +91,7 @@ def test_adapters_of_a_model_beyond_the_bound_share_one_label(monkeypatch: pytes
     for i in range(50):
         metrics.adapters.of("alpha", f"adapter-{i}").count(call("ok"), 0.0)
         metrics.adapters.of("beta", f"adapter-{i}").count(call("ok"), 0.0)
-    for _ in range(2):  # those that have a label keep it
+    for _ in range(2):  # adapters with a label keep it
         metrics.adapters.of("alpha", "adapter-0").count(call("ok"), 0.0)
     assert samples(metrics, "tidegate_adapter_requests_total") == {
         '{adapter="adapter-0",model="alpha",outcome="ok"}': 3.0,
