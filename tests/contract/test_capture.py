@@ -1,4 +1,4 @@
-"""What the gateway tells of its requests is what the twin reads as a trace: two packages, one format."""
+"""The capture lines of the gateway are read as a trace by the simulator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL = CaptureLine(1.5, 1200, 7, "alpha", "sql", "web", 5, (11, 12))
 
 
 @pytest.mark.parametrize("line", [FULL, CaptureLine(0.0, 1, 1)])
-def test_a_line_is_read_as_it_was_told(line: CaptureLine, tmp_path: Path) -> None:
+def test_a_capture_line_is_read_back_unchanged(line: CaptureLine, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(msgspec.json.encode(HEADER) + b"\n" + msgspec.json.encode(line) + b"\n")
     (arrival,) = open_trace(path)
@@ -31,7 +31,7 @@ def test_a_line_is_read_as_it_was_told(line: CaptureLine, tmp_path: Path) -> Non
 
 
 @pytest.mark.process
-async def test_what_is_replayed_through_a_gateway_is_captured_as_it_was(tmp_path: Path) -> None:
+async def test_a_replayed_trace_is_captured_unchanged(tmp_path: Path) -> None:
     blocks = [(1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 6), (7, 8, 9), (1, 2, 3, 4), ()]
     trace = [
         Arrival(number / 100, 512 * len(known) + 300 + number, 2 + number, blocks=known)
@@ -44,18 +44,18 @@ async def test_what_is_replayed_through_a_gateway_is_captured_as_it_was(tmp_path
         try:
             await stack.start_worker()
             await until(lambda: _serves(stack), "the endpoint is known")
-            heard = asyncio.Event()
+            written = asyncio.Event()
             with part.open("wb") as file:
-                spool = CaptureFile(file, heard.set)
+                spool = CaptureFile(file, written.set)
                 capturing = asyncio.create_task(capture(stack.admin_url, spool, for_s=None))
-                await heard.wait()
+                await written.wait()
                 pool, request_format = Pool(stack.url), RequestFormat()
                 await replay(
                     trace, pool, request_format, seed=1, in_flight=8, record=None, on_row=lambda _: None
                 )
                 while spool.requests < len(trace) + 2:  # two were probes
-                    heard.clear()
-                    await heard.wait()
+                    written.clear()
+                    await written.wait()
                 capturing.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await capturing
@@ -66,10 +66,10 @@ async def test_what_is_replayed_through_a_gateway_is_captured_as_it_was(tmp_path
     found = sorted((arrival for arrival in open_trace(path) if arrival.output_tokens > 1), key=tokens)
     trace.sort(key=tokens)
     assert [arrival[1:3] for arrival in found] == [arrival[1:3] for arrival in trace]
-    for (one, told), (other, also) in itertools.combinations(zip(trace, found, strict=True), 2):
-        # Where a block ends is reckoned from bytes: within one of them.
-        assert abs(_shared(one, other) - _shared(told, also)) <= 1
-        assert bool(_shared(one, other)) == bool(_shared(told, also))
+    for (one, captured), (other, other_captured) in itertools.combinations(zip(trace, found, strict=True), 2):
+        # Block ends are estimated from bytes: within one block.
+        assert abs(_shared(one, other) - _shared(captured, other_captured)) <= 1
+        assert bool(_shared(one, other)) == bool(_shared(captured, other_captured))
 
 
 def tokens(arrival: Arrival) -> tuple[int, int]:

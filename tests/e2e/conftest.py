@@ -57,7 +57,7 @@ def changed(stack: Stack) -> Iterator[dict[str, Any]]:
     yield stack.document["models"][0]
     stack.document = before
     stack.apply()
-    # What leaves has to have left: the budget has more cores than Ray has to place replicas on.
+    # Draining replicas must have ended: the budget has more cores than Ray can place replicas on.
     eventually(lambda: stack.model(CHAT).phase == "steady", 600, lambda: str(stack.model(CHAT)))
     assert stack.run("mode", CHAT, "single-large").returncode == 0
     stack.steady(CHAT, 1)

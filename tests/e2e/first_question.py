@@ -1,4 +1,4 @@
-"""The first question: the ``curl`` that ``up`` prints, given to a shell as it is printed."""
+"""The first question: the ``curl`` that ``up`` prints, run by a shell as it is printed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 _CURL = re.compile(r"^curl .*?(?=\n\n)", re.MULTILINE | re.DOTALL)
 
 
-def ask(said: str, folder: Path) -> str:
-    """Run the command in what ``up`` said; returns the answer's text, once its status is 200."""
+def ask(output: str, folder: Path) -> str:
+    """Run the command in the output of ``up``; returns the answer's text, once its status is 200."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    (command,) = _CURL.findall(said)
+    (command,) = _CURL.findall(output)
     # The command stays as it is; the status comes from curl's own configuration.
     (folder / ".curlrc").write_text('silent\nnoproxy = "*"\nwrite-out = "\\n%{http_code}"\n')
     env = os.environ | {"CURL_HOME": str(folder)}

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def on_free_ports(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with every port of it moved out of the way of other deployments."""
+    """The document with free ports, apart from other deployments."""
     port, admin, controller, dashboard, gcs = free_ports(5)
     return document | {
         "gateway": document.get("gateway", {}) | {"port": port, "admin_port": admin},

@@ -21,7 +21,7 @@ from tests.e2e.traffic import PATIENCE_S, Traffic
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900, func_only=True)]
 
-# What two adapters say of the same prompt differs from its first tokens on; batches change later ones.
+# Answers of two adapters differ from the first tokens on; batching changes later ones.
 DECISIVE = 6
 COUNT = itertools.count()
 
@@ -74,13 +74,13 @@ def test_a_replacement_under_load_mixes_no_versions(stack: Stack, named_adapter:
     assert new[1] != old[1]
     assert set(answers) == {old, new}
     assert answers[-1] == new
-    # The old one is a version still, by its digest and by going back.
+    # The old version remains, by its digest and as a rollback target.
     assert ask(stack, old[0]) == old
     run_adapters(stack, "rollback", named_adapter)
     eventually(lambda: ask(stack, named_adapter) == old, 10)
 
 
-def test_one_is_removed_and_what_is_in_flight_finishes(stack: Stack, named_adapter: str) -> None:
+def test_a_removed_adapter_finishes_its_running_requests(stack: Stack, named_adapter: str) -> None:
     with Traffic(stack, named_adapter, clients=1, max_tokens=60) as traffic:
         assert traffic.first_event.wait(120)
         run_adapters(stack, "remove", named_adapter)
@@ -93,13 +93,13 @@ def test_one_is_removed_and_what_is_in_flight_finishes(stack: Stack, named_adapt
 
 
 @pytest.mark.long
-def test_the_how_to_trains_one_that_answers_otherwise(stack: Stack, tmp_path: Path) -> None:
+def test_the_guide_trains_an_adapter_that_changes_answers(stack: Stack, tmp_path: Path) -> None:
     stack.steady(CHAT, 1)
     trained = tmp_path / "pirate"
     subprocess.run([sys.executable, "docs/examples/train_adapter.py", str(trained)], cwd=ROOT, check=True)
     run_adapters(stack, "add", "pirate", str(trained))
-    said = {model: chat(stack, model, "What is the capital of France?") for model in (CHAT, "pirate")}
-    assert "Paris" in said[CHAT]
-    assert "matey" not in said[CHAT]
-    assert "matey! Paris" in said["pirate"]
+    answers = {model: chat(stack, model, "What is the capital of France?") for model in (CHAT, "pirate")}
+    assert "Paris" in answers[CHAT]
+    assert "matey" not in answers[CHAT]
+    assert "matey! Paris" in answers["pirate"]
     run_adapters(stack, "remove", "pirate")

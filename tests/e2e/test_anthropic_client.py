@@ -45,20 +45,20 @@ def test_a_stream_adds_up_to_the_message(claude: anthropic.Anthropic) -> None:
     assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
 
 
-def test_a_system_prompt_is_read(claude: anthropic.Anthropic) -> None:
+def test_a_system_prompt_counts_as_input(claude: anthropic.Anthropic) -> None:
     plain = claude.messages.create(**ASK)
-    told = claude.messages.create(**ASK, system="Answer with one word.")
-    assert told.usage.input_tokens != plain.usage.input_tokens
+    with_system = claude.messages.create(**ASK, system="Answer with one word.")
+    assert with_system.usage.input_tokens != plain.usage.input_tokens
     blocks = claude.messages.create(**ASK, system=[{"type": "text", "text": "Answer with one word."}])
-    assert blocks.usage.input_tokens == told.usage.input_tokens
-    assert text_of(blocks) == text_of(told)
+    assert blocks.usage.input_tokens == with_system.usage.input_tokens
+    assert text_of(blocks) == text_of(with_system)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [({"stop_sequences": ["Paris"]}, "stop_sequence"), ({"max_tokens": 3}, "max_tokens")],
 )
-def test_stop_reasons(claude: anthropic.Anthropic, change: dict[str, Any], reason: str) -> None:
+def test_every_stop_reason_is_set(claude: anthropic.Anthropic, change: dict[str, Any], reason: str) -> None:
     answer = claude.messages.create(**{**ASK, **change})
     assert answer.stop_reason == reason
     assert "Paris" not in text_of(answer)
@@ -66,7 +66,7 @@ def test_stop_reasons(claude: anthropic.Anthropic, change: dict[str, Any], reaso
         assert stream.get_final_message().stop_reason == reason
 
 
-def test_a_tool_is_used(claude: anthropic.Anthropic) -> None:
+def test_a_required_tool_call_has_its_arguments(claude: anthropic.Anthropic) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Paris", "Rome"]}},

@@ -1,4 +1,4 @@
-"""A client that leaves frees its slot in vLLM, wherever its request is."""
+"""A client disconnect frees its slot in vLLM, in every phase of its request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.traffic import PATIENCE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900, func_only=True)]
 
-# What a cancellation may take, after the engine's running step.
+# The limit of a cancellation, after the engine's running step.
 FREED_S = 1.0
 
 
@@ -41,7 +41,7 @@ def running(stack: Stack) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
-async def test_a_slot_is_free_within_a_second(stack: Stack, step_s: float, stream: bool) -> None:
+async def test_a_slot_is_free_a_second_after_a_disconnect(stack: Stack, step_s: float, stream: bool) -> None:
     await asyncio.to_thread(stack.steady, CHAT, 1)
     body = {
         "model": CHAT,
@@ -66,8 +66,8 @@ async def test_a_slot_is_free_within_a_second(stack: Stack, step_s: float, strea
     assert replica.state == "ready"
 
 
-async def test_a_queued_request_that_leaves_never_reaches_the_engine(stack: Stack, step_s: float) -> None:
-    """Unknown adapters aside, the queue forms when the bound is reached: fill it, queue one, leave."""
+async def test_a_disconnected_queued_request_never_reaches_the_engine(stack: Stack, step_s: float) -> None:
+    """Fill the bound, queue one request, and disconnect it."""
     await asyncio.to_thread(stack.steady, CHAT, 1)
     (replica,) = stack.replicas(CHAT)
     bound = replica.load.bound

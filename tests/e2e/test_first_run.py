@@ -1,4 +1,4 @@
-"""What a newcomer does first: ``make up`` in a fresh clone, the printed question, ``make down``."""
+"""The first run of a user: ``make up`` in a fresh clone, the printed request, ``make down``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECOND_S = 90.0
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_fresh_clone_is_up_with_one_command(tmp_path: Path) -> None:
+def test_make_up_starts_a_deployment_from_a_fresh_clone(tmp_path: Path) -> None:
     document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
     ports = [8265, 6379, int(document["cluster"]["controller"].rpartition(":")[2])]
     ports += [document["gateway"]["port"], document["gateway"]["admin_port"]]
@@ -50,14 +50,14 @@ def test_a_fresh_clone_is_up_with_one_command(tmp_path: Path) -> None:
 
     def up(within_s: float) -> None:
         began = time.monotonic()
-        said = make("up", within_s)
+        output = make("up", within_s)
         took_s = time.monotonic() - began
-        assert "Paris" in ask(said, tmp_path)
+        assert "Paris" in ask(output, tmp_path)
         assert took_s <= within_s, f"make up took {took_s:.0f} s"
 
     try:
         up(FIRST_S)
-        # It runs already, and says so.
+        # It reports that it already runs.
         assert "already running" in make("up", SECOND_S)
         make("down", 120)
         assert not any(map(is_open, ports))
@@ -73,8 +73,8 @@ def is_open(port: int) -> bool:
 
 
 def fresh_environment(folder: Path) -> dict[str, str]:
-    ours = ("TIDEGATE_", "RAY_", "XDG_", "VIRTUAL_ENV", "PYTHON")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    prefixes = ("TIDEGATE_", "RAY_", "XDG_", "VIRTUAL_ENV", "PYTHON")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
     home = folder / "home"
     home.mkdir()
     return kept | {

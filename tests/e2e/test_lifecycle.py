@@ -1,4 +1,4 @@
-"""Counts, modes and deaths on real vLLM and real Ray, under streams that must not notice."""
+"""Counts, modes and kills on real vLLM and real Ray, under streams that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def decided(stack: Stack) -> Iterator[Stack]:
         yield stack
 
 
-def test_load_alone_switches_the_mode_and_cuts_no_stream(decided: Stack) -> None:
-    """One client is answered soonest by both cores in one replica; many get more from a replica on each."""
+def test_the_load_switches_the_mode_without_interrupting_a_stream(decided: Stack) -> None:
+    """One client is served fastest by one replica on both cores; many clients by a replica on each."""
     stack = decided
     assert stack.model(CHAT).mode == "single-large"
     with Traffic(stack, CHAT, clients=12, max_tokens=64, pause_s=0.0) as many:
@@ -72,22 +72,22 @@ def test_load_alone_switches_the_mode_and_cuts_no_stream(decided: Stack) -> None
 @pytest.mark.parametrize(
     "victim", ["VLLM::EngineCore", pytest.param("the engine's own process", marks=pytest.mark.long)]
 )
-def test_a_killed_engine_leaves_the_fleet_and_comes_back(stack: Stack, victim: str) -> None:
+def test_a_killed_engine_leaves_the_fleet_and_is_restarted(stack: Stack, victim: str) -> None:
     stack.steady(CHAT, 1)
     (before,) = stack.replicas(CHAT)
     family = [psutil.Process(before.pid), *psutil.Process(before.pid).children(recursive=True)]
-    doomed = next((p for p in family if victim in " ".join(p.cmdline())), family[0])
+    killed = next((p for p in family if victim in " ".join(p.cmdline())), family[0])
     with Traffic(stack, CHAT, clients=1, max_tokens=200) as streaming:
         # A request without a first event would be retried elsewhere.
         assert streaming.first_event.wait(120)
-        doomed.kill()
+        killed.kill()
         eventually(lambda: not any(r.state == "ready" for r in stack.replicas(CHAT)), 2.0)
         # Requests that had not begun wait in the queue for the engine's return.
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda _: _complete(stack), range(4)))
         streaming.stop()
     assert answers == [200] * 4
-    # What had begun ends with an error event: never as if it were whole, never silently.
+    # A started stream ends with an error event: never as complete, never silently.
     first, *later = streaming.outcomes
     assert "no [DONE]" in first.problem
     assert "error" in first.problem
@@ -99,7 +99,7 @@ def test_a_killed_engine_leaves_the_fleet_and_comes_back(stack: Stack, victim: s
     assert not any(process.is_running() for process in family)
 
 
-def test_the_controller_comes_back_with_the_same_fleet(stack: Stack) -> None:
+def test_a_restarted_controller_keeps_the_fleet(stack: Stack) -> None:
     stack.steady(CHAT, 1)
     before = {(r.id, r.pid) for r in stack.fleet().replicas}
     epoch = stack.controller.status().epoch
@@ -112,7 +112,7 @@ def test_the_controller_comes_back_with_the_same_fleet(stack: Stack) -> None:
     assert traffic.outcomes
 
 
-def test_serves_own_controller_may_die(stack: Stack) -> None:
+def test_a_killed_ray_serve_controller_interrupts_no_stream(stack: Stack) -> None:
     stack.steady(CHAT, 1)
     before = {(r.id, r.pid) for r in stack.fleet().replicas}
     (serve_controller,) = [p for p in stack.processes() if "ray::ServeController" in " ".join(p.cmdline())]
@@ -124,7 +124,7 @@ def test_serves_own_controller_may_die(stack: Stack) -> None:
     assert {(r.id, r.pid) for r in stack.fleet().replicas} == before
 
 
-def test_a_replica_lets_nobody_in_without_the_secret(stack: Stack) -> None:
+def test_a_replica_requires_the_secret_and_exposes_only_listed_routes(stack: Stack) -> None:
     (replica,) = stack.replicas(CHAT)
     for path in ("/v1/models", "/metrics", "/health", "/internal/load", "/nowhere"):
         assert stack.ask_replica(replica, path, secret=False).status_code == 401

@@ -74,7 +74,7 @@ class City(BaseModel):
     millions: int = Field(ge=1, le=9)
 
 
-def test_a_schema_is_followed(client: openai.OpenAI) -> None:
+def test_a_response_follows_its_json_schema(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
         model=CHAT, messages=QUESTION, temperature=0, max_tokens=60, response_format=City
     )
@@ -86,9 +86,9 @@ def test_a_schema_is_followed(client: openai.OpenAI) -> None:
     assert isinstance(response.output_parsed, City)
 
 
-def test_a_pooling_model_turns_texts_into_vectors(client: openai.OpenAI) -> None:
+def test_a_pooling_model_embeds_texts(client: openai.OpenAI) -> None:
     texts = ["The cat sat on the mat.", "A cat is sitting on the mat.", "Quarterly tax revenue rose."]
-    # Left to itself the client asks for base64 and decodes it.
+    # By default the client requests base64 and decodes it.
     packed = client.embeddings.create(model=POOLING, input=texts).data
     plain = client.embeddings.create(model=POOLING, input=texts, encoding_format="float").data
     cat, same, tax = (vector.embedding for vector in plain)
@@ -116,11 +116,11 @@ def test_a_pooling_model_scores_and_ranks(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("model", [CHAT, POOLING])
-def test_text_survives_tokens_and_back(stack: Stack, model: str) -> None:
+def test_text_is_tokenized_and_detokenized(stack: Stack, model: str) -> None:
     text = "Grüße, world: 1 + 1 = 2"
-    said = stack.http.post(f"{stack.base_url}/tokenize", json={"model": model, "prompt": text}).json()
-    assert said["count"] == len(said["tokens"]) > 5
-    back = {"model": model, "tokens": said["tokens"]}
+    received = stack.http.post(f"{stack.base_url}/tokenize", json={"model": model, "prompt": text}).json()
+    assert received["count"] == len(received["tokens"]) > 5
+    back = {"model": model, "tokens": received["tokens"]}
     assert stack.http.post(f"{stack.base_url}/detokenize", json=back).json() == {"prompt": text}
 
 
@@ -132,10 +132,10 @@ def test_a_response_and_its_stream(client: openai.OpenAI) -> None:
     assert answer.usage is not None
     assert answer.usage.output_tokens > 0
     with client.responses.stream(model=CHAT, input=question, temperature=0, max_output_tokens=16) as events:
-        said = list(events)
+        received = list(events)
         assert events.get_final_response().output_text == answer.output_text
-    assert (said[0].type, said[-1].type) == ("response.created", "response.completed")
-    deltas = [event.delta for event in said if event.type == "response.output_text.delta"]
+    assert (received[0].type, received[-1].type) == ("response.created", "response.completed")
+    deltas = [event.delta for event in received if event.type == "response.output_text.delta"]
     assert "".join(deltas) == answer.output_text
     cut = client.responses.create(model=CHAT, input=question, temperature=0, max_output_tokens=2)
     assert cut.status == "incomplete"
@@ -143,10 +143,10 @@ def test_a_response_and_its_stream(client: openai.OpenAI) -> None:
 
 def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
     listed = client.models.list()
-    assert [card.id for card in listed.data] == [CHAT, POOLING]
-    for card in listed.data:
-        assert (card.object, card.owned_by) == ("model", "tidegate")
-        assert client.models.retrieve(card.id) == card
+    assert [entry.id for entry in listed.data] == [CHAT, POOLING]
+    for entry in listed.data:
+        assert (entry.object, entry.owned_by) == ("model", "tidegate")
+        assert client.models.retrieve(entry.id) == entry
     # The list does not name the path of the weights.
     assert "/" not in listed.to_json()
 
@@ -166,7 +166,7 @@ BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"ty
     ],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_what_vllm_refuses_is_a_bad_request(
+def test_a_request_that_vllm_refuses_is_a_bad_request(
     client: openai.OpenAI, change: dict[str, Any], param: str | None, code: str | None, stream: bool
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

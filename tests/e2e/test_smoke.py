@@ -53,7 +53,7 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_the_question_that_up_prints_is_answered(stack: Stack, tmp_path: Path) -> None:
+def test_the_request_that_up_prints_is_answered(stack: Stack, tmp_path: Path) -> None:
     assert "Paris" in ask(stack.output, tmp_path)
 
 
@@ -75,7 +75,7 @@ def test_a_killed_engine_recovers_while_a_second_replica_starts(stack: Stack) ->
     assert not any(process.is_running() for process in family)
 
 
-def test_the_openai_client_streams_what_it_gets_whole(client: openai.OpenAI) -> None:
+def test_the_openai_client_streams_the_text_of_the_whole_answer(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**ASK).choices[0]
     assert "Paris" in (whole.message.content or "")
     parts = [part.choices[0] for part in client.chat.completions.create(**ASK, stream=True)]
@@ -114,7 +114,7 @@ def test_a_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI) ->
     ],
     ids=["model", "parameter", "too long"],
 )
-def test_a_mistake_has_its_class_its_parameter_and_its_code(
+def test_an_invalid_request_has_its_error_class_parameter_and_code(
     client: openai.OpenAI, change: dict[str, Any], kind: type[openai.APIStatusError], param: str, code: str
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -134,7 +134,7 @@ def test_an_adapter_is_added_used_and_removed(stack: Stack, client: openai.OpenA
         client.chat.completions.create(**ASK | {"model": "sql"})
 
 
-def test_status_and_explain_say_what_runs_and_why(stack: Stack) -> None:
+def test_status_and_explain_show_the_mode_and_the_replicas(stack: Stack) -> None:
     (model,) = stack.status()["models"]
     assert (model["name"], model["ready"], model["mode"]) == (CHAT, 2, "multi-replica")
     explained = stack.run("explain", CHAT)

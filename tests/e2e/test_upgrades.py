@@ -1,4 +1,4 @@
-"""A new generation of real vLLM on real Ray, under streams that must not notice: there, or back."""
+"""A new generation of real vLLM on real Ray, or its rollback, without interrupted streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def small(stack: Stack) -> Iterator[Stack]:
         assert stack.run("scale", CHAT, "auto").returncode == 0
 
 
-def test_an_upgrade_goes_unnoticed_and_one_that_cannot_start_is_rolled_back(small: Stack) -> None:
+def test_an_upgrade_interrupts_no_stream_and_a_failed_one_is_rolled_back(small: Stack) -> None:
     stack = small
     (old,) = stack.replicas(CHAT)
     arguments = stack.document["models"][0]["engine_args"]
@@ -38,7 +38,7 @@ def test_an_upgrade_goes_unnoticed_and_one_that_cannot_start_is_rolled_back(smal
         assert {(r.id, r.pid) for r in stack.replicas(CHAT)} == {(old.id, old.pid)}
         assert "ValidationError" in stack.model(CHAT).note
         assert "rolled back from multi-replica" in stack.run("status").stdout
-        # What is mended is taken at once: these engines run already.
+        # A corrected document applies at once: these engines already run.
         arguments.clear()
         arguments.update(known)
         stack.apply()
@@ -52,5 +52,5 @@ def test_an_upgrade_goes_unnoticed_and_one_that_cannot_start_is_rolled_back(smal
         assert new.generation == stack.model(CHAT).generation
         eventually(lambda: new.id in traffic.replicas, 240)
     assert not traffic.problems
-    # The old one served for as long as there was no other.
+    # The old replica served until the new one was ready.
     assert traffic.replicas == {old.id, new.id}

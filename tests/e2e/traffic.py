@@ -1,4 +1,4 @@
-"""Streams that run while something changes: every one must end as it should."""
+"""Streams that run during a change: every one must complete."""
 
 from __future__ import annotations
 

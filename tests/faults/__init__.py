@@ -24,7 +24,7 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     41     faults/test_join.py::test_41_
     42     faults/test_metrics_lie.py::test_42_
     C      faults/test_control_away.py::test_c_, faults/test_adapters_live.py::test_c_,
-           e2e/test_lifecycle.py::test_the_controller_comes_back ::test_serves_own_controller_
+           e2e/test_lifecycle.py::test_a_restarted_controller_ ::test_a_killed_ray_serve_
     43     faults/test_adapters_live.py::test_43_, store/adapters/test_bad_adapters.py::test_a_bad_adapter_
     44-45  store/adapters/test_kills.py::test_, serve/engine/adapters/test_files.py::test_deleted_files_
     46-47  faults/test_adapters_live.py::test_46_ ::test_47_,
@@ -32,14 +32,14 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     48-50  faults/test_adapters.py::test_48_ ::test_49_ ::test_50_
     51     gateway/test_access.py::test_a_key_is_revoked_
     52-53  policy/admission/test_spend_cap.py::test_, gateway/queue/test_model_queues.py::test_
-    54     sim/simulator/test_overload.py::test_a_loud_tenant_ ::test_ten_times_,
+    54     sim/simulator/test_overload.py::test_a_tenant_,
            faults/test_overload.py::test_54_
     55     gateway/http/test_server.py::test_invalid_requests_,
            gateway/protocol/test_paths.py::test_a_body_over_, gateway/protocol/test_events.py::test_depth_
     56     gateway/http/test_server.py::test_slow_senders_
     57     faults/test_schema.py::test_57_
     58     gateway/test_worker.py::test_the_log_holds_nothing_
-    load   sim/simulator/test_overload.py::test_what_is_admitted_, faults/test_overload.py::test_
+    load   sim/simulator/test_overload.py::test_admitted_, faults/test_overload.py::test_
 
 Row 37 has no subject: keys are read from the deployment and kept in memory.
 """

@@ -1,4 +1,4 @@
-"""One gateway worker for the rows of a file, and a model of its own for each row."""
+"""One gateway worker for the tests of a file, and a separate model for each test."""
 
 from __future__ import annotations
 

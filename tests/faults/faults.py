@@ -1,4 +1,4 @@
-"""What upstreams do wrong, as answers to one request."""
+"""Faults of upstreams, as answers to one request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica on a raw socket whose faults are chosen by model or by request, with a log of who left it."""
+"""A replica on a raw socket with faults by model or by request, and a log of client disconnects."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class FaultyUpstream(FakeReplica):
         return [hit for hit in self.log if hit.ended_at is None]
 
     def refuse_connections(self) -> None:
-        """Close the listening socket alone: the load stream lives on, and nobody new comes in."""
+        """Close only the listening socket: the load stream stays open, new connections are refused."""
         assert self._server is not None
         self._server.close()
 

@@ -1,4 +1,4 @@
-"""A gateway worker process with faulty upstreams around it, and what rows ask of it."""
+"""A gateway worker process with faulty upstreams, and helpers of the tests."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.gateway.worker import PATIENCE_S, Stack, model, until
 
 _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-# A model for each row: breakers, budgets and counts of one are not the next one's.
+# A model for each test, with its own breakers, budgets and counts.
 MODELS = tuple(f"row-{number}" for number in range(40))
 POOLING = "vectors"
-# Of a replica that shall look busy.
+# In-flight requests of a replica that reports to be busy.
 BUSY_IN_FLIGHT = 16
 
 
@@ -100,7 +100,7 @@ class Harness(Stack):
 
         async def followed() -> bool:
             listed = (await self.http.get("/v1/models", headers=headers)).json()["data"]
-            return sorted(card["id"] for card in listed if card["parent"] is not None) == wanted
+            return sorted(entry["id"] for entry in listed if entry["parent"] is not None) == wanted
 
         await until(followed, "the catalog is followed")
 
@@ -109,7 +109,7 @@ class Harness(Stack):
         await proxy.start()
         await self.ready(*self.upstreams)
         await until(lambda: len(proxy.links) > 0, "the load stream comes through the proxy")
-        await until(lambda: self.admissible(upstream.id), "the replica is heard")
+        await until(lambda: self.admissible(upstream.id), "the replica is admissible")
         return proxy
 
     async def prefer(self, *wanted: FaultyUpstream) -> None:
@@ -168,9 +168,9 @@ class Harness(Stack):
         found = []
         for line in (await self.scrape() if scraped is None else scraped).splitlines():
             if line.startswith(name) and (match := _SAMPLE.match(line)) is not None and match["name"] == name:
-                said = dict(_LABEL.findall(match["labels"] or ""))
-                if labels.items() <= said.items():
-                    found.append((said, float(match["value"])))
+                found_labels = dict(_LABEL.findall(match["labels"] or ""))
+                if labels.items() <= found_labels.items():
+                    found.append((found_labels, float(match["value"])))
         return found
 
     async def serves(self, model: str, replica: str) -> None:
@@ -203,7 +203,7 @@ class Harness(Stack):
         return time.monotonic()
 
     def _leave(self) -> None:
-        """A row that failed has clients left, whose sockets would be blamed on a later one."""
+        """Close the clients of a failed test, whose sockets a later test would report."""
         for client in self.clients:
             client.leave()
         self.clients = []

@@ -65,7 +65,7 @@ class Live(Harness):
             await self.close()
 
     async def start_controller(self) -> None:
-        """Start the controller and return once it answers; hosts that live are found again."""
+        """Start the controller and return once it answers; it finds running hosts."""
         self.write_secret()
         self.write_document()
         with (self.root / "controller.log").open("ab") as log:

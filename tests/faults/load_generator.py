@@ -1,4 +1,4 @@
-"""Open-loop clients of one gateway port: they arrive at random instants and retry as they are told."""
+"""Open-loop clients of one gateway port: they arrive at random instants and retry after Retry-After."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold after every fault: all is given back, and what happened was counted."""
+"""Postconditions of every fault: all resources are released, and all requests are counted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from tests.faults.harness import Harness
 
 EVERY_S = 0.01
-# How late an idle machine wakes a sleeper.
+# The wake-up delay of an idle machine.
 USUAL_S = 0.01
 
 
 class Stalls:
-    """While it runs, ``seconds`` is the sum of what this loop woke too late; on an idle machine, nothing."""
+    """While it runs, ``seconds`` sums the late wake-ups of this loop; on an idle machine it is 0."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -48,7 +48,7 @@ IDLE_WITHIN_S = 20.0
 
 
 class Postconditions:
-    """Around one row: on leaving, nothing is held any more and ``outcomes`` is what was counted."""
+    """Around one test: on exit no resource is held, and ``outcomes`` has the counted requests."""
 
     def __init__(
         self, harness: Harness, model: str, outcomes: dict[str, int] | None, attempts: int | None
@@ -124,7 +124,7 @@ class Postconditions:
         return held + self._sockets()
 
     def _sockets(self) -> list[str]:
-        """Connections of the workers that nobody is at the other end of, or that clients have left."""
+        """Connections of the workers without a peer, or closed by their clients."""
         held = []
         reached = dict(upstream.reached for upstream in self._harness.upstreams)
         for worker in self._harness.workers:

@@ -1,4 +1,4 @@
-"""A TCP proxy in user land with latency, jitter, slicing and partitions."""
+"""A TCP proxy in user space with latency, jitter, slicing and partitions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Proxy:
         self._ends = []
 
     def partition(self) -> None:
-        """From now on nothing passes and nobody is told: no RST, and a connection is never answered.
+        """Drop all data from now on without a RST; connections are never accepted.
 
         A full accept queue makes the kernel drop what asks for a connection, as a lost host does.
         """

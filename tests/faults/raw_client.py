@@ -1,4 +1,4 @@
-"""A client on a bare socket: it reads as fast as a test lets it, leaves when told, and checks what it got."""
+"""A client on a raw socket with controlled reads and disconnects, which checks its response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_S = 60.0
 
 @dataclass(eq=False)
 class Reply:
-    """What came of one request; instants are seconds of ``time.monotonic``."""
+    """The response to one request; instants are seconds of ``time.monotonic``."""
 
     path: str
     asked_at: float
@@ -66,7 +66,7 @@ class Reply:
             return dict(self.json["error"])
         if not self.streamed:
             return None
-        found = [said for data in self.data if data != "[DONE]" and (said := strict(data)).get("error")]
+        found = [decoded for data in self.data if data != "[DONE]" and (decoded := strict(data)).get("error")]
         return dict(found[0]["error"]) if found else None
 
     def check(self) -> None:
@@ -85,17 +85,17 @@ class Reply:
 
     def _check_stream(self) -> None:
         assert self.whole, "a stream ends in order, also when it failed"
-        said = [strict(data) for data in self.data if data != "[DONE]"]
-        errors = [one for one in said if one.get("error")]
+        decoded = [strict(data) for data in self.data if data != "[DONE]"]
+        errors = [one for one in decoded if one.get("error")]
         for one in errors:
             check_error(one, anthropic=self.path == "/v1/messages")
         if errors:
             assert len(errors) == 1
-            assert errors[0] is said[-1]
+            assert errors[0] is decoded[-1]
             assert "[DONE]" not in self.data
         elif self.path in ("/v1/chat/completions", "/v1/completions"):
             assert self.data[-1] == "[DONE]"
-            assert any(choice["finish_reason"] for one in said for choice in one["choices"])
+            assert any(choice["finish_reason"] for one in decoded for choice in one["choices"])
 
 
 class RawClient:
@@ -193,10 +193,10 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def check_error(said: dict[str, Any], *, anthropic: bool) -> None:
-    error = said["error"]
+def check_error(decoded: dict[str, Any], *, anthropic: bool) -> None:
+    error = decoded["error"]
     if anthropic:
-        assert said["type"] == "error"
+        assert decoded["type"] == "error"
         assert {"type", "message"} <= set(error)
     else:
         assert {"message", "type", "param", "code"} == set(error)

@@ -1,4 +1,4 @@
-"""Rows 48 to 50: adapters that some replica cannot load, that do not exist, and that are another tenant's.
+"""Rows 48 to 50: adapters that a replica cannot load, unknown ones, and those of another tenant.
 
 The replicas' own part, from files that are missing to 200 requests for one load, is in ``tests/serve``.
 """
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 DIGEST = hashlib.sha256(b"an adapter").hexdigest()
 MINE, OTHERS, ADMINS = "key-of-mine", "key-of-others", "key-of-admins"
 RANDOM_NAMES, CLIENTS = 10_000, 8
-# What the allocator may round up to; ten thousand names that were kept would be more.
+# Slack of the allocator; ten thousand stored names would take more.
 FLAT_BYTES = 3 * 1024 * 1024
 
 
@@ -42,7 +42,7 @@ async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harn
         {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()], "admin": key == ADMINS}
         for name, key in (("mine", MINE), ("others", OTHERS), ("admins", ADMINS))
     ]
-    harness.http.headers["connection"] = "close"  # a row that is over holds none
+    harness.http.headers["connection"] = "close"  # no adapter of an earlier test
     await harness.start_controller()
     await harness.start_worker()
     yield harness
@@ -63,7 +63,7 @@ def bearer(key: str, **more: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}", **more}
 
 
-async def test_48_one_replica_of_two_cannot_load_it(harness: Harness, model: str) -> None:
+async def test_48_requests_go_to_the_replica_that_can_load_the_adapter(harness: Harness, model: str) -> None:
     good = faults.reply(faults.WHOLE)
     bad, works = await harness.fleet(model, 2)
     bad.usual, works.usual = refusing(good), good
@@ -83,13 +83,13 @@ async def test_48_one_replica_of_two_cannot_load_it(harness: Harness, model: str
             assert {reply.headers["x-tidegate-replica"] for reply in replies[:3]} == {works.id}
         tried = [hit for hit in bad.log if "x-tidegate-adapter" in hit.exchange.headers]
         lasted = time.monotonic() - began
-        # Three come at once; each time that the mark has run out, some may try it again.
+        # Three requests are concurrent; each expiry of the failure mark allows another attempt.
         assert 1 <= len(tried) <= 3 * (2 + lasted / FAILED_S)
         assert await after.outcomes() == Counter({"ok": asked})
-        assert await harness.admissible(bad.id), "for all else it is as good as ever"
+        assert await harness.admissible(bad.id), "it stays admissible for other requests"
 
 
-async def test_48_no_replica_can_load_it(harness: Harness, model: str) -> None:
+async def test_48_an_adapter_that_no_replica_can_load_fails(harness: Harness, model: str) -> None:
     good = faults.reply(faults.WHOLE)
     fleet = await harness.fleet(model, 2)
     for one in fleet:
@@ -153,7 +153,7 @@ async def ask_all(harness: Harness, names: Sequence[str]) -> Counter[tuple[int, 
     return found
 
 
-async def test_49_ten_thousand_random_names(harness: Harness, model: str) -> None:
+async def test_49_ten_thousand_random_model_names_take_no_memory(harness: Harness, model: str) -> None:
     (one,) = await harness.fleet(model, 1)
     await harness.publish(alias("sql", DIGEST, model=model), key=ADMINS)
     process = psutil.Process(harness.workers[0].pid)
@@ -181,13 +181,13 @@ FORGED = {
 }
 
 
-async def test_50_another_tenants_adapter_is_as_absent(harness: Harness, model: str) -> None:
+async def test_50_another_tenants_adapter_looks_like_an_unknown_one(harness: Harness, model: str) -> None:
     (one,) = await harness.fleet(model, 1)
     one.report(adapters=[served_name("secret", DIGEST)])
     names = [form.format(model=model, short=DIGEST[:12], digest=DIGEST) for form in FORMS]
     private = alias("secret", DIGEST, model=model, tenants=["mine"])
 
-    async def said() -> list[tuple[int, bytes, list[str]]]:
+    async def responses() -> list[tuple[int, bytes, list[str]]]:
         replies = [
             await harness.ask(name, path=path, headers=bearer(OTHERS, **more))
             for name in names
@@ -197,9 +197,9 @@ async def test_50_another_tenants_adapter_is_as_absent(harness: Harness, model: 
         return [(reply.status, reply.body, sorted(reply.headers)) for reply in replies]
 
     await harness.publish(key=ADMINS)
-    absent = await said()
+    absent = await responses()
     await harness.publish(private, key=ADMINS)
-    hidden = await said()
+    hidden = await responses()
     assert hidden == absent
     assert {status for status, _, _ in hidden} == {404}
     for name in names:
@@ -207,7 +207,7 @@ async def test_50_another_tenants_adapter_is_as_absent(harness: Harness, model: 
         assert answer.status_code == 404
     assert b"secret" not in (await harness.http.get("/v1/models", headers=bearer(OTHERS, **FORGED))).content
     assert one.log == []
-    # What the client may use is not changed by what it says in headers, either.
+    # Client headers do not change its access either.
     assert (await harness.ask(model, headers=bearer(OTHERS, **FORGED))).status == 200
     assert "x-tidegate-adapter" not in one.log[-1].exchange.headers
     for key in (MINE, ADMINS):
@@ -216,7 +216,7 @@ async def test_50_another_tenants_adapter_is_as_absent(harness: Harness, model: 
 
 
 @pytest.mark.long
-async def test_50_latency_does_not_tell(harness: Harness, model: str) -> None:
+async def test_50_latency_does_not_reveal_another_tenants_adapter(harness: Harness, model: str) -> None:
     await harness.fleet(model, 1)
     await harness.publish(alias("secret", DIGEST, model=model, tenants=["mine"]), key=ADMINS)
     took: dict[str, list[float]] = {"secret": [], "absent": []}
@@ -231,7 +231,7 @@ async def test_50_latency_does_not_tell(harness: Harness, model: str) -> None:
     assert abs(hidden - absent) < 0.2 * absent
 
 
-async def test_a_catalog_of_thousands_is_followed_and_listed(harness: Harness, model: str) -> None:
+async def test_a_catalog_of_many_adapters_is_followed_and_listed(harness: Harness, model: str) -> None:
     (one,) = await harness.fleet(model, 1)
     many = [
         alias(
@@ -244,7 +244,7 @@ async def test_a_catalog_of_thousands_is_followed_and_listed(harness: Harness, m
     ]
     await harness.publish(*many, key=ADMINS)
     listed = (await harness.http.get("/v1/models", headers=bearer(OTHERS))).json()["data"]
-    assert sum(card["parent"] == model for card in listed) == 2500
+    assert sum(entry["parent"] == model for entry in listed) == 2500
     for i in (0, 2498, 4998):
         assert (await harness.ask(f"adapter-{i}", headers=bearer(OTHERS))).status == 200
         assert (await harness.ask(f"adapter-{i + 1}", headers=bearer(OTHERS))).status == 404

@@ -1,6 +1,6 @@
-"""Rows 43, 46 and 47 and an adapter's life, through a gateway, controller, hosts and guards that are real.
+"""Rows 43, 46 and 47 and adapter updates, with a real gateway, controller, hosts and guards.
 
-Their engines are simulated; ``tests/e2e`` asks vLLM.
+The engines are simulated; ``tests/e2e`` uses vLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.store.adapters.test_bad_adapters import BAD
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 SLOTS, REPLICAS, REQUESTS = 2, 2, 200
-# By then each host has told all that it has loaded, twice.
+# Two heartbeat periods: each host has reported its loaded adapters.
 BEATS_S = 1.2
 
 
@@ -63,7 +63,7 @@ async def status(live: Live, name: str) -> Any:
     return next(one for one in adapters if one["name"] == name)
 
 
-async def test_46_a_name_replaced_under_load_is_one_version_per_answer(live: Live, tmp_path: Path) -> None:
+async def test_46_each_answer_uses_one_version_while_an_alias_is_replaced(live: Live, tmp_path: Path) -> None:
     versions = [await add(live, "under-load", adapter(tmp_path, 10))]
     seen: Counter[str] = Counter()
     ends = asyncio.Event()
@@ -89,7 +89,7 @@ async def test_46_a_name_replaced_under_load_is_one_version_per_answer(live: Liv
     assert versions[0] == versions[-1], "the same content is the same version"
 
 
-async def test_47_two_hundred_first_requests_for_one_cold_adapter(live: Live, tmp_path: Path) -> None:
+async def test_47_two_hundred_requests_for_a_cold_adapter_are_one_load(live: Live, tmp_path: Path) -> None:
     served = await add(live, "cold", adapter(tmp_path, 20))
     async with live.expect(MODEL, {"ok": REQUESTS}):
         replies = await asyncio.gather(*(live.ask("cold", max_tokens=2) for _ in range(REQUESTS)))
@@ -101,16 +101,16 @@ async def test_47_two_hundred_first_requests_for_one_cold_adapter(live: Live, tm
         (version,) = (await status(live, "cold"))["versions"]
         return int(version["loads"])
 
-    async def told() -> bool:
+    async def reported() -> bool:
         return await loads() >= len(used)
 
-    await until(told, "the hosts have told")
+    await until(reported, "the hosts have reported")
     await asyncio.sleep(BEATS_S)
     assert await loads() <= REPLICAS
 
 
-async def test_43_bad_adapters_are_refused_and_good_traffic_goes_on(live: Live, tmp_path: Path) -> None:
-    """Those that are wrong by themselves: of its base a simulated engine has no shapes to compare with."""
+async def test_43_bad_adapters_are_refused_without_interrupting_traffic(live: Live, tmp_path: Path) -> None:
+    """Adapters invalid by themselves: a simulated engine has no base shapes to compare with."""
     good = await add(live, "good", adapter(tmp_path, 30))
     before = await live.replicas_ready()
     stream = await live.post("good", stream=True, max_tokens=400, ignore_eos=True)
@@ -136,7 +136,7 @@ async def test_43_bad_adapters_are_refused_and_good_traffic_goes_on(live: Live, 
     }
 
 
-async def test_c_the_controller_is_killed_and_adapters_are_served_on(live: Live, tmp_path: Path) -> None:
+async def test_c_adapters_are_served_while_the_controller_is_killed(live: Live, tmp_path: Path) -> None:
     loaded, other = (
         await add(live, "kept", adapter(tmp_path, 40)),
         await add(live, "never-used", adapter(tmp_path, 41)),

@@ -1,4 +1,4 @@
-"""Rows 18 to 21: a client that leaves frees what it held, wherever its request is."""
+"""Rows 18 to 21: a client disconnect frees all resources in every phase of its request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.faults.harness import Harness
 from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
-# What the rows allow.
+# The limits of the rows.
 FREED_S = 1.0
 GATEWAY = {"queue_timeout_s": 30, "max_queue": 1000}
 
@@ -27,20 +27,22 @@ async def left_at(upstream: FaultyUpstream) -> float:
 
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_18_leaving_a_stream(harness: Harness, model: str, path: str, reset: bool) -> None:
+async def test_18_a_disconnect_frees_its_slot(harness: Harness, model: str, path: str, reset: bool) -> None:
     (one,) = await harness.fleet(model, 1, usual=faults.paced(1000, 0.01))
     async with harness.expect(model, {"cancelled": 1}, attempts=1) as after:
         client = await harness.post(model, path=path, stream=True)
         await client.events(5)
         gone = client.leave(reset=reset)
         assert await left_at(one) - gone <= FREED_S + after.stalls.seconds
-    # What the engine has done is counted, though nobody read it to its end.
+    # Generated tokens are counted although the client disconnected.
     assert await harness.metric("tidegate_tokens_total", model=model, kind="completion") >= 5
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_18_19_leaving_before_a_byte(harness: Harness, model: str, stream: bool, reset: bool) -> None:
+async def test_18_19_a_disconnect_before_the_first_byte_frees_its_slot(
+    harness: Harness, model: str, stream: bool, reset: bool
+) -> None:
     (one,) = await harness.fleet(model, 1, usual=faults.stalling() if stream else faults.silent)
     async with harness.expect(model, {"cancelled": 1}, attempts=1) as after:
         client = await harness.post(model, stream=stream)
@@ -50,7 +52,7 @@ async def test_18_19_leaving_before_a_byte(harness: Harness, model: str, stream:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_20_leaving_the_queue(harness: Harness, model: str, stream: bool) -> None:
+async def test_20_a_disconnect_while_queued_frees_all(harness: Harness, model: str, stream: bool) -> None:
     (one,) = await harness.fleet(model, 1, usual=faults.silent, bound=1)
     async with harness.expect(model, {"cancelled": 2}, attempts=1):
         holder = await harness.post(model)
@@ -65,11 +67,11 @@ async def test_20_leaving_the_queue(harness: Harness, model: str, stream: bool) 
     assert len(one.log) == 1
 
 
-async def test_21_five_hundred_leave_at_random_moments(harness: Harness, model: str) -> None:
+async def test_21_five_hundred_random_disconnects_leak_nothing(harness: Harness, model: str) -> None:
     clients, together = 500, 100
     draw = random.Random(21)  # noqa: S311 - moments
     await harness.fleet(model, 2, usual=faults.paced(20, 0.01, first_s=0.05), bound=30)
-    await harness.ask(model)  # how long one stays is known, so that nobody is refused by a guess
+    await harness.ask(model)  # the service time is known, so that no request is refused by an estimate
     room = asyncio.Semaphore(together)
     async with harness.expect(model) as after:
 
@@ -92,6 +94,6 @@ async def test_21_five_hundred_leave_at_random_moments(harness: Harness, model: 
         outcomes = await after.outcomes()
         assert set(outcomes) <= {"ok", "cancelled"}
         assert outcomes["cancelled"] > clients / 4
-    # Nothing is lost with them: all slots serve again.
+    # No slot leaked: all slots serve again.
     replies = await asyncio.gather(*(harness.ask(model) for _ in range(60)))
     assert {reply.status for reply in replies} == {200}

@@ -1,4 +1,4 @@
-"""Rows 23 to 26 and 31: engines and hosts that are killed, stopped, silent, or never long alive."""
+"""Rows 23 to 26 and 31: engines and hosts that are killed, stopped, silent or flapping."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def live(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any]
 
 
 @pytest.mark.parametrize("what", ["engine", "host"])
-async def test_23_24_a_kill(live: Live, what: str) -> None:
+async def test_23_24_a_killed_engine_or_host_fails_only_started_streams(live: Live, what: str) -> None:
     """Requests that have a byte get an error event; all others are served elsewhere."""
     fleet = await live.settle(2)
     victim = min(fleet)
@@ -88,17 +88,17 @@ async def stop_an_engine(live: Live, stop_s: float) -> None:
         assert set(await after.outcomes()) == {"ok"}
 
 
-async def test_25_an_engine_is_stopped(live: Live) -> None:
+async def test_25_requests_on_a_stopped_engine_are_served_elsewhere(live: Live) -> None:
     await stop_an_engine(live, 4.0)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-async def test_25_an_engine_is_stopped_for_a_minute(live: Live) -> None:
+async def test_25_an_engine_stopped_for_a_minute_serves_again(live: Live) -> None:
     await stop_an_engine(live, 50.0)  # its own host would restart it after 60 s
 
 
-async def test_26_a_replica_is_healthy_but_silent(harness: Harness, model: str) -> None:
+async def test_26_a_healthy_replica_that_answers_nothing_is_ejected(harness: Harness, model: str) -> None:
     bad, good = await harness.fleet(model, 2)
     bad.usual = faults.silent
     await harness.prefer(bad)
@@ -119,8 +119,8 @@ async def test_26_a_replica_is_healthy_but_silent(harness: Harness, model: str) 
         assert set(await after.outcomes()) == {"ok"}
 
 
-async def test_31_flapping(harness: Harness, model: str) -> None:
-    """Each return takes longer than the one before, however well it looks when it is asked again."""
+async def test_31_a_flapping_replica_is_ejected_longer_each_time(harness: Harness, model: str) -> None:
+    """Each ejection is longer than the one before, although the probes succeed."""
     rest_s, lasts_s, well = 0.4, 6.0, 8
     fleet = await harness.fleet(model, 3, usual=faults.paced(1, 0.005))
     flapping = fleet[0]
@@ -130,7 +130,7 @@ async def test_31_flapping(harness: Harness, model: str) -> None:
     async def answer(exchange: Exchange) -> None:
         nonlocal asked_at, returns, since
         now = time.monotonic()
-        if now - asked_at > rest_s:  # it was out, and this is the probe
+        if now - asked_at > rest_s:  # the probe after an ejection
             returns += 1
             since = 0
         asked_at = now

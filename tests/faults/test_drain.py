@@ -1,4 +1,4 @@
-"""Rows 35, 36 and 40: what is taken away in order cuts no stream, and a killed worker is only replaced."""
+"""Rows 35, 36 and 40: an orderly stop interrupts no stream, and a killed worker is replaced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     await made.close()
 
 
-async def test_35_sigterm_with_fifty_streams(harness: Harness) -> None:
+async def test_35_sigterm_of_the_gateway_finishes_fifty_streams(harness: Harness) -> None:
     await harness.start_worker()
     model = harness.fresh_model()
     finish = asyncio.Event()
@@ -54,7 +54,7 @@ async def test_35_sigterm_with_fifty_streams(harness: Harness) -> None:
         await harness.ready(one)
 
 
-async def test_36_kill_9_of_a_worker(harness: Harness) -> None:
+async def test_36_a_killed_worker_is_replaced_and_serves(harness: Harness) -> None:
     """The next one serves with the keys of the document and the last fleet, without a controller."""
     key = "sk-of-the-tests"
     harness.tenants = [{"name": "a", "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()]}]
@@ -72,7 +72,7 @@ async def test_36_kill_9_of_a_worker(harness: Harness) -> None:
         await harness.workers[0].wait()
         while await cut.read():
             pass
-        assert cut.reply.cut  # the one thing that nobody can tell it of
+        assert cut.reply.cut  # a killed worker cannot send an error event
         await until(lambda: not one.connections, "the replica is rid of it")
         await harness.reconnect_admin()
         await harness.start_worker()
@@ -85,7 +85,7 @@ async def test_36_kill_9_of_a_worker(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("reported", ["by the replica", "by the fleet"])
-async def test_40_a_replica_leaves_under_its_streams(harness: Harness, reported: str) -> None:
+async def test_40_a_draining_replica_finishes_its_streams(harness: Harness, reported: str) -> None:
     await harness.start_worker()
     model = harness.fresh_model()
     finish = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Row 41: a replica that joins gets nothing before it is ready, nor what another has the adapter for."""
+"""Row 41: a joining replica gets no request before it is ready, or for adapters it lacks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def joining(harness: Harness, model: str, **more: Any) -> tuple[FaultyUpst
     return warm, cold
 
 
-async def test_41_a_cold_replica(harness: Harness, model: str) -> None:
+async def test_41_a_replica_gets_no_request_before_it_is_ready(harness: Harness, model: str) -> None:
     warm, cold = await joining(harness, model)
     async with harness.expect(model, {"ok": 80}):
 
@@ -54,7 +54,7 @@ async def test_41_a_cold_replica(harness: Harness, model: str) -> None:
         assert cold.id in await ask(40)
 
 
-async def test_41_the_only_replica_is_cold(harness: Harness, model: str) -> None:
+async def test_41_requests_wait_for_the_only_replica_to_start(harness: Harness, model: str) -> None:
     cold = harness.upstream(model)
     cold.state = "starting"
     await cold.start()
@@ -69,7 +69,7 @@ async def test_41_the_only_replica_is_cold(harness: Harness, model: str) -> None
             assert (await client.end()).status == 200
 
 
-async def test_41_a_replica_without_the_adapter(harness: Harness, model: str) -> None:
+async def test_41_a_replica_without_the_adapter_gets_no_adapter_request(harness: Harness, model: str) -> None:
     served = served_name("sql", DIGEST)
     warm, cold = await joining(harness, model)
     warm.report(adapters=[served])

@@ -1,4 +1,4 @@
-"""Row 42: what a replica says of its load is stale or wrong; the gateway's own exact counts take over."""
+"""Row 42: load reports of a replica are stale or wrong; the gateway uses its own exact counts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def spread(harness: Harness, model: str, fleet: list[FaultyUpstream], stre
     ],
     ids=["idle", "negative", "old"],
 )
-async def test_42_a_replica_that_says_it_is_idle(harness: Harness, model: str, lies: dict[str, Any]) -> None:
+async def test_42_false_low_loads_get_no_more(harness: Harness, model: str, lies: dict[str, Any]) -> None:
     fleet = await harness.fleet(model, 2, bound=BOUND)
     fleet[0].lies = lies
     async with harness.expect(model, {"cancelled": BOUND}):
@@ -52,7 +52,7 @@ async def test_42_a_replica_that_says_it_is_idle(harness: Harness, model: str, l
     assert min(found) >= BOUND * 0.4
 
 
-async def test_42_a_load_stream_that_hangs_at_full(harness: Harness, model: str) -> None:
+async def test_42_a_replica_with_a_stale_full_report_gets_requests(harness: Harness, model: str) -> None:
     served = asyncio.Event()
     (one,) = await harness.fleet(model, 1, usual=hold(served), bound=2)
     async with harness.expect(model) as after:
@@ -71,7 +71,7 @@ async def test_42_a_load_stream_that_hangs_at_full(harness: Harness, model: str)
         assert set(await after.outcomes()) == {"ok"}
 
 
-async def test_42_lines_that_mean_nothing(harness: Harness, model: str) -> None:
+async def test_42_invalid_load_lines_are_ignored(harness: Harness, model: str) -> None:
     bad, good = await harness.fleet(model, 2)
     async with harness.expect(model, {"ok": 20}):
         bad.lies = {"in_flight": "many", "bound": None}
@@ -80,5 +80,5 @@ async def test_42_lines_that_mean_nothing(harness: Harness, model: str) -> None:
             assert (await harness.ask(model)).status == 200
         bad.lies = {}
         bad.report()
-        await until(lambda: harness.admissible(bad.id), "it is understood again")
+        await until(lambda: harness.admissible(bad.id), "its load lines are valid again")
     assert good.log

@@ -31,12 +31,12 @@ pytestmark = [
     pytest.mark.usefixtures("idle_cores"),
 ]
 TTFT_S = 0.5
-# Multiples of the capacity, and the seconds of each: where little is refused, chance needs longer.
+# Multiples of the capacity, and the seconds of each: near the capacity, noise needs longer phases.
 RATES = ((1, 60.0), (2, 20.0), (3, 20.0), (5, 40.0), (1, 40.0))
 
 
 class Phase:
-    """What became of the visits of one rate, without its first second, in which queues fill."""
+    """The outcomes of one rate, without its first second, in which queues fill."""
 
     def __init__(self, visits: list[ClientRequest], seconds: float) -> None:
         start = min(visit.asked_at for visit in visits)
@@ -59,7 +59,7 @@ class Phase:
         )
 
 
-async def test_multiples_of_the_highest_rate_within_the_slo(tmp_path: Path) -> None:
+async def test_admitted_requests_keep_the_slo_at_multiples_of_the_capacity(tmp_path: Path) -> None:
     async with model_with_slo(tmp_path, ttft_s=TTFT_S) as live:
         clients = load_generator(live)
 
@@ -83,18 +83,18 @@ async def test_multiples_of_the_highest_rate_within_the_slo(tmp_path: Path) -> N
         normal, worst, after = phases[0], phases[3], phases[4]
         assert worst.goodput >= 0.9 * min(normal.goodput, capacity), phases
         assert worst.ttft_p95 <= 1.5 * normal.ttft_p95, phases
-        # What this process itself is late is not the gateway's.
+        # The delays of this process are not the gateway's.
         assert worst.refused_p99 <= 0.1 + worst.late_p99, phases
         assert not any(each.codes["deadline"] for each in phases), phases
-        # At the very capacity chance alone offers more than that for some seconds.
+        # At the capacity, random arrivals exceed it for some seconds.
         assert len(after.served) >= 0.9 * len(after.visits), phases
         assert after.ttft_p95 <= max(TTFT_S, 1.5 * normal.ttft_p95), phases
         assert memory[-1] <= 1.3 * memory[0]
 
 
-KEYS = {"loud": "tg-loud", "quiet": "tg-quiet"}
+KEYS = {"heavy": "tg-heavy", "light": "tg-light"}
 # A prompt of some 850 tokens takes the engine about 50 ms; a step takes 16 ms.
-WORDS = {"quiet": 500, "loud": 80}
+WORDS = {"light": 500, "heavy": 80}
 
 
 @pytest_asyncio.fixture
@@ -103,29 +103,29 @@ async def live(tmp_path: Path) -> AsyncIterator[Live]:
         yield live
 
 
-async def test_54_ten_to_one_of_demand_is_one_to_one_of_service(live: Live) -> None:
+async def test_54_tenants_with_ten_to_one_demand_get_equal_service(live: Live) -> None:
     seconds = 60.0
-    quiet, loud = await asyncio.gather(
-        load_generator(live, 1).open_loop(14, seconds, key=KEYS["quiet"], retries=0),
-        load_generator(live, 3).open_loop(140, seconds, key=KEYS["loud"], retries=0),
+    light, heavy = await asyncio.gather(
+        load_generator(live, 1).open_loop(14, seconds, key=KEYS["light"], retries=0),
+        load_generator(live, 3).open_loop(140, seconds, key=KEYS["heavy"], retries=0),
     )
-    start = quiet[0].asked_at
+    start = light[0].asked_at
     one, other = (
         sum(visit.served and start + 1.0 <= visit.ended_at <= start + seconds for visit in visits)
-        for visits in (quiet, loud)
+        for visits in (light, heavy)
     )
     assert (one + other) ** 2 / (2 * (one**2 + other**2)) >= 0.95  # Jain's index
 
 
-async def test_54_a_loud_tenant_costs_a_quiet_one_little_latency(live: Live) -> None:
+async def test_54_a_tenant_over_its_share_barely_delays_another_tenant(live: Live) -> None:
     seconds = 120.0
 
-    def quiet() -> Awaitable[list[ClientRequest]]:
-        return load_generator(live, 2).open_loop(1.5, seconds, key=KEYS["quiet"], words=WORDS["quiet"])
+    def light() -> Awaitable[list[ClientRequest]]:
+        return load_generator(live, 2).open_loop(1.5, seconds, key=KEYS["light"], words=WORDS["light"])
 
-    alone = await quiet()
+    alone = await light()
     beside, _ = await asyncio.gather(
-        quiet(), load_generator(live).open_loop(24, seconds, key=KEYS["loud"], words=WORDS["loud"])
+        light(), load_generator(live).open_loop(24, seconds, key=KEYS["heavy"], words=WORDS["heavy"])
     )
     assert all(visit.served for visit in beside)
     for q in (0.5, 0.75, 0.95):

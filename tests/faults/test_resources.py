@@ -1,4 +1,4 @@
-"""Rows 38 and 39: a machine that has no more of something, and a clock that is set."""
+"""Rows 38 and 39: exhausted resources of the machine, and changes of the wall clock."""
 
 from __future__ import annotations
 
@@ -54,28 +54,28 @@ def first_free(pid: int) -> int:
     return next(number for number in itertools.count() if number not in used)
 
 
-async def test_38_no_file_descriptors(harness: Harness) -> None:
+async def test_38_a_worker_without_file_descriptors_refuses_and_recovers(harness: Harness) -> None:
     worker = await harness.start_worker()
     model = harness.fresh_model()
     (one,) = await harness.fleet(model, 1)
-    # The worker's first use of anything is over, so that only connections want descriptors.
+    # The worker has opened its files, so that only connections need descriptors.
     await harness.samples("tidegate_in_flight")
     async with harness.expect(model) as after:
         only = first_free(worker.pid)
         with limited(worker.pid, resource.RLIMIT_NOFILE, only + 1):
-            told = 0
-            while told < 5:  # something else of the worker's may have had the descriptor for a moment
+            refused = 0
+            while refused < 5:  # something else of the worker's may have had the descriptor for a moment
                 async with asyncio.timeout(PATIENCE_S):
                     client = await harness.post(model)
                     while await client.read():
                         pass
                 assert client.reply.status in (0, 503)
-                told += client.reply.status == 503
+                refused += client.reply.status == 503
                 await until(lambda: first_free(worker.pid) == only, "its descriptor is free again")
             crowd = [await harness.post(model) for _ in range(20)]
             await asyncio.sleep(0.2)
         assert not one.log
-        for client in crowd:  # served late, told 503, or closed without a word
+        for client in crowd:  # served late, refused with 503, or closed without a response
             while await client.read():
                 pass
             assert client.reply.status in (0, 200, 503)
@@ -85,8 +85,8 @@ async def test_38_no_file_descriptors(harness: Harness) -> None:
     assert worker.returncode is None
 
 
-async def test_38_a_full_disk(harness: Harness) -> None:
-    """Nothing that serving needs is written: requests go on, and what was not saved is saved later."""
+async def test_38_a_full_disk_does_not_stop_requests(harness: Harness) -> None:
+    """Serving needs no write: requests continue, and unsaved state is saved later."""
     worker = await harness.start_worker()
     model = harness.fresh_model()
     (one,) = await harness.fleet(model, 1)
@@ -123,7 +123,7 @@ pathlib.Path(os.environ["CLOCK_THAT_JUMPS"]).touch()
 
 
 @pytest.mark.parametrize("jumps", [False, True], ids=["as it is", "jumping"])
-async def test_39_deadlines_and_breakers_do_not_follow_the_wall_clock(harness: Harness, jumps: bool) -> None:
+async def test_39_deadlines_and_breakers_use_the_monotonic_clock(harness: Harness, jumps: bool) -> None:
     mark = harness.root / "the-clock-jumps"
     if jumps:
         (harness.root / "sitecustomize.py").write_text(JUMPS)
@@ -133,9 +133,9 @@ async def test_39_deadlines_and_breakers_do_not_follow_the_wall_clock(harness: H
     model = harness.fresh_model()
     bad, good = await harness.fleet(model, 2, bound=2)
     async with harness.expect(model) as after:
-        for _ in range(4):  # how long one stays is known, so that nobody is refused at once by a guess
+        for _ in range(4):  # the service time is known, so that no request is refused by an estimate
             assert (await harness.ask(model)).status == 200
-        # A deadline in the queue: four hold what there is.
+        # A deadline in the queue: four requests hold all slots.
         bad.usual = good.usual = faults.paced(1, 0, first_s=2 * QUEUE_S)
         holders = [await harness.post(model) for _ in range(4)]
         await until(lambda: len(bad.open) + len(good.open) == 4)

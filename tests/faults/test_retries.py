@@ -30,7 +30,7 @@ GATEWAY = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_1_a_refused_connection(harness: Harness, model: str, stream: bool) -> None:
+async def test_1_a_refused_connection_is_retried(harness: Harness, model: str, stream: bool) -> None:
     bad, good = await harness.fleet(model, 2)
     await harness.prefer(bad)
     bad.refuse_connections()
@@ -42,7 +42,7 @@ async def test_1_a_refused_connection(harness: Harness, model: str, stream: bool
 
 
 @pytest.mark.parametrize(("code", "stream"), [(500, False), (500, True), (503, False)])
-async def test_2_3_an_error_before_an_event(harness: Harness, model: str, code: int, stream: bool) -> None:
+async def test_2_3_early_errors_are_retried(harness: Harness, model: str, code: int, stream: bool) -> None:
     bad, good = await harness.fleet(model, 2)
     bad.usual = faults.status(code, retry_after="3600") if code == 503 else faults.status(code)
     await harness.prefer(bad)
@@ -52,7 +52,7 @@ async def test_2_3_an_error_before_an_event(harness: Harness, model: str, code: 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_2_errors_everywhere_are_tried_twice(harness: Harness, model: str, path: str) -> None:
+async def test_2_errors_of_all_replicas_are_tried_twice(harness: Harness, model: str, path: str) -> None:
     fleet = await harness.fleet(model, 4, usual=faults.status(500, "no /secret/path of ours"))
     async with harness.expect(model, {"upstream_failed": 1}, attempts=2):
         reply = await harness.ask(model, path=path)
@@ -62,7 +62,7 @@ async def test_2_errors_everywhere_are_tried_twice(harness: Harness, model: str,
     assert sorted(len(one.log) for one in fleet) == [0, 0, 1, 1]
 
 
-async def test_3_unavailable_everywhere_says_when_to_come_back(harness: Harness, model: str) -> None:
+async def test_3_a_503_of_all_replicas_has_retry_after(harness: Harness, model: str) -> None:
     await harness.fleet(model, 2, usual=faults.status(503, retry_after="3600"))
     async with harness.expect(model, {"no_replica": 1}, attempts=2):
         reply = await harness.ask(model)
@@ -82,8 +82,8 @@ async def test_4_a_rejection_is_passed_on(harness: Harness, model: str, code: in
     assert sum(len(one.log) for one in fleet) == 1
 
 
-async def test_5_an_adapter_that_fails_a_hundred_times(harness: Harness, model: str) -> None:
-    """Its requests are wrong, its replica is not: what names the base model is served throughout."""
+async def test_5_a_failing_adapter_does_not_eject_its_replica(harness: Harness, model: str) -> None:
+    """Only requests for the adapter fail: requests for the base model are served throughout."""
     served = served_name("sql", "d" * 64)
     message = f"Loading lora {served} failed: LoRA rank 64 is greater than max_lora_rank 16."
     fleet = await harness.fleet(model, 2, faults={served: faults.status(500, message)})
@@ -100,7 +100,7 @@ async def test_5_an_adapter_that_fails_a_hundred_times(harness: Harness, model: 
         assert await after.attempts() == 104
 
 
-async def test_28_one_of_four_fails_a_third_of_its_answers(harness: Harness, model: str) -> None:
+async def test_28_failures_of_a_replica_are_retried_within_the_budget(harness: Harness, model: str) -> None:
     fleet = await harness.fleet(model, 4, usual=faults.paced(1, 0.005))
     bad, count = fleet[0], itertools.count()
     healthy, broken = faults.paced(1, 0.005), faults.status(500)
@@ -124,7 +124,7 @@ async def test_28_one_of_four_fails_a_third_of_its_answers(harness: Harness, mod
 
 
 @pytest.mark.parametrize("how", ["answers", "connections"])
-async def test_29_all_replicas_fail(harness: Harness, model: str, how: str) -> None:
+async def test_29_attempts_on_failing_replicas_are_bounded(harness: Harness, model: str, how: str) -> None:
     fleet = await harness.fleet(model, 4, usual=faults.status(500))
     if how == "connections":
         for one in fleet:
@@ -145,27 +145,27 @@ async def test_29_all_replicas_fail(harness: Harness, model: str, how: str) -> N
     await harness.serves(model, fleet[0].id)
 
 
-async def test_30_a_request_that_kills_its_replica(harness: Harness, model: str) -> None:
+async def test_30_a_request_that_kills_its_replica_is_retried_once(harness: Harness, model: str) -> None:
     fleet = await harness.fleet(model, 4)
-    reborn: list[asyncio.Task[None]] = []
+    restarts: list[asyncio.Task[None]] = []
 
-    def poisoned(one: FaultyUpstream) -> Any:
-        async def rise() -> None:
+    def crash(one: FaultyUpstream) -> Any:
+        async def restart() -> None:
             await asyncio.sleep(0.3)
             await one.start()
 
         async def answer(exchange: Exchange) -> None:
             await asyncio.sleep(0.01)
             one.die()
-            reborn.append(asyncio.create_task(rise()))
+            restarts.append(asyncio.create_task(restart()))
 
         return answer
 
     for one in fleet:
-        one.faults["poison"] = poisoned(one)
+        one.faults["poison"] = crash(one)
     async with harness.expect(model, {"replica_lost": 1, "ok": 4}):
         reply = await harness.ask(model, "poison", stream=True)
-        await asyncio.gather(*reborn)
+        await asyncio.gather(*restarts)
         for _ in range(4):
             assert (await harness.ask(model)).status == 200
     assert reply.status == 500
@@ -180,7 +180,7 @@ async def behind_a_proxy(harness: Harness, model: str) -> tuple[FaultyUpstream, 
     return bad, good
 
 
-async def test_33_a_partition_without_a_reset(harness: Harness, model: str) -> None:
+async def test_33_a_partition_without_a_reset_is_retried_elsewhere(harness: Harness, model: str) -> None:
     bad, good = await behind_a_proxy(harness, model)
     assert bad.proxy is not None
     async with harness.expect(model, {"ok": 3}) as after:
@@ -197,7 +197,7 @@ async def test_33_a_partition_without_a_reset(harness: Harness, model: str) -> N
     assert len(good.log) == 2
 
 
-async def test_33_a_host_that_never_answers_a_connection(harness: Harness, model: str) -> None:
+async def test_33_an_unanswered_connection_is_retried_elsewhere(harness: Harness, model: str) -> None:
     bad, good = await behind_a_proxy(harness, model)
     assert bad.proxy is not None
     async with harness.expect(model, {"ok": 1}) as after:
@@ -208,7 +208,7 @@ async def test_33_a_host_that_never_answers_a_connection(harness: Harness, model
         await bad.proxy.heal()
 
 
-async def test_34_an_idle_connection_that_was_closed(harness: Harness, model: str) -> None:
+async def test_34_a_closed_idle_connection_is_replaced(harness: Harness, model: str) -> None:
     (one,) = await harness.fleet(model, 1)
     async with harness.expect(model, {"ok": 20}, attempts=20):
         for _ in range(10):
@@ -217,7 +217,7 @@ async def test_34_an_idle_connection_that_was_closed(harness: Harness, model: st
             await harness.ask(model)  # the close and the request cross on their way
 
 
-async def test_34_a_connection_that_closes_as_the_request_arrives(harness: Harness, model: str) -> None:
+async def test_34_a_connection_closed_as_the_request_arrives_is_retried(harness: Harness, model: str) -> None:
     (one,) = await harness.fleet(model, 1)
     healthy = one.usual
     async with harness.expect(model, {"ok": 2}, attempts=2):

@@ -10,7 +10,7 @@ import tests.faults
 TESTS = Path(__file__).parents[1]
 
 
-def test_each_row_is_proved_by_tests_that_exist() -> None:
+def test_each_row_names_tests_that_exist() -> None:
     table = tests.faults.__doc__ or ""
     named = re.findall(r"(\w+/[\w/]+\.py)((?:\s*::\w+)+)", table)
     assert len(named) > 30

@@ -1,4 +1,4 @@
-"""Rows 22, 27 and 32: slow readers, slow replicas and slow networks, which are no failures."""
+"""Rows 22, 27 and 32: slow readers, slow replicas and slow networks are no failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def usual_gap(replies: list[Reply]) -> float:
     )
 
 
-async def test_22_a_reader_of_a_kilobyte_a_second(harness: Harness, model: str) -> None:
+async def test_22_a_client_that_reads_slowly_does_not_delay_others(harness: Harness, model: str) -> None:
     answer_bytes = 64 * MIB
     block = event("x" * 1000) * 16
     flood = faults.flooding(block, answer_bytes, end=event(finish="stop") + DONE)
@@ -67,11 +67,11 @@ async def test_22_a_reader_of_a_kilobyte_a_second(harness: Harness, model: str) 
             client.leave()
     assert held < 8 * MIB
     assert len(one.aborted) == 4
-    # The best of three rounds: what else runs on the machine may spoil one.
+    # The best of three rounds: other load of the machine may slow one.
     assert min(map(usual_gap, beside)) <= 1.5 * max(usual_gap(alone), GAP_S)
 
 
-async def test_27_one_replica_is_five_times_slower(harness: Harness, model: str) -> None:
+async def test_27_a_five_times_slower_replica_gets_fewer_requests(harness: Harness, model: str) -> None:
     first_s, requests, clients = 0.03, 300, 12
     fleet = await harness.fleet(model, 4, usual=faults.paced(4, GAP_S, first_s=first_s), bound=8)
 
@@ -96,7 +96,7 @@ async def test_27_one_replica_is_five_times_slower(harness: Harness, model: str)
     assert await harness.admissible(fleet[0].id)
 
 
-async def test_32_latency_with_jitter_ejects_nobody(harness: Harness, model: str) -> None:
+async def test_32_latency_with_jitter_ejects_no_replica(harness: Harness, model: str) -> None:
     fleet = await harness.fleet(model, 3, usual=faults.paced(10, 0.01))
     for one in fleet:
         proxy = await harness.put_behind_a_proxy(one)

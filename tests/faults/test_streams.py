@@ -18,7 +18,7 @@ from tests.gateway.fake_replica import DONE, Answer, event, stream
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 FIRST_S = 2.5
 GAP_S = 2.0
-# What polling may add to any deadline.
+# The delay of polling beyond a deadline.
 SLACK_S = 1.5
 FINISH = event(finish="stop")
 WHOLE = tokens(3) + FINISH + DONE
@@ -30,7 +30,7 @@ GATEWAY = {
 }
 
 
-async def test_6_headers_then_silence(harness: Harness, model: str) -> None:
+async def test_6_a_stream_without_a_first_event_is_retried_elsewhere(harness: Harness, model: str) -> None:
     bad, good = await harness.fleet(model, 2)
     bad.usual = faults.stalling()
     await harness.prefer(bad)
@@ -44,7 +44,7 @@ async def test_6_headers_then_silence(harness: Harness, model: str) -> None:
     assert good.log[0].at >= left.at + FIRST_S * 0.9 - stalls_s
 
 
-async def test_6_no_headers_at_all_of_an_answer_that_is_no_stream(harness: Harness, model: str) -> None:
+async def test_6_a_whole_answer_without_headers_ends_at_its_deadline(harness: Harness, model: str) -> None:
     bad, good = await harness.fleet(model, 2)
     bad.usual = faults.silent
     await harness.prefer(bad)
@@ -55,7 +55,7 @@ async def test_6_no_headers_at_all_of_an_answer_that_is_no_stream(harness: Harne
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-async def test_7_a_stall_after_some_tokens(harness: Harness, model: str, path: str) -> None:
+async def test_7_a_stalled_stream_ends_at_the_gap_deadline(harness: Harness, model: str, path: str) -> None:
     (bad,) = await harness.fleet(model, 1, usual=faults.stalling(tokens(3)))
     async with harness.expect(model, {"stream_broken": 1}, attempts=1) as after:
         reply = await harness.ask(model, path=path, stream=True)
@@ -84,7 +84,7 @@ def sent(data: bytes) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said", "lost"),
+    ("answer", "expected", "lost"),
     [
         pytest.param(faults.breaking(tokens(3), reset=False), "stream_broken", b"", id="8 FIN"),
         pytest.param(faults.breaking(tokens(3), reset=True), "stream_broken", b"", id="9 RST"),
@@ -101,20 +101,20 @@ def sent(data: bytes) -> Answer:
     ],
 )
 async def test_8_13_a_stream_that_breaks_ends_in_one_error(
-    harness: Harness, model: str, answer: Answer, said: str, lost: bytes
+    harness: Harness, model: str, answer: Answer, expected: str, lost: bytes
 ) -> None:
-    """What came whole is delivered, ``lost`` is not, and nothing that was begun is begun again."""
+    """Complete events are delivered, ``lost`` is not, and a started stream is not retried."""
     one, other = await harness.fleet(model, 2, usual=answer)
     async with harness.expect(model, {"stream_broken": 1}, attempts=1):
         reply = await harness.ask(model, stream=True)
     assert reply.body.startswith(tokens(3))
     assert not lost or lost not in reply.body
     assert reply.error is not None
-    assert said in (reply.error["code"], reply.error["message"])
+    assert expected in (reply.error["code"], reply.error["message"])
     assert len(one.log) + len(other.log) == 1
 
 
-async def test_12_an_error_event_first_is_tried_elsewhere(harness: Harness, model: str) -> None:
+async def test_12_an_error_event_before_any_token_is_retried_elsewhere(harness: Harness, model: str) -> None:
     bad, good = await harness.fleet(model, 2)
     bad.usual = sent(ERROR + DONE)
     await harness.prefer(bad)
@@ -124,7 +124,7 @@ async def test_12_an_error_event_first_is_tried_elsewhere(harness: Harness, mode
 
 
 @pytest.mark.parametrize("body", [b'{"choices": [', b'{"a": "\xff"}', b'{"logprob": NaN}', b"", b"nothing"])
-async def test_13_broken_json_of_a_whole_answer(harness: Harness, model: str, body: bytes) -> None:
+async def test_13_a_whole_answer_of_invalid_json_is_502(harness: Harness, model: str, body: bytes) -> None:
     await harness.fleet(model, 2, usual=faults.reply(body))
     async with harness.expect(model, {"upstream_failed": 1}, attempts=2):
         reply = await harness.ask(model)
@@ -132,7 +132,7 @@ async def test_13_broken_json_of_a_whole_answer(harness: Harness, model: str, bo
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
-async def test_14_events_split_at_every_byte(harness: Harness, model: str, newline: bytes) -> None:
+async def test_14_events_split_at_every_byte_stay_whole(harness: Harness, model: str, newline: bytes) -> None:
     data = (b": alive\n\n" + WHOLE).replace(b"\n", newline)
     (one,) = await harness.fleet(model, 1)
     one.usual = stream(data, piece=1)
@@ -148,7 +148,7 @@ async def test_15_data_after_done_is_cut(harness: Harness, model: str) -> None:
         assert (await harness.ask(model, stream=True)).body == WHOLE
 
 
-async def test_15_a_line_without_an_end(harness: Harness, model: str) -> None:
+async def test_15_an_endless_line_ends_the_stream_in_bounded_memory(harness: Harness, model: str) -> None:
     size = 100 * 1024 * 1024
     (bad,) = await harness.fleet(model, 1, usual=faults.flooding(b"x" * 65536, size))
     process = psutil.Process(harness.workers[0].pid)
@@ -171,7 +171,7 @@ async def test_15_a_line_without_an_end(harness: Harness, model: str) -> None:
     assert most - before < 40 * 1024 * 1024
 
 
-async def test_16_comments_keep_a_prefill_alive(harness: Harness, model: str) -> None:
+async def test_16_comments_extend_the_deadline_of_a_prefill(harness: Harness, model: str) -> None:
     gap_s, comments = FIRST_S / 8, 12
     await harness.fleet(model, 1, usual=faults.kept_alive(comments, gap_s))
     async with harness.expect(model, {"ok": 1}, attempts=1):
@@ -185,7 +185,7 @@ async def test_16_comments_keep_a_prefill_alive(harness: Harness, model: str) ->
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-async def test_16_a_prefill_of_five_minutes(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_16_a_prefill_of_five_minutes_is_served(tmp_path_factory: pytest.TempPathFactory) -> None:
     harness = Harness(tmp_path_factory.mktemp("long"))
     await harness.start_controller()
     await harness.start_worker()
@@ -207,7 +207,7 @@ WRONG = {
 
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_17_not_an_answer(harness: Harness, model: str, kind: str, path: str) -> None:
+async def test_17_a_response_of_wrong_type_is_502(harness: Harness, model: str, kind: str, path: str) -> None:
     await harness.fleet(model, 2, usual=WRONG[kind])
     async with harness.expect(model, {"upstream_failed": 1}, attempts=2):
         reply = await harness.ask(model, path=path, stream=kind == "gzip stream")

@@ -35,7 +35,7 @@ def stream(ttft_s: float, itl_s: float, **more: object) -> Outcome:
         (Outcome("chat, whole", e2e_s=0.96, tokens=10), False),
     ],
 )
-def test_the_objective(outcome: Outcome, met: bool) -> None:
+def test_an_outcome_meets_the_objective_within_all_its_limits(outcome: Outcome, met: bool) -> None:
     assert OBJECTIVE.met(outcome) is met
 
 
@@ -110,7 +110,7 @@ def samples(metrics: Metrics) -> Counter[gateway_metrics.Key]:
 def test_gateway_metrics_match_the_users_measurements(metrics: Metrics) -> None:
     meter = metrics.model("m")
     route = ("/v1/chat/completions", "ok")
-    # What was there before the run, and another model, are not of the run.
+    # Earlier requests and other models do not count.
     meter.requests[route] += 5
     meter.ttft.add(40.0)
     meter.served_stream(0.1, 0.01)
@@ -132,7 +132,7 @@ def test_gateway_metrics_match_the_users_measurements(metrics: Metrics) -> None:
     assert [row.gateway for row in compared] == pytest.approx([300.0, 30.0, 5000 / 3, 3, 3, 0.25])
 
 
-def test_a_limit_within_a_bucket_takes_its_part(metrics: Metrics) -> None:
+def test_a_limit_within_a_histogram_bucket_is_interpolated(metrics: Metrics) -> None:
     before = samples(metrics)
     for _ in range(10):
         metrics.model("m").served_stream(0.45, 0.03)
@@ -168,7 +168,7 @@ def test_prompts_share_no_prefix_and_have_their_length() -> None:
     assert prompt(1, 0)
 
 
-def test_the_page_has_a_tab_with_the_rows() -> None:
+def test_the_locust_page_has_a_tab_with_the_slo_table() -> None:
     app = Flask("page")
     app.add_url_rule("/stats/requests", "stats", lambda: {"state": "running"})
     app.add_url_rule("/other", "other", lambda: {"state": "running"})

@@ -1,4 +1,4 @@
-"""What tests of the control plane share."""
+"""Fixtures of the control plane's tests."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def new_version(content: str, source: str) -> NewVersion:
 class FakeAdapterStore(AdapterStore):
     """``contents`` maps sources to their content (default: the source itself) or to an error.
 
-    Imports wait for ``gate``; ``down`` is why the database does not answer.
+    Imports wait for ``gate``; ``down`` is the error of an unavailable database.
     """
 
     def __init__(self, folder: Path) -> None:

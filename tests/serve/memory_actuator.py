@@ -20,7 +20,7 @@ from serve.host.weight_verification import Weights
 
 @dataclass
 class MemoryCluster:
-    """What outlives an actuator. Each change of a replica goes to ``beat``.
+    """Replicas that outlive an actuator. ``beat`` is called with each change of a replica.
 
     Starts and drains finish at once, or by :meth:`ready` and :meth:`drained` where ``slow`` is set;
     starts of layers in ``failing`` fail with the reason given there; ``down`` refuses every call. A shared
@@ -146,7 +146,7 @@ class MemoryCluster:
     def _fail(self, replica: Replica, key: LayerKey) -> None:
         reason = self.failing[key]
         if self._group(replica) is not None:
-            # It fails repeatedly beside those that do not.
+            # This engine fails repeatedly; the others do not.
             failed = msgspec.structs.replace(replica, failures=MAX_FAILURES, reason=reason)
             self._become(failed, ReplicaPhase.STARTING)
             return

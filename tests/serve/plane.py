@@ -24,7 +24,7 @@ READY = ReplicaPhase.READY
 
 @dataclass
 class Plane:
-    """A controller, the cluster that it steers, and the time."""
+    """A controller, its cluster, and the time."""
 
     state: StateDir
     now: float = 1000.0
@@ -32,7 +32,7 @@ class Plane:
     ahead: float = 0.0
     store: FakeAdapterStore = field(init=False)
     # GPU reports of replicas by id.
-    cards: dict[str, PowerReport] = field(default_factory=dict)
+    power_reports: dict[str, PowerReport] = field(default_factory=dict)
     cluster: MemoryCluster = field(init=False)
     controller: Controller = field(init=False)
 
@@ -67,7 +67,7 @@ class Plane:
         return self.now + self.ahead
 
     def _beat(self, replica: Replica) -> Orders:
-        return self.controller.beat(Heartbeat(replica=replica, power=self.cards.get(replica.id)))
+        return self.controller.beat(Heartbeat(replica=replica, power=self.power_reports.get(replica.id)))
 
     async def ticks(self, count: int = 12) -> None:
         for _ in range(count):

@@ -40,14 +40,14 @@ def nvmlDeviceGetHandleByIndex(index):
     return index
 
 
-def nvmlDeviceGetPowerUsage(card):
+def nvmlDeviceGetPowerUsage(gpu):
     return 300_000
 
 
-nvmlDeviceGetTotalEnergyConsumption = nvmlDeviceGetCurrentClocksEventReasons = lambda card: 0
+nvmlDeviceGetTotalEnergyConsumption = nvmlDeviceGetCurrentClocksEventReasons = lambda gpu: 0
 
 
-def nvmlDeviceGetTemperature(card, sensor):
+def nvmlDeviceGetTemperature(gpu, sensor):
     return 60
 
 
@@ -55,7 +55,7 @@ def nvmlEventSetCreate():
     return "set"
 
 
-def nvmlDeviceRegisterEvents(card, kinds, events):
+def nvmlDeviceRegisterEvents(gpu, kinds, events):
     pass
 
 

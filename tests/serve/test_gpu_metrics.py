@@ -17,7 +17,7 @@ from tests.serve.sim_driver import spec
 
 
 class FakeNvml:
-    """NVML with some cards, by index and UUID: milliwatts, millijoules, degrees and reasons of each."""
+    """NVML with some GPUs, by index and UUID: milliwatts, millijoules, degrees and reasons of each."""
 
     NVML_TEMPERATURE_GPU = 0
     nvmlEventTypeXidCriticalError = 8
@@ -25,8 +25,8 @@ class FakeNvml:
     class NVMLError(Exception):
         """What each call raises that fails."""
 
-    def __init__(self, *cards: dict[str, int]) -> None:
-        self.cards = list(cards)
+    def __init__(self, *gpus: dict[str, int]) -> None:
+        self.gpus = list(gpus)
         self.errors: dict[int, list[int]] = {}
         self.told_of: list[int] = []
         self.driver = True
@@ -36,7 +36,7 @@ class FakeNvml:
             raise self.NVMLError("Driver Not Loaded")
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if index >= len(self.cards):
+        if index >= len(self.gpus):
             raise self.NVMLError("Invalid Argument")
         return index
 
@@ -47,9 +47,9 @@ class FakeNvml:
         return f"NVIDIA H100 (GPU {handle})"
 
     def _of(self, handle: int, figure: str) -> int:
-        if figure not in self.cards[handle]:
+        if figure not in self.gpus[handle]:
             raise self.NVMLError("Not Supported")
-        return self.cards[handle][figure]
+        return self.gpus[handle][figure]
 
     def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
         return self._of(handle, "mw")
@@ -80,18 +80,18 @@ class FakeNvml:
         return SimpleNamespace(eventData=self.errors[handle].pop(0))
 
 
-def card(mw: int = 300_000, mj: int = 5_000_000, c: int = 60, why: int = 0) -> dict[str, int]:
+def gpu(mw: int = 300_000, mj: int = 5_000_000, c: int = 60, why: int = 0) -> dict[str, int]:
     return {"mw": mw, "mj": mj, "c": c, "why": why}
 
 
-def report_of(cards: GpuSet) -> PowerReport:
-    report = cards.read()
+def report_of(gpu_set: GpuSet) -> PowerReport:
+    report = gpu_set.read()
     assert report is not None
     return report
 
 
 def test_metrics_are_summed_over_gpus() -> None:
-    nvml = FakeNvml(card(), card(mw=150_500, mj=1_000, c=71, why=0x4), card(mw=999_000))
+    nvml = FakeNvml(gpu(), gpu(mw=150_500, mj=1_000, c=71, why=0x4), gpu(mw=999_000))
     assert GpuSet(nvml, ("0", "GPU-1")).read() == PowerReport(
         watts=450.5, joules=5001.0, celsius=71.0, throttled="software power cap", reasons=0x4
     )
@@ -99,41 +99,41 @@ def test_metrics_are_summed_over_gpus() -> None:
 
 
 def test_only_throttle_reasons_are_named() -> None:
-    nvml = FakeNvml(card(why=0x1 | 0x2 | 0x10 | 0x100))
-    cards = GpuSet(nvml, ("0",))
-    read = report_of(cards)
+    nvml = FakeNvml(gpu(why=0x1 | 0x2 | 0x10 | 0x100))
+    gpu_set = GpuSet(nvml, ("0",))
+    read = report_of(gpu_set)
     assert (read.throttled, read.reasons) == ("", 0)
-    nvml.cards[0]["why"] = 0x8 | 0x40
-    read = report_of(cards)
+    nvml.gpus[0]["why"] = 0x8 | 0x40
+    read = report_of(gpu_set)
     assert (read.throttled, read.reasons) == ("hardware slowdown, hardware thermal slowdown", 0x48)
 
 
 def test_the_last_gpu_error_and_its_gpu_are_kept() -> None:
-    nvml = FakeNvml(card(), card())
-    cards = GpuSet(nvml, ("0", "GPU-1"))
+    nvml = FakeNvml(gpu(), gpu())
+    gpu_set = GpuSet(nvml, ("0", "GPU-1"))
     nvml.errors = {0: [31], 1: [48, 79]}
     for _ in range(2):
-        read = report_of(cards)
+        read = report_of(gpu_set)
         assert (read.xid, read.card) == (79, "GPU-1")
     # A program error on another GPU does not replace it.
     nvml.errors = {0: [45, 13]}
-    assert report_of(cards).xid == 79
+    assert report_of(gpu_set).xid == 79
     # A GPU that fell off the bus reports nothing else.
-    for each in nvml.cards:
+    for each in nvml.gpus:
         each.clear()
-    assert cards.read() == PowerReport(watts=0.0, xid=79, card="GPU-1")
+    assert gpu_set.read() == PowerReport(watts=0.0, xid=79, card="GPU-1")
 
 
 def test_a_program_error_is_replaced_by_a_gpu_error() -> None:
-    nvml = FakeNvml(card(), card())
-    cards = GpuSet(nvml, ("0", "1"))
+    nvml = FakeNvml(gpu(), gpu())
+    gpu_set = GpuSet(nvml, ("0", "1"))
     for errors, expected in (
         ({0: [31]}, (31, "GPU 0")),
         ({1: [43]}, (43, "GPU 1")),
         ({0: [94]}, (94, "GPU 0")),
     ):
         nvml.errors = errors
-        read = report_of(cards)
+        read = report_of(gpu_set)
         assert (read.xid, read.card) == expected
 
 
@@ -143,7 +143,7 @@ def test_unsupported_metrics_are_left_out() -> None:
 
 
 def test_metrics_are_read_without_event_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml(card())
+    nvml = FakeNvml(gpu())
 
     def refuse(*_: Any) -> None:
         raise FakeNvml.NVMLError("Not Supported")
@@ -167,11 +167,11 @@ def test_a_replica_reads_its_own_gpus(gpus: int, environment: dict[str, str], na
     assert devices(gpus, environment) == names
 
 
-@pytest.mark.parametrize("missing", ["library", "driver", "card"])
+@pytest.mark.parametrize("missing", ["library", "driver", "gpu"])
 async def test_without_nvml_there_are_no_metrics_and_one_log_line(
     missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nvml = FakeNvml(*([] if missing == "card" else [card()]))
+    nvml = FakeNvml(*([] if missing == "gpu" else [gpu()]))
     nvml.driver = missing != "driver"
     monkeypatch.setitem(sys.modules, "pynvml", None if missing == "library" else nvml)
     assert [report async for report in watch(("0",))] == []
@@ -193,7 +193,9 @@ async def test_a_shape_without_gpus_logs_nothing(caplog: pytest.LogCaptureFixtur
         ("0,1", False, "2 x GPU"),
     ],
 )
-def test_gpu_names(visible: str, installed: bool, described: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(card(), card()) if installed else None)
+def test_the_machine_description_names_the_first_visible_gpu(
+    visible: str, installed: bool, described: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpu(), gpu()) if installed else None)
     on_gpus = msgspec.structs.replace(spec(), kind=EngineKind.VLLM, tensor_parallel=2)
     assert describe_machine(on_gpus, {"CUDA_VISIBLE_DEVICES": visible}) == described

@@ -1,4 +1,4 @@
-"""Manual overrides: their duration, their attribution, and what clears them."""
+"""Manual overrides: their duration, their author, and what clears them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_a_manual_mode_over_the_budget_is_refused(plane: Plane, tmp_path: 
     assert plane.counts(READY)[LARGE] == 1
 
 
-async def test_a_manual_count_belongs_to_its_mode(plane: Plane, tmp_path: Path) -> None:
+async def test_a_manual_count_ends_with_a_mode_change(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(tmp_path)))
     traffic = Traffic(plane)
     plane.controller.scale("m", 4)

@@ -43,7 +43,7 @@ def awake(cluster: MemoryCluster) -> set[str]:
     return {r.shape for r in cluster.replicas.values() if r.state in (READY, DRAINING)}
 
 
-# However much is free elsewhere, or nothing is known of it.
+# Independent of free or unknown capacity elsewhere.
 @pytest.mark.parametrize("gpus", [GPUS, 4 * GPUS, None])
 async def test_a_switch_in_a_group_starts_nothing(plane: Plane, gpus: int | None) -> None:
     engines = await up(plane, gpus)
@@ -75,8 +75,11 @@ async def test_the_lead_time_of_a_switch_is_a_wake(plane: Plane) -> None:
     plane.controller.mode("m", "multi-replica")
     await plane.ticks()
     (now,) = plane.controller.autoscaler.journal.read(1)
-    rungs = now.situation.rungs
-    assert {rung.mode: (rung.lead_s, rung.gap_s) for rung in rungs}["single-large"] == (WAKE_S, WAKE_S)
+    options = now.situation.rungs
+    assert {option.mode: (option.lead_s, option.gap_s) for option in options}["single-large"] == (
+        WAKE_S,
+        WAKE_S,
+    )
     # Of another generation there is no engine to wake.
     assert observed.start_s(NEW_LARGE, 60.0) == 60.0
 
@@ -123,7 +126,7 @@ async def test_a_failed_new_revision_gives_the_gpus_back(plane: Plane) -> None:
     assert "no such weights" in plane.note()
 
 
-async def test_sleep_never_starts_and_stops_engines(plane: Plane) -> None:
+async def test_no_engine_starts_or_stops_with_sleep_never(plane: Plane) -> None:
     await up(plane)
     never = {"policy": "static", "mode": {"drain_timeout_s": 10, "sleep": "never"}, "start_timeout_s": 60}
     plane.controller.apply(written(control=never))
@@ -138,7 +141,7 @@ async def test_sleep_never_starts_and_stops_engines(plane: Plane) -> None:
     assert plane.counts(ASLEEP) == {LayerKey("m", "large", 3): 1, LayerKey("m", "small", 3): 2}
 
 
-async def test_at_zero_all_are_asleep_and_the_group_keeps_its_gpus(plane: Plane) -> None:
+async def test_at_zero_replicas_all_engines_sleep_and_the_group_keeps_its_gpus(plane: Plane) -> None:
     modes = {
         "multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}},
         "single-large": {"shape": "large", "replicas": 1},
@@ -179,7 +182,7 @@ async def test_orders_go_to_every_engine_of_the_group_only(plane: Plane) -> None
     for replica in list(plane.cluster.replicas.values()):
         orders = plane.controller.beat(Heartbeat(replica=replica))
         assert orders.awake == {"large": 1, "small": 0}
-    stranger = Replica(
+    other_replica = Replica(
         id="x",
         model="m",
         shape="large",
@@ -187,4 +190,4 @@ async def test_orders_go_to_every_engine_of_the_group_only(plane: Plane) -> None
         state=STARTING,
         load=next(iter(plane.cluster.replicas.values())).load,
     )
-    assert plane.controller.beat(Heartbeat(replica=stranger)).awake is None
+    assert plane.controller.beat(Heartbeat(replica=other_replica)).awake is None

@@ -1,6 +1,6 @@
 """Mode switches by load, there and back: with a controller killed in each phase, and failing.
 
-One replica over four GPUs gives a token sooner than four of one GPU each, which together carry more.
+One replica over four GPUs has a lower latency than four of one GPU each, which have more capacity.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.serve.plane import LARGE, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic
 
-# Requests per second that the one carries within its objective, and that only the four keep up with.
+# Requests per second that the one replica serves within the SLO, and that only the four serve.
 LOW, HIGH = 5.0, 330.0
 ROOMY, SCARCE = 8, 4
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def written(gpus: int, **control: Any) -> dict[str, Any]:
-    """A document whose model prefers to be large, on so many GPUs."""
+    """A document whose model starts in the large mode, with a budget of so many GPUs."""
     model = sim_model(
         sim={"profile": "h100-8b"},
         shapes={"large": {"gpus": 4, "tensor_parallel": 4, "cpus": 1}, "small": {"gpus": 1, "cpus": 1}},
@@ -100,7 +100,7 @@ def switches(plane: Plane) -> list[str]:
 
 
 @pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
-async def test_load_alone_switches_there_and_back(plane: Plane, gpus: int) -> None:
+async def test_the_load_decides_both_mode_switches(plane: Plane, gpus: int) -> None:
     switch = await up(plane, gpus)
     await switch.run(HIGH, 80)
     assert plane.counts(READY) == {SMALL: 4}
@@ -170,7 +170,7 @@ async def test_a_switch_survives_a_killed_controller(plane: Plane, gpus: int, ph
     assert plane.counts(READY) == goal
     assert plane.phase() == "steady"
     if phase != "steady":
-        # It is the same switch, and not another one.
+        # It is the same switch.
         assert plane.controller._targets.get("m").since == since
         assert switches(plane) == []
 
@@ -202,7 +202,7 @@ async def until_phase(switch: Switch, rate: float, phase: str, to: str) -> None:
 
 @pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.long)])
-async def test_a_mode_that_fails_is_retried_with_backoff(plane: Plane, gpus: int, kills: bool) -> None:
+async def test_a_failed_mode_is_retried_with_backoff(plane: Plane, gpus: int, kills: bool) -> None:
     switch = await up(plane, gpus)
     plane.cluster.failing[SMALL] = "no memory left"
     switch.kills = kills
@@ -221,7 +221,7 @@ async def test_a_mode_that_fails_is_retried_with_backoff(plane: Plane, gpus: int
     assert gaps[1] >= 240
     assert "rolling back" in switch.phases or gpus == ROOMY
     assert "no memory left" in plane.note() or "rolled back" in plane.note()
-    # Once it starts it is taken, and forgiven.
+    # A successful start clears its failures.
     plane.cluster.failing.clear()
     await switch.run(HIGH, 600)
     assert plane.counts(READY) == {SMALL: 4}
@@ -259,7 +259,7 @@ async def test_a_gap_longer_than_the_queue_timeout_keeps_the_mode(plane: Plane) 
     assert any("wait for 30 s" in outlook.why for outlook in now.decision.outlooks)
 
 
-async def test_a_refused_switch_does_not_dwell(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_switch_starts_no_dwell_time(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     switch = await up(plane, ROOMY)
 
     def refuse(*given: object) -> bool:

@@ -1,4 +1,4 @@
-"""The public traces, which are read from beside the checkout and never part of it."""
+"""The public traces, which are read from outside the checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of runs as the twin leaves them, made by hand."""
+"""Records of simulator runs, made by hand."""
 
 from __future__ import annotations
 

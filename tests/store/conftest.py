@@ -1,4 +1,4 @@
-"""A package that looks installed, and a converter that stands in for the one that needs PyTorch."""
+"""A fake installed package, and a fake of the converter that needs PyTorch."""
 
 from __future__ import annotations
 

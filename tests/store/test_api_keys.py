@@ -1,4 +1,4 @@
-"""Keys are random and stored as digests; salts tell tenants apart and nothing else."""
+"""Keys are random and stored as digests; salts differ by tenant and deployment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from store.api_keys import PREFIX, digest_of, new_key, own_key, salt_of, salt_se
 from store.state_dir import StateDir
 
 
-def test_a_key_is_long_random_and_fit_for_a_header() -> None:
+def test_a_key_is_long_random_and_valid_in_a_header() -> None:
     keys = {new_key() for _ in range(100)}
     assert len(keys) == 100
     assert all(key.startswith(PREFIX) and len(key) >= 46 and key.isascii() for key in keys)
@@ -24,7 +24,7 @@ def test_the_own_key_is_derived_from_the_secret_and_does_not_reveal_it() -> None
     assert "secret-1" not in own_key("secret-1")
 
 
-def test_the_salt_secret_is_made_once_and_private(tmp_path: Path) -> None:
+def test_the_salt_secret_is_created_once_and_private(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     with ThreadPoolExecutor(8) as threads:
         found = set(threads.map(lambda _: salt_secret(state), range(8)))

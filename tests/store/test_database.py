@@ -1,4 +1,4 @@
-"""The database: made and brought up to date by whoever opens it, however many do so at once."""
+"""The database: created and migrated when opened, also by concurrent processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def url(folder: Path) -> str:
     return f"sqlite:///{folder / 't.db'}"
 
 
-def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
+def test_the_migrations_create_the_tables_of_the_code(tmp_path: Path) -> None:
     database = Database(url(tmp_path))
     with database.reading() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
@@ -39,7 +39,7 @@ def test_the_settings_of_a_connection_are_durable(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "t.db").stat().st_mode) == 0o600
 
 
-def test_a_transaction_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_transaction_is_atomic(tmp_path: Path) -> None:
     database = Database(url(tmp_path))
 
     def half() -> None:
@@ -55,7 +55,7 @@ def test_a_transaction_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_open_it_at_once_and_write(tmp_path: Path) -> None:
+def test_concurrent_processes_can_create_the_database_and_write(tmp_path: Path) -> None:
     script = (
         "import sys; from store.database import Database\n"
         "from store.adapters.database_tables import next_revision\n"
@@ -68,15 +68,15 @@ def test_processes_that_open_it_at_once_and_write(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", script, url(tmp_path)]
     children = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
     for child in children:
-        _, said = child.communicate(timeout=60)
-        assert (child.returncode, said) == (0, b"")
+        _, output = child.communicate(timeout=60)
+        assert (child.returncode, output) == (0, b"")
     database = Database(url(tmp_path))
     with database.reading() as connection:
         assert database_tables.revision(connection) == 80
     database.close()
 
 
-def test_one_of_a_newer_tidegate_is_left_alone(tmp_path: Path) -> None:
+def test_a_database_of_a_newer_tidegate_is_refused(tmp_path: Path) -> None:
     Database(url(tmp_path)).close()
     engine = create_engine(url(tmp_path))
     with engine.begin() as connection:
@@ -86,7 +86,7 @@ def test_one_of_a_newer_tidegate_is_left_alone(tmp_path: Path) -> None:
         Database(url(tmp_path))
 
 
-def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.db").write_text("hello " * 1000)
     with pytest.raises(Unreachable, match="not a database"):
         Database(url(tmp_path))
@@ -114,7 +114,7 @@ def test_a_driver_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
         Database("postgresql://user:KEY-1@127.0.0.1:1/d")
 
 
-def test_a_server_that_is_not_there_without_its_password() -> None:
+def test_the_error_of_an_unreachable_server_hides_its_password() -> None:
     pytest.importorskip("psycopg")
     with pytest.raises(Unreachable, match="the database does not answer") as caught:
         Database("postgresql://user:KEY-1@127.0.0.1:1/d")

@@ -1,4 +1,4 @@
-"""Rotating logs: bounded, whole, and readable at their end."""
+"""Rotating logs: bounded size, whole lines, and reads from the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def contents(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(path.parent.iterdir())}
 
 
-def test_it_rotates_before_it_would_be_too_large_and_keeps_some(path: Path, log: RotatingLog) -> None:
+def test_a_log_rotates_before_its_size_limit_and_keeps_a_few_files(path: Path, log: RotatingLog) -> None:
     for number in range(6):
         log.write(b"%d" % number * 6)
     assert contents(path) == {"x.log": b"555555", "x.log.1": b"444444", "x.log.2": b"333333"}
@@ -42,7 +42,7 @@ def test_one_write_is_never_split(path: Path, log: RotatingLog) -> None:
     assert contents(path) == {"x.log": b"c", "x.log.1": b"b" * 30, "x.log.2": b"a"}
 
 
-def test_a_log_that_is_opened_again_is_continued_up_to_its_size(path: Path, log: RotatingLog) -> None:
+def test_a_reopened_log_is_continued_up_to_its_size_limit(path: Path, log: RotatingLog) -> None:
     log.write(b"123456")
     again = RotatingLog(path, max_bytes=10)
     again.write(b"7890")
@@ -67,7 +67,7 @@ async def test_a_full_disk_loses_lines_without_blocking(path: Path, monkeypatch:
     log.close()
 
 
-def test_a_write_that_is_taken_in_parts_is_written_whole(path: Path, log: RotatingLog) -> None:
+def test_a_partial_write_is_completed(path: Path, log: RotatingLog) -> None:
     whole = log._file
 
     class Short:

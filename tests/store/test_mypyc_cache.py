@@ -1,4 +1,4 @@
-"""The decisions compiled: found by the digest of their sources, and held to the tests of the sources."""
+"""Compiled policy modules: found by the digest of their sources, and tested as the sources are."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_compiled_modules_decide_as_the_sources_do() -> None:
+def test_compiled_modules_make_the_decisions_of_the_sources() -> None:
     built = run("-m", "store.mypyc_cache")
     assert built.returncode == 0, built.stderr
     tested = run("-c", RUN, *(f"tests/policy/{folder}" for folder in ("admission", "routing", "stats")))
     assert tested.returncode == 0, tested.stdout[-4000:]
 
 
-def test_every_module_that_is_compiled_is_there() -> None:
+def test_every_compiled_module_exists() -> None:
     paths = [
         ROOT / package / f"{name}.py" for package, names in mypyc_cache.MODULES.items() for name in names
     ]
@@ -53,7 +53,7 @@ def test_no_structure_of_another_library_is_compiled() -> None:
     assert found == []
 
 
-def test_an_edited_source_is_not_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_source_replaces_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "policy").mkdir()
     source = tmp_path / "policy" / "routing.py"
     source.write_text("a = 1")

@@ -35,7 +35,7 @@ def test_a_process_is_distinguished_from_a_later_one_with_its_id(stubborn: subpr
     assert find(stubborn.pid, started - 10.0) is None
 
 
-def test_sigkill_follows_sigterm_and_a_zombie_does_not_run(stubborn: subprocess.Popen[bytes]) -> None:
+def test_sigkill_follows_sigterm_and_a_zombie_counts_as_ended(stubborn: subprocess.Popen[bytes]) -> None:
     found = find(stubborn.pid)
     assert found is not None
     assert end_all([found], 0.1) == ()

@@ -1,4 +1,4 @@
-"""The state directory: private, written whole, locked by one process."""
+"""The state directory: private, with atomic writes, locked by one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_secret_is_made_once_and_private(state: StateDir, tmp_path: Path) -> None:
+def test_the_secret_is_created_once_and_private(state: StateDir, tmp_path: Path) -> None:
     secret = state.secret()
     assert secret != StateDir(tmp_path / "other").secret()
     assert len(secret) >= 32
@@ -32,7 +32,7 @@ def test_the_secret_is_made_once_and_private(state: StateDir, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("text", "bits"), [("", 0o600), ("short", 0o600), ("x" * 40, 0o644)])
-def test_a_secret_that_guards_nothing_is_refused(state: StateDir, text: str, bits: int) -> None:
+def test_a_short_or_readable_secret_is_refused(state: StateDir, text: str, bits: int) -> None:
     state.ensure()
     state.secret_path.write_text(text)
     state.secret_path.chmod(bits)
@@ -40,7 +40,7 @@ def test_a_secret_that_guards_nothing_is_refused(state: StateDir, text: str, bit
         state.secret()
 
 
-def test_a_directory_in_a_shared_place_must_be_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "shared"
     assert own_directory(path) == own_directory(path) == path
     assert mode(path) == 0o700
@@ -53,7 +53,7 @@ def test_a_directory_in_a_shared_place_must_be_ours(tmp_path: Path, monkeypatch:
         own_directory(path)
 
 
-def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_atomic(path, b"old")
 
@@ -83,7 +83,7 @@ def test_saved_values_are_loaded(state: StateDir) -> None:
     assert mode(state.targets_path) == 0o600
 
 
-def test_one_holder_has_the_lock(state: StateDir) -> None:
+def test_only_one_process_holds_the_lock(state: StateDir) -> None:
     held = state.try_lock()
     assert held is not None
     assert state.try_lock() is None
@@ -93,7 +93,7 @@ def test_one_holder_has_the_lock(state: StateDir) -> None:
     os.close(again)
 
 
-def test_a_deep_directory_gets_a_short_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_socket_of_a_long_path_has_a_short_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Path(tempfile.mkdtemp(prefix="r-"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     shallow, deep = StateDir(Path("/s")), StateDir(tmp_path / ("d" * 120))

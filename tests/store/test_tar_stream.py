@@ -1,4 +1,4 @@
-"""Files as a stream: whatever its chunks, what goes in comes out, and nothing else does."""
+"""Files as a tar stream: unpacked unchanged from chunks of any size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cut(data: bytes, sizes: list[int]) -> Iterator[bytes]:
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=5))
-def test_chunks_of_any_size(tmp_path_factory: pytest.TempPathFactory, sizes: list[int]) -> None:
+def test_chunks_of_any_size_are_unpacked(tmp_path_factory: pytest.TempPathFactory, sizes: list[int]) -> None:
     root = tmp_path_factory.mktemp("tape")
     stream = b"".join(pack(filled(root / "from"), CONTENT))
     (root / "to").mkdir()
@@ -43,7 +43,7 @@ def test_chunks_of_any_size(tmp_path_factory: pytest.TempPathFactory, sizes: lis
 
 
 @pytest.mark.parametrize("keep", [0, 100, 512, 1100, -1100])
-def test_a_stream_that_ends_too_early(keep: int, tmp_path: Path) -> None:
+def test_a_truncated_stream_is_refused(keep: int, tmp_path: Path) -> None:
     stream = b"".join(pack(filled(tmp_path / "from"), CONTENT))
     (tmp_path / "to").mkdir()
     with pytest.raises(AdapterRefused) as caught:

@@ -1,4 +1,4 @@
-"""Reading YAML: what it gives, and which line a refusal names."""
+"""Reading YAML: the values, and the line of an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_yaml_and_json_give_the_same(tmp_path: Path) -> None:
         (b"mix: \x01\n", "some.yaml", None, "valid YAML"),
     ],
 )
-def test_an_error_names_its_place(
+def test_an_error_names_its_line(
     tmp_path: Path, text: str | bytes, where: str, value: object, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -65,6 +65,6 @@ def test_numbers_are_finite(tmp_path: Path, text: str, place: str, value: str) -
     assert str(caught.value) == f"{path}: {place}: got {value}, expected a finite number"
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a file that can be read"):
         read_yaml(tmp_path / "none.yaml", "mix")

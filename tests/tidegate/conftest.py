@@ -94,7 +94,7 @@ class Site:
         return self.folder / "deployment.yaml"
 
     def write(self, **gateway: object) -> None:
-        """Write the document, with what is given over the gateway's settings."""
+        """Write the document with these changes of the gateway's settings."""
         settings = {"port": self.port, "admin_port": self.admin_port, "workers": 2, "drain_timeout_s": 2.0}
         model = {"name": "m", "engine": "external", "urls": [self.upstream]}
         self.file.write_text(json.dumps({"models": [model], "gateway": {**settings, **gateway}}))
@@ -139,8 +139,8 @@ class Site:
     def pids(self) -> list[int]:
         """The processes of this state directory, from the system instead of the record."""
         running = psutil.process_iter(["cmdline"])
-        ours = (process.pid for process in running if str(self.state) in (process.info["cmdline"] or []))
-        return [pid for pid in ours if pid != os.getpid()]
+        matching = (process.pid for process in running if str(self.state) in (process.info["cmdline"] or []))
+        return [pid for pid in matching if pid != os.getpid()]
 
     def complete(self, model: str, **headers: str) -> httpx.Response:
         """Request a completion of two tokens from the gateway."""

@@ -1,4 +1,4 @@
-"""Decisions as a controller logs them, for tests of what is said of them."""
+"""Decisions as in the controller's log, for tests of their output."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SIGNALS = Signals(
         ReplicaSample(id="sim-small-2", age_s=0.5, running=14, waiting=2, kv_used=0.71),
     ),
 )
-RUNGS = (
+OPTIONS = (
     ModeOption(
         mode="multi-replica", shape="small", least=1, most=6, timing=Timing(limits=LIMITS), gpus=1, version=3,
         error=0.06, lead_s=6.0,
@@ -67,7 +67,7 @@ RUNGS = (
 def situation(**over: Any) -> Situation:
     fields: dict[str, Any] = {
         "at": 1000.0, "tick_s": 5.0, "model": "sim", "priority": 0, "mode": "multi-replica", "count": 2,
-        "settled": True, "rungs": RUNGS, "supply": Supply(wanted=2, serving=2, starting_s=(4.0,)),
+        "settled": True, "rungs": OPTIONS, "supply": Supply(wanted=2, serving=2, starting_s=(4.0,)),
         "signals": SIGNALS, "slo": SloConfig(ttft_p95_s=1.0, itl_p95_s=0.05), "scale": ScaleConfig(),
         "switching": ModeSwitchConfig(), "guard": GuardConfig(), "queue_s": 60.0,
     }  # fmt: skip
@@ -103,7 +103,7 @@ def decision(**over: Any) -> Decision:
 
 
 def unchanged(at: float = 1005.0, **over: Any) -> Decision:
-    """The one after it, which asks for nothing else."""
+    """The next decision, which keeps the target."""
     return msgspec.structs.replace(decision(), at=at, was_count=4, clips=(), **over)
 
 

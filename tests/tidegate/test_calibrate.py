@@ -42,7 +42,7 @@ def sim(site: Site) -> Site:
 @pytest.mark.process
 def test_calibration_finds_the_coefficients_and_the_simulator_agrees(sim: Site, tmp_path: Path) -> None:
     out = tmp_path / "model.json"
-    # Whether clients were served in time is the machine's matter: on a busy one the last errors are large.
+    # The last errors depend on the load of the machine, and are not compared.
     code, shown, err = sim.tidegate("calibrate", "sim", "--minutes", "0.1", "--out", str(out), "--json")
     assert code in (0, 7), err
     found = model_file(json.loads(out.read_bytes()), "out")
@@ -55,7 +55,7 @@ def test_calibration_finds_the_coefficients_and_the_simulator_agrees(sim: Site, 
         assert found.engine_model.step_time(*load) == pytest.approx(TRUTH.step_time(*load), rel=0.1)
     assert sim.status()["models"][0]["override"] is None
 
-    # What was written is what the deployment takes, and the change is told in few words.
+    # The written profile is valid in the deployment, and the output summarises the change.
     document = json.loads(sim.file.read_text())
     document["models"][0]["profile"] = str(out)
     sim.file.write_text(json.dumps(document))

@@ -51,7 +51,7 @@ def write(folder: Path, text: str) -> Path:
         (EXTERNAL + "budgett: {}\n", "budgett", "did you mean 'budget'"),
     ],
 )
-def test_errors_say_where(tmp_path: Path, text: str, where: str, expected: str) -> None:
+def test_errors_name_the_file_and_the_key(tmp_path: Path, text: str, where: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, text))
     assert where in caught.value.path
@@ -109,7 +109,7 @@ def test_a_folder_beside_the_file_has_precedence_over_a_hub_id(tmp_path: Path) -
         (overflowing("cloud-key"), "upstreams[0].key_file"),
     ],
 )
-def test_missing_paths(tmp_path: Path, text: str, path: str) -> None:
+def test_a_missing_path_is_refused_with_its_key(tmp_path: Path, text: str, path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, text))
     assert caught.value.path == path
@@ -136,7 +136,7 @@ def test_environment_variables_set_addresses(tmp_path: Path, monkeypatch: pytest
     assert load(write(tmp_path, EXTERNAL)).deployment.gateway.admin_host == "10.0.0.1"
 
 
-def test_a_stored_document_reads_back_as_itself(tmp_path: Path) -> None:
+def test_a_stored_document_is_read_back_unchanged(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     document = load(write(tmp_path, vllm("./weights")))
     stored = tmp_path / "elsewhere" / "deployment.json"

@@ -36,7 +36,7 @@ from tidegate.supervisor.control_socket import Line, Request, SupervisorClient, 
         (OSError("no space"), Exit.FAILED),
     ],
 )
-def test_exit_code_of_an_error(error: Exception, code: Exit) -> None:
+def test_each_error_class_has_its_exit_code(error: Exception, code: Exit) -> None:
     assert exit_of(error) is code
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tidegate.log_tail import Follower, tail
 
 
-def test_tail_reads_the_end(tmp_path: Path) -> None:
+def test_tail_returns_the_last_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("".join(f"{n}\n" for n in range(100)))
     assert tail(path, 2) == ["98", "99"]

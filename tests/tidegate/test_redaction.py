@@ -1,4 +1,4 @@
-"""Secrets in a model's environment and the digests of keys are used, and not shown."""
+"""Secrets in a model's environment and key digests are used, but not shown."""
 
 from __future__ import annotations
 

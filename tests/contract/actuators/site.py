@@ -1,4 +1,4 @@
-"""What contracts of actuators share: replica hosts' heartbeats, received as a controller would."""
+"""Helpers of the actuator contracts: heartbeats of replica hosts, received as by a controller."""
 
 from __future__ import annotations
 

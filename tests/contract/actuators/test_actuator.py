@@ -115,7 +115,7 @@ async def test_a_draining_replica_finishes_its_streams(site: Site[Actuator]) -> 
             await client.get(f"{url}/v1/models")
 
 
-async def test_a_replica_ordered_to_leave_is_the_one_that_leaves(site: Site[Actuator]) -> None:
+async def test_the_replica_ordered_to_leave_is_the_one_removed(site: Site[Actuator]) -> None:
     """Replacing a failed GPU: one more replica, the failed one leaves, then back to the count."""
     await site.deploy(1, KEY)
     (failed,) = await site.ready(1, KEY)

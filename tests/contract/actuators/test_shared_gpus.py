@@ -93,7 +93,7 @@ async def test_deploying_one_layer_creates_both_and_scaling_wakes_and_sleeps(sit
         assert await site.awake(0, count) == engines
 
 
-async def test_another_actuator_over_the_same_state_continues(site: GroupSite) -> None:
+async def test_a_restarted_actuator_continues_with_the_same_state(site: GroupSite) -> None:
     await site.deploy(2, SMALL)
     engines = await site.awake(0, 2)
     before = await site.actuator.layers()
@@ -126,7 +126,7 @@ async def test_the_group_ends_with_its_last_layer(site: GroupSite) -> None:
         await site.actuator.scale(LARGE, 1)
 
 
-async def test_generations_take_turns_on_the_gpus_of_a_group(site: GroupSite) -> None:
+async def test_generations_use_the_gpus_of_a_group_one_after_another(site: GroupSite) -> None:
     await site.deploy(1, LARGE)
     old = await site.awake(1, 0)
     await site.actuator.scale(LARGE, 0)
@@ -144,7 +144,7 @@ async def test_generations_take_turns_on_the_gpus_of_a_group(site: GroupSite) ->
 
 
 @IN_MEMORY
-async def test_a_kill_between_steps_leaves_nothing(site: GroupSite, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_kill_between_steps_leaves_no_group(site: GroupSite, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(*_: object) -> None:
         raise ActuatorFailed("killed here")
 
@@ -171,7 +171,7 @@ async def test_a_kill_between_steps_leaves_nothing(site: GroupSite, monkeypatch:
 
 
 @IN_MEMORY
-async def test_a_model_without_a_shared_group_passes_through(site: GroupSite) -> None:
+async def test_a_model_without_a_shared_group_uses_the_inner_actuator(site: GroupSite) -> None:
     site.deployment = deployment(sim_model("p"))
     key = LayerKey("p", "small", 1)
     await site.deploy(2, key, "d")

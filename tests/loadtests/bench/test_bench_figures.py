@@ -1,4 +1,4 @@
-"""Figures, slopes, and the table and plot that are made of them."""
+"""Figures and slopes, and their table and plot."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def test_a_figure_shows_median_and_range() -> None:
     assert Figure.of([5.0]).text() == "5"
 
 
-def test_the_slope_of_a_line_is_its_own() -> None:
+def test_the_fitted_slope_of_a_line_is_exact() -> None:
     assert slope([0, 1, 2], [5, 7, 9]) == pytest.approx(2.0)
     assert slope([1], [1]) == 0.0
 
 
-def test_a_table_has_a_row_for_each() -> None:
+def test_a_table_has_a_row_for_each_measurement() -> None:
     assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
 
 

@@ -26,7 +26,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 @pytest.mark.process
-def test_every_part_measures_tidegate(tmp_path: Path) -> None:
+def test_every_benchmark_part_measures_tidegate(tmp_path: Path) -> None:
     ran = bench(
         *("--systems", "tidegate", "--workers", "1,2", "--rounds", "1", "--scale", "0.02"),
         *("--cell-s", "0.3", "--prefixes", "8", "--soak", "200", "--out", str(tmp_path)),
@@ -41,7 +41,7 @@ def test_every_part_measures_tidegate(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_parts_that_do_not_exist_are_refused() -> None:
+def test_unknown_benchmark_parts_are_refused() -> None:
     ran = bench("--parts", "speed")
     assert ran.returncode == 2
     assert "no such parts: speed" in ran.stderr

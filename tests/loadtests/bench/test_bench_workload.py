@@ -1,4 +1,4 @@
-"""What is sent: sizes, shared starts, skew; and what the upstream answers to it."""
+"""The workload: sizes, shared prefixes and skew; and the answers of the upstream."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def test_adapter_prompts_name_their_adapter_and_share_no_prefix() -> None:
     assert len(document["messages"][0]["content"]) == 128
 
 
-def test_draws_are_skewed_by_the_exponent() -> None:
+def test_popularity_is_skewed_by_the_exponent() -> None:
     rng = seeded()
     top = Counter(draws(4000, 32, 1.0, rng)).most_common(1)[0][1] / 4000
     assert top == pytest.approx(0.246, abs=0.03)
     assert max(Counter(draws(4000, 32, 0.0, rng)).values()) < 4000 / 32 * 1.5
 
 
-def test_arrivals_come_in_order_at_the_rate() -> None:
+def test_arrivals_are_in_order_and_have_the_rate() -> None:
     due = even(2000, 100.0, seeded())
     assert due == sorted(due)
     assert due[-1] == pytest.approx(20.0, rel=0.1)
 
 
-def test_home_is_the_replica_with_most_requests_of_a_prefix() -> None:
+def test_the_home_share_counts_requests_on_the_main_replica_of_a_prefix() -> None:
     replicas = [Replica(Setting()) for _ in range(2)]
     for replica, prefix, times in ((0, 1, 3), (1, 1, 1), (1, 2, 4)):
         for _ in range(times):
@@ -76,7 +76,7 @@ def test_home_is_the_replica_with_most_requests_of_a_prefix() -> None:
     ("drawn", "replicas", "room", "pairs"),
     [
         ([0, 1, 2, 3] * 10, 4, 4, 4),
-        ([0] * 30 + [1, 2, 3] * 4, 4, 4, 6),  # three homes for one
+        ([0] * 30 + [1, 2, 3] * 4, 4, 4, 6),  # three replicas for one prefix
         ([0] * 12 + [1] * 12 + [2] * 12, 2, 3, 4),  # one cut in two
         (list(range(9)), 2, 4, 0),  # they do not fit
     ],

@@ -1,4 +1,4 @@
-"""The back-off of the local actuator over hosts that end at once."""
+"""The back-off of the local actuator for hosts that end at once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def ended(actuator: LocalActuator) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_failing_hosts_are_trouble_until_scaled_to_zero(actuator: LocalActuator, clock: Clock) -> None:
+async def test_failing_hosts_are_reported_until_scaled_to_zero(actuator: LocalActuator, clock: Clock) -> None:
     await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     assert (await actuator.layers())[KEY].trouble == ""
     await failures(actuator, 3, clock)
@@ -78,7 +78,7 @@ async def test_failing_hosts_are_trouble_until_scaled_to_zero(actuator: LocalAct
     assert (await actuator.layers())[KEY].trouble == ""
 
 
-async def test_a_start_waits_for_its_backoff(actuator: LocalActuator, clock: Clock) -> None:
+async def test_a_failed_start_is_retried_after_its_backoff(actuator: LocalActuator, clock: Clock) -> None:
     await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     await failures(actuator, 2, clock)
     await ended(actuator)
@@ -102,7 +102,7 @@ async def test_other_counts_do_not_reset_the_backoff(actuator: LocalActuator, cl
     assert (await actuator.layers())[KEY].trouble != ""
 
 
-async def test_a_clock_set_back_does_not_delay_starts(actuator: LocalActuator, clock: Clock) -> None:
+async def test_a_wall_clock_set_back_does_not_delay_starts(actuator: LocalActuator, clock: Clock) -> None:
     await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     await failures(actuator, 2, clock)
     await ended(actuator)

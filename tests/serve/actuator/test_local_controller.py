@@ -1,4 +1,4 @@
-"""The controller as a process of this machine: killed and started again, it finds what runs."""
+"""The controller as a process on this machine: after a kill and a restart it finds the running replicas."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def local(tmp_path: Path) -> Iterator[Local]:
         yield made
         if made.process.poll() is None:
             made.end(signal.SIGTERM)
-    # What a test that failed has left.
+    # Processes that a failed test left running.
     asyncio.run(_end_hosts(state))
 
 
@@ -98,7 +98,7 @@ async def _end_hosts(state: StateDir) -> None:
     await actuator.close()
 
 
-def test_a_killed_controller_finds_its_replicas_and_restarts_none(local: Local) -> None:
+def test_a_restarted_controller_finds_its_replicas_and_restarts_none(local: Local) -> None:
     local.client.scale("m", 2)
     before = local.ready(2)
     epoch = local.client.fleet().epoch
@@ -112,9 +112,9 @@ def test_a_killed_controller_finds_its_replicas_and_restarts_none(local: Local) 
     assert local.client.status().models[0].target == 2
 
 
-def test_a_killed_host_is_replaced_and_a_switch_ends_the_other_shape(local: Local) -> None:
+def test_a_killed_host_is_replaced_and_a_mode_switch_ends_the_other_shape(local: Local) -> None:
     (first,) = local.ready(1).values()
-    # Its engine holds the host's lifeline, and goes with it.
+    # The engine ends with its host: it holds a pipe of the host.
     psutil.Process(psutil.Process(first.pid).ppid()).kill()
     until(lambda: not psutil.pid_exists(first.pid))
     until(lambda: first.id not in local.ready(1))

@@ -1,4 +1,4 @@
-"""What Ray Serve is asked for, and what its report of applications says of the layers."""
+"""The application specification for Ray Serve, and the layers read from its status."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ def reported(state: str, node_id: str | None, message: str = MESSAGE) -> dict[st
     ("state", "node_id", "message", "missing"),
     [
         ("STARTING", None, MESSAGE, MISSING),
-        # Serve leaves its last message in place until it has another one.
+        # Serve keeps its last message until the next one.
         ("STARTING", "n", MESSAGE, ""),
         ("STOPPING", None, MESSAGE, ""),
         ("STARTING", None, "", ""),
     ],
 )
-def test_missing_resources(state: str, node_id: str | None, message: str, missing: str) -> None:
+def test_missing_resources_are_read_from_the_status_message_of_ray_serve(
+    state: str, node_id: str | None, message: str, missing: str
+) -> None:
     assert missing_resources(reported(state, node_id, message)) == missing
 
 
-def test_held_layers_are_the_live_applications_of_this_deployment() -> None:
+def test_only_live_applications_of_this_deployment_are_its_layers() -> None:
     key = LayerKey("org/m", "small", 3)
 
     def application(status: str, **deployments: Any) -> dict[str, Any]:

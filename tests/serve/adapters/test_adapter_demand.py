@@ -1,4 +1,4 @@
-"""Demand: what replicas say becomes rates, hit rates and refusals; time moves only as the tests say."""
+"""Demand: heartbeats become rates, hit rates and failures; the tests set the time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rates_are_summed_by_model_and_decay_by_half_life() -> None:
     assert (later.rate, later.last_used) == (pytest.approx(1.5, rel=0.02), 599.0)
 
 
-def test_rise_needs_several_requests() -> None:
+def test_a_rise_of_the_rate_needs_several_requests() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(requests=2)), 0.0)
     assert demand.usage("m", SQL, 0.0).rising == 0.0
@@ -46,14 +46,14 @@ def test_rise_needs_several_requests() -> None:
         demand.note(beat(use(requests=4)), float(second))
     usage = demand.usage("m", SQL, 20.0)
     assert usage.rising > 2 * usage.rate
-    # What goes on as it was does not rise.
+    # A constant rate does not rise.
     for second in range(20, 600):
         demand.note(beat(use(requests=4)), float(second))
     usage = demand.usage("m", SQL, 600.0)
     assert usage.rising == 0.0 or usage.rising < 1.1 * usage.rate
 
 
-def test_hit_rate_and_durations() -> None:
+def test_usage_has_the_hit_rate_and_the_mean_load_and_service_times() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(requests=4, found=3, loads=1, load_s=0.5, busy_s=8.0)), 1.0)
     demand.note(beat(use(loads=1, load_s=0.7)), 1.0)
@@ -71,7 +71,7 @@ def test_least_recently_used_version_is_dropped(monkeypatch: pytest.MonkeyPatch)
     assert [demand.usage("m", each, 4.0).rate > 0 for each in (one, two, three)] == [True, False, True]
 
 
-def test_waiting_is_the_last_recent_report() -> None:
+def test_the_waiting_count_is_that_of_the_last_recent_report() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(waiting=3)), 0.0)
     demand.note(beat(use(waiting=2), name="r2"), 0.0)
@@ -82,7 +82,7 @@ def test_waiting_is_the_last_recent_report() -> None:
     assert demand.usage("m", SQL, WAITS_S).waiting == 0
 
 
-def test_failure_stays_until_a_load_succeeds() -> None:
+def test_failed_load_is_kept_until_a_load_succeeds() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(failed="tensor_shape: why")), 1.0)
     demand.note(beat(use(requests=1)), 2.0)
@@ -92,7 +92,7 @@ def test_failure_stays_until_a_load_succeeds() -> None:
     assert (demand.failures(SQL), demand.refusing("r1", 3.0)) == ({}, frozenset())
 
 
-def test_failure_is_retried_before_it_expires_and_may_be_confirmed() -> None:
+def test_failed_load_is_retried_before_it_expires_and_may_fail_again() -> None:
     demand = AdapterDemand()
     other = AdapterRef(name="law", digest="b" * 64)
     demand.note(beat(use(failed="once"), use(other, failed="again and again")), 1.0)
@@ -113,7 +113,7 @@ def test_failure_is_retried_before_it_expires_and_may_be_confirmed() -> None:
         {"state": ReplicaPhase.STOPPED},
     ],
 )
-def test_failure_ends_with_its_engine(after: dict[str, Any]) -> None:
+def test_failed_load_is_dropped_with_its_engine(after: dict[str, Any]) -> None:
     demand = AdapterDemand()
     demand.note(beat(use(failed="why")), 1.0)
     demand.note(beat(**after), 2.0)

@@ -1,7 +1,7 @@
 """The controller is killed while adapters are added, replaced, split and removed.
 
-What it says afterwards is what was before or what was asked for, never between; what it had acknowledged is
-there; and everything that a record names is whole.
+Its state afterwards is that before or after the operation, never between; an acknowledged operation is
+kept; and all files of every record are complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Standing = tuple[tuple[str, float], ...]
 
 @dataclass
 class Site:
-    """Controllers over one state directory, one after the other, and what they should say."""
+    """Successive controllers over one state directory, and the state they should report."""
 
     state: StateDir
     address: str
@@ -111,7 +111,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def operations(site: Site, draw: random.Random) -> tuple[str, Callable[[], object], Standing | None]:
-    """Something to do, with the name it is done to and what that stands for afterwards."""
+    """Operations, each with its alias and the split of the alias afterwards."""
     name = draw.choice(("sql", "law"))
     before = site.expected.get(name)
     client = site.client
@@ -132,12 +132,12 @@ def operations(site: Site, draw: random.Random) -> tuple[str, Callable[[], objec
 
 
 def one_kill(site: Site, draw: random.Random) -> bool:
-    """Do something, kill the controller meanwhile, and compare; returns whether it had been acknowledged."""
+    """Run an operation, kill the controller meanwhile, and compare; returns whether it was acknowledged."""
     name, operation, after = operations(site, draw)
     acknowledged = threading.Event()
 
     def ask() -> None:
-        # Cut off, or not heard at all.
+        # The connection was cut, or never accepted.
         with suppress(TidegateError):
             operation()
             acknowledged.set()
@@ -151,7 +151,7 @@ def one_kill(site: Site, draw: random.Random) -> bool:
     found = site.says()
     valid = [after] if acknowledged.is_set() else [site.expected.get(name), after]
     assert found.pop(name, None) in valid
-    assert found == {other: said for other, said in site.expected.items() if other != name}
+    assert found == {other: shares for other, shares in site.expected.items() if other != name}
     site.expected = site.says()
     return acknowledged.is_set()
 
@@ -162,6 +162,6 @@ def test_killed_controller_keeps_names_consistent(site: Site, kills: int) -> Non
     draw = random.Random(kills)  # noqa: S311 - moments, no secrets
     for _ in range(kills):
         one_kill(site, draw)
-    # Nothing that was begun is in the way of what comes next.
+    # An interrupted operation does not block the next one.
     alias = site.client.add_adapter(AddRequest(name="last", source=str(site.sources[0])), lambda line: None)
     assert site.says()["last"] == ((alias.versions[0].digest, 1.0),)

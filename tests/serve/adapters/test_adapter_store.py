@@ -1,4 +1,4 @@
-"""The real store: files in a folder, records in a database, both found again by the next controller."""
+"""The real store: files in a folder and records in a database, both read by the next controller."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def source(tmp_path: Path, seed: int = 1, **configuration: Any) -> str:
 
 
 def quiet(progress: Progress) -> None:
-    """Nobody watches."""
+    """Ignore the progress."""
 
 
-def test_records_and_files_survive(store: AdapterStore, state: StateDir, tmp_path: Path) -> None:
+def test_records_and_files_survive_a_restart(store: AdapterStore, state: StateDir, tmp_path: Path) -> None:
     steps: list[str] = []
     taken = store.take(spec(), source(tmp_path), lambda progress: steps.append(progress.step))
     assert {"fetch", "check", "store"} <= set(steps)
@@ -58,7 +58,7 @@ def test_records_and_files_survive(store: AdapterStore, state: StateDir, tmp_pat
     assert again.stored(alias.versions[0]) == taken
 
 
-def test_limits_of_the_deployment_file(store: AdapterStore, tmp_path: Path) -> None:
+def test_adapters_over_a_limit_of_the_document_are_refused(store: AdapterStore, tmp_path: Path) -> None:
     with pytest.raises(AdapterRefused) as refused:
         store.take(spec(max_rank=2), source(tmp_path), quiet)
     assert refused.value.code == "rank"
@@ -67,7 +67,7 @@ def test_limits_of_the_deployment_file(store: AdapterStore, tmp_path: Path) -> N
     assert refused.value.code == "too_large"
 
 
-def test_only_unused_files_are_cleared(store: AdapterStore, tmp_path: Path) -> None:
+def test_only_files_that_no_alias_or_replica_uses_are_deleted(store: AdapterStore, tmp_path: Path) -> None:
     named, used, idle = (store.take(spec(), source(tmp_path, seed), quiet) for seed in (1, 2, 3))
     store.put(SQL, [named], None, declared=False)
     assert store.clear({f"old@{used.digest[:12]}"}, 3600.0) == []
@@ -75,7 +75,7 @@ def test_only_unused_files_are_cleared(store: AdapterStore, tmp_path: Path) -> N
     assert [store.tar(each.digest) is not None for each in (named, used, idle)] == [True, True, False]
 
 
-def test_base_is_read_once(store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_is_read_once(store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = sim_model(engine="vllm", source="package:base", adapters={})
     del model["sim"]
     of_vllm = deployment(model).models[0]

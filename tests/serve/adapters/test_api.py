@@ -72,7 +72,7 @@ def error(answer: httpx.Response) -> dict[str, Any]:
     return found
 
 
-async def test_add_split_rollback_remove(served: httpx.AsyncClient) -> None:
+async def test_an_adapter_can_be_added_split_rolled_back_and_removed(served: httpx.AsyncClient) -> None:
     first = await add(served)
     assert first.alias is not None
     assert first.alias.split == ((1, 1.0),)
@@ -113,7 +113,7 @@ async def test_progress_is_streamed(
     assert seen[-1].alias is not None
 
 
-async def test_import_continues_without_its_client(plane: Plane, served: httpx.AsyncClient) -> None:
+async def test_an_import_continues_without_its_client(plane: Plane, served: httpx.AsyncClient) -> None:
     plane.store.gate.clear()
     asking = asyncio.create_task(add(served))
     while not plane.store.imported:  # noqa: ASYNC110 - the thread has no event
@@ -123,7 +123,7 @@ async def test_import_continues_without_its_client(plane: Plane, served: httpx.A
     shown = await one(served)
     assert (shown.state, shown.note) == (AdapterState.FETCHING, "/a")
     plane.store.gate.set()
-    while (await one(served)).state is AdapterState.FETCHING:  # noqa: ASYNC110 - nobody is told
+    while (await one(served)).state is AdapterState.FETCHING:  # noqa: ASYNC110 - no event is set
         await asyncio.sleep(0.001)
     assert (await one(served)).state is AdapterState.READY
 
@@ -155,7 +155,7 @@ async def test_invalid_requests_are_refused(  # noqa: PLR0917 - a row of the tab
         assert error(answer)["code"] == "name"
 
 
-async def test_catalog_stream(
+async def test_the_catalog_stream_sends_each_change_and_repeats_the_last_line_as_a_heartbeat(
     plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versioned_watch, "HEARTBEAT_S", 3600.0)
@@ -173,12 +173,12 @@ async def test_catalog_stream(
     await lines.aclose()
 
 
-async def beat(client: httpx.AsyncClient, said: Replica, *uses: AdapterUse) -> Orders:
-    answer = await client.post("/replicas", content=msgspec.json.encode(Heartbeat(replica=said, uses=uses)))
+async def beat(client: httpx.AsyncClient, sender: Replica, *uses: AdapterUse) -> Orders:
+    answer = await client.post("/replicas", content=msgspec.json.encode(Heartbeat(replica=sender, uses=uses)))
     return msgspec.json.decode(answer.content, type=Orders)
 
 
-async def test_state_follows_refusals(plane: Plane, served: httpx.AsyncClient) -> None:
+async def test_the_state_follows_load_failures_of_replicas(plane: Plane, served: httpx.AsyncClient) -> None:
     await add(served)
     plane.cluster.replicas.clear()
     await beat(served, replica("m-small-g1-1", state=ReplicaPhase.STOPPED))
@@ -194,7 +194,7 @@ async def test_state_follows_refusals(plane: Plane, served: httpx.AsyncClient) -
     assert [(r.replica, r.reason) for r in adapter.versions[0].refused] == [("r2", "base_model: why")]
     assert adapter.versions[0].loaded == ("r1",)
     assert (adapter.hit_rate, adapter.last_used) == (0.75, plane.now)
-    # It comes and goes without a change of state.
+    # The replica loads and evicts it without a change of state.
     await beat(served, replica("r1"))
     assert (await one(served)).state is AdapterState.PARTIAL
     await beat(served, replica("r1"), failed)
@@ -244,7 +244,7 @@ def answering(status_code: int, content: bytes) -> ControllerClient:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("body", "expected"),
     [
         ({"type": "AdapterRefused", "code": "rank", "message": "why"}, AdapterRefused),
         ({"type": "AdapterUnknown", "message": "why"}, AdapterUnknown),
@@ -254,9 +254,9 @@ def answering(status_code: int, content: bytes) -> ControllerClient:
 )
 @pytest.mark.parametrize("status_code", [200, 400])
 def test_client_raises_stream_errors(
-    said: dict[str, str], expected: type[Exception], status_code: int
+    body: dict[str, str], expected: type[Exception], status_code: int
 ) -> None:
-    client = answering(status_code, msgspec.json.encode({"error": said}) + b"\n")
+    client = answering(status_code, msgspec.json.encode({"error": body}) + b"\n")
     with pytest.raises(expected, match="why"):
         client.add_adapter(AddRequest(name="sql", source="/a"), lambda line: None)
     client.close()
@@ -264,16 +264,16 @@ def test_client_raises_stream_errors(
 
 def test_interrupted_stream_is_unreachable() -> None:
     # A line of text ends at the second character too, one of NDJSON does not.
-    said = AddLine(step="fetch", message="copying \u2028")
-    client = answering(200, msgspec.json.encode(said) + b"\n")
+    line = AddLine(step="fetch", message="copying \u2028")
+    client = answering(200, msgspec.json.encode(line) + b"\n")
     lines: list[AddLine] = []
     with pytest.raises(Unreachable, match="ended before it was done"):
         client.add_adapter(AddRequest(name="sql", source="/a"), lines.append)
-    assert lines == [said]
+    assert lines == [line]
     client.close()
 
 
-def test_instants_are_unix_seconds() -> None:
+def test_instants_of_the_api_are_unix_seconds() -> None:
     demand = AdapterDemand()
     placing = AdapterPlacement(demand, lambda replica: 1)
     digest = digest_of("/a")

@@ -1,4 +1,4 @@
-"""The library over a store in memory: adds in order, a catalog that is durable, requests that cannot be."""
+"""The library over a store in memory: ordered adds, a durable catalog, and refused requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def catalog(library: AdapterLibrary) -> Catalog:
     return msgspec.json.decode(line, type=Catalog)
 
 
-async def test_imports_of_one_name_are_serial(library: AdapterLibrary, store: FakeAdapterStore) -> None:
+async def test_imports_of_one_name_run_in_sequence(library: AdapterLibrary, store: FakeAdapterStore) -> None:
     store.gate.clear()
     first = library.add(AddRequest(name="sql", source="/a"))
     second = library.add(AddRequest(name="sql", source="/b"))
@@ -78,7 +78,7 @@ async def test_imports_of_one_name_are_serial(library: AdapterLibrary, store: Fa
 
 
 @pytest.mark.parametrize(
-    ("failure", "said"),
+    ("failure", "expected"),
     [
         (AdapterRefused("dora", "use_dora is set"), ("AdapterRefused", "dora", "use_dora is set")),
         (OSError(28, "No space left"), ("TidegateError", "", "OSError: [Errno 28] No space left")),
@@ -86,16 +86,19 @@ async def test_imports_of_one_name_are_serial(library: AdapterLibrary, store: Fa
     ],
 )
 async def test_failed_import_changes_nothing(
-    library: AdapterLibrary, store: FakeAdapterStore, failure: Exception | None, said: tuple[str, str, str]
+    library: AdapterLibrary,
+    store: FakeAdapterStore,
+    failure: Exception | None,
+    expected: tuple[str, str, str],
 ) -> None:
     alias = await added(library)
     if failure is None:
-        store.down = said[2]
+        store.down = expected[2]
     else:
         store.contents["/bad"] = failure
     error = (await ended(library.add(AddRequest(name="sql", source="/bad")))).line.error
     assert error is not None
-    assert (error.type, error.code, error.message) == said
+    assert (error.type, error.code, error.message) == expected
     assert (await catalog(library)).aliases == (alias,)
 
 
@@ -117,7 +120,7 @@ async def test_invalid_requests_are_refused_at_once(
     assert not library.jobs
 
 
-async def test_models_without_adapters(store: FakeAdapterStore) -> None:
+async def test_a_model_must_be_named_unless_exactly_one_takes_adapters(store: FakeAdapterStore) -> None:
     library = AdapterLibrary(lambda: store, 5.0, lambda text: None)
     library.declare(deployment(sim_model()))
     with pytest.raises(TargetError, match="no model takes adapters"):
@@ -131,13 +134,15 @@ async def test_models_without_adapters(store: FakeAdapterStore) -> None:
 @pytest.mark.parametrize(
     "weights", [{"1": 1.0}, {"v0": 1.0}, {"v1": -1.0}, {"v1": float("inf")}, {"v1": 0.0}, {}]
 )
-async def test_invalid_weights(library: AdapterLibrary, weights: dict[str, float]) -> None:
+async def test_invalid_weights_are_refused(library: AdapterLibrary, weights: dict[str, float]) -> None:
     await added(library)
     with pytest.raises(ConfigError, match="split: got"):
         await library.split(SQL, weights)
 
 
-async def test_catalog_waits_for_records(store: FakeAdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_catalog_waits_for_records(
+    store: FakeAdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("serve.adapters.library.RETRY", Backoff(0.001))
     alias = store.put(SQL, [new_version("/a", "/a")], None, declared=False)
     store.down = "away"
@@ -162,7 +167,7 @@ async def test_names_of_a_removed_model_are_hidden(library: AdapterLibrary) -> N
     assert (await catalog(library)).aliases == (alias,)
 
 
-async def test_nothing_is_cleared_during_an_import(library: AdapterLibrary, store: FakeAdapterStore) -> None:
+async def test_no_file_is_deleted_during_an_import(library: AdapterLibrary, store: FakeAdapterStore) -> None:
     store.gate.clear()
     adding = library.add(AddRequest(name="sql", source="/a"))
     await library.clear({"law@0123"})
@@ -200,7 +205,7 @@ async def test_pending_import_can_be_removed(library: AdapterLibrary, store: Fak
     while not store.imported:  # noqa: ASYNC110 - the thread has no event
         await asyncio.sleep(0.001)
     await library.remove(SQL)
-    # Who waits is told though the thread goes on.
+    # The waiting caller gets the error while the thread still runs.
     assert isinstance(adding.error, TargetError)
     assert library.fetching() == {}
     with pytest.raises(TargetError, match="removed"):

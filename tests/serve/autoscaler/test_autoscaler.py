@@ -1,4 +1,4 @@
-"""What is decided is carried out: timelines of load, signals and documents over replicas in memory."""
+"""Decisions are applied: timelines of load, signals and documents over replicas in memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_starting_replicas_count_as_supply(plane: Plane, tmp_path: Path) -
     assert logged(plane)[0].situation.supply.starting_s == ()
 
 
-async def test_without_gateway_reports_nothing_is_removed(plane: Plane, tmp_path: Path) -> None:
+async def test_replicas_are_kept_while_no_gateway_reports(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 15, m=3.0)
     traffic.silent = True
     await traffic.run(100, m=0.0)
@@ -87,12 +87,12 @@ async def test_without_gateway_reports_nothing_is_removed(plane: Plane, tmp_path
 
 
 async def test_scale_to_zero_until_a_request_is_queued(plane: Plane, tmp_path: Path) -> None:
-    sleepy = {"scale": {"zero_after_s": 30, "hold_s": 5, "standby": 1.0}, "tick_s": 20}
-    traffic = await Traffic.over(plane, document(model(tmp_path, modes=EMPTY, control=sleepy)), 30, m=1.0)
+    to_zero = {"scale": {"zero_after_s": 30, "hold_s": 5, "standby": 1.0}, "tick_s": 20}
+    traffic = await Traffic.over(plane, document(model(tmp_path, modes=EMPTY, control=to_zero)), 30, m=1.0)
     await traffic.run(90, m=0.0)
     assert plane.counts() == {}
     assert (plane.phase(), status(plane).target) == ("idle", 0)
-    # Whose request waits does not wait for the tick: twenty seconds may pass until the next.
+    # A queued request is served before the next tick, which may be twenty seconds away.
     traffic.queued["m"] = 1
     traffic.report()
     await plane.ticks(2)
@@ -117,8 +117,8 @@ async def test_dry_run_logs_decisions_only(plane: Plane, tmp_path: Path) -> None
 
 
 async def test_dry_run_does_not_scale_up_from_zero(plane: Plane, tmp_path: Path) -> None:
-    sleepy = {"scale": {"zero_after_s": 30, "hold_s": 5}, "guard": {"dry_run": True}}
-    traffic = await Traffic.over(plane, document(model(tmp_path, modes=EMPTY, control=sleepy)), 10, m=1.0)
+    to_zero = {"scale": {"zero_after_s": 30, "hold_s": 5}, "guard": {"dry_run": True}}
+    traffic = await Traffic.over(plane, document(model(tmp_path, modes=EMPTY, control=to_zero)), 10, m=1.0)
     plane.controller.scale("m", 0)
     await traffic.run(5, m=0.0)
     plane.controller.scale("m", None)
@@ -139,7 +139,7 @@ async def test_manual_count_respects_the_budget_in_a_dry_run(plane: Plane, tmp_p
     assert plane.counts() == {SMALL: 2}
 
 
-async def test_new_policy_decides_at_once(plane: Plane, tmp_path: Path) -> None:
+async def test_a_new_policy_decides_at_the_next_tick(plane: Plane, tmp_path: Path) -> None:
     rare = {"tick_s": 300, "shadow": "static"}
     traffic = await Traffic.over(plane, document(model(tmp_path, control=rare)), 12, m=1.0)
     first = set(plane.cluster.replicas)
@@ -203,13 +203,13 @@ async def test_higher_priority_takes_replicas_from_lower(plane: Plane, tmp_path:
     assert [plane.counts(READY)[key] for key in keys] == [3, 1]
     await traffic.run(60, high=3.0)
     assert [plane.counts(READY)[key] for key in keys] == [1, 3]
-    # What low gives up goes to high, and back to nobody.
+    # Replicas of low priority go to high priority, and later to no model.
     counts = [each.decision.count for each in reversed(logged(plane, 400, model="low"))]
     top = counts.index(3) + 1
     assert counts == sorted(counts[:top]) + sorted(counts[top:], reverse=True)
 
 
-async def test_budget_holds_with_different_ticks(plane: Plane, tmp_path: Path) -> None:
+async def test_the_budget_is_kept_with_different_tick_periods(plane: Plane, tmp_path: Path) -> None:
     low = model(tmp_path, "low", control={"tick_s": 7})
     high = model(tmp_path, "high", priority=5, control={"tick_s": 3})
     traffic = await Traffic.over(plane, document(low, high, budget={"cpus": 4}), 20, low=3.0, high=1.0)
@@ -221,7 +221,7 @@ async def test_budget_holds_with_different_ticks(plane: Plane, tmp_path: Path) -
     assert most == 4
 
 
-async def test_policy_memory_survives_a_restart(plane: Plane, tmp_path: Path) -> None:
+async def test_the_memory_of_a_policy_survives_a_restart(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
     seen = remembered(plane)
     assert seen > 5
@@ -229,20 +229,20 @@ async def test_policy_memory_survives_a_restart(plane: Plane, tmp_path: Path) ->
     await traffic.run(9)
     assert remembered(plane) > seen
     assert plane.counts(READY) == {SMALL: 2}
-    # Another policy has nothing to do with it.
+    # The memory of one policy is not passed to another.
     plane.controller.apply(document(model(tmp_path, control={"policy": by_rate(tmp_path, each=2.0)})))
     await traffic.run(2)
     assert remembered(plane) < seen
 
 
 @pytest.mark.parametrize("damage", ["text", "disk"])
-async def test_unreadable_memory_starts_empty(plane: Plane, tmp_path: Path, damage: str) -> None:
+async def test_an_unreadable_policy_memory_starts_empty(plane: Plane, tmp_path: Path, damage: str) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
     memory = plane.state.memory_path
     if damage == "text":
         memory.write_text('{"memories": {"m": 3')
     else:
-        # It cannot be kept either, and decisions are made none the less.
+        # It cannot be saved either, and decisions continue.
         memory.unlink()
         memory.mkdir()
     await plane.restart()
@@ -306,7 +306,9 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     Slow.answers.set()
 
 
-async def test_hanging_policy_is_alone(plane: Plane, tmp_path: Path, hanging: dict[str, Any]) -> None:
+async def test_a_hanging_policy_delays_no_other(
+    plane: Plane, tmp_path: Path, hanging: dict[str, Any]
+) -> None:
     other = model(tmp_path, "other", control=static(2))
     # All that share a budget are decided on together.
     both = document(model(tmp_path, control=hanging), other, budget={"cpus": 8})
@@ -319,7 +321,7 @@ async def test_hanging_policy_is_alone(plane: Plane, tmp_path: Path, hanging: di
     assert plane.counts(READY)[SMALL] == 3
 
 
-async def test_old_decision_is_dropped(
+async def test_a_decision_made_for_replaced_bounds_is_not_applied(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(autoscaler, "PATIENCE_S", 0.02)
@@ -338,7 +340,7 @@ async def test_old_decision_is_dropped(
     assert status(plane).target == 2
 
 
-async def test_start_times_are_measured_by_path(plane: Plane, tmp_path: Path) -> None:
+async def test_a_measured_start_time_replaces_the_assumed_one(plane: Plane, tmp_path: Path) -> None:
     assumed = {"assumed_start_s": 40}
     await plane.up(document(model(tmp_path, control=assumed)))
     plane.cluster.slow = True
@@ -351,13 +353,13 @@ async def test_start_times_are_measured_by_path(plane: Plane, tmp_path: Path) ->
     await plane.restart()
     await traffic.run(7)
     assert lead_s(plane) == pytest.approx(7, abs=0.5)
-    # Another one is expected when as much has passed.
+    # The next start is expected to take as long.
     await traffic.run(9, m=2.0)
     (starting,) = logged(plane)[0].situation.supply.starting_s
     assert starting < 4
 
 
-async def test_removed_model_is_forgotten(plane: Plane, tmp_path: Path) -> None:
+async def test_the_state_of_a_removed_model_is_dropped(plane: Plane, tmp_path: Path) -> None:
     both = document(model(tmp_path), model(tmp_path, "other"))
     traffic = await Traffic.over(plane, both, 10, m=1.0, other=1.0)
     assert {each.decision.model for each in logged(plane, 2)} == {"m", "other"}
@@ -371,7 +373,7 @@ async def test_removed_model_is_forgotten(plane: Plane, tmp_path: Path) -> None:
     assert set(kept.memories) == set(kept.policies) == {"m"}
 
 
-async def test_situations_yield_to_the_event_loop(plane: Plane, tmp_path: Path) -> None:
+async def test_building_situations_yields_to_the_event_loop(plane: Plane, tmp_path: Path) -> None:
     models = [model(tmp_path, name) for name in ("m", "n", "o")]
     await Traffic.over(plane, document(*models, budget={"cpus": 9}), 8, m=1.0, n=1.0, o=1.0)
     turns, builder = 0, plane.controller.autoscaler.situations
@@ -399,7 +401,7 @@ async def test_situations_yield_to_the_event_loop(plane: Plane, tmp_path: Path) 
 
 
 class Slow:
-    """Waits until it is let go, and then wants all."""
+    """Waits until it is released, and then proposes the maximum."""
 
     answers = threading.Event()
 

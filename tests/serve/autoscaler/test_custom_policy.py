@@ -1,4 +1,4 @@
-"""Users' own policies: how they are found, what is refused, and that they can do no harm."""
+"""Custom policies: how they are found, which are refused, and how failures are contained."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_edited_module_is_loaded_again(tmp_path: Path, monkeypatch: pytest.Monke
         policies.append(type(loaded({"custom": f"{file.stem}:Adds"})))
     module = sys.modules.pop(file.stem)
     assert module.COUNT == 8
-    # What did not change is not made again.
+    # An unchanged policy is not created again.
     assert policies[0] is not policies[1] is policies[2]
 
 
@@ -118,7 +118,7 @@ class Answering:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "reason"),
     [
         (ZeroDivisionError("division by zero"), "raised ZeroDivisionError: division by zero"),
         (SystemExit("done"), "raised RuntimeError: SystemExit: done"),
@@ -133,16 +133,16 @@ class Answering:
         (Proposal(count=1, reason="", memory=object()), "returned a memory that JSON cannot express"),
     ],
 )
-def test_invalid_proposals_leave_the_count(answer: Any, said: str) -> None:
+def test_invalid_proposals_leave_the_count(answer: Any, reason: str) -> None:
     events: list[str] = []
     # Only a user's policy, which runs in a thread of its own, may raise SystemExit.
     policy = GuardedPolicy(Answering(answer), events.append, alone=isinstance(answer, SystemExit))
     for _ in range(3):
         proposal = policy.decide(VIEW, {"kept": 1})
         assert (proposal.count, proposal.memory) == (3, {"kept": 1})
-        assert said in proposal.reason
+        assert reason in proposal.reason
     assert len(events) == 1
-    assert said in events[0]
+    assert reason in events[0]
 
 
 def test_new_failure_is_reported_again() -> None:
@@ -158,7 +158,7 @@ def test_new_failure_is_reported_again() -> None:
 
 
 class Answers:
-    """Keeps whoever asks waiting until it is let go; counts in the memory that it is given."""
+    """Blocks its caller until it is released; counts its calls in its memory."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -193,7 +193,7 @@ def test_policy_gets_a_copy_of_its_memory() -> None:
     memory: dict[str, Any] = {"seen": []}
     proposal = GuardedPolicy(answers, print, alone=True).decide(VIEW, memory)
     assert (proposal.memory, memory) == ({"seen": [1.0]}, {"seen": []})
-    # As the log has it.
+    # As in the log.
     assert msgspec.json.encode(proposal.terms) == b'{"all":4.0}'
 
 

@@ -1,4 +1,4 @@
-"""What is known of each rung: how fast its replicas are, what they take, what a switch would cost."""
+"""The inputs for each mode: speed, cost and power of its replicas, and the gap of a switch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.serve.traffic import Traffic
 SMALL = profile("sim-small")
 
 
-def rungs(plane: Plane) -> dict[str, ModeOption]:
+def options(plane: Plane) -> dict[str, ModeOption]:
     (now,) = plane.controller.autoscaler.journal.read(1)
-    return {rung.mode: rung for rung in now.situation.rungs}
+    return {option.mode: option for option in now.situation.rungs}
 
 
 def of(shape: str = "small", **over: Any) -> Timing:
@@ -50,36 +50,36 @@ def test_engine_arguments_limit_concurrency() -> None:
 async def test_reported_timing_replaces_the_profile(plane: Plane) -> None:
     await plane.ready(document(sim_model(control={"tick_s": 1})))
     (replica,) = plane.cluster.replicas.values()
-    told = Timing(limits=Limits(max_num_batched_tokens=99, max_num_seqs=500, kv_tokens=777))
-    plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(timing=told)))
+    reported = Timing(limits=Limits(max_num_batched_tokens=99, max_num_seqs=500, kv_tokens=777))
+    plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(timing=reported)))
     await Traffic(plane).run(8, m=1.0)
-    timing = rungs(plane)["multi-replica"].timing
+    timing = options(plane)["multi-replica"].timing
     assert timing.model == SMALL.model
     assert timing.limits == Limits(max_num_batched_tokens=99, max_num_seqs=256, kv_tokens=777)
     model = EngineModel(o=1.0, w=1.0, c=1.0, g=1.0, r=1.0)
     plane.controller.beat(
-        Heartbeat(replica=replica, engine=EngineReport(timing=Timing(limits=told.limits, model=model)))
+        Heartbeat(replica=replica, engine=EngineReport(timing=Timing(limits=reported.limits, model=model)))
     )
     await Traffic(plane).run(2, m=1.0)
-    assert rungs(plane)["multi-replica"].timing.model == model
-    assert rungs(plane)["single-large"].timing.model == SMALL.model.at_degree(2)
+    assert options(plane)["multi-replica"].timing.model == model
+    assert options(plane)["single-large"].timing.model == SMALL.model.at_degree(2)
 
 
-async def test_prices_and_watts_of_the_budget_until_measured(plane: Plane) -> None:
+async def test_the_budgets_prices_and_watts_apply_until_power_is_measured(plane: Plane) -> None:
     model = sim_model(
         shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1, "cpus": 2}},
         control={"tick_s": 1},
     )
     prices = {"gpu_watts": 400, "cpu_watts": 5, "gpu_cost_per_h": 2.0, "cpu_cost_per_h": 0.1}
     traffic = await Traffic.over(plane, document(model, budget=prices), 8, m=1.0)
-    found = rungs(plane)
+    found = options(plane)
     assert (found["multi-replica"].watts, found["single-large"].watts) == (410, 800)
     assert (found["multi-replica"].cost_per_h, found["single-large"].cost_per_h) == pytest.approx((2.2, 4.0))
     (replica,) = plane.cluster.replicas.values()
     for _ in range(5):
         plane.controller.beat(Heartbeat(replica=replica, power=PowerReport(watts=150.0)))
         await traffic.run(1)
-    assert rungs(plane)["multi-replica"].watts == 160
+    assert options(plane)["multi-replica"].watts == 160
 
 
 async def test_draining_layer_does_not_count_for_the_new_shape(plane: Plane) -> None:
@@ -101,11 +101,11 @@ async def test_draining_layer_does_not_count_for_the_new_shape(plane: Plane) -> 
     plane.cluster.slow = True
     plane.controller.mode("m", "single-large")
     assert await reporting() == []
-    assert rungs(plane)["single-large"].watts == 800
+    assert options(plane)["single-large"].watts == 800
 
 
 @pytest.mark.parametrize(("takes", "learns"), [("cpus", False), ("gpus", True)])
-async def test_steps_beside_starts_on_cores_are_not_learned(plane: Plane, takes: str, learns: bool) -> None:
+async def test_steps_during_starts_on_cores_are_not_fitted(plane: Plane, takes: str, learns: bool) -> None:
     large = {takes: 2} | ({"tensor_parallel": 2} if learns else {})
     model = sim_model(shapes={"large": large, "small": {takes: 1}}, control={"tick_s": 1})
     await plane.ready(document(model, budget={"cpus": 4}))
@@ -117,10 +117,10 @@ async def test_steps_beside_starts_on_cores_are_not_learned(plane: Plane, takes:
     for _ in range(8):
         plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(steps=steps)))
         await Traffic(plane).run(2, m=1.0)
-    assert (rungs(plane)["multi-replica"].version > 0) is learns
+    assert (options(plane)["multi-replica"].version > 0) is learns
 
 
-async def test_draining_generation_is_not_learned(plane: Plane) -> None:
+async def test_steps_of_a_draining_generation_are_not_fitted(plane: Plane) -> None:
     shapes = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
     control = {"tick_s": 1, "mode": {"drain_timeout_s": 600}}
     traffic = await Traffic.over(plane, document(sim_model(shapes=shapes, control=control)), 6, m=1.0)
@@ -139,21 +139,21 @@ async def test_draining_generation_is_not_learned(plane: Plane) -> None:
             plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(steps=steps)))
         await traffic.run(1)
         assert len({replica.generation for replica in plane.cluster.replicas.values()}) == 2, second
-    assert rungs(plane)["multi-replica"].version > 0
+    assert options(plane)["multi-replica"].version > 0
 
 
-async def test_gap_when_shapes_do_not_fit_together(plane: Plane) -> None:
+async def test_a_switch_has_a_gap_if_the_budget_cannot_hold_both_shapes(plane: Plane) -> None:
     model = sim_model(control={"tick_s": 1, "assumed_start_s": 25})
     model["shapes"] = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
     model["modes"]["multi-replica"]["replicas"] = {"min": 1, "max": 2}
     traffic = await Traffic.over(plane, document(model, budget={"gpus": 2}), 8, m=1.0)
-    assert (rungs(plane)["single-large"].gap_s, rungs(plane)["multi-replica"].gap_s) == (25.0, 0.0)
+    assert (options(plane)["single-large"].gap_s, options(plane)["multi-replica"].gap_s) == (25.0, 0.0)
     plane.controller.apply(document(model, budget={"gpus": 3}))
     await traffic.run(2)
-    assert rungs(plane)["single-large"].gap_s == 0.0
+    assert options(plane)["single-large"].gap_s == 0.0
 
 
-async def test_upstreams_take_overflow(plane: Plane) -> None:
+async def test_a_fallback_provider_enables_overflow(plane: Plane) -> None:
     upstream = {
         "name": "u", "url": "https://api.example.com/v1", "models": {"m": "theirs"},
         "price": {"input": 1, "output": 1}, "cost_cap_per_h": 1,
@@ -167,10 +167,10 @@ async def test_upstreams_take_overflow(plane: Plane) -> None:
 
 
 ON_CORES = {"large": {"cpus": 2}, "small": {"cpus": 1}}
-ON_CARDS = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
+ON_GPUS = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
 
 
-@pytest.mark.parametrize(("shapes", "measured"), [(ON_CORES, 1.0), (ON_CARDS, 3.0)], ids=["cores", "cards"])
+@pytest.mark.parametrize(("shapes", "measured"), [(ON_CORES, 1.0), (ON_GPUS, 3.0)], ids=["cores", "gpus"])
 async def test_old_measurements_are_ignored(plane: Plane, shapes: dict[str, Any], measured: float) -> None:
     await plane.up(document(sim_model(shapes=shapes, control={"tick_s": 1})))
     traffic = Traffic(plane)
@@ -184,10 +184,10 @@ async def test_old_measurements_are_ignored(plane: Plane, shapes: dict[str, Any]
             steps = tuple(StepSample(5, *load, priors[mode].step_time(*load) * factor) for load in loads)
             plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(steps=steps)))
             await traffic.run(1, m=1.0)
-        told = {name: rung.timing.model for name, rung in rungs(plane).items()}
+        reported = {name: option.timing.model for name, option in options(plane).items()}
         return {
             name: model.step_time(4, 800, 4) / priors[name].step_time(4, 800, 4)
-            for name, model in told.items()
+            for name, model in reported.items()
             if model is not None
         }
 

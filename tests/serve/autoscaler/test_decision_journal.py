@@ -1,4 +1,4 @@
-"""The log of decisions: what is written, what is read, and that it can be decided again bit for bit."""
+"""The log of decisions: what is written, what is read, and that a replay decides the same bit for bit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_changes_are_written_at_once(log: Journal) -> None:
     assert written(log)[:2] == [1035.0, 1030.0]
 
 
-def test_memory_is_written_but_not_read(log: Journal) -> None:
+def test_policy_memory_is_written_and_skipped_by_readers(log: Journal) -> None:
     log.put(made(1000.0))
     (line,) = _lines(log)
     assert isinstance(line, DecisionRound)
@@ -94,7 +94,7 @@ def test_unwritten_decisions_are_read_in_order(log: Journal) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 7, 100_000])
-def test_file_is_read_backwards(log: Journal, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_the_log_is_read_from_its_end(log: Journal, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(decision_journal, "BLOCK", block)
     log._path.write_bytes(b'{"half\n' + b"".join(msgspec.json.encode(made(float(i))) + b"\n" for i in (1, 2)))
     assert [line.at for line in _lines(log)] == [2.0, 1.0]
@@ -115,7 +115,7 @@ def test_files_are_rotated_and_read_across(log: Journal, monkeypatch: pytest.Mon
     assert [each.decision.at for each in log.read(last=5)] == [1039.0, 1038.0, 1037.0, 1036.0, 1035.0]
 
 
-def test_incomplete_line_is_skipped(log: Journal) -> None:
+def test_an_incomplete_last_line_is_skipped(log: Journal) -> None:
     log.put(made(1000.0))
     log.flush()
     with log._path.open("ab") as file:
@@ -125,7 +125,7 @@ def test_incomplete_line_is_skipped(log: Journal) -> None:
     assert written(again) == [1100.0, 1000.0]
 
 
-def test_unwritable_disk_is_tolerated(tmp_path: Path) -> None:
+def test_an_unwritable_disk_stops_no_decision(tmp_path: Path) -> None:
     log = Journal(tmp_path / "file" / "decisions.jsonl")
     (tmp_path / "file").write_text("in the way")
     log.put(made(1000.0))
@@ -151,8 +151,8 @@ async def test_journal_replays_bit_for_bit(plane: Plane, tmp_path: Path) -> None
     assert len(lines) > 5
     assert any(decision.changes for line in lines for decision in line.decisions.values())
     for line in lines:
-        minds = {name: policies_for(name, chosen, print) for name, chosen in line.policies.items()}
-        again = replayed(line.situations, line.budget, minds)
+        by_model = {name: policies_for(name, chosen, print) for name, chosen in line.policies.items()}
+        again = replayed(line.situations, line.budget, by_model)
         assert msgspec.json.encode(again) == msgspec.json.encode(line.decisions)
 
 

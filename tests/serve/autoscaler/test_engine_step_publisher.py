@@ -1,4 +1,4 @@
-"""Who listens to the steps of a model's engines hears what they tell from then on, and no other model's."""
+"""A subscriber gets the later step reports of the engines of its model, and of no other model."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ def beat(name: str = "r1", engine: EngineReport | None = REPORT, **over: object)
 
 
 @asynccontextmanager
-async def hearing(listeners: StepSubscribers) -> AsyncIterator[AsyncIterator[StepLine]]:
-    async with aclosing(listeners.listen("m", silent_s=1e-3)) as told:
-        assert await anext(told) == StepLine()
-        yield told
+async def subscribed(listeners: StepSubscribers) -> AsyncIterator[AsyncIterator[StepLine]]:
+    async with aclosing(listeners.listen("m", silent_s=1e-3)) as lines:
+        assert await anext(lines) == StepLine()
+        yield lines
 
 
 async def test_ready_replicas_of_the_model_are_streamed() -> None:
     listeners = StepSubscribers()
-    listeners.publish(beat())  # nobody listens yet
-    async with hearing(listeners) as told:
+    listeners.publish(beat())  # no subscriber yet
+    async with subscribed(listeners) as lines:
         listeners.publish(beat(model="other"))
         listeners.publish(beat(engine=None))
         listeners.publish(beat(state=ReplicaPhase.STARTING))
         listeners.publish(beat())
-        assert await anext(told) == StepLine(replica="r1", shape="small", generation=1, engine=REPORT)
+        assert await anext(lines) == StepLine(replica="r1", shape="small", generation=1, engine=REPORT)
 
 
 async def test_empty_lines_without_reports() -> None:
-    async with hearing(StepSubscribers()) as told:
-        assert await anext(told) == StepLine()
+    async with subscribed(StepSubscribers()) as lines:
+        assert await anext(lines) == StepLine()
 
 
 async def test_slow_subscriber_loses_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_step_publisher, "MOST", 2)
     listeners = StepSubscribers()
-    async with hearing(listeners) as told:
+    async with subscribed(listeners) as lines:
         for name in ("a", "b", "c"):
             listeners.publish(beat(name))
-        assert [(await anext(told)).replica, (await anext(told)).replica] == ["b", "c"]
+        assert [(await anext(lines)).replica, (await anext(lines)).replica] == ["b", "c"]
 
 
 async def test_unsubscribed_after_the_stream() -> None:
     listeners = StepSubscribers()
-    async with hearing(listeners):
+    async with subscribed(listeners):
         pass
     listeners.publish(beat())
 

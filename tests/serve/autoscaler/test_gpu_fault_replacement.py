@@ -1,4 +1,4 @@
-"""A replica whose card failed or is slowed is replaced: timelines over replicas in memory, and real hosts."""
+"""A replica with a failed or throttled GPU is replaced: timelines over replicas in memory."""
 
 from __future__ import annotations
 
@@ -43,26 +43,30 @@ def note(plane: Plane) -> str:
 
 async def test_throttled_replica_is_replaced_after_a_minute(plane: Plane) -> None:
     first, second = await up(plane, gpus=3)
-    plane.cards[first] = SLOW
+    plane.power_reports[first] = SLOW
     await seconds(plane, 58)
     assert plane.counts() == {SMALL: 2}
     await seconds(plane, 4)
-    # One starts beside them, and nobody has to go for it yet.
+    # One starts beside them; none drains yet.
     assert plane.counts(READY) == {SMALL: 2}
     assert plane.counts(ReplicaPhase.STARTING) == {SMALL: 1}
     assert f"{first}: throttled by hardware for 60 s; it is being replaced" in note(plane)
     plane.cluster.ready()
     await seconds(plane, 1)
     (leaving,) = plane.cluster.of(SMALL, ReplicaPhase.DRAINING)
-    # Gateways see why, and send it nothing any more.
-    told = next(r for r in plane.controller.fleet().replicas if r.id == first)
-    assert (leaving.id, told.state, told.reason) == (first, "draining", "throttled by hardware for 60 s")
+    # Gateways get the reason, and send it no more requests.
+    reported = next(r for r in plane.controller.fleet().replicas if r.id == first)
+    assert (leaving.id, reported.state, reported.reason) == (
+        first,
+        "draining",
+        "throttled by hardware for 60 s",
+    )
     assert plane.counts(READY) == {SMALL: 2}
     plane.cluster.drained()
     await seconds(plane, 5)
     plane.cluster.drained()
     await seconds(plane, 5)
-    # Back to what is aimed for: of those that serve nobody else had to go.
+    # Back to the target count: no other replica was drained.
     serving = [replica.id for replica in plane.cluster.of(SMALL, READY)]
     assert len(serving) == 2 and second in serving and first not in serving
     assert plane.counts() == {SMALL: 2}
@@ -75,7 +79,7 @@ async def test_throttled_replica_is_replaced_after_a_minute(plane: Plane) -> Non
 
 async def test_software_caps_and_program_errors_replace_nothing(plane: Plane) -> None:
     first, second = await up(plane, gpus=3)
-    plane.cards = {first: CAPPED, second: PowerReport(watts=300.0, xid=31, card="GPU 0")}
+    plane.power_reports = {first: CAPPED, second: PowerReport(watts=300.0, xid=31, card="GPU 0")}
     await seconds(plane, 150)
     assert [replica.id for replica in plane.cluster.of(SMALL, *ReplicaPhase)] == [first, second]
     assert note(plane) == ""
@@ -83,12 +87,12 @@ async def test_software_caps_and_program_errors_replace_nothing(plane: Plane) ->
 
 async def test_failed_gpu_drains_its_replica_at_once(plane: Plane) -> None:
     first, second = await up(plane, gpus=2)
-    plane.cards[second] = FAILED
+    plane.power_reports[second] = FAILED
     await seconds(plane, 1)
     assert [replica.id for replica in plane.cluster.of(SMALL, READY)] == [first]
     (leaving,) = plane.cluster.of(SMALL, ReplicaPhase.DRAINING)
     assert (leaving.id, leaving.reason) == (second, "XID 79 on GPU 3")
-    # There was no room beside it: its successor starts when it is gone, and no third one.
+    # The budget had no room: its successor starts when it is stopped, and no third replica starts.
     assert plane.counts() == {SMALL: 2}
     plane.cluster.drained()
     await seconds(plane, 5)
@@ -97,10 +101,10 @@ async def test_failed_gpu_drains_its_replica_at_once(plane: Plane) -> None:
     assert plane.counts() == plane.counts(READY) == {SMALL: 2}
 
 
-@pytest.mark.parametrize(("card", "leaves"), [(SLOW, False), (FAILED, True)])
-async def test_last_replica_leaves_only_for_an_error(plane: Plane, card: PowerReport, leaves: bool) -> None:
+@pytest.mark.parametrize(("report", "leaves"), [(SLOW, False), (FAILED, True)])
+async def test_last_replica_leaves_only_for_an_error(plane: Plane, report: PowerReport, leaves: bool) -> None:
     (only,) = await up(plane, gpus=1, count=1)
-    plane.cards[only] = card
+    plane.power_reports[only] = report
     await seconds(plane, 90)
     assert plane.counts(READY) == ({} if leaves else {SMALL: 1})
     assert ("kept: too few other replicas serve" in note(plane)) != leaves
@@ -108,7 +112,7 @@ async def test_last_replica_leaves_only_for_an_error(plane: Plane, card: PowerRe
 
 async def test_min_healthy_keeps_a_slow_replica_without_room(plane: Plane) -> None:
     first, _ = await up(plane, gpus=2, min_healthy=2)
-    plane.cards[first] = SLOW
+    plane.power_reports[first] = SLOW
     await seconds(plane, 90)
     assert plane.counts(READY) == {SMALL: 2}
     assert "kept: too few other replicas serve" in note(plane)
@@ -119,7 +123,7 @@ async def test_repeated_replacements_are_delayed(plane: Plane) -> None:
     plane.cluster.slow = False
     seen: set[str] = set()
     for _ in range(600):
-        plane.cards = dict.fromkeys(plane.cluster.replicas, FAILED)
+        plane.power_reports = dict.fromkeys(plane.cluster.replicas, FAILED)
         seen |= set(plane.cluster.replicas)
         await seconds(plane, 1)
         assert plane.counts()[SMALL] <= 2
@@ -128,9 +132,9 @@ async def test_repeated_replacements_are_delayed(plane: Plane) -> None:
     assert plane.counts(READY) == {SMALL: 1}
 
 
-async def test_restarted_controller_learns_of_gpu_errors(plane: Plane) -> None:
+async def test_a_restarted_controller_receives_earlier_gpu_errors(plane: Plane) -> None:
     first, second = await up(plane, gpus=2)
-    plane.cards[second] = FAILED
+    plane.power_reports[second] = FAILED
     await seconds(plane, 1)
     await plane.restart()
     await seconds(plane, 5)

@@ -1,4 +1,4 @@
-"""Engine models fitted to live replicas: what they are learned from, and where they are kept."""
+"""Engine models fitted to live replicas: their samples and their storage."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def learned(state: StateDir, factor: float, of: ModelSpec | None = None) -> Cali
     return made
 
 
-def test_without_measurements_the_prior_applies(state: StateDir) -> None:
+def test_the_prior_applies_without_measurements(state: StateDir) -> None:
     made = CalibrationStore(state)
     assert made.fitted(spec(), "small") is None
     assert made.assumed(spec(), "large", prior(spec(), "large")) is None
@@ -84,7 +84,7 @@ def test_fits_survive_a_restart(state: StateDir) -> None:
     assert CalibrationStore(state).assumed(spec(), "large", large) == made.assumed(spec(), "large", large)
     assert again is not None
     assert (again.model, again.version) == (fit.model if fit else None, fit.version if fit else None)
-    # How long it may drain makes no other engine, other arguments do.
+    # The drain timeout does not change the engine; its arguments do.
     assert CalibrationStore(state).fitted(spec(control={"mode": {"drain_timeout_s": 3}}), "small") is not None
     assert CalibrationStore(state).fitted(spec(engine_args={"max_num_seqs": 3}), "small") is None
 
@@ -115,7 +115,7 @@ def test_unreadable_file_is_ignored(state: StateDir) -> None:
     assert CalibrationStore(state).fitted(spec(), "small") is None
 
 
-def test_slowness_without_learning(state: StateDir) -> None:
+def test_slowness_is_measured_while_fitting_is_paused(state: StateDir) -> None:
     made, model = CalibrationStore(state), prior(spec())
     for second in range(10):
         made.take(beat(model.faster(0.5)), spec(), model, float(second), learns=False)
@@ -135,7 +135,7 @@ def test_slowness_of_each_replica_expires(state: StateDir) -> None:
     assert made.slowness("slow", model, 101.0) == 1.0
 
 
-def test_killed_replica_is_forgotten(state: StateDir) -> None:
+def test_samples_of_a_killed_replica_are_dropped(state: StateDir) -> None:
     of = spec()
     made = CalibrationStore(state)
     made.take(beat(prior(of), "killed"), of, prior(of), 1000.0)

@@ -1,4 +1,4 @@
-"""What the controller does when starts fail, when it was restarted, and when it lost its memory."""
+"""Recovery of the controller: failed starts, restarts, and lost state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_failed_start_is_rolled_back(plane: Plane) -> None:
     assert plane.note() == ""
 
 
-async def test_rollback_note_ends_with_an_apply(plane: Plane) -> None:
+async def test_an_apply_clears_the_rollback_note(plane: Plane) -> None:
     await plane.ready(document())
     plane.cluster.failing[NEW_SMALL] = "ValueError: no such weights"
     plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
@@ -55,7 +55,7 @@ async def test_rollback_note_ends_with_an_apply(plane: Plane) -> None:
     assert set(plane.cluster.replicas) == running
 
 
-async def test_reverted_apply_keeps_the_replicas(plane: Plane) -> None:
+async def test_a_reverted_apply_keeps_the_running_replicas(plane: Plane) -> None:
     await plane.ready(document())
     running = set(plane.cluster.replicas)
     plane.cluster.slow = True
@@ -72,7 +72,7 @@ async def test_restart_continues_a_switch(plane: Plane) -> None:
     plane.cluster.slow = True
     plane.controller.mode("m", "single-large")
     await plane.ticks(2)
-    # Long enough for the start to count as failed, were it judged before anyone was heard.
+    # Longer than the start timeout, which does not apply before the first heartbeats.
     plane.now += 600
     plane.cluster.ready()
     epoch = plane.controller.fleet().epoch
@@ -87,7 +87,7 @@ async def test_restart_continues_a_switch(plane: Plane) -> None:
     assert plane.note() == ""
 
 
-async def test_silent_replicas_are_waited_for_at_most_so_long(plane: Plane) -> None:
+async def test_a_restarted_controller_waits_a_bounded_time_for_heartbeats(plane: Plane) -> None:
     await plane.ready(document())
     plane.cluster.replicas.clear()
     await plane.restart()
@@ -122,7 +122,7 @@ def around_delete(
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
 ) -> None:
-    """Let something happen whenever the actuator deletes a layer."""
+    """Run a callback around each deletion of a layer by the actuator."""
     delete = MemoryActuator.delete
 
     async def patched(self: MemoryActuator, key: LayerKey) -> None:
@@ -154,7 +154,7 @@ DOWN, FULL = ActuatorFailed("Serve's API does not answer"), OSError(errno.ENOSPC
 
 
 @pytest.mark.parametrize("failures", [(DOWN, DOWN), (None, FULL)], ids=["cluster", "disk"])
-async def test_loop_survives_errors(
+async def test_the_control_loop_continues_after_errors(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, failures: tuple[Exception | None, ...]
 ) -> None:
     monkeypatch.setattr(controller, "RETRY_S", 0.0)

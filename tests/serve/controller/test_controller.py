@@ -1,4 +1,4 @@
-"""What operators ask of the controller, as timelines over replicas in memory."""
+"""Operator commands to the controller, as timelines over replicas in memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_removed_mode_falls_back_to_the_first(plane: Plane) -> None:
     plane.controller.apply(document(sim_model(modes={"single-large": {"shape": "large", "replicas": 1}})))
     await plane.ticks()
     assert plane.counts() == {LARGE: 1}
-    # No mode comes back to it.
+    # No mode uses it any more.
     assert set(plane.cluster.held) == {LARGE}
 
 
@@ -80,7 +80,7 @@ async def test_changed_shape_is_a_new_generation(plane: Plane) -> None:
     await plane.ticks()
     plane.cluster.ready()
     await plane.ticks()
-    # The first of its name still drains.
+    # The first model of that name still drains.
     assert plane.counts(ReplicaPhase.DRAINING) == {SMALL: 1}
     plane.cluster.slow = False
     shapes = {"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}}
@@ -92,7 +92,7 @@ async def test_changed_shape_is_a_new_generation(plane: Plane) -> None:
     assert plane.counts(READY) == {NEW_SMALL: 1}
 
 
-async def test_removed_model_drains(plane: Plane) -> None:
+async def test_replicas_of_a_removed_model_drain(plane: Plane) -> None:
     await plane.ready(document(sim_model(), sim_model("other")))
     plane.cluster.slow = True
     plane.controller.apply(document(sim_model("other")))
@@ -123,7 +123,7 @@ async def test_gap_within_the_queue_timeout_is_accepted(plane: Plane) -> None:
     plane.controller.mode("m", "single-large")
     await plane.ticks()
     assert plane.counts() == {LARGE: 1}
-    # What a start took was measured by now: a queue of 20 s holds a start of 1 s.
+    # The start time is measured now: a queue timeout of 20 s covers a start of 1 s.
     plane.controller.apply(gpus(gateway={"queue_timeout_s": 20}))
     plane.controller.mode("m", "multi-replica")
     await plane.ticks()

@@ -1,4 +1,4 @@
-"""The probe: a silent replica is asked at its own port before it is given up."""
+"""The probe: a silent replica is probed at its own port before it is removed."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
 @pytest.mark.parametrize("given", [{}, {SECRET_HEADER: "wrong"}])
-async def test_secret_is_required(
+async def test_every_route_requires_the_secret(
     served: httpx.AsyncClient, method: str, path: str, given: dict[str, str]
 ) -> None:
     served.headers.pop(SECRET_HEADER)
@@ -49,7 +49,7 @@ async def test_secret_is_required(
     assert answer.json()["error"]["type"] == "Unauthorized"
 
 
-async def test_read_routes(plane: Plane, served: httpx.AsyncClient) -> None:
+async def test_livez_fleet_and_status_return_the_state(plane: Plane, served: httpx.AsyncClient) -> None:
     assert (await served.get("/livez")).json() == {"ok": True}
     fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)
     assert fleet == plane.controller.fleet()
@@ -59,7 +59,7 @@ async def test_read_routes(plane: Plane, served: httpx.AsyncClient) -> None:
     assert status.events
 
 
-async def test_write_routes(plane: Plane, served: httpx.AsyncClient) -> None:
+async def test_scale_mode_and_apply_change_the_target(plane: Plane, served: httpx.AsyncClient) -> None:
     answer = await served.post("/scale", json={"model": "m", "replicas": 2})
     assert msgspec.json.decode(answer.content, type=ModelStatus).target == 2
     answer = await served.post("/mode", json={"model": "m", "mode": "single-large"})
@@ -113,7 +113,7 @@ async def test_invalid_query_is_400(served: httpx.AsyncClient, query: str) -> No
         ("/apply", document(gateway={"workers": 0}), "ConfigError"),
     ],
 )
-async def test_refusals_are_409(served: httpx.AsyncClient, path: str, body: object, kind: str) -> None:
+async def test_a_refused_change_is_409(served: httpx.AsyncClient, path: str, body: object, kind: str) -> None:
     answer = await served.post(path, json=body)
     assert answer.status_code == 409
     error = answer.json()["error"]
@@ -191,7 +191,7 @@ def test_client_raises_refusals(kind: str, expected: Exception) -> None:
     client.close()
 
 
-def test_no_controller_is_unreachable() -> None:
+def test_a_client_without_a_controller_raises_unreachable() -> None:
     client = ControllerClient("127.0.0.1:1", "s", timeout_s=0.2)
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1 does not answer"):
         client.status()

@@ -1,4 +1,4 @@
-"""What gateways and replicas tell reaches the aggregator, by the clock that nobody sets."""
+"""Reports of gateways and replicas reach the aggregator with monotonic times."""
 
 from __future__ import annotations
 

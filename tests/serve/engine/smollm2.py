@@ -47,12 +47,12 @@ def adapter(
 
 
 def bad_adapters() -> dict[str, Files]:
-    """What no admission would let through, by what is wrong with it."""
+    """Adapters that the import refuses, by their fault."""
     good = adapter(1)
     return {
         "rank": adapter(1, rank=64),
         "dora": adapter(1, use_dora=True),
-        # Narrower ones vLLM takes without a word.
+        # vLLM accepts narrower ones without an error.
         "width": adapter(1, hidden=640),
         "module": adapter(1) | {WEIGHTS: good[WEIGHTS].replace(b"q_proj", b"x_proj")},
         "no json": good | {CONFIG: b"{"},

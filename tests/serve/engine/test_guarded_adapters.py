@@ -80,7 +80,7 @@ async def test_the_app_receives_the_whole_request_after_the_load() -> None:
         assert request.sent[1]["body"] == b"one two three"
         line = guard.line()
         assert (line.load.in_flight, line.adapters) == (0, (served("a"),))
-        # The second finds it there.
+        # The adapter is loaded for the second request.
         again = post(guard, named("a"), (b"one ", b"more"))
         await again.task
         assert again.sent[1]["body"] == b"one more"

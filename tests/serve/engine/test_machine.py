@@ -1,4 +1,4 @@
-"""The description of what an engine runs on."""
+"""The description of the machine of an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve.engine.main import describe_machine
 from tests.serve.sim_driver import spec
 
 
-def test_cores_are_described_by_their_processor(tmp_path: Path) -> None:
+def test_the_description_of_a_cpu_machine_names_its_processor(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\n")
     on_cpus = msgspec.structs.replace(spec(), kind=EngineKind.VLLM, cpus=2)

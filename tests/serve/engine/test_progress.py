@@ -8,7 +8,7 @@ from policy.errors import EngineFailed
 from serve.engine.main import Progress
 
 
-def test_only_a_busy_engine_must_step() -> None:
+def test_only_an_engine_with_requests_must_make_steps() -> None:
     progress = Progress(10.0, 0.0)
     for now in range(100):
         progress.check(now, True, float(now))

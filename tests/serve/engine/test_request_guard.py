@@ -162,7 +162,9 @@ async def test_draining_finishes_old_requests(engine: Held, guard: Guard, client
 
 
 @pytest.mark.parametrize("status", [200, 500])
-async def test_an_engine_failure(engine: Held, guard: Guard, client: httpx.AsyncClient, status: int) -> None:
+async def test_an_engine_failure_ends_open_requests_with_503(
+    engine: Held, guard: Guard, client: httpx.AsyncClient, status: int
+) -> None:
     engine.status = status
     held = Request(guard, "POST", CHAT, SECRET)
     await in_flight(guard, 1)
@@ -310,7 +312,9 @@ async def test_an_invalid_announcement_is_ignored(engine: Held, guard: Guard, to
     assert request.sent[0]["status"] == 200
 
 
-async def test_load_stream_contents(engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_stream_sends_timing_once_and_the_latest_prefixes(
+    engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(request_guard, "HEARTBEAT_S", 3600.0)
     engine.go.set()
     first, late = f"{(1 << 64) - 1:x},a", ",".join(f"{i:x}" for i in range(MAX_PREFIXES + 1))

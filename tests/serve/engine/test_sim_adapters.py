@@ -1,4 +1,4 @@
-"""Adapters of the simulated engine: slots, loads that hold its steps up, and 404 for what is not loaded."""
+"""Adapters of the simulated engine: slots, loads that delay its steps, and 404 for unloaded ones."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ async def test_loaded_adapters_are_served_by_name(tmp_path: Path) -> None:
         assert len({answer["choices"][0]["text"] for answer in answers.values()}) == 4
         again = (await complete(client, "x@a")).json()
         assert again["choices"][0]["text"] == answers["x@a"]["choices"][0]["text"]
-        cards = (await client.get("/v1/models")).json()["data"]
-        assert [(card["id"], card["parent"]) for card in cards][2:] == [("x@a", "base"), ("x@b", "base")]
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(entry["id"], entry["parent"]) for entry in listed][2:] == [("x@a", "base"), ("x@b", "base")]
         await engine.unload("x@a")
         gone = await complete(client, "x@a")
         assert (gone.status_code, gone.json()["error"]["param"]) == (404, "model")
-        # Adapters of the arguments stay, and take no slot.
+        # Adapters of the engine arguments are kept, and use no slot.
         await engine.unload("sql")
         await engine.load("x@c", adapter(tmp_path, "c"))
         assert engine.adapters() == ("sql", "x@b", "x@c")

@@ -62,12 +62,12 @@ async def test_a_stream_equals_the_whole_answer_with_one_event_per_token(client:
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
     assert usage["usage"]["completion_tokens"] == 18
     for index in range(2):
-        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-        assert len(mine) == 1 + 9
-        text = "".join(choice["delta"]["content"] for choice in mine)
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert len(choices) == 1 + 9
+        text = "".join(choice["delta"]["content"] for choice in choices)
         assert text == whole["choices"][index]["message"]["content"]
-        assert [choice["finish_reason"] for choice in mine] == [None] * 9 + ["length"]
+        assert [choice["finish_reason"] for choice in choices] == [None] * 9 + ["length"]
 
 
 async def test_without_max_tokens_a_chat_ends_unless_eos_is_ignored(
@@ -165,7 +165,9 @@ async def test_models_list_the_base_and_its_adapters(client: httpx.AsyncClient, 
         ),
     ],
 )
-async def test_error_codes(client: httpx.AsyncClient, content: bytes, status: int, param: str | None) -> None:
+async def test_an_invalid_chat_request_has_the_error_code_and_parameter_of_vllm(
+    client: httpx.AsyncClient, content: bytes, status: int, param: str | None
+) -> None:
     answer = await client.post("/v1/chat/completions", content=content)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (status, status, param)

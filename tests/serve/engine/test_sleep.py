@@ -112,7 +112,7 @@ async def test_it_sleeps_after_the_last_request_and_answers_after_waking(
     await harness.until(lambda: harness.guard.state is ASLEEP)
     assert harness.engine.calls == ["sleep"]
     assert request.sent[0]["status"] == 200
-    # Not even a canary comes through: there are no weights to answer it.
+    # Canaries are refused too: the weights are not loaded.
     assert await harness.refusal() == await harness.refusal(**{CANARY_HEADER: "1"}) == "starting"
     seen: list[ReplicaPhase] = []
     harness.canary = lambda: seen.append(harness.guard.state)
@@ -135,7 +135,7 @@ async def test_repeated_commands_have_no_effect(harness: Harness) -> None:
     assert harness.engine.calls == ["sleep", "wake", "answer"]
 
 
-async def test_a_wake_during_falling_asleep_wakes(harness: Harness) -> None:
+async def test_a_wake_order_while_the_engine_falls_asleep_wakes_it(harness: Harness) -> None:
     harness.run()
     harness.engine.gate.clear()
     harness.control.sleep(LONG_S)
@@ -149,7 +149,7 @@ async def test_a_wake_during_falling_asleep_wakes(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("way", ["fall asleep", "wake"])
-async def test_a_stuck_engine_fails(harness: Harness, way: str) -> None:
+async def test_an_engine_that_does_not_sleep_or_wake_in_time_fails(harness: Harness, way: str) -> None:
     running = harness.run(timeout_s=0.01)
     if way == "wake":
         await harness.asleep()

@@ -55,7 +55,7 @@ def test_adapter_slots_become_max_loras() -> None:
         spec({"lora_modules": ["sql=/adapters/sql"]}), adapter_slots=4, max_rank=12
     )
     args = arguments(changed)
-    # What is named in the arguments is always there, beside the slots.
+    # Adapters of the arguments are always loaded, in addition to the slots.
     assert (args.enable_lora, args.max_loras, args.max_cpu_loras) == (True, 5, None)
     # The next larger rank of those that vLLM has kernels for.
     assert args.max_lora_rank == 16
@@ -112,7 +112,7 @@ def test_the_step_logger_counts_and_times_steps() -> None:
 
     iteration = IterationStats()
     iteration.num_preempted_reqs = 1
-    # A chunk of a prompt makes no token, and is known all the same.
+    # A chunk of a prompt generates no token, but is counted.
     step(64, 0, 0.064, running=1)
     now += 0.5
     step(36, 0, 0.1, running=1, waiting=2)
@@ -143,7 +143,7 @@ def test_sleep_mode_is_enabled_for_shared_gpus_only() -> None:
 
 
 class Llm:
-    """What of ``AsyncLLM`` sleep needs, with vLLM's own signatures."""
+    """The methods of ``AsyncLLM`` that sleep uses, with vLLM's own signatures."""
 
     def __init__(self, *, awake: bool = True) -> None:
         self.model_config = SimpleNamespace(enable_sleep_mode=True, max_model_len=512)
@@ -202,6 +202,6 @@ def test_the_engine_core_on_cpus_sleeps_until_its_worker_answers(
         condition.wait(timeout_ms=5000)
         condition.wait(timeout_ms=1)
     assert waits == [LOOK_MS, 1] * 2
-    # What vLLM itself has there is what is set.
+    # The attribute that is set exists in vLLM.
     assert "busy_loop_s" in inspect.signature(SpinCondition.__init__).parameters
     del executor.response_mqs

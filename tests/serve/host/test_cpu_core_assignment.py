@@ -1,4 +1,4 @@
-"""Cores: replicas of one mode do not overlap, and a dead process holds none."""
+"""Cores: replicas of one mode do not overlap, and an ended process holds none."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def test_a_recycled_process_id_does_not_inherit_claims(path: Path) -> None:
     assert [claim.cores for claim in kept(path)] == [(0, 1)]
 
 
-def test_only_cores_of_the_processes_affinity_are_claimed(path: Path) -> None:
+def test_only_cores_of_the_process_affinity_are_claimed(path: Path) -> None:
     usable = set(psutil.Process().cpu_affinity())
     assert set(cpu_core_assignment.claim_cores(path, 1)) <= usable

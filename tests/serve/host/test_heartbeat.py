@@ -38,7 +38,7 @@ def test_usage_adds_up_until_it_is_reported_and_a_successful_load_ends_a_failure
 
 
 class Host:
-    """What a heartbeat needs of a replica host."""
+    """The part of a replica host that a heartbeat uses."""
 
     class spec:
         controller = "c:1"

@@ -69,7 +69,7 @@ async def test_host_is_ready_after_the_canary(make: Make) -> None:
     assert replica.state is ReplicaPhase.READY
     assert (replica.id, replica.model, replica.shape, replica.generation) == ("r0", "m", "small", 1)
     assert (replica.incarnation, replica.failures, replica.reason) == (0, 0, "")
-    # Without weights no start is cold.
+    # A start without weights is never cold.
     assert replica.start_path is StartPath.CACHED
     assert replica.start_s is not None
     assert replica.max_model_len

@@ -105,8 +105,8 @@ async def test_every_engine_is_started_and_only_wanted_ones_are_awake(make: Make
     assert serves(group, "large", 1)()
     # All of them run, those of one shape on their own GPUs, with a measured wake time.
     pids = [replica.pid for replica in snapshots(group)]
-    cards = [psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for pid in pids]
-    assert cards == ["5,7", "5", "7"]
+    visible_gpus = [psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for pid in pids]
+    assert visible_gpus == ["5,7", "5", "7"]
     assert all(replica.wake_s is not None and replica.wake_s >= 0.05 for replica in snapshots(group))
     (large,) = of(group, "large")
     assert (large.start_path, large.incarnation) == (StartPath.CACHED, 0)

@@ -38,7 +38,7 @@ def test_a_ray_host_checks_versions_before_it_decodes_the_rest(tmp_path: Path) -
     spec = msgspec.to_builtins(host_spec(deployment().models[0], tmp_path))
     spec["versions"]["tidegate"] = "9.9"
     changed = spec | {"model": "of another form"}
-    # In a process of its own: tests that join a cluster load Ray later than this one.
+    # In its own process: tests that join a cluster import Ray later.
     code = f"from serve.host.ray_replica import RayHost; RayHost({msgspec.json.encode(changed)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "EngineFailed: this node has Tidegate" in done.stderr

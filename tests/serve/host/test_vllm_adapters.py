@@ -1,6 +1,6 @@
 """Adapters on a real vLLM engine with one slot, and as many in its own memory.
 
-They are loaded beside a stream, evicted, refused, and used when their files are gone.
+They are loaded during a stream, evicted, refused, and used after their files were deleted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Engine:
         return str(body["choices"][0]["text"])
 
     async def stream(self, tokens: int) -> list[float]:
-        """Instants at which the tokens of a long greedy answer of the base came."""
+        """Arrival times of the tokens of a long greedy answer of the base model."""
         body = {
             "model": "smollm2", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True,
             "ignore_eos": True,
@@ -86,7 +86,7 @@ class Engine:
         return came
 
     async def models(self) -> list[str]:
-        return [card["id"] for card in (await self.http.get("/v1/models")).json()["data"]]
+        return [entry["id"] for entry in (await self.http.get("/v1/models")).json()["data"]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -104,8 +104,8 @@ async def test_an_adapter_changes_answers_and_is_evicted_for_another(engine: Eng
     assert len({base, *texts.values()}) == 3
     # There is one slot: the last adapter is loaded; the other is loaded again, with the same text.
     assert await engine.models() == ["smollm2", served_name("sql", b.digest)]
-    unheard = await engine.ask(a, named=False)
-    assert unheard.status_code == 404
+    without_header = await engine.ask(a, named=False)
+    assert without_header.status_code == 404
     assert await engine.text(a) == texts[a.digest]
     assert await engine.text(None) == base
 
@@ -118,18 +118,18 @@ async def test_a_load_delays_a_stream_by_less_than_a_step(engine: Engine) -> Non
     while not streaming.done():
         if len(engine.came) <= tokens // 2:
             await asyncio.sleep(0.05)
-        else:  # there is one slot, which goes from one to the other
+        else:  # the adapters alternate in the one slot
             await engine.text(others[loads % 2], tokens=1)
             loads += 1
     came = await streaming
     gaps = [after - before for before, after in pairwise(came)]
     alone, beside = sorted(gaps[: tokens // 2 - 1]), sorted(gaps[tokens // 2 :])
     assert loads >= 5
-    # As many of the longest as there were loads, so that what else the machine does is in both.
-    grown = median(beside[-loads:]) - median(alone[-loads:])
+    # The longest gaps of each, as many as there were loads: other load of the machine is in both.
+    increase = median(beside[-loads:]) - median(alone[-loads:])
     summary = f"{loads} loads: longest gaps {median(alone[-loads:]):.3f} -> {median(beside[-loads:]):.3f} s"
     print(f"{summary}, a step takes {median(alone):.3f} s")  # noqa: T201 - what docs/adapters.md says
-    assert grown <= median(alone), summary
+    assert increase <= median(alone), summary
 
 
 async def test_concurrent_first_requests_are_one_load(engine: Engine) -> None:
@@ -189,12 +189,12 @@ async def test_fifty_loads_leak_nothing(engine: Engine) -> None:
 
 
 async def test_an_adapter_with_deleted_files_is_served_until_it_is_evicted(engine: Engine) -> None:
-    doomed, other = engine.adapter("doomed", adapter(50)), engine.adapter("other", adapter(51))
-    text = await engine.text(doomed)
-    assert Blobs(engine.blobs).remove(doomed.digest)
-    assert await engine.text(doomed) == text
+    deleted, other = engine.adapter("deleted", adapter(50)), engine.adapter("other", adapter(51))
+    text = await engine.text(deleted)
+    assert Blobs(engine.blobs).remove(deleted.digest)
+    assert await engine.text(deleted) == text
     await engine.text(other)
-    gone = await engine.ask(doomed)
+    gone = await engine.ask(deleted)
     assert (gone.status_code, gone.headers["x-tidegate-refusal"]) == (503, "adapter_failed")
     assert "files_missing" in gone.json()["error"]["message"]
     assert await engine.text(other)

@@ -64,8 +64,8 @@ async def test_the_latency_model_is_calibrated_from_real_steps(host: ReplicaHost
     summary = f"{step_s * 1e3:.0f} ms a step alone; {len(samples)} samples in {regions} regions; {found}"
     print(summary)  # noqa: T201 - what docs/scaling.md may say
     assert found.note == "", summary
-    # What else this machine does is in both: on two cores that eight others wanted the error was 0.25.
+    # Other load of the machine affects both: with eight busy processes on two cores the error was 0.25.
     assert found.error < 0.4, summary
     assert found.model.step_time(1, 130, 1) == pytest.approx(step_s, rel=0.5), summary
-    # A batch holds 128 tokens, and a chunk of a prompt was seen, though it makes no token.
+    # A batch holds 128 tokens; a prefill chunk is counted although it generates no token.
     assert 64 < max(each.tokens for each in samples) <= 128, summary

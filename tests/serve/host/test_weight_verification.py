@@ -163,7 +163,7 @@ async def test_a_directory_changed_in_place_is_new_once_applied(plane: Plane, tm
     await plane.ticks()
     first = kept(plane)
     assert set(first) == {2}
-    # Applied without a change it stays.
+    # An apply without a change keeps the revision.
     plane.controller.apply(written)
     await until(plane, lambda: not plane.controller._weights._applied)
     await plane.ticks()

@@ -1,4 +1,4 @@
-"""Targets: where to steer, where to go back to, and what a new configuration means."""
+"""Targets: the desired mode, the fallback, and the effect of a new configuration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_reached_target_is_the_fallback(first: Target) -> None:
     assert (target.fallback, target.since, target.settled, target.gap) == (served.aim, 20.0, False, True)
     failed = target.back("why", now=30.0)
     assert (failed.aim, failed.fallback, failed.note, failed.since) == (served.aim, None, "why", 30.0)
-    # The way back may leave a gap: what it leads away from does not serve.
+    # A rollback may have a gap: the rejected target does not serve.
     assert failed.gap
 
 
@@ -133,7 +133,7 @@ def test_running_shape_is_not_redefined(first: Target) -> None:
     small = LayerKey("m", "small", 1)
     without = settled(first).adopting(spec(modes=LARGE_ONLY), now=20.0)
     again = spec(shapes={"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}})
-    # What runs of it is remembered while it runs, and no longer.
+    # A shape is remembered only while replicas of it run.
     assert without.pruned({small}).adopting(again, now=30.0).aim.generation == 2
     reached = settled(without)
     assert not reached.keeps(small)
@@ -152,7 +152,7 @@ def test_fallback_layers_are_kept(first: Target) -> None:
     assert set(done.pruned(set()).specs) == {2}
 
 
-def test_found_target_matches_digests() -> None:
+def test_a_running_layer_becomes_the_target_of_the_same_digest() -> None:
     small, large = digest(spec(), "small"), digest(spec(), "large")
     held = {
         LayerKey("m", "large", 2): Held(wanted=1, digest=large),

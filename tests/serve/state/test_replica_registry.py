@@ -28,11 +28,11 @@ def version(registry: ReplicaRegistry) -> int:
 def test_load_changes_no_version(registry: ReplicaRegistry) -> None:
     assert registry.put(replica(), now=0.0)
     before = version(registry)
-    # Adapters come and go many times a second; gateways hear of them from the replica itself.
-    said = replica(load=Load(at=2.0, in_flight=3), adapters=("sql@0123",))
-    assert not registry.put(said, now=0.5)
+    # Adapters change many times a second; gateways get them from the replica itself.
+    reported = replica(load=Load(at=2.0, in_flight=3), adapters=("sql@0123",))
+    assert not registry.put(reported, now=0.5)
     assert version(registry) == before
-    assert registry.fleet(0.5).replicas == (said,)
+    assert registry.fleet(0.5).replicas == (reported,)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_heartbeat_during_the_probe_keeps_the_replica(registry: ReplicaRegistry)
     assert len(registry.of(KEY)) == 1
 
 
-def test_layers_and_order(registry: ReplicaRegistry) -> None:
+def test_layers_list_replicas_in_order_of_arrival_and_the_fleet_by_id(registry: ReplicaRegistry) -> None:
     for made in (replica("b"), replica("a"), replica("c", shape="large"), replica("d", model="x")):
         registry.put(made, now=0.0)
     assert [r.id for r in registry.of(KEY)] == ["b", "a"]
@@ -87,13 +87,13 @@ def test_changed_models_are_a_new_version(registry: ReplicaRegistry) -> None:
     assert version(registry) == before + 1
 
 
-async def test_past_waits_for_the_next_version(registry: ReplicaRegistry) -> None:
+async def test_waiting_past_a_version_ends_with_a_change_or_a_timeout(registry: ReplicaRegistry) -> None:
     seen = version(registry)
     waiting = asyncio.ensure_future(registry.revision.past(seen, 3600.0))
     await asyncio.sleep(0)
     assert not waiting.done()
     registry.put(replica(), now=0.0)
     await waiting
-    # One that is behind does not wait, and one that waits in vain comes back.
+    # A reader of an older version does not wait; the timeout ends a wait without a change.
     await registry.revision.past(seen, 3600.0)
     await registry.revision.past(version(registry), 0.0)

@@ -1,4 +1,4 @@
-"""A load that decides the mode is judged beside each mode alone, on the same arrivals, seed by seed."""
+"""Switching modes by load is compared with each fixed mode, on the same arrivals for each seed."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def contender(document: Deployment) -> PolicyEntry:
 
 
 def arrivals(seed: int) -> Iterator[Arrival]:
-    """Prompts that only the large shape answers in time, then more chat than it carries."""
+    """Prompts that only the large shape serves within the SLO, then more chat than its capacity."""
     for begins, lasts, rate, inputs, outputs in ((0.0, 120.0, 2.0, 6000, 20), (120.0, 60.0, 18.0, 300, 300)):
         for i in range(int(rate * lasts)):
             yield Arrival(begins + (i + seed / 10) / rate, inputs, outputs)
 
 
 def played(
-    contender: PolicyEntry, asked: Iterable[Arrival], seed: int, said: Callable[[float], None]
+    contender: PolicyEntry, asked: Iterable[Arrival], seed: int, progress: Callable[[float], None]
 ) -> Record:
-    return simulate(contender.deployment, contender.policies, asked, seed=seed, progress=said)
+    return simulate(contender.deployment, contender.policies, asked, seed=seed, progress=progress)
 
 
 def test_a_single_mode_is_static_at_its_maximum_count() -> None:
@@ -77,7 +77,7 @@ def test_a_single_mode_is_static_at_its_maximum_count() -> None:
         assert spec.control.policy == "static"
 
 
-def test_one_mode_or_several_models_are_no_comparison() -> None:
+def test_a_comparison_needs_one_model_with_two_modes() -> None:
     document = deployment()
     (spec,) = document.models
     single = parse(
@@ -90,16 +90,18 @@ def test_one_mode_or_several_models_are_no_comparison() -> None:
         fixed_mode(msgspec.structs.replace(document, models=(spec, spec)))
 
 
-def test_each_seed_is_judged_beside_the_mode_that_was_better_by_it() -> None:
+def test_the_gain_of_each_seed_is_over_the_better_fixed_mode() -> None:
     # Requests within the SLO, by contender and seed, of as many a minute for a minute.
     counts = {BY_LOAD: (120, 60), LONG: (100, 20), SHORT: (60, 50)}
     asked: list[tuple[str, int]] = []
-    heard: list[tuple[str, float]] = []
+    reports: list[tuple[str, float]] = []
 
-    def play(each: PolicyEntry, given: Iterable[Arrival], seed: int, said: Callable[[float], None]) -> Record:
+    def play(
+        each: PolicyEntry, given: Iterable[Arrival], seed: int, report: Callable[[float], None]
+    ) -> Record:
         asked.append((each.name, seed))
         assert list(given) == [Arrival(float(seed), 1, 1)]
-        said(30.0)
+        report(30.0)
         found = record(minutes=1)
         (table,) = found.requests.values()
         at = np.linspace(0.0, 59.0, counts[each.name][seed])
@@ -117,10 +119,10 @@ def test_each_seed_is_judged_beside_the_mode_that_was_better_by_it() -> None:
         lambda seed: iter([Arrival(float(seed), 1, 1)]),
         play,
         (0, 1),
-        lambda name, at: heard.append((name, at)),
+        lambda name, at: reports.append((name, at)),
     )
     assert asked == [(name, seed) for name in counts for seed in (0, 1)]
-    assert heard == [(name, at) for name in counts for at in (30.0, 90.0)]
+    assert reports == [(name, at) for name in counts for at in (30.0, 90.0)]
     assert found.gains == pytest.approx((120 / 100 - 1, 60 / 50 - 1))
     assert [each.goodput_rps for each in found.figures().values()] == pytest.approx([1.5, 1.0, 55 / 60])
     assert found.plain()["gains"] == list(found.gains) and list(found.plain()["runs"]) == list(counts)
@@ -128,14 +130,14 @@ def test_each_seed_is_judged_beside_the_mode_that_was_better_by_it() -> None:
 
 
 @pytest.mark.slow
-def test_on_a_load_that_crosses_over_the_switch_serves_more_than_either_mode() -> None:
+def test_switching_modes_serves_more_of_a_changing_load_than_either_mode() -> None:
     found = compare(contender(deployment()), arrivals, played, (0,))
-    ours, large, small = (row[0].summary for row in found.trials.values())
-    assert ours.switches == 1 and large.switches == small.switches == 0
+    switched, large, small = (row[0].summary for row in found.trials.values())
+    assert switched.switches == 1 and large.switches == small.switches == 0
     assert found.gains[0] > 0.1
-    assert ours.gpu_hours == pytest.approx(large.gpu_hours, rel=0.02), "all hold the same GPUs throughout"
-    assert ours.gpu_hours == pytest.approx(small.gpu_hours, rel=0.02)
+    assert switched.gpu_hours == pytest.approx(large.gpu_hours, rel=0.02), "all hold the same GPUs throughout"
+    assert switched.gpu_hours == pytest.approx(small.gpu_hours, rel=0.02)
     assert [stay.mode for stay in found.trials[BY_LOAD][0].stays] == [LONG, SHORT]
     picture = ElementTree.fromstring(curves("<here>", {name: row[0] for name, row in found.trials.items()}))  # noqa: S314 - our own
-    said = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert "<here>" in said and said.count(LONG) == 2 and said.count(SHORT) == 2 and "by load" in said
+    texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "<here>" in texts and texts.count(LONG) == 2 and texts.count(SHORT) == 2 and "by load" in texts

@@ -1,4 +1,4 @@
-"""Engines whose coefficients are known are found from what load points show of them."""
+"""Known coefficients of an engine are recovered from its measured load points."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def steps(model: EngineModel, limits: Limits, point: Point, seconds: float) -> l
         scheduler.submit(Request(str(number), point.input_tokens, point.output_tokens))
         number += 1
     while now < seconds:
-        # What is in KV as a step is computed: after it, those that ended have given theirs back.
+        # KV tokens during the step: afterwards the ended requests have freed theirs.
         step = scheduler.step()
         held = scheduler.kv_used + sum(point.input_tokens + point.output_tokens - 1 for _ in step.finished)
         now += model.step_time(step.scheduled, held, step.running)
@@ -54,10 +54,10 @@ LOADS = [(1, 100, 1), (8, 2000, 8), (24, 5000, 24), (128, 3000, 4)]
 POINT_S = 4.0
 
 
-def looked_at(
+def observed_at(
     name: str, degree: int, slower: float, path_s: float = 0.0
 ) -> tuple[Limits, EngineModel, list[Observation]]:
-    """An engine ``slower`` than its profile says at load points that were chosen for it."""
+    """An engine ``slower`` than its profile, observed at load points planned for it."""
     found = profile(name)
     limits, truth = found.limits(degree), found.model.at_degree(degree).faster(1.0 / slower)
     length = min(found.max_model_len, limits.kv_tokens)
@@ -69,8 +69,8 @@ def looked_at(
 @pytest.mark.parametrize(
     ("name", "degree", "slower"), [("cpu-smollm2-135m", 2, 2.0), ("l4-8b", 1, 0.3), ("h100-70b", 4, 1.5)]
 )
-def test_steps_are_found_again(name: str, degree: int, slower: float) -> None:
-    limits, truth, shown = looked_at(name, degree, slower, path_s=0.004)
+def test_known_step_times_are_recovered_by_the_fit(name: str, degree: int, slower: float) -> None:
+    limits, truth, shown = observed_at(name, degree, slower, path_s=0.004)
     found = fit_model(shown, profile(name).model.at_degree(degree), limits)
     for load in LOADS:
         assert found.model.step_time(*load) == pytest.approx(truth.step_time(*load), rel=0.03)
@@ -82,17 +82,17 @@ def test_steps_are_found_again(name: str, degree: int, slower: float) -> None:
     assert [point.held for point in found.points] == [each.point.held for each in shown]
 
 
-def test_at_another_degree_all_reduce_is_that_of_the_prior() -> None:
-    limits, truth, shown = looked_at("h100-70b", 4, 1.0)
+def test_the_all_reduce_time_at_another_degree_is_that_of_the_prior() -> None:
+    limits, truth, shown = observed_at("h100-70b", 4, 1.0)
     found = fit_model(shown, truth, limits).model
     assert (found.degree, found.allreduce_a, found.allreduce_b) == (4, truth.allreduce_a, truth.allreduce_b)
     for load in LOADS:
-        said = found.at_degree(8).step_time(*load)
-        assert said == pytest.approx(truth.at_degree(8).step_time(*load), rel=0.02)
+        predicted = found.at_degree(8).step_time(*load)
+        assert predicted == pytest.approx(truth.at_degree(8).step_time(*load), rel=0.02)
 
 
-def test_links_that_would_take_more_than_half_of_a_step_are_believed_less() -> None:
-    limits, truth, shown = looked_at("h100-70b", 4, 1.0)
+def test_an_all_reduce_prior_above_half_of_a_step_is_reduced() -> None:
+    limits, truth, shown = observed_at("h100-70b", 4, 1.0)
     slow = msgspec.structs.replace(truth, allreduce_a=100 * truth.allreduce_a)
     found = fit_model(shown, slow, limits).model
     assert found.allreduce_a < slow.allreduce_a
@@ -103,7 +103,7 @@ def test_links_that_would_take_more_than_half_of_a_step_are_believed_less() -> N
 def changed(
     shown: list[Observation], change: Callable[[StepSample], StepSample], *, held: bool
 ) -> list[Observation]:
-    """What is shown with other steps, at points that were ``held`` out or at the others."""
+    """The observations with other steps, at the points with this value of ``held``."""
     return [
         each._replace(samples=[change(sample) for sample in each.samples])
         if each.point.held is held
@@ -114,7 +114,7 @@ def changed(
 
 @pytest.fixture(scope="module")
 def shown() -> tuple[Limits, EngineModel, list[Observation]]:
-    return looked_at("l4-8b", 1, 1.0)
+    return observed_at("l4-8b", 1, 1.0)
 
 
 def fit_of(shown: tuple[Limits, EngineModel, list[Observation]], points: list[Observation]) -> FitResult:
@@ -131,7 +131,7 @@ def test_held_out_points_are_not_fitted(
     assert found.error.step_p50 == pytest.approx(0.5, abs=0.05)
 
 
-def test_stalls_are_no_rule(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+def test_the_fit_ignores_stalled_steps(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
     def stalled(each: Observation) -> Observation:
         samples = [
             msgspec.structs.replace(sample, seconds=sample.seconds + 0.5) if i % 5 == 0 else sample
@@ -144,7 +144,7 @@ def test_stalls_are_no_rule(shown: tuple[Limits, EngineModel, list[Observation]]
         assert found.model.step_time(*load) == pytest.approx(shown[1].step_time(*load), rel=0.05)
 
 
-def test_an_error_at_held_out_points_is_noted(
+def test_an_error_at_held_out_points_is_reported(
     shown: tuple[Limits, EngineModel, list[Observation]],
 ) -> None:
     slowed = [
@@ -157,14 +157,14 @@ def test_an_error_at_held_out_points_is_noted(
     assert "TTFT" not in found.note
 
 
-def test_too_little_is_refused(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+def test_a_fit_with_too_few_samples_is_refused(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
     with pytest.raises(PreconditionFailed, match="too few for 5 coefficients"):
         fit_of(shown, [each._replace(samples=[]) for each in shown[2]])
     with pytest.raises(PreconditionFailed, match="no request ended"):
         fit_of(shown, [each._replace(latencies=[]) for each in shown[2]])
 
 
-def test_a_first_look_is_about_right(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+def test_the_initial_guess_is_within_a_fifth(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
     _, truth, points = shown
     samples = [sample for each in points[:4] for sample in each.samples]
     guess = initial_guess(samples, truth.faster(3.0))

@@ -1,4 +1,4 @@
-"""Live and twin beside each other, in numbers and drawn."""
+"""Latencies of the live replica and of the simulator, compared and plotted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sim.calibration.quantiles import compare, curves
 LIVE = {"ttft": [float(i) for i in range(101)], "itl": [math.nan, 0.02]}
 
 
-def test_errors_are_of_the_twin_and_signed() -> None:
+def test_errors_of_the_simulator_are_relative_and_signed() -> None:
     found = compare(LIVE, {"ttft": [2.0 * i for i in range(101)], "itl": [0.01]})
     assert (found["ttft"]["p50"].live, found["ttft"]["p50"].simulated) == (50.0, 100.0)
     assert found["ttft"]["p90"].error == pytest.approx(1.0)
@@ -23,7 +23,7 @@ def test_a_measure_without_values_on_one_side_is_left_out() -> None:
     assert list(compare(LIVE, {"ttft": [1.0], "itl": [math.nan]})) == ["ttft"]
 
 
-def test_nothing_live_makes_no_error() -> None:
+def test_a_live_value_of_zero_has_no_relative_error() -> None:
     assert compare({"ttft": [0.0]}, {"ttft": [1.0]})["ttft"]["p50"].error == 0.0
 
 

@@ -1,4 +1,4 @@
-"""A real browser over a pipe: no server, no port, and nothing to install beside chromium."""
+"""A real browser over a pipe: no server, no port, no dependency but chromium."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def found() -> str | None:
 
 
 class Chromium:
-    """One page of a headless browser that keeps what it has in ``home``."""
+    """One page of a headless browser with the profile directory ``home``."""
 
     def __init__(self, program: str, home: Path) -> None:
         theirs, self._to = os.pipe()

@@ -55,7 +55,7 @@ def test_a_logarithmic_axis_has_round_ends(axes: Axes, low: float, high: float, 
         (30 * 86_400.0, [6 * 86_400 * i for i in range(6)]),
     ],
 )
-def test_instants_are_whole_units_of_time(axes: Axes, until: float, ticks: list[float]) -> None:
+def test_time_ticks_are_whole_units(axes: Axes, until: float, ticks: list[float]) -> None:
     time_axis(axes, until)
     assert list(axes.get_xticks()) == pytest.approx(ticks)
 
@@ -67,14 +67,14 @@ def line() -> str:
     return to_svg(figure)
 
 
-def test_a_chart_has_no_date_and_is_the_same_each_time() -> None:
+def test_the_same_chart_is_the_same_svg_without_a_date() -> None:
     assert line() == line() and "<dc:date>" not in line()
 
 
 NAMES = ("a", "b & c")
 
 
-def test_each_value_has_its_bar_and_its_number() -> None:
+def test_each_value_has_a_bar_and_a_label() -> None:
     panels = [Panel("one", (1.0, 2.0)), Panel("two", (0.0, 3.0), 1.5)]
     svg = bars("loads < 1", NAMES, panels)
     assert svg == bars("loads < 1", NAMES, panels)
@@ -83,5 +83,5 @@ def test_each_value_has_its_bar_and_its_number() -> None:
     assert {"loads < 1", "one", "two", "a", "b & c", "0", "1", "2", "3"} == set(texts)
 
 
-def test_nothing_but_zeros_is_drawn_too() -> None:
+def test_bars_of_zeros_are_drawn() -> None:
     assert "none" in bars("zeros", NAMES, [Panel("none", (0.0, 0.0))])

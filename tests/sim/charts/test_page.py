@@ -1,4 +1,4 @@
-"""The page is well-formed, draws every series, says every decision, and asks for nothing from anywhere."""
+"""The page is well-formed, shows every series and every decision, and loads no external resource."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def text() -> str:
     return page(study(record(), record(minutes=20)))
 
 
-def test_it_is_one_file_that_needs_no_other(text: str) -> None:
+def test_the_page_is_one_file_without_external_resources(text: str) -> None:
     root = parsed(text)
     assert not re.search(r"//\w|url\(|@import|<link|src=", text)
     assert "prefers-color-scheme: dark" in text and root.get("lang") == "en"
     assert root.findtext("head/title") == "policy <0>, policy <1> on a & b.csv"
 
 
-def test_there_is_a_column_for_each_policy_and_every_series_in_it(text: str) -> None:
+def test_the_page_has_a_column_with_every_series_for_each_policy(text: str) -> None:
     root = parsed(text)
     sections = root.findall(".//section")
     assert [section.findtext("h2") for section in sections] == ["policy <0>", "policy <1>"]
@@ -75,14 +75,14 @@ def test_there_is_a_column_for_each_policy_and_every_series_in_it(text: str) -> 
         assert legends == [entry for each in expected for entry in each]
 
 
-def test_decisions_are_marks_at_their_instants(text: str) -> None:
+def test_decisions_are_marked_at_their_instants(text: str) -> None:
     marks = parsed(text).findall(".//g[@class='mark']")
     assert [mark.get("data-at") for mark in marks] == ["150.000", "300.000", "300.000", "600.000"]
-    said = marks[0].findtext("title") or ""
-    assert "up to 3 requests/s <are> expected & need 5" in said and "step: 5 → 2, at most doubled" in said
+    title = marks[0].findtext("title") or ""
+    assert "up to 3 requests/s <are> expected & need 5" in title and "step: 5 → 2, at most doubled" in title
 
 
-def test_a_mode_has_one_tint_in_all_columns() -> None:
+def test_a_mode_has_the_same_colour_in_all_columns() -> None:
     later = record()
     whole = replace(later, moments=[replace(each, mode="single-large") for each in later.moments])
     tints = {
@@ -103,7 +103,7 @@ def test_all_columns_have_one_time_axis_and_one_scale(text: str) -> None:
         assert ticks[0] == ticks[1]
 
 
-def test_the_table_is_on_top_and_has_the_bounds(text: str) -> None:
+def test_the_table_is_above_the_charts_and_has_the_bounds(text: str) -> None:
     rows = {
         row.findtext("th"): [cell.text for cell in row.findall("td")] for row in parsed(text).findall(".//tr")
     }
@@ -118,7 +118,7 @@ def test_without_bounds_the_page_says_so() -> None:
     assert "no bounds: not asked for" in text and "over the lower bound" not in text
 
 
-def test_a_run_in_which_nothing_happened_is_drawn_too() -> None:
+def test_an_empty_run_is_drawn() -> None:
     root = parsed(page(study(Record(ends_at=0.0, requests={"m": requests([], [])}))))
     assert "ready (none)" in ["".join(entry.itertext()) for entry in root.findall(".//li")]
 
@@ -134,6 +134,6 @@ def test_several_models_have_charts_of_their_own() -> None:
 
 
 @pytest.mark.slow
-def test_it_stays_small() -> None:
-    # Half a megabyte for a day under five policies: it is sent around.
+def test_the_page_of_a_day_under_five_policies_is_below_600_kb() -> None:
+    # Half a megabyte for a day under five policies, so that it can be sent by mail.
     assert len(page(study(*[record(minutes=1440)] * 5))) < 600_000

@@ -1,4 +1,4 @@
-"""Small problems for the oracle, and its optimum found by trying every plan."""
+"""Small problems for the oracle, and their optimum by brute force."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def problem(
 
 
 def cheapest(asked: Problem) -> float:
-    """The replica-seconds of the best whole needs of all there are, where nothing waits."""
+    """The replica-seconds of the best plan of whole replicas, by brute force, without waiting."""
     choices = range(asked.least, int(np.ceil(asked.load.max())) + 1 + asked.least)
     plans = (np.array(needs) for needs in product(choices, repeat=asked.bins))
     return min(

@@ -1,4 +1,4 @@
-"""The bounds are those of the load over what a replica attains, and are refused where nothing can be kept."""
+"""The bounds follow from the load and the capacity of a replica; an SLO that cannot be met is refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def one_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_a_second")
-def test_whole_replicas_take_what_the_load_needs_and_the_bound_is_below() -> None:
+def test_the_plan_of_whole_replicas_serves_the_load_and_the_bound_is_below_it() -> None:
     lower, achievable = _bounds(deployment(slo={"attainment": 1.0}))
     # One replica, then four, of which three were started half a minute before; not all of them at once, as
     # requests that are promised nothing but an answer may wait.
@@ -77,14 +77,14 @@ def test_whole_replicas_take_what_the_load_needs_and_the_bound_is_below() -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_a_second")
-def test_a_shape_of_two_devices_that_does_no_more_costs_twice_as_much() -> None:
+def test_a_shape_of_two_gpus_with_the_capacity_of_one_costs_twice_as_much() -> None:
     one, two = _bounds(deployment()), _bounds(deployment(sizes={"large": 2}))
     assert two == pytest.approx((2 * one[0], 2 * one[1]))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_a_second")
-def test_of_several_modes_the_cheaper_one_counts() -> None:
+def test_the_bound_of_several_modes_is_that_of_the_cheaper_one() -> None:
     assert _bounds(deployment(sizes={"small": 1, "large": 2}, mode={"sleep": "never"})) == pytest.approx(
         _bounds(deployment())
     )
@@ -92,7 +92,7 @@ def test_of_several_modes_the_cheaper_one_counts() -> None:
 
 @pytest.mark.usefixtures("one_a_second")
 @pytest.mark.parametrize(("requests", "each_s"), [(1, 0.0), (114, 1.0)])
-def test_the_bound_of_a_short_trace_is_below_what_a_run_takes(requests: int, each_s: float) -> None:
+def test_the_bound_of_a_short_trace_is_below_the_cost_of_a_run(requests: int, each_s: float) -> None:
     of = deployment(most=1)
     few = [Arrival(i * each_s, 200, 20) for i in range(requests)]
     found = bounds_of(of, lambda: few, survey(few, ModelNames(["m"])), NO_FAULTS)
@@ -107,7 +107,7 @@ def test_too_few_replicas_are_refused() -> None:
         _bounds(deployment(most=2))
 
 
-def test_an_slo_that_is_missed_at_any_rate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_slo_that_no_rate_attains_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_capacity, "REQUESTS", 50)
     monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
     with pytest.raises(TargetError, match="miss the SLO at any rate, in every mode"):
@@ -115,7 +115,7 @@ def test_an_slo_that_is_missed_at_any_rate_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_replica_attains_less_within_an_objective_than_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_objective_lowers_the_rate_that_a_replica_attains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_capacity, "REQUESTS", 300)
     monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
 

@@ -1,4 +1,4 @@
-"""What a replica attains is found in few simulated seconds, and requests that no replica holds cost none."""
+"""The capacity of a replica is found in few simulated seconds; oversized requests cost no run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from policy.deployment_file.parse import parse
 from sim.arrival_stream import Arrival
 from sim.oracle import replica_capacity
 from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate, rate_attaining
-from sim.simulator import run as twin
+from sim.simulator import run as simulator_run
 from sim.simulator.run_record import Record
 from sim.workload.trace_profile import ModelNames, survey
 
@@ -23,7 +23,7 @@ GIANT = Arrival(0.0, 10_000_000, 20)
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
     made: list[Record] = []
-    simulate = twin.simulate
+    simulate = simulator_run.simulate
 
     def kept(*given: Any, **named: Any) -> Record:
         made.append(simulate(*given, **named))
@@ -48,10 +48,10 @@ def rate(requests: Sequence[Arrival], speed: float = 0.05) -> float:
 
 
 @pytest.mark.slow
-def test_a_trace_of_two_requests_is_tried_with_few(runs: list[Record]) -> None:
+def test_the_capacity_of_a_short_trace_needs_short_trial_runs(runs: list[Record]) -> None:
     assert rate([Arrival(0.0, 200, 20), Arrival(5.0, 200, 20)]) > 0
     assert all(len(run.requests["m"]) <= 2 * AGAIN or run.ends_at < 120 for run in runs)
-    # Nothing is decided in them each second.
+    # The policy does not decide each second of a trial.
     assert all(len(run.moments) <= run.ends_at / 300 + 2 for run in runs)
 
 
@@ -63,14 +63,14 @@ def test_trials_of_slow_engines_are_bounded(runs: list[Record], monkeypatch: pyt
     assert all(run.requests["m"].at[-1] <= 100.0 for run in runs)
 
 
-def test_requests_that_no_replica_holds_are_refused_without_a_run(runs: list[Record]) -> None:
+def test_requests_beyond_the_context_length_are_refused_without_a_run(runs: list[Record]) -> None:
     with pytest.raises(ValueError, match="would be within the SLO alone"):
         rate([GIANT])
     assert not runs
 
 
 @pytest.mark.slow
-def test_one_request_that_no_replica_holds_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_request_beyond_the_context_length_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_capacity, "REQUESTS", 500)
     usual = [Arrival(float(i), 200, 20) for i in range(500)]
     assert rate([GIANT, *usual]) == pytest.approx(rate(usual), rel=0.1)
@@ -78,7 +78,7 @@ def test_one_request_that_no_replica_holds_changes_little(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @given(st.floats(1.01, 9.9), st.sampled_from([0.001, 0.01, 0.1]))
-def test_the_edge_is_found_from_below(edge: float, precision: float) -> None:
+def test_the_found_rate_is_below_the_highest_that_attains_the_slo(edge: float, precision: float) -> None:
     tried: list[float] = []
 
     def run(rate: float) -> float:
@@ -97,12 +97,12 @@ def test_the_edge_is_found_from_below(edge: float, precision: float) -> None:
         (1.0, "still at 10 requests"),
     ],
 )
-def test_an_edge_outside_is_refused(attained: float, message: str) -> None:
+def test_a_highest_rate_outside_the_search_range_is_refused(attained: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rate_attaining(lambda _: attained, 1.0, 10.0, 0.99)
 
 
-def test_the_lowest_rate_takes_the_longest_and_is_tried_last() -> None:
+def test_the_lowest_rate_is_tried_last() -> None:
     tried: list[float] = []
 
     def run(rate: float) -> float:

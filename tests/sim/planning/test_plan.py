@@ -1,4 +1,4 @@
-"""A plan is what trying every count would find, and what follows from it hangs together."""
+"""A plan has the count of a brute-force search, and its parts are consistent."""
 
 from __future__ import annotations
 
@@ -81,21 +81,21 @@ def test_the_search_finds_the_same_count_as_brute_force() -> None:
         assert expected == 1 or not tried.meets(candidate, expected - 1)
 
 
-def test_a_kind_that_is_too_slow_for_a_request_alone_is_not_tried() -> None:
+def test_a_device_too_slow_for_a_single_request_is_not_tried() -> None:
     document = deployment(itl_p95_s=0.03)
     started: list[str] = []
-    (card,) = candidates(document.models[0], ["l4"], [1])
-    assert fewest_of(trials(document, generated(5.0, 10.0), started), card, 1000) is None and not started
+    (candidate,) = candidates(document.models[0], ["l4"], [1])
+    assert fewest_of(trials(document, generated(5.0, 10.0), started), candidate, 1000) is None and not started
 
 
 @pytest.mark.slow
-def test_no_fleet_attains_more_than_requests_that_are_alone() -> None:
+def test_no_fleet_attains_more_than_requests_without_contention() -> None:
     document = deployment(itl_p95_s=0.0119)
     arrivals = generated(2.0, 60.0)
-    (card,) = candidates(document.models[0], ["a100"], [1])
+    (candidate,) = candidates(document.models[0], ["a100"], [1])
     tried = trials(document, arrivals)
-    assert not tried.could(card)
-    assert not tried.meets(card, 40)
+    assert not tried.could(candidate)
+    assert not tried.meets(candidate, 40)
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_the_parts_of_a_plan_are_consistent() -> None:
 
 
 @pytest.mark.slow
-def test_where_prices_are_known_the_cheapest_is_best() -> None:
+def test_the_best_candidate_is_the_cheapest_if_prices_are_known() -> None:
     document = deployment()
     found = candidates(document.models[0], ["a100", "h100"], [1])
     orders = {}
@@ -153,7 +153,7 @@ def test_where_prices_are_known_the_cheapest_is_best() -> None:
     assert not some.by_cost and some.options[0].cost_per_h is None
 
 
-def test_candidates_are_of_the_models_size_and_fit() -> None:
+def test_candidates_have_the_size_of_the_model_and_fit_it() -> None:
     spec = deployment("h100-70b").models[0]
     found = {(each.kind, each.degree) for each in candidates(spec)}
     assert {kind for kind, _ in found} == {"h100", "h200", "a100", "l4"}
@@ -181,10 +181,10 @@ def test_a_calibrated_profile_is_used_at_its_own_degree() -> None:
 def test_a_simulated_engine_keeps_its_speed_on_other_devices() -> None:
     spec = deployment().models[0]
     slow = msgspec.structs.replace(spec, sim=msgspec.structs.replace(spec.sim, speed=0.5))
-    (card,) = candidates(slow, ["h100"], [1])
+    (candidate,) = candidates(slow, ["h100"], [1])
     steps = []
     for each in (spec, slow):
-        timing = shipped(card.of(each, 1), card.shape)
+        timing = shipped(candidate.of(each, 1), candidate.shape)
         assert timing.model is not None
         steps.append(timing.model.step_time(1, 100, 1))
     assert steps[1] == pytest.approx(2 * steps[0])
@@ -204,16 +204,16 @@ def test_a_load_without_requests_is_refused() -> None:
 
 
 def test_the_busiest_minute_is_the_one_with_most_tokens() -> None:
-    calm = [Arrival(at, 10, 10) for at in range(0, 60, 2)]
+    light = [Arrival(at, 10, 10) for at in range(0, 60, 2)]
     busy = [Arrival(60.0 + at, 1000, 100) for at in range(0, 60, 3)]
-    demand = demand_of([*calm, *busy, Arrival(130.0, 10, 10)], "trace")
+    demand = demand_of([*light, *busy, Arrival(130.0, 10, 10)], "trace")
     assert demand.busiest_s == 60.0
     assert demand.peak_rps == pytest.approx(20 / 60)
     assert demand.peak_output_tokens_per_s == pytest.approx(2000 / 60)
     assert (demand.requests, demand.lasts_s) == (51, 130.0)
 
 
-def test_a_described_load_has_the_means_that_were_asked_for() -> None:
+def test_a_generated_load_has_the_requested_means() -> None:
     load = Workload(lam=20.0, input_tokens=900, output_tokens=150)
     demand = demand_of(describe(load, 1.0, 600.0, seed=1), "described")
     assert demand.rps == pytest.approx(20.0, rel=0.05)
@@ -228,7 +228,7 @@ def test_fewest_finds_the_same_count_as_trying_all(least: int, guess: int, most:
 
 
 @given(least=st.integers(1, 60), guess=st.integers(1, 100), gaps=st.sets(st.integers(1, DEPTH - 1)))
-def test_a_count_that_misses_by_chance_hides_nothing(least: int, guess: int, gaps: set[int]) -> None:
+def test_a_count_that_misses_by_chance_changes_no_result(least: int, guess: int, gaps: set[int]) -> None:
     def meets(count: int) -> bool:
         return count >= least and count - least not in gaps
 
@@ -236,7 +236,7 @@ def test_a_count_that_misses_by_chance_hides_nothing(least: int, guess: int, gap
 
 
 @pytest.mark.parametrize(("guess", "most_tries"), [(40, 4), (39, 5), (1, 16), (200, 18)])
-def test_a_good_guess_needs_few_tries_and_no_count_is_tried_twice(guess: int, most_tries: int) -> None:
+def test_a_good_guess_needs_few_trials_and_no_count_is_tried_twice(guess: int, most_tries: int) -> None:
     tries: list[int] = []
 
     def meets(count: int) -> bool:
@@ -278,7 +278,7 @@ async def test_an_event_has_the_bytes_that_the_engine_sends() -> None:
     assert short - 20 * each == pytest.approx(STREAM_BYTES, abs=20)
 
 
-def test_each_way_is_the_sum_of_requests_and_streams() -> None:
+def test_network_traffic_is_the_sum_of_requests_and_streams() -> None:
     found = network(DEMAND, "base", 4, 50)
     assert found.streams == 2000 * (EVENT_BYTES + CHUNK_BYTES + PACKET_BYTES) + 10 * STREAM_BYTES
     assert found.requests > 4 * 10_000
@@ -287,7 +287,7 @@ def test_each_way_is_the_sum_of_requests_and_streams() -> None:
     assert (found.streams_open, found.events_per_s) == (50, 2000.0)
 
 
-def test_a_longer_name_is_in_every_event() -> None:
+def test_a_longer_model_name_enlarges_every_event() -> None:
     short, long = (network(DEMAND, name, 4, 50).streams for name in ("base", "base" + 10 * "x"))
     assert long - short == 10 * 2000
 
@@ -295,7 +295,7 @@ def test_a_longer_name_is_in_every_event() -> None:
 NEEDS = (Need(1.0, 6), Need(2.0, 12), Need(4.0, 24))
 
 
-def test_devices_are_there_when_the_load_outgrows_what_is_owned() -> None:
+def test_devices_arrive_when_the_load_exceeds_the_owned_capacity() -> None:
     steps = schedule(NEEDS, growth=0.1, module=8, lead_weeks=4)
     assert [(step.modules, step.devices) for step in steps] == [(1, 8), (1, 16), (1, 24)]
     # 8 devices carry a factor of 8/6, 16 one of 16/6: here devices grow with the load.
@@ -305,14 +305,14 @@ def test_devices_are_there_when_the_load_outgrows_what_is_owned() -> None:
         assert step.month - step.order_month == pytest.approx(4 / WEEKS_PER_MONTH)
 
 
-def test_the_first_purchase_is_what_is_needed_today() -> None:
+def test_the_first_purchase_covers_the_present_need() -> None:
     first = schedule((Need(1.0, 20),), growth=0.1, module=8, lead_weeks=4)
     assert [(step.month, step.modules, step.devices) for step in first] == [(0.0, 3, 24)]
     assert first[0].order_month < 0
 
 
 @pytest.mark.parametrize("module", [1, 3, 8, 100])
-def test_at_no_time_are_fewer_owned_than_are_needed(module: int) -> None:
+def test_the_owned_devices_always_cover_the_need(module: int) -> None:
     steps = schedule(NEEDS, growth=0.1, module=module, lead_weeks=2)
     for before, after in itertools.pairwise(steps):
         assert after.devices - before.devices == module and after.month >= before.month

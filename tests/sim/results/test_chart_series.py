@@ -1,4 +1,4 @@
-"""A picture has few points, and none of what was extreme is lost among them."""
+"""A downsampled series has few points and keeps all extremes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sim.simulator.run_record import Record
 from tests.sim.records import NAN, STEP, decision, moment, record, requests
 
 
-def test_a_short_run_is_drawn_tick_by_tick() -> None:
+def test_a_short_run_has_a_point_for_each_tick() -> None:
     (found,) = chart_data(record())
     assert found.model == "m" and found.ends_at == 600.0
     assert len(found.ready) == 121 and set(found.ready) == {1.0, 2.0}
@@ -33,7 +33,7 @@ def test_a_short_run_is_drawn_tick_by_tick() -> None:
 
 
 @pytest.mark.slow
-def test_a_long_run_keeps_its_peaks() -> None:
+def test_a_downsampled_run_keeps_its_peaks() -> None:
     queued = np.zeros(20_000)
     queued[12_345] = 77
     moments = [moment(5.0 * i, queued=int(each), wanted=3) for i, each in enumerate(queued)]
@@ -53,12 +53,12 @@ def test_a_model_without_requests_or_ticks_is_drawn_empty() -> None:
     assert found.stays == () and found.marks == ()
 
 
-def test_windows_in_which_nothing_was_served_are_gaps() -> None:
+def test_windows_without_served_requests_are_gaps() -> None:
     (found,) = chart_data(Record(ends_at=3.0, requests={"m": requests([0.5, 1.5, 2.5], [0.1, NAN, 0.3])}))
     assert found.ttft.p50 == pytest.approx([0.1, NAN, 0.3], nan_ok=True)
 
 
-def test_a_decision_says_what_changed_and_which_rule_cut_it() -> None:
+def test_a_decision_names_its_change_and_the_guardrail_that_limited_it() -> None:
     assert decisions_of(3725.0, decision(1, 2, "it grows", STEP)) == (
         "1:02:05 multi-replica x 1 → multi-replica x 2: it grows\n  step: 5 → 2, at most doubled"
     )

@@ -1,4 +1,4 @@
-"""The report in a real browser: nothing is asked for or cut off, and decisions are told."""
+"""The report in a real browser: no request, no clipped text, and decisions with tooltips."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(PROGRAM is None, reason=f"no browser on PATH: {', '.join(NAMES)}"),
 ]
-# As long as the names of policies are that parameters tell apart.
+# As long as the names of policies with parameters.
 NAMED = 'policy {} {{"metric":"concurrency","target":12}}'
 TIP = "document.getElementById('tip')"
-# Letters that stand on each other or out of their chart, and those that are too small to be read.
+# Texts that overlap, leave their chart, or are too small to be read.
 UNREADABLE = """
 [...document.querySelectorAll("svg.chart")].flatMap(chart => {
   const frame = chart.getBoundingClientRect();
@@ -94,7 +94,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("width", [360, 600, 1400, 2560])
 @pytest.mark.parametrize("name", STUDIES)
-def test_all_of_it_can_be_read(browser: Chromium, pages: dict[str, Path], name: str, width: int) -> None:
+def test_no_text_overlaps_or_is_cut(browser: Chromium, pages: dict[str, Path], name: str, width: int) -> None:
     browser.open(pages[name], width)
     assert browser.requested() == [pages[name].as_uri()] and browser.complaints() == []
     assert browser.evaluate("document.documentElement.scrollWidth") == width
@@ -128,23 +128,23 @@ def tip(browser: Chromium) -> str:
 
 
 @pytest.mark.parametrize("width", [360, 600, 1400])
-def test_pointing_at_a_decision_explains_it(browser: Chromium, pages: dict[str, Path], width: int) -> None:
+def test_hovering_explains_a_decision(browser: Chromium, pages: dict[str, Path], width: int) -> None:
     browser.open(pages["seven"], width)
     x, y = place(browser, "#chart-2-1 .mark")
     # Above the triangle too, which is small.
     for above in (0, 40):
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y - above)
-        told = tip(browser)
-        assert "policy 2" in told and "mode  multi-replica" in told and "desired" in told
-        assert "multi-replica x 1 → multi-replica x 2: up to 3 requests/s <are> expected" in told
-        assert "step: 5 → 2, at most doubled" in told
+        tooltip = tip(browser)
+        assert "policy 2" in tooltip and "mode  multi-replica" in tooltip and "desired" in tooltip
+        assert "multi-replica x 1 → multi-replica x 2: up to 3 requests/s <are> expected" in tooltip
+        assert "step: 5 → 2, at most doubled" in tooltip
     values = browser.evaluate("[...document.querySelectorAll('section .legend b')].map(b => b.textContent)")
     assert len(values) == 7 * 14 and all(values)
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
     assert browser.evaluate(f"getComputedStyle({TIP}).visibility") == "hidden"
 
 
-def test_the_keyboard_walks_through_decisions(browser: Chromium, pages: dict[str, Path]) -> None:
+def test_the_arrow_keys_step_through_decisions(browser: Chromium, pages: dict[str, Path]) -> None:
     browser.open(pages["one"], 600)
     browser.evaluate("document.getElementById('chart-0-1').focus(); null")
 

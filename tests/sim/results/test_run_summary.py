@@ -1,4 +1,4 @@
-"""A comparison plays the same arrivals to each policy, and says what came of them in one shape."""
+"""A comparison runs the same arrivals under each policy, with summaries of one structure."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def contender(name: str) -> PolicyEntry:
     return PolicyEntry(name, DEPLOYMENT, {"m": make(choose("", name))})
 
 
-def test_each_gets_the_same_arrivals_and_its_own_policies() -> None:
+def test_each_contender_gets_the_same_arrivals_and_its_own_policies() -> None:
     played: list[tuple[Mapping[str, Policy], list[Arrival]]] = []
 
     def play(
         deployment: Deployment,
         policies: Mapping[str, Policy],
         arrivals: Iterable[Arrival],
-        said: Callable[[float], None],
+        report: Callable[[float], None],
     ) -> Record:
         played.append((policies, list(arrivals)))
-        said(600.0)
+        report(600.0)
         return record(minutes=10 * len(played))
 
     def arrivals() -> Iterator[Arrival]:
         yield from ARRIVALS  # an iterator that is read once
 
     contenders = (contender("predictive"), contender("static"))
-    heard: list[tuple[str, float]] = []
+    reports: list[tuple[str, float]] = []
     kept: dict[str, Record] = {}
     found = compare(
         contenders,
@@ -65,29 +65,29 @@ def test_each_gets_the_same_arrivals_and_its_own_policies() -> None:
         trace="t.csv",
         seed=7,
         bounds=Bounds(lower_gpu_hours=0.5, achievable_gpu_hours=0.6),
-        progress=lambda name, at: heard.append((name, at)),
+        progress=lambda name, at: reports.append((name, at)),
         kept=kept.__setitem__,
     )
     assert [(policies, asked) for policies, asked in played] == [
         (each.policies, list(ARRIVALS)) for each in contenders
     ]
-    assert heard == [("predictive", 600.0), ("static", 600.0)]
+    assert reports == [("predictive", 600.0), ("static", 600.0)]
     assert [kept[name].ends_at for name in ("predictive", "static")] == [600.0, 1200.0]
     assert [run.pictures[0].ends_at for run in found.runs] == [600.0, 1200.0]
     assert found.objectives["m"].ttft_p95_s == 1.0
-    said = found.plain()
-    assert list(said) == ["trace", "seed", "oracle", "policies"]
-    assert (said["trace"], said["seed"]) == ("t.csv", 7)
-    assert said["oracle"] == {"lower_gpu_hours": 0.5, "achievable_gpu_hours": 0.6}
-    assert list(said["policies"]) == ["predictive", "static"]
-    assert said["policies"]["static"]["oracle_ratio"] == 2.0
-    json.dumps(said, allow_nan=False)
+    decoded = found.plain()
+    assert list(decoded) == ["trace", "seed", "oracle", "policies"]
+    assert (decoded["trace"], decoded["seed"]) == ("t.csv", 7)
+    assert decoded["oracle"] == {"lower_gpu_hours": 0.5, "achievable_gpu_hours": 0.6}
+    assert list(decoded["policies"]) == ["predictive", "static"]
+    assert decoded["policies"]["static"]["oracle_ratio"] == 2.0
+    json.dumps(decoded, allow_nan=False)
 
 
 MIXED = (Outcome.SERVED, Outcome.SERVED, Outcome.REFUSED, Outcome.EXPIRED, Outcome.FAILED, Outcome.OVERFLOWN)
 
 
-def test_every_outcome_is_counted_and_unanswered_requests_failed() -> None:
+def test_every_outcome_is_counted_and_unanswered_requests_count_as_failed() -> None:
     table = requests(
         range(6),
         [0.1, 0.3, NAN, NAN, NAN, 0.2],
@@ -102,7 +102,7 @@ def test_every_outcome_is_counted_and_unanswered_requests_failed() -> None:
     assert found.decisions == 1
 
 
-def test_models_are_taken_together() -> None:
+def test_all_models_are_summarised_together() -> None:
     one, other = requests([0.0, 1.0, 2.0], [0.1] * 3), requests([0.5], [0.9], met=[False])
     found = summarise(Record(ends_at=3.0, requests={"one": one, "other": other}))
     assert found.requests == 4 and found.attainment == pytest.approx(0.75)
@@ -110,12 +110,12 @@ def test_models_are_taken_together() -> None:
 
 
 @pytest.mark.parametrize("served", [[], [NAN, NAN]])
-def test_where_nothing_was_served_there_is_no_number(served: list[float]) -> None:
+def test_latencies_without_served_requests_are_none(served: list[float]) -> None:
     outcome = [Outcome.REFUSED] * len(served)
     table = requests(range(len(served)), served, outcome=outcome, met=[False] * len(served))
     found = summarise(Record(ends_at=0.0, requests={"m": table}))
     assert found.attainment == (0.0 if served else None)
     assert (found.ttft_p50_s, found.itl_p95_s, found.e2e_p99_s, found.goodput_rps) == (None, None, None, 0.0)
     # Strict JSON: a NaN would be no number there either.
-    said = json.loads(msgspec.json.encode(found), parse_constant=pytest.fail)
-    assert said["ttft_p99_s"] is None
+    decoded = json.loads(msgspec.json.encode(found), parse_constant=pytest.fail)
+    assert decoded["ttft_p99_s"] is None

@@ -1,4 +1,4 @@
-"""A run is scored by hand-made requests, lives of replicas and decisions."""
+"""The score of a run with given requests, replica spans and decisions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(
     return Record(ends_at=len(met) * every_s, requests={"m": table}, spans=spans or [], gpu_s=gpu_s)
 
 
-def test_every_figure_of_a_run() -> None:
+def test_a_score_has_every_metric_of_the_run() -> None:
     table = requests(
         [0.0, 1.0, 2.0, 3.0, 4.0],
         [0.1, 0.3, NAN, NAN, 9.0],
@@ -37,7 +37,7 @@ def test_every_figure_of_a_run() -> None:
     found = score(record, "m")
     assert found.attainment == 0.4
     assert found.gpu_hours == pytest.approx(20.0 / HOUR_S)
-    # Who broke off after its first token was not served, so its TTFT is none of theirs.
+    # A request that failed after its first token was not served: its TTFT does not count.
     assert (found.ttft_p50_s, found.ttft_p99_s) == pytest.approx((0.2, 0.298))
     assert found.itl_p95_s == pytest.approx(0.02)
     assert found.goodput_rps == 0.2
@@ -45,7 +45,7 @@ def test_every_figure_of_a_run() -> None:
     assert (found.requests, found.failed, found.switches) == (5, 3, 0)
 
 
-def test_overflown_requests_did_not_fail() -> None:
+def test_requests_served_by_overflow_are_not_failed() -> None:
     table = requests([0.0], [0.1], met=[False], outcome=[Outcome.OVERFLOWN])
     found = score(Record(ends_at=1.0, requests={"m": table}), "m")
     assert (found.failed, found.attainment) == (0, 0.0)
@@ -66,17 +66,17 @@ def test_a_stretch_has_its_own_requests_and_gpu_time() -> None:
     assert score(record, "other").gpu_hours * HOUR_S == pytest.approx(2 * 30.0)
 
 
-def test_without_gpus_cores_count() -> None:
+def test_cores_count_without_gpus() -> None:
     record = run([True], spans=[span(0.0, None, gpus=0), span(0.5, None, gpus=0, model="other")], gpu_s=12.0)
     assert score(record, "m").gpu_hours * HOUR_S == pytest.approx(8.0)
 
 
-def test_gpus_that_are_shared_in_turns_count_once() -> None:
+def test_gpus_shared_by_sleeping_engines_count_once() -> None:
     record = run([True] * 10, spans=[span(0.0, None), span(0.0, None)], gpu_s=20.0)
     assert score(record, "m").gpu_hours * HOUR_S == pytest.approx(20.0)
 
 
-def test_switches_are_those_of_the_model_in_the_stretch() -> None:
+def test_switches_of_the_model_within_the_stretch_are_counted() -> None:
     record = run([True] * 100)
     other = msgspec.structs.replace(decision(1, 1, "", mode="single-large"), model="other")
     record.decisions = [
@@ -100,18 +100,18 @@ def test_switches_are_those_of_the_model_in_the_stretch() -> None:
         ([301], 10.0),  # the last window is short
     ],
 )
-def test_recovery_is_the_longest_time_below_the_promise(missed: range | list[int], expected: float) -> None:
+def test_recovery_is_the_longest_time_below_the_target(missed: range | list[int], expected: float) -> None:
     record = run([i not in missed for i in range(310)])
     assert score(record, "m").recovery_s == pytest.approx(expected)
 
 
-def test_recovery_depends_on_the_promised_attainment() -> None:
+def test_recovery_depends_on_the_attainment_of_the_slo() -> None:
     record = run([i != 40 for i in range(90)])
     assert score(record, "m", promised=0.99).recovery_s == WINDOW_S
     assert score(record, "m", promised=0.9).recovery_s == 0.0
 
 
-def test_a_window_without_requests_ends_a_bad_time() -> None:
+def test_a_window_without_requests_ends_a_violation() -> None:
     record = run([False, False, True, True], every_s=60.0)
     assert score(record, "m").recovery_s == WINDOW_S
 

@@ -1,4 +1,4 @@
-"""The placement in virtual time: what replicas say becomes a plan, and what they hold; and the twin by it."""
+"""The adapter placement in simulated time: from reports of replicas to a plan and resident adapters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_requested_adapters_are_resident_after_a_plan_and_one_more_heartbeat() -
             replicas["r0"].abort(f"{second}{adapter}", adapter)
     for name, slots in replicas.items():
         placing.beat(name, slots, 3, 10.0)
-        assert not slots.requests, "it is said once"
+        assert not slots.requests, "it is reported once"
     placing.replan([Host(id=name, key=hash_name(name), slots=8) for name in replicas], 10.0)
     assert {home.name for home in placing.plan.homes} == set("abc")
     assert all(slots.next(10.0) is None for slots in replicas.values())
@@ -63,7 +63,7 @@ def deployment() -> Deployment:
     return parse({"models": [model]})
 
 
-def twin(requests: list[Arrival]) -> Record:
+def simulated(requests: list[Arrival]) -> Record:
     policies = {"m": make(choose("policy", "static"))}
     return simulate(deployment(), policies, requests, scenario=Scenario(adapter_load_s=LOAD_S))
 
@@ -88,11 +88,11 @@ def asked(requests: int, seed: int) -> list[Arrival]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_simulator_loads_as_often_as_the_benchmark_and_less_than_the_baselines(
+def test_simulator_and_benchmark_have_equal_loads_and_fewer_than_baselines(
     seed: int,
 ) -> None:
     requests = asked(4000, seed)
-    loads = twin(requests).adapter_loads
+    loads = simulated(requests).adapter_loads
     assert loads == pytest.approx(played("placement", requests, seed).loads, rel=0.05)
     assert loads <= 0.7 * played("least_loaded", requests, seed).loads
     assert loads <= 0.7 * played("serve_multiplex", requests, seed).loads

@@ -1,4 +1,4 @@
-"""Adapter slots in the simulator: they evict as a replica does; the baselines by their own rules."""
+"""Adapter slots in the simulator: they evict as a replica does; the baselines have their own rules."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def next_adapter(slots: SimulatedSlots, at: float = 0.0) -> str | None:
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(6))
-async def test_a_simulated_replica_loads_and_evicts_as_a_real_one(seed: int, slots: int) -> None:
+async def test_the_simulated_slots_load_and_evict_as_the_adapter_loader_does(seed: int, slots: int) -> None:
     rng = random.Random(seed)  # noqa: S311 - no secret is drawn
-    twin, log, using = SimulatedSlots(slots), [], dict[int, str]()
+    simulated, log, using = SimulatedSlots(slots), [], dict[int, str]()
 
     def settle(at: float) -> None:
         while True:
-            for request in twin.admit_waiting(at):
+            for request in simulated.admit_waiting(at):
                 using[int(request)] = users[int(request)].letter
-            step = twin.next(at)
+            step = simulated.next(at)
             if step is None:
                 return
             log.extend([f"-{step[1].adapter}"] if step[1] is not None else [])
             log.append(f"+{step[0].adapter}")
-            twin.begin_load(*step)
+            simulated.begin_load(*step)
 
     async with replica(slots) as real:
         users: list[User] = []
@@ -51,18 +51,18 @@ async def test_a_simulated_replica_loads_and_evicts_as_a_real_one(seed: int, slo
             if choice < 0.55:
                 users.append(real.use(rng.choice("aaabbcdef")))
                 number, letter = len(users) - 1, users[-1].letter
-                if twin.submit(str(number), letter, at):
+                if simulated.submit(str(number), letter, at):
                     using[number] = letter
             elif choice < 0.9 and using:
                 number = rng.choice(list(using))
                 await users[number].stop()
-                twin.finish(using.pop(number))
+                simulated.finish(using.pop(number))
             else:
                 planned = rng.sample("abcdef", rng.randint(0, 3))[:slots]
                 real.adapters.hold(
                     [AdapterRef(name=ref.name, digest=ref.digest) for ref in wanted("".join(planned))]
                 )
-                twin.plan(planned)
+                simulated.plan(planned)
             await quiet()
             settle(at)
             assert real.engine.log == log
@@ -71,7 +71,7 @@ async def test_a_simulated_replica_loads_and_evicts_as_a_real_one(seed: int, slo
             user.task.cancel()
 
 
-def test_requests_for_a_loaded_adapter_pass_those_that_wait_for_a_slot() -> None:
+def test_requests_for_a_loaded_adapter_overtake_those_waiting_for_a_slot() -> None:
     slots = LeastRecentlyUsedSlots(1)
     assert not slots.submit("1", "a", 0.0) and not slots.submit("2", "a", 0.0)
     assert (slots.deferred, slots.admit_waiting(0.0)) == (2, [])
@@ -102,7 +102,7 @@ def test_the_least_recently_used_is_evicted() -> None:
     assert slots.loaded == ("a", "c")
 
 
-def test_in_turn_no_request_passes_those_in_front() -> None:
+def test_in_turn_slots_serve_requests_in_order_of_arrival() -> None:
     slots = InTurnSlots(1)
     requests = (("1", "a"), ("2", "b"), ("3", "a"), ("4", "c"))
     for request, adapter in requests:

@@ -1,4 +1,4 @@
-"""A replica's engine in virtual time: leaps are steps, nothing is lost or early, and queues obey theory."""
+"""A replica's engine in simulated time: leaps equal steps, events are complete and in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMING = Timing(limits=Limits(max_num_batched_tokens=64, max_num_seqs=4, kv_toke
 
 @dataclass
 class Observed:
-    """What a play produced: events, and the state of the engine in between."""
+    """The result of a run: events, and the state of the engine between them."""
 
     events: list[Event] = field(default_factory=list)
     facts: list[object] = field(default_factory=list)
@@ -79,7 +79,7 @@ def play(seed: int) -> Observed:
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32))
-def test_leaping_is_stepping(seed: int) -> None:
+def test_a_leap_over_equal_steps_has_the_result_of_single_steps(seed: int) -> None:
     leapt = play(seed)
     with mock.patch.object(Scheduler, "alike", lambda _: 0):
         stepped = play(seed)
@@ -91,7 +91,7 @@ def test_leaping_is_stepping(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_every_request_ends_once_and_no_event_is_early(seed: int) -> None:
+def test_every_request_ends_once_and_events_are_in_order(seed: int) -> None:
     observed = play(seed)
     first = {event.number: event.at for event in observed.events if event.kind is Kind.FIRST}
     done = [event for event in observed.events if event.kind is Kind.DONE]
@@ -103,7 +103,7 @@ def test_every_request_ends_once_and_no_event_is_early(seed: int) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.integers(1, 60)), min_size=1, max_size=12), st.booleans())
-def test_how_often_it_is_asked_changes_nothing(jobs: list[tuple[float, int]], often: bool) -> None:
+def test_results_do_not_depend_on_intermediate_calls(jobs: list[tuple[float, int]], often: bool) -> None:
     engine, fresh, at, events = Engine(TIMING), Engine(TIMING), 0.0, []
     for number, (gap, tokens) in enumerate(jobs):
         at += gap
@@ -137,7 +137,7 @@ def drained(engine: Engine) -> list[Event]:
     return events
 
 
-def test_golden_one_request_takes_its_steps() -> None:
+def test_the_latency_of_one_request_is_the_sum_of_its_steps() -> None:
     engine = Engine(TIMING)
     engine.submit(Job(7, 100, 11), 2.0)
     first, done = drained(engine)
@@ -173,7 +173,7 @@ def test_simultaneous_arrivals_start_together() -> None:
     assert [event.at for event in drained(engine)] == [pytest.approx(1.0 + MODEL.step_time(30, 30, 3))] * 6
 
 
-def test_a_prompt_that_was_there_before_takes_less() -> None:
+def test_a_repeated_prompt_hits_the_prefix_cache() -> None:
     timing = Timing(limits=Limits(max_num_batched_tokens=9000, max_num_seqs=4, kv_tokens=9000), model=MODEL)
     engine = Engine(timing, slots=2, adapter_load_s=0.0, prefix_tokens=9000)
     cached = []
@@ -223,7 +223,7 @@ def test_an_adapter_load_blocks_steps_and_others_overtake_the_waiting_request() 
     assert [event.kind for event in events] == [Kind.FIRST] * 2 + [Kind.DONE] * 2 + [Kind.FIRST, Kind.DONE]
     step = MODEL.step_time(20, 20, 2)
     assert events[0].at == events[1].at == pytest.approx(0.5 + step)
-    # The slot is in use until the first is done; then it is loaded anew, and nothing else is done meanwhile.
+    # The slot is in use until the first request ends; then the load blocks all steps.
     assert events[4].at == pytest.approx(events[3].at + 0.5 + MODEL.step_time(10, 10, 1))
     assert engine.slots.loaded == ("b",)
 
@@ -247,7 +247,7 @@ def test_an_invalid_request_is_refused(job: Job, reason: str) -> None:
     assert {event.number for event in drained(engine)} == {0}
 
 
-def test_time_does_not_go_back_and_needs_coefficients() -> None:
+def test_time_in_the_past_and_missing_coefficients_are_refused() -> None:
     engine = Engine(TIMING)
     engine.catch_up(2.0)
     with pytest.raises(ValueError, match=r"1\.0 s after 2\.0 s"):
@@ -256,7 +256,7 @@ def test_time_does_not_go_back_and_needs_coefficients() -> None:
         Engine(Timing(limits=TIMING.limits))
 
 
-# One request at a time, whose steps take STEP_S each: a queue of which theory knows the mean wait.
+# One request at a time, whose steps take STEP_S each: a queue with a known mean wait.
 STEP_S = 0.002
 
 
@@ -276,7 +276,7 @@ def served(arrivals: NDArray[np.float64], steps: NDArray[np.int64], step_s: floa
 def mean_wait(
     waits: NDArray[np.float64], service: NDArray[np.float64], gaps: NDArray[np.float64], moments: list[float]
 ) -> float:
-    """The mean of ``waits``, with what is known to have mean 0 regressed out of the means of batches."""
+    """The mean of ``waits`` with control variates, regressed over the means of batches."""
     known = [service - moments[0], service**2 - moments[1], gaps - moments[2], gaps**2 - moments[3]]
     known += [waits * known[0], waits * known[2]]
     batches = np.column_stack([each.reshape(-1, 400).mean(axis=1) for each in known if each.any()])
@@ -287,7 +287,7 @@ def mean_wait(
 @pytest.mark.slow
 @pytest.mark.parametrize("load", [0.5, 0.8])
 @pytest.mark.parametrize("spread", [0, 1], ids=["M/D/1", "M/M/1"])
-def test_queues_wait_as_theory_says(spread: int, load: float) -> None:
+def test_mean_waits_agree_with_queueing_theory(spread: int, load: float) -> None:
     rng = np.random.default_rng(1)
     count = 60_000
     gaps = rng.exponential(1.0 / load, count + 1)
@@ -297,6 +297,6 @@ def test_queues_wait_as_theory_says(spread: int, load: float) -> None:
     moments = [1.0, 1.0 + spread, 1.0 / load, 2.0 / load**2]
     wait = mean_wait(waits, np.asarray(steps * step_s), gaps[1:], moments)
     assert wait == pytest.approx((1 + spread) / 2 * load / (1.0 - load), rel=0.02)
-    # And each on its own: the wait and service of the one before, less the time between the two.
+    # And each wait by Lindley's recursion: wait and service of the one before, less the gap.
     expected = np.maximum(0.0, waits[:-1] + steps[:-1] * step_s - gaps[1:-1])
     assert waits[1:] == pytest.approx(expected, abs=1e-6)

@@ -1,4 +1,4 @@
-"""A world says where it is wrong."""
+"""Scenario files: the values that are read, and errors with the key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_world_is_read(tmp_path: Path) -> None:
+def test_every_key_of_a_scenario_is_read(tmp_path: Path) -> None:
     text = """
 cold_s: 120
 cached_s: 40.5
@@ -32,14 +32,14 @@ slow: [{at: 10, until: 20, factor: 2, model: m}]
     assert found.slow == (Slowdown(at=10.0, until=20.0, factor=2.0, model="m"),)
 
 
-def test_the_world_in_the_docs_is_one(tmp_path: Path) -> None:
+def test_the_scenario_of_the_docs_is_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "simulation.md").read_text()
     (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert scenario_of(written(tmp_path, text), []).crashes == (Crash(at=900.0),)
 
 
 @pytest.mark.parametrize("text", [".nan", ".inf", "-.inf"])
-def test_a_start_that_is_no_number_is_not_one_that_is_not_given(tmp_path: Path, text: str) -> None:
+def test_a_start_time_that_is_not_finite_is_refused(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, f"cold_s: {text}")
     with pytest.raises(ConfigError) as caught:
         scenario_of(path, ["m"])
@@ -58,9 +58,7 @@ def test_a_start_that_is_no_number_is_not_one_that_is_not_given(tmp_path: Path, 
         ("slow: [{at: 9, until: 10}]", "slow[0].factor", None, "required"),
     ],
 )
-def test_an_error_names_its_place(
-    tmp_path: Path, text: str, place: str, value: object, expected: str
-) -> None:
+def test_an_error_names_the_key(tmp_path: Path, text: str, place: str, value: object, expected: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         scenario_of(path, ["m"])

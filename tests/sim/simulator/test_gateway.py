@@ -1,4 +1,4 @@
-"""What becomes of requests that their replica cannot hold, or under which it crashes."""
+"""Outcomes of requests that are too long for a replica, or whose replica crashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROFILE = "cpu-smollm2-135m"
 
 
 def outcomes(whole: list[int], model_args: dict[str, Any], shape_args: dict[str, Any]) -> list[Outcome]:
-    """What becomes of requests of so many tokens with their answers of eight, on one replica."""
+    """The outcomes on one replica of requests of so many tokens with answers of eight."""
     model = {
         "name": "m",
         "engine": "sim",
@@ -72,7 +72,7 @@ def test_no_count_serves_a_request_longer_than_the_context() -> None:
     assert met_alone(asked, timing.model, timing.limits, SloConfig(), None) == 1.0
 
 
-def test_a_request_without_a_first_token_is_retried_for_free_after_a_crash() -> None:
+def test_a_retry_after_a_crash_before_the_first_token_spends_no_budget() -> None:
     model = {
         "shapes": {"small": {"gpus": 1, "max_in_flight": 256}},
         "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}},

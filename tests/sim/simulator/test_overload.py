@@ -19,7 +19,7 @@ from tests.sim.simulator.test_run import arrivals, steps
 pytestmark = pytest.mark.slow
 # Two replicas of four slots serve about 6 of these requests a second.
 CAPACITY, TTFT_S, LASTS_S = 5.0, 1.0, 60.0
-TENANTS = ({"name": "quiet", "keys_sha256": ["0" * 64]}, {"name": "loud", "keys_sha256": ["1" * 64]})
+TENANTS = ({"name": "light", "keys_sha256": ["0" * 64]}, {"name": "heavy", "keys_sha256": ["1" * 64]})
 
 
 def deployment() -> Deployment:
@@ -44,12 +44,12 @@ def run(document: Deployment, *traces: Iterator[Arrival]) -> tuple[Requests, lis
     return record.requests["m"], [arrival.tenant for arrival in trace]
 
 
-def test_what_is_admitted_at_five_times_the_capacity_is_served_as_at_capacity() -> None:
+def test_admitted_requests_keep_their_latency_at_five_times_the_capacity() -> None:
     trace = steps(CAPACITY, 5 * CAPACITY, CAPACITY, each_s=LASTS_S, output=16.0)
     requests, _ = run(deployment(), trace)
     ttft_p95, goodput, outcomes = [], [], []
     for i in range(3):
-        # The first seconds of a phase belong to the queue of the one before.
+        # The first seconds of a phase still serve the queue of the phase before.
         phase = (requests.at >= i * LASTS_S + 10) & (requests.at < (i + 1) * LASTS_S)
         served = phase & (requests.outcome == Outcome.SERVED)
         ttft_p95.append(float(np.quantile(requests.ttft_s[served], 0.95)))
@@ -62,21 +62,21 @@ def test_what_is_admitted_at_five_times_the_capacity_is_served_as_at_capacity() 
     assert goodput[2] >= 0.9 * goodput[0], goodput
 
 
-def test_ten_times_the_demand_gets_an_equal_share() -> None:
-    requests, tenants = run(deployment(), of("quiet", CAPACITY, 0), of("loud", 10 * CAPACITY, 10))
+def test_a_tenant_with_ten_times_the_demand_gets_an_equal_share() -> None:
+    requests, tenants = run(deployment(), of("light", CAPACITY, 0), of("heavy", 10 * CAPACITY, 10))
     served = requests.outcome == Outcome.SERVED
-    quiet, loud = (int((served & (np.array(tenants) == name)).sum()) for name in ("quiet", "loud"))
-    jain = (quiet + loud) ** 2 / (2 * (quiet**2 + loud**2))
-    assert jain >= 0.98, (quiet, loud)
+    light, heavy = (int((served & (np.array(tenants) == name)).sum()) for name in ("light", "heavy"))
+    jain = (light + heavy) ** 2 / (2 * (light**2 + heavy**2))
+    assert jain >= 0.98, (light, heavy)
 
 
-def test_a_loud_tenant_costs_a_quiet_one_little() -> None:
-    def quiet() -> Iterator[Arrival]:
-        return of("quiet", 0.5, 0, 4 * LASTS_S)
+def test_a_tenant_over_its_share_barely_delays_another_tenant() -> None:
+    def light() -> Iterator[Arrival]:
+        return of("light", 0.5, 0, 4 * LASTS_S)
 
-    alone, _ = run(deployment(), quiet())
-    both, tenants = run(deployment(), quiet(), of("loud", 2 * CAPACITY, 10, 4 * LASTS_S))
-    beside = both.ttft_s[np.array(tenants) == "quiet"]
+    alone, _ = run(deployment(), light())
+    both, tenants = run(deployment(), light(), of("heavy", 2 * CAPACITY, 10, 4 * LASTS_S))
+    beside = both.ttft_s[np.array(tenants) == "light"]
     assert not np.isnan(beside).any()
-    # A free slot is kept for the quiet tenant; its prompts still share steps with others.
+    # A free slot is kept for the light tenant; its prompts still share steps with others.
     assert np.quantile(beside, 0.95) <= 2.0 * np.quantile(alone.ttft_s, 0.95)

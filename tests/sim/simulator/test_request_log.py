@@ -1,4 +1,4 @@
-"""The ledger keeps every request as small columns, and hands them out without a second copy."""
+"""The request log stores columns, and returns them without a second copy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sim.simulator.request_log import RequestLog
 from sim.simulator.run_record import Outcome, Requests
 
 REQUESTS = 50_000
-# What the columns take a request, and what a growing buffer has left over.
+# The bytes of the columns per request, and the spare room of a growing buffer.
 BYTES = 58
 SPARE = 1.2
 
 
-def test_a_request_takes_few_bytes_also_when_all_are_handed_out() -> None:
+def test_a_request_takes_few_bytes_also_while_all_are_read() -> None:
     tracemalloc.start()
     try:
         ledger = RequestLog(SloConfig())
@@ -43,7 +43,7 @@ def test_a_request_without_an_end_is_not_served() -> None:
         assert np.isnan(times).all()
 
 
-def test_lengths_that_no_engine_takes_are_cut() -> None:
+def test_lengths_beyond_the_column_type_are_clipped() -> None:
     ledger = RequestLog(SloConfig())
     ledger.arrived(0.0, 10_000_000_000, 10_000_000_000)
     table = ledger.requests()

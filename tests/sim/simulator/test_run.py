@@ -1,4 +1,4 @@
-"""Laws of a run: nothing is lost, nothing comes before its cause, and the same seed gives the same bytes."""
+"""Invariants of a run: no lost request, no event before its cause, and the same bytes for a seed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_every_request_has_one_end(ramp: Record) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_happens_before_its_cause(ramp: Record) -> None:
+def test_no_request_has_an_event_before_its_cause(ramp: Record) -> None:
     requests = ramp.requests["m"]
     served = requests.outcome == Outcome.SERVED
     queued, ttft, e2e = (column[served] for column in (requests.queued_s, requests.ttft_s, requests.e2e_s))
@@ -104,10 +104,10 @@ def test_a_draining_replica_finishes_its_requests(ramp: Record) -> None:
 
 
 @pytest.mark.slow
-def test_gpus_are_counted_from_when_they_were_asked_for(ramp: Record) -> None:
+def test_gpu_time_counts_from_the_start_request(ramp: Record) -> None:
     held = sum((span.ended_at or 0.0) - span.asked_at for span in ramp.spans)
     assert ramp.gpu_s == pytest.approx(held)
-    # An L4 and its part of a server draw 76 W with nothing to do, and 132 W with steps to run.
+    # An L4 and its share of a server draw 76 W idle and 132 W under load.
     assert 76.0 * held < ramp.joules < 132.0 * held
     assert all(
         0.0 < span.busy_s <= (span.ended_at or 0.0) - span.asked_at for span in ramp.spans if span.tokens
@@ -143,7 +143,7 @@ def test_queued_requests_are_served_in_the_order_of_arrival() -> None:
 
 
 @pytest.mark.slow
-def test_load_scales_up_and_down_again() -> None:
+def test_replicas_scale_up_and_down_with_the_load() -> None:
     record = run(deployment(), steps(0.5, 6.0, 0.5, each_s=300.0))
     counts = [moment.ready for moment in record.moments]
     assert counts[5] == 1 and max(counts) >= 4 and counts[-1] < max(counts)
@@ -152,7 +152,7 @@ def test_load_scales_up_and_down_again() -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_replica_gets_less() -> None:
+def test_a_slow_replica_gets_fewer_requests() -> None:
     scenario = Scenario(slow=(Slowdown(at=30.0, until=600.0, factor=4.0),))
     record = run(deployment(), arrivals(2.0, 300.0), {"static": {"replicas": 3}}, scenario=scenario)
     slow = min(record.spans, key=lambda span: span.number)
@@ -161,7 +161,7 @@ def test_a_slow_replica_gets_less() -> None:
     assert shares[slow.number] < 0.7 * shares.sum() / 3
 
 
-def test_stretches_that_overlap_slow_a_replica_together() -> None:
+def test_overlapping_slowdowns_multiply() -> None:
     slow = (
         Slowdown(at=10.0, until=50.0, factor=2.0),
         Slowdown(at=20.0, until=30.0, factor=3.0),
@@ -186,7 +186,7 @@ def test_stretches_that_overlap_slow_a_replica_together() -> None:
         ("predictive", 1, 1, 6),
     ],
 )
-def test_a_static_policy_begins_as_in_production(
+def test_a_policy_starts_with_the_replica_count_of_production(
     policy: object, least: int, healthy: int, begins: int
 ) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": least, "max": 6}}}
@@ -197,7 +197,7 @@ def test_a_static_policy_begins_as_in_production(
         assert {moment.wanted for moment in record.moments} == {begins}
 
 
-def test_the_shipped_document_runs_as_many_as_live() -> None:
+def test_the_shipped_document_runs_the_live_replica_count() -> None:
     document = parse(read_yaml(Path(__file__).parents[3] / "deployments" / "sim.yaml", "models"))
     (spec,) = document.models
     policies = {spec.name: make(choose("policy", spec.control.policy))}
@@ -207,7 +207,7 @@ def test_the_shipped_document_runs_as_many_as_live() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_at_zero_replicas_starts_for_a_request() -> None:
+def test_a_request_starts_a_model_at_zero_replicas() -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 6}}}
     document = deployment(
         model={"modes": modes}, control={"scale": {"zero_after_s": 60}}, gateway={"queue_timeout_s": 120}
@@ -220,7 +220,7 @@ def test_a_model_at_zero_replicas_starts_for_a_request() -> None:
 
 
 @pytest.mark.slow
-def test_the_mode_is_switched_by_load_and_no_request_is_cut_off() -> None:
+def test_a_mode_switch_by_load_interrupts_no_request() -> None:
     document = parse(
         {
             "models": [
@@ -247,7 +247,7 @@ def test_the_mode_is_switched_by_load_and_no_request_is_cut_off() -> None:
     assert {moment.mode for moment in record.moments} == {"single-large", "multi-replica"}
     requests = record.requests["m"]
     assert not (requests.outcome == Outcome.FAILED).any()
-    # The engines of both shapes lie on the same cards all the time.
+    # The engines of both shapes stay on the same GPUs.
     assert record.gpu_s == pytest.approx(4 * record.ends_at)
 
 
@@ -267,12 +267,12 @@ def test_a_fallback_provider_takes_refused_requests_within_its_spend_cap() -> No
 
 
 def test_progress_is_reported() -> None:
-    said: list[float] = []
-    run(deployment(), arrivals(0.5, 60.0), progress=said.append)
-    assert said == sorted(said) and len(said) > 4
+    reported: list[float] = []
+    run(deployment(), arrivals(0.5, 60.0), progress=reported.append)
+    assert reported == sorted(reported) and len(reported) > 4
 
 
-def test_a_trace_has_to_name_one_of_several_models() -> None:
+def test_a_trace_for_several_models_must_name_the_model() -> None:
     named = [Arrival(0.0, 10, 10, model="gpt")]
     assert len(run(deployment(), iter(named)).requests["m"]) == 1
     one = {

@@ -1,4 +1,4 @@
-"""Laws of what is made up: rates, bursts, lengths, popularity and conversations."""
+"""Properties of generated workloads: rates, bursts, lengths, popularity and conversations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rng(seed: int = 1) -> random.Random:
     return random.Random(seed)  # noqa: S311 - a reproducible workload
 
 
-def come(pace: RateShape, until_s: float = 4000.0) -> list[float]:
+def instants_of(pace: RateShape, until_s: float = 4000.0) -> list[float]:
     return list(arrival_times(pace, rng(), until_s))
 
 
@@ -43,7 +43,7 @@ def no_trace(path: str) -> Iterable[int]:
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
 def test_arrivals_have_their_rate_and_their_burstiness(cv: float) -> None:
-    made = come(RateShape(rate=3.0, cv=cv))
+    made = instants_of(RateShape(rate=3.0, cv=cv))
     gaps = [after - before for before, after in pairwise(made)]
     assert len(made) == pytest.approx(12_000, rel=0.02 + 0.03 * cv)
     assert pstdev(gaps) / mean(gaps) == pytest.approx(cv, rel=0.06, abs=0.01)
@@ -74,7 +74,7 @@ def flash(**more: float) -> dict[str, tuple[Flash, ...]]:
         (flash() | {"ramp": Ramp(factor=2.0, rise_s=1.0)}, 110.0, 20.0),
     ],
 )
-def test_the_rate_is_what_the_shapes_say(shapes: dict[str, Any], at: float, rate: float) -> None:
+def test_the_rate_is_that_of_its_shapes(shapes: dict[str, Any], at: float, rate: float) -> None:
     assert RateShape(rate=2.0, **shapes).at(at) == pytest.approx(rate)
 
 
@@ -90,15 +90,15 @@ def test_the_rate_is_what_the_shapes_say(shapes: dict[str, Any], at: float, rate
     ],
 )
 def test_the_count_of_arrivals_follows_the_rate(pace: RateShape) -> None:
-    counts = Counter(int(at // 500) for at in come(pace))
+    counts = Counter(int(at // 500) for at in instants_of(pace))
     for part in range(8):
         due = sum(pace.at(part * 500 + i + 0.5) for i in range(500))
         # Five standard deviations of a count, which at cv is about cv times as wide as Poisson's.
         assert counts[part] == pytest.approx(due, abs=5.0 * pace.cv * max(1.0, due) ** 0.5)
 
 
-def test_a_clock_whose_rate_ends_within_a_cell() -> None:
-    assert come(RateShape(rate=2.0, cv=0.0), until_s=2.6) == pytest.approx(
+def test_a_rate_that_ends_within_an_integration_cell_keeps_its_arrivals() -> None:
+    assert instants_of(RateShape(rate=2.0, cv=0.0), until_s=2.6) == pytest.approx(
         [0.5, 1.0, 1.5, 2.0, 2.5], abs=1e-9
     )
 
@@ -114,7 +114,7 @@ def test_lengths_have_their_quantiles() -> None:
     assert sample_length(7, rng(), no_trace)() == 7
 
 
-def test_lengths_of_a_trace_are_drawn_as_often_as_they_are_there() -> None:
+def test_lengths_are_drawn_with_their_frequency_in_the_trace() -> None:
     read: list[str] = []
 
     def of_trace(path: str) -> Iterable[int]:
@@ -137,9 +137,9 @@ def test_adapters_follow_zipf() -> None:
     assert set(Counter(named() for _ in range(100))) == {"sql", "pirate"}
 
 
-def talks(spec: Conversations, heard: int = 300, answered: int = 100) -> list[Arrival]:
+def conversations(spec: Conversations, user_tokens: int = 300, answer_tokens: int = 100) -> list[Arrival]:
     letters = iter("abc" * 1000)
-    made = ConversationState(spec, rng(), lambda: heard, lambda: answered, lambda: next(letters))
+    made = ConversationState(spec, rng(), lambda: user_tokens, lambda: answer_tokens, lambda: next(letters))
     return list(made.turns(iter(float(i) for i in range(500))))
 
 
@@ -147,7 +147,7 @@ CHAT = Conversations(turns=4.0, think_s=20.0, systems=3, system_tokens=1200, max
 
 
 def test_each_turn_contains_the_whole_history() -> None:
-    made = talks(CHAT)
+    made = conversations(CHAT)
     assert all(one.at <= other.at for one, other in pairwise(made))
     assert len(made) / 500 == pytest.approx(4.0, rel=0.15)
     by_session: dict[int, list[Arrival]] = {}
@@ -165,8 +165,8 @@ def test_each_turn_contains_the_whole_history() -> None:
     assert mean(gaps) == pytest.approx(20.0, rel=0.1)
 
 
-def test_conversations_share_whole_blocks_of_their_system_prompt_alone() -> None:
-    made = talks(CHAT)
+def test_conversations_share_only_whole_blocks_of_the_system_prompt() -> None:
+    made = conversations(CHAT)
     shared = 1200 // BLOCK_TOKENS
     assert len({each.blocks[:shared] for each in made}) == 3
     owners: dict[int, set[int]] = {}
@@ -177,11 +177,11 @@ def test_conversations_share_whole_blocks_of_their_system_prompt_alone() -> None
     assert not {block for each in made for block in each.blocks[:shared]} & owners.keys()
 
 
-def test_a_conversation_ends_before_it_is_too_long() -> None:
-    made = talks(msgspec.structs.replace(CHAT, max_tokens=2100, turns=50.0))
+def test_a_conversation_ends_before_the_maximum_length() -> None:
+    made = conversations(msgspec.structs.replace(CHAT, max_tokens=2100, turns=50.0))
     counts = Counter(each.input_tokens for each in made)
     assert set(counts) == {1500, 1900} and counts[1500] == 500
-    cut = talks(msgspec.structs.replace(CHAT, max_tokens=1300))
+    cut = conversations(msgspec.structs.replace(CHAT, max_tokens=1300))
     assert {(each.input_tokens, each.output_tokens) for each in cut} == {(1201, 99)}
 
 
@@ -194,7 +194,7 @@ SPEC = GeneratedWorkload(
 
 
 @pytest.mark.parametrize("conversations", [None, CHAT])
-def test_one_seed_is_one_workload(conversations: Conversations | None) -> None:
+def test_the_same_seed_gives_the_same_workload(conversations: Conversations | None) -> None:
     def made(
         seed: str, change: Callable[[GeneratedWorkload], GeneratedWorkload] = lambda spec: spec
     ) -> list[Arrival]:

@@ -1,4 +1,4 @@
-"""A survey counts what each model is asked for."""
+"""A survey counts the requests of each model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_requests_are_counted_by_model_and_second() -> None:
     assert (one.adapted, other.adapted) == (0, 1)
 
 
-def test_requests_with_more_tokens_than_a_replica_takes_are_counted() -> None:
+def test_requests_beyond_the_context_length_are_counted() -> None:
     asked = [Arrival(float(i), tokens, 48) for i, tokens in enumerate([1952, 1953, 4000])]
     addressing = ModelNames(["m"])
     assert survey(asked, addressing, {"m": 2000}).loads["m"].too_long == 2
@@ -35,7 +35,7 @@ def test_an_empty_trace_has_no_load() -> None:
     assert survey([], ModelNames(["m"])).loads == {}
 
 
-def test_the_only_model_takes_all_and_says_so() -> None:
+def test_the_only_model_takes_all_requests_and_reports_it() -> None:
     only = ModelNames(["m"])
     names = ("GPT-4", "m", "", "ChatGPT", "GPT-4")
     assert {only.of(Arrival(0.0, 1, 1, model=name)) for name in names} == {"m"}

@@ -1,4 +1,4 @@
-"""docs/traces.md says of every key what the structures say, and shows traces that are read."""
+"""docs/traces.md describes every key as in the code, and its example traces are valid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tables() -> dict[str, list[tuple[str, str, str]]]:
     return {heading: rows for heading, rows in found.items() if rows}
 
 
-def test_every_key_is_there_with_what_it_may_hold() -> None:
+def test_the_page_describes_every_key_and_its_values() -> None:
     expected = {
         DOCUMENT if path == ROOT else path: [
             (field.encode_name, kind_of(field.type, field.encode_name), default_of(field, path))
@@ -37,26 +37,26 @@ def test_every_key_is_there_with_what_it_may_hold() -> None:
         ]
         for path, info in sections(Spec)
     }
-    # Said once for both.
+    # The page describes both in one table.
     assert expected.pop("mix[].generate.output_tokens") == expected["mix[].generate.input_tokens"]
     found = tables()
     del found[CAPTURE]
     assert found == expected
 
 
-def test_the_keys_of_a_capture_are_those_that_are_read() -> None:
+def test_the_page_lists_the_capture_keys_that_are_read() -> None:
     assert [key for key, _, _ in tables()[CAPTURE]] == list(CaptureLine.__struct_fields__)
 
 
 @pytest.mark.parametrize("block", re.findall(r"^```json\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
-def test_the_capture_that_is_shown_is_read(block: str, tmp_path: Path) -> None:
+def test_the_example_capture_of_the_page_is_valid(block: str, tmp_path: Path) -> None:
     path = tmp_path / "shown.jsonl"
     path.write_text(block)
     assert len(list(open_trace(path))) == block.count("\n") - 1
 
 
 @pytest.mark.parametrize("header", re.findall(r"^\| [\w ,']+ \| `(\w+(?:,[\w ]+)+)` \|", PAGE, re.MULTILINE))
-def test_headers_that_are_shown_are_of_a_known_format(header: str, tmp_path: Path) -> None:
+def test_the_example_headers_of_the_page_have_a_known_format(header: str, tmp_path: Path) -> None:
     path = tmp_path / "shown.csv"
     path.write_text(header + "\n")
     assert list(open_trace(path)) == []

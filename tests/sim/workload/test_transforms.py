@@ -1,4 +1,4 @@
-"""Laws of workloads that are made of others."""
+"""Properties of transformed workloads."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def endless() -> Iterator[Arrival]:
     return (Arrival(float(i), 1, 1) for i in count())
 
 
-def test_a_slice_begins_at_zero_and_leaves_out_its_end() -> None:
+def test_a_slice_begins_at_zero_and_excludes_its_end() -> None:
     assert list(slice_trace(TRACE, 2.5, 5.0)) == [Arrival(0.5, 103, 13), Arrival(1.5, 104, 14)]
     assert list(slice_trace(TRACE, 8.0)) == [Arrival(0.0, 108, 18), Arrival(1.0, 109, 19)]
 
 
-def test_nothing_is_read_before_it_is_asked_for() -> None:
+def test_a_trace_is_read_lazily() -> None:
     assert len(list(slice_trace(endless(), 5.0, 8.0))) == 3
     assert next(scale_rate(endless(), rate=2.0)).at == 0.0
     assert len(list(islice(resample(endless(), 2.0, 0), 100))) == 100
     assert [each.at for each in islice(mix([endless(), endless()]), 4)] == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_the_same_requests_come_faster_and_longer() -> None:
+def test_the_rate_and_the_lengths_are_scaled() -> None:
     made = list(scale_rate(TRACE, rate=4.0, input_scale=0.5, output_scale=2.0))
     assert made[9] == Arrival(2.25, round(109 * 0.5), 38)
     (least,) = scale_rate([Arrival(0.0, 3, 3)], input_scale=0.01, output_scale=0.01)
@@ -44,7 +44,7 @@ def test_the_same_requests_come_faster_and_longer() -> None:
     own=st.integers(0, 40),
     scale=st.floats(0.05, 8.0),
 )
-def test_prompts_share_the_same_part_when_they_are_scaled(shared: int, own: int, scale: float) -> None:
+def test_scaled_prompts_share_the_scaled_prefix(shared: int, own: int, scale: float) -> None:
     prompts = [
         Arrival(
             0.0,
@@ -64,7 +64,7 @@ def test_prompts_share_the_same_part_when_they_are_scaled(shared: int, own: int,
 
 
 @given(st.lists(st.lists(st.floats(0.0, 100.0)), max_size=4))
-def test_a_mix_has_all_in_order(instants: list[list[float]]) -> None:
+def test_a_mix_is_sorted_by_time(instants: list[list[float]]) -> None:
     made = list(mix([Arrival(at, 1, 1) for at in sorted(each)] for each in instants))
     assert sorted(each.at for each in made) == sorted(at for each in instants for at in each)
     assert all(one.at <= other.at for one, other in pairwise(made))
@@ -83,7 +83,7 @@ def trace(count: int = 2000, each_s: float = 0.5) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 2.5])
-def test_there_are_so_many_times_as_many_at_any_time(factor: float) -> None:
+def test_resampling_scales_the_rate_throughout_the_trace(factor: float) -> None:
     found = list(resample(trace(), factor, 0))
     for begins in (100.0, 500.0, 800.0):
         inside = [one for one in found if begins <= one.at < begins + 150.0]
@@ -92,15 +92,15 @@ def test_there_are_so_many_times_as_many_at_any_time(factor: float) -> None:
     assert found[-1].at < 1005.0
 
 
-def test_they_come_in_order_and_near_where_they_came() -> None:
+def test_resampled_requests_are_sorted_and_near_their_instants() -> None:
     found = list(resample(trace(), 2.5, 3))
     assert all(before.at <= after.at for before, after in pairwise(found))
-    # The lengths say which one it was: itself, or for a copy one of the last ten seconds.
+    # The length identifies the original: the request itself, or for a copy one of the last ten seconds.
     assert all(-5.0 <= one.at - (one.input_tokens - 100) * 0.5 <= 15.0 for one in found)
     assert all(-5.0 <= one.at - (one.input_tokens - 100) * 0.5 <= 5.0 for one in found if one.session)
 
 
-def test_once_each_are_the_same_requests_at_other_instants() -> None:
+def test_resampling_by_one_keeps_the_requests_and_moves_their_instants() -> None:
     one, other = list(resample(trace(), 1.0, 1)), list(resample(trace(), 1.0, 2))
     assert sorted(each.input_tokens for each in one) == sorted(each.input_tokens for each in other)
     assert [each.at for each in one] != [each.at for each in other]

@@ -1,4 +1,4 @@
-"""The workload file: what it makes, and what it refuses."""
+"""The workload file: the requests it generates, and its errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ mix:
     assert read_workload(path).duration_s is None
 
 
-def test_a_trace_needs_no_workload_around_it(folder: Path) -> None:
+def test_a_trace_file_is_a_workload(folder: Path) -> None:
     assert [each.at for each in arrivals_of(folder / "azure.csv", 1, rate=2.0)] == [0.0, 2.0, 4.0]
     assert list(arrivals_of(folder / "azure.csv", 1)) == list(open_trace(folder / "azure.csv"))
 
@@ -132,7 +132,7 @@ GENERATE: dict[str, Any] = {"arrivals": {"rate": 1}, "input_tokens": 1, "output_
         ),
     ],
 )
-def test_a_document_that_makes_no_sense(document: dict[str, Any], path: str, expected: str) -> None:
+def test_an_invalid_workload_names_its_path(document: dict[str, Any], path: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_workload(document, Path())
     assert caught.value.path == path and expected in caught.value.expected
@@ -155,7 +155,7 @@ def test_a_missing_trace_is_named_with_the_workload_file(folder: Path, source: s
     assert caught.value.path == f"{path}: mix[0].{key}"
 
 
-def test_a_bad_trace_keeps_its_line(folder: Path) -> None:
+def test_an_error_in_a_trace_of_a_workload_names_its_line(folder: Path) -> None:
     (folder / "azure.csv").write_text(TRACE + "half")
     with pytest.raises(TraceError, match=r"azure.csv:5: got 'half'"):
         list(arrivals_of(write(folder, "mix:\n- trace: {path: azure.csv}\n"), 1))
@@ -163,7 +163,7 @@ def test_a_bad_trace_keeps_its_line(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_the_shipped_workloads_are_read_and_make_what_their_names_say(path: Path) -> None:
+def test_the_shipped_workloads_generate_their_named_load(path: Path) -> None:
     workload = read_workload(path)
     made = list(arrivals_of(path, 1))
     assert workload.duration_s is not None and made[-1].at < workload.duration_s

@@ -1,4 +1,4 @@
-"""Adapters for a toy model, good ones and what is made of them."""
+"""Adapters for a small model: valid ones and modified ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _TYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "int32": "I32"}
 
 
 def header_of(tensors: Tensors) -> dict[str, Any]:
-    """What the file says of its tensors."""
+    """The header of a file of tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, array in tensors.items():
@@ -87,7 +87,7 @@ def weights(tensors: Tensors, header: Mapping[str, Any] | bytes | None = None) -
 
 
 def files(seed: int = 1, **configuration: Any) -> dict[str, bytes]:
-    """A good adapter, or one whose configuration is otherwise."""
+    """A valid adapter, or one with a changed configuration."""
     return {
         CONFIG: json.dumps({**CONFIGURATION, **configuration}).encode(),
         WEIGHTS: weights(half_pairs(seed)),
@@ -112,7 +112,7 @@ def zipped(content: Mapping[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> 
 
 
 def tarred(
-    content: Mapping[str, bytes], extra: list[tarfile.TarInfo] | None = None, *, squeeze: bool = True
+    content: Mapping[str, bytes], extra: list[tarfile.TarInfo] | None = None, *, compressed: bool = True
 ) -> bytes:
     """The files as a tar, compressed or not, behind members without content."""
     whole = io.BytesIO()
@@ -123,7 +123,7 @@ def tarred(
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
-    return gzip.compress(whole.getvalue(), 1) if squeeze else whole.getvalue()
+    return gzip.compress(whole.getvalue(), 1) if compressed else whole.getvalue()
 
 
 def member(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:

@@ -1,4 +1,4 @@
-"""Names and what they stand for, as a timeline of changes.
+"""Aliases and their splits, as a timeline of changes.
 
 On SQLite, and also on PostgreSQL where ``TIDEGATE_TEST_POSTGRES`` is the URL of a database to be emptied.
 """
@@ -68,7 +68,7 @@ def digests(alias: Alias) -> dict[str, float]:
     return {found[number]: weight for number, weight in alias.split}
 
 
-def test_a_name_is_added(registry: AdapterNames) -> None:
+def test_a_new_alias_has_one_version(registry: AdapterNames) -> None:
     alias = add(registry, A)
     assert (alias.model, alias.name, alias.at) == ("m", "sql", 1000)
     assert (alias.revision, alias.split) == (1, ((1, 1.0),))
@@ -79,7 +79,7 @@ def test_a_name_is_added(registry: AdapterNames) -> None:
     assert (catalog.epoch, catalog.version, catalog.aliases) == (5.0, 7, (alias,))
 
 
-def test_a_name_is_replaced_and_keeps_what_it_was(registry: AdapterNames, clock: Clock) -> None:
+def test_a_replaced_alias_keeps_its_earlier_version(registry: AdapterNames, clock: Clock) -> None:
     add(registry, A)
     clock.now = 1010.0
     alias = add(registry, B)
@@ -90,21 +90,21 @@ def test_a_name_is_replaced_and_keeps_what_it_was(registry: AdapterNames, clock:
     assert only(registry) == alias
 
 
-def test_the_same_again_changes_nothing(registry: AdapterNames, clock: Clock) -> None:
+def test_adding_the_same_content_again_changes_nothing(registry: AdapterNames, clock: Clock) -> None:
     first = add(registry, A, tenants=["acme"])
     clock.now = 2000.0
     assert add(registry, A) == first
     assert registry.revision() == 1
 
 
-def test_an_older_version_again_keeps_its_number(registry: AdapterNames) -> None:
+def test_adding_the_content_of_an_older_version_keeps_its_number(registry: AdapterNames) -> None:
     add(registry, A)
     add(registry, B)
     alias = add(registry, A)
     assert (alias.split, len(alias.versions), alias.revision) == (((1, 1.0),), 2, 3)
 
 
-def test_versions_share_a_name(registry: AdapterNames) -> None:
+def test_a_split_serves_several_versions_of_an_alias(registry: AdapterNames) -> None:
     add(registry, A)
     add(registry, B)
     alias = registry.split("m", "sql", {1: 95, 2: 5})
@@ -133,7 +133,7 @@ def test_invalid_splits_are_refused(registry: AdapterNames, weights: dict[int, f
     assert only(registry) == before
 
 
-def test_going_back_and_further_back(registry: AdapterNames) -> None:
+def test_repeated_rollbacks_restore_earlier_splits_in_turn(registry: AdapterNames) -> None:
     add(registry, A)
     add(registry, B)
     registry.split("m", "sql", {1: 1, 2: 3})
@@ -144,11 +144,11 @@ def test_going_back_and_further_back(registry: AdapterNames) -> None:
     with pytest.raises(TargetError, match="no former split"):
         registry.rollback("m", "sql")
     assert digests(add(registry, D)) == {"d": 1.0}
-    assert digests(registry.rollback("m", "sql")) == {"a": 1.0}, "what was gone back from is no past"
+    assert digests(registry.rollback("m", "sql")) == {"a": 1.0}, "a rolled back split is no rollback target"
     assert only(registry).revision == 9
 
 
-def test_a_name_is_removed(registry: AdapterNames) -> None:
+def test_a_removed_alias_is_unknown(registry: AdapterNames) -> None:
     add(registry, A)
     add(registry, B, name="law")
     registry.remove("m", "sql")
@@ -171,7 +171,7 @@ def test_unknown_names_are_refused(registry: AdapterNames) -> None:
             run()
 
 
-def test_models_do_not_share_names(registry: AdapterNames) -> None:
+def test_aliases_of_different_models_are_independent(registry: AdapterNames) -> None:
     add(registry, A)
     registry.put("other/m", "sql", candidates(b=1))
     registry.remove("m", "sql")
@@ -191,7 +191,7 @@ def test_only_digests_are_recorded(registry: AdapterNames, digest: str) -> None:
         add(registry, digest)
 
 
-def test_tenants_stay_until_others_are_given(registry: AdapterNames) -> None:
+def test_the_tenants_of_an_alias_are_kept_until_others_are_given(registry: AdapterNames) -> None:
     assert add(registry, A, tenants=["b", "a", "b"]).tenants == ("a", "b")
     assert add(registry, B).tenants == ("a", "b")
     alias = add(registry, B, tenants=[])
@@ -223,7 +223,7 @@ def test_a_restart_does_not_undo_later_changes(registry: AdapterNames) -> None:
     assert digests(registry.put("m", "sql", candidates(d=1), origin=DOCUMENT)) == {"d": 1.0}
 
 
-def test_tenants_of_the_document_count_though_its_content_is_the_same(registry: AdapterNames) -> None:
+def test_a_declaration_changes_tenants_of_the_same_content(registry: AdapterNames) -> None:
     add(registry, A)
     registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
     assert registry.declared() == {("m", "sql")}, "it was added by command before"
@@ -232,14 +232,14 @@ def test_tenants_of_the_document_count_though_its_content_is_the_same(registry: 
     assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",))
 
 
-def test_tenants_that_were_given_since_outlast_a_restart(registry: AdapterNames) -> None:
+def test_tenants_given_over_the_api_survive_a_restart(registry: AdapterNames) -> None:
     for declared in ([], ["law"]):
         registry.put("m", "sql", candidates(a=1), tenants=declared, origin=DOCUMENT)
         added = registry.put("m", "sql", candidates(a=1), tenants=["acme"])
         assert registry.put("m", "sql", candidates(a=1), tenants=declared, origin=DOCUMENT) == added
         assert added.tenants == ("acme",)
     alias = registry.put("m", "sql", candidates(b=1), tenants=["law"], origin=DOCUMENT)
-    assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",)), "of tenants it says what it said"
+    assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",)), "the tenants are unchanged"
 
 
 def test_the_same_content_twice_is_one_version(registry: AdapterNames) -> None:
@@ -251,7 +251,7 @@ def test_the_same_content_twice_is_one_version(registry: AdapterNames) -> None:
         registry.put("m", "law", [])
 
 
-def test_digests_that_no_version_has(registry: AdapterNames, clock: Clock) -> None:
+def test_digests_of_no_alias_are_unused_after_a_time(registry: AdapterNames, clock: Clock) -> None:
     add(registry, A)
     add(registry, B)
     add(registry, A, name="law")
@@ -268,7 +268,7 @@ def test_digests_that_no_version_has(registry: AdapterNames, clock: Clock) -> No
     assert registry.unused_digests(stored, 60) == {C}
 
 
-def test_a_name_keeps_so_many_versions_and_those_that_it_serves(registry: AdapterNames, clock: Clock) -> None:
+def test_an_alias_keeps_recent_and_all_served_versions(registry: AdapterNames, clock: Clock) -> None:
     many = [f"{i:064x}" for i in range(KEPT_VERSIONS + 3)]
     add(registry, many[0])
     add(registry, many[1])
@@ -304,7 +304,9 @@ CHANGES = st.lists(
 @pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHANGES)
-def test_a_name_always_has_its_versions(registry: AdapterNames, changes: list[tuple[str, object]]) -> None:
+def test_an_alias_has_the_versions_it_serves(
+    registry: AdapterNames, changes: list[tuple[str, object]]
+) -> None:
     for alias in registry.catalog(0, 0).aliases:
         registry.remove(alias.model, alias.name)
     past: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""Each way to be a bad adapter has its code and a message that names the cause, and leaves nothing behind."""
+"""Each kind of invalid adapter has its code and a message with the cause, and leaves no files."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ BAD: list[tuple[str, Make, str, str]] = [
      "does not lie where"),
     ("an unknown type", headed(lambda h: h[FIRST].update(dtype="F128")), "not_an_adapter", "'F128'"),
     ("metadata of numbers", headed(lambda h: h.update(__metadata__={"a": 1})), "not_an_adapter", "header"),
-    # what it comes in
+    # the archive
     ("pickle only", only({CONFIG: files()[CONFIG], "adapter_model.bin": b"\x80"}), "pickle",
      "the weights are a pickle, which can run code (adapter_model.bin)"),
     ("pickle only in a zip", packed("a.zip", zipped({CONFIG: files()[CONFIG], "adapter_model.pt": b"x"})),
@@ -283,7 +283,7 @@ BAD: list[tuple[str, Make, str, str]] = [
     ("a link in a tar", packed("a.tgz", tarred(files(), [member("x", tarfile.SYMTYPE, "/")])), "path", "'x'"),
     ("a hard link in a tar", packed("a.tgz", tarred({}, [member(WEIGHTS, tarfile.LNKTYPE, "x")])), "path",
      "is no regular file"),
-    ("a device in a tar", packed("a.tar", tarred(files(), [member("d", tarfile.CHRTYPE)], squeeze=False)),
+    ("a device in a tar", packed("a.tar", tarred(files(), [member("d", tarfile.CHRTYPE)], compressed=False)),
      "path", "'d'"),
     ("a link in a zip", linked_in_zip, "path", "adapter_model.safetensors"),
     ("a bomb", bomb(lying=False), "too_large", "more than 2000000 bytes in it"),
@@ -298,7 +298,7 @@ BAD: list[tuple[str, Make, str, str]] = [
      packed("a.tgz", tarred({}, [commented("x" * 60_000, str(i)) for i in range(180)])), "archive",
      "more than is read"),
     ("a sparse file in a tar", packed("a.tar", tarred(files(), [member("x", tarfile.GNUTYPE_SPARSE)],
-                                                      squeeze=False)), "path", "'x'"),
+                                                      compressed=False)), "path", "'x'"),
     ("no name in a zip", packed("a.zip", zipped({"qx": b"", **files()}).replace(b"qx", b"\0x")), "path",
      "'\\x00x'"),
     ("a member twice", packed("a.tgz", tarred({f"./{CONFIG}": b"{}", **files()})), "archive", "twice"),
@@ -308,7 +308,7 @@ BAD: list[tuple[str, Make, str, str]] = [
      "not_an_adapter", "there is no adapter_config.json"),
     ("a broken gzip", packed("a.tgz", tarred(files())[:2] + b"\0" * 99), "archive", "cannot be read"),
     ("a gzip cut short", packed("a.tgz", tarred(files())[:600]), "truncated", "ends too early"),
-    ("a tar cut short", packed("a.tar", tarred(files(), squeeze=False)[:4000]), "truncated", "too early"),
+    ("a tar cut short", packed("a.tar", tarred(files(), compressed=False)[:4000]), "truncated", "too early"),
     ("a zip cut short", packed("a.zip", zipped(files())[:-40]), "archive", "cannot be read"),
     ("zip of another method", packed("a.zip", zipped(files(), zipfile.ZIP_LZMA)), "archive", "by deflate"),
 ]  # fmt: skip
@@ -327,7 +327,7 @@ def test_a_bad_adapter_is_refused(make: Make, code: str, message: str, tmp_path:
     assert {path.name for path in (tmp_path / "adapters").iterdir()} <= {".parts", ".lock"}
 
 
-def test_a_huge_list_of_members_is_not_read(tmp_path: Path) -> None:
+def test_the_directory_of_a_zip_with_too_many_members_is_not_read(tmp_path: Path) -> None:
     data = zipped({f"{i}{'x' * 9000}": b"" for i in range(500)})
     with pytest.raises(AdapterRefused, match="a header of 4524390 bytes") as caught:
         unpack(io.BytesIO(data), tmp_path, max_bytes=10 * len(data))

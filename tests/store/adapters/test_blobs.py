@@ -1,4 +1,4 @@
-"""Adapters by digest: whole or not there, for many processes, and not taken from who is about to use them."""
+"""Adapters by digest: complete or absent for all processes, and not deleted shortly before use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABSENT = "0" * 64
 
 
 class Clock:
-    """An instant that the test moves."""
+    """A clock that the test sets."""
 
     def __init__(self, root: Path) -> None:
         self.ahead = 0.0
@@ -60,7 +60,7 @@ def test_a_published_adapter_is_found_by_its_digest(blobs: Blobs, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", [ABSENT, "", "..", "../x", "a" * 63, "A" * 64, "a" * 64 + "\n"])
-def test_an_unknown_digest(name: str, blobs: Blobs) -> None:
+def test_an_unknown_or_invalid_digest_has_no_path(name: str, blobs: Blobs) -> None:
     assert blobs.path(name) is None
     with pytest.raises(KeyError):
         blobs.tar(name)
@@ -84,14 +84,14 @@ def test_an_incomplete_adapter_is_ignored_and_replaced(change: str, blobs: Blobs
     assert weights.read_bytes() == b"w"
 
 
-def test_a_directory_under_anothers_digest_is_not_there(blobs: Blobs, tmp_path: Path) -> None:
+def test_a_directory_under_another_digest_is_not_found(blobs: Blobs, tmp_path: Path) -> None:
     digest = stored(blobs)
     (tmp_path / "adapters" / digest).rename(tmp_path / "adapters" / ABSENT)
     assert blobs.path(ABSENT) is None
     assert blobs.path(digest) is None
 
 
-def test_only_what_is_sealed_as_its_digest_is_published(blobs: Blobs) -> None:
+def test_only_content_that_matches_its_digest_is_published(blobs: Blobs) -> None:
     with blobs.work() as work:
         part = work / "a"
         part.mkdir()
@@ -102,7 +102,7 @@ def test_only_what_is_sealed_as_its_digest_is_published(blobs: Blobs) -> None:
             blobs.publish(part, ABSENT)
 
 
-def test_publishing_again_changes_nothing_but_the_age(blobs: Blobs, clock: Clock, tmp_path: Path) -> None:
+def test_publishing_again_only_resets_the_age(blobs: Blobs, clock: Clock, tmp_path: Path) -> None:
     digest = stored(blobs)
     path = tmp_path / "adapters" / digest
     before = (path / WEIGHTS).stat().st_ino
@@ -113,7 +113,7 @@ def test_publishing_again_changes_nothing_but_the_age(blobs: Blobs, clock: Clock
     assert (path / WEIGHTS).stat().st_ino == before
 
 
-def test_threads_that_publish_the_same(blobs: Blobs) -> None:
+def test_several_threads_can_publish_the_same_content(blobs: Blobs) -> None:
     threads = [threading.Thread(target=stored, args=(blobs,)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -138,7 +138,9 @@ def test_a_recently_published_adapter_is_not_removed(blobs: Blobs, clock: Clock)
     ("limit", "digest", "code"),
     [(10, None, "too_large"), (1000, ABSENT, "changed"), (1000, None, "truncated")],
 )
-def test_refused_streams(limit: int, digest: str | None, code: str, blobs: Blobs, tmp_path: Path) -> None:
+def test_an_invalid_stream_is_refused_and_leaves_no_files(
+    limit: int, digest: str | None, code: str, blobs: Blobs, tmp_path: Path
+) -> None:
     had = stored(blobs, weights=b"w" * 100)
     node = Blobs(tmp_path / "node")
     stream = b"".join(blobs.tar(had))
@@ -168,7 +170,7 @@ def test_only_directories_of_killed_processes_are_deleted(tmp_path: Path) -> Non
     assert not work.exists()
 
 
-def test_downloads_stay_for_a_week(blobs: Blobs, clock: Clock, tmp_path: Path) -> None:
+def test_interrupted_downloads_are_kept_for_a_week(blobs: Blobs, clock: Clock, tmp_path: Path) -> None:
     def unreachable() -> None:
         with blobs.parts("s3://b/k") as parts:
             (parts / "half").write_text("x")
@@ -202,7 +204,7 @@ def test_refused_and_empty_downloads_are_not_kept(blobs: Blobs, content: str, co
     assert not parts.exists()
 
 
-def test_one_source_is_fetched_by_one_at_a_time(blobs: Blobs) -> None:
+def test_only_one_process_fetches_a_source_at_a_time(blobs: Blobs) -> None:
     order: list[str] = []
     entered, waiting = threading.Event(), threading.Event()
 

@@ -53,11 +53,11 @@ def refused(run: Callable[[], object]) -> AdapterRefused:
 
 
 @pytest.mark.parametrize("change", [CONFIG, WEIGHTS, "replace", "archive"])
-def test_a_source_that_changes_while_it_is_copied(change: str, tmp_path: Path) -> None:
+def test_a_directory_that_changes_during_the_copy_is_refused(change: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "a", files())
     other = write(tmp_path / "b", files()) / WEIGHTS
     archive = tmp_path / "a.tar"
-    archive.write_bytes(tarred(files(), squeeze=False))
+    archive.write_bytes(tarred(files(), compressed=False))
 
     def edit(_: Progress) -> None:
         if change == "archive":
@@ -73,7 +73,7 @@ def test_a_source_that_changes_while_it_is_copied(change: str, tmp_path: Path) -
     assert (error.code, "changed while it was copied" in str(error)) == ("changed", True)
 
 
-# The web.
+# HTTP.
 
 
 class Site:
@@ -132,7 +132,7 @@ def served(site: Site) -> Iterator[Site]:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *_: Any) -> None:
-            """A client that has enough goes away."""
+            """Ignore clients that disconnect."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -165,7 +165,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ],
     ids=["whole", "resumed", "not resumed", "busy", "redirected"],
 )
-def test_an_archive_of_the_web(
+def test_an_archive_over_http_is_fetched_with_retries_and_resumed(
     site: dict[str, Any], ranges: list[str | None], pauses: list[float], tmp_path: Path, direct: list[float]
 ) -> None:
     reports: list[Progress] = []
@@ -177,7 +177,7 @@ def test_an_archive_of_the_web(
 
 
 class Clock:
-    """Each look at it is so many seconds later than the one before."""
+    """Each call returns so many seconds more than the one before."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
@@ -189,7 +189,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("slow", [True, False], ids=["sends too little", "breaks off after a few bytes"])
-def test_a_server_is_given_up(slow: bool, tmp_path: Path) -> None:
+def test_a_server_that_sends_too_slowly_is_given_up(slow: bool, tmp_path: Path) -> None:
     clock = Clock(2 * from_web.PACE_S if slow else 0.0)
 
     def pause(seconds: float) -> None:
@@ -203,7 +203,7 @@ def test_a_server_is_given_up(slow: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_download_goes_on_in_another_process(tmp_path: Path, blobs: Blobs) -> None:
+def test_a_download_is_resumed_by_another_process(tmp_path: Path, blobs: Blobs) -> None:
     with served(Site()) as site:
         site.breaks = [1000, 1, 1, 1, 0, 0, 0, 0]
         error = refused(lambda: import_adapter(blobs, site.url, TERMS, lambda _: None))
@@ -221,7 +221,7 @@ def test_a_download_goes_on_in_another_process(tmp_path: Path, blobs: Blobs) -> 
     [(ARCHIVE, '"v1"', f"bytes={len(ARCHIVE)}-"), (b"x" * 100, '"v0"', "bytes=100-")],
     ids=["complete", "of another archive"],
 )
-def test_a_partial_download_of_an_earlier_process(part: bytes, etag: str, asked: str, tmp_path: Path) -> None:
+def test_a_partial_download_is_resumed_later(part: bytes, etag: str, asked: str, tmp_path: Path) -> None:
     with served(Site()) as site:
         given = job(tmp_path, site.url)
         (given.parts / "archive.part").write_bytes(part)
@@ -231,7 +231,9 @@ def test_a_partial_download_of_an_earlier_process(part: bytes, etag: str, asked:
 
 
 @pytest.mark.parametrize(("factor", "length", "kept"), [(1, True, 0), (3, False, LIMITS.max_bytes)])
-def test_an_archive_that_is_too_large(factor: int, length: bool, kept: int, tmp_path: Path) -> None:
+def test_an_archive_that_is_too_large_is_refused(
+    factor: int, length: bool, kept: int, tmp_path: Path
+) -> None:
     with served(Site(bytes(factor * LIMITS.max_bytes + 1))) as site:
         site.length = length
         error = refused(lambda: fetch(job(tmp_path, site.url)))
@@ -246,7 +248,7 @@ def test_an_archive_that_is_too_large(factor: int, length: bool, kept: int, tmp_
         *((429, 4, "answers 429"), (302, 6, "redirects")),
     ],
 )
-def test_a_server_that_refuses(status: int, tries: int, message: str, tmp_path: Path) -> None:
+def test_an_http_error_of_a_server_is_named(status: int, tries: int, message: str, tmp_path: Path) -> None:
     with served(Site()) as site:
         site.statuses, site.location = [status] * 9, site.url
         error = refused(lambda: fetch(job(tmp_path, site.url)))
@@ -275,7 +277,7 @@ def test_secrets_of_a_source_are_not_revealed(tmp_path: Path, blobs: Blobs) -> N
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The hub's client with its two functions replaced: what it has, and what it was asked."""
+    """The hub's client with its two functions replaced: its content, and the calls."""
     state: dict[str, Any] = {"files": {**files(), "README.md": b"x"}, "asked": [], "error": None}
 
     class Api:
@@ -303,7 +305,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_files_of_one_commit_come_from_the_hub(tmp_path: Path, hub: dict[str, Any]) -> None:
+def test_both_files_are_fetched_from_one_commit_of_the_hub(tmp_path: Path, hub: dict[str, Any]) -> None:
     (tmp_path / "token").write_text("hf_abc")
     given = job(tmp_path, "hf:org/name@v1.0")._replace(token_file=str(tmp_path / "token"))
     assert fetched(given) == files()
@@ -331,7 +333,7 @@ def test_listed_files_are_checked_before_they_are_fetched(
     assert refused(lambda: fetch(given._replace(source="memory://b/x"))).code == code
 
 
-def test_a_repository_or_a_token_file_that_is_not_there(tmp_path: Path, hub: dict[str, Any]) -> None:
+def test_a_missing_repository_or_token_file_is_refused(tmp_path: Path, hub: dict[str, Any]) -> None:
     (tmp_path / "token").write_text("hf_abc")
     answer = SimpleNamespace(status_code=401, headers={}, request=None)
     hub["error"] = RepositoryNotFoundError("hf_abc", response=answer)  # type: ignore[arg-type]
@@ -343,7 +345,7 @@ def test_a_repository_or_a_token_file_that_is_not_there(tmp_path: Path, hub: dic
     assert "cannot be read" in str(error)
 
 
-# Object stores, by one that is in memory.
+# Object stores, with one in memory.
 
 
 @pytest.fixture
@@ -353,13 +355,13 @@ def bucket() -> Iterator[Any]:
     system.rm("/", recursive=True)
 
 
-def test_a_prefix_of_an_object_store(tmp_path: Path, bucket: Any) -> None:
+def test_a_prefix_of_an_object_store_is_fetched(tmp_path: Path, bucket: Any) -> None:
     for name, data in {**files(), "README.md": b"x"}.items():
         bucket.pipe(f"/b/sql/{name}", data)
     assert fetched(job(tmp_path, "memory://b/sql")) == files()
 
 
-def test_an_archive_of_an_object_store_goes_on_where_it_was_broken_off(tmp_path: Path, bucket: Any) -> None:
+def test_an_interrupted_download_from_an_object_store_is_resumed(tmp_path: Path, bucket: Any) -> None:
     bucket.pipe("/b/a.zip", ARCHIVE)
     given = job(tmp_path, "memory://b/a.zip")
     (given.parts / "archive.part").write_bytes(b"\0" * 10 + ARCHIVE[10:1000])
@@ -378,7 +380,7 @@ def test_an_archive_of_an_object_store_goes_on_where_it_was_broken_off(tmp_path:
     assert 1000 in seen
 
 
-def test_an_object_that_changes_while_it_is_copied(tmp_path: Path, bucket: Any) -> None:
+def test_an_object_that_changes_during_the_download_is_refused(tmp_path: Path, bucket: Any) -> None:
     bucket.pipe("/b/a.zip", ARCHIVE)
     given = job(tmp_path, "memory://b/a.zip")
     again = given._replace(report=lambda _: bucket.pipe("/b/a.zip", ARCHIVE + b"x"))
@@ -397,7 +399,7 @@ def test_an_object_that_changes_while_it_is_copied(tmp_path: Path, bucket: Any) 
         ("zip://a::memory://b/a.zip", "not one inside another"),
     ],
 )
-def test_sources_that_cannot_be_fetched(source: str, message: str, tmp_path: Path) -> None:
+def test_an_unsupported_source_is_refused(source: str, message: str, tmp_path: Path) -> None:
     error = refused(lambda: fetch(job(tmp_path, source)))
     assert (error.code, message in str(error)) == ("source_unreachable", True), str(error)
 

@@ -1,4 +1,4 @@
-"""What is admitted, however it is written or packed, and what is kept of it."""
+"""Valid adapters in every form and archive format, and the stored files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def kept(blobs: Blobs, source: Path) -> dict[str, bytes]:
         {"peft_type": "lora", "unknown_key": {"a": 1}},
     ],
 )
-def test_configurations_that_are_served(configuration: dict[str, Any], tmp_path: Path) -> None:
+def test_valid_configurations_are_accepted(configuration: dict[str, Any], tmp_path: Path) -> None:
     assert validate(write(tmp_path, files(**configuration)), BASE, LIMITS).rank in (RANK, 8)
 
 
@@ -73,7 +73,7 @@ def test_the_facts_are_the_largest_rank_and_the_bytes_of_the_files(tmp_path: Pat
     assert validate(write(tmp_path, content), BASE, LIMITS) == AdapterFacts(rank=8, size=size)
 
 
-def test_numbers_of_sixteen_bits(tmp_path: Path) -> None:
+def test_bf16_weights_are_accepted_and_infinities_refused(tmp_path: Path) -> None:
     tensors = {name: array.astype(np.float16) for name, array in half_pairs().items()}
     header = header_of(tensors)
     for name, entry in header.items():
@@ -87,7 +87,7 @@ def test_numbers_of_sixteen_bits(tmp_path: Path) -> None:
         validate(write(tmp_path / "b", content), BASE, LIMITS)
 
 
-def test_the_largest_numbers_that_there_are(tmp_path: Path) -> None:
+def test_the_largest_finite_weights_are_accepted(tmp_path: Path) -> None:
     tensors = half_pairs()
     tensors[named(MODULES[0], "A")][:] = np.finfo(np.float32).max
     assert validate(write(tmp_path, {**files(), WEIGHTS: weights(tensors)}), BASE, LIMITS).rank == RANK
@@ -101,7 +101,7 @@ def test_without_a_base_its_modules_are_not_compared(tmp_path: Path) -> None:
     assert validate(write(tmp_path / "b", files()), packed, LIMITS).rank == RANK, "of unknown shapes"
 
 
-def test_a_checkpoint_with_other_prefixes() -> None:
+def test_a_checkpoint_with_other_prefixes_is_accepted() -> None:
     base = BaseModel({"model.language_model.layers.0.q": (4, 8), "model.visual.layers.0.q": (2, 6)})
     assert set(base.shapes("model.layers.0.q")) == {(4, 8), (2, 6)}
     assert base.shapes("model.visual.layers.0.q") == ((2, 6),)
@@ -123,7 +123,7 @@ def test_a_base_is_read_from_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"x"])
-def test_a_base_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+def test_a_base_model_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(AdapterRefused, match="the base model") as caught:
@@ -141,7 +141,7 @@ PACKED = {
     "zip with a folder": zipped(
         {"a/": b"", **boxed(files(), "a"), "__MACOSX/._a": b"x", "a/README.md": b"x"}
     ),
-    "tar": tarred(files(), squeeze=False),
+    "tar": tarred(files(), compressed=False),
     "tar.gz": tarred(files()),
     "tar of a folder": tarred(boxed(files(), "checkpoint-10")),
     "tar of .": tarred(boxed(files(), ".")),
@@ -151,7 +151,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("data", PACKED.values(), ids=PACKED)
-def test_archives(data: bytes, tmp_path: Path, blobs: Blobs) -> None:
+def test_every_archive_format_is_unpacked(data: bytes, tmp_path: Path, blobs: Blobs) -> None:
     (tmp_path / "any.name").write_bytes(data)
     assert kept(blobs, tmp_path / "any.name") == files()
 
@@ -163,13 +163,13 @@ def test_only_the_two_adapter_files_of_a_directory_are_kept(tmp_path: Path, blob
     assert kept(blobs, folder) == files()
 
 
-def test_a_directory_by_url_and_with_spaces(tmp_path: Path, blobs: Blobs) -> None:
+def test_a_directory_is_accepted_as_a_file_url_and_with_spaces(tmp_path: Path, blobs: Blobs) -> None:
     folder = write(tmp_path / "an adapter", files())
     by_url = import_adapter(blobs, f"file://{tmp_path}/an%20adapter", TERMS, lambda _: None)
     assert by_url.digest == import_adapter(blobs, str(folder), TERMS, lambda _: None).digest
 
 
-def test_equal_content_has_one_digest_wherever_it_came_from(tmp_path: Path, blobs: Blobs) -> None:
+def test_equal_content_of_any_source_has_the_same_digest(tmp_path: Path, blobs: Blobs) -> None:
     (tmp_path / "a.zip").write_bytes(zipped(files()))
     first = import_adapter(blobs, str(tmp_path / "a.zip"), TERMS, lambda _: None)
     second = import_adapter(blobs, str(write(tmp_path / "a", files())), TERMS, lambda _: None)
@@ -190,11 +190,11 @@ def test_a_stored_adapter_is_an_immutable_copy(tmp_path: Path, blobs: Blobs) -> 
 
 
 def test_progress_is_reported_in_whole_percents(tmp_path: Path, blobs: Blobs) -> None:
-    said: list[Progress] = []
-    import_adapter(blobs, str(write(tmp_path / "a", files())), ImportLimits(BASE, LIMITS), said.append)
-    steps = list(dict.fromkeys(each.step for each in said))
+    reports: list[Progress] = []
+    import_adapter(blobs, str(write(tmp_path / "a", files())), ImportLimits(BASE, LIMITS), reports.append)
+    steps = list(dict.fromkeys(each.step for each in reports))
     assert steps == ["fetch", "check", "store"]
     for step in ("fetch", "check"):
-        fractions = [each.fraction for each in said if each.step == step]
+        fractions = [each.fraction for each in reports if each.step == step]
         assert fractions == sorted(set(fractions)), "each whole percent once"
         assert fractions[-1] == 1.0

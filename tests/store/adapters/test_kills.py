@@ -1,4 +1,4 @@
-"""A process that changes adapters is killed at any moment: what is left is never between two states."""
+"""A process that changes adapters is killed at any moment: every change is atomic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ State = dict[str, float] | None
 
 
 class Site:
-    """A store, three adapters that are not in it yet, and what each step of a round does and leads to."""
+    """A store, three adapters to add, and the expected state after each step of a round."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -84,7 +84,7 @@ class Site:
                 say(f"d{number}\n")
 
     def state(self) -> State:
-        """What the name stands for, having looked at every file that is there."""
+        """The split of the alias, after a check of every file."""
         blobs = Blobs(self.blobs)
         assert all(blobs.path(digest) is not None for digest in blobs.digests())
         assert not list(self.blobs.glob(".work-*"))
@@ -106,7 +106,7 @@ class Site:
 
 
 def killed(work: Callable[[Callable[[str], object]], object], after_s: float) -> list[str]:
-    """What a process said that worked for so long after its first word."""
+    """The output of a process that was killed so many seconds after its first line."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -120,12 +120,12 @@ def killed(work: Callable[[Callable[[str], object]], object], after_s: float) ->
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status), "it works until it is killed"
-    with os.fdopen(reading) as said:
-        return said.read().split()
+    with os.fdopen(reading) as lines:
+        return lines.read().split()
 
 
 @pytest.mark.process
-def test_killed_while_the_database_is_made(tmp_path: Path) -> None:
+def test_a_kill_during_the_creation_of_the_database_leaves_it_usable(tmp_path: Path) -> None:
     def url(number: int) -> str:
         return f"sqlite:///{tmp_path / str(number)}.db"
 
@@ -150,16 +150,16 @@ def test_killed_while_the_database_is_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "times", [pytest.param(25, marks=pytest.mark.process), pytest.param(100, marks=pytest.mark.long)]
 )
-def test_killed_at_any_moment(tmp_path: Path, times: int) -> None:
+def test_a_kill_at_any_moment_leaves_the_state_before_or_after_a_step(tmp_path: Path, times: int) -> None:
     site = Site(tmp_path)
     chance = random.Random(7)  # noqa: S311
     between = set()
     for _ in range(times):
-        said = killed(site.work, chance.uniform(0.0, 0.25))
-        what, number = said[-1][0], int(said[-1][1:])
+        lines = killed(site.work, chance.uniform(0.0, 0.25))
+        what, number = lines[-1][0], int(lines[-1][1:])
         expected = [site.after[number]]
         if what == "b":
             expected.append(site.after[number - 1])
             between.add(number)
-        assert site.state() in expected, said[-3:]
+        assert site.state() in expected, lines[-3:]
     assert len(between) > 1, "it was killed within different steps"

@@ -1,4 +1,4 @@
-"""A local directory is used in place, or refused with what it lacks."""
+"""A local directory is used in place, or refused with the missing files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_digest_is_stable_and_sees_changes(model: Path) -> None:
+def test_the_digest_is_stable_and_changes_with_the_content(model: Path) -> None:
     first = prepare_directory(model).digest
     assert prepare_directory(model).digest == first
     config = model / "config.json"
@@ -35,7 +35,7 @@ def test_the_digest_is_stable_and_sees_changes(model: Path) -> None:
     ("missing", "message"),
     [("config.json", r"lacks config.json$"), ("model.safetensors", r"lacks \*.safetensors$")],
 )
-def test_what_is_missing_is_named(model: Path, missing: str, message: str) -> None:
+def test_a_missing_file_is_named(model: Path, missing: str, message: str) -> None:
     (model / missing).unlink()
     with pytest.raises(ModelUnavailable, match=message):
         prepare_directory(model)

@@ -48,7 +48,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, result: Path | Exception) -> dict[s
     return seen
 
 
-def test_a_snapshot_is_used_where_the_hub_keeps_it(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
+def test_a_snapshot_is_used_in_the_cache_of_the_hub(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
     seen = replace(monkeypatch, snapshot)
     prepared = prepare_hub("org/model", token_file=None, report=lambda _: None)
     assert (prepared.path, prepared.digest) == (snapshot, COMMIT)
@@ -66,9 +66,9 @@ def test_revision_and_token_are_used(monkeypatch: pytest.MonkeyPatch, snapshot: 
 
 def test_bytes_are_reported_in_whole_percents(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
     seen = replace(monkeypatch, snapshot)
-    said: list[Progress] = []
-    prepare_hub("org/model", token_file=None, report=said.append)
-    said.clear()
+    reports: list[Progress] = []
+    prepare_hub("org/model", token_file=None, report=reports.append)
+    reports.clear()
     disk = seen["tqdm_class"](desc="Reconstructing (incomplete total...)", total=0, unit="B")
     network = seen["tqdm_class"](desc="Downloading bytes", total=0, unit="B")
     disk.total = network.total = 1000
@@ -77,7 +77,7 @@ def test_bytes_are_reported_in_whole_percents(monkeypatch: pytest.MonkeyPatch, s
         disk.update(5)
     with seen["tqdm_class"](desc="Fetching 3 files", total=3) as bar:
         bar.update(1)
-    assert [each.fraction for each in said] == [percent / 100 for percent in range(51)]
+    assert [each.fraction for each in reports] == [percent / 100 for percent in range(51)]
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_errors_name_the_remedy(monkeypatch: pytest.MonkeyPatch, error: Exceptio
         prepare_hub("org/model", token_file=None, report=lambda _: None)
 
 
-def test_the_token_never_appears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_token_appears_in_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replace(monkeypatch, OSError("header Authorization: Bearer hf_abc"))
     (tmp_path / "token").write_text("hf_abc")
-    said: list[Progress] = []
+    reports: list[Progress] = []
     with pytest.raises(ModelUnavailable) as caught:
-        prepare_hub("org/model", token_file=str(tmp_path / "token"), report=said.append)
+        prepare_hub("org/model", token_file=str(tmp_path / "token"), report=reports.append)
     assert "Bearer ***" in str(caught.value)
-    assert not any("hf_abc" in each.message for each in said)
+    assert not any("hf_abc" in each.message for each in reports)
 
 
 @pytest.mark.parametrize("content", [None, " \n"])

@@ -1,4 +1,4 @@
-"""Models from packages: whole or not at all, once, and never other content than was prepared."""
+"""Models from packages: prepared once, complete or absent, and with verified content."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def files(path: Path) -> set[str]:
     return {each.name for each in path.iterdir()}
 
 
-def test_a_gguf_becomes_a_sealed_directory(cache: Path, converter: Converter, install: Install) -> None:
+def test_a_gguf_is_converted_to_a_directory(cache: Path, converter: Converter, install: Install) -> None:
     install("toy-model", "1.2", {"toy/weights.gguf": WEIGHTS})
-    said: list[Progress] = []
-    prepared = prepare(converter, into=said)
+    reports: list[Progress] = []
+    prepared = prepare(converter, into=reports)
     digest = hashlib.sha256(WEIGHTS).hexdigest()
     assert prepared.path == cache / f"toy-model-1.2-{digest[:12]}"
     assert (prepared.path / "model.safetensors").read_bytes() == WEIGHTS[::-1]
@@ -44,7 +44,7 @@ def test_a_gguf_becomes_a_sealed_directory(cache: Path, converter: Converter, in
     assert manifest.source_sha256 == digest
     assert prepared.digest == manifest.digest
     assert set(manifest.files) == {"config.json", "model.safetensors"}
-    assert [each.step for each in said] == ["fetch", "extract", "convert", "seal"]
+    assert [each.step for each in reports] == ["fetch", "extract", "convert", "seal"]
     assert files(cache) == {prepared.path.name, ".toy-model.lock"}
 
 
@@ -119,12 +119,14 @@ def test_a_failed_conversion_leaves_nothing(cache: Path, tmp_path: Path, install
 
 
 @pytest.mark.parametrize("spec", ["", "../evil", "a b", "name>=1", "name @ http://x", "-r"])
-def test_what_is_not_a_package_name_never_reaches_pip(cache: Path, converter: Converter, spec: str) -> None:
+def test_an_invalid_package_name_is_not_passed_to_pip(cache: Path, converter: Converter, spec: str) -> None:
     with pytest.raises(ModelUnavailable, match="is not package:NAME"):
         prepare(converter, spec)
 
 
-def test_an_unwritable_cache(tmp_path: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_reported(
+    tmp_path: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelUnavailable, match=r"cannot be prepared in .*/file/tidegate/models"):
@@ -188,7 +190,7 @@ def read_until(process: subprocess.Popen[str], word: str) -> None:
 def test_kills_leave_no_model(cache: Path, tmp_path: Path, converter: Converter, install: Install) -> None:
     site = install("toy-model", "1.2", {"toy/weights.gguf": WEIGHTS})
     (tmp_path / "stuck").mkdir()
-    # It ends when its parent does: standard input is closed.
+    # It ends with its parent: standard input is closed.
     stuck = Converter(tmp_path / "stuck", middle="sys.stdin.read(); sys.exit(1)")
     with spawn(stuck, site) as process:
         read_until(process, "convert")
@@ -199,7 +201,7 @@ def test_kills_leave_no_model(cache: Path, tmp_path: Path, converter: Converter,
 
 
 @pytest.mark.process
-def test_two_processes_do_the_work_once(cache: Path, tmp_path: Path, install: Install) -> None:
+def test_two_processes_convert_a_model_once(cache: Path, tmp_path: Path, install: Install) -> None:
     site = install("toy-model", "1.2", {"toy/weights.gguf": WEIGHTS})
     gate = tmp_path / "gate"
     os.mkfifo(gate)

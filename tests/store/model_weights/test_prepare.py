@@ -1,4 +1,4 @@
-"""Which source a text means, and what the command prints."""
+"""The source that a text selects, and the output of the command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_origin_of_a_source(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_of_a_source_selects_package_directory_or_hub(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def named(what: str) -> object:
         return lambda source, **_: Prepared(path=Path(what), digest=source)
 
@@ -46,7 +48,7 @@ def test_the_origin_of_a_source(model: Path, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("source", ["", "model", "a/b/c", "https://example.org/x", "org/../../etc"])
-def test_other_texts_are_refused(source: str) -> None:
+def test_a_text_that_is_no_source_is_refused(source: str) -> None:
     with pytest.raises(ModelUnavailable, match="is not package:NAME, a local directory or"):
         prepare(source, token_file=None, progress=lambda _: None)
 
@@ -58,7 +60,9 @@ def test_the_command_ends_with_path_and_digest(model: Path, capsys: pytest.Captu
     assert len(str(last["digest"])) == 64
 
 
-def test_the_applied_document(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_applied_document_is_used(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec = {"shapes": {"small": {"cpus": 1}}, "modes": {"multi-replica": {"shape": "small"}}}
     path = tmp_path / "deployment.json"
     path.write_text(json.dumps({"models": [{"name": "toy", "source": str(model), **spec}]}))
@@ -69,7 +73,9 @@ def test_the_applied_document(model: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("content", [None, "{"])
-def test_unreadable_document(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None) -> None:
+def test_an_unreadable_document_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
     path = tmp_path / "deployment.json"
     if content is not None:
         path.write_text(content)

@@ -95,7 +95,7 @@ def test_external_servers_cannot_be_calibrated() -> None:
 
 
 @pytest.mark.parametrize("controller", [FakeController(ready=0), FakeController(phase="switching")])
-def test_a_model_that_is_not_steady_is_not_calibrated(controller: FakeController) -> None:
+def test_a_model_that_is_not_steady_is_refused(controller: FakeController) -> None:
     with pytest.raises(PreconditionFailed, match="wait until it is steady"):
         found(controller)
 

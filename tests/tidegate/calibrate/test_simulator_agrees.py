@@ -1,4 +1,4 @@
-"""The simulated engine over HTTP and the twin: the same arrivals, the same latencies."""
+"""The simulated engine over HTTP and the simulator have the same latencies for the same arrivals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidegate.deployment_file import load
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 
-# Prompts of half a second, so that what the way to the engine takes is little beside it.
+# Prompts of half a second, so that the network time is small in comparison.
 WORKLOAD = """
 duration_s: 60
 mix:
@@ -54,12 +54,12 @@ def test_measured_latencies_agree_with_the_simulator(sim: Site, tmp_path: Path) 
     assert found.live == found.simulated > 30
     quantiles = found.quantiles
     compared = [quantiles[measure]["p50"] for measure in ("ttft", "itl", "e2e")]
-    # Of forty requests' gaps the ninetieth percentile is one of two neighbours, as it happens.
+    # With forty requests the 90th percentile of the gaps is one of two neighbouring values.
     compared += [quantiles[measure]["p90"] for measure in ("ttft", "e2e")]
     assert all(abs(pair.error) <= 0.05 for pair in compared), quantiles
 
 
-# A KV cache that prompts of two or three blocks fill, some of which begin alike.
+# A small KV cache, filled by prompts of two or three blocks, some with a common prefix.
 TIMED = profile("cpu-smollm2-135m")
 
 
@@ -77,7 +77,7 @@ def crowd(rate: float, seed: int) -> list[tuple[float, Job]]:
 
 
 def as_engine(jobs: list[tuple[float, Job]]) -> tuple[dict[int, tuple[float, float]], int]:
-    """First and last tokens of what the simulated engine does with its cache and scheduler; preemptions."""
+    """Times of first and last tokens in the simulated engine, and its preemptions."""
     limits = TIMED.limits(1)
     scheduler = Scheduler(TIMED.model, limits, PrefixCache(limits.kv_tokens))
     firsts: dict[int, float] = {}

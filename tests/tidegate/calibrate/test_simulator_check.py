@@ -1,4 +1,4 @@
-"""A recorded replay beside the twin's: what is read of it, and what is compared."""
+"""A recorded replay compared with the simulator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def one_replica() -> Deployment:
 
 
 def rows(requests: Requests) -> list[ReplayRow]:
-    """What a client would record of a fleet that is as the twin says."""
+    """The record of a client whose fleet behaves as the simulator."""
     return [
         ReplayRow(
             at=50.0 + float(requests.at[i]),

@@ -1,4 +1,4 @@
-"""``tidegate adapters`` against a deployment of simulated engines, and what it refuses by itself."""
+"""``tidegate adapters`` with a deployment of simulated engines, and its usage errors."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_local_source_becomes_absolute(run: Run, tmp_path: Path, monkeypatch: 
     assert done.output.endswith("sql on m serves v2 (bbbbbbbbbbbb).\n")
 
 
-def test_everybody_gives_access_to_all_tenants(run: Run) -> None:
+def test_the_option_everybody_gives_access_to_all_tenants(run: Run) -> None:
     controller = controller_of(adapter(tenants=("acme",)))
     assert run(controller, "add", "sql", "hf:a/b", "--everybody").exit_code == 0
     assert controller.add_adapter.call_args.args[0] == AddRequest(name="sql", source="hf:a/b", tenants=())
@@ -200,28 +200,28 @@ def ask(site: Site, model: str) -> str:
     return str(answer.json()["model"]) if answer.is_success else str(answer.status_code)
 
 
-def tell(site: Site, *words: str) -> Any:
+def run_json(site: Site, *words: str) -> Any:
     code, out, err = site.tidegate("adapters", *words, "--json")
     assert (code, err) == (0, "")
     return json.loads(out)
 
 
 @pytest.mark.process
-def test_life_cycle_of_adapters(sim: Site) -> None:
-    # The document's own comes by itself.
+def test_an_adapter_is_added_replaced_split_rolled_back_and_removed(sim: Site) -> None:
+    # The adapter of the document is added by the controller.
     until(lambda: ask(sim, "law").startswith("law@"), "the adapter of the document")
 
     code, out, err = sim.tidegate("adapters", "add", "sql", os.fspath(sim.folder / "sql"))
     assert (code, err) == (0, "")
     assert "sql on sim serves v1" in out
     first = until(lambda: (name := ask(sim, "sql")).startswith("sql@") and name, "the first version")
-    again = tell(sim, "add", "sql", os.fspath(sim.folder / "sql-2"))
+    again = run_json(sim, "add", "sql", os.fspath(sim.folder / "sql-2"))
     second = f"sql@{again['versions'][1]['digest'][:12]}"
     until(lambda: ask(sim, "sql") == second, "the second version")
     assert ask(sim, first) == first
 
     def used() -> bool:
-        (found,) = [each for each in tell(sim)["adapters"] if each["name"] == "sql"]
+        (found,) = [each for each in run_json(sim)["adapters"] if each["name"] == "sql"]
         return (
             all(each["loaded"] and each["last_used"] for each in found["versions"])
             and found["state"] == "ready"
@@ -233,15 +233,15 @@ def test_life_cycle_of_adapters(sim: Site) -> None:
     assert "ready" in out
     assert "requests/s" in out
 
-    assert tell(sim, "split", "sql", "v1=1", "v2=1")["split"] == [[1, 1.0], [2, 1.0]]
-    assert tell(sim, "rollback", "sql")["split"] == [[2, 1.0]]
+    assert run_json(sim, "split", "sql", "v1=1", "v2=1")["split"] == [[1, 1.0], [2, 1.0]]
+    assert run_json(sim, "rollback", "sql")["split"] == [[2, 1.0]]
     code, _, err = sim.tidegate("adapters", "split", "sql", "v9=1")
     assert (code, "v9" in err) == (5, True)
     bad = write(sim.folder / "bad", files(4, use_dora=True))
     code, _, err = sim.tidegate("adapters", "add", "bad", str(bad))
     assert (code, "use_dora" in err) == (5, True)
 
-    # A change of the document alone restarts nothing.
+    # A changed document alone restarts no replica.
     pids = [replica["pid"] for replica in sim.status()["fleet"]["replicas"]]
     document = json.loads(sim.file.read_text())
     document["models"][0]["adapters"]["sources"] = []
@@ -253,7 +253,7 @@ def test_life_cycle_of_adapters(sim: Site) -> None:
     until(lambda: ask(sim, "law") == "404", "the adapter that left the document")
     assert [replica["pid"] for replica in sim.status()["fleet"]["replicas"]] == pids
 
-    assert tell(sim, "remove", "sql") == {"model": "sim", "name": "sql"}
+    assert run_json(sim, "remove", "sql") == {"model": "sim", "name": "sql"}
     until(lambda: ask(sim, "sql") == "404", "the adapter that was removed")
     code, _, err = sim.tidegate("adapters", "remove", "sql")
     assert (code, "NAME: got 'sql'" in err) == (5, True)
@@ -264,27 +264,27 @@ def test_life_cycle_of_adapters(sim: Site) -> None:
 def test_a_new_replica_loads_its_adapters_before_the_first_request(sim: Site) -> None:
     names = [f"a{i}" for i in range(4)]
     for i, name in enumerate(names):
-        tell(sim, "add", name, os.fspath(write(sim.folder / name, files(10 + i))))
+        run_json(sim, "add", name, os.fspath(write(sim.folder / name, files(10 + i))))
     for name in names * 5:
         assert ask(sim, name).startswith(f"{name}@")
 
-    def homes(kind: str) -> set[str]:
-        versions = [version for each in tell(sim)["adapters"] for version in each["versions"]]
+    def replicas_with(kind: str) -> set[str]:
+        versions = [version for each in run_json(sim)["adapters"] for version in each["versions"]]
         return {replica for version in versions for replica in version[kind]}
 
-    (first,) = until(lambda: homes("planned"), "a plan")
+    (first,) = until(lambda: replicas_with("planned"), "a plan")
     code, _, err = sim.tidegate("scale", "sim", "2", "--wait")
     assert (code, err) == (0, "")
-    # One replica has twice its share now: some move, and are there though nobody asks any more.
-    (second,) = until(lambda: homes("planned") - {first}, "a plan for both")
-    until(lambda: second in homes("loaded"), "what was planned is loaded")
+    # One replica has twice its share: some adapters move, and are loaded without requests.
+    (second,) = until(lambda: replicas_with("planned") - {first}, "a plan for both")
+    until(lambda: second in replicas_with("loaded"), "what was planned is loaded")
 
 
 @pytest.mark.long
 @pytest.mark.process
-def test_a_removed_adapter_of_the_file_returns_only_with_the_next_start(sim: Site) -> None:
+def test_a_removed_adapter_of_the_deployment_file_returns_at_the_next_start(sim: Site) -> None:
     until(lambda: ask(sim, "law").startswith("law@"), "the adapter of the document")
-    tell(sim, "remove", "law")
+    run_json(sim, "remove", "law")
     until(lambda: ask(sim, "law") == "404", "the adapter that was removed")
 
     pid = sim.workers()["controller"]
@@ -295,9 +295,9 @@ def test_a_removed_adapter_of_the_file_returns_only_with_the_next_start(sim: Sit
         return (code, code == 0 and json.loads(out)["adapters"]) == (0, [])
 
     until(lambda: sim.workers()["controller"] not in (0, pid) and back(), "another controller")
-    # It has looked at what is declared once it has added what was asked for after that.
-    tell(sim, "add", "sql", os.fspath(sim.folder / "sql"))
-    assert [each["name"] for each in tell(sim)["adapters"]] == ["sql"]
+    # The declaration is processed before a later add.
+    run_json(sim, "add", "sql", os.fspath(sim.folder / "sql"))
+    assert [each["name"] for each in run_json(sim)["adapters"]] == ["sql"]
 
     assert sim.tidegate("down")[0] == 0
     sim.up(json.loads(sim.file.read_text()))

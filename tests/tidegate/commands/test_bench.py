@@ -53,7 +53,7 @@ def run_modes(site: Path, *words: str, trace: str = "load.yaml") -> Result:
     return run("modes", str(site / "deployment.yaml"), "--trace", str(site / trace), *words)
 
 
-def test_the_json_of_adapters() -> None:
+def test_bench_adapters_prints_json() -> None:
     result = run("adapters", *SMALL, "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
@@ -65,7 +65,7 @@ def test_the_json_of_adapters() -> None:
     assert "placement: 120 requests" in result.stderr
 
 
-def test_a_table_and_a_plot_of_adapters(tmp_path: Path) -> None:
+def test_bench_adapters_prints_a_table_and_writes_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "adapters.svg"
     result = run("adapters", *SMALL, "--plot", str(plot))
     assert result.exit_code == 0 and str(plot) in result.stdout.replace("\n", "")
@@ -74,7 +74,7 @@ def test_a_table_and_a_plot_of_adapters(tmp_path: Path) -> None:
     assert "<svg" in plot.read_text() and "serve multiplex" in plot.read_text()
 
 
-def test_the_json_of_modes(site: Path) -> None:
+def test_bench_modes_prints_json(site: Path) -> None:
     result = run_modes(site, "--seeds", "2", "--seed", "5", "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
@@ -91,7 +91,7 @@ def test_the_json_of_modes(site: Path) -> None:
     assert result.stderr.count(" simulated") == 3
 
 
-def test_a_table_a_summary_and_a_plot_of_modes(site: Path) -> None:
+def test_bench_modes_prints_a_table_and_a_summary_and_writes_a_plot(site: Path) -> None:
     plot = site / "modes.svg"
     result = run_modes(site, "--seeds", "1", "--plot", str(plot))
     assert result.exit_code == 0 and str(plot) in result.stdout.replace("\n", "")
@@ -100,7 +100,7 @@ def test_a_table_a_summary_and_a_plot_of_modes(site: Path) -> None:
     assert "<svg" in plot.read_text() and "load.yaml on deployment.yaml" in plot.read_text()
 
 
-def test_errors_of_modes(site: Path) -> None:
+def test_bench_modes_needs_requests_and_two_modes(site: Path) -> None:
     (site / "none.yaml").write_text("mix: [{trace: {path: t.csv, from_s: 5}}]")
     (site / "t.csv").write_text("request_id,timestamp,input_tokens,output_tokens\n1,0,1,1\n")
     error = run_modes(site, trace="none.yaml").exception
@@ -116,7 +116,7 @@ def test_the_shipped_crossover_workload_alternates_documents_and_chat() -> None:
     workload = read_workload(ROOT / "deployments" / "workloads" / "crossover.yaml")
     documents, chat = (source.generate for source in workload.spec.mix)
     assert documents is not None and chat is not None
-    # What comes by the minute, in the order in which one takes over from the other.
+    # The requests of each minute: documents, then chat.
     stretches = [
         "documents" if documents.arrivals.at(at) else "chat"
         for at in range(15, 10_800, 60)

@@ -121,7 +121,7 @@ def wants(count: int, now: int, rule: Guardrail | None = None, **over: Any) -> D
         (with_demand(ttft=None, itl=None), unchanged(), "SLO not measured yet"),
     ],
 )  # fmt: skip
-def test_the_verdict(seen: Situation, made: Decision, line: str) -> None:
+def test_the_verdict_names_slo_change_and_limit(seen: Situation, made: Decision, line: str) -> None:
     text = verdict(LoggedDecision(situation=seen, decision=made), NOW).plain
     assert text.startswith("sim  ")
     assert line in text
@@ -255,7 +255,7 @@ def review(measured: float) -> SwitchOutcome:
         ),
     ],
 )  # fmt: skip
-def test_the_outcome(
+def test_the_outcome_says_whether_the_decision_was_applied(
     made: Decision, seen: dict[str, Any], after: Aftermath | None, came: SwitchOutcome | None, outcome: str
 ) -> None:
     assert section("outcome", made, situation(**seen), after, came) == outcome
@@ -289,7 +289,7 @@ Run = Callable[..., Result]
 
 
 def stop(folder: Path, decisions: Sequence[Decision]) -> None:
-    """A state directory whose deployment made ``decisions`` and does not run any more."""
+    """The state directory of a stopped deployment that made ``decisions``."""
     state = StateDir(folder).ensure()
     models = [
         {
@@ -339,7 +339,7 @@ def test_without_a_controller_decisions_come_from_the_log(run: Run, tmp_path: Pa
     assert "\x1b" not in shown
 
 
-def test_without_a_log_either_it_fails(run: Run, tmp_path: Path) -> None:
+def test_explain_fails_without_a_controller_and_a_log(run: Run, tmp_path: Path) -> None:
     assert isinstance(run((), "sim").exception, Unreachable)
     assert isinstance(run(LOG, "nobody").exception, TargetError)
 
@@ -355,7 +355,9 @@ def test_without_a_log_either_it_fails(run: Run, tmp_path: Path) -> None:
         ((*LOG, unchanged(at=1400.0, model="other")), "", [1240.0, 1420.0, 1400.0]),
     ],
 )
-def test_shown_decisions(run: Run, log: Sequence[Decision], words: str, expected: list[float]) -> None:
+def test_the_last_change_or_the_requested_decisions_are_shown(
+    run: Run, log: Sequence[Decision], words: str, expected: list[float]
+) -> None:
     assert times(run(log, *words.split(), "--json")) == expected
 
 
@@ -393,7 +395,7 @@ def test_with_a_controller_its_goal_shows_the_outcome(run: Run, monkeypatch: pyt
         ("sim --at 1970-01-01T00:10:00+00:00", 1, "no decision on sim before 1970-01-01"),
     ],
 )
-def test_errors(run: Run, words: str, code: int, message: str) -> None:
+def test_invalid_options_and_instants_are_refused(run: Run, words: str, code: int, message: str) -> None:
     result = run(LOG, *words.split())
     assert result.exit_code == code
     assert message in result.output

@@ -1,4 +1,4 @@
-"""``keys new`` prints a key once, and a snippet that a document takes as it is."""
+"""``keys new`` prints a key once, and a snippet for the deployment file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_snippet_is_a_tenant_with_the_digest_of_the_key() -> None:
     assert out.count(key) == 1
 
 
-def test_json_for_scripts() -> None:
+def test_keys_new_prints_json() -> None:
     document = json.loads(run("new", "acme", "--json"))
     assert document["sha256"] == digest_of(document["key"].encode())
     assert document["name"] == "acme"

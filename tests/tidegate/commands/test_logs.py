@@ -1,4 +1,4 @@
-"""``tidegate logs``: which parts a word names, and how their lines are told apart."""
+"""``tidegate logs``: the processes that a word selects, and the prefixes of their lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def logs(state: Path, *words: str) -> Result:
     return CliRunner().invoke(group, ["--state-dir", str(state), "logs", *words])
 
 
-def test_a_prefix_names_every_part_that_begins_with_it(state: Path) -> None:
+def test_a_prefix_selects_the_logs_of_every_matching_process(state: Path) -> None:
     shown = logs(state, "replica", "-n", "1")
     assert shown.exit_code == 0
     assert shown.output == "replica-m-a    | last of replica-m-a\nreplica-m-b    | last of replica-m-b\n"
@@ -35,7 +35,7 @@ def test_lines_of_a_single_process_have_no_prefix(state: Path, word: str, part: 
 
 
 @pytest.mark.process
-def test_following_a_prefix_takes_up_parts_that_begin_later(site: Site) -> None:
+def test_following_a_prefix_includes_processes_that_start_later(site: Site) -> None:
     folder = site.state / "logs"
     folder.mkdir(parents=True)
     (folder / "replica-a.log").write_text("old\n")

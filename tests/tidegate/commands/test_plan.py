@@ -1,4 +1,4 @@
-"""``plan``: tables, JSON of one shape, and errors that name the option."""
+"""``plan``: tables, JSON, and errors that name the option."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(document: Path, *words: str) -> Result:
 
 
 @pytest.mark.slow
-def test_json_has_what_scripts_read(document: Path, tmp_path: Path) -> None:
+def test_the_json_has_the_documented_keys(document: Path, tmp_path: Path) -> None:
     trace = tmp_path / "azure.csv"
     trace.write_text(TRACE)
     result = run(document, "--trace", str(trace), *SMALL, "--json")
@@ -56,7 +56,7 @@ def test_json_has_what_scripts_read(document: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tables_have_a_basis_for_each_number(document: Path) -> None:
+def test_tables_show_the_basis_of_each_number(document: Path) -> None:
     more = "--price h100=2.5 --upstream-price 0.5,1.5 --growth-per-month 10% --module 2"
     result = run(document, *f"--rps 4 --input 500 --output 40 {more}".split(), *SMALL)
     assert result.exit_code == 0, result.output

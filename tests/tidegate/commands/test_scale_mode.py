@@ -78,7 +78,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         ("mode sim auto", ("sim", None, None), "The scaling policy decides on sim."),
     ],
 )
-def test_an_override_and_its_end(run: Run, words: str, request_: tuple[Any, ...], message: str) -> None:
+def test_the_end_of_an_override_is_shown(
+    run: Run, words: str, request_: tuple[Any, ...], message: str
+) -> None:
     controller = Controller()
     result = run(controller, *words.split())
     assert result.exit_code == 0, result.output
@@ -89,7 +91,9 @@ def test_an_override_and_its_end(run: Run, words: str, request_: tuple[Any, ...]
 
 
 @pytest.mark.parametrize(("command", "other"), [("scale", "mode"), ("mode", "scale")])
-def test_remaining_overrides(run: Run, monkeypatch: pytest.MonkeyPatch, command: str, other: str) -> None:
+def test_remaining_overrides_are_shown(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: str, other: str
+) -> None:
     controller = Controller()
     remaining = status(override=Override(mode="multi-replica", count=1))
     monkeypatch.setattr(controller, command, lambda *wanted: remaining)
@@ -119,7 +123,7 @@ def test_a_change_that_was_rolled_back_fails(run: Run) -> None:
         *("scale sim auto --for 30m", "mode sim auto --for 30m"),
     ],
 )
-def test_usage_errors(run: Run, words: str) -> None:
+def test_invalid_counts_and_durations_are_usage_errors(run: Run, words: str) -> None:
     controller = Controller()
     assert run(controller, *words.split()).exit_code == 2
     assert controller.requests == []

@@ -1,4 +1,4 @@
-"""``simulate``: a table, JSON of one shape, a report and a log, and errors that name what is wrong."""
+"""``simulate``: a table, JSON, a report and a log, and errors that name the cause."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def refused(site: Path, *words: str, trace: str = "load.yaml", document: str = "
 
 
 @pytest.mark.slow
-def test_json_has_exactly_what_scripts_read_and_the_same_each_time(site: Path) -> None:
+def test_the_json_has_exactly_the_documented_keys_and_is_deterministic(site: Path) -> None:
     words = ("--compare", "predictive,static", "--seed", "3", "--json", "--no-oracle")
     result = run(site, *words)
     assert result.exit_code == 0, result.output
@@ -80,7 +80,7 @@ def test_json_has_exactly_what_scripts_read_and_the_same_each_time(site: Path) -
 
 
 @pytest.mark.slow
-def test_the_bounds_are_below_what_a_policy_takes(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lower_bounds_are_below_the_cost_of_a_policy(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_capacity, "REQUESTS", 200)
     monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
     result = run(site, "--json")
@@ -91,7 +91,7 @@ def test_the_bounds_are_below_what_a_policy_takes(site: Path, monkeypatch: pytes
     assert "what a replica of multi-replica attains" in result.stderr
 
 
-def test_a_table_a_report_and_a_log(site: Path) -> None:
+def test_simulate_prints_a_table_and_writes_a_report_and_a_log(site: Path) -> None:
     files = ("--report", str(site / "r.html"), "--log", str(site / "d.jsonl"))
     result = run(site, *files, "--rate", "3", "--no-oracle")
     assert result.exit_code == 0, result.output
@@ -111,7 +111,7 @@ def test_a_table_a_report_and_a_log(site: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("--report",), ("--log",), ("--json", "--report"), ("--json", "--log")])
-def test_the_result_is_printed_although_a_file_cannot_be_written(site: Path, words: tuple[str, ...]) -> None:
+def test_the_result_is_printed_if_a_file_cannot_be_written(site: Path, words: tuple[str, ...]) -> None:
     result = run(site, "--no-oracle", "--rate", "3", *words, "/dev/full")
     assert result.exit_code == Exit.FAILED and not isinstance(result.exception, OSError)
     assert "/dev/full: No space left on device" in result.stderr
@@ -206,7 +206,7 @@ def test_invalid_policies_and_slices_are_refused(site: Path, words: tuple[str, .
     assert expected in refused(site, *words)
 
 
-def test_files_are_refused_with_the_place_in_them(site: Path) -> None:
+def test_errors_in_files_name_the_line_or_key(site: Path) -> None:
     os.mkfifo(site / "pipe")
     assert "read several times" in refused(site, trace="pipe")
     (site / "world.yaml").write_text("cold_s: -1\n")
@@ -230,6 +230,6 @@ def test_files_are_refused_with_the_place_in_them(site: Path) -> None:
         ("--world /nowhere.yaml", "does not exist"),
     ],
 )
-def test_options_say_their_range(site: Path, words: str, expected: str) -> None:
+def test_an_option_out_of_range_names_the_range(site: Path, words: str, expected: str) -> None:
     result = run(site, *words.split())
     assert result.exit_code == 2 and words.split(maxsplit=1)[0] in result.stderr and expected in result.stderr

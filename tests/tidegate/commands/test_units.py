@@ -35,7 +35,7 @@ def at(text: str) -> float:
         ("1h30", 0),
     ],
 )
-def test_duration(text: str, seconds: float) -> None:
+def test_a_duration_is_parsed_to_seconds_or_zero(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
@@ -85,7 +85,7 @@ def test_invalid_and_future_instants(text: str) -> None:
         instant(text, at(NOW))
 
 
-def test_an_instant_of_another_day_has_its_date() -> None:
+def test_an_instant_of_another_day_is_shown_with_its_date() -> None:
     assert clock(at("2026-07-10T12:03:20"), at(NOW)) == "12:03:20"
     assert clock(at("2026-07-09T12:03:20"), at(NOW)) == "2026-07-09 12:03:20"
 

@@ -1,4 +1,4 @@
-"""Prompts have the wanted tokens, and in common what the trace has in common."""
+"""Prompts have the token counts and the common prefixes of the trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_prompt_has_the_tokens_of_the_trace(tokens: int, blocks: int, number: 
     assert len(tokenize(PROMPTS.text(asked, number))) == tokens
 
 
-def test_prompts_share_their_common_blocks_and_nothing_more() -> None:
+def test_prompts_share_exactly_their_common_blocks() -> None:
     one, other = PROMPTS.text(arrival(2000, 7, 8), 1).split(), PROMPTS.text(arrival(1800, 7, 8), 2).split()
     common = 2 * BLOCK_TOKENS
     assert one[:common] == other[:common]
@@ -34,7 +34,7 @@ def test_prompts_share_their_common_blocks_and_nothing_more() -> None:
     assert fork[BLOCK_TOKENS : BLOCK_TOKENS + 10] != one[BLOCK_TOKENS : BLOCK_TOKENS + 10]
 
 
-def test_the_last_block_may_be_a_part_of_one() -> None:
+def test_the_last_block_may_be_partial() -> None:
     short, long = PROMPTS.text(arrival(700, 7, 8), 1), PROMPTS.text(arrival(1024, 7, 8), 2)
     assert long.startswith(short)
 

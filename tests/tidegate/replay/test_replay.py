@@ -34,7 +34,7 @@ def trace(folder: Path, *instants: float) -> Path:
     return path
 
 
-def test_a_table_and_a_record(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_replay_prints_a_table_and_writes_a_record(endpoint: Endpoint, tmp_path: Path) -> None:
     path = trace(tmp_path, 0.0, 0.01, 0.02)
     result = run(path, "--url", endpoint.url, "--record", tmp_path / "rows.jsonl", "--seed", "3")
     assert result.exit_code == 0, result.output
@@ -44,7 +44,7 @@ def test_a_table_and_a_record(endpoint: Endpoint, tmp_path: Path) -> None:
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3
 
 
-def test_json_has_what_scripts_read(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_the_json_has_the_documented_keys(endpoint: Endpoint, tmp_path: Path) -> None:
     result = run(trace(tmp_path, 0.0, 0.01), "--url", endpoint.url, "--json")
     document = json.loads(result.stdout)
     assert list(document) == [
@@ -61,7 +61,7 @@ def test_json_has_what_scripts_read(endpoint: Endpoint, tmp_path: Path) -> None:
     assert list(document["ttft_s"]) == ["mean", "p50", "p90", "p95", "p99", "max"]
 
 
-def test_a_part_of_the_trace_at_another_rate(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_a_part_of_the_trace_can_be_replayed_at_another_rate(endpoint: Endpoint, tmp_path: Path) -> None:
     path = trace(tmp_path, 0.0, 10.0, 10.02, 10.04, 20.0)
     rows = tmp_path / "rows.jsonl"
     result = run(
@@ -127,7 +127,7 @@ def test_ctrl_c_ends_a_replay_with_the_results_so_far(endpoint: Endpoint, tmp_pa
         (("--capture", "P"), "P.part: the file exists already"),
     ],
 )
-def test_a_refusal_names_what_is_wrong(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+def test_an_error_names_the_option_or_line(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     path = trace(tmp_path, 0.0)
     (tmp_path / "P.part").touch()
     names = {"T": path, "P": tmp_path / "P"}
@@ -137,7 +137,7 @@ def test_a_refusal_names_what_is_wrong(tmp_path: Path, words: tuple[str, ...], m
 
 
 class Admin(http.server.BaseHTTPRequestHandler):
-    """A gateway's admin port that tells ``lines`` and ends the capture."""
+    """A gateway's admin port that sends ``lines`` and ends the capture."""
 
     protocol_version = "HTTP/1.0"
     lines: ClassVar[str] = ""
@@ -166,7 +166,7 @@ def admin() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_capture_is_a_trace(admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_is_written_as_a_trace(admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late, early = (json.dumps({"at": at, "input_tokens": 5, "output_tokens": 2}) for at in (9.0, 4.0))
     monkeypatch.setattr(Admin, "lines", f'{HEADER}{late}\n{early}\n{{"lost":3}}\n')
     path = tmp_path / "own.jsonl"

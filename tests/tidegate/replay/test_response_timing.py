@@ -1,4 +1,4 @@
-"""What a stream says is read from any pieces of it."""
+"""Timings of a stream are read from chunks of any size."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def document(timeout_s: float) -> dict[str, Any]:
 
 
 class Controller:
-    """Takes documents; its answer to the first one waits."""
+    """Accepts documents; its first answer is delayed."""
 
     def __init__(self) -> None:
         self.applied: list[object] = []
@@ -55,7 +55,7 @@ async def test_concurrent_applies_are_serialized(tmp_path: Path, monkeypatch: py
     one = asyncio.create_task(supervisor.apply(first))
     await asyncio.to_thread(controller.asked.wait, 10)
     other = asyncio.create_task(supervisor.apply(second))
-    # As long as it takes a second one that does not wait for the first to overtake it.
+    # Long enough for an unserialized second apply to overtake the first.
     await asyncio.wait({other}, timeout=0.1)
     controller.answer.set()
     await asyncio.gather(one, other)

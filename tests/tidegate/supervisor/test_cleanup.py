@@ -28,7 +28,7 @@ JOINED = {"address": "10.0.0.1:6379", "controller": "10.0.0.1:7070"}
 
 @dataclass
 class Site:
-    """A state directory whose supervisor died, and a stand-in for the tool that cleans a cluster."""
+    """A state directory of a killed supervisor, and a fake of the cluster cleanup tool."""
 
     state: StateDir
     child: subprocess.Popen[bytes]
@@ -77,12 +77,12 @@ def test_down_cleans_a_joined_cluster_and_clears_the_record(site: Site) -> None:
     assert site.child.wait(5) != 0
     assert not site.state.targets_path.exists()
     assert not (site.state.root / "hosts.json").exists()
-    # Everything has ended: a second `down` has nothing to ask of the cluster.
+    # Everything has ended: a second `down` does not contact the cluster.
     assert site.down().output == "Nothing is running.\n"
     assert site.calls.read_text() == "stop"
 
 
-def test_a_failed_cluster_cleanup_can_be_repeated(site: Site) -> None:
+def test_a_failed_cleanup_of_the_cluster_can_be_repeated(site: Site) -> None:
     site.left(SIM, JOINED, "gateway-0")
     site.exit_code = 1
     done = site.down()

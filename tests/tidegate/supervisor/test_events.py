@@ -1,11 +1,11 @@
-"""Events that listeners follow, from the beginning or from a stop on."""
+"""Events for subscribers, from the beginning or from a stop on."""
 
 from __future__ import annotations
 
 from tidegate.supervisor.events import Event, Progress
 
 
-async def test_a_late_follower_gets_all_events() -> None:
+async def test_a_late_subscriber_gets_all_events() -> None:
     echoed: list[Event] = []
     progress = Progress(echoed.append)
     progress.step("model", "half", 0.5)

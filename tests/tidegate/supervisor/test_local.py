@@ -44,7 +44,7 @@ def ready(site: Site) -> list[dict[str, Any]]:
     return [replica for replica in site.status()["fleet"]["replicas"] if replica["state"] == "ready"]
 
 
-def test_scale_and_mode(sim: Site) -> None:
+def test_scale_and_mode_change_the_running_replicas(sim: Site) -> None:
     (model,) = sim.status()["models"]
     assert (model["mode"], model["target"], model["ready"]) == ("multi-replica", 1, 1)
     code, out, _ = sim.tidegate("scale", "sim", "2", "--wait", "--json")
@@ -60,7 +60,7 @@ def test_scale_and_mode(sim: Site) -> None:
 
 
 def test_an_override_ends_after_its_duration_and_is_explained(sim: Site) -> None:
-    # Its answer has the override: the command after it may come too late.
+    # The response has the override: a later command may run after its end.
     code, out, _ = sim.tidegate("scale", "sim", "2", "--for", "3s", "--json")
     model = json.loads(out)
     assert (code, model["target"], model["override"]["count"]) == (0, 2, 2)
@@ -110,7 +110,7 @@ def test_start_timeout_reports_the_reason_and_stops_all_processes(site: Site) ->
 
 
 @pytest.mark.long
-def test_an_orderly_stop_forgets_targets_and_a_crash_keeps_them(site: Site) -> None:
+def test_an_orderly_stop_drops_overrides_and_a_crash_keeps_them(site: Site) -> None:
     elastic = document(site, least=0)
     site.up(elastic)
     assert site.tidegate("scale", "sim", "0", "--wait")[0] == 0

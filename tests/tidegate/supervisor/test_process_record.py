@@ -37,7 +37,7 @@ def test_a_process_with_a_recycled_pid_is_not_ended(tmp_path: Path, processes: P
     assert processes[0].poll() is None
 
 
-def test_a_snapshot_records_descendants_and_forgets_the_dead(tmp_path: Path, processes: Pair) -> None:
+def test_a_snapshot_records_descendants_and_drops_ended_processes(tmp_path: Path, processes: Pair) -> None:
     state = StateDir(tmp_path)
     record = ProcessRecord(state)
     first, second = processes

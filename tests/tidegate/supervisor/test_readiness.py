@@ -20,7 +20,7 @@ def deployment(**more: object):  # type: ignore[no-untyped-def]
     return parse({"models": [{**spec, **more}]})
 
 
-def test_which_ports_a_deployment_listens_on() -> None:
+def test_the_ports_of_a_deployment_are_known_before_the_start() -> None:
     local = deployment()
     assert set(preflight.internal_ports(local, ray=False)) == {"cluster.controller"}
     on_ray = {"cluster.controller", "cluster.gcs_port", "cluster.dashboard_port"}
@@ -69,7 +69,7 @@ def test_readiness_follows_the_controllers_targets() -> None:
     assert readiness.waiting_for(elastic, fleet(target=1)) == ["m: no replica yet"]
     assert readiness.waiting_for(elastic, fleet(target=0)) == []
     assert readiness.idle(elastic, fleet(target=0)) == {"m"}
-    # A controller that has not said what it wants may want anything.
+    # The target of a controller that has not reported is unknown.
     assert readiness.waiting_for(elastic, Fleet(epoch=0.0, version=0, at=0.0)) == ["m: no replica yet"]
 
 

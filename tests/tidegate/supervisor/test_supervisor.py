@@ -1,4 +1,4 @@
-"""The life of a deployment through the command line: real processes, external servers."""
+"""The lifecycle of a deployment through the command line: real processes, external servers."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_killed_supervisor_leaves_no_worker(site: Site, command: str) -> None:
 
 
 @process
-def test_processes_that_outlive_their_supervisor_are_ended_by_record(site: Site) -> None:
+def test_down_ends_recorded_processes_of_a_killed_supervisor(site: Site) -> None:
     site.tidegate("up", str(site.file))
     workers = site.workers()
     # Stopped processes do not act on the signal of their supervisor's death.
@@ -224,7 +224,7 @@ def test_a_signal_ends_the_foreground_run_in_order(site: Site, number: signal.Si
         *(("scale m many", 2), ("mode m enormous", 2), ("up /nowhere.yaml", 2)),
     ],
 )
-def test_exit_codes_without_a_deployment(tmp_path: Path, command: str, code: int) -> None:
+def test_commands_without_a_deployment_have_their_exit_codes(tmp_path: Path, command: str, code: int) -> None:
     result = CliRunner().invoke(group, ["--state-dir", str(tmp_path), *command.split()])
     failure = result.exception
     assert (exit_of(failure) if isinstance(failure, Exception) else result.exit_code) == code

@@ -47,7 +47,7 @@ def test_keys_are_valid_until_the_deployment_file_revokes_them(tenants: Site) ->
     (change,) = json.loads(out)["changes"]
     assert (change["path"], change["effect"]) == ("tenants[web].keys_sha256", "live")
     assert change["after"] == [f"{made['sha256'][:8]}..."]
-    # Two workers share the port: each must have read it.
+    # Two workers share the port: both must have applied it.
     until(lambda: [ask(tenants, KEYS[0])[0] for _ in range(8)] == [401] * 8, "the old key is revoked")
     assert ask(tenants, made["key"])[0] == 200
     assert ask(tenants, KEYS[1])[0] == 200

@@ -140,9 +140,9 @@ async def test_requests_that_waited_for_a_load_use_it_first() -> None:
         there.clock.now += 10 * PATIENCE_S
         await first.stop()
         for letter in "bcd":
-            mine = [user for user in late if user.letter == letter]
-            await until(lambda: all(user.in_use for user in mine))  # noqa: B023
-            for user in mine:
+            users = [user for user in late if user.letter == letter]
+            await until(lambda: all(user.in_use for user in users))  # noqa: B023
+            for user in users:
                 await user.stop()
         assert there.engine.log == ["+a", "-a", "+b", "-b", "+c", "-c", "+d"]
 
@@ -310,12 +310,12 @@ async def test_slots_follow_evictions_by_the_engine() -> None:
         used = there.use("a")
         await there.used("b")
         await until(lambda: used.in_use)
-        there.engine.there[:] = ["stranger@x"]
+        there.engine.there[:] = ["unknown@x"]
         there.clock.now += loader.CHECK_S
         there.adapters.hold(())
         await until(lambda: there.engine.there == [served("a")])
         # An adapter in use is loaded again at once, an idle one when it is requested.
-        assert there.engine.log[2] == "-s"
+        assert there.engine.log[2] == "-u"
         assert sorted(there.engine.log[3:]) == ["+a", "-b"]
         await there.used("b")
         assert there.engine.log[-1] == "+b"

@@ -1,4 +1,4 @@
-"""The benchmark of adapters: deterministic, whole, and what is claimed of it."""
+"""The adapter benchmark: deterministic, complete, and its published claims."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from sim.benchmarks.adapters.benchmark import NAMES, Fleet, Traffic, arrivals, c
 SMALL = Traffic(adapters=40, exponent=1.0, rate=60.0, requests=260, together=1.5, seed=3)
 
 
-def test_one_seed_is_one_outcome() -> None:
+def test_the_same_seed_gives_the_same_result() -> None:
     assert compare(SMALL, Fleet(2, 4)) == compare(SMALL, Fleet(2, 4))
     three, four = compare_seeds(SMALL, Fleet(2, 4), 2)
     assert three == compare(SMALL, Fleet(2, 4)) != four
 
 
-def test_all_policies_are_played_and_say_how_far_they_are() -> None:
-    said: list[tuple[str, int]] = []
-    found = compare(SMALL, Fleet(2, 4), lambda name, sent: said.append((name, sent)))
+def test_every_policy_runs_and_reports_its_progress() -> None:
+    reported: list[tuple[str, int]] = []
+    found = compare(SMALL, Fleet(2, 4), lambda name, sent: reported.append((name, sent)))
     assert tuple(found.policies) == NAMES == ("placement", "least_loaded", "serve_multiplex")
-    assert said == [(name, sent) for name in NAMES for sent in (250, 260)]
+    assert reported == [(name, sent) for name in NAMES for sent in (250, 260)]
     for each in found.policies.values():
         assert 0 < each.loads <= 2 * 260 and each.ttft_p95_s > 0.0
         assert 1.0 <= each.load_max_over_mean <= 2.0
 
 
-def test_where_all_adapters_fit_each_is_loaded_once_or_for_each_replica() -> None:
+def test_adapters_that_all_fit_are_loaded_at_most_once_per_replica() -> None:
     few = Traffic(adapters=4, exponent=0.0, rate=50.0, requests=300, together=1.0, seed=1)
     found = compare(few, Fleet(2, 8)).policies
     assert 4 <= found["placement"].loads <= 8
@@ -36,27 +36,27 @@ def test_where_all_adapters_fit_each_is_loaded_once_or_for_each_replica() -> Non
 
 
 @pytest.mark.slow
-def test_a_thousand_adapters_need_a_third_fewer_loads_and_less_time_to_the_first_token() -> None:
+def test_placement_of_1000_adapters_has_a_third_fewer_loads_and_a_lower_ttft() -> None:
     asked = Traffic(adapters=1000, exponent=1.0, rate=100.0, requests=12_000, together=1.5, seed=1)
     found = compare(asked, Fleet(4, 8)).policies
-    ours = found.pop("placement")
+    placement = found.pop("placement")
     for each in found.values():
-        assert ours.loads <= 0.7 * each.loads
-        assert ours.ttft_p95_s < each.ttft_p95_s
-    assert ours.load_max_over_mean <= 1.25
-    assert ours.moves_per_min <= 1.0
+        assert placement.loads <= 0.7 * each.loads
+        assert placement.ttft_p95_s < each.ttft_p95_s
+    assert placement.load_max_over_mean <= 1.25
+    assert placement.moves_per_min <= 1.0
 
 
 TRAFFIC = Traffic(adapters=50, exponent=1.0, rate=10.0, requests=4000, together=1.5, seed=1)
 
 
-def test_arrivals_are_in_order_at_the_rate() -> None:
+def test_arrivals_are_in_order_and_have_the_rate() -> None:
     made = arrivals(TRAFFIC)
     assert len(made) == 4000 and all(one.at <= other.at for one, other in pairwise(made))
     assert made[-1].at == pytest.approx(400.0, rel=0.1)
 
 
-def test_the_first_is_asked_for_twice_as_often_as_the_second() -> None:
+def test_the_first_adapter_is_requested_twice_as_often_as_the_second() -> None:
     counts = [count for _, count in Counter(each.adapter for each in arrivals(TRAFFIC)).most_common()]
     assert counts[0] / 4000 == pytest.approx(1.0 / 4.499, rel=0.15)
     assert counts[0] / counts[1] == pytest.approx(2.0, rel=0.25)

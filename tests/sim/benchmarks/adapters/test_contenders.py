@@ -1,4 +1,4 @@
-"""The baselines do what others do."""
+"""The baselines implement the policies of other systems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def asked(adapter: str) -> Arrival:
     return Arrival(0.0, 8, 2, adapter=adapter)
 
 
-def test_the_least_loaded_is_one_of_those_with_the_fewest_requests() -> None:
+def test_least_loaded_chooses_a_replica_with_the_fewest_requests() -> None:
     policy = LeastLoaded(4, random.Random(1))  # noqa: S311 - chance, not secrecy
     policy.in_flight = [2, 1, 3, 1]
     assert {policy.choose(0, asked("7"), 0.0) for _ in range(50)} == {1, 3}
@@ -39,13 +39,13 @@ def test_multiplexing_prefers_replicas_that_reported_the_model() -> None:
     policy, replicas = multiplex()
     after(policy, replicas, 0.0, 1.0)
     replicas[2].submit(Job(0, 8, 2, "7"), 1.0)
-    assert len({policy.choose(0, asked("7"), 1.0) for _ in range(50)}) == 3, "nobody has told yet"
+    assert len({policy.choose(0, asked("7"), 1.0) for _ in range(50)}) == 3, "no replica has reported yet"
     after(policy, replicas, 1.0, 1.0 + PUSH_S + CONTROL_S)
     assert {policy.choose(0, asked("7"), 1.3) for _ in range(50)} == {2}
     assert {policy.choose(0, asked("8"), 1.3) for _ in range(50)} == {0, 1}, "the fewest models"
 
 
-def test_of_two_that_have_it_the_one_with_fewer_requests_is_taken() -> None:
+def test_the_replica_with_fewer_requests_is_chosen_of_two_with_the_model() -> None:
     policy, replicas = multiplex()
     for i in (0, 2):
         replicas[i].submit(Job(i, 8, 2, "7"), 0.0)

@@ -1,4 +1,4 @@
-"""Every policy on the same setup, and how what came of it is ranked."""
+"""Every policy on the same setup, and the ranking of the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trace(folder: Path, requests: int = 400, each_s: float = 1.0, tokens: int = 
     return path
 
 
-def test_the_second_half_is_judged_as_a_whole_and_the_first_without_its_beginning(tmp_path: Path) -> None:
+def test_the_scored_stretch_of_both_halves_begins_after_the_warm_up(tmp_path: Path) -> None:
     path = trace(tmp_path, 4000)
     first, second = (setup_of(path, half) for half in (TraceHalf.TUNE, TraceHalf.JUDGE))
     assert first.lasts_s == pytest.approx(3999.0)
@@ -49,7 +49,7 @@ def test_the_second_half_is_judged_as_a_whole_and_the_first_without_its_beginnin
     assert 2280.0 < arrivals[-1].at < 2299.5
 
 
-def test_long_prompts_get_a_card_that_holds_them(tmp_path: Path) -> None:
+def test_long_prompts_are_simulated_on_a_gpu_that_holds_them(tmp_path: Path) -> None:
     short = setup_of(trace(tmp_path), TraceHalf.TUNE)
     long = setup_of(trace(tmp_path, tokens=9000), TraceHalf.TUNE)
     assert (short.profile, long.profile) == ("l4-8b", "h100-8b")
@@ -58,7 +58,7 @@ def test_long_prompts_get_a_card_that_holds_them(tmp_path: Path) -> None:
     assert (control.assumed_start_s, control.scale.hold_s, control.slo.attainment) == (30.0, 5.0, 0.99)
 
 
-def test_all_run_on_the_same_arrivals_and_the_shipped_setting_is_among_them(tmp_path: Path) -> None:
+def test_all_policies_share_the_arrivals_and_include_the_default_settings(tmp_path: Path) -> None:
     setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
     field = trials(setup, SIZE, ["static", "predictive"], leads_s=[30.0, 120.0], seeds=range(2))
     assert len(field) == 2 * 2 * (
@@ -93,7 +93,7 @@ def result(
     return TrialResult(trial, score, *((0.9 * hours, 0.8 * hours) if mu else ()))
 
 
-def test_policies_are_compared_where_they_attain_the_same(tmp_path: Path) -> None:
+def test_policies_are_compared_at_equal_attainment(tmp_path: Path) -> None:
     setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
     seeds = (0, 1)
     table = rank(
@@ -108,14 +108,14 @@ def test_policies_are_compared_where_they_attain_the_same(tmp_path: Path) -> Non
     )
     (oracle,) = table.oracles
     assert (oracle.gpu_hours, oracle.plan_gpu_hours, oracle.attainment) == (4.0, 3.6, 0.995)
-    ours, static, panic = table.standings
-    # Half of the time at each of its settings.
-    assert ours.gpu_hours == pytest.approx(4.2)
-    assert ours.oracle_ratio == pytest.approx(1.05)
-    assert ours.lower_ratio == pytest.approx(4.2 / 3.2)
-    assert (ours.setting, ours.dominated) == ("a", None)
-    assert ours.regret is not None
-    split = ours.regret
+    predictive, static, panic = table.standings
+    # Interpolated halfway between its two settings.
+    assert predictive.gpu_hours == pytest.approx(4.2)
+    assert predictive.oracle_ratio == pytest.approx(1.05)
+    assert predictive.lower_ratio == pytest.approx(4.2 / 3.2)
+    assert (predictive.setting, predictive.dominated) == ("a", None)
+    assert predictive.regret is not None
+    split = predictive.regret
     whole = split.forecast_s + split.lead_s + split.integrality_s + split.fluid_s
     assert whole == pytest.approx(4.2 * 3600.0)
     assert (static.dominated, static.oracle_ratio) == (True, 1.5)
@@ -125,14 +125,14 @@ def test_policies_are_compared_where_they_attain_the_same(tmp_path: Path) -> Non
     assert {"A < B", "predictive", "static", "panic window", "start-up time 30 s", "99.9%"} <= set(texts)
 
 
-def test_without_a_plan_that_keeps_the_promise_nothing_is_compared(tmp_path: Path) -> None:
+def test_a_ranking_without_a_plan_that_attains_the_slo_is_refused(tmp_path: Path) -> None:
     setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
     with pytest.raises(ValueError, match=r"no plan attains 0\.99, the best one 0\.9"):
         rank([result(setup, PLAN, "cheap", hours=3.0, attained=0.9)])
 
 
 @pytest.mark.slow
-def test_a_plan_and_a_policy_run_and_run_alike_in_another_process(tmp_path: Path) -> None:
+def test_trials_have_the_same_result_in_another_process(tmp_path: Path) -> None:
     setup = setup_of(trace(tmp_path, each_s=0.5), TraceHalf.TUNE)
     size = size_of(setup, 30.0)
     assert 7.0 < size.factor * 2.0 / size.mu < 13.0

@@ -1,4 +1,4 @@
-"""Fronts and what is read off them, by hand and as laws."""
+"""Pareto fronts and their interpolation, by examples and as properties."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ POINTS = st.lists(
     st.tuples(st.integers(0, 20), st.integers(1, 20)).map(lambda drawn: Point(drawn[0] / 20, drawn[1])),
     max_size=12,
 )
-LADDER = (Point(0.90, 8.0, "thrifty"), Point(0.98, 10.0, "usual"), Point(1.0, 14.0, "careful"))
+FRONT = (Point(0.90, 8.0, "thrifty"), Point(0.98, 10.0, "usual"), Point(1.0, 14.0, "careful"))
 
 
 @pytest.mark.slow
 @given(POINTS)
-def test_a_front_is_what_nothing_dominates(points: list[Point]) -> None:
+def test_a_front_has_exactly_the_points_that_no_other_dominates(points: list[Point]) -> None:
     found = front(points)
     for point in points:
         better = [
@@ -34,21 +34,21 @@ def test_a_front_is_what_nothing_dominates(points: list[Point]) -> None:
 @pytest.mark.parametrize(
     ("attainment", "hours"), [(0.99, 12.0), (0.98, 10.0), (0.94, 9.0), (0.5, 8.0), (1.0, 14.0)]
 )
-def test_hours_are_read_off_the_lines_between_points(attainment: float, hours: float) -> None:
-    assert hours_at(LADDER, attainment) == pytest.approx(hours)
-    assert hours_at(LADDER[:2], 0.99) is None and hours_at([], 0.0) is None
+def test_gpu_hours_are_interpolated_between_points(attainment: float, hours: float) -> None:
+    assert hours_at(FRONT, attainment) == pytest.approx(hours)
+    assert hours_at(FRONT[:2], 0.99) is None and hours_at([], 0.0) is None
 
 
 @pytest.mark.slow
 @given(POINTS, st.floats(0, 1), st.floats(0, 1))
-def test_to_attain_more_never_takes_less(points: list[Point], one: float, other: float) -> None:
+def test_higher_attainment_never_takes_fewer_gpu_hours(points: list[Point], one: float, other: float) -> None:
     low, high = hours_at(points, min(one, other)), hours_at(points, max(one, other))
     assert high is None or (low is not None and low <= high + 1e-9)
 
 
 @pytest.mark.slow
 @given(POINTS, st.floats(0, 1))
-def test_dominated_points_change_nothing(points: list[Point], attainment: float) -> None:
+def test_dominated_points_do_not_change_the_gpu_hours(points: list[Point], attainment: float) -> None:
     assert hours_at(points, attainment) == pytest.approx(hours_at(front(points), attainment), nan_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""Traces of every format: what is read, and what is refused with which line."""
+"""Traces of every format: the requests that are read, and errors with their line."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def refused(folder: Path, text: str | bytes, name: str = "trace") -> TraceError:
         ),
     ],
 )
-def test_each_format_is_known_and_read(tmp_path: Path, text: str, name: str, expected: list[Arrival]) -> None:
+def test_each_format_is_detected(tmp_path: Path, text: str, name: str, expected: list[Arrival]) -> None:
     trace = open_trace(write(tmp_path, text))
     assert (trace.format, list(trace)) == (name, expected)
 
@@ -93,7 +93,7 @@ def test_burstgpt_with_sessions_keeps_turns_together(tmp_path: Path) -> None:
     assert again == Arrival(2.0, 36, 29, "GPT-4", session=one.session)
 
 
-def test_a_packed_trace_and_one_from_a_spreadsheet(tmp_path: Path) -> None:
+def test_a_compressed_trace_and_one_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
     text = AZURE + "2023-11-16 18:15:46,374,44\n\n\n"
     packed = write(tmp_path, gzip.compress(text.encode()), "trace.csv.gz")
     marked = write(tmp_path, b"\xef\xbb\xbf" + text.encode())
@@ -153,7 +153,9 @@ MOON = '{"timestamp": 1, "input_length": 600, "output_length": 6, "hash_ids": [1
         (CAPTURE + "[1]\n", 2, "[1]", "got `array`"),
     ],
 )
-def test_bad_trace_lines(tmp_path: Path, text: str | bytes, line: int, value: object, expected: str) -> None:
+def test_an_invalid_row_is_refused_with_its_line(
+    tmp_path: Path, text: str | bytes, line: int, value: object, expected: str
+) -> None:
     error = refused(tmp_path, text)
     assert error.line == line and expected in error.expected
     if value is not None:
@@ -165,19 +167,19 @@ def test_a_long_line_is_truncated_in_the_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [5, 20])
-def test_half_a_packed_trace(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_compressed_trace_is_refused(tmp_path: Path, cut: int) -> None:
     packed = gzip.compress((AZURE + GOOD).encode())
     assert refused(tmp_path, packed[:cut], "t.gz").expected == "a whole gzip file"
 
 
-def test_a_packed_trace_is_known_by_how_it_begins(tmp_path: Path) -> None:
+def test_a_compressed_trace_is_detected_by_its_first_bytes(tmp_path: Path) -> None:
     packed = gzip.compress((AZURE + GOOD).encode())
     for name in ("trace.csv", "trace.csv.GZ", "trace"):
         assert list(open_trace(write(tmp_path, packed, name))) == [Arrival(0.0, 374, 44)]
     assert list(open_trace(write(tmp_path, AZURE + GOOD, "unpacked.gz"))) == [Arrival(0.0, 374, 44)]
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_trace_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a trace that can be read"):
         open_trace(tmp_path / "none.csv")
 
@@ -185,7 +187,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match=r"pipe: got 'no regular file', expected .* read several times"):
-        open_trace(tmp_path / "pipe")  # nobody writes there: to open it would wait for ever
+        open_trace(tmp_path / "pipe")  # no process writes there: opening it would block
 
 
 def noted(path: Path) -> list[str]:
@@ -197,7 +199,7 @@ def noted(path: Path) -> list[str]:
     return notes(traces)
 
 
-def test_rows_that_are_left_out_are_noted(tmp_path: Path) -> None:
+def test_omitted_rows_are_reported(tmp_path: Path) -> None:
     failed = "5,ChatGPT,472,0,472,Conversation log\n"
     path = write(tmp_path, BURST + failed + "6,m,1,1,2,x\n" + failed.replace("5", "7", 1), "mine.csv")
     assert noted(path) == ["mine.csv: 2 of 3 rows are failed requests, left out"]
@@ -212,18 +214,18 @@ def test_rows_that_are_left_out_are_noted(tmp_path: Path) -> None:
         (AZURE + GOOD + GOOD, False),
         (AZURE + GOOD[:-1] + "\r", False),
         (AZURE[:-1], False),
-        (BURST + "6,m,1,1,2,Conver", False),  # nobody reads what is cut
+        (BURST + "6,m,1,1,2,Conver", False),  # a truncated line is not read
         (MOON + MOON[:-1], False),  # half of it would be no object
     ],
 )
-def test_a_last_number_without_a_line_end_is_noted(tmp_path: Path, text: str, cut: bool) -> None:
-    said = f"trace:{text.count(chr(10)) + 1}: the last line has no line end, as the others have"
-    assert [note.startswith(said) for note in noted(write(tmp_path, text))] == [True] * cut
+def test_a_last_row_without_a_line_end_is_reported(tmp_path: Path, text: str, cut: bool) -> None:
+    expected = f"trace:{text.count(chr(10)) + 1}: the last line has no line end, as the others have"
+    assert [note.startswith(expected) for note in noted(write(tmp_path, text))] == [True] * cut
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trace.csv", "trace.csv.gz"])
-def test_memory_does_not_grow_with_the_trace(tmp_path: Path, name: str) -> None:
+def test_reading_a_trace_takes_constant_memory(tmp_path: Path, name: str) -> None:
     def rows() -> bytes:
         return b"".join(b"%d,%d.5,143,20\n" % (i, i) for i in range(100_000))
 
@@ -241,7 +243,7 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path, name: str) -> None:
     assert peak < 300_000 < size / 6
 
 
-def test_the_public_azure_trace(azure: Path) -> None:
+def test_the_public_azure_trace_is_read(azure: Path) -> None:
     trace = list(open_trace(azure))
     assert len(trace) == 19_366
     assert trace[0].at == 0.0 and trace[-1].at == pytest.approx(3501.7, abs=0.1)
@@ -250,7 +252,7 @@ def test_the_public_azure_trace(azure: Path) -> None:
     assert sorted(each.output_tokens for each in trace)[len(trace) // 2] == 129
 
 
-def test_the_public_mooncake_trace(mooncake: Path) -> None:
+def test_the_public_mooncake_trace_is_read(mooncake: Path) -> None:
     trace = list(open_trace(mooncake))
     assert len(trace) == 3993 and trace[-1].at == pytest.approx(1022.0, abs=0.1)
     assert all(len(each.blocks) == -(-each.input_tokens // BLOCK_TOKENS) for each in trace)
