@@ -167,8 +167,9 @@ class Blobs:
             for path in self._root.glob(f"{_WORK}*"):
                 _clear_unheld(path)
             for path in self._parts.iterdir():
-                if path.stat().st_mtime < before:
-                    _clear_unheld(path)
+                with suppress(FileNotFoundError):  # its holder has deleted it
+                    if path.stat().st_mtime < before:
+                        _clear_unheld(path)
 
     def _locked(self) -> AbstractContextManager[None]:
         """Lock out other threads and processes while directories are renamed."""
@@ -178,7 +179,9 @@ class Blobs:
 def _hold(path: Path) -> int:
     """A descriptor with an exclusive lock on the directory ``path``."""
     while True:
-        path.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):
+            # Not `exist_ok`: it raises if another holder deletes the directory meanwhile.
+            path.mkdir(mode=0o700)
         try:
             held = os.open(path, os.O_RDONLY)
         except FileNotFoundError:

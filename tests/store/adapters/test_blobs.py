@@ -222,3 +222,23 @@ def test_only_one_process_fetches_a_source_at_a_time(blobs: Blobs) -> None:
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
+
+
+def test_holders_of_one_source_take_turns(tmp_path: Path) -> None:
+    inside, errors = threading.Lock(), []
+
+    def hold_often() -> None:
+        for _ in range(150):
+            try:
+                with Blobs(tmp_path).parts("s"):
+                    assert inside.acquire(blocking=False)
+                    inside.release()
+            except Exception as error:  # noqa: BLE001
+                errors.append(error)
+
+    threads = [threading.Thread(target=hold_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
