@@ -57,10 +57,10 @@ async def test_the_latency_model_is_calibrated_from_real_steps(host: ReplicaHost
     assert GENERIC.model is not None
     calibration = Calibration(GENERIC.model)
     for at in range(0, len(samples), 8):
-        calibration.take(samples[at : at + 8])
+        calibration.take_all([("r1", samples[at : at + 8])])
     found = calibration.current
     step_s = median(each.seconds for each in alone for _ in range(each.count))
-    regions = len(calibration.state.places)
+    regions = len(calibration.state.regions)
     summary = f"{step_s * 1e3:.0f} ms a step alone; {len(samples)} samples in {regions} regions; {found}"
     print(summary)  # noqa: T201 - what docs/scaling.md may say
     assert found.note == "", summary
