@@ -1,4 +1,4 @@
-"""Cache affinity: which replica holds which adapters, and how evenly the load must stay spread.
+"""Cache affinity: prefers replicas that hold a prompt's prefix or its adapter, and keeps the load even.
 
 The home of a prefix is the replica that cached it first.
 """

@@ -15,7 +15,7 @@ from policy.wire.adapter_catalog import served_name
 from policy.wire.heartbeat import Heartbeat, Orders
 from serve.adapters.adapter_demand import AdapterDemand
 from serve.adapters.library import AdapterLibrary
-from serve.adapters.placement_planner import AdapterPlacement
+from serve.adapters.placement_loop import AdapterPlacement
 from serve.adapters.reconcile_declared import DeclaredAdapters
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.async_waiting import wait_at_most

@@ -12,7 +12,7 @@ from policy.types import Replica, ReplicaPhase
 from policy.wire.adapter_catalog import Alias, Version, served_name
 from policy.wire.heartbeat import AdapterRef
 from serve.adapters.adapter_demand import AdapterDemand
-from serve.adapters.placement_planner import AdapterPlacement
+from serve.adapters.placement_loop import AdapterPlacement
 
 
 class AdapterState(StrEnum):

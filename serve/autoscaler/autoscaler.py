@@ -27,7 +27,7 @@ from serve.async_waiting import run_in_thread
 from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
 from serve.autoscaler.live_model_fitting import CalibrationStore
-from serve.autoscaler.mode_switch_savings import expected_gain, review
+from serve.autoscaler.mode_switch_evaluation import expected_gain, review
 from serve.autoscaler.policies import MadePolicies, restore_policies
 from serve.state.desired_state import Target, Targets, wanted_models
 from serve.state.observed_state import ObservedState

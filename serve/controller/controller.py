@@ -41,7 +41,7 @@ from serve.host.weight_verification import Resolver
 from serve.state.desired_state import Target, Targets, first_target, found_target, wanted_models
 from serve.state.observed_state import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
-from serve.state.revision_weights import GenerationWeights
+from serve.state.revision_resolver import GenerationWeights
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from sim.oracle.replica_capacity import attained_rate
 from sim.simulator.fault_scenario import Scenario
 from sim.simulator.run import simulate
 from sim.simulator.run_record import HOUR_S
-from sim.workload.trace_profile import Load, ModelNames, Survey
+from sim.workload.per_model_load import Load, ModelNames, Survey
 
 # About the duration of a request; more bins than this take long to solve.
 BIN_S = 10.0

@@ -23,7 +23,7 @@ from policy.scaling.policies.static import Static
 from sim.arrival_stream import Arrival
 from sim.planning.demand import met_alone
 from sim.simulator.run import simulate
-from sim.workload.trace_profile import Load
+from sim.workload.per_model_load import Load
 
 
 def rate_attaining(

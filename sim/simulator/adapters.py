@@ -130,7 +130,7 @@ class InTurnSlots(LeastRecentlyUsedSlots):
 class SimulatedPlacement:
     """The controller's placement of one model's adapters: heartbeats in, a plan out.
 
-    It plans with the production algorithm from request rates alone; :mod:`serve.adapters.placement_planner`
+    It plans with the production algorithm from request rates alone; :mod:`serve.adapters.placement_loop`
     also uses rising rates and waiting requests. A load takes ``load_s`` seconds; ``key`` is an adapter's
     64-bit hash.
     """

@@ -38,7 +38,7 @@ from sim.simulator.fleet import Fleet, SimulatedReplica, stays
 from sim.simulator.gateway import SimulatedGateway, SimulatedTicket
 from sim.simulator.request_log import RequestLog
 from sim.simulator.run_record import HOUR_S, Moment, Outcome, Record, Span
-from sim.workload.trace_profile import ModelNames
+from sim.workload.per_model_load import ModelNames
 
 # Period of the reports of gateways and replicas, and the opening of a trace that sizes the first fleet.
 REPORT_PERIOD_S = 1.0

@@ -21,8 +21,8 @@ from tidegate.deployment_file import Document
 from tidegate.exit_codes import Exit, exit_of
 from tidegate.supervisor import control_socket, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, log_end
-from tidegate.supervisor.cleanup import forget_targets, leave_cluster
 from tidegate.supervisor.events import Event, Progress
+from tidegate.supervisor.orphan_cleanup import forget_targets, leave_cluster
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, adopt_orphans
 from tidegate.supervisor.startup import Startup
 

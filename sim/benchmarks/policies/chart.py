@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sim.benchmarks.policies.ranking import Ranking, RankingTable
+from sim.benchmarks.policies.gpu_time_ranking import Ranking, RankingTable
 from sim.charts.figure_style import COLOURS, FAINT, INK, LIMIT, add_axes, new_figure, styled, to_svg
 
 if TYPE_CHECKING:

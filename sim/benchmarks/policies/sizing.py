@@ -23,7 +23,7 @@ from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.replica_capacity import attained_rate
 from sim.simulator.run import simulate
 from sim.simulator.run_record import Outcome
-from sim.workload.trace_profile import ModelNames, survey
+from sim.workload.per_model_load import ModelNames, survey
 
 # Targets as fractions of what a replica shows at its capacity.
 PARTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15)

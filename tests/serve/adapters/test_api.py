@@ -18,7 +18,7 @@ from policy.wire.controller import AddLine, AddRequest
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from serve.adapters import api
 from serve.adapters.adapter_demand import AdapterDemand
-from serve.adapters.placement_planner import AdapterPlacement
+from serve.adapters.placement_loop import AdapterPlacement
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.controller.client import ControllerClient
 from serve.state import versioned_watch

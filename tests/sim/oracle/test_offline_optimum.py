@@ -17,7 +17,7 @@ from sim.oracle.offline_optimum import bounds_of
 from sim.oracle.replica_capacity import attained_rate
 from sim.simulator.fault_scenario import NO_FAULTS
 from sim.simulator.run import simulate
-from sim.workload.trace_profile import ModelNames, survey
+from sim.workload.per_model_load import ModelNames, survey
 
 # One in a second for the first four minutes, four in a second after.
 STEP_S, ENDS_S = 240, 480

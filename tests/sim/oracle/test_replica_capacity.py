@@ -15,7 +15,7 @@ from sim.oracle import replica_capacity
 from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate, rate_attaining
 from sim.simulator import run as simulator_run
 from sim.simulator.run_record import Record
-from sim.workload.trace_profile import ModelNames, survey
+from sim.workload.per_model_load import ModelNames, survey
 
 GIANT = Arrival(0.0, 10_000_000, 20)
 

@@ -27,9 +27,9 @@ from tidegate.commands.options import FILE, file_argument
 from tidegate.commands.terminal import warn
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.children import ROOT
-from tidegate.supervisor.cleanup import remove_leftovers
 from tidegate.supervisor.control_socket import SupervisorClient
 from tidegate.supervisor.events import Event, Progress
+from tidegate.supervisor.orphan_cleanup import remove_leftovers
 from tidegate.supervisor.readiness import endpoint
 
 _QUESTION = "What is the capital of France?"

@@ -18,7 +18,7 @@ from sim.benchmarks.adapters.benchmark import Comparison, Fleet, RunOutcome, Tra
 from sim.benchmarks.mode_switching import BY_LOAD, ModeBenchmark, compare, curves
 from sim.benchmarks.policies.benchmark_setup import TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
-from sim.benchmarks.policies.ranking import Ranking, RankingTable, rank
+from sim.benchmarks.policies.gpu_time_ranking import Ranking, RankingTable, rank
 from sim.benchmarks.policies.run import run_all, trials
 from sim.benchmarks.policies.sizing import ReplicaSize, size_of
 from sim.charts.comparison_table import percent, seconds

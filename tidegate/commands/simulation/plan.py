@@ -17,7 +17,7 @@ from sim.planning.fleet_size_search import Trials
 from sim.planning.plan import plan as make_plan
 from sim.planning.result import PlanRequest
 from sim.results.chart_series import clock
-from sim.workload.trace_profile import ModelNames
+from sim.workload.per_model_load import ModelNames
 from sim.workload.traces.detect_format import notes, opened
 from sim.workload.transforms import scale_rate, slice_trace
 from sim.workload.workload_spec import arrivals_of

@@ -20,7 +20,7 @@ from sim.results.run_summary import PolicyComparison, compare
 from sim.simulator.fault_scenario import NO_FAULTS, scenario_of
 from sim.simulator.run import simulate as run
 from sim.simulator.run_record import Record
-from sim.workload.trace_profile import ModelNames, survey
+from sim.workload.per_model_load import ModelNames, survey
 from sim.workload.traces.detect_format import notes, opened
 from sim.workload.transforms import slice_trace
 from sim.workload.workload_spec import arrivals_of

@@ -12,7 +12,7 @@ from policy.scaling.policies.predictive import Predictive
 from policy.scaling.policies.registry import choose
 from sim.benchmarks.policies.benchmark_setup import MODEL, Setup, TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
-from sim.benchmarks.policies.ranking import rank
+from sim.benchmarks.policies.gpu_time_ranking import rank
 from sim.benchmarks.policies.run import (
     PLAN,
     PLANNED,

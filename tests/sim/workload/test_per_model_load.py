@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sim.arrival_stream import Arrival
-from sim.workload.trace_profile import ModelNames, survey
+from sim.workload.per_model_load import ModelNames, survey
 
 
 def test_requests_are_counted_by_model_and_second() -> None:

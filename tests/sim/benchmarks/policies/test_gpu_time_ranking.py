@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.benchmarks.policies.ranking import Point, averaged, front, hours_at, split
+from sim.benchmarks.policies.gpu_time_ranking import Point, averaged, front, hours_at, split
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, problem
 
 # Rounded, so that points tie.
