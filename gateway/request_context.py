@@ -13,14 +13,14 @@ from gateway.protocol.errors import Refused
 from gateway.protocol.paths import Api, Route
 from gateway.protocol.usage import Usage
 from policy.errors import Refusal
-from policy.wire.headers import EXPLAIN_HEADER, REPLICA_HEADER
+from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER, REPLICA_HEADER
 
 if TYPE_CHECKING:
     from gateway.delivery.replica_idle_timeouts import IdleTimeouts
     from gateway.http.asgi_exchange import Exchange
     from gateway.intake.adapter_catalog import Adapter
 
-_EXPLAIN, _REPLICA = EXPLAIN_HEADER.encode(), REPLICA_HEADER.encode()
+_CANARY, _EXPLAIN, _REPLICA = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode(), REPLICA_HEADER.encode()
 _WANTED = frozenset(
     {
         b"accept",
@@ -30,6 +30,7 @@ _WANTED = frozenset(
         b"x-request-id",
         b"x-request-timeout-s",
         b"x-session-id",
+        _CANARY,
         _EXPLAIN,
     }
 )
@@ -43,7 +44,8 @@ class Call:
     (``by_fallback``), at ``sent_at``. ``first_byte_at`` (streams only), ``last_event_at``: the first and last
     event of its answer. ``events``: their number up to the one that finishes it. ``usage``: the tokens of an
     answer that has ended. ``explain`` yields the routing decision, if an admin requested it.
-    ``adapter``: the version that it names. ``exchange``: the client's, on the client port.
+    ``probe``: our own, of which nothing is learned. ``adapter``: the version that it names. ``exchange``: the
+    client's, on the client port.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Call:
         self.headers = {name: value for name, value in scope["headers"] if name in _WANTED}
         self.request_id, self.upstream_id = request_ids(self.headers.get(b"x-request-id"))
         self.streaming = False
+        self.probe = False
         self.started = False
         self.answered = False
         self.outcome = ""

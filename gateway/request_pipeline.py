@@ -44,10 +44,10 @@ from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.request import Request
-from policy.wire.headers import EXPLAIN_HEADER
+from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER
 from store.api_keys import own_key
 
-_EXPLAIN = EXPLAIN_HEADER.encode()
+_CANARY, _EXPLAIN = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode()
 
 
 class Gateway:
@@ -157,10 +157,11 @@ class Gateway:
             if account.admin and call.headers.get(_EXPLAIN) == b"1":
                 call.explain = partial(self.routes.explain, request)
             meter = self.metrics.model(served.name)
-            meter.arrive()
+            call.probe = call.headers.get(_CANARY) == b"1" and self.tenants.is_own(call.headers)
+            meter.arrive(request.prompt_tokens, probe=call.probe)
             account.in_flight += 1
             try:
-                if route.path not in COALESCED or call.explain is not None:
+                if route.path not in COALESCED or call.probe or call.explain is not None:
                     await self._deliver(call, served, request, body, raw)
                 else:
                     bounds = self._limits.coalesce

@@ -85,7 +85,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         captures=state.captures,
     )
     sender = ReportSender(lambda: current().cluster.controller, SIGNALS, state.secret(), log)
-    reporter = Reporter(gateway.metrics, gateway.admission, current, sender.send)
+    reporter = Reporter(gateway.metrics, gateway.admission, current, sender.send, gateway.deadlines.running)
     background = BackgroundTasks(log)
 
     def read(deployment: Deployment) -> None:

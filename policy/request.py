@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from policy.types import Priority
 
-# Assumed tokens of an answer before the first one was counted.
+# The assumed lengths of a request: a question with context, and a short answer. They weigh as much as
+# ASSUMED_REQUESTS counted ones, so that a first probe of one token is not taken for the load.
+ASSUMED_INPUT_TOKENS = 512.0
 ASSUMED_OUTPUT_TOKENS = 128.0
+ASSUMED_REQUESTS = 16
 # The weight of the latest answer in the mean: about the last hundred count.
 ANSWER_GAIN = 0.02
 
@@ -20,7 +23,7 @@ class AnswerLength:
     def learn(self, tokens: int) -> float:
         """Count an answer, of unknown length if ``tokens`` is 0; returns its weight in the mean."""
         self._count += 1
-        gain = max(ANSWER_GAIN, 1.0 / self._count)
+        gain = max(ANSWER_GAIN, 1.0 / max(self._count, ASSUMED_REQUESTS))
         if tokens > 0:
             self.mean += gain * (tokens - self.mean)
         return gain

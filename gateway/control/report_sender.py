@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.http.internal_client import internal_client
 from gateway.queue.model_queues import Admission
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import Metrics, ModelCounters
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.types import EngineKind
@@ -35,13 +35,15 @@ Send = Callable[[bytes], Awaitable[None]]
 class Reporter:
     """Reports of one worker.
 
-    ``send`` posts a report, which may be lost: the next one contains its totals.
+    ``send`` posts a report, which may be lost: the next one contains its totals. ``running`` tells the
+    running streams of a model and their tokens so far.
     """
 
     metrics: Metrics
     admission: Admission
     deployment: Callable[[], Deployment]
     send: Send
+    running: Callable[[ModelCounters], tuple[int, int]]
 
     def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
@@ -100,6 +102,7 @@ class Reporter:
             in_flight=meter.in_flight,
             queued=sum(meter.queue.depth.values()),
             oldest_s=self.admission.oldest_s(name),
+            running=self.running(meter),
         )
 
 

@@ -40,7 +40,7 @@ class Relay:
     ``refused`` is the answer for ``REJECTED``, ``FAILED`` and ``SILENT``, ``reason`` why the replica did not
     take the request for ``REFUSED``. ``begun``: a stream's first event came. ``committed``: the client was
     sent a part of the answer. ``held_back``: reading is paused for a slow client. ``on_first`` is called at
-    the first token.
+    the first token, ``meter`` counts for the model.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Relay:
         self._send = call.send
         self._connection = connection
         self._validator = validator
-        self._meter = meter
+        self.meter = meter
         self._itl = meter.itl
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
@@ -99,6 +99,11 @@ class Relay:
                 self._account()
 
     # Used by IdleTimeouts
+
+    @property
+    def events(self) -> int:
+        """The events of the stream so far."""
+        return self._validator.events
 
     def has_progressed(self) -> bool:
         """Whether bytes came since the last call, or could not since the client is slow."""
@@ -314,7 +319,7 @@ class Relay:
         usage = validator.usage if self._stream else usage_of_answer(self._end)
         self._call.events = validator.events
         self._call.usage = usage = usage or Usage(completion=validator.events, exact=False)
-        self._meter.tokens.count(usage)
+        self.meter.tokens.count(usage)
 
     def _collect(self, data: bytes, complete: bool) -> None:
         assert self._error is not None

@@ -11,6 +11,7 @@ from policy.config.deployment import GatewayConfig
 
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
+    from gateway.telemetry.metrics import ModelCounters
 
 SWEEP_EVERY_S = 0.1
 
@@ -34,6 +35,11 @@ class IdleTimeouts:
             )
             await asyncio.sleep(min(SWEEP_EVERY_S, shortest / 4))
             self.sweep(monotonic())
+
+    def running(self, meter: ModelCounters) -> tuple[int, int]:
+        """The streams of one model that have begun, and the tokens (one an event) that they have produced."""
+        begun = [each.events for each in self.attempts if each.begun and each.meter is meter]
+        return len(begun), sum(begun)
 
     def sweep(self, now: float) -> None:
         """End the attempts that were silent for too long."""

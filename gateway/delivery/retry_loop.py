@@ -82,7 +82,8 @@ class RetryLoop:
         finally:
             usage = self._call.usage
             # Without an engine's count the estimate that was charged stands.
-            tokens = (usage.prompt, usage.completion) if usage is not None and usage.exact else None
+            counted = usage is not None and usage.exact and not self._call.probe
+            tokens = (usage.prompt, usage.completion) if usage is not None and counted else None
             self._ticket.end(self._clock(), outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
 
     async def _attempt(self, replica: ReplicaHandle) -> tuple[AttemptOutcome, Relay | None]:

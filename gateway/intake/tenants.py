@@ -68,11 +68,7 @@ class Tenants:
         """The account of a request; raises :class:`gateway.protocol.errors.Refused` without a valid key."""
         if not self._by_digest:
             return self._anonymous
-        key = headers.get(b"authorization")
-        if key is not None and key[:7].lower() == b"bearer ":
-            key = key[7:].strip()
-        else:
-            key = headers.get(b"x-api-key")
+        key = _key_of(headers)
         if not key:
             raise Refused(Refusal.UNAUTHORIZED, _MISSING)
         # By digest, so that the time of a lookup leaks nothing about a key.
@@ -80,6 +76,10 @@ class Tenants:
         if account is None:
             raise Refused(Refusal.UNAUTHORIZED, _WRONG)
         return account
+
+    def is_own(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request has Tidegate's own key."""
+        return hashlib.sha256(_key_of(headers) or b"").digest() == self._own
 
     def weight(self, name: str) -> float:
         """The weight of the tenant called ``name``; 1 for one that was removed."""
@@ -103,3 +103,10 @@ class Tenants:
 
     def _salt(self, name: str) -> bytes:
         return b'"%b"' % salt_of(self._secret, name).encode()
+
+
+def _key_of(headers: Mapping[bytes, bytes]) -> bytes | None:
+    key = headers.get(b"authorization")
+    if key is not None and key[:7].lower() == b"bearer ":
+        return key[7:].strip()
+    return headers.get(b"x-api-key")

@@ -119,9 +119,11 @@ class ModelCounters(HealthCounters):
         self.ttft_error_part = HistogramCounter(PARTS)
         self.totals = WorkerCounters()
 
-    def arrive(self) -> None:
+    def arrive(self, prompt_tokens: int, *, probe: bool) -> None:
+        """Count a request, and its estimated prompt tokens unless it is a ``probe`` of our own."""
         self.in_flight += 1
-        self.totals.arrived += 1
+        if not probe:
+            self.totals.arrive(prompt_tokens)
 
     def count(self, call: Call, began: float, ended: float) -> None:
         """Count a call that began and ended at these instants, whatever its outcome."""
@@ -129,8 +131,8 @@ class ModelCounters(HealthCounters):
         if self.model:
             self.queue_wait.add(call.queued_s)
         first_at = call.first_byte_at
-        # Answers of a fallback provider, and token counts, say nothing about the replicas' latency.
-        own = not call.by_fallback and call.route.runner is not None
+        # Answers of a fallback provider, token counts and probes say nothing about the replicas' load.
+        own = not call.by_fallback and call.route.runner is not None and not call.probe
         if first_at is not None:
             self.ttft.add(first_at - began)
             if own:

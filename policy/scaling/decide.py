@@ -18,7 +18,7 @@ import msgspec
 from policy.config.deployment import Budget
 from policy.engine.performance_model import Workload
 from policy.engine.replica_capacity import Capability, capability
-from policy.request import ASSUMED_OUTPUT_TOKENS
+from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS
 from policy.scaling.budget_allocation import Claim, allocate, alone, attainable, held, spare
 from policy.scaling.decision_types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
 from policy.scaling.guardrails import GuardrailTrace, limit, low_since, override_in_force, requested
@@ -27,8 +27,6 @@ from policy.scaling.serving_mode_selection import ModeComparison, Verdict, expec
 from policy.scaling.view import Policy, Proposal, View
 from policy.signals.types import Demand
 
-# The assumed lengths of requests until one has ended: a question with context, and a short answer.
-ASSUMED_INPUT_TOKENS = 512.0
 # How long a count or a switch must lack resources before a lower priority is scaled down for it: a replica
 # that is drained for a short peak takes a whole start to come back.
 STARVED_S = 10.0
@@ -59,7 +57,7 @@ def decide_all(
 
 
 def workload_of(demand: Demand | None) -> Workload:
-    """The mean request, by those that ended recently; the rate is left open."""
+    """The mean request, by those of late; the rate is left open."""
     if demand is None or demand.input_tokens <= 0:
         return Workload(lam=0.0, input_tokens=ASSUMED_INPUT_TOKENS, output_tokens=ASSUMED_OUTPUT_TOKENS)
     # The last prompt token is always computed, and the first token of an answer with it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS, ASSUMED_REQUESTS
 from policy.signals.heartbeat_metrics import ReplicaMetrics
 from policy.signals.types import Demand, LatencyQuantiles, Rates, Shares, Signals
 from policy.stats.histogram import BUCKETS, quantile
@@ -30,11 +31,14 @@ LEAST_S = 3.0
 LATEST_S = 60.0
 LONGEST_S = 600.0
 ENOUGH = 300
+# What arrives and runs corrects the mean lengths of those that ended where it exceeds them by this factor:
+# less is chance.
+NOTICEABLE = 1.25
 
-_ARRIVED, _REFUSED, _LEVEL, _ENDED, _INPUT, _CACHED, _OUTPUT = range(7)
+_ARRIVED, _REFUSED, _LEVEL, _ENDED, _INPUT, _CACHED, _OUTPUT, _ASKED, _PRODUCED = range(9)
 _RATES = (
     (_ARRIVED, "arrived"), (_REFUSED, "refused"), (_ENDED, "ended"), (_INPUT, "input_tokens"),
-    (_CACHED, "cached_tokens"), (_OUTPUT, "output_tokens"),
+    (_CACHED, "cached_tokens"), (_OUTPUT, "output_tokens"), (_ASKED, "arrived_tokens"),
 )  # fmt: skip
 _JUDGED = tuple(enumerate(("judged", "met_ttft", "met_itl", "met_both")))
 _DURATIONS = tuple((len(_JUDGED) + i * BUCKETS, name) for i, name in enumerate(("ttft", "itl", "e2e")))
@@ -62,13 +66,16 @@ class _Model:
     __slots__ = ("demand_at", "last_at", "minute", "rates")
 
     def __init__(self, at: float) -> None:
-        self.rates = RateBins(600, 7)
+        self.rates = RateBins(600, 9)
         self.minute = RateBins(60, len(_JUDGED) + len(_DURATIONS) * BUCKETS)
         self.last_at = self.demand_at = at
 
     def count(self, was: ModelReport, now: ModelReport, level: float, begin: float, at: float) -> None:
         """Add a worker's change from ``was`` to ``now``, with its mean concurrency ``level`` meanwhile."""
+        produced = now.output_tokens + now.running_tokens - was.output_tokens - was.running_tokens
         rates: list[Count] = [(_LEVEL, level * (at - begin)), *_growth(_RATES, was, now)]
+        if produced > 0:  # streams that were cut have produced less than was counted of them
+            rates.append((_PRODUCED, produced))
         self.rates.spread(begin, at, rates)
         durations = [*_growth(_JUDGED, was, now), *_histogram_growth(was, now)]
         if durations:
@@ -147,8 +154,8 @@ class SignalAggregator:
         minute = model.minute.sums(end - 60.0, end)
         ttft, itl, e2e = (_quantiles(minute[kind : kind + BUCKETS]) for kind, _ in _DURATIONS)
         like_s = model.rates.latest_s(end, _ENDED, ENOUGH, LATEST_S, LONGEST_S)
-        of_ended = model.rates.sums(end - like_s, end)
-        ended = of_ended[_ENDED]
+        lately = model.rates.sums(end - like_s, end)
+        inputs, outputs = _mean_lengths(lately, last)
         return Demand(
             age_s=at - min((worker.reported_at for worker in reporting), default=end),
             arrivals=arrivals,
@@ -160,9 +167,9 @@ class SignalAggregator:
             itl=itl,
             e2e=e2e,
             met=_shares(*minute[: len(_JUDGED)]),
-            input_tokens=of_ended[_INPUT] / ended if ended else 0.0,
-            output_tokens=of_ended[_OUTPUT] / ended if ended else 0.0,
-            hit=min(1.0, of_ended[_CACHED] / of_ended[_INPUT]) if of_ended[_INPUT] else 0.0,
+            input_tokens=inputs,
+            output_tokens=outputs,
+            hit=min(1.0, lately[_CACHED] / lately[_INPUT]) if lately[_INPUT] else 0.0,
             idle_s=end - model.demand_at,
         )
 
@@ -197,6 +204,32 @@ class SignalAggregator:
             since = end - seconds if worker.reported_from is None else worker.reported_from
             reported_s += max(0.0, worker.reported_at - max(first, min(since, end - least_s)))
         return reported_s / len(reporting)
+
+
+def _mean_lengths(lately: Sequence[float], last: Sequence[ModelReport]) -> tuple[float, float]:
+    """The mean tokens of a prompt and of an answer, by the sums ``lately``; 0 before the first request.
+
+    Few ended requests are filled up with assumed ones. A burst of long requests is seen before any of them
+    ends: prompts as they arrive, answers as they grow. In a steady state as many tokens are produced per
+    ended request as an answer has; while none has ended, the running streams are taken to be half done.
+    """
+    arrived, ended = lately[_ARRIVED], lately[_ENDED]
+    if not arrived and not ended:
+        return 0.0, 0.0
+    assumed = max(0.0, ASSUMED_REQUESTS - ended)
+
+    def mean(assumed_tokens: float, tokens: float) -> float:
+        return (assumed * assumed_tokens + tokens) / (assumed + ended)
+
+    inputs = mean(ASSUMED_INPUT_TOKENS, lately[_INPUT])
+    outputs = mean(ASSUMED_OUTPUT_TOKENS, lately[_OUTPUT])
+    if arrived >= ASSUMED_REQUESTS:
+        inputs = max(inputs, lately[_ASKED] / arrived / NOTICEABLE)
+    if running := sum(one.running for one in last):
+        half_done = 2.0 * sum(one.running_tokens for one in last) / running
+        produced = mean(ASSUMED_OUTPUT_TOKENS, lately[_PRODUCED])
+        outputs = max(outputs, min(produced, half_done) / NOTICEABLE)
+    return inputs, outputs
 
 
 def _growth(kinds: Iterable[tuple[int, str]], was: ModelReport, now: ModelReport) -> Iterator[Count]:

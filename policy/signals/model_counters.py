@@ -10,7 +10,7 @@ from policy.stats.histogram import BOUNDS, HistogramCounter
 from policy.wire.reports import ModelReport
 
 _TOTALS = (
-    "arrived", "refused", "ended", "input_tokens", "cached_tokens", "output_tokens",
+    "arrived", "arrived_tokens", "refused", "ended", "input_tokens", "cached_tokens", "output_tokens",
     "judged", "met_ttft", "met_itl", "met_both",
 )  # fmt: skip
 
@@ -23,7 +23,7 @@ class WorkerCounters:
 
     def __init__(self) -> None:
         self._ttft_limit_s = self._itl_limit_s = inf
-        self.arrived = self.refused = self.ended = 0
+        self.arrived = self.arrived_tokens = self.refused = self.ended = 0
         self.input_tokens = self.cached_tokens = self.output_tokens = 0
         self.judged = self.met_ttft = self.met_itl = self.met_both = 0
         self.ttft = HistogramCounter(BOUNDS)
@@ -34,6 +34,11 @@ class WorkerCounters:
         """Judge by this SLO from now on."""
         self._ttft_limit_s = inf if slo.ttft_p95_s is None else slo.ttft_p95_s
         self._itl_limit_s = inf if slo.itl_p95_s is None else slo.itl_p95_s
+
+    def arrive(self, prompt_tokens: int) -> None:
+        """Count a request with its estimated prompt tokens."""
+        self.arrived += 1
+        self.arrived_tokens += prompt_tokens
 
     def end(self, e2e_s: float) -> None:
         """Count a complete answer, ``e2e_s`` seconds after its request arrived."""
@@ -58,8 +63,17 @@ class WorkerCounters:
         if gap_s <= self._itl_limit_s:
             self.met_itl += 1
 
-    def report(self, *, in_flight: int, queued: int, oldest_s: float) -> ModelReport:
-        """The totals, with what waits and runs now."""
+    def report(
+        self, *, in_flight: int, queued: int, oldest_s: float, running: tuple[int, int]
+    ) -> ModelReport:
+        """The totals, with what waits and runs now: ``running`` streams, and their tokens so far."""
         totals: dict[str, Any] = {name: getattr(self, name) for name in _TOTALS}
         totals |= {name: tuple(getattr(self, name).counts) for name in ("ttft", "itl", "e2e")}
-        return ModelReport(**totals, queued=queued, oldest_s=oldest_s, in_flight=in_flight)
+        return ModelReport(
+            **totals,
+            queued=queued,
+            oldest_s=oldest_s,
+            in_flight=in_flight,
+            running=running[0],
+            running_tokens=running[1],
+        )

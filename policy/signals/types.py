@@ -41,7 +41,9 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     ``arrivals`` (requests per second) include the ``refused``. ``oldest_s`` is the age of the oldest of the
     ``queued`` requests. ``concurrency`` counts requests that wait or run. ``input_tokens`` (of which the
     fraction ``hit`` was cached) and ``output_tokens`` are means per request over the last minute, or up to
-    ten minutes if fewer than 300 have ended; 0 before any has. ``idle_s`` is the time without requests.
+    ten minutes if fewer than 300 have ended; 0 before the first request. Few ended requests are filled up
+    with assumed ones, and running ones count as far as they exceed the mean. ``idle_s`` is the time without
+    requests.
     """
 
     age_s: float

@@ -15,13 +15,16 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One model in one gateway worker: totals since its start, and the requests that wait and run now.
 
     ``arrived`` counts all requests, ``refused`` those without room or replica in time, ``ended`` those that a
-    replica answered completely, over which tokens are summed. ``ttft``, ``itl`` (the mean gap of a stream)
+    replica answered completely, over which tokens are summed. ``arrived_tokens`` are the prompt tokens of all
+    that arrived, as estimated then; ``running_tokens`` those that the ``running`` streams have produced so
+    far. ``ttft``, ``itl`` (the mean gap of a stream)
     and ``e2e`` count durations in the buckets of :mod:`policy.stats.histogram`, the first two of streams
     only. ``met_ttft``, ``met_itl`` and ``met_both`` of ``judged`` streams were within the SLO as it was when
     they ended. ``in_flight`` requests are in the gateway, ``queued`` of them without a replica.
     """
 
     arrived: int = 0
+    arrived_tokens: int = 0
     refused: int = 0
     ended: int = 0
     input_tokens: int = 0
@@ -37,6 +40,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     queued: int = 0
     oldest_s: float = 0.0
     in_flight: int = 0
+    running: int = 0
+    running_tokens: int = 0
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):

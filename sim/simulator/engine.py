@@ -120,6 +120,13 @@ class Engine:
         return len(self._live) - self._scheduler.waiting - self.slots.deferred
 
     @property
+    def streams(self) -> tuple[int, int]:
+        """The requests that have produced tokens, and how many in all, to the last step that has ended."""
+        produced = [live.request.produced for live in self._live.values() if live.request.produced]
+        leapt = self._ended(self._now) * len(produced) if self._leap else 0
+        return len(produced), sum(produced) + leapt
+
+    @property
     def waiting(self) -> int:
         """Requests in the engine's own queue."""
         return self._scheduler.waiting

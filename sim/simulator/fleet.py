@@ -244,6 +244,11 @@ class Fleet:
             report = EngineReport(preempted=engine.preempted, deferred=engine.slots.deferred)
             yield Heartbeat(replica=self._replica(runner, at), engine=report)
 
+    def running_streams(self) -> tuple[int, int]:
+        """The running requests that have produced tokens, and their tokens so far."""
+        streams = [runner.engine.streams for runner in self._all]
+        return sum(count for count, _ in streams), sum(tokens for _, tokens in streams)
+
     def slowness(self, name: str) -> float:
         """By what factor the steps of the replica of that id are slower than its engine model says."""
         return next((runner.slow for runner in self._all if runner.view.id == name), 1.0)

@@ -20,6 +20,7 @@ from policy.routing.router import Router
 from policy.routing.settings import settings_of
 from policy.signals.model_counters import WorkerCounters
 from policy.wire.capture import BLOCK_TOKENS
+from policy.wire.reports import ModelReport
 from sim.arrival_stream import Arrival
 from sim.simulator.engine import Job
 from sim.simulator.fleet import Fleet, SimulatedReplica
@@ -164,10 +165,19 @@ class SimulatedGateway:
     def queued(self) -> int:
         return len(self.dispatcher.waiting)
 
+    def report(self, at: float) -> ModelReport:
+        """The report of a gateway worker on this model."""
+        return self.totals.report(
+            in_flight=self.in_flight,
+            queued=self.queued,
+            oldest_s=self.dispatcher.oldest_s(at),
+            running=self._fleet.running_streams(),
+        )
+
     def arrive(self, number: int, arrival: Arrival, at: float) -> None:
         """Admit a request: it goes to a replica, waits, or is rejected."""
         self.in_flight += 1
-        self.totals.arrived += 1
+        self.totals.arrive(arrival.input_tokens)
         self._enter(SimulatedTicket(self.dispatcher, self._request(arrival, at), number, arrival), at)
 
     def first_token(self, ticket: SimulatedTicket, at: float) -> None:

@@ -287,12 +287,7 @@ class _Run:
     def _report(self, at: float) -> None:
         """Gateways and replicas report; then the models whose tick is due decide."""
         self._number += 1
-        reports = {
-            name: gateway.totals.report(
-                in_flight=gateway.in_flight, queued=gateway.queued, oldest_s=gateway.dispatcher.oldest_s(at)
-            )
-            for name, gateway in self._gateways.items()
-        }
+        reports = {name: gateway.report(at) for name, gateway in self._gateways.items()}
         report = GatewayReport(worker="simulator", number=self._number, since_s=at, models=reports)
         self._aggregator.take(report, at)
         for fleet in self._fleets.values():

@@ -11,6 +11,7 @@ import msgspec
 from policy.config.deployment import Deployment
 from policy.errors import EngineFailed
 from policy.types import EngineKind, Fleet, ReplicaPhase, Runner
+from policy.wire.headers import CANARY_HEADER
 
 _POLL_S = 2.0
 # A first request can wait for a long engine step.
@@ -72,19 +73,27 @@ def answers(deployment: Deployment, idle_models: Collection[str], key: str) -> N
         if external or spec.runner is not Runner.GENERATE or spec.name in idle_models:
             continue
         body = {"model": spec.name, "prompt": "Hello", "max_tokens": 1}
-        status, answer = _call(gateway.host, gateway.port, "/v1/completions", body, key=key)
+        status, answer = _call(gateway.host, gateway.port, "/v1/completions", body, key=key, probe=True)
         if status != 200:
             text = answer.decode(errors="replace")[:500]
             raise EngineFailed(f"{spec.name} does not answer through the gateway: {status} {text}")
 
 
 def _call(
-    host: str, port: int, path: str, body: Mapping[str, Any] | None = None, *, key: str = ""
+    host: str,
+    port: int,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    key: str = "",
+    probe: bool = False,
 ) -> tuple[int, bytes]:
     """Status and body of a POST, or a GET without ``body``; status 0 with the error without an answer."""
     timeout_s = _POLL_S if body is None else _REQUEST_S
     connection = http.client.HTTPConnection(reachable(host), port, timeout=timeout_s)
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    if probe:  # of which scaling learns nothing
+        headers[CANARY_HEADER] = "1"
     try:
         if body is None:
             connection.request("GET", path, headers=headers)

@@ -47,16 +47,17 @@ def ended(
     usage: Usage | None = None,
     path: str = "/v1/chat/completions",
     elsewhere: bool = False,
+    probe: bool = False,
 ) -> None:
     """A call that has ended."""
 
     async def unused() -> Any: ...
 
     call = Call(ROUTES[path], {"headers": []}, unused, lambda message: unused())
-    call.outcome, call.usage, call.by_fallback = outcome, usage, elsewhere
+    call.outcome, call.usage, call.by_fallback, call.probe = outcome, usage, elsewhere, probe
     if ttft_s is not None:
         call.first_byte_at, call.events, call.last_event_at = 10.0 + ttft_s, 11, 10.0 + ttft_s + 10 * gap_s
-    meter.arrive()
+    meter.arrive(100, probe=call.probe)
     meter.in_flight -= 1
     meter.count(call, 10.0, 10.0 + e2e_s)
 
@@ -85,7 +86,9 @@ class Site:
         self.reports: list[tuple[float, GatewayReport]] = []
         self.late_s = late_s
         self.clock = asyncio.get_running_loop().time
-        self.reporter = Reporter(self.metrics, self.admission, lambda: self.deployment, self._send)
+        self.reporter = Reporter(
+            self.metrics, self.admission, lambda: self.deployment, self._send, lambda _: (2, 50)
+        )
         self.served = ServedModel("m")
         self.running = asyncio.create_task(self.reporter.run())
 
@@ -97,7 +100,7 @@ class Site:
         """A request that waits for a replica."""
         now = self.clock()
         request = Request("m", arrived=now, deadline=now + wait_s)
-        self.metrics.model("m").arrive()
+        self.metrics.model("m").arrive(10, probe=False)
         return asyncio.create_task(self.admission.ticket(self.served, request).wait())
 
     @property
@@ -148,8 +151,10 @@ async def test_requests_not_answered_by_replicas_count_as_arrivals_only() -> Non
     ended(meter, "stream_broken", ttft_s=0.2, elsewhere=True)
     ended(meter, path="/v1/tokenize")
     ended(meter, path="/v1/detokenize")
-    assert site.report() == ModelReport(arrived=4)
+    assert site.report() == ModelReport(arrived=4, arrived_tokens=400, running=2, running_tokens=50)
     assert sum(meter.streams.values()) == 1  # metrics count every stream
+    ended(meter, ttft_s=0.2, gap_s=0.01, usage=usage, probe=True)
+    assert site.report().arrived == 4
     await site.close()
 
 

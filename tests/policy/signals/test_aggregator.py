@@ -40,7 +40,7 @@ class Worker:
     def report_at(self, at: float, *, model: str = "m", last: bool = False, **grown: Any) -> GatewayReport:
         """Send a report: totals grow by ``grown``, levels are set."""
         for name, value in grown.items():
-            if name in ("queued", "oldest_s", "in_flight"):
+            if name in ("queued", "oldest_s", "in_flight", "running", "running_tokens"):
                 self.totals[name] = value
             elif isinstance(value, tuple):
                 before = self.totals.get(name, (0,) * BUCKETS)
@@ -214,7 +214,7 @@ def test_time_without_reports_is_not_idle_time() -> None:
 def test_token_figures_are_means_per_request() -> None:
     worker = Worker()
     assert worker.report_at(T + 1) and demand(worker.aggregator, T + 1).input_tokens == 0.0
-    worker.report_at(T + 2, ended=4, input_tokens=400, cached_tokens=100, output_tokens=60)
+    worker.report_at(T + 2, ended=40, input_tokens=4000, cached_tokens=1000, output_tokens=600)
     seen = demand(worker.aggregator, T + 2)
     assert (seen.input_tokens, seen.output_tokens, seen.hit) == pytest.approx((100.0, 15.0, 0.25))
 
@@ -232,6 +232,38 @@ def test_request_lengths_are_means_of_enough_recent_requests() -> None:
     many = demand(worker.aggregator, T + 391)
     assert many.input_tokens == pytest.approx((600 * 300 + 30 * 6000) / 630, rel=0.05)
     assert many.output_tokens > 250
+
+
+def test_a_probe_of_one_token_is_not_taken_for_the_load() -> None:
+    worker = Worker()
+    worker.report_at(T + 1, ended=1, input_tokens=2, output_tokens=1)
+    seen = demand(worker.aggregator, T + 1)
+    assert (seen.input_tokens, seen.output_tokens) == pytest.approx((15 * 512 / 16, 15 * 128 / 16), abs=1)
+
+
+@pytest.mark.parametrize("before", [0, 600])
+def test_a_burst_of_long_requests_is_seen_before_one_of_them_ends(before: int) -> None:
+    worker = Worker()
+    short = {"arrived_tokens": 100 * before, "input_tokens": 100 * before, "output_tokens": 20 * before}
+    worker.report_at(T + 60, arrived=before, ended=before, **short)
+    worker.report_at(T + 61, arrived=400, arrived_tokens=400 * 4000, in_flight=400)
+    assert demand(worker.aggregator, T + 61).input_tokens > 0.7 * (before * 100 + 400 * 4000) / (before + 400)
+    for second in range(2, 12):
+        worker.report_at(T + 60 + second, running=400, running_tokens=400 * 50 * second)
+    # All have produced 550 tokens so far, and none has ended.
+    mix = (before * 20 + 400 * 550) / (before + 400)
+    assert 0.7 * mix < demand(worker.aggregator, T + 71).output_tokens <= 2 * 550
+
+
+def test_running_streams_do_not_change_the_lengths_of_a_steady_load() -> None:
+    """Ten requests a second of 50 tokens, 100 streams that are half done on average."""
+    worker = Worker()
+    level = {"running": 100, "running_tokens": 2500, "in_flight": 100}
+    for second in range(1, 100):
+        each = {"arrived_tokens": 1000, "input_tokens": 1000, "output_tokens": 500}
+        worker.report_at(T + second, arrived=10, ended=10, **each, **level)
+    seen = demand(worker.aggregator, T + 99)
+    assert (seen.input_tokens, seen.output_tokens) == pytest.approx((100.0, 50.0))
 
 
 def test_quantiles_and_shares_of_the_last_minute() -> None:
