@@ -125,8 +125,9 @@ class Exchange:
             return
         self.disconnected = True
         self._wake()
-        if self.task is not None:
-            self.task.cancel()
+        task, self.task = self.task, None  # it holds its exception, whose frames hold this exchange
+        if task is not None:
+            task.cancel()
 
     def _begin(self, body: bytes, more: bool) -> None:
         """Write the head and the first part of the body in one call."""

@@ -51,7 +51,7 @@ class ClientConnection:
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: httptools.HttpResponseParser | None = None
         self._transport: asyncio.Transport | None = None
         self._sink: Sink | None = None
         self._paused = False
@@ -108,6 +108,7 @@ class ClientConnection:
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the interface without being a subclass.
         self._transport = cast("asyncio.Transport", transport)
+        self._parser = httptools.HttpResponseParser(self)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -123,6 +124,7 @@ class ClientConnection:
         if self._between and (chunk := encode_chunk(data)) is not None:
             sink.on_chunk(chunk, data)
             return
+        assert self._parser is not None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -133,16 +135,14 @@ class ClientConnection:
         sink = self._taker()
         if sink is None:  # the sink aborted on the head
             return
+        chunks, self._chunks = self._chunks, []
         if self._complete:
-            chunks = self._chunks
             body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
             self._sink = None
             self._release()
             sink.on_data(body, complete=True)
-        elif self._chunks:
-            body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-            self._chunks = []
-            sink.on_data(body, complete=False)
+        elif chunks:
+            sink.on_data(chunks[0] if len(chunks) == 1 else b"".join(chunks), complete=False)
 
     def eof_received(self) -> None:
         """Called before the connection closes."""
@@ -155,6 +155,7 @@ class ClientConnection:
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.discard(self)
+        self._parser = None  # it holds this connection
         sink, self._sink = self._sink, None
         if sink is None:
             return
@@ -177,6 +178,7 @@ class ClientConnection:
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
+        assert self._parser is not None
         status = self._parser.get_status_code()
         if status < 200:
             self._interim = True
@@ -205,6 +207,7 @@ class ClientConnection:
             self._headers = {}
             return
         self._complete = True
+        assert self._parser is not None
         self._keep = self._parser.should_keep_alive()
 
     def _read_on(self) -> None:

@@ -49,7 +49,8 @@ class ServerConnection:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._transport: asyncio.Transport
-        self._parser = httptools.HttpRequestParser(self)
+        # It holds this connection, so that the connection releases it when it is lost.
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._active: Exchange | None = None
         self._ahead: deque[tuple[Scope, Exchange]] = deque()
         self._ahead_bytes = 0
@@ -125,6 +126,8 @@ class ServerConnection:
         self.ended = True
         self.resume_writing()
         self._ahead.clear()
+        self._reset()
+        self._refused = self._parser = None
         active, self._active = self._active, None
         if active is not None:
             active.disconnect()
@@ -157,6 +160,7 @@ class ServerConnection:
                 return
             data = over
         self._feeding = len(data)
+        assert self._parser is not None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as stopped:
@@ -194,6 +198,7 @@ class ServerConnection:
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
+        assert parser is not None
         self._head_done = True
         self._method = parser.get_method()
         self._http_1_1 = parser.get_http_version() == "1.1"
@@ -226,7 +231,7 @@ class ServerConnection:
             self._refused = self._too_large()
 
     def on_message_complete(self) -> None:
-        if self._parser.should_upgrade():
+        if self._parser is not None and self._parser.should_upgrade():
             return
         self._body_left = 0
         if self._refused is None:

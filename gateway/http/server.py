@@ -130,6 +130,8 @@ class Server:
     def serve(self, scope: Scope, exchange: Exchange) -> asyncio.Task[None]:
         task = self._loop.create_task(self._run(scope, exchange), name="request")
         self._tasks.add(task)
+        # Not at the end of `_run`, which never begins if the client disconnects at once.
+        task.add_done_callback(self._tasks.discard)
         return task
 
     async def _run(self, scope: Scope, exchange: Exchange) -> None:
@@ -138,8 +140,6 @@ class Server:
         except asyncio.CancelledError:
             pass  # the client disconnected, or the drain timed out
         finally:
-            if exchange.task is not None:
-                self._tasks.discard(exchange.task)
             exchange.end()
 
     def _sweep(self) -> None:

@@ -197,6 +197,26 @@ async def test_a_finished_call_leaves_no_reference_cycle(line: Line) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("sent", [b"", HEAD + BODY[:4], HEAD + BODY], ids=["nothing", "half", "all"])
+async def test_a_lost_connection_is_freed_without_a_collection(line: Line, sent: bytes) -> None:
+    held = weakref.ref(line.connection)
+    gc.disable()
+    try:
+        asked = await line.ask(Client().send)
+        line.answer(sent)
+        line.connection.connection_lost(None)
+        await asyncio.wait([asked])
+        del asked, line.connection, line.call, line.relay
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+async def test_a_connection_that_was_refused_is_freed_without_a_collection() -> None:
+    held = weakref.ref(ClientConnection(ConnectionPool("http://replica:1", 1.0)))
+    assert held() is None
+
+
 async def test_a_pooled_connection_resumes_reading(line: Line) -> None:
     asked = await line.ask(Client(slow_from=2).send)
     line.answer(LONG_HEAD + LONG[:-2])

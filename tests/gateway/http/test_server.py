@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import inspect
 import itertools
 import json
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from gateway.http.asgi_exchange import SENT
-from gateway.http.connection import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS
+from gateway.http.connection import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS, ServerConnection
 from gateway.http.server import (
     MAX_DESCRIPTORS,
     Server,
@@ -29,6 +30,7 @@ from gateway.http.server import (
     connections_within_limit,
 )
 from gateway.protocol.errors import Refused
+from tests.gateway.worker import until
 
 CAP = 300_000
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -253,6 +255,28 @@ async def test_invalid_requests_are_refused(port: Port, data: bytes, status: int
     assert headers["x-request-id"]
     assert len(body) < 4096
     assert len(port.refused) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"POST / HTTP/1.1\r\nx: y", post(b"x" * CAP)[:-10], post(b"x"), post(b"x") * 9, b"NONSENSE\r\n\r\n"],
+    ids=["nothing", "half a head", "half a body", "a request", "pipelined requests", "no HTTP"],
+)
+@on_uvloop
+async def test_a_lost_connection_is_freed_without_a_collection(port: Port, data: bytes) -> None:
+    def connections() -> int:
+        return sum(isinstance(each, ServerConnection) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        _, writer = await port.open()
+        await until(lambda: connections() == 1)
+        writer.write(data)
+        writer.close()
+        await until(lambda: connections() == 0, "it is freed")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
