@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -62,6 +63,7 @@ class Gateway:
         secret: str,
         salt_secret: bytes,
         *,
+        admin_token: Callable[[], str],
         log: Log,
         rng: random.Random,
         shared: SharedCounts,
@@ -108,7 +110,7 @@ class Gateway:
             capture=self.listeners.lines,
         )
         self.client: ASGIApp = client_app(services, self.serve)
-        self.admin: ASGIApp = admin_app(services)
+        self.admin: ASGIApp = admin_app(services, admin_token, lambda: current().gateway)
 
     def read(self, deployment: Deployment) -> None:
         """Apply a new deployment: tenants, models, adapters, fallback providers."""

@@ -79,6 +79,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         watcher,
         state.secret(),
         salt_secret(state),
+        admin_token=state.admin_token,
         log=log,
         rng=rng,
         shared=shared,

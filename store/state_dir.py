@@ -124,6 +124,7 @@ class StateDir:
     logs = _Under("logs")
     lock_path = _Under("supervisor.lock")
     secret_path = _Under("secret")
+    admin_token_path = _Under("admin-token")
     # The deployment file that was applied last, as JSON.
     deployment_path = _Under("deployment.json")
     # The controller's targets and revisions.
@@ -176,6 +177,13 @@ class StateDir:
     def secret(self) -> str:
         """The secret that guards every internal port, made on first use with mode 600."""
         return read_secret(self.ensure().secret_path, MIN_SECRET).decode()
+
+    def admin_token(self) -> str:
+        """The token for ``/admin`` on the admin port, made on first use with mode 600.
+
+        It is read for each request: removing the file replaces the token at once.
+        """
+        return read_secret(self.ensure().admin_token_path, MIN_SECRET).decode()
 
     def load(self, path: Path, kind: type[T]) -> T | None:
         """Decode a JSON file of this directory; ``None`` when it does not exist."""

@@ -11,29 +11,31 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.security import HTTPBearer
 
-from gateway.api.dependencies import GatewayServices, JsonResponse, NdjsonResponse, same_site
+from gateway.api.dependencies import GatewayServices, JsonResponse, NdjsonResponse
 from gateway.protocol.errors import Refused
 from policy.wire.controller import ADAPTERS, DECISIONS, adapter_path, with_query
 
-router = APIRouter()
-_SAME_SITE = [Depends(same_site)]
+# Open to probes and Prometheus; everything else needs the token, which `AdminAccess` checks.
+health = APIRouter()
+router = APIRouter(dependencies=[Depends(HTTPBearer(scheme_name="token", auto_error=False))])
 
 
-@router.get("/livez", summary="The worker's event loop runs")
+@health.get("/livez", summary="The worker's event loop runs")
 async def livez() -> JsonResponse:
     """Liveness."""
     return JsonResponse({"live": True})
 
 
-@router.get("/readyz", summary="Whether the worker can serve, or why not")
+@health.get("/readyz", summary="Whether the worker can serve, or why not")
 async def readyz(services: GatewayServices) -> JsonResponse:
     """Readiness: 503 with the reasons when the worker cannot serve."""
     reasons = services.not_ready()
     return JsonResponse({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
 
-@router.get("/metrics", summary="Prometheus metrics of all workers")
+@health.get("/metrics", summary="Prometheus metrics of all workers")
 async def prometheus(services: GatewayServices) -> Response:
     """Prometheus' text format."""
     return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -74,7 +76,6 @@ async def decisions(
 @router.get(
     "/admin/capture",
     summary="Requests served from now on: lengths, times and hashes as NDJSON, never text",
-    dependencies=_SAME_SITE,
 )
 async def capture(services: GatewayServices) -> NdjsonResponse:
     """A header line, then a line for each request when it has ended."""
@@ -90,7 +91,6 @@ async def adapters(services: GatewayServices) -> JsonResponse:
 @router.post(
     "/admin/adapters",
     summary="Add an adapter, or a version of one; with Accept: application/x-ndjson, report the progress",
-    dependencies=_SAME_SITE,
 )
 async def add(services: GatewayServices, request: Request) -> Response:
     """The new alias; or lines of progress, of which the last has the alias or an error."""
@@ -101,9 +101,7 @@ async def add(services: GatewayServices, request: Request) -> Response:
     return NdjsonResponse(_progress(first, lines))
 
 
-@router.delete(
-    "/admin/adapters/{model:path}/{name}", summary="Remove an adapter's name", dependencies=_SAME_SITE
-)
+@router.delete("/admin/adapters/{model:path}/{name}", summary="Remove an adapter's name")
 async def remove(services: GatewayServices, model: str, name: str) -> JsonResponse:
     """Requests for the name are answered 404 from then on."""
     return JsonResponse(await services.controller.ask("DELETE", adapter_path(model, name)))
@@ -112,7 +110,6 @@ async def remove(services: GatewayServices, model: str, name: str) -> JsonRespon
 @router.post(
     "/admin/adapters/{model:path}/{name}/split",
     summary="Split a name's requests over several versions, by weight",
-    dependencies=_SAME_SITE,
 )
 async def split(services: GatewayServices, model: str, name: str, request: Request) -> JsonResponse:
     """The body maps versions (``v1``) to weights."""
@@ -123,7 +120,6 @@ async def split(services: GatewayServices, model: str, name: str, request: Reque
 @router.post(
     "/admin/adapters/{model:path}/{name}/rollback",
     summary="Return a name to the versions it had before",
-    dependencies=_SAME_SITE,
 )
 async def rollback(services: GatewayServices, model: str, name: str) -> JsonResponse:
     """The alias after the rollback."""

@@ -18,16 +18,18 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import admin, models_endpoint, swagger_ui
+from gateway.api.admin_access import AdminAccess
 from gateway.api.dependencies import Services
 from gateway.api.openapi_schema import add_errors, add_hot_routes
 from gateway.http.asgi_exchange import request_ids
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES, Api
 from gateway.protocol.paths import Route as HotRoute
+from policy.config.deployment import GatewayConfig
 from policy.errors import Refusal
 
 CLIENT_ROUTERS = (models_endpoint.router, swagger_ui.router)
-ADMIN_ROUTERS = (admin.router, swagger_ui.router)
+ADMIN_ROUTERS = (admin.health, admin.router, swagger_ui.router)
 
 Serve = Callable[[HotRoute, Scope, Receive, Send], Awaitable[None]]
 
@@ -115,14 +117,18 @@ def client_app(
     )
 
 
-def admin_app(services: Services, routers: Iterable[APIRouter] = ADMIN_ROUTERS) -> Application:
+def admin_app(
+    services: Services, token: Callable[[], str], gateway: Callable[[], GatewayConfig]
+) -> Application:
     """The application of the admin port. Workers share the port: an answer about one worker has its pid."""
-    return Application(
+    app = Application(
         services,
-        routers,
+        ADMIN_ROUTERS,
         title="Tidegate admin",
         description="The admin port: health, metrics and operations.",
     )
+    app.add_middleware(AdminAccess, token=token, gateway=gateway)
+    return app
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import Depends, Request, Response
@@ -67,15 +66,6 @@ async def admin_account(account: Account) -> TenantAccount:
 
 
 AdminAccount = Annotated[TenantAccount, Depends(admin_account)]
-
-
-async def same_site(request: Request) -> None:
-    """Answer 403 to a browser page of another site: any process of this machine can reach the admin port."""
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise Refused(
-            Refusal.BAD_REQUEST, "This request comes from another site.", status=403, code="foreign_origin"
-        )
 
 
 class JsonResponse(Response):

@@ -119,12 +119,14 @@ class Adapters(Section, frozen=True):
     """LoRA adapters of the model, served by name; without the section engines load none.
 
     ``slots_per_replica`` is the number of adapters that a replica has loaded at once, ``max_rank`` the
-    largest rank, ``max_bytes`` the size limit of one adapter's files.
+    largest rank, ``max_bytes`` the size limit of one adapter's files. An adapter added at run time may be
+    fetched from public addresses and from ``private_hosts``.
     """
 
     slots_per_replica: Annotated[int, Meta(ge=1, le=4096)] = 8
     max_rank: Annotated[int, Meta(ge=1, le=512)] = 16
     max_bytes: Annotated[int, Meta(ge=1)] = 2 * 1024**3
+    private_hosts: tuple[str, ...] = ()
     sources: tuple[AdapterSource, ...] = ()
 
 
@@ -233,6 +235,7 @@ class Retry(Section, frozen=True):
 class GatewayConfig(Section, frozen=True):
     """The data plane: where it listens and how long it waits.
 
+    ``admin_allowed_hosts`` are names by which the admin port may be called, beside its own address.
     ``priority`` is that of all requests without tenants. ``queue_timeout_s`` is the default deadline of a
     request. ``first_token_timeout_s`` and ``inter_token_timeout_s`` bound the silence of a replica before and
     after a stream's first event, ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how
@@ -244,6 +247,7 @@ class GatewayConfig(Section, frozen=True):
     workers: Annotated[int, Meta(ge=1, le=256)] = 2
     admin_host: str = "127.0.0.1"
     admin_port: Port = 8081
+    admin_allowed_hosts: tuple[str, ...] = ()
     priority: Priority = Priority.STANDARD
     queue_timeout_s: Seconds = 60.0
     max_queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from ipaddress import ip_network
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,6 +32,7 @@ from policy.types import EngineKind
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _VISIBLE = re.compile(r"[!-~]+")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9A-Fa-f:]+")
 _HUB = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?")
 # The section ``adapters`` sets them.
 _ADAPTER_ENGINE_ARGS = frozenset({"enable_lora", "max_loras", "max_lora_rank"})
@@ -161,6 +163,9 @@ def _check_adapters(path: str, spec: ModelSpec, models: set[str], tenants: Colle
     for at, args in given.items():
         for key in sorted(_ADAPTER_ENGINE_ARGS & args.keys()):
             raise ConfigError(f"{at}.{key}", args[key], "nothing: the model's section `adapters` sets it")
+    for i, host in enumerate(spec.adapters.private_hosts):
+        expected = "a host name, an address or a network such as 10.0.0.0/8"
+        require(_is_host_or_network(host), f"{path}.adapters.private_hosts[{i}]", host, expected)
     sources = spec.adapters.sources
     loads = not sources or spec.engine is not EngineKind.EXTERNAL
     expected = "nothing: Tidegate does not load them into an external engine"
@@ -173,6 +178,14 @@ def _check_adapters(path: str, spec: ModelSpec, models: set[str], tenants: Colle
         for j, tenant in enumerate(source.tenants):
             known = ", ".join(sorted(tenants)) or "none are in the deployment file"
             require(tenant in tenants, f"{at}.tenants[{j}]", tenant, f"one of the tenants: {known}")
+
+
+def _is_host_or_network(entry: str) -> bool:
+    try:
+        ip_network(entry, strict=False)
+    except ValueError:
+        return _HOST.fullmatch(entry) is not None
+    return True
 
 
 def _check_source(at: str, source: AdapterSource) -> None:
@@ -222,6 +235,9 @@ def _check_gateway(deployment: Deployment) -> None:
     gateway = deployment.gateway
     differ = (gateway.port, gateway.host) != (gateway.admin_port, gateway.admin_host)
     require(differ, "gateway.admin_port", gateway.admin_port, "a port other than gateway.port")
+    for i, name in enumerate(gateway.admin_allowed_hosts):
+        good = _HOST.fullmatch(name)
+        require(good, f"gateway.admin_allowed_hosts[{i}]", name, "a host name or an address, without a port")
     base_s, max_s = gateway.eject.base_s, gateway.eject.max_s
     expected = f"at most gateway.eject.max_s = {max_s:g}"
     require(base_s <= max_s, "gateway.eject.base_s", base_s, expected)

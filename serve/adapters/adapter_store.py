@@ -14,6 +14,7 @@ from store.adapters.adapter_aliases import API, DOCUMENT, AdapterNames, NewVersi
 from store.adapters.base_model_shapes import BaseModel
 from store.adapters.blobs import Blobs
 from store.adapters.import_adapter import ImportLimits, import_adapter
+from store.adapters.public_hosts import PublicHosts
 from store.adapters.validate import AdapterFacts, ValidationLimits
 from store.model_weights.prepare import prepare
 from store.preparation_progress import Report
@@ -39,14 +40,17 @@ class AdapterStore:
         """The aliases of all names."""
         return self.names.catalog(0.0, 0).aliases
 
-    def take(self, spec: ModelSpec, source: str, report: Report) -> NewVersion:
+    def take(self, spec: ModelSpec, source: str, report: Report, *, declared: bool = False) -> NewVersion:
         """Fetch the adapter at ``source``, validate it for the model and store it.
 
-        Raises :class:`policy.errors.AdapterRefused`. The same source may be imported again at any time.
+        A source that the deployment file does not declare is fetched from public hosts alone, and from
+        ``adapters.private_hosts``. Raises :class:`policy.errors.AdapterRefused`. The same source may be
+        imported again at any time.
         """
         rules = spec.adapters or Adapters()
         limits = ValidationLimits(rules.max_rank, rules.max_bytes)
-        terms = ImportLimits(self._base(spec, report), limits, spec.token_file)
+        hosts = None if declared else PublicHosts(rules.private_hosts)
+        terms = ImportLimits(self._base(spec, report), limits, spec.token_file, hosts)
         return import_adapter(self._files, source, terms, report)
 
     def stored(self, version: Version) -> NewVersion | None:

@@ -253,7 +253,8 @@ class AdapterLibrary:
         def take(source: str, weight: float) -> NewVersion:
             known = adding.known.get(source)
             stored = self._store.stored(known) if known else None
-            return (stored or self._store.take(spec, source, adding.report))._replace(weight=weight)
+            taken = stored or self._store.take(spec, source, adding.report, declared=adding.declared)
+            return taken._replace(weight=weight)
 
         versions = await run_in_thread(lambda: [take(*part) for part in adding.parts], f"adapter-{name}")
         adding.report(Progress(step="record", message=f"recording the versions of {name}"))

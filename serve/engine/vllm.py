@@ -238,6 +238,10 @@ class VLLMEngine:
         self._llm.shutdown()
 
 
+# vLLM would fetch the media of a request from any URL, also from addresses that only this machine reaches.
+_DEFAULTS = {"allowed_media_domains": ["engine-args-allowed-media-domains-is-not-set.invalid"]}
+
+
 def arguments(spec: EngineSpec) -> Any:
     """vLLM's parsed arguments for ``spec``; raises :class:`EngineFailed` with vLLM's message.
 
@@ -275,7 +279,7 @@ def arguments(spec: EngineSpec) -> Any:
             "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= spec.max_rank),
         }
     args = parser.parse_args(
-        [word for item in {**spec.engine_args, **owned}.items() for word in _flag(*item)]
+        [word for item in {**_DEFAULTS, **spec.engine_args, **owned}.items() for word in _flag(*item)]
     )
     validate_parsed_serve_args(args)
     return args

@@ -48,7 +48,11 @@ class EngineProcess:
         ``environment`` is added to the one of this process.
         """
         inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-        own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        own = {
+            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1",
+            # A redirect could leave the domains of `allowed_media_domains`.
+            "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+        }  # fmt: skip
         read, write = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(

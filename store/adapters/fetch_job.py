@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from policy.errors import AdapterRefused
+from store.adapters.public_hosts import PublicHosts
 from store.preparation_progress import Progress, Report
 from store.state_dir import write_atomic
 
@@ -18,7 +19,8 @@ class FetchJob(NamedTuple):
     """``source`` as the user wrote it, and directories of :class:`store.adapters.blobs.Blobs`.
 
     ``into`` is the target, empty and private. ``parts`` is for partial downloads and outlives this process.
-    ``token_file`` may contain a Hugging Face token.
+    ``token_file`` may contain a Hugging Face token. ``hosts`` are those that it may be fetched from; ``None``
+    for any, if the deployment file declares it.
     """
 
     source: str
@@ -27,6 +29,7 @@ class FetchJob(NamedTuple):
     max_bytes: int
     report: Report
     token_file: str | None = None
+    hosts: PublicHosts | None = None
 
     @property
     def shown(self) -> str:
@@ -48,6 +51,10 @@ class FetchJob(NamedTuple):
     def unreachable(self, why: object) -> AdapterRefused:
         """The error for a source that cannot be read now; a retry may succeed."""
         return AdapterRefused("source_unreachable", f"{self.shown} cannot be fetched: {why!s:.300}")
+
+    def not_public(self, why: object) -> AdapterRefused:
+        """The error for a source that leads to a host that it may not be fetched from."""
+        return AdapterRefused("source_not_public", f"{self.shown} cannot be fetched: {why}")
 
     def too_large(self, size: int) -> AdapterRefused:
         """The error for a source with ``size`` bytes or more."""

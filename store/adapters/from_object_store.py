@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec  # type: ignore[import-untyped]
 from fsspec.registry import known_implementations  # type: ignore[import-untyped]
@@ -14,6 +15,8 @@ from store.adapters.fetch_job import FetchJob, PartialDownload
 from store.adapters.validate import check_names
 
 BLOCK_BYTES = 4 * 1024 * 1024
+# Their URLs name a bucket: the host is that of the machine's own settings.
+STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl"})
 # Properties that change with an object's content, by drivers' names, the most exact first.
 _MARKS = ("etag", "md5hash", "versionid", "generation", "mtime", "lastmodified", "updated", "created")
 
@@ -23,11 +26,16 @@ def fetch(job: FetchJob) -> None:
 
     Drivers find the machine's credentials themselves. Raises
     :class:`policy.errors.AdapterRefused`: ``source_unreachable``, also where the driver is not installed,
-    ``changed``, ``too_large``, and those of :func:`store.adapters.archive.unpack`.
+    ``source_not_public``, ``changed``, ``too_large``, and those of :func:`store.adapters.archive.unpack`.
     """
     protocol = job.source.partition("://")[0]
     if "::" in job.source:
         raise job.unreachable("expected a single URL, not one inside another")
+    named = protocol.lower() not in STORES
+    if job.hosts is not None and named and not job.hosts.lists(urlsplit(job.source).hostname or ""):
+        raise job.not_public(
+            "expected http(s)://, hf:, s3://, gs://, az:// or a host of the model's adapters.private_hosts"
+        )
     try:
         system, path = fsspec.core.url_to_fs(job.source)
     except ImportError as error:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 import httpx
 
 from policy.stats.backoff import Backoff
+from store.adapters import public_hosts
 from store.adapters.archive import unpack
 from store.adapters.fetch_job import FetchJob, PartialDownload
+from store.adapters.public_hosts import NotPublic
 
 CONNECT_S = 10.0
 SILENT_S = 30.0
@@ -28,8 +30,8 @@ def fetch(
 ) -> None:
     """Download and unpack the archive at ``http(s)://...``; raises :class:`policy.errors.AdapterRefused`.
 
-    Its codes are ``source_unreachable`` (also for slow servers), ``too_large``, and those of
-    :func:`store.adapters.archive.unpack`.
+    Its codes are ``source_unreachable`` (also for slow servers), ``source_not_public``, ``too_large``, and
+    those of :func:`store.adapters.archive.unpack`.
     """
     part = PartialDownload(job, "archive")
     timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
@@ -37,7 +39,7 @@ def fetch(
     # Size and instant at which the attempts were last reset.
     before, since = part.size, clock()
     try:
-        with httpx.Client(timeout=timeout, follow_redirects=True, max_redirects=5) as client:
+        with _client(job, timeout) as client:
             while True:
                 try:
                     _take(job, client, part, clock)
@@ -49,10 +51,18 @@ def fetch(
                     if tries >= TRIES:
                         raise job.unreachable(str(error) or type(error).__name__) from error
                     pause(RETRY.delay_s(tries))
+    except NotPublic as error:
+        raise job.not_public(error) from error
     except (httpx.InvalidURL, httpx.HTTPError, UnicodeError) as error:
         raise job.unreachable(str(error) or type(error).__name__) from error
     with part.path.open("rb") as file:
         unpack(file, job.into, job.max_bytes, job.progress("unpack", f"unpacking {job.shown}"))
+
+
+def _client(job: FetchJob, timeout: httpx.Timeout) -> httpx.Client:
+    if job.hosts is not None:
+        return public_hosts.client(job.hosts, timeout)
+    return httpx.Client(timeout=timeout, follow_redirects=True, max_redirects=public_hosts.REDIRECTS)
 
 
 class _Busy(Exception):

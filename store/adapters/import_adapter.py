@@ -14,6 +14,7 @@ from store.adapters.base_model_shapes import BaseModel
 from store.adapters.blobs import Blobs
 from store.adapters.fetch import fetch
 from store.adapters.fetch_job import FetchJob, redacted
+from store.adapters.public_hosts import PublicHosts
 from store.adapters.validate import ValidationLimits, validate
 from store.preparation_progress import Progress, Report
 
@@ -21,12 +22,13 @@ from store.preparation_progress import Progress, Report
 class ImportLimits(NamedTuple):
     """The requirements of a model on its adapters; see :func:`store.adapters.validate.validate`.
 
-    ``token_file`` may hold a Hugging Face token.
+    ``token_file`` may hold a Hugging Face token. ``hosts`` are those that sources may be fetched from.
     """
 
     base: BaseModel | None
     limits: ValidationLimits
     token_file: str | None = None
+    hosts: PublicHosts | None = None
 
 
 def import_adapter(blobs: Blobs, source: str, terms: ImportLimits, report: Report) -> NewVersion:
@@ -39,7 +41,7 @@ def import_adapter(blobs: Blobs, source: str, terms: ImportLimits, report: Repor
         with blobs.work() as work, blobs.parts(source) as parts:
             into = work / "adapter"
             into.mkdir(mode=0o700)
-            job = FetchJob(source, into, parts, terms.limits.max_bytes, report, terms.token_file)
+            job = FetchJob(source, into, parts, terms.limits.max_bytes, report, terms.token_file, terms.hosts)
             fetch(job)
             facts = validate(into, terms.base, terms.limits, job.progress("check", "checking its numbers"))
             report(Progress(step="store", message="forcing it to disk"))

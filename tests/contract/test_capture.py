@@ -12,6 +12,7 @@ import pytest
 from policy.wire.capture import HEADER, CaptureLine
 from sim.arrival_stream import Arrival
 from sim.workload.traces.detect_format import open_trace
+from store.state_dir import StateDir
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.replay.capture_to_trace import CaptureFile, in_order
@@ -47,7 +48,8 @@ async def test_a_replayed_trace_is_captured_unchanged(tmp_path: Path) -> None:
             written = asyncio.Event()
             with part.open("wb") as file:
                 spool = CaptureFile(file, written.set)
-                capturing = asyncio.create_task(capture(stack.admin_url, spool, for_s=None))
+                token = StateDir(tmp_path).admin_token()
+                capturing = asyncio.create_task(capture(stack.admin_url, token, spool, for_s=None))
                 await written.wait()
                 pool, request_format = Pool(stack.url), RequestFormat()
                 await replay(

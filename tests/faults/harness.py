@@ -10,14 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from store.state_dir import write_atomic
 from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.postconditions import Postconditions
 from tests.faults.proxy import Proxy
 from tests.faults.raw_client import RawClient, Reply
-from tests.gateway.worker import PATIENCE_S, Stack, model, until
+from tests.gateway.worker import Stack, admin_client, model, until
 
 _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -76,7 +74,7 @@ class Harness(Stack):
 
     async def reconnect_admin(self) -> None:
         await self.admin.aclose()
-        self.admin = httpx.AsyncClient(base_url=self.admin_url, timeout=PATIENCE_S, trust_env=False)
+        self.admin = admin_client(self.admin_url, self.root)
 
     def fresh_model(self) -> str:
         return next(self._fresh)

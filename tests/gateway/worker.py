@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import httpx
 
+from store.state_dir import StateDir
 from tests.gateway.fake_replica import SECRET, FakeController, FakeReplica
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,12 @@ def model(name: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def admin_client(url: str, root: Path) -> httpx.AsyncClient:
+    """A client of the admin port at ``url`` with the token of the state directory ``root``."""
+    headers = {"authorization": f"Bearer {StateDir(root).admin_token()}"}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False)
+
+
 class Stack:
     """A controller, replicas, and gateway workers in front of them."""
 
@@ -60,7 +67,7 @@ class Stack:
         self.url = f"http://127.0.0.1:{self.client_socket.getsockname()[1]}"
         self.admin_url = f"http://127.0.0.1:{self.admin_socket.getsockname()[1]}"
         self.http = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
-        self.admin = httpx.AsyncClient(base_url=self.admin_url, timeout=PATIENCE_S, trust_env=False)
+        self.admin = admin_client(self.admin_url, root)
 
     def write_secret(self) -> None:
         secret = self.root / "secret"

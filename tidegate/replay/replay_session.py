@@ -82,13 +82,13 @@ async def replay(
         pool.close()
 
 
-async def capture(url: str, spool: CaptureFile, *, for_s: float | None) -> bool:
+async def capture(url: str, token: str, spool: CaptureFile, *, for_s: float | None) -> bool:
     """Capture the gateway with the admin port at ``url`` until a signal, or for ``for_s`` seconds.
 
     Returns whether this side ended it. Raises :class:`policy.errors.Unreachable` and
     :class:`tidegate.replay.capture_to_trace.CaptureRefused`.
     """
-    pool = Pool(url)
+    pool = Pool(url, token)
     receiving = asyncio.create_task(pool.get("/admin/capture", spool))
     try:
         with stopped_by_signals(receiving.cancel):
@@ -106,7 +106,8 @@ async def capture(url: str, spool: CaptureFile, *, for_s: float | None) -> bool:
     finally:
         pool.close()
     if not spool.header:
-        raise CaptureRefused(f"{url}/admin/capture answered {status}: expected a gateway's admin port")
+        expected = "its token in TIDEGATE_ADMIN_TOKEN" if status == 401 else "a gateway's admin port"
+        raise CaptureRefused(f"{url}/admin/capture answered {status}: expected {expected}")
     return False
 
 

@@ -159,6 +159,7 @@ class Supervisor:
     async def _until_stopped(self) -> None:
         await self._clean_up_after_predecessor()
         self._state.secret()
+        self._state.admin_token()
         self._state.save(self._state.deployment_path, self._raw)
         # A start applies the whole file, including adapters that were removed by command.
         self._state.removed_path.unlink(missing_ok=True)

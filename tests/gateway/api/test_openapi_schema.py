@@ -11,6 +11,7 @@ from gateway.api.application import admin_app, client_app
 from gateway.protocol.errors import TABLE
 from gateway.protocol.paths import ROUTES
 from gateway.request_context import _WANTED
+from policy.config.deployment import GatewayConfig
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def test_the_client_ports_schema_has_its_paths_alone(schema: dict[str, Any]) -> 
 
 def test_the_admin_ports_schema_has_its_paths_alone() -> None:
     unused: Any = SimpleNamespace()
-    schema = admin_app(unused).openapi()
+    schema = admin_app(unused, str, GatewayConfig).openapi()
     paths = {path for path in schema["paths"] if not path.startswith("/admin/")}
     assert paths == {"/livez", "/readyz", "/metrics"}
     responses = schema["paths"]["/admin/routes"]["get"]["responses"]
@@ -35,6 +36,10 @@ def test_the_admin_ports_schema_has_its_paths_alone() -> None:
     reference = responses["default"]["content"]["application/json"]["schema"]["$ref"]
     assert reference == "#/components/schemas/Error"
     assert set(schema["components"]["schemas"]) == {"Error"}
+    secured = {
+        path for path, verbs in schema["paths"].items() if any("security" in v for v in verbs.values())
+    }
+    assert secured == {path for path in schema["paths"] if path.startswith("/admin/")}
 
 
 @pytest.mark.parametrize("path", ROUTES)

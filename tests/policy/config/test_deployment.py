@@ -73,6 +73,8 @@ REFUSED = [
       for at in ("ray://head:10001", "auto")),
     ("gateway.port", 70_000, "gateway.port", "<= 65535"),
     ("gateway.port", 8081, "gateway.admin_port", "other than gateway.port"),
+    *(("gateway.admin_allowed_hosts", ["ops", host], "gateway.admin_allowed_hosts[1]", "without a port")
+      for host in ("", "ops.example:80", "http://ops.example", "*")),
     ("gateway.workers", 0, "gateway.workers", ">= 1"),
     ("gateway.worker", 2, "gateway.worker", "did you mean 'workers'"),
     ("gateway.coalesce.window_s", 1.5, "gateway.coalesce.window_s", "<= 1"),
@@ -87,6 +89,8 @@ REFUSED = [
     ("models[0].sim", {"profile": "huge"}, "models[0].sim.profile", "sim-small"),
     ("models[0].control.slo", {"ttft_p95_s": 0}, "models[0].control.slo.ttft_p95_s", "> 0"),
     ("models[0].control.guard", {"stale_s": 0.5}, "models[0].control.guard.stale_s", ">= 3"),
+    *(("models[0].adapters", {"private_hosts": [host]}, "models[0].adapters.private_hosts[0]", "10.0.0.0/8")
+      for host in ("", "10.0.0.0/33", "http://minio", "minio:9000")),
     ("models[0].adapters.slots_per_replica", 0, "models[0].adapters.slots_per_replica", ">= 1"),
     ("store", "mysql://h/d", "store", "sqlite:///PATH or postgresql://HOST/NAME"),
     *(("store", url, "store", "sqlite:///PATH")

@@ -67,6 +67,22 @@ def test_adapters_over_a_limit_of_the_document_are_refused(store: AdapterStore, 
     assert refused.value.code == "too_large"
 
 
+@pytest.mark.parametrize(
+    ("adapters", "declared", "code"),
+    [
+        ({}, False, "source_not_public"),
+        ({"private_hosts": ["127.0.0.1"]}, False, "source_unreachable"),
+        ({}, True, "source_unreachable"),
+    ],
+)
+def test_only_declared_sources_may_name_any_host(
+    store: AdapterStore, adapters: dict[str, Any], declared: bool, code: str
+) -> None:
+    with pytest.raises(AdapterRefused) as refused:
+        store.take(spec(**adapters), "https://127.0.0.1:0/a.zip", quiet, declared=declared)
+    assert refused.value.code == code
+
+
 def test_only_files_that_no_alias_or_replica_uses_are_deleted(store: AdapterStore, tmp_path: Path) -> None:
     named, used, idle = (store.take(spec(), source(tmp_path, seed), quiet) for seed in (1, 2, 3))
     store.put(SQL, [named], None, declared=False)

@@ -62,6 +62,24 @@ def test_adapter_slots_become_max_loras() -> None:
     assert arguments(spec({})).enable_lora is None
 
 
+@pytest.mark.parametrize(("domains", "fetched"), [(None, False), (["media.example"], True)])
+def test_media_of_a_request_is_fetched_from_listed_hosts_alone(
+    domains: list[str] | None, fetched: bool
+) -> None:
+    from vllm.multimodal.media.connector import MediaConnector  # noqa: PLC0415
+
+    from serve.engine.vllm import arguments  # noqa: PLC0415
+
+    allowed = arguments(spec({"allowed_media_domains": domains} if domains else {})).allowed_media_domains
+    asked: list[str] = []
+    connection = SimpleNamespace(get_bytes=lambda url, **_: asked.append(url) or b"")
+    connector = MediaConnector(connection=connection, allowed_media_domains=allowed)
+    for url in ("http://169.254.169.254/", "https://media.example/a.png"):
+        with pytest.raises(ValueError, match=r"allowed domains|identify"):
+            connector.fetch_image(url)
+    assert asked == (["https://media.example/a.png"] if fetched else [])
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from sim.workload.traces.detect_format import open_trace
+from store.state_dir import StateDir
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.cli import group
 from tidegate.exit_codes import Exit
@@ -23,8 +24,8 @@ from tidegate.replay.capture_to_trace import CaptureFile
 HEADER = '{"tidegate":"capture","version":1,"block_tokens":512}\n'
 
 
-def run(*words: str | Path) -> Result:
-    return CliRunner().invoke(group, ["replay", *map(str, words)])
+def run(*words: str | Path, state: Path = Path("/nonexistent")) -> Result:
+    return CliRunner().invoke(group, ["--state-dir", str(state), "replay", *map(str, words)])
 
 
 def trace(folder: Path, *instants: float) -> Path:
@@ -143,9 +144,11 @@ class Admin(http.server.BaseHTTPRequestHandler):
     lines: ClassVar[str] = ""
     status: ClassVar[int] = 200
     goes_on: ClassVar[bool] = False
+    tokens: ClassVar[list[str | None]] = []
 
     def do_GET(self) -> None:
         assert self.path == "/admin/capture"
+        self.tokens.append(self.headers["authorization"])
         self.send_response(self.status)
         self.end_headers()
         self.wfile.write(self.lines.encode())
@@ -196,10 +199,20 @@ def test_ctrl_c_completes_a_capture(admin: str, tmp_path: Path, monkeypatch: pyt
     assert [arrival.input_tokens for arrival in open_trace(path)] == [5]
 
 
+def test_a_capture_sends_the_token_of_the_state_directory(
+    admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Admin, "tokens", [])
+    token = StateDir(tmp_path).admin_token()
+    run("--capture", tmp_path / "own.jsonl", "--admin-url", admin, state=tmp_path)
+    assert Admin.tokens == [f"Bearer {token}"]
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ({"status": 404}, "answered 404"),
+        ({"status": 401}, "TIDEGATE_ADMIN_TOKEN"),
         ({"lines": "<html>\n"}, "no line of a capture"),
         ({"lines": ""}, "answered 200"),
     ],

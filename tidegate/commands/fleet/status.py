@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 
 import click
+import httpx
 import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -109,9 +109,11 @@ def gather(state: StateDir, at: float) -> StatusData:
 def _known_fleet(state: StateDir, supervisor: SupervisorStatus, at: float) -> Fleet:
     """The fleet of a gateway, or else the one that a gateway stored last."""
     try:
-        with urllib.request.urlopen(f"{supervisor.admin}/admin/fleet", timeout=2.0) as answer:  # noqa: S310 - ours
-            return msgspec.json.decode(answer.read(), type=_AdminFleet).with_external(at)
-    except (OSError, msgspec.MsgspecError):
+        headers = {"authorization": f"Bearer {state.admin_token()}"}
+        # Without the proxies of the environment, which would get the token.
+        answer = httpx.get(f"{supervisor.admin}/admin/fleet", headers=headers, timeout=2.0, trust_env=False)
+        return msgspec.json.decode(answer.content, type=_AdminFleet).with_external(at)
+    except (OSError, httpx.HTTPError, msgspec.MsgspecError):
         return state.load(state.fleet_path, Fleet) or EMPTY_FLEET
 
 
@@ -189,7 +191,7 @@ def _header(view: StatusData) -> Table:
         header.add_row("phase", _colored(view.supervisor.phase))
         header.add_row("uptime", age(view.at - view.supervisor.since))
         header.add_row("endpoint", f"{view.supervisor.endpoint}/v1")
-        header.add_row("admin", view.supervisor.admin)
+        header.add_row("admin", f"{view.supervisor.admin} (token: {view.state_dir}/admin-token)")
     header.add_row("controller", view.controller)
     return header
 

@@ -19,6 +19,8 @@ from sim.arrival_stream import Arrival
 from sim.workload.traces.detect_format import notes, opened
 from sim.workload.transforms import scale_rate, slice_trace
 from sim.workload.workload_spec import arrivals_of
+from store.state_dir import StateDir
+from tidegate.commands.deployment_context import admin_token
 from tidegate.commands.options import (
     OutputFile,
     Url,
@@ -68,13 +70,15 @@ from tidegate.replay.results import LATE_S, RequestResult
 @click.option("--capture", type=OutputFile(), help="Capture a trace to this file instead of replaying one.")
 @click.option(
     "--admin-url", type=Url(), default="http://127.0.0.1:8081", show_default=True,
-    help="With --capture: the gateway's admin port.",
+    help="With --capture: the gateway's admin port; TIDEGATE_ADMIN_TOKEN is its token on another machine.",
 )  # fmt: skip
 @click.option(
     "--for", "for_s", metavar="DURATION", type=duration, help="Stop the capture after e.g. 90s, 30m or 2h."
 )
 @as_json
+@click.pass_obj
 def replay(
+    state: StateDir,
     *,
     trace: Path | None,
     url: str,
@@ -97,7 +101,7 @@ def replay(
     if (trace is None) == (capture is None):
         raise click.UsageError("give either a TRACE to replay or --capture FILE")
     if capture is not None:
-        _capture(capture, admin_url, for_s, as_json)
+        _capture(capture, admin_url, admin_token(state, admin_url), for_s, as_json)
         return
     if for_s is not None:
         raise click.UsageError("--for is only for --capture: end a replay with --to-s")
@@ -134,7 +138,7 @@ def replay(
         sys.exit(Exit.FAILED)
 
 
-def _capture(file: Path, url: str, for_s: float | None, as_json: bool) -> None:
+def _capture(file: Path, url: str, token: str, for_s: float | None, as_json: bool) -> None:
     part = file.with_name(f"{file.name}.part")
     for path in (file, part):  # the second one is left by a capture that was killed
         if path.exists():
@@ -148,7 +152,7 @@ def _capture(file: Path, url: str, for_s: float | None, as_json: bool) -> None:
         spool = CaptureFile(spooled, changed)
         warn(f"Capturing {url} {until}. Requests are written when they end.")
         try:
-            complete = uvloop.run(capture_traffic(url, spool, for_s=for_s))
+            complete = uvloop.run(capture_traffic(url, token, spool, for_s=for_s))
         except BaseException:
             if not spool.header:
                 part.unlink()

@@ -1,0 +1,97 @@
+"""Who may use the admin port: callers by a name of its own, from no other web site, with its token.
+
+A page of any site can make its visitor's browser send requests here, also by a name of that site which
+resolves to this machine. It can neither choose the Host header, which has that name, nor read the token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Callable
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from fastapi import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.protocol.errors import Refused
+from policy.config.deployment import GatewayConfig
+from policy.errors import Refusal
+
+# Served without the token: probes and Prometheus, and the schema, which has no data. `/docs/` are its files.
+OPEN = frozenset({"/livez", "/readyz", "/metrics", "/openapi.json", "/docs"})
+_OPEN_FILES = "/docs/"
+
+_WILDCARDS = ("", "0.0.0.0", "::")
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?")
+
+
+class AdminAccess:
+    """Middleware that answers 403 to a foreign Host or Origin, and 401 without the token."""
+
+    def __init__(
+        self, app: ASGIApp, *, token: Callable[[], str], gateway: Callable[[], GatewayConfig]
+    ) -> None:
+        self._app = app
+        self._token = token
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = self._check(scope)
+        if refused is None:
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode(): value.decode() for name, value in refused.headers()}
+        if refused.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        await Response(refused.body(), refused.status, headers)(scope, receive, send)
+
+    def _check(self, scope: Scope) -> Refused | None:
+        hosts = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
+        # Load balancers probe by HTTP/1.0 without a Host; a browser always sends one.
+        if (hosts or scope["http_version"] != "1.0") and not (len(hosts) == 1 and self._is_ours(hosts[0])):
+            return Refused(
+                Refusal.BAD_REQUEST,
+                "The admin port is not called by this host name: gateway.admin_allowed_hosts may list it.",
+                status=403,
+                code="foreign_host",
+            )
+        path: str = scope["path"]
+        if path in OPEN or path.startswith(_OPEN_FILES):
+            return None
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin")
+        if origin is not None and [urlsplit(origin.decode("latin-1").lower()).netloc] != hosts:
+            return Refused(
+                Refusal.BAD_REQUEST,
+                "This request comes from another site.",
+                status=403,
+                code="foreign_origin",
+            )
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._token().encode()):
+            return None
+        return Refused(
+            Refusal.UNAUTHORIZED,
+            "This needs the token in the file admin-token of the state directory: send it as"
+            " 'Authorization: Bearer TOKEN'.",
+            code="invalid_admin_token",
+        )
+
+    def _is_ours(self, given: str) -> bool:
+        """Whether a Host header in lower case has a name of this port."""
+        match = _HOST.fullmatch(given)
+        if match is None:
+            return False
+        host = match[1] or match[2]
+        gateway = self._gateway()
+        own = gateway.admin_host.lower()
+        if host in ("localhost", own, *map(str.lower, gateway.admin_allowed_hosts)):
+            return True
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return False
+        # Only a name can be made to resolve to this machine: an address leads to who has it.
+        return address.is_loopback or own in _WILDCARDS
