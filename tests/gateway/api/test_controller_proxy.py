@@ -246,3 +246,13 @@ async def test_operations_without_a_controller_are_409(site: Site) -> None:
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "no_controller")
     assert site.controller.asked == []
+
+
+async def test_a_web_page_reaches_no_operation(site: Site) -> None:
+    """What a page can send without asking: a form or text, from its own site, by any name."""
+    for origin, host in (("http://evil.example", "localhost"), ("http://evil.example", "evil.example")):
+        site.http.headers = httpx.Headers({"origin": origin, "host": host, "content-type": "text/plain"})
+        for source in ("http://169.254.169.254/", "/etc"):
+            answer = await site.http.post("/admin/adapters", content=json.dumps({**ADD, "source": source}))
+            assert answer.status_code == 403
+    assert site.controller.asked == []
