@@ -29,7 +29,6 @@ from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import COALESCED
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.paths import Route
 from gateway.queue.dynamic_batching import Coalescer
 from gateway.queue.model_queues import Admission
@@ -195,9 +194,9 @@ class Gateway:
     ) -> None:
         """One call to a replica, or to a fallback provider where the fleet cannot serve it in time."""
         ticket = self.admission.ticket(served, request)
-        sent = upstream_body(call.route, body, raw, self.tenants.salt(request.tenant), request.adapter)
         meter = self.metrics.model(served.name)
-        delivery = RetryLoop(ticket, call, meter, body=body, outgoing=sent)
+        salt = self.tenants.salt(request.tenant)
+        delivery = RetryLoop(ticket, call, meter, body=body, raw=raw, salt=salt)
         try:
             if self.spillover.backs(request):
                 await self.spillover.around(delivery.run, call, served, request, body=body, raw=raw)

@@ -1,15 +1,19 @@
-"""API keys of tenants, their digests, and the secrets of cache salts."""
+"""API keys of tenants and their digests, keys for other servers, and the secrets of cache salts."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
+import re
 import secrets
+from pathlib import Path
 
 from store.state_dir import StateDir, read_secret
 
 PREFIX = "tg-"
 _BYTES = 32
+_WORD = re.compile(rb"[!-~]+")
 
 
 def new_key() -> str:
@@ -25,6 +29,23 @@ def digest_of(key: bytes) -> str:
 def own_key(secret: str) -> str:
     """Tidegate's own key for the client port, to which the internal ``secret`` itself is never sent."""
     return PREFIX + hmac.new(secret.encode(), b"client port", hashlib.sha256).hexdigest()
+
+
+def read_key(file: str | None, variable: str | None) -> tuple[bytes, str]:
+    """The key in ``file`` or in the environment ``variable``, if one is named; else why it cannot be used."""
+    if file is not None:
+        try:
+            key = Path(file).read_bytes().strip()
+        except OSError as error:
+            return b"", f"the key file cannot be read: {error.strerror}"
+    elif variable is not None:
+        key = os.environb.get(variable.encode(), b"")
+        if not key:
+            return b"", f"the environment variable {variable} is not set"
+    else:
+        return b"", ""
+    # Other characters could end the header or the request.
+    return (key, "") if _WORD.fullmatch(key) else (b"", "the key is not one word of ASCII")
 
 
 def salt_secret(state: StateDir) -> bytes:

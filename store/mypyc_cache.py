@@ -67,6 +67,7 @@ MODULES = {
         "protocol/errors",
         "protocol/prompt_features",
         "protocol/json_splice",
+        "protocol/model_rewrite",
         "protocol/sse_validator",
         "protocol/usage",
         "queue/model_queues",

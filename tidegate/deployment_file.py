@@ -83,6 +83,10 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
                 raise ConfigError(f"models[{i}].source", source, f"a path that exists (looked at {local})")
             model["source"] = str(local)
         _absolute_file(model, "token_file", f"models[{i}]", folder)
+        for j, server in enumerate(model.get("urls", [])):
+            if isinstance(server, dict):
+                _absolute_file(server, "key_file", f"models[{i}].urls[{j}]", folder)
+                _absolute_file(server, "ca_file", f"models[{i}].urls[{j}]", folder)
         # An adapter may be missing: the deployment file is valid without it.
         for adapter in (model.get("adapters") or {}).get("sources", []):
             for entry in (adapter, *adapter.get("versions", {}).values()):

@@ -35,7 +35,7 @@ MEANINGS = {
     Exit.INVALID: "invalid deployment file, workload or trace",
     Exit.NOT_RUNNING: "nothing is running, or it does not answer",
     Exit.REFUSED: "refused: replica count, mode switch, adapter, or a change that needs down and up",
-    Exit.PRECONDITION: "precondition not met: port in use, too little memory, another Ray cluster",
+    Exit.PRECONDITION: "precondition not met: port, memory, another Ray cluster, or external servers",
     Exit.INACCURATE: "calibration written, but its error is high",
     Exit.INTERRUPTED: "interrupted",
 }

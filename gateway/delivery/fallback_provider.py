@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from msgspec import Raw
@@ -21,6 +20,7 @@ from policy.config.deployment import Deployment, Upstream
 from policy.request import Request
 from policy.routing.replica_health import AttemptResult, Breaker, BreakerState
 from policy.types import Runner
+from store.api_keys import read_key
 
 # Routes that an OpenAI-compatible endpoint serves.
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
@@ -29,7 +29,6 @@ ASSUMED_OUTPUT_TOKENS = 1024
 # Of English text, on the low side: more is reserved than is likely used.
 BYTES_PER_TOKEN = 3
 
-_WORD = re.compile(rb"[!-~]+")
 _COMMA = re.compile(rb"\s*,")
 
 
@@ -112,17 +111,8 @@ class FallbackProvider:
 
     @property
     def has_key(self) -> bool:
-        """Whether the key file, if there is one, holds a usable key now."""
-        path, problem = self.upstream.key_file, ""
-        self._key = b""
-        if path is not None:
-            try:
-                self._key = Path(path).read_bytes().strip()
-            except OSError as error:
-                problem = type(error).__name__
-            else:
-                # Other characters could end the header or the request.
-                problem = "" if _WORD.fullmatch(self._key) else "not one word of ASCII"
+        """Whether the provider's key, if it has one, can be read now."""
+        self._key, problem = read_key(self.upstream.key_file, self.upstream.key_env)
         if problem and problem != self._key_problem:
             self._log.error("upstream_key_unusable", upstream=self.upstream.name, error=problem)
         self._key_problem = problem

@@ -18,6 +18,7 @@ from starlette.types import Message
 from gateway.http.asgi_exchange import SENT
 from gateway.http.client import ClientConnection
 from gateway.protocol.errors import Refused, adapter_failure, cause_of, from_upstream, rejection_status
+from gateway.protocol.model_rewrite import ModelRewrite
 from gateway.protocol.sse_validator import SseValidator
 from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer
 from gateway.request_context import Call
@@ -40,7 +41,8 @@ class Relay:
     ``refused`` is the answer for ``REJECTED``, ``FAILED`` and ``SILENT``, ``reason`` why the replica did not
     take the request for ``REFUSED``. ``begun``: a stream's first event came. ``committed``: the client was
     sent a part of the answer. ``held_back``: reading is paused for a slow client. ``on_first`` is called at
-    the first token, ``meter`` counts for the model.
+    the first token, ``meter`` counts for the model. ``rewrite`` gives our name of the model to the answer of
+    a server with another one.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class Relay:
         validator: SseValidator,
         meter: ModelCounters,
         on_first: Callable[[], None] | None = None,
+        *,
+        rewrite: ModelRewrite | None = None,
     ) -> None:
         self._call = call
         self._send = call.send
@@ -73,6 +77,7 @@ class Relay:
         self.reason = Refusal.BUSY
         self.refused: Refused | None = None
         self._on_first = on_first
+        self._rewrite = rewrite
         self.done: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
 
     async def run(self, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> AttemptOutcome:
@@ -196,7 +201,12 @@ class Relay:
                 self._settle(AttemptOutcome.FAILED)
                 return
             length = self._headers.get(b"content-length")
+            if self._rewrite is not None:
+                data = self._rewrite.feed(data, complete=complete)
+                length = str(len(data)).encode() if complete else None
             self._commit([] if length is None else [(b"content-length", length)])
+        elif self._rewrite is not None:
+            data = self._rewrite.feed(data, complete=complete)
         self._end = data if not self._end else (self._end + data)[-MAX_DECODED:]
         if complete:
             self._call.answered = True
@@ -238,6 +248,8 @@ class Relay:
                 self._first()
             if not finished:  # what follows the last token comes at once
                 self._call.last_event_at = now
+            if self._rewrite is not None:
+                out = self._rewrite.whole(out)
             self._pass_on(out, framed if out is data else None)
         if complete:
             if not self.committed:

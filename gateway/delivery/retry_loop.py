@@ -9,7 +9,8 @@ from gateway.delivery.relay import Relay
 from gateway.http.client import ClientConnection, is_local_fault
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_splice import UpstreamBody
+from gateway.protocol.json_splice import UpstreamBody, upstream_body
+from gateway.protocol.model_rewrite import ModelRewrite
 from gateway.protocol.paths import Api, Route
 from gateway.protocol.sse_validator import ChatValidator, MessagesValidator, ResponsesValidator, SseValidator
 from gateway.queue.dispatcher_driver import Ticket
@@ -29,13 +30,15 @@ _PREFILL, _PREFIX = PREFILL_HEADER.encode(), PREFIX_HEADER.encode()
 
 class RetryLoop:
     def __init__(
-        self, ticket: Ticket, call: Call, meter: ModelCounters, *, body: Body, outgoing: UpstreamBody
+        self, ticket: Ticket, call: Call, meter: ModelCounters, *, body: Body, raw: bytes, salt: bytes
     ) -> None:
         self._ticket = ticket
         self._is_external = ticket.served.engine is EngineKind.EXTERNAL
         self._call = call
         self._body = body
-        self._outgoing = outgoing
+        self._raw = raw
+        self._salt = salt
+        self._outgoing = self._body_for(ticket.request.adapter)
         self._meter = meter
         self._clock = asyncio.get_running_loop().time
 
@@ -91,7 +94,12 @@ class RetryLoop:
 
         Raises :class:`gateway.protocol.errors.Refused` when this machine can open no connection.
         """
-        head = self._head(replica)
+        outgoing = self._outgoing
+        rewrite: ModelRewrite | None = None
+        if replica.their_model and not self._ticket.request.adapter:
+            outgoing = self._body_for(replica.their_model)
+            rewrite = ModelRewrite(replica.their_model, self._body.model)
+        head = self._head(replica, outgoing.size)
         connection = replica.pool.take()
         stale = False
         while True:
@@ -105,19 +113,25 @@ class RetryLoop:
                         ) from error
                     # After a stale connection the request itself may have killed the replica.
                     return (AttemptOutcome.LOST if stale else AttemptOutcome.UNREACHABLE), None
-            relay = self._relay(replica, connection)
+            relay = self._relay(replica, connection, rewrite)
             try:
-                outcome = await relay.run(head, self._outgoing.parts)
+                outcome = await relay.run(head, outgoing.parts)
             finally:
                 replica.relays.discard(relay)
             if outcome is not AttemptOutcome.STALE or stale:
                 return outcome, relay
             connection, stale = None, True
 
-    def _relay(self, replica: ReplicaHandle, connection: ClientConnection) -> Relay:
+    def _body_for(self, name: str) -> UpstreamBody:
+        """The request's body, with ``name`` for its model or adapter, or the client's name if empty."""
+        return upstream_body(self._call.route, self._body, self._raw, self._salt, name)
+
+    def _relay(
+        self, replica: ReplicaHandle, connection: ClientConnection, rewrite: ModelRewrite | None
+    ) -> Relay:
         """An attempt on ``connection``, which the watchdog observes."""
         validator = validator_of(self._call.route, self._body, strip_usage=self._outgoing.counts)
-        relay = Relay(self._call, connection, validator, self._meter, self._first)
+        relay = Relay(self._call, connection, validator, self._meter, self._first, rewrite=rewrite)
         self._ticket.began(self._clock(), streams=relay.streams)
         replica.relays.add(relay)
         return relay
@@ -125,14 +139,14 @@ class RetryLoop:
     def _first(self) -> None:
         self._ticket.first(monotonic())
 
-    def _head(self, replica: ReplicaHandle) -> bytes:
-        """The request's head: of the client's headers only those listed here."""
+    def _head(self, replica: ReplicaHandle, size: int) -> bytes:
+        """The head of a request of ``size`` bytes: of the client's headers only those listed here."""
         call = self._call
         head = b"POST %b HTTP/1.1\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n" % (
             call.route.upstream,
             replica.constant_head,
             call.upstream_id,
-            self._outgoing.size,
+            size,
         )
         if not self._is_external:
             head += b"%b: %d\r\n" % (_PREFILL, self._ticket.pending)

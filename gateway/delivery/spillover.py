@@ -11,6 +11,7 @@ from gateway.delivery.relay import Relay
 from gateway.delivery.retry_loop import validator_of
 from gateway.protocol.body import Body
 from gateway.protocol.errors import NO_ROOM, Refused
+from gateway.protocol.model_rewrite import ModelRewrite
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
@@ -158,6 +159,7 @@ class Spillover:
         call.replica, call.by_fallback = endpoint.label, True
         sent = endpoint.outgoing(call.route, name, body, raw)
         head = endpoint.head(call, sent.size)
+        rewrite = ModelRewrite(endpoint.upstream.models[name], body.model)
         connection = endpoint.pool.take()
         while True:
             kept = connection is not None
@@ -166,7 +168,9 @@ class Spillover:
             except OSError:
                 return AttemptOutcome.UNREACHABLE, AttemptResult.BAD
             validator = validator_of(call.route, body, strip_usage=sent.counts)
-            relay = Relay(call, connection, validator, self._metrics.model(name.partition(":")[0]))
+            relay = Relay(
+                call, connection, validator, self._metrics.model(name.partition(":")[0]), rewrite=rewrite
+            )
             verdict = await relay.run(head, sent.parts)
             if not kept or verdict is not AttemptOutcome.STALE:
                 return verdict, _result_of(verdict, relay.refused)

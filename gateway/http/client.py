@@ -240,8 +240,10 @@ class ConnectionPool:
     def __init__(self, url: str, connect_timeout_s: float, *, max_idle: int = MAX_IDLE) -> None:
         parts = urlsplit(url)
         self.host = parts.hostname or "127.0.0.1"
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self.port = parts.port or (80 if self._tls is None else 443)
+        self._secure = parts.scheme == "https"
+        self._ca_file: str | None = None
+        self._tls: ssl.SSLContext | None = None
+        self.port = parts.port or (443 if self._secure else 80)
         self.host_header = parts.netloc.rpartition("@")[2].encode()
         self.connect_timeout_s = connect_timeout_s
         self._max_idle = max_idle
@@ -258,8 +260,10 @@ class ConnectionPool:
         return None
 
     async def connect(self) -> ClientConnection:
-        """A new connection; raises ``OSError``, which includes ``TimeoutError``."""
+        """A new connection; raises ``OSError``, which includes ``TimeoutError`` and ``ssl.SSLError``."""
         loop = asyncio.get_running_loop()
+        if self._secure and self._tls is None:
+            self._tls = ssl.create_default_context(cafile=self._ca_file)
         async with asyncio.timeout(self.connect_timeout_s):
             _, connection = await loop.create_connection(
                 cast("Callable[[], asyncio.Protocol]", lambda: ClientConnection(self)),
@@ -280,9 +284,18 @@ class ConnectionPool:
         if connection in self._idle:
             self._idle.remove(connection)
 
+    def trust(self, ca_file: str | None) -> None:
+        """Verify certificates with those in ``ca_file`` (``None``: the system's), on new connections."""
+        if ca_file != self._ca_file:
+            self._ca_file, self._tls = ca_file, None
+            self._drop_idle()
+
     def close(self) -> None:
         """Close idle connections and keep no more; requests in flight continue."""
         self._closed = True
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.kill()

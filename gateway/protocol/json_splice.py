@@ -106,14 +106,14 @@ def edited_body(route: Route, body: Body, raw: bytes, edits: list[Edit]) -> Upst
     return UpstreamBody(parts, sum(map(len, parts)), usage is not None)
 
 
-def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "") -> UpstreamBody:
+def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, name: str = "") -> UpstreamBody:
     """``raw`` with the tenant's cache ``salt`` (a JSON string, or empty) in place of the client's.
 
-    ``model`` becomes the name of the ``adapter``, if there is one.
+    ``model`` becomes ``name``, that of an adapter or of an external server, unless it is empty.
     """
     edits = []
-    if adapter and adapter != body.model:
-        edits.append(set_model(raw, adapter))
+    if name and name != body.model:
+        edits.append(set_model(raw, name))
     if salt and route.runner is not None:  # token counts use no cache
         edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
     return edited_body(route, body, raw, edits)

@@ -1,9 +1,11 @@
-"""Polls external servers: whether they answer and what they serve."""
+"""Polls external servers: whether they answer, and whether they serve the model."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import ssl
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,13 +14,17 @@ import msgspec
 
 from gateway.http.client import is_local_fault
 from gateway.routing.fleet import FleetView, external_replica
-from policy.config.deployment import Deployment, ModelSpec
+from gateway.routing.replica_handle import ServerAccess
+from policy.config.deployment import Deployment, ExternalServer, ModelSpec
 from policy.types import EngineKind, Replica
+from store.api_keys import read_key
 
 PROBE_EVERY_S = 2.0
 PROBE_TIMEOUT_S = 2.0
 # How often a server that answers requests is asked for its models.
 LIST_EVERY_S = 10.0
+# The most names of models that are shown for a server that does not serve ours.
+MAX_NAMES = 5
 
 
 class _Listed(msgspec.Struct):
@@ -36,6 +42,7 @@ class _Answer(NamedTuple):
     """The last answer of a server, when it came, and how many reads had come by then."""
 
     replica: Replica
+    access: ServerAccess
     max_model_len: int | None
     at: float
     reads: int
@@ -51,48 +58,115 @@ class ExternalPoller:
     def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._answers: dict[tuple[str, str], _Answer] = {}
+        # By the certificates that they trust.
+        self._clients: dict[str | None, httpx.AsyncClient] = {}
 
     async def run(self) -> None:
-        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
-            while True:
-                await asyncio.gather(
-                    *(
-                        self._probe_model(client, spec)
-                        for spec in self.deployment().models
-                        if spec.engine is EngineKind.EXTERNAL
-                    )
-                )
-                await asyncio.sleep(PROBE_EVERY_S)
-
-    async def _probe_model(self, client: httpx.AsyncClient, spec: ModelSpec) -> None:
-        found = await asyncio.gather(*(self._probe(client, spec.name, url) for url in spec.urls))
-        lengths = [length for _, length in found if length is not None]
-        self.view.set_external(
-            spec.name, [replica for replica, _ in found], min(lengths) if lengths else None
-        )
-
-    async def _probe(self, client: httpx.AsyncClient, model: str, url: str) -> tuple[Replica, int | None]:
-        base = url.rstrip("/").removesuffix("/v1")
-        at, reads = self._clock(), self.view.reads(model, base)
-        last = self._answers.get((model, base))
-        if last is not None and reads > last.reads and at < last.at + LIST_EVERY_S:
-            self._answers[model, base] = last._replace(reads=reads)
-            return last.replica, last.max_model_len
-        listed: list[_Listed] = []
         try:
-            answer = await client.get(f"{base}/v1/models")
-            ready = answer.status_code == 200
-            if ready:
-                listed = msgspec.json.decode(answer.content, type=_Models).data
-        except (httpx.HTTPError, ValueError, RecursionError) as error:  # no answer, or one that is not JSON
-            # A lack of resources on this machine is no failure of the server.
-            ready = is_local_fault(error) and self.view.is_answering(model, base)
+            while True:
+                specs = [spec for spec in self.deployment().models if spec.engine is EngineKind.EXTERNAL]
+                await asyncio.gather(*map(self._probe_model, specs))
+                await asyncio.sleep(PROBE_EVERY_S)
+        finally:
+            for client in self._clients.values():
+                await client.aclose()
+
+    async def _probe_model(self, spec: ModelSpec) -> None:
+        found = await asyncio.gather(*(self._probe(spec.name, server) for server in spec.servers))
+        lengths = [answer.max_model_len for answer in found if answer.max_model_len is not None]
+        servers = [(answer.replica, answer.access) for answer in found]
+        self.view.set_external(spec.name, servers, min(lengths) if lengths else None)
+
+    async def _probe(self, model: str, server: ExternalServer) -> _Answer:
+        base, theirs = server.base, server.model or model
+        key, problem = read_key(server.key_file, server.key_env)
+        access = ServerAccess(key, server.ca_file, "" if theirs == model else theirs)
+        at, reads = self._clock(), self.view.reads(model, base)
+        last = self._answers.pop((model, base), None)
+        if last is not None and last.access != access:
+            last = None
+        if last is not None and reads > last.reads and at < last.at + LIST_EVERY_S:
+            answer = last._replace(reads=reads)
+            self._answers[model, base] = answer
+            return answer
+        listed: list[_Listed] = []
+        if not problem:
+            try:
+                listed = await self._models_of(server, key)
+            except (httpx.HTTPError, OSError) as error:
+                # A lack of resources on this machine is no failure of the server.
+                if last is not None and is_local_fault(error) and self.view.is_answering(model, base):
+                    self._answers[model, base] = last
+                    return last
+                problem = _cause(error)
+            except _NotServed as error:
+                problem = str(error)
+            else:
+                problem = "" if any(entry.id == theirs for entry in listed) else _others(theirs, listed)
         adapters = tuple(entry.id for entry in listed if entry.parent is not None)
-        own = next((entry for entry in listed if entry.id == model), None)
-        replica = external_replica(model, base, ready=ready, adapters=adapters, at=self._clock())
-        length = None if own is None else own.max_model_len
-        if ready:
-            self._answers[model, base] = _Answer(replica, length, at, reads)
-        else:
-            self._answers.pop((model, base), None)
-        return replica, length
+        length = next((entry.max_model_len for entry in listed if entry.id == theirs), None)
+        replica = external_replica(model, base, adapters=adapters, at=self._clock(), reason=problem)
+        answer = _Answer(replica, access, length, at, reads)
+        if not problem:
+            self._answers[model, base] = answer
+        return answer
+
+    async def _models_of(self, server: ExternalServer, key: bytes) -> list[_Listed]:
+        """What the server lists; raises ``OSError``, ``httpx.HTTPError`` or :class:`_NotServed`."""
+        headers = {"authorization": f"Bearer {key.decode()}"} if key else {}
+        answer = await self._client(server.ca_file).get(f"{server.base}/v1/models", headers=headers)
+        status = answer.status_code
+        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            named = server.key_file or server.key_env
+            wanted = f"refuses the API key of {named}" if key else "wants an API key: set key_file or key_env"
+            raise _NotServed(f"answers {status}: it {wanted}")
+        if status != httpx.codes.OK:
+            raise _NotServed(f"answers {status} to GET /v1/models")
+        try:
+            return msgspec.json.decode(answer.content, type=_Models).data
+        except (ValueError, RecursionError):
+            raise _NotServed("its answer to GET /v1/models is not a list of models") from None
+
+    def _client(self, ca_file: str | None) -> httpx.AsyncClient:
+        """The client for servers with certificates by ``ca_file``; raises ``OSError`` if it is unusable."""
+        if ca_file not in self._clients:
+            trusted = ssl.create_default_context(cafile=ca_file)
+            self._clients[ca_file] = httpx.AsyncClient(
+                timeout=PROBE_TIMEOUT_S, trust_env=False, verify=trusted
+            )
+        return self._clients[ca_file]
+
+
+class _NotServed(Exception):
+    """The server answers, but does not serve the model; the message is the reason."""
+
+
+def _others(theirs: str, listed: list[_Listed]) -> str:
+    """The reason for a server that does not list ``theirs``."""
+    names = [repr(entry.id) for entry in listed]
+    shown = ", ".join(names[:MAX_NAMES]) or "no model"
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"does not serve {theirs!r}, but {shown}{more}: set the server's `model`"
+
+
+def _cause(error: BaseException) -> str:
+    """The reason for a server that gave no answer."""
+    if isinstance(error, httpx.TimeoutException):
+        return f"no answer within {PROBE_TIMEOUT_S:g} s"
+    cause = next((each for each in _chain(error) if isinstance(each, OSError) and each.errno), None)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {cause.verify_message}"
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS failed: {cause.reason}"
+    if cause is None or cause.errno is None:
+        return str(error) or type(error).__name__
+    return os.strerror(cause.errno).lower() if cause.errno > 0 else str(cause.strerror).lower()
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """``error`` and what caused it."""
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            yield from error.exceptions
+        error = error.__cause__ or error.__context__

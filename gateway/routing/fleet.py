@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal
 
-from gateway.routing.replica_handle import NO_EVENTS, FleetEvents, ReplicaHandle
+from gateway.routing.replica_handle import NO_EVENTS, FleetEvents, ReplicaHandle, ServerAccess
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment, Eject, Retry
@@ -202,15 +202,18 @@ class FleetView:
             handle.pool.reads if handle is not None and handle.answering and not handle.breaker.streak else 0
         )
 
-    def set_external(self, name: str, replicas: list[Replica], max_model_len: int | None) -> None:
-        """Follow the servers of an external model: those that answered are ready."""
+    def set_external(
+        self, name: str, servers: list[tuple[Replica, ServerAccess]], max_model_len: int | None
+    ) -> None:
+        """Follow the servers of an external model: those that serve it are ready."""
         served = self._served.get(name)
         if served is None or served.engine is not EngineKind.EXTERNAL:
             return
         served.max_model_len = max_model_len
         at = asyncio.get_running_loop().time()
-        self._set_replicas(served, replicas, at)
-        for handle in served.handles:
+        self._set_replicas(served, [replica for replica, _ in servers], at)
+        for handle, (_, access) in zip(served.handles, servers, strict=True):
+            handle.ask_by(access)
             handle.open, handle.full = True, False
             handle.adapters.update(handle.replica.adapters, ())
             handle.set_answering(at, handle.replica.state is ReplicaPhase.READY)
@@ -293,6 +296,7 @@ class FleetView:
                     "open": handle.open,
                     "breaker": handle.breaker.state,
                     "state": handle.replica.state,
+                    "reason": handle.replica.reason,
                     "in_flight": handle.in_flight,
                     "mine": handle.mine,
                     "pending_tokens": handle.look().pending_tokens,
@@ -307,15 +311,18 @@ class FleetView:
         }
 
 
-def external_replica(model: str, url: str, *, ready: bool, adapters: tuple[str, ...], at: float) -> Replica:
-    """A server that Tidegate does not deploy, as a :class:`policy.types.Replica`."""
+def external_replica(
+    model: str, url: str, *, adapters: tuple[str, ...], at: float, reason: str = ""
+) -> Replica:
+    """A server that Tidegate does not deploy; ``reason``: why it does not serve the model."""
     return Replica(
-        id=url.removeprefix("http://"),
+        id=url.partition("://")[2],
         model=model,
         shape="external",
         generation=0,
-        state=ReplicaPhase.READY if ready else ReplicaPhase.STOPPED,
+        state=ReplicaPhase.STOPPED if reason else ReplicaPhase.READY,
         load=Load(at=at),
         url=url,
         adapters=adapters,
+        reason=reason,
     )

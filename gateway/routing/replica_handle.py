@@ -53,6 +53,17 @@ class FleetEvents(NamedTuple):
 NO_EVENTS = FleetEvents()
 
 
+class ServerAccess(NamedTuple):
+    """How to send requests to an external server.
+
+    The API ``key``, the ``ca_file`` that verifies its certificate, its name for the ``model`` (empty: ours).
+    """
+
+    key: bytes = b""
+    ca_file: str | None = None
+    model: str = ""
+
+
 class UnobservedPrefill:
     """A prefill whose end is not seen: ``tokens`` are assumed computed at ``at`` (loop time), 0 after it."""
 
@@ -67,7 +78,8 @@ class ReplicaHandle:
     ``answering`` is whether the replica can be reached, ``open`` whether it reports that it takes requests,
     ``full`` whether it refused one for lack of room; all follow its load stream, or a probe where there is
     none (external). The results of attempts move ``breaker``, through ``health``. ``relays`` are the attempts
-    of this worker that run there. ``adapters`` are its adapters. ``silent`` is whether its load stream
+    of this worker that run there. ``adapters`` are its adapters, ``their_model`` is its name for the model if
+    that is not ours. ``silent`` is whether its load stream
     hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
     loop time.
     """
@@ -88,9 +100,10 @@ class ReplicaHandle:
         self.url = replica.url
         self.replica = replica
         self.pool = ConnectionPool(replica.url, connect_timeout_s)
-        self.constant_head = b"host: " + self.pool.host_header + b"\r\ncontent-type: application/json\r\n"
+        self.constant_head = self._fixed_head
         if secret is not None:
             self.constant_head += f"{SECRET_HEADER}: {secret}\r\n".encode()
+        self.their_model = ""
         # Tidegate's replicas report their adapters themselves.
         self.adapters = LoadedAdapters(replica.adapters if secret is None else (), loads=secret is not None)
         self.health = health or ReplicaHealth(HealthCounters(), lambda: 0.5)
@@ -120,6 +133,18 @@ class ReplicaHandle:
         self._watchdog = Watchdog()
         self._feed: NdjsonStream | None = None
         self._following: asyncio.Task[None] | None = None
+
+    @property
+    def _fixed_head(self) -> bytes:
+        return b"host: " + self.pool.host_header + b"\r\ncontent-type: application/json\r\n"
+
+    def ask_by(self, access: ServerAccess) -> None:
+        """Send requests to this external server as ``access`` says."""
+        self.their_model = access.model
+        self.pool.trust(access.ca_file)
+        self.constant_head = self._fixed_head
+        if access.key:
+            self.constant_head += b"authorization: Bearer %b\r\n" % access.key
 
     @property
     def admissible(self) -> bool:

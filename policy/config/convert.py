@@ -19,7 +19,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
 _ENUM = re.compile(r"Invalid enum value")
 # Sections and names of values that may be secret.
-_GUARDED = re.compile(r"(?:tenants|upstreams)\b")
+_GUARDED = re.compile(r"(?:tenants|upstreams|models\[\d+\]\.urls)\b")
 _SECRET = re.compile(r"key|secret|token|password", re.IGNORECASE)
 
 

@@ -130,6 +130,26 @@ class Adapters(Section, frozen=True):
     sources: tuple[AdapterSource, ...] = ()
 
 
+class ExternalServer(Section, frozen=True):
+    """A server of an external model.
+
+    ``model`` is its name for the model, if it differs from ours. The API key is in ``key_file``, or in the
+    environment variable ``key_env`` of the gateway. ``ca_file`` contains the certificates that its own is
+    verified with, instead of the system's.
+    """
+
+    url: str
+    model: str = ""
+    key_file: str | None = None
+    key_env: str | None = None
+    ca_file: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The URL without the part that all paths of the API begin with."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
+
 class ModelSpec(Section, frozen=True):
     """One model: source of its weights, engine, shapes and modes.
 
@@ -148,7 +168,7 @@ class ModelSpec(Section, frozen=True):
     shapes: dict[str, Shape] = {}
     modes: dict[str, Mode] = {}
     mode: str | None = None
-    urls: tuple[str, ...] = ()
+    urls: tuple[str | ExternalServer, ...] = ()
     sim: Sim = Sim()
     profile: str | dict[str, Any] | None = None
     adapters: Adapters | None = None
@@ -159,6 +179,11 @@ class ModelSpec(Section, frozen=True):
     def timed_by(self) -> str | dict[str, Any] | None:
         """The initial engine model: ``profile``, or the profile of simulated engines."""
         return self.profile or (self.sim.profile if self.engine is EngineKind.SIM else None)
+
+    @property
+    def servers(self) -> tuple[ExternalServer, ...]:
+        """The servers of an external model; a plain URL is one without further settings."""
+        return tuple(ExternalServer(url=each) if isinstance(each, str) else each for each in self.urls)
 
     @property
     def first_mode(self) -> str:
@@ -287,8 +312,8 @@ class Price(Section, frozen=True):
 class Upstream(Section, frozen=True):
     """A fallback provider: an OpenAI-compatible endpoint for requests beyond capacity.
 
-    ``models`` maps model names to the provider's, ``key_file`` contains the key, ``cost_cap_per_h`` is the
-    spending limit per hour in the currency of ``price``.
+    ``models`` maps model names to the provider's, ``key_file`` contains the key (or the environment variable
+    ``key_env``), ``cost_cap_per_h`` is the spending limit per hour in the currency of ``price``.
     """
 
     name: str
@@ -297,6 +322,7 @@ class Upstream(Section, frozen=True):
     price: Price
     cost_cap_per_h: Annotated[float, Meta(ge=0)]
     key_file: str | None = None
+    key_env: str | None = None
 
 
 class Deployment(Section, frozen=True):

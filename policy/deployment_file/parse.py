@@ -19,6 +19,7 @@ from policy.config.deployment import (
     AdapterSource,
     Budget,
     Deployment,
+    ExternalServer,
     Mode,
     ModelSpec,
     Shape,
@@ -74,11 +75,19 @@ def parse(document: object) -> Deployment:
 
 def _check_external(path: str, spec: ModelSpec) -> None:
     require(spec.urls, f"{path}.urls", list(spec.urls), "at least one base URL for an external engine")
-    for i, url in enumerate(spec.urls):
-        parts = urlsplit(url)
-        plain = parts.scheme == "http" and parts.hostname and not parts.query
-        good = plain and parts.path in ("", "/", "/v1")
-        require(good, f"{path}.urls[{i}]", url, "http://HOST:PORT, optionally ending in /v1")
+    seen: dict[str, str] = {}
+    for i, server in enumerate(spec.servers):
+        at = f"{path}.urls[{i}]"
+        where = at if isinstance(spec.urls[i], str) else f"{at}.url"
+        expected = "http(s)://HOST:PORT, optionally ending in /v1"
+        _check_url(where, server.url, expected)
+        parts = urlsplit(server.url)
+        require(parts.path.rstrip("/") in ("", "/v1"), where, server.url, expected)
+        first = seen.setdefault(parts.netloc, where)
+        require(first == where, where, server.url, f"a server that is listed once (see {first})")
+        _check_key(at, server)
+        tls = server.ca_file is None or parts.scheme == "https"
+        require(tls, f"{at}.ca_file", server.ca_file, "nothing: its URL is not https")
     for key in ("source", "shapes", "modes", "mode", "engine_args", "env"):
         value = getattr(spec, key)
         require(not value, f"{path}.{key}", value, "nothing: Tidegate does not deploy an external engine")
@@ -276,7 +285,10 @@ def _check_upstreams(upstreams: tuple[Upstream, ...], models: set[str]) -> None:
     for i, upstream in enumerate(upstreams):
         path = f"upstreams[{i}]"
         _check_name(f"{path}.name", upstream.name, seen, "upstream")
-        _check_url(f"{path}.url", upstream.url)
+        _check_url(
+            f"{path}.url", upstream.url, "http(s)://HOST[:PORT][/PATH], as in https://api.example.com/v1"
+        )
+        _check_key(path, upstream)
         for name, theirs in upstream.models.items():
             model, colon, adapter = name.partition(":")
             good = model in models and (not colon or ENTRY_NAME.fullmatch(adapter))
@@ -294,7 +306,12 @@ def _check_name(
     seen.add(name)
 
 
-def _check_url(path: str, url: str) -> None:
+def _check_key(path: str, server: ExternalServer | Upstream) -> None:
+    one = server.key_file is None or server.key_env is None
+    require(one, f"{path}.key_env", server.key_env, "nothing: key_file is set")
+
+
+def _check_url(path: str, url: str, expected: str) -> None:
     parts = urlsplit(url)
     try:
         port_is_good = parts.port != 0
@@ -303,4 +320,4 @@ def _check_url(path: str, url: str) -> None:
     good = parts.scheme in ("http", "https") and parts.hostname and port_is_good and _VISIBLE.fullmatch(url)
     plain = not parts.query and not parts.fragment and "@" not in parts.netloc
     shown = "***" if "@" in parts.netloc else url  # the part before the @ may contain a password
-    require(good and plain, path, shown, "http(s)://HOST[:PORT][/PATH], as in https://api.example.com/v1")
+    require(good and plain, path, shown, expected)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import ssl
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.gateway.fake_replica import ANSWER, Exchange, FakeReplica, forever
+from tests.gateway.certificate import certify
+from tests.gateway.fake_replica import ANSWER, STREAM, Exchange, FakeReplica, forever, stream
+from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.worker import PATIENCE_S, Stack, model, until
 
 pytestmark = pytest.mark.process
@@ -80,21 +84,26 @@ async def test_a_changed_document_is_taken_while_running(stack: Stack) -> None:
     assert (await stack.chat()).status_code == 200
 
 
-async def test_external_servers_need_no_controller_and_get_no_secret(stack: Stack) -> None:
-    server = FakeReplica("external")
-    await server.start()
-    stack.replicas.append(server)
-    seen: list[Exchange] = []
+async def external(stack: Stack, *listed: dict[str, Any], tls: ssl.SSLContext | None = None) -> FakeUpstream:
+    """A running external server that lists these models, and answers as a model called "theirs"."""
+    server = FakeUpstream(tls)
 
-    async def run(exchange: Exchange) -> None:
-        seen.append(exchange)
+    async def answer(exchange: Exchange) -> None:
         if exchange.path == "/v1/models":
-            listed = {"data": [{"id": "alpha", "max_model_len": 512}, {"id": "sql", "parent": "alpha"}]}
-            await exchange.reply(json.dumps(listed).encode())
+            await exchange.reply(json.dumps({"data": listed}).encode())
+        elif exchange.json.get("stream"):
+            await stream(STREAM.replace(b'"alpha"', b'"theirs"'))(exchange)
         else:
-            await exchange.reply(ANSWER)
+            await exchange.reply(ANSWER.replace(b'"alpha"', b'"theirs"'))
 
-    server._run = run  # type: ignore[method-assign]
+    server.answer = answer
+    await server.start()
+    stack.servers.append(server)
+    return server
+
+
+async def test_external_servers_need_no_controller_and_get_no_secret(stack: Stack) -> None:
+    server = await external(stack, {"id": "alpha", "max_model_len": 512}, {"id": "sql", "parent": "alpha"})
     unused = stack.admin_socket.getsockname()[1]
     stack.models = [
         {"name": "alpha", "engine": "external", "urls": [f"{server.url}/v1", f"http://127.0.0.2:{unused}"]}
@@ -102,11 +111,38 @@ async def test_external_servers_need_no_controller_and_get_no_secret(stack: Stac
     await stack.start_worker()
     assert (await stack.admin.get("/readyz")).status_code == 200
     answer = await stack.chat()
-    assert answer.content == ANSWER
+    assert answer.json()["model"] == "theirs"
     assert answer.headers["x-tidegate-replica"] == f"127.0.0.1:{server.port}"
-    assert all("x-tidegate-secret" not in exchange.headers for exchange in seen)
+    assert not any({"x-tidegate-secret", "authorization"} & hit.headers.keys() for hit in server.hits)
     cards = (await stack.http.get("/v1/models")).json()["data"]
     assert [(card["id"], card["max_model_len"]) for card in cards] == [("alpha", 512), ("sql", 512)]
+
+
+async def test_an_external_server_has_its_own_key_certificate_and_model_name(stack: Stack) -> None:
+    certificate, key = stack.root / "ca.pem", stack.root / "key"
+    key.write_text("sk-1")
+    server = await external(
+        stack, {"id": "theirs"}, {"id": "sql", "parent": "theirs"}, tls=certify(certificate)
+    )
+    entry = {"url": server.url, "model": "theirs", "key_file": str(key), "ca_file": str(certificate)}
+    stack.models = [{"name": "alpha", "engine": "external", "urls": [entry]}]
+    await stack.start_worker()
+    await until(lambda: stack._admits({f"127.0.0.1:{server.port}"}), "it is known")
+    assert (await stack.chat()).content == ANSWER
+    assert (await stack.chat(stream=True)).content == STREAM
+    assert (await stack.chat(model="sql")).json()["model"] == "theirs"
+    asked = [hit for hit in server.hits if hit.path == "/v1/chat/completions"]
+    assert [hit.json["model"] for hit in asked] == ["theirs", "theirs", "sql"]
+    assert {hit.headers["authorization"] for hit in server.hits} == {"Bearer sk-1"}
+    (stack.root / "new").write_text("sk-2")
+    (stack.root / "new").replace(key)
+
+    async def has_new_key() -> bool:
+        await stack.chat()
+        chats = [hit for hit in server.hits if hit.path == "/v1/chat/completions"]
+        return chats[-1].headers["authorization"] == "Bearer sk-2"
+
+    await until(has_new_key, "the new key is sent")
 
 
 async def test_a_fleet_that_is_not_valid_utf8_is_ignored(stack: Stack) -> None:

@@ -16,6 +16,7 @@ import httpx
 
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import SECRET, FakeController, FakeReplica
+from tests.gateway.fake_upstream import FakeUpstream
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 90.0
@@ -57,6 +58,7 @@ class Stack:
         self.root = root
         self.controller = FakeController()
         self.replicas: list[FakeReplica] = []
+        self.servers: list[FakeUpstream] = []
         self.workers: list[asyncio.subprocess.Process] = []
         self.gateway: dict[str, Any] = {"queue_timeout_s": 15}
         self.models = [model("alpha"), model("vectors", runner="pooling")]
@@ -192,8 +194,8 @@ class Stack:
             await worker.wait()
             if worker.stderr is not None:
                 await worker.stderr.read()
-        for replica in self.replicas:
-            await replica.stop()
+        for server in (*self.replicas, *self.servers):
+            await server.stop()
         if self.controller.port:
             await self.controller.stop()
         self.client_socket.close()

@@ -107,6 +107,13 @@ def test_a_folder_beside_the_file_has_precedence_over_a_hub_id(tmp_path: Path) -
         (vllm("./weights"), "models[0].source"),
         (vllm("package:x", "token_file: token"), "models[0].token_file"),
         (overflowing("cloud-key"), "upstreams[0].key_file"),
+        *(
+            (
+                EXTERNAL.replace("'http://127.0.0.1:8000'", f"{{url: 'https://h:1', {key}: f}}"),
+                f"models[0].urls[0].{key}",
+            )
+            for key in ("key_file", "ca_file")
+        ),
     ],
 )
 def test_a_missing_path_is_refused_with_its_key(tmp_path: Path, text: str, path: str) -> None:

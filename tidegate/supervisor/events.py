@@ -9,7 +9,6 @@ from typing import Literal
 
 import msgspec
 
-STEPS = ("environment", "model", "ray", "replica", "gateway")
 Kind = Literal["step", "done", "ready", "note", "failed", "stopping", "ended", "stopped"]
 
 # The last events of a start and of a stop.

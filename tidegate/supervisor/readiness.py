@@ -56,10 +56,10 @@ def waiting_for(deployment: Deployment, fleet: Fleet) -> list[str]:
 def gateway_missing(deployment: Deployment, key: str) -> str | None:
     """Why the gateway is not ready, or ``None``: it must be healthy and list every model."""
     gateway = deployment.gateway
-    status, body = _call(gateway.admin_host, gateway.admin_port, "/readyz")
+    status, body = call(gateway.admin_host, gateway.admin_port, "/readyz")
     if status != 200:
         return f"not ready yet ({body.decode(errors='replace').strip()[:200] or status})"
-    status, body = _call(gateway.host, gateway.port, "/v1/models", key=key)
+    status, body = call(gateway.host, gateway.port, "/v1/models", key=key)
     listed = {model["id"] for model in msgspec.json.decode(body)["data"]} if status == 200 else set()
     unlisted = [spec.name for spec in deployment.models if spec.name not in listed]
     return f"models not listed yet: {', '.join(unlisted)}" if unlisted else None
@@ -73,13 +73,13 @@ def answers(deployment: Deployment, idle_models: Collection[str], key: str) -> N
         if external or spec.runner is not Runner.GENERATE or spec.name in idle_models:
             continue
         body = {"model": spec.name, "prompt": "Hello", "max_tokens": 1}
-        status, answer = _call(gateway.host, gateway.port, "/v1/completions", body, key=key, probe=True)
+        status, answer = call(gateway.host, gateway.port, "/v1/completions", body, key=key, probe=True)
         if status != 200:
             text = answer.decode(errors="replace")[:500]
             raise EngineFailed(f"{spec.name} does not answer through the gateway: {status} {text}")
 
 
-def _call(
+def call(
     host: str,
     port: int,
     path: str,

@@ -1,4 +1,4 @@
-"""The steps of a start: environment, model, ray, replica, gateway."""
+"""The steps of a start: environment, model, ray, replica, gateway, server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from policy.config.deployment import Deployment
 from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, TidegateError, Unreachable
-from policy.types import EMPTY_FLEET, EngineKind
+from policy.types import EMPTY_FLEET, EngineKind, Replica, ReplicaPhase
 from serve import ray_cluster
 from serve.controller.client import ControllerClient
 from store.api_keys import own_key
 from store.state_dir import StateDir
-from tidegate.supervisor import command_lines, preflight, readiness
+from tidegate.supervisor import command_lines, external_servers, preflight, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, ToolLine, check_alive, log_end, run_tool
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.process_record import ProcessRecord
@@ -23,6 +23,8 @@ from tidegate.supervisor.process_record import ProcessRecord
 _POLL_S = 0.25
 _GATEWAY_POLL_S = 0.05
 _RETRY_S = 5.0
+# External servers run already: this bounds the wait for one that serves, unless the caller sets a limit.
+SERVERS_S = 10.0
 # The logs whose ends are shown when a step fails.
 _LOGS = {"ray": ("ray",), "replica": ("controller", "replica-*"), "gateway": ("gateway-*",)}
 
@@ -37,6 +39,7 @@ class Startup:
     progress: Progress
     ray: bool
     timeout_s: float
+    servers_timeout_s: float
     child: Callable[[ProcessSpec], Child]
     controller_client: Callable[[], ControllerClient]
     sockets: list[socket.socket] = field(default_factory=list)
@@ -61,6 +64,7 @@ class Startup:
                 self.controller.start()
             await self._replicas()
         await self._gateway()
+        await self._servers()
 
     @property
     def children(self) -> list[Child]:
@@ -223,6 +227,42 @@ class Startup:
         await asyncio.to_thread(readiness.answers, self.deployment, self._idle, key)
         gateway = self.deployment.gateway
         self.progress.done("gateway", readiness.endpoint(gateway.host, gateway.port))
+
+    async def _servers(self) -> None:
+        """Wait until every external model has a server that serves it; name the others."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self.servers_timeout_s
+        models = external_servers.external_models(self.deployment)
+        while models:
+            servers = await asyncio.to_thread(self._known_servers)
+            missing = [
+                name
+                for name in models
+                if not any(s.model == name and s.state is ReplicaPhase.READY for s in servers)
+            ]
+            lines = {name: external_servers.reasons(name, servers) for name in models}
+            if not missing:
+                for name in models:
+                    self.progress.done("server", f"{name}: {external_servers.summary(name, servers)}")
+                    for line in lines[name]:
+                        self.progress.emit(Event(kind="note", message=f"{name}: {line}"))
+                return
+            self.progress.step("server", "; ".join(f"{name}: {', '.join(lines[name])}" for name in missing))
+            check_alive(self.workers)
+            if clock() >= deadline:
+                text = "".join(
+                    f"\n{name}: {external_servers.summary(name, servers)}"
+                    + "".join(f"\n  {line}" for line in lines[name])
+                    for name in missing
+                )
+                raise PreconditionFailed(
+                    f"no external server serves after {self.servers_timeout_s:.0f} s{text}"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def _known_servers(self) -> tuple[Replica, ...]:
+        fleet = external_servers.gateway_fleet(self.deployment.gateway, self.state.admin_token())
+        return fleet.servers(self.deployment, 0.0) if fleet is not None else ()
 
     async def _until(
         self, step: str, check: Callable[[], Awaitable[str | None]], *needed: Child, poll_s: float = _POLL_S

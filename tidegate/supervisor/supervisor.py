@@ -24,7 +24,7 @@ from tidegate.supervisor.children import Child, ProcessSpec, log_end
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.orphan_cleanup import forget_targets, leave_cluster
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, adopt_orphans
-from tidegate.supervisor.startup import Startup
+from tidegate.supervisor.startup import SERVERS_S, Startup
 
 _SNAPSHOT_S = 2.0
 _APPLY_S = 60.0
@@ -57,6 +57,7 @@ class Supervisor:
             progress=progress,
             ray=ray,
             timeout_s=timeout_s or max(spec.control.start_timeout_s for spec in deployment.models),
+            servers_timeout_s=timeout_s or SERVERS_S,
             child=self._child,
             controller_client=self._controller,
         )

@@ -13,7 +13,7 @@ from gateway.api.model_list import KEPT, ModelList
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.tenants import TenantAccount
 from gateway.routing.fleet import FleetView, external_replica
-from gateway.routing.replica_handle import ReplicaHandle
+from gateway.routing.replica_handle import ReplicaHandle, ServerAccess
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Adapters, Deployment, ModelSpec
 from policy.types import EngineKind, Fleet, Model
@@ -119,8 +119,8 @@ async def test_the_number_of_cached_lists_is_bounded(site: Site) -> None:
 
 
 async def test_adapters_of_external_servers_are_listed(site: Site) -> None:
-    replica = external_replica("theirs", "http://t:1", ready=True, adapters=("style",), at=0.0)
-    site.fleet.set_external("theirs", [replica], None)
+    replica = external_replica("theirs", "http://t:1", adapters=("style",), at=0.0)
+    site.fleet.set_external("theirs", [(replica, ServerAccess())], None)
     assert site.ids() == ["alpha", "beta", "theirs", "style"]
     assert site.one("style")["parent"] == site.one("theirs:style")["parent"] == "theirs"
     site.publish(alias("sql", OLD))
@@ -128,7 +128,7 @@ async def test_adapters_of_external_servers_are_listed(site: Site) -> None:
 
 
 async def test_adapters_loaded_by_replicas_are_not_listed_by_their_engine_name(site: Site) -> None:
-    replica = external_replica("alpha", "http://a:1", ready=True, adapters=(), at=0.0)
+    replica = external_replica("alpha", "http://a:1", adapters=(), at=0.0)
     handle = ReplicaHandle(replica, 1.0, "secret")
     handle.adapters.update((f"sql@{OLD[:12]}",), ())
     served = site.fleet.get("alpha")

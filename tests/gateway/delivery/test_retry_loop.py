@@ -139,7 +139,7 @@ async def external(stack: Stack, count: int) -> list[FakeReplica]:
 
         async def run(exchange: Exchange, server: FakeReplica = server) -> None:
             if exchange.path == "/v1/models":
-                await exchange.reply(b'{"data":[]}')
+                await exchange.reply(b'{"data":[{"id":"alpha"}]}')
                 return
             server.hits.append(exchange)
             await server.answer(exchange)

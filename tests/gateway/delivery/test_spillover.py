@@ -7,10 +7,7 @@ import io
 import json
 import os
 import random
-import ssl
 from collections.abc import AsyncIterator, Awaitable
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from starlette.types import Message
 
 from gateway.delivery.fallback_provider import FallbackProvider
@@ -37,6 +31,7 @@ from policy.config.deployment import Price, Upstream
 from policy.deployment_file.parse import parse
 from policy.errors import Refusal
 from policy.request import Request
+from tests.gateway.certificate import certify
 from tests.gateway.fake_replica import ANSWER, DONE, Exchange, event, stream
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.policy.example_documents import GOOD
@@ -326,6 +321,15 @@ async def test_an_ejected_provider_is_probed_by_one_request(site: Site, upstream
     assert (await site.ask()).status == 200
 
 
+async def test_an_answer_has_our_name_of_the_model_and_the_key_may_be_a_variable(
+    site: Site, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    site.deploy(upstream, key_file=None, key_env="THEIR_KEY", models={"m": "alpha"})
+    assert json.loads((await site.ask()).body)["model"] == "m"
+    assert upstream.hits[0].headers["authorization"] == f"Bearer {KEY}"
+
+
 async def test_a_key_is_read_again_when_its_file_changes(site: Site, upstream: FakeUpstream) -> None:
     site.deploy(upstream)
     await site.ask()
@@ -353,30 +357,9 @@ async def test_a_provider_needs_a_usable_key(site: Site, upstream: FakeUpstream,
     assert (sent_text["event"], sent_text["upstream"]) == ("upstream_key_unusable", "u0")
 
 
-def certify(certificate: Path, key: Path) -> None:
-    """A self-signed certificate of 127.0.0.1."""
-    own = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "upstream")])
-    today = datetime.now(UTC)
-    signed = (
-        x509.CertificateBuilder(name, name, own.public_key(), x509.random_serial_number())
-        .not_valid_before(today - timedelta(days=1))
-        .not_valid_after(today + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(own, hashes.SHA256())
-    )
-    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    private = serialization.PrivateFormat.PKCS8
-    key.write_bytes(own.private_bytes(serialization.Encoding.PEM, private, serialization.NoEncryption()))
-
-
 async def test_tls_is_used_and_verified(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    certify(certificate, key)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(certificate, key)
-    secure = FakeUpstream(tls)
+    certificate = tmp_path / "certificate.pem"
+    secure = FakeUpstream(certify(certificate))
     await secure.start()
     site.deploy(secure)
     with pytest.raises(Refused, match="no room"):  # an untrusted certificate

@@ -1,70 +1,80 @@
-"""External servers are probed, unless their answers show their health."""
+"""External servers are probed, unless their answers show their health; a reason says what is wrong."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import cast
+import json
+import ssl
+from pathlib import Path
+from typing import Any, cast
 
-import httpx
 import pytest
 
 from gateway.routing import external_server_poller
 from gateway.routing.external_server_poller import ExternalPoller
 from gateway.routing.fleet import FleetView
+from gateway.routing.replica_handle import ServerAccess
 from policy.deployment_file.parse import parse
 from policy.types import Replica, ReplicaPhase
+from tests.gateway.certificate import certify
+from tests.gateway.fake_replica import Exchange
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.ports import free_ports
 
-URL = "http://127.0.0.1:1"
 TURNS = 6
-LISTING = httpx.Response(200, json={"data": [{"id": "alpha", "max_model_len": 64}]})
+LISTING = json.dumps(
+    {"data": [{"id": "alpha", "max_model_len": 64}, {"id": "sql", "parent": "alpha"}]}
+).encode()
 
 
 class View:
     """A fleet with one server, with ``growth`` more answers at each check."""
 
-    def __init__(self, growth: int) -> None:
+    def __init__(self, growth: int = 0, turns: int = 1) -> None:
         self.growth = growth
         self.total = 0
-        self.turns: list[list[Replica]] = []
-        self.asked = 0
+        self.turns: list[tuple[Replica, ServerAccess, int | None]] = []
         self.enough = asyncio.Event()
+        self._turns = turns
 
     def reads(self, model: str, url: str) -> int:
-        assert (model, url) == ("alpha", URL)
         self.total += self.growth
         return self.total
 
     def is_answering(self, model: str, url: str) -> bool:
         return False
 
-    def set_external(self, name: str, replicas: list[Replica], max_model_len: int | None) -> None:
-        assert max_model_len in {None, 64}
-        self.turns.append(replicas)
-        if len(self.turns) == TURNS:
+    def set_external(
+        self, name: str, servers: list[tuple[Replica, ServerAccess]], max_model_len: int | None
+    ) -> None:
+        ((replica, access),) = servers
+        self.turns.append((replica, access, max_model_len))
+        if len(self.turns) == self._turns:
             self.enough.set()
 
 
-async def probe(
-    view: View, answers: Sequence[httpx.Response | Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check a server ``TURNS`` times; it gives these answers, and repeats the last."""
-
-    async def get(client: httpx.AsyncClient, url: str) -> httpx.Response:
-        assert url == URL + "/v1/models"
-        answer = answers[min(view.asked, len(answers) - 1)]
-        view.asked += 1
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(httpx.AsyncClient, "get", get)
-    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
-    document = parse({"models": [{"name": "alpha", "engine": "external", "urls": [URL + "/v1"]}]})
+async def probe(view: View, server: str | dict[str, Any]) -> None:
+    """Probe the only server of the model "alpha" as often as ``view`` wants."""
+    document = parse({"models": [{"name": "alpha", "engine": "external", "urls": [server]}]})
     task = asyncio.create_task(ExternalPoller(cast("FleetView", view), lambda: document).run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await view.enough.wait()
     task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def serving(*answers: tuple[int, bytes], tls: ssl.SSLContext | None = None) -> FakeUpstream:
+    """A server that gives these answers, and repeats the last."""
+    server = FakeUpstream(tls)
+
+    async def answer(exchange: Exchange) -> None:
+        assert exchange.path == "/v1/models"
+        status, body = answers[min(len(server.hits), len(answers)) - 1]
+        await exchange.reply(body, status=status)
+
+    server.answer = answer
+    await server.start()
+    return server
 
 
 @pytest.mark.parametrize(
@@ -75,18 +85,78 @@ async def probe(
 async def test_a_server_is_probed_unless_its_answers_show_that_it_is_up(
     monkeypatch: pytest.MonkeyPatch, growth: int, list_every_s: float, asked: int
 ) -> None:
+    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
     monkeypatch.setattr(external_server_poller, "LIST_EVERY_S", list_every_s)
-    view = View(growth)
-    await probe(view, [LISTING], monkeypatch)
-    assert view.asked == asked
-    assert {replica.state for turn in view.turns for replica in turn} == {ReplicaPhase.READY}
+    view, server = View(growth, TURNS), await serving((200, LISTING))
+    await probe(view, f"{server.url}/v1")
+    await server.stop()
+    assert len(server.hits) == asked
+    for replica, access, length in view.turns:
+        assert (replica.url, replica.state, replica.adapters) == (server.url, ReplicaPhase.READY, ("sql",))
+        assert (access, length) == (ServerAccess(), 64)
 
 
 async def test_a_failed_probe_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = View(1)
-    nonsense = [b'{"data":[{"id":"\xff"}]}', b'{"x":' + b"[" * 100_000]
-    failures = [httpx.ConnectError("refused"), httpx.Response(503)]
-    failures += [httpx.Response(200, content=content) for content in nonsense]
-    await probe(view, [*failures, LISTING], monkeypatch)
-    assert view.asked == 5
-    assert [turn[0].state for turn in view.turns[:5]] == [ReplicaPhase.STOPPED] * 4 + [ReplicaPhase.READY]
+    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
+    view = View(1, TURNS)
+    server = await serving(
+        (503, b""), (200, b'{"data":[{"id":"\xff"}]}'), (200, b"[" * 100_000), (200, LISTING)
+    )
+    await probe(view, server.url)
+    await server.stop()
+    stopped, ready = ReplicaPhase.STOPPED, ReplicaPhase.READY
+    assert [replica.state for replica, _, _ in view.turns] == [stopped] * 3 + [ready] * 3
+
+
+OTHERS = json.dumps({"data": [{"id": name} for name in "bcdefghi"]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "body", "reason"),
+    [
+        ({}, 200, LISTING, ""),
+        ({"model": "b"}, 200, OTHERS, ""),
+        ({}, 200, OTHERS,
+         "does not serve 'alpha', but 'b', 'c', 'd', 'e', 'f' and 3 more: set the server's `model`"),
+        ({}, 200, b'{"data":[]}', "does not serve 'alpha', but no model: set the server's `model`"),
+        ({}, 401, b"{}", "answers 401: it wants an API key: set key_file or key_env"),
+        ({"key_env": "KEY"}, 403, b"{}", "answers 403: it refuses the API key of KEY"),
+        ({"key_env": "NO_KEY"}, 200, LISTING, "the environment variable NO_KEY is not set"),
+        ({"key_file": "/nowhere"}, 200, LISTING, "the key file cannot be read: No such file or directory"),
+        ({}, 500, b"", "answers 500 to GET /v1/models"),
+        ({}, 200, b"<html>", "its answer to GET /v1/models is not a list of models"),
+    ],
+)  # fmt: skip
+async def test_a_server_that_does_not_serve_the_model_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, str], status: int, body: bytes, reason: str
+) -> None:
+    monkeypatch.setenv("KEY", "sk-1")
+    server, view = await serving((status, body)), View()
+    await probe(view, {"url": server.url, **more})
+    await server.stop()
+    ((replica, _, _),) = view.turns
+    assert (replica.reason, replica.state is ReplicaPhase.READY) == (reason, not reason)
+
+
+async def test_a_server_that_gives_no_answer_has_a_reason() -> None:
+    view = View()
+    await probe(view, f"http://127.0.0.1:{free_ports(1)[0]}")
+    assert view.turns[0][0].reason == "connection refused"
+
+
+async def test_the_key_is_sent_and_the_certificate_verified_by_its_own_file(tmp_path: Path) -> None:
+    certificate, key_file = tmp_path / "ca.pem", tmp_path / "key"
+    key_file.write_text("sk-1\n")
+    server = await serving((200, OTHERS), tls=certify(certificate))
+    trusts, doubts, broken = View(), View(), View()
+    entry = {"url": server.url, "model": "c", "key_file": str(key_file)}
+    await probe(trusts, {**entry, "ca_file": str(certificate)})
+    await probe(doubts, entry)
+    await probe(broken, {**entry, "ca_file": str(key_file)})
+    await server.stop()
+    ((replica, access, _),) = trusts.turns
+    assert (replica.reason, replica.id) == ("", f"127.0.0.1:{server.port}")
+    assert access == ServerAccess(b"sk-1", str(certificate), "c")
+    assert [hit.headers.get("authorization") for hit in server.hits] == ["Bearer sk-1"]
+    assert "certificate is not trusted" in doubts.turns[0][0].reason
+    assert "TLS" in broken.turns[0][0].reason

@@ -99,8 +99,25 @@ REFUSED = [
 ]  # fmt: skip
 REFUSED_EXTERNAL = [
     ("models[0].urls", [], "models[0].urls", "at least one"),
-    ("models[0].urls", ["https://h:1"], "models[0].urls[0]", "http://HOST:PORT"),
-    ("models[0].urls", ["http://h:1", "http://h:1/v2"], "models[0].urls[1]", "http://HOST:PORT"),
+    ("models[0].urls", ["http://user:key@h:1"], "models[0].urls[0]", "http(s)://HOST:PORT"),
+    ("models[0].urls", ["ftp://h:1"], "models[0].urls[0]", "http(s)://HOST:PORT"),
+    ("models[0].urls", ["http://h:1", "http://h:2/v2"], "models[0].urls[1]", "http(s)://HOST:PORT"),
+    ("models[0].urls", ["http://h:1", {"url": "http://h:x"}], "models[0].urls[1].url", "http(s)://HOST:PORT"),
+    (
+        "models[0].urls",
+        ["http://h:1", {"url": "http://h:1/v1"}],
+        "models[0].urls[1].url",
+        "models[0].urls[0]",
+    ),
+    ("models[0].urls", [{"model": "m"}], "models[0].urls[0].url", "required"),
+    ("models[0].urls", [{"url": "http://h:1", "key": 1}], "models[0].urls[0].key", "url, model, key_file"),
+    (
+        "models[0].urls",
+        [{"url": "http://h:1", "key_file": "f", "key_env": "K"}],
+        "models[0].urls[0].key_env",
+        "nothing: key_file is set",
+    ),
+    ("models[0].urls", [{"url": "http://h:1", "ca_file": "f"}], "models[0].urls[0].ca_file", "not https"),
     ("models[0].source", "package:x", "models[0].source", "does not deploy"),
     ("models[0].shapes", {"s": {"cpus": 1}}, "models[0].shapes", "does not deploy"),
 ]
@@ -158,6 +175,7 @@ def test_refusals_explain(document: dict[str, Any], at: str, value: Any, path: s
         ("upstreams[0].api_key", "KEY-1"),
         ("upstreams[0].key_file", ["KEY-1"]),
         ("upstreams[0].url", "https://user:KEY-1@h/v1"),
+        ("models[0].urls", [{"url": "http://h:1", "api_key": "KEY-1"}]),
     ],
 )
 def test_a_misplaced_key_is_refused_and_not_echoed(at: str, value: Any) -> None:

@@ -148,6 +148,34 @@ def test_up_without_a_file_restarts_the_deployment_after_down(site: Site) -> Non
 
 
 @process
+def test_a_model_that_no_server_serves_fails_the_start_with_the_reasons(site: Site) -> None:
+    dead = f"http://127.0.0.1:{free_ports(1)[0]}"
+    other = {"name": "other", "engine": "external", "urls": [dead, site.upstream]}
+    site.file.write_text(json.dumps({**json.loads(site.file.read_text()), "models": [other]}))
+    code, out, err = site.tidegate("up", str(site.file))
+    assert (code, "is ready" in out) == (6, False)
+    assert "other: served by none of 2 servers" in err
+    assert f"{dead}: connection refused" in err
+    assert f"{site.upstream}: does not serve 'other', but 'm'" in err
+    assert site.pids() == []
+
+
+@process
+def test_servers_that_do_not_serve_are_named_beside_a_deployed_model(site: Site) -> None:
+    dead = f"http://127.0.0.1:{free_ports(1)[0]}"
+    mixed = document(site)
+    mixed["models"].append({"name": "m", "engine": "external", "urls": [site.upstream, dead]})
+    out = site.up(mixed)
+    assert "m: served by 1 of 2 servers" in out
+    assert f"m: {dead}: connection refused" in out
+    status = site.status()
+    assert {model["name"]: model["ready"] for model in status["models"]}["m"] == 1
+    assert len(status["models"]) == 2
+    found = {replica["url"]: replica["reason"] for replica in status["fleet"]["replicas"]}
+    assert (found[site.upstream], found[dead]) == ("", "connection refused")
+
+
+@process
 @pytest.mark.parametrize("path", ["gateway.port", "gateway.admin_port"])
 def test_a_port_in_use_is_reported_before_the_start(site: Site, path: str) -> None:
     port = site.port if path == "gateway.port" else site.admin_port

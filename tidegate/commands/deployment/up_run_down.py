@@ -41,7 +41,7 @@ _no_ray = click.option("--no-ray", is_flag=True, help="Run replicas as child pro
 _timeout = click.option(
     "--timeout-s",
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds until ready; default: the largest control.start_timeout_s of the models.",
+    help="Seconds until ready; default: the largest control.start_timeout_s, and 10 for external servers.",
 )
 
 

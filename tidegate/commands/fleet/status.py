@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 
 import click
-import httpx
 import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,7 +16,7 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.engine.replica_capacity import Capability
 from policy.errors import Unreachable
-from policy.types import EMPTY_FLEET, Fleet, Load, Model, Replica, ReplicaPhase
+from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Model, Replica, ReplicaPhase
 from serve.controller.client import ControllerClient
 from serve.controller_api_schema import ModelStatus
 from store.state_dir import StateDir
@@ -27,38 +26,7 @@ from tidegate.commands.units import age, clock, optional, rate
 from tidegate.exit_codes import Exit
 from tidegate.redaction import redact
 from tidegate.supervisor.control_socket import ProcessStatus, SupervisorClient, SupervisorStatus
-
-
-class _AdminReplica(msgspec.Struct, frozen=True):
-    """A replica or external server as one gateway worker sees it."""
-
-    id: str
-    model: str
-    url: str
-    state: ReplicaPhase
-    in_flight: int = 0
-    bound: int = 0
-
-
-class _AdminFleet(msgspec.Struct, frozen=True):
-    """The part of ``/admin/fleet`` that is shown."""
-
-    fleet: Fleet
-    replicas: tuple[_AdminReplica, ...] = ()
-
-    def with_external(self, at: float) -> Fleet:
-        """The fleet with the external servers, which the controller does not know."""
-        known = {replica.id for replica in self.fleet.replicas}
-        external = tuple(
-            Replica(
-                id=server.id, model=server.model, shape="", generation=0, state=server.state, url=server.url,
-                load=Load(at=at, in_flight=server.in_flight, bound=server.bound),
-            )
-            for server in self.replicas
-            if server.id not in known
-        )  # fmt: skip
-        fleet = msgspec.structs.replace(self.fleet, replicas=self.fleet.replicas + external)
-        return fleet if known else msgspec.structs.replace(fleet, at=at)
+from tidegate.supervisor.external_servers import external_models, gateway_fleet, summary
 
 
 class StatusData(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +52,9 @@ def gather(state: StateDir, at: float) -> StatusData:
     models: tuple[ModelStatus, ...] = ()
     events: tuple[str, ...] = ()
     fleet, controller = None, "none: every model is external"
+    external = external_models(deployment)
+    token = state.admin_token()
+    gateway = gateway_fleet(deployment.gateway, token) if external else None
     if deployment.needs_controller:
         client = ControllerClient(deployment.cluster.controller, state.secret(), timeout_s=3.0)
         try:
@@ -93,12 +64,19 @@ def gather(state: StateDir, at: float) -> StatusData:
         except Unreachable:
             controller = "does not answer"
     if fleet is None:
-        fleet = _known_fleet(state, supervisor, at)
+        gateway = gateway or gateway_fleet(deployment.gateway, token)
+        fleet = gateway.fleet if gateway is not None else state.load(state.fleet_path, Fleet) or EMPTY_FLEET
+    # The controller does not know them.
+    servers = gateway.servers(deployment, at) if gateway is not None else ()
+    fleet = msgspec.structs.replace(fleet, replicas=fleet.replicas + servers)
+    if not models:
+        models = _last_known(deployment, fleet)
+    models += tuple(_external(name, servers) for name in external)
     return StatusData(
         state_dir=str(state.root),
         at=at,
         supervisor=msgspec.structs.replace(supervisor, document=redact(supervisor.document)),
-        models=models or _last_known(deployment, fleet),
+        models=models,
         fleet=fleet,
         fleet_age_s=max(0.0, at - fleet.at) if fleet.at else 0.0,
         controller=controller,
@@ -106,15 +84,21 @@ def gather(state: StateDir, at: float) -> StatusData:
     )
 
 
-def _known_fleet(state: StateDir, supervisor: SupervisorStatus, at: float) -> Fleet:
-    """The fleet of a gateway, or else the one that a gateway stored last."""
-    try:
-        headers = {"authorization": f"Bearer {state.admin_token()}"}
-        # Without the proxies of the environment, which would get the token.
-        answer = httpx.get(f"{supervisor.admin}/admin/fleet", headers=headers, timeout=2.0, trust_env=False)
-        return msgspec.json.decode(answer.content, type=_AdminFleet).with_external(at)
-    except (OSError, httpx.HTTPError, msgspec.MsgspecError):
-        return state.load(state.fleet_path, Fleet) or EMPTY_FLEET
+def _external(name: str, servers: Sequence[Replica]) -> ModelStatus:
+    """An external model; its note says how many of its servers serve it, unless all do."""
+    mine = [server for server in servers if server.model == name]
+    ready = sum(server.state is ReplicaPhase.READY for server in mine)
+    return ModelStatus(
+        name=name,
+        engine=EngineKind.EXTERNAL.value,
+        mode="",
+        shape="",
+        generation=0,
+        target=0,
+        ready=ready,
+        phase="external",
+        note="" if ready and ready == len(mine) else summary(name, mine),
+    )
 
 
 def _last_known(deployment: Deployment, fleet: Fleet) -> tuple[ModelStatus, ...]:
@@ -122,6 +106,8 @@ def _last_known(deployment: Deployment, fleet: Fleet) -> tuple[ModelStatus, ...]
     known = {model.name: model for model in fleet.models}
     rows = []
     for spec in deployment.models:
+        if spec.engine is EngineKind.EXTERNAL:
+            continue
         model = known.get(spec.name) or Model(name=spec.name, engine=spec.engine, mode=spec.first_mode)
         ready = sum(r.model == spec.name and r.state == "ready" for r in fleet.replicas)
         rows.append(
@@ -133,7 +119,7 @@ def _last_known(deployment: Deployment, fleet: Fleet) -> tuple[ModelStatus, ...]
                 generation=model.generation,
                 target=model.target,
                 ready=ready,
-                phase="external" if spec.urls else "unknown",
+                phase="unknown",
                 note=model.note,
             )
         )
@@ -217,9 +203,14 @@ def _models(models: tuple[ModelStatus, ...]) -> Table:
             ">desired/ready",
             lambda model: f"{'-' if model.phase == 'external' else model.target}/{model.ready}",
         ),
-        ("phase", lambda model: _colored(model.phase)),
+        ("phase", _phase),
         ("note", lambda model: Text(model.note, style="dim")),
     )
+
+
+def _phase(model: ModelStatus) -> Text:
+    unserved = model.phase == EngineKind.EXTERNAL and not model.ready
+    return Text(model.phase, style="red") if unserved else _colored(model.phase)
 
 
 def _scaling(models: Sequence[ModelStatus], at: float) -> Table:
@@ -260,8 +251,10 @@ def _capacity(capability: Capability | None) -> str | None:
 
 
 def _replicas(view: StatusData) -> Table:
+    replicas = sorted(view.fleet.replicas, key=lambda replica: replica.id)
+    explained = any(replica.reason for replica in replicas)
     return table(
-        sorted(view.fleet.replicas, key=lambda replica: replica.id),
+        replicas,
         ("replica", lambda replica: replica.id),
         ("shape", lambda replica: replica.shape or None),
         (">revision", lambda replica: replica.generation),
@@ -276,6 +269,7 @@ def _replicas(view: StatusData) -> Table:
         ("node", lambda replica: replica.node or None),
         ("url", lambda replica: replica.url.removeprefix("http://") or None),
         (">pid", lambda replica: replica.pid or None),
+        *((("reason", lambda replica: Text(replica.reason, style="red")),) if explained else ()),
     )
 
 

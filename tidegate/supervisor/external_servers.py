@@ -1,0 +1,69 @@
+"""External servers as the gateway sees them: whether they serve their model, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from policy.config.deployment import Deployment, GatewayConfig
+from policy.types import EngineKind, Fleet, Load, Replica, ReplicaPhase
+from tidegate.supervisor.readiness import call
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """A replica or external server as one gateway worker sees it."""
+
+    id: str
+    model: str
+    url: str
+    state: ReplicaPhase
+    reason: str = ""
+    in_flight: int = 0
+    bound: int = 0
+
+
+class GatewayFleet(msgspec.Struct, frozen=True):
+    """The part of ``/admin/fleet`` that is read here."""
+
+    fleet: Fleet
+    replicas: tuple[_Seen, ...] = ()
+
+    def servers(self, deployment: Deployment, at: float) -> tuple[Replica, ...]:
+        """The external servers that were probed, in the order of their models."""
+        return tuple(
+            Replica(
+                id=server.id, model=server.model, shape="", generation=0, state=server.state, url=server.url,
+                load=Load(at=at, in_flight=server.in_flight, bound=server.bound), reason=server.reason,
+            )
+            for name in external_models(deployment)
+            for server in self.replicas
+            if server.model == name
+        )  # fmt: skip
+
+
+def external_models(deployment: Deployment) -> list[str]:
+    return [spec.name for spec in deployment.models if spec.engine is EngineKind.EXTERNAL]
+
+
+def gateway_fleet(gateway: GatewayConfig, token: str) -> GatewayFleet | None:
+    """What a worker answers on the admin port, which wants the ``token``; ``None`` if none does."""
+    status, body = call(gateway.admin_host, gateway.admin_port, "/admin/fleet", key=token)
+    try:
+        return msgspec.json.decode(body, type=GatewayFleet) if status == 200 else None
+    except msgspec.MsgspecError:
+        return None
+
+
+def summary(model: str, servers: Iterable[Replica]) -> str:
+    """How many of the servers serve the ``model``."""
+    states = [server.state for server in servers if server.model == model]
+    if not states:
+        return "its servers were not probed yet"
+    noun = "server" if len(states) == 1 else "servers"
+    return f"served by {states.count(ReplicaPhase.READY) or 'none'} of {len(states)} {noun}"
+
+
+def reasons(model: str, servers: Iterable[Replica]) -> list[str]:
+    """Each server that does not serve the ``model``, with the reason."""
+    return [f"{server.url}: {server.reason}" for server in servers if server.model == model and server.reason]
