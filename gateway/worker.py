@@ -115,7 +115,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     }.items():
         background.start(name, upkeep)
 
-    client = Server(gateway.client, lambda: current().gateway.max_body_bytes, gateway.count_refused)
+    client = Server(gateway.client, lambda: current().gateway.max_body_bytes, gateway.count_refused, shared)
     admin = AdminServer(gateway.admin)
     stopping = asyncio.Event()
 

@@ -1,6 +1,11 @@
 """Accepts connections, one at a time, from a listening socket that several workers share.
 
 uvloop's own server accepts all that wait, and closes for good after most failures of accept().
+
+The kernel wakes every worker, and the quickest would take most connections. A worker that has more than
+another leaves a waiting connection to that one for a few milliseconds, and takes it if it still waits: a
+worker that is stopped or busy delays it and cannot block it. Why this and not SO_REUSEPORT, with measurements:
+docs/adr/0009-workers-inherit-one-socket.md.
 """
 
 from __future__ import annotations
@@ -9,7 +14,8 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from gateway.http.reserve_descriptor import ReserveDescriptor
 
@@ -17,25 +23,50 @@ from gateway.http.reserve_descriptor import ReserveDescriptor
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Pause when no connection can be accepted even to close it; without it the loop would spin.
 REST_S = 0.05
+# A worker leaves the next connection to another that has at least this many fewer, plus one.
+MARGIN = 1
+# For how long, unless the other takes it: then workers that share a burst go on at once.
+LEAVE_S = 0.01
+CHECK_S = 0.001
+# After waiting in vain a worker takes 1 connection, then 2, 4, ... up to this many, before it waits again: 40
+# that come at once are delayed by 60 ms when another worker is stopped, and shared when it is slow to wake.
+MOST_TAKEN = 256
+
+
+class Peers(Protocol):
+    """The other workers that accept on the socket; :mod:`gateway.routing.shared_counters` implements it."""
+
+    def report_connections(self, count: int) -> None:
+        """Report that this worker accepts, and has ``count`` connections; -1: it accepts none."""
+
+    def connections_of_others(self) -> list[tuple[int, int]]:
+        """The others that accept: a key of each, and how many connections it has."""
 
 
 class Acceptor:
     """Accepts on ``sock``, which is listening already, and makes a protocol for each connection.
+
+    :meth:`lost` must be called when a connection has ended.
 
     One descriptor is reserved: without others, a connection is accepted and closed, so that its client sees
     the error at once.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Callable[[], Any]
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Callable[[], Any], peers: Peers
     ) -> None:
         self._loop = loop
         self._sock = sock
         self._protocol = protocol
+        self._peers = peers
+        self._connections = 0
+        self._to_take = 0
+        self._next_to_take = 1
         self._spare = ReserveDescriptor()
         self._resting: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
         sock.setblocking(False)
+        peers.report_connections(0)
         loop.add_reader(sock, self._accept)
 
     async def close(self) -> None:
@@ -45,18 +76,54 @@ class Acceptor:
                 self._resting.cancel()
             else:
                 self._loop.remove_reader(self._sock)
+            self._peers.report_connections(-1)
             self._sock.close()
             self._spare.give()
         if self._opening:
             await asyncio.wait(self._opening)
 
+    def lost(self) -> None:
+        """A connection has ended."""
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self._connections += change
+        if self._sock.fileno() >= 0:
+            self._peers.report_connections(self._connections)
+
     def _accept(self) -> None:
+        if not self._to_take and (lower := self._with_fewer()):
+            self._pause(CHECK_S, partial(self._check, lower, self._loop.time() + LEAVE_S))
+        else:
+            self._to_take = max(0, self._to_take - 1)
+            self._take()
+
+    def _with_fewer(self) -> list[tuple[int, int]]:
+        """The workers to which the next connection is left."""
+        limit = self._connections - MARGIN
+        return [other for other in self._peers.connections_of_others() if other[1] < limit]
+
+    def _check(self, before: list[tuple[int, int]], until: float) -> None:
+        """Accept again when a worker of ``before`` has taken a connection, at the latest ``until`` then."""
+        now = self._peers.connections_of_others()
+        if not all(other in now for other in before):
+            self._next_to_take = 1
+        elif self._loop.time() < until:
+            self._resting = self._loop.call_later(CHECK_S, partial(self._check, before, until))
+            return
+        else:
+            self._to_take = self._next_to_take
+            self._next_to_take = min(2 * self._next_to_take, MOST_TAKEN)
+        self._resume()
+
+    def _take(self) -> None:
         try:
             client, _ = self._sock.accept()
         except OSError as error:  # usually another worker was faster, or the client has disconnected
             if error.errno in _EXHAUSTED:
                 self._reject()
             return
+        self._count(1)
         task = self._loop.create_task(self._open(client), name="accept")
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
@@ -66,6 +133,7 @@ class Acceptor:
             await self._loop.connect_accepted_socket(self._protocol, client)
         except OSError:  # it was reset before it could be served
             client.close()
+            self.lost()
 
     def _reject(self) -> None:
         """Accept the oldest waiting connection with the reserve descriptor, and close it."""
@@ -79,10 +147,13 @@ class Acceptor:
                 pass
         self._spare.keep()
         if not rejected:
-            self._loop.remove_reader(self._sock)
-            self._resting = self._loop.call_later(REST_S, self._wake)
+            self._pause(REST_S, self._resume)
 
-    def _wake(self) -> None:
+    def _pause(self, time_s: float, then: Callable[[], None]) -> None:
+        self._loop.remove_reader(self._sock)
+        self._resting = self._loop.call_later(time_s, then)
+
+    def _resume(self) -> None:
         self._resting = None
         self._spare.keep()
         self._loop.add_reader(self._sock, self._accept)

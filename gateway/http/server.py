@@ -16,7 +16,7 @@ from typing import NamedTuple
 import uvloop
 from starlette.types import ASGIApp, Scope
 
-from gateway.http.acceptor import Acceptor
+from gateway.http.acceptor import Acceptor, Peers
 from gateway.http.asgi_exchange import Exchange
 from gateway.http.connection import ServerConnection
 from gateway.protocol.errors import Refused
@@ -53,6 +53,7 @@ class Server:
         app: ASGIApp,
         max_body_bytes: Callable[[], int],
         on_refused: Callable[[Refused], None],
+        peers: Peers,
         *,
         times: ServerTimeouts | None = None,
         max_connections: int | None = None,
@@ -64,6 +65,7 @@ class Server:
         self._loop = loop
         self.max_body_bytes = max_body_bytes
         self.refused = on_refused
+        self._peers = peers
         self.times = times = times or ServerTimeouts()
         self.max_connections = max_connections or connections_within_limit()
         self.draining = False
@@ -80,7 +82,7 @@ class Server:
     async def start(self, sock: socket.socket) -> None:
         """Accept on ``sock``, which is listening already."""
         self._sweep()
-        self._listening = Acceptor(self._loop, sock, lambda: ServerConnection(self))
+        self._listening = Acceptor(self._loop, sock, lambda: ServerConnection(self), self._peers)
 
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, give requests in flight ``timeout_s``, then answer them with an error."""
@@ -124,6 +126,8 @@ class Server:
     def lost(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
         self._rejected.discard(connection)
+        if self._listening is not None:
+            self._listening.lost()
         if self.draining and not self._connections:
             self._empty.set()
 

@@ -23,7 +23,7 @@ RING_ENTRIES = 4096
 
 _MASK = (1 << 64) - 1
 # Words of a row's header; a header is a cache line, and all headers lie together before all tables.
-_LAYOUT, _PID, _INCARNATION, _BEAT, _CLAIMS, _SEQUENCE = range(6)
+_LAYOUT, _PID, _INCARNATION, _BEAT, _CLAIMS, _SEQUENCE, _CONNECTIONS = range(7)
 _HEADER = 8
 _ENTRY = struct.Struct("4Q")
 _ENTRY_WORDS = 4
@@ -54,7 +54,7 @@ _RING = _TENANTS.at + _TENANTS.words
 _ROW = _RING + RING_ENTRIES * _ENTRY_WORDS
 _BYTES = 8 * ROWS * (_HEADER + _ROW)
 # Another version, or other sizes, must not be read as this one.
-_THIS_LAYOUT = 1 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | RING_ENTRIES
+_THIS_LAYOUT = 2 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | RING_ENTRIES
 
 _HEADS = [(row, row * _HEADER) for row in range(ROWS)]
 
@@ -99,6 +99,13 @@ class SharedCounts:
         """Virtual tokens that the others served a tenant since they started; it may decrease."""
         return 0
 
+    def report_connections(self, count: int) -> None:
+        """Report that this worker accepts connections and has ``count`` of them; -1: it accepts none."""
+
+    def connections_of_others(self) -> list[tuple[int, int]]:
+        """The others that accept connections: a key of each, and how many connections it has."""
+        return []
+
     def beat(self) -> None:
         """Report that this worker lives, and look which others do; every :data:`BEAT_EVERY_S`."""
 
@@ -136,6 +143,7 @@ class SharedRows(SharedCounts):
         self._peers: tuple[tuple[int, int, int], ...] = ()
         self.alone = True
         self._rings: list[int] = []
+        self._accepting: list[int] = []
         self._read_upto: list[int] = []
         self._read_of: dict[int, int] = {}
         self._places: dict[int, tuple[int, ...]] = {}
@@ -216,6 +224,13 @@ class SharedRows(SharedCounts):
         words, counts = self._words, self._counts
         return sum([counts[at + 1] for at in places if words[at] == tenant_key])
 
+    def report_connections(self, count: int) -> None:
+        self._words[self._head + _CONNECTIONS] = count + 1
+
+    def connections_of_others(self) -> list[tuple[int, int]]:
+        words = self._words
+        return [(at, words[at] - 1) for at in self._accepting if words[at]]
+
     def beat(self) -> None:
         now = int(self._clock() * 1e9)
         self._words[self._head + _BEAT] = now
@@ -225,6 +240,7 @@ class SharedRows(SharedCounts):
             self._peers = peers
             self.alone = not peers
             self._rings = [row * _HEADER + _SEQUENCE for row, _, _ in peers]
+            self._accepting = [row * _HEADER + _CONNECTIONS for row, _, _ in peers]
             # From a worker that is new here, all that its ring still holds.
             self._read_upto = [self._read_of.get(at, 0) for at in self._rings]
             self._places.clear()
@@ -259,6 +275,7 @@ class SharedRows(SharedCounts):
         words[head + _PID] = os.getpid()
         words[head + _INCARNATION] = (words[head + _INCARNATION] + 1) & _MASK
         words[head + _CLAIMS] = 0
+        words[head + _CONNECTIONS] = 0
 
     def _look(self, now: int) -> list[tuple[int, int, int]]:
         """The rows of other living workers, with what changes when their keys do."""

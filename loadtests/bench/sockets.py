@@ -3,7 +3,8 @@
 ``python -m loadtests.bench.sockets [--rounds 3] [--json FILE]``. Three ways to share the client port between
 two workers: one listening socket that both inherit; a SO_REUSEPORT socket for each, which only its worker
 holds; and the same, held open by the parent as well. In each round one worker is ended by SIGTERM or SIGKILL
-and replaced, while some clients open a connection for every request and others keep theirs.
+and replaced, while some clients open a connection for every request and others keep theirs. Then eight
+workers get connections that stay open, one by one and at once: how many has each?
 """
 
 from __future__ import annotations
@@ -54,15 +55,17 @@ def listening(port: int, *, reuse: bool) -> socket.socket:
 
 
 class Workers:
-    """Two gateway workers on one port, each of which can be replaced."""
+    """Gateway workers on one port, each of which can be replaced."""
 
-    def __init__(self, way: str, root: Path) -> None:
+    def __init__(self, way: str, root: Path, count: int = 2) -> None:
         self._way = way
         self._root = root
         self._admin = listening(0, reuse=False)
         first = listening(0, reuse=way != "inherited")
         self.port: int = first.getsockname()[1]
-        self._sockets = {0: first, 1: first if way == "inherited" else listening(self.port, reuse=True)}
+        self._sockets = {0: first}
+        for slot in range(1, count):
+            self._sockets[slot] = first if way == "inherited" else listening(self.port, reuse=True)
         self.processes: dict[int, asyncio.subprocess.Process] = {}
 
     async def start(self, slot: int) -> None:
@@ -214,6 +217,25 @@ async def one_round(
     }
 
 
+async def spread(way: str, root: Path, count: int, bursts: tuple[int, ...]) -> list[list[int]]:
+    """The connections of each of ``count`` workers after each burst; the first comes one by one."""
+    workers = Workers(way, root, count)
+    await asyncio.gather(*(workers.start(slot) for slot in range(count)))
+    await asyncio.sleep(0.5)
+    found: list[list[int]] = []
+    for burst in bursts:
+        opening = (asyncio.open_connection("127.0.0.1", workers.port) for _ in range(burst))
+        opened = await asyncio.gather(*opening) if found else [await one for one in opening]
+        await asyncio.sleep(0.5)
+        found.append(workers.connections())
+        for _, writer in opened:
+            writer.close()
+        await asyncio.sleep(0.5)
+    await asyncio.gather(*(workers.end(slot, signal.SIGTERM) for slot in range(count)))
+    workers.close()
+    return found
+
+
 async def measure(given: argparse.Namespace, upstream: Mock) -> dict[str, Any]:
     """All rounds, interleaved."""
     rounds: dict[str, list[dict[str, Any]]] = {}
@@ -225,6 +247,9 @@ async def measure(given: argparse.Namespace, upstream: Mock) -> dict[str, Any]:
                 rounds.setdefault(f"{way} {number.name}", []).append(found)
                 sys.stdout.write(f"{way} {number.name}: {json.dumps(found)}\n")
                 sys.stdout.flush()
+    for way in WAYS:
+        with _deployment(upstream) as root:
+            sys.stdout.write(f"{way}: {await spread(way, root, 8, (400, 40, 40, 40))}\n")
     return rounds
 
 

@@ -1,4 +1,4 @@
-"""Connections are accepted one at a time, and an error of one never closes the port."""
+"""Connections are accepted one at a time and shared among workers; an error of one never closes the port."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from gateway.http.acceptor import Acceptor
+from gateway.http.acceptor import MARGIN, Acceptor
 from tests.gateway.worker import until
 
 
@@ -36,6 +36,20 @@ class Listening:
         self.real.close()
 
 
+class Worker:
+    """The connections of one of several workers; ``others`` are those that it knows of."""
+
+    def __init__(self) -> None:
+        self.count = -1
+        self.others: list[Worker] = []
+
+    def report_connections(self, count: int) -> None:
+        self.count = count
+
+    def connections_of_others(self) -> list[tuple[int, int]]:
+        return [(id(other), other.count) for other in self.others if other.count >= 0]
+
+
 class Harness:
     """An acceptor over :class:`Listening`; ``made`` counts its connections."""
 
@@ -43,7 +57,8 @@ class Harness:
         self.listening = Listening()
         self.made = 0
         self.clients: list[socket.socket] = []
-        self.acceptor = Acceptor(asyncio.get_running_loop(), self.listening, self._protocol)  # type: ignore[arg-type]
+        self.worker = Worker()
+        self.acceptor = Acceptor(asyncio.get_running_loop(), self.listening, self._protocol, self.worker)  # type: ignore[arg-type]
 
     def _protocol(self) -> asyncio.Protocol:
         self.made += 1
@@ -90,3 +105,30 @@ async def test_closing_during_a_pause_stops_accepting(harness: Harness) -> None:
     await harness.acceptor.close()
     await asyncio.sleep(0.1)
     assert harness.made == 0
+
+
+async def test_a_worker_leaves_connections_to_one_that_has_fewer(harness: Harness) -> None:
+    for _ in range(20):
+        harness.connect()
+    await harness.until(20)
+    second = Worker()
+    harness.worker.others, second.others = [second], [harness.worker]
+    acceptor = Acceptor(asyncio.get_running_loop(), harness.listening.real.dup(), asyncio.Protocol, second)
+    for _ in range(20):
+        harness.connect()
+    await until(lambda: harness.worker.count + second.count == 40, "all are accepted")
+    assert abs(harness.worker.count - second.count) <= 2 * (MARGIN + 1)
+    await acceptor.close()
+
+
+async def test_a_worker_that_accepts_nothing_delays_connections_but_does_not_block_them(
+    harness: Harness,
+) -> None:
+    stopped = Worker()
+    stopped.count = 0
+    harness.worker.others = [stopped]
+    for _ in range(40):
+        harness.connect()
+    await harness.until(40)
+    harness.acceptor.lost()
+    assert harness.worker.count == 39

@@ -30,6 +30,7 @@ from gateway.http.server import (
     connections_within_limit,
 )
 from gateway.protocol.errors import Refused
+from gateway.routing.shared_counters import LOCAL
 from tests.gateway.worker import until
 
 CAP = 300_000
@@ -65,7 +66,7 @@ class Port:
             await self.app(scope, receive, send)
 
         self.server = Server(
-            app, lambda: CAP, self.refused.append, times=times, max_connections=max_connections
+            app, lambda: CAP, self.refused.append, LOCAL, times=times, max_connections=max_connections
         )
         sock = socket.create_server(("127.0.0.1", 0))
         self.port = sock.getsockname()[1]

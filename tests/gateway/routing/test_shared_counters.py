@@ -116,6 +116,20 @@ def test_a_restarted_worker_has_nothing_in_flight(worker: Worker) -> None:
     assert me.published_by_others() == [(1, REPLICA, [12])]
 
 
+def test_the_connections_of_others_that_accept_are_known(worker: Worker) -> None:
+    me, killed, starting = worker(0), worker(1), worker(2)
+    me.report_connections(3)
+    killed.report_connections(7)
+    me.beat()
+    assert [count for _, count in me.connections_of_others()] == [7]
+    starting.report_connections(0)
+    worker(1)
+    me.beat()
+    assert [count for _, count in me.connections_of_others()] == [0]
+    starting.report_connections(-1)
+    assert me.connections_of_others() == []
+
+
 def test_a_closed_worker_is_not_counted(tmp_path: Path, clock: Clock) -> None:
     me, other = (SharedRows(tmp_path / "rows", i, clock) for i in (0, 1))
     other.begin(REPLICA, 10)
