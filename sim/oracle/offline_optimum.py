@@ -13,9 +13,11 @@ import numpy as np
 from policy.config.control import GuardConfig, ScaleConfig
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.shapes_on_shared_gpus import gpu_group_of
+from policy.engine.builtin_profiles import shipped
 from policy.errors import TargetError
 from sim.arrival_stream import Arrival
 from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, verify
+from sim.oracle.least_work import least_problem, least_work, tokens_of
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
 from sim.oracle.replica_capacity import attained_rate
@@ -27,8 +29,10 @@ from sim.workload.per_model_load import Load, ModelNames, Survey
 # About the duration of a request; more bins than this take long to solve.
 BIN_S = 10.0
 MOST_BINS = 1000
-# Capacity factors that are tried in turn where a plan misses the SLO in the simulator.
-DERATES = (1.0, 0.9, 0.8)
+# Capacity factors of a plan that are tried while it meets the SLO in the simulator, since large pools take
+# more together and cache more prefixes; those of DERATES until it does.
+UPRATES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0)
+DERATES = (0.9, 0.8)
 # The plan is applied as it is: no scale-down delay and no step limits.
 _FREE = msgspec.convert(
     {"max_step_up": 100, "max_step_down": 1, "hold_s": 1e-3, "min_healthy": 0}, ScaleConfig
@@ -124,18 +128,23 @@ class _Oracle:
         return found
 
     def least_s(self, modes: list[_Mode]) -> float:
-        """The lower bound in device-seconds, over one or several modes.
-
-        It is that of single devices, each with the rate per device of the best mode.
-        """
-        relaxed = _Mode(
-            name="",
-            rate=max(each.rate / each.devices for each in modes),
-            devices=1,
+        """The lower bound in device-seconds: each request costs its least work in the best mode for it."""
+        spec, tokens = self.spec, tokens_of(self._mine())
+        costs = [
+            least_work(shipped(spec, spec.shapes[spec.modes[each.name].shape]), tokens) * each.devices
+            for each in modes
+        ]
+        limits = replace(
+            self._problem(modes[0]),
             least=min(each.least * each.devices for each in modes),
             most=max(each.most * each.devices for each in modes),
         )
-        return lower_bound(self._problem(relaxed), self.ends_at).replica_s
+        work, until = np.min(costs, axis=0), limits.bins * limits.bin_s
+        wait_s, slo = self.deployment.gateway.queue_timeout_s, spec.control.slo
+        problem = least_problem(tokens, work, slo, since=0.0, until=until, wait_s=wait_s, shape=limits)
+        # A run goes on until all requests that were taken are served.
+        served = problem.attainment * float(work.sum())
+        return max(served, lower_bound(problem, self.ends_at).replica_s)
 
     def planned_s(self, modes: list[_Mode]) -> float:
         """Device-seconds of the cheapest plan that meets the SLO in the simulator."""
@@ -156,15 +165,27 @@ class _Oracle:
         return best
 
     def _held_s(self, mode: _Mode) -> float:
+        best = math.inf
+        for factor in UPRATES:
+            if (held_s := self._held_at(mode, factor)) == math.inf:
+                break
+            best = min(best, held_s)
+        if best == math.inf:
+            best = next(
+                (held_s for each in DERATES if (held_s := self._held_at(mode, each)) < math.inf), best
+            )
+        return best
+
+    def _held_at(self, mode: _Mode, factor: float) -> float:
+        """Device-seconds of the plan at ``factor`` times the capacity, infinite where it misses the SLO."""
         problem = self._problem(mode)
-        for derate in DERATES:
-            try:
-                derated = replace(problem, mu=derate * problem.mu)
-                held = verify(derated, lambda plan: self._attained(mode.name, plan))
-            except (ValueError, TargetError):
-                continue
-            return held.plan.replica_s * mode.devices
-        return math.inf
+        try:
+            held = verify(
+                replace(problem, mu=factor * problem.mu), lambda plan: self._attained(mode.name, plan)
+            )
+        except (ValueError, TargetError):
+            return math.inf
+        return held.plan.replica_s * mode.devices
 
     def _attained(self, mode: str, plan: Plan) -> float:
         """The fraction of requests within the SLO when the plan is run."""

@@ -12,14 +12,17 @@ import numpy as np
 
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
+from policy.engine.builtin_profiles import shipped
 from sim.arrival_stream import Arrival
+from sim.oracle.least_work import least_problem, least_work, tokens_of
+from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem, bin_arrivals
 from sim.results.score import Stretch
 from sim.workload.traces.detect_format import open_trace
 from sim.workload.transforms import resample, slice_trace
 
 MODEL = "contest"
-MODE = "multi-replica"
+MODE, SHAPE = "multi-replica", "one"
 # High enough never to limit a policy.
 MOST = 40
 # The warm-up with empty engines, which is not judged.
@@ -82,8 +85,8 @@ class Setup:
             "engine": "sim",
             "sim": {"profile": self.profile},
             "engine_args": {"max_model_len": self.longest},
-            "shapes": {"one": {"gpus": 1}},
-            "modes": {MODE: {"shape": "one", "replicas": {"min": 1, "max": MOST}}},
+            "shapes": {SHAPE: {"gpus": 1}},
+            "modes": {MODE: {"shape": SHAPE, "replicas": {"min": 1, "max": MOST}}},
             "control": control,
         }
         return parse({"models": [model], "budget": {"gpus": MOST}})
@@ -100,6 +103,17 @@ class Setup:
             wait_s=self.ttft_p95_s,
             least=1,
         )
+
+    def bound(self, arrivals: list[Arrival], lead_s: float, *, since: float) -> float:
+        """The replica-seconds that no run from ``since`` on can undercut."""
+        spec = self.deployment(lead_s).models[0]
+        tokens = tokens_of(arrivals)
+        work = least_work(shipped(spec, spec.shapes[SHAPE]), tokens)
+        limits = self.problem(arrivals, 1.0, lead_s, since=since)
+        until, slo = self.stretch.until, spec.control.slo
+        return lower_bound(
+            least_problem(tokens, work, slo, since=since, until=until, wait_s=0.0, shape=limits)
+        ).replica_s
 
     @property
     def _warm_s(self) -> float:

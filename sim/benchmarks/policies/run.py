@@ -13,15 +13,14 @@ from policy.scaling.policies.registry import choose, make
 from sim.benchmarks.policies.benchmark_setup import MODEL, Setup
 from sim.benchmarks.policies.sizing import SHIPPED, ReplicaSize, ladder
 from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
-from sim.oracle.linear_program import lower_bound
 from sim.results.score import Score, score
 from sim.simulator.run import simulate
 from sim.simulator.run_record import HOUR_S
 
 PLAN = "clairvoyant"
-# Capacity factors of the plan, of which the cheapest that meets the SLO counts: bins hide bursts, and
-# replicas in a pool help each other out.
-PLANNED = (0.84, 0.88, 0.92, 0.96, 1.0, 1.04, 1.08, 1.12)
+# Capacity factors of the plan, of which the cheapest that meets the SLO counts: bins hide bursts, replicas in
+# a large pool take more together, and prefixes are cached in more of them.
+PLANNED = (0.84, 0.88, 0.92, 0.96, 1.0, 1.04, 1.08, 1.12, 1.2, 1.3, 1.4, 1.5, 1.65, 1.8, 2.0)
 # The plan runs without the safety limits.
 UNHELD = {"hold_s": 0.1, "max_step_up": 100, "max_step_down": 1.0}
 
@@ -105,7 +104,7 @@ def run_trial(trial: Trial) -> TrialResult:
         trial,
         score(record, MODEL, setup.stretch, setup.attainment),
         clairvoyant(judged).replica_s / HOUR_S,
-        lower_bound(judged).replica_s / HOUR_S,
+        setup.bound(arrivals, trial.lead_s, since=setup.stretch.since) / HOUR_S,
     )
 
 

@@ -125,10 +125,17 @@ def test_policies_are_compared_at_equal_attainment(tmp_path: Path) -> None:
     assert {"A < B", "predictive", "static", "panic window", "start-up time 30 s", "99.9%"} <= set(texts)
 
 
-def test_a_ranking_without_a_plan_that_attains_the_slo_is_refused(tmp_path: Path) -> None:
+def test_policies_are_compared_at_what_a_plan_attains_where_none_meets_the_slo(tmp_path: Path) -> None:
     setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
-    with pytest.raises(ValueError, match=r"no plan attains 0\.99, the best one 0\.9"):
-        rank([result(setup, PLAN, "cheap", hours=3.0, attained=0.9)])
+    table = rank(
+        [
+            result(setup, PLAN, "dear", hours=3.0, attained=0.98818),
+            result(setup, PLAN, "cheap", hours=2.0, attained=0.9),
+            result(setup, "predictive", "a", hours=3.3, attained=0.989),
+        ]
+    )
+    assert (table.oracles[0].target, table.oracles[0].gpu_hours) == (0.9881, 3.0)
+    assert table.standings[0].oracle_ratio == pytest.approx(1.1)
 
 
 @pytest.mark.slow
