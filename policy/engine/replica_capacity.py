@@ -52,6 +52,46 @@ class ExpectedLatency(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: float
 
 
+class IdleLatency(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean latencies in seconds of a request on an otherwise idle replica: what no count improves."""
+
+    ttft_s: float
+    itl_s: float
+    e2e_s: float
+
+    def missed(self, slo: SloConfig) -> tuple[tuple[str, float, float], ...]:
+        """The targets that it misses: name, latency and target in seconds."""
+        seen = (("TTFT", self.ttft_s, slo.ttft_p95_s), ("ITL", self.itl_s, slo.itl_p95_s))
+        return tuple(
+            (name, alone_s, limit_s)
+            for name, alone_s, limit_s in seen
+            if limit_s is not None and alone_s > limit_s
+        )
+
+
+def idle_latency(timing: Timing, workload: Workload) -> IdleLatency:
+    """The latencies of the mean request of ``workload``, whose rate is not read."""
+    replica = QueueingModel(timing, workload)
+    point = replica.settle(0.0)
+    ttft_s, itl_s = replica.ttft(point).mean, replica.itl(point).mean
+    return IdleLatency(
+        ttft_s=ttft_s, itl_s=itl_s, e2e_s=ttft_s + itl_s * max(0.0, workload.output_tokens - 1.0)
+    )
+
+
+def replicas_to_find_one_idle(load: float, busy: float) -> int:
+    """The fewest replicas of which an arrival finds all occupied with a probability of at most ``busy``.
+
+    ``load`` is the arrival rate times the seconds for which a request occupies a replica: Erlang's B formula,
+    by its recursion.
+    """
+    blocked, count = 1.0, 0
+    while blocked > busy:
+        count += 1
+        blocked = load * blocked / (count + load * blocked)
+    return count
+
+
 def latency_at(timing: Timing, workload: Workload, slo: SloConfig) -> ExpectedLatency:
     """Expected latencies of ``workload`` with Poisson arrivals at one replica.
 

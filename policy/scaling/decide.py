@@ -17,7 +17,7 @@ import msgspec
 
 from policy.config.deployment import Budget
 from policy.engine.performance_model import Workload
-from policy.engine.replica_capacity import Capability, capability
+from policy.engine.replica_capacity import Capability, capability, idle_latency
 from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS
 from policy.scaling.budget_allocation import Claim, allocate, alone, attainable, held, spare
 from policy.scaling.decision_types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
@@ -312,6 +312,7 @@ def _propose(situation: Situation, policies: ModelPolicies) -> _ModelDecision:
         lead_s=option.lead_s,
         queue_s=situation.queue_s,
         slo=situation.slo,
+        idle=idle_latency(option.timing, workload),
     )
     proposal = policies.live.decide(view, memory.policy)
     others = sorted(policies.others.items())

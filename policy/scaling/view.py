@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from policy.config.control import SloConfig
-from policy.engine.replica_capacity import Capability
+from policy.engine.replica_capacity import Capability, IdleLatency
 from policy.signals.types import Signals
 
 
@@ -33,6 +33,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     ``count`` is the desired replica count of its mode, ``least`` and ``most`` its bounds. ``lead_s`` is the
     start-up time of a replica by the quickest path. A request waits in a gateway for at most ``queue_s``.
+    ``idle`` are the latencies of the mean request on an idle replica, if they are known.
     """
 
     at: float
@@ -48,6 +49,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     lead_s: float
     queue_s: float = 86_400.0
     slo: SloConfig = SloConfig()
+    idle: IdleLatency | None = None
 
     @property
     def has_demand(self) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from policy.config.control import Seconds, Section
-from policy.engine.replica_capacity import FULL
+from policy.engine.replica_capacity import FULL, replicas_to_find_one_idle
 from policy.scaling.forecast import Series, Smoothing, forecast_rate, observed, shortfall, with_trial
 from policy.scaling.policies.observed_capacity import ObservedCapacity, observe_capacity, sustained
 from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
@@ -35,6 +35,11 @@ SLOWEST = 0.2
 # With start-up times up to this, jumps of the rate are answered at once; with longer ones most bursts would
 # be over before a replica is ready.
 QUICK_S = 20.0
+# A capacity within the SLO below this part of the saturation rate says that the SLO is near the latencies of
+# an idle replica.
+NEAR_IDLE = 0.25
+# The least probability with which an arrival may find all replicas occupied.
+LEAST_BUSY = 1e-3
 # A rise counts beyond this many standard deviations of chance.
 BY_CHANCE = 0.3
 # The longest forecast horizon.
@@ -134,9 +139,10 @@ class Predictive(Section, frozen=True):
         full = saturation(view, k2, queued=False)
         if not mu and full is None:
             return view.hold(encode_state(left), "the capacity of a replica is unknown")
+        recent = self.margin * is_usable(demand.arrivals.last_20_s)
         terms = {
-            "forecast": per_replica(high, mu),
-            "recent": per_replica(self.margin * is_usable(demand.arrivals.last_20_s), mu),
+            "forecast": useful(per_replica(high, mu), high, view),
+            "recent": useful(per_replica(recent, mu), recent, view),
             "tokens": full.replicas / self.full if full is not None else 0.0,
         }
         most = max(terms, key=lambda term: terms[term])
@@ -145,8 +151,8 @@ class Predictive(Section, frozen=True):
         if behind:
             terms["queue"] = per_replica(behind / self.drain_s, mu)
             need += terms["queue"]
-        if behind and _late(view, demand):
-            terms["late"] = view.supply.serving + 1.0
+        if behind and _late(view, demand) and not (view.idle and view.idle.missed(view.slo)):
+            terms["late"] = useful(view.supply.serving + 1.0, recent, view)
             if terms["late"] > need:
                 most, need = "late", terms["late"]
         if whole(need) > view.count:
@@ -203,6 +209,22 @@ def capacity(view: View) -> float:
     if paces:
         mu *= sum(paces) / len(paces)
     return mu / (1.0 + min(is_usable(capability.error), MOST_ERROR))
+
+
+def useful(replicas: float, rate: float, view: View) -> float:
+    """At most as many ``replicas`` as let almost every arrival find an idle one: more meet the SLO no better.
+
+    With an SLO near the latencies of an idle replica, the capacity of one goes to 0, and the count without
+    this bound to infinity.
+    """
+    if view.idle is None or view.capability.mu >= NEAR_IDLE * view.capability.mu_max:
+        return replicas
+    # Decodes do not delay the first token of others, unless they are many.
+    occupied_s = view.idle.ttft_s if view.slo.itl_p95_s is None else view.idle.e2e_s
+    load = rate * occupied_s
+    if replicas <= load:
+        return replicas
+    return min(replicas, float(replicas_to_find_one_idle(load, max(1.0 - view.slo.attainment, LEAST_BUSY))))
 
 
 def _pace(slowness: float) -> float:

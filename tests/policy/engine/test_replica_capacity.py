@@ -15,7 +15,14 @@ from policy.config.control import SloConfig
 from policy.engine.batch_scheduler import Request, Scheduler
 from policy.engine.builtin_profiles import PROFILES, profile
 from policy.engine.performance_model import Limits, Timing, Workload
-from policy.engine.replica_capacity import FULL, ExpectedLatency, capability, latency_at
+from policy.engine.replica_capacity import (
+    FULL,
+    ExpectedLatency,
+    capability,
+    idle_latency,
+    latency_at,
+    replicas_to_find_one_idle,
+)
 
 NOTHING = SloConfig()
 # Profile, degree, input and output tokens, and limits that are not the profile's.
@@ -253,3 +260,24 @@ def test_golden_capabilities() -> None:
         slo = SloConfig(ttft_p95_s=0.1, itl_p95_s=0.015)
         found[shape] = tuple(capability(engine_of(shape), load, each).mu for each in (NOTHING, slo))
     assert found == {shape: pytest.approx(rates, rel=1e-3) for shape, rates in GOLDEN.items()}
+
+
+def test_the_replicas_that_let_an_arrival_find_an_idle_one_follow_erlangs_table() -> None:
+    table = {
+        (0.0, 0.01): 1,
+        (1.0, 0.01): 5,
+        (3.0, 0.01): 8,
+        (10.0, 0.01): 18,
+        (10.0, 0.05): 15,
+        (50.0, 0.01): 64,
+    }
+    assert {key: replicas_to_find_one_idle(*key) for key in table} == table
+
+
+def test_a_request_on_an_idle_replica_takes_its_prompt_and_a_step_for_each_token() -> None:
+    timing = engine_of(("h100-8b", 1))
+    idle = idle_latency(timing, Workload(lam=0.0, input_tokens=1000, output_tokens=101))
+    assert timing.model is not None
+    assert idle.itl_s == pytest.approx(timing.model.step_time(1, 1050, 1), rel=0.01)
+    assert idle.ttft_s == pytest.approx(timing.model.prefill_s(1000, 8192), rel=0.05)
+    assert idle.e2e_s == pytest.approx(idle.ttft_s + 100 * idle.itl_s)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from policy.config.control import SloConfig
-from policy.engine.replica_capacity import Capability
+from policy.engine.replica_capacity import Capability, IdleLatency
 from policy.scaling.view import Policy, Proposal, Supply, View
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample, Signals
 from tests.policy.control_play import NOON, rates
@@ -43,6 +43,7 @@ def view(
     queue_s: float = 60.0,
     capability: Capability | None = None,
     slo: SloConfig | None = None,
+    idle: IdleLatency | None = None,
 ) -> View:
     """``at`` seconds after :data:`START`; a replica serves four requests per second within its SLO."""
     serving = count - len(starting_s) if serving is None else serving
@@ -60,6 +61,7 @@ def view(
         lead_s=lead_s,
         queue_s=queue_s,
         slo=SloConfig(ttft_p95_s=2.0) if slo is None else slo,
+        idle=idle,
     )
 
 

@@ -163,6 +163,9 @@ LIMITS = (
 )
 
 
+TIGHT = situation(slo=SloConfig(ttft_p95_s=0.001))
+
+
 @pytest.mark.parametrize(
     ("label", "made", "seen", "what"),
     [
@@ -177,7 +180,7 @@ LIMITS = (
         ("latency", {}, None, "90.0% of requests within the SLO (target 99%)"),
         ("latency", {}, UNMEASURED, "TTFT p95 not measured; ITL p95 not measured"),
         ("requests", {}, None, "mean 256 input tokens (31% cached), 64 output tokens"),
-        ("requests", {}, UNMEASURED, "none has ended in the last 10 min"),
+        ("requests", {}, UNMEASURED, "none in the last 10 min"),
         ("supply", {}, None, "2 of 2 desired replicas ready; 1 starting, ready in 4.0 s; start-up time"),
         ("supply", {}, ODD, "4 starts failed in a row"),
         ("replicas", {}, None, "KV cache 62% to 71% used; 26 running, 3 waiting; updated 0.5 s ago"),
@@ -188,6 +191,7 @@ LIMITS = (
         ("capacity", {"capability": Capability(mu=0.0, mu_max=5.0)}, None, "cannot meet the SLO, max 5.00/s"),
         ("capacity", {"capability": Capability(mu=4.0, mu_max=5.0)}, BLIND, "4.00/s per replica of"),
         ("capacity", {"capability": Capability(mu=4.0, mu_max=5.0)}, None, "model not calibrated"),
+        ("SLO", {}, TIGHT, "(256 prompt and 64 output tokens) misses it on an idle replica: TTFT "),
         ("policy", {}, None, "desired replicas 6: 12.4/s are expected"),
         ("policy", {}, None, "terms, in replicas: forecast 5.40, last_20_s 3.83, saturation 2.90, queue"),
         ("policy", {}, None, "forecast 12.4/s, upper bound 16.1/s"),

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from policy.config.control import SloConfig
-from policy.engine.replica_capacity import Capability
+from policy.engine.replica_capacity import Capability, idle_latency
+from policy.scaling.decide import workload_of
 from policy.scaling.decision_types import Decision, Guardrail, Override, Situation
 from policy.scaling.guardrails import override_in_force
 from policy.scaling.view import Proposal
@@ -159,6 +160,8 @@ def _sections(
     if signals.replicas:
         yield "replicas", *_replicas(signals.replicas, situation.guard.stale_s)
     yield "capacity", _capacity(decision.capability, decision.was_mode, slo)
+    if missed := _missed_alone(situation):
+        yield "SLO", missed
     yield "policy", *_proposal(decision.proposal)
     limits = [
         Text.assemble((str(limit.rule), "bold"), f" {limit.was} -> {limit.now}: {limit.why}")
@@ -239,7 +242,7 @@ def _quantile(name: str, measured: LatencyQuantiles | None, slo_s: float | None)
 
 def _lengths(demand: Demand) -> str:
     if not demand.input_tokens and not demand.output_tokens:
-        return "none has ended in the last 10 min"
+        return "none in the last 10 min"
     return (
         f"mean {demand.input_tokens:.0f} input tokens ({demand.hit:.0%} cached),"
         f" {demand.output_tokens:.0f} output tokens"
@@ -298,6 +301,20 @@ def _capacity(capability: Capability, mode: str, slo: SloConfig) -> Text:
     else:
         text.append("performance model not calibrated", style="yellow")
     return text
+
+
+def _missed_alone(situation: Situation) -> str:
+    """The targets that the mean request misses on an idle replica, so that no count meets them."""
+    timing = next((each.timing for each in situation.rungs if each.mode == situation.mode), None)
+    if timing is None:
+        return ""
+    load = workload_of(situation.signals.demand)
+    missed = [
+        f"{name} {latency(alone_s)} > {latency(limit_s)}"
+        for name, alone_s, limit_s in idle_latency(timing, load).missed(situation.slo)
+    ]
+    size = f"{load.input_tokens:.0f} prompt and {load.output_tokens:.0f} output tokens"
+    return f"the mean request ({size}) misses it on an idle replica: {', '.join(missed)}" if missed else ""
 
 
 def _proposal(proposal: Proposal) -> Iterable[str]:

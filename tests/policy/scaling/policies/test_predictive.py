@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from policy.config.control import SloConfig
-from policy.engine.replica_capacity import Capability
+from policy.engine.replica_capacity import Capability, IdleLatency
 from policy.scaling.policies.predictive import EACH, SOON_S, Predictive, capacity
 from policy.scaling.view import Proposal
 from policy.signals.types import Demand, Rates
@@ -227,3 +227,23 @@ def test_memory_is_bounded_and_the_reason_names_the_need() -> None:
     assert found.reason == "requests of the last 20 s need 7.95 replicas"
     rising = decide(demand(30.0), memory=None, lead_s=45.0)
     assert rising.reason == "up to 36 req/s forecast in 45 s need 9 replicas"
+
+
+IDLE = IdleLatency(ttft_s=1.0, itl_s=0.02, e2e_s=3.0)
+
+
+@pytest.mark.parametrize(
+    ("slo", "most"),
+    [(SloConfig(ttft_p95_s=1.1), 9), (SloConfig(ttft_p95_s=1.1, itl_p95_s=0.03), 19)],
+)
+def test_no_more_replicas_than_let_each_request_find_an_idle_one(slo: SloConfig, most: int) -> None:
+    """Near the latencies of an idle replica, the capacity within the SLO is next to nothing."""
+    edge = Capability(mu=0.01, mu_max=0.5)
+    found = decide(demand(3.0), count=3, capability=edge, slo=slo, idle=IDLE, most=300)
+    assert found.count == most
+
+
+def test_late_first_tokens_add_no_replica_where_the_mean_request_alone_is_late() -> None:
+    seen = demand(10.0, queued=120, ttft=late(4.0))
+    assert "late" in decide(seen).terms
+    assert "late" not in decide(seen, slo=SloConfig(ttft_p95_s=0.5), idle=IDLE).terms
