@@ -40,10 +40,10 @@ class Call:
     """A request between the client's connection and a replica's. Instants are seconds of ``time.monotonic``.
 
     ``streaming``: a stream was requested. ``started``, ``answered``: the first, the last byte of the answer
-    was sent. ``replica``: the last one that the request was sent to, or a fallback provider
-    (``by_fallback``), at ``sent_at``. ``first_byte_at`` (streams only), ``last_event_at``: the first and last
-    event of its answer. ``events``: their number up to the one that finishes it. ``usage``: the tokens of an
-    answer that has ended. ``explain`` yields the routing decision, if an admin requested it.
+    was sent; ``status`` is 0 before. ``replica``: the last one that the request was sent to, or a fallback
+    provider (``by_fallback``), at ``sent_at``. ``first_byte_at`` (streams only), ``last_event_at``: the first
+    and last event of its answer. ``events``: their number up to the one that finishes it. ``usage``: the
+    tokens of an answer that has ended. ``explain`` yields the routing decision, if an admin requested it.
     ``probe``: our own, of which nothing is learned. ``adapter``: the version that it names. ``exchange``: the
     client's, on the client port.
     """
@@ -63,6 +63,7 @@ class Call:
         self.started = False
         self.answered = False
         self.outcome = ""
+        self.status = 0
         self.queued_s = 0.0
         self.replica = b""
         self.by_fallback = False
@@ -111,6 +112,7 @@ class Call:
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> Message:
         """The head of the answer, with the request id."""
+        self.status = status
         headers.append((b"x-request-id", self.request_id))
         if self.explain is not None:
             headers.append((_EXPLAIN, self.explain()))

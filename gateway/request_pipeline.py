@@ -24,7 +24,7 @@ from gateway.delivery.retry_loop import RetryLoop
 from gateway.delivery.spillover import Spillover
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.request_resolver import RequestResolver
-from gateway.intake.tenants import Tenants
+from gateway.intake.tenants import TenantAccount, Tenants
 from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import COALESCED
 from gateway.protocol.body import Body
@@ -37,10 +37,12 @@ from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import FleetEvents
 from gateway.routing.shared_counters import SharedCounts
+from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.capture_publisher import CapturePublisher
 from gateway.telemetry.capture_subscriber import Subscribers
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import Metrics, ModelCounters
 from gateway.telemetry.structured_log import Log
+from gateway.telemetry.tenant_metrics import NONE
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.request import Request
@@ -64,6 +66,7 @@ class Gateway:
         *,
         admin_token: Callable[[], str],
         log: Log,
+        access: AccessLog,
         rng: random.Random,
         shared: SharedCounts,
         captures: Path,
@@ -74,12 +77,12 @@ class Gateway:
         self._deployment = current
         self.draining = False
         self.log = log
+        self.access = access
         self.metrics = Metrics()
-        self._no_model = self.metrics.model("")
         self._limits = watcher.deployment.gateway
         self.deadlines = IdleTimeouts(lambda: watcher.deployment.gateway)
         self.catalog = CatalogView(partial(rng.getrandbits, 64), self.metrics.adapters.follow)
-        self.tenants = Tenants(salt_secret, own_key(secret))
+        self.tenants = Tenants(salt_secret, own_key(secret), self.metrics.tenants, shared)
         self.routes = ModelRouters(rng, shared, current, self.metrics)
         self.admission = Admission(
             self.metrics, self.routes, current, weight=self.tenants.weight, shared=shared
@@ -107,6 +110,8 @@ class Gateway:
             not_ready=self.not_ready,
             controller=ControllerProxy(secret, current),
             capture=self.listeners.lines,
+            log=log,
+            access=access,
         )
         self.client: ASGIApp = client_app(services, self.serve)
         self.admin: ASGIApp = admin_app(services, admin_token, lambda: current().gateway)
@@ -114,6 +119,7 @@ class Gateway:
     def read(self, deployment: Deployment) -> None:
         """Apply a new deployment: tenants, models, adapters, fallback providers."""
         self._limits = deployment.gateway
+        self.access.on = deployment.gateway.access_log
         self.tenants.read(deployment)
         self.fleet.read_document(deployment)
         self.catalog.read(deployment)
@@ -139,15 +145,21 @@ class Gateway:
         self.capture.close()
         self.listeners.close()
 
+    def publish(self) -> None:
+        """Merge this worker's counts into those of its host."""
+        self.tenants.share()
+        self.metrics.publish()
+
     def close(self) -> None:
         self.fleet.close()
-        self.metrics.publish()
+        self.publish()
+        self.access.close()
 
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """The pipeline: one call from its first byte to its last, counted in any case."""
         began = monotonic()
         call = Call(route, scope, receive, send, self.deadlines)
-        meter = self._no_model
+        meter, account = self.metrics.no_model, self.tenants.anonymous
         try:
             raw = await call.read()
             account = self.tenants.of(call.headers)
@@ -181,13 +193,21 @@ class Gateway:
                 await call.refuse(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
         except Exception as error:  # noqa: BLE001 - the edge: a client gets an answer whatever breaks
             call.outcome = Refusal.INTERNAL
-            self.log.error("call_failed", route=route.path, error=type(error).__name__)
+            self.log.error("call_failed", cause=error, route=route.path, request_id=call.request_id.decode())
             if not call.started:
                 await call.refuse(Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))
         finally:
-            meter.count(call, began, monotonic())
-            if (adapter := call.adapter) is not None:
-                self.metrics.adapters.of(adapter.model, adapter.name).count(call, began)
+            self._count(call, meter, account, began)
+
+    def _count(self, call: Call, meter: ModelCounters, account: TenantAccount, began: float) -> None:
+        """Count a call that has ended, and log it if requests are logged."""
+        ended = monotonic()
+        meter.count(call, began, ended)
+        account.counters.requests[call.outcome] += 1
+        if (adapter := call.adapter) is not None:
+            self.metrics.adapters.of(adapter.model, adapter.name).count(call, began)
+        if self.access.on:
+            self.access.call(call, meter.model, account.name, ended - began)
 
     async def _deliver(
         self, call: Call, served: ServedModel, request: Request, body: Body, raw: bytes
@@ -210,4 +230,7 @@ class Gateway:
 
     def count_refused(self, refused: Refused) -> None:
         """Count a request that was rejected before it could be read."""
-        self._no_model.requests["", refused.reason] += 1
+        self.metrics.no_model.requests[NONE, refused.reason] += 1
+        self.tenants.anonymous.counters.requests[refused.reason] += 1
+        if self.access.on:
+            self.access.unread(refused.reason, refused.status)

@@ -24,7 +24,7 @@ from gateway.request_pipeline import Gateway
 from gateway.routing.external_server_poller import ExternalPoller
 from gateway.routing.outlier_detection import Probes
 from gateway.routing.shared_counters import BEAT_EVERY_S, SharedRows
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.structured_log import LibraryHandler, Log
 from policy.config.deployment import Deployment
 from policy.wire.controller import SIGNALS
@@ -75,12 +75,16 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     shared = SharedRows(state.rows_path, worker)
     # It only decides ties between replicas.
     rng = random.Random()  # noqa: S311
+    access = AccessLog(
+        state.logs / f"access-{worker}.log", worker, lambda lines: log.warning("access_lost", lines=lines)
+    )
     gateway = Gateway(
         watcher,
         state.secret(),
         salt_secret(state),
         admin_token=state.admin_token,
         log=log,
+        access=access,
         rng=rng,
         shared=shared,
         captures=state.captures,
@@ -108,10 +112,11 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         "deployment": watcher.follow(read),
         "external_servers": ExternalPoller(gateway.fleet, current).run(),
         "probes": Probes(gateway.fleet, gateway.metrics, current, state.secret()).run(),
-        "metrics": _every(PUBLISH_EVERY_S, lambda: _publish(gateway.metrics, log)),
+        "metrics": _every(PUBLISH_EVERY_S, lambda: _publish(gateway, log)),
         "shared_counters": _every(BEAT_EVERY_S, shared.beat),
         "idle_timeouts": gateway.deadlines.run(),
         "capture": gateway.capture.run(),
+        "access_log": gateway.access.run(),
     }.items():
         background.start(name, upkeep)
 
@@ -157,15 +162,15 @@ class BackgroundTasks:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("background_failed", task=task.get_name(), error=type(error).__name__)
+            self._log.error("background_failed", cause=error, task=task.get_name())
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _publish(metrics: Metrics, log: Log) -> None:
+def _publish(gateway: Gateway, log: Log) -> None:
     try:
-        metrics.publish()
+        gateway.publish()
     except OSError as error:  # no descriptor, no room on the disk: nothing that serving needs
-        log.warning("metrics_not_published", error=type(error).__name__)
+        log.warning("metrics_not_published", cause=error)
 
 
 async def _every(period_s: float, action: Callable[[], None]) -> None:

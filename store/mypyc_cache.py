@@ -80,6 +80,7 @@ MODULES = {
         "telemetry/adapter_metrics",
         "telemetry/metrics",
         "telemetry/metric_families",
+        "telemetry/tenant_metrics",
     ),
 }
 # Packages that only the type checker reads.

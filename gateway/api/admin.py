@@ -38,7 +38,7 @@ async def readyz(services: GatewayServices) -> JsonResponse:
 @health.get("/metrics", summary="Prometheus metrics of all workers")
 async def prometheus(services: GatewayServices) -> Response:
     """Prometheus' text format."""
-    return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await services.metrics.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/admin/fleet", summary="The fleet as this worker sees it, with its age")
@@ -55,10 +55,10 @@ async def routes(services: GatewayServices, limit: Annotated[int, Query(ge=1, le
     return JsonResponse({"worker": os.getpid(), "routes": services.routers.describe(limit)})
 
 
-@router.get("/admin/tenants", summary="Weights and priorities of tenants, and their counts in this worker")
+@router.get("/admin/tenants", summary="Weights and priorities of tenants, and their counts on this host")
 async def tenants(services: GatewayServices) -> JsonResponse:
-    """Requests in flight and tokens served, by tenant."""
-    return JsonResponse({"worker": os.getpid(), "tenants": services.tenants.describe()})
+    """Requests in flight and tokens served since the workers started, by tenant, summed over them."""
+    return JsonResponse({"tenants": services.tenants.describe()})
 
 
 @router.get("/admin/decisions", summary="The controller's last decisions, or those in force at an instant")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import admin, models_endpoint, swagger_ui
 from gateway.api.admin_access import AdminAccess
-from gateway.api.dependencies import Services
+from gateway.api.dependencies import TENANT, Services
 from gateway.api.openapi_schema import add_errors, add_hot_routes
 from gateway.http.asgi_exchange import request_ids
 from gateway.protocol.errors import Refused
@@ -72,16 +73,31 @@ class Application(FastAPI):
         return self._route(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve by FastAPI's router; every answer has the id of its request."""
+        """Serve by FastAPI's router; every answer and every logged error has the id of its request."""
         headers = dict(scope["headers"])
         request_id, _ = request_ids(headers.get(b"x-request-id"))
+        began, status = monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        await super().__call__(scope, receive, send_with_id)
+        services: Services = self.state.services
+        try:
+            await super().__call__(scope, receive, send_with_id)
+        except Exception as error:  # noqa: BLE001 - the client has its answer from `_failed`
+            services.log.error(
+                "call_failed", cause=error, route=_template(scope), request_id=request_id.decode()
+            )
+        finally:
+            if services.access.on:
+                services.access.other(
+                    request_id, scope["method"], _template(scope),
+                    tenant=scope.get(TENANT, ""), status=status, seconds=monotonic() - began,
+                )  # fmt: skip
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI schema, made once."""
@@ -92,6 +108,11 @@ class Application(FastAPI):
                 add_hot_routes(schema)
             self.openapi_schema = schema
         return self.openapi_schema
+
+
+def _template(scope: Scope) -> str:
+    """The path of the route that matched, as it was declared; empty if none did."""
+    return getattr(scope.get("route"), "path", "")
 
 
 class _RawEndpoint:
@@ -163,5 +184,5 @@ async def _bad_value(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """An error of ours: the server logs it, the client gets no detail."""
+    """An error of ours: it is logged, and the client gets no detail."""
     return await _refused(request, Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))

@@ -17,8 +17,13 @@ from gateway.intake.tenants import TenantAccount, Tenants
 from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView
 from gateway.routing.model_routers import ModelRouters
+from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.structured_log import Log
 from policy.errors import Refusal
+
+# Where a request's scope has the name of its tenant, for the access log.
+TENANT = "tidegate.tenant"
 
 # They put the two kinds of keys into the schema; the key itself is checked in one place, by `Tenants`.
 _BEARER = Depends(HTTPBearer(scheme_name="bearer", auto_error=False))
@@ -35,6 +40,8 @@ class Services:
     not_ready: Callable[[], list[str]]
     controller: ControllerProxy
     capture: Callable[[], AsyncIterator[bytes]]
+    log: Log
+    access: AccessLog
 
 
 # Dependencies are coroutines: FastAPI runs other functions in a thread.
@@ -50,7 +57,9 @@ async def tenant_account(
     request: Request, services: GatewayServices, _bearer: object = _BEARER, _key: object = _KEY
 ) -> TenantAccount:
     """The tenant of the request's API key; answers 401 without a valid one, if there are tenants."""
-    return services.tenants.of(dict(request.scope["headers"]))
+    account = services.tenants.of(dict(request.scope["headers"]))
+    request.scope[TENANT] = account.name
+    return account
 
 
 Account = Annotated[TenantAccount, Depends(tenant_account)]

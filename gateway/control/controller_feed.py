@@ -86,7 +86,7 @@ class ControllerFeed(Generic[Document]):
                 await asyncio.to_thread(write_atomic, self.file, line, 0o600)
                 self._on_disk = document
             except OSError as error:
-                self.log.warning(f"{self.name}_not_saved", error=type(error).__name__)
+                self.log.warning(f"{self.name}_not_saved", cause=error)
 
     def receive(self, line: bytes) -> None:
         try:

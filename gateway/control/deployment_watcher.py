@@ -36,7 +36,7 @@ class DeploymentWatcher:
                 self._mtime_ns = mtime_ns
                 self.deployment = self._read()
             except (OSError, ConfigError, ValueError) as error:
-                self._log.error("document_refused", error=type(error).__name__)
+                self._log.error("document_refused", cause=error)
                 continue
             self._log.info("document_read")
             on_change(self.deployment)

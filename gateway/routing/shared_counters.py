@@ -50,11 +50,12 @@ class _Table(NamedTuple):
 
 _LINKS = _Table(at=0, slots=1024, counts=3)
 _TENANTS = _Table(at=_LINKS.at + _LINKS.words, slots=4096, counts=1)
-_RING = _TENANTS.at + _TENANTS.words
+_ACCOUNTS = _Table(at=_TENANTS.at + _TENANTS.words, slots=4096, counts=3)
+_RING = _ACCOUNTS.at + _ACCOUNTS.words
 _ROW = _RING + RING_ENTRIES * _ENTRY_WORDS
 _BYTES = 8 * ROWS * (_HEADER + _ROW)
 # Another version, or other sizes, must not be read as this one.
-_THIS_LAYOUT = 2 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | RING_ENTRIES
+_THIS_LAYOUT = 3 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | RING_ENTRIES
 
 _HEADS = [(row, row * _HEADER) for row in range(ROWS)]
 
@@ -106,6 +107,13 @@ class SharedCounts:
         """The others that accept connections: a key of each, and how many connections it has."""
         return []
 
+    def set_tenant(self, tenant_key: int, in_flight: int, prompt_tokens: int, output_tokens: int) -> None:
+        """A tenant has these requests in flight, and was served these tokens since this worker started."""
+
+    def tenant_of_others(self, tenant_key: int) -> tuple[int, int, int]:
+        """The sums of what the others set by :meth:`set_tenant`; they may decrease."""
+        return 0, 0, 0
+
     def beat(self) -> None:
         """Report that this worker lives, and look which others do; every :data:`BEAT_EVERY_S`."""
 
@@ -148,6 +156,8 @@ class SharedRows(SharedCounts):
         self._read_of: dict[int, int] = {}
         self._places: dict[int, tuple[int, ...]] = {}
         self._tenant_places: dict[int, tuple[int, ...]] = {}
+        self._accounts: dict[int, int] = {}
+        self._account_places: dict[int, tuple[int, ...]] = {}
         self._clear()
         self.beat()
 
@@ -231,6 +241,25 @@ class SharedRows(SharedCounts):
         words = self._words
         return [(at, words[at] - 1) for at in self._accepting if words[at]]
 
+    def set_tenant(self, tenant_key: int, in_flight: int, prompt_tokens: int, output_tokens: int) -> None:
+        at = self._accounts.get(tenant_key) or self._claim(_ACCOUNTS, self._accounts, tenant_key)
+        if at > 0:
+            counts = self._counts
+            counts[at + 1], counts[at + 2], counts[at + 3] = in_flight, prompt_tokens, output_tokens
+
+    def tenant_of_others(self, tenant_key: int) -> tuple[int, int, int]:
+        places = self._account_places.get(tenant_key)
+        if places is None:
+            places = self._find(_ACCOUNTS, self._account_places, tenant_key)
+        words, counts = self._words, self._counts
+        in_flight = prompt = output = 0
+        for at in places:
+            if words[at] == tenant_key:  # a worker that starts anew takes its slots in another order
+                in_flight += counts[at + 1]
+                prompt += counts[at + 2]
+                output += counts[at + 3]
+        return in_flight, prompt, output
+
     def beat(self) -> None:
         now = int(self._clock() * 1e9)
         self._words[self._head + _BEAT] = now
@@ -245,6 +274,7 @@ class SharedRows(SharedCounts):
             self._read_upto = [self._read_of.get(at, 0) for at in self._rings]
             self._places.clear()
             self._tenant_places.clear()
+            self._account_places.clear()
 
     def close(self) -> None:
         self._words[self._head + _BEAT] = 0

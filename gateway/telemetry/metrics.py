@@ -6,6 +6,7 @@ from clients.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from bisect import bisect_left
 from collections import Counter as Counts
@@ -18,6 +19,7 @@ from gateway.http.reserve_descriptor import ReserveDescriptor
 from gateway.protocol.errors import NO_ROOM
 from gateway.telemetry.adapter_metrics import AdapterMetrics
 from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts, publish_total
+from gateway.telemetry.tenant_metrics import NONE, TenantMetrics
 from policy.routing.replica_health import HealthCounters
 from policy.signals.model_counters import WorkerCounters
 from policy.stats.histogram import HistogramCounter
@@ -172,8 +174,12 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._spare = ReserveDescriptor()
+        self._scraping = asyncio.Lock()
         declared = MetricFamilies(registry)
         self.adapters = AdapterMetrics(declared)
+        self.tenants = TenantMetrics(declared)
+        # Of requests that named no model of the deployment.
+        self.no_model = ModelCounters("")
         self._meters: dict[str, ModelCounters] = {}
         counter, gauge = declared.counter, declared.gauge
         self.spillover = counter(
@@ -184,9 +190,9 @@ class Metrics:
         self._tokens = counter(
             "tokens", "Tokens of answers; what was cached is a part of the prompt.", "model", "kind"
         )
-        self._counts = [
-            (name, counter(metric, text, "model", *labels)) for name, metric, text, labels in _COUNTS
-        ]
+        self._counts = {
+            name: counter(metric, text, "model", *labels) for name, metric, text, labels in _COUNTS
+        }
         self._histograms = [
             (name, declared.histogram(metric, text, "model", buckets=buckets))
             for name, metric, text, buckets in _HISTOGRAMS
@@ -216,7 +222,7 @@ class Metrics:
         )  # fmt: skip
 
     def model(self, name: str) -> ModelCounters:
-        """The meter of a model that the deployment knows; the empty name collects all others."""
+        """The meter of a model that the deployment knows."""
         meter = self._meters.get(name)
         if meter is None:
             meter = self._meters[name] = ModelCounters(name)
@@ -235,8 +241,11 @@ class Metrics:
 
     def _merge(self) -> None:
         self.adapters.publish()
+        self.tenants.publish()
+        # Nothing else of them was measured: rows of zeros would look like a model that is down.
+        publish_counts(self._counts["requests"], self.no_model.requests, NONE)
         for model, meter in self._meters.items():
-            for name, counter in self._counts:
+            for name, counter in self._counts.items():
                 publish_counts(counter, getattr(meter, name), model)
             for name, histogram in self._histograms:
                 histogram.labels(model).merge(getattr(meter, name))
@@ -247,8 +256,7 @@ class Metrics:
                 self._breakers.labels(model, state).set(count)
             self._in_flight.labels(model).set(meter.in_flight)
             self._replicas_up.labels(model).set(meter.replicas_up)
-            if model:
-                self._merge_queue(model, meter.queue)
+            self._merge_queue(model, meter.queue)
 
     def _merge_queue(self, model: str, queue: QueueCounters) -> None:
         for priority, depth in queue.depth.items():
@@ -261,9 +269,16 @@ class Metrics:
             self._wait_error.labels(model, sign).inc(seconds)
             queue.wait_error_s[sign] = 0.0
 
-    def render(self) -> bytes:
-        """Prometheus text over all workers, live gauges over those that still run."""
-        self.publish()
+    async def scrape(self) -> bytes:
+        """Prometheus text over all workers, live gauges over those that still run.
+
+        It is collected in a thread, one at a time: many workers and names take hundreds of milliseconds.
+        """
+        async with self._scraping:
+            self.publish()
+            return await asyncio.to_thread(self._collect)
+
+    def _collect(self) -> bytes:
         directory = os.environ.get(DIRECTORY_VARIABLE)
         if not directory:
             return generate_latest(self._registry)

@@ -5,48 +5,39 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from datetime import UTC, datetime
 from typing import TextIO
 
-import msgspec
-
-Field = str | int | float | bool | None
+from store.log_lines import Field, error_fields, line
 
 
 class Log:
-    """One JSON object a line."""
+    """One JSON object a line; of an error its type and places, as its text may quote a request."""
 
     def __init__(self, worker: int, stream: TextIO | None = None) -> None:
         self._worker = worker
         self._stream = stream or sys.stderr
 
     def info(self, event: str, **fields: Field) -> None:
-        self._write("info", event, fields)
+        self.write("info", event, None, fields)
 
-    def warning(self, event: str, **fields: Field) -> None:
-        self._write("warning", event, fields)
+    def warning(self, event: str, *, cause: BaseException | None = None, **fields: Field) -> None:
+        self.write("warning", event, cause, fields)
 
-    def error(self, event: str, **fields: Field) -> None:
-        self._write("error", event, fields)
+    def error(self, event: str, *, cause: BaseException | None = None, **fields: Field) -> None:
+        self.write("error", event, cause, fields)
 
-    def _write(self, level: str, event: str, fields: dict[str, Field]) -> None:
-        line = {
-            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "level": level,
-            "event": event,
-            "worker": self._worker,
-            **fields,
-        }
+    def write(self, level: str, event: str, cause: BaseException | None, fields: dict[str, Field]) -> None:
+        described = {} if cause is None else error_fields(cause)
         # A full disk loses lines, not requests.
         with contextlib.suppress(OSError):
-            self._stream.write(msgspec.json.encode(line).decode() + "\n")
+            self._stream.write(line(level, event, {"worker": self._worker, **fields, **described}).decode())
             self._stream.flush()
 
 
 class LibraryHandler(logging.Handler):
-    """Python's logging in the same form: the exception's type and, of uvicorn alone, the message.
+    """Python's logging in the same form: the error, and of uvicorn alone the message's template.
 
-    Other texts and tracebacks may hold what a client sent.
+    Other texts may hold what a client sent.
     """
 
     def __init__(self, log: Log) -> None:
@@ -54,11 +45,7 @@ class LibraryHandler(logging.Handler):
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        kind = record.exc_info[0] if record.exc_info else None
-        self._log.warning(
-            "library",
-            logger=record.name,
-            severity=record.levelname,
-            template=str(record.msg).strip() if record.name.startswith("uvicorn") else None,
-            error=kind.__name__ if kind is not None else None,
-        )
+        template = str(record.msg).strip() if record.name.startswith("uvicorn") else None
+        cause = record.exc_info[1] if record.exc_info else None
+        fields: dict[str, Field] = {"logger": record.name, "template": template}
+        self._log.write(record.levelname.lower(), "library", cause, fields)

@@ -157,5 +157,9 @@ async def test_the_admin_port_keeps_the_last_decisions_and_the_accounts(shared: 
     assert accounts["night"]["priority"] == "batch"
     assert accounts["web"]["in_flight"] == 0
     assert accounts["web"]["prompt_tokens"] - before["web"]["prompt_tokens"] == 2
+    counted = {"tenant": "web", "kind": "prompt"}
+    assert await shared.metric("tidegate_tenant_tokens_total", **counted) == accounts["web"]["prompt_tokens"]
+    assert await shared.metric("tidegate_tenant_requests_total", tenant="night", outcome="ok") >= 1
+    assert '=""' not in (await shared.admin.get("/metrics")).text
     for entry in TENANTS:
         assert entry["keys_sha256"][0][:8] not in answer.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,7 +105,7 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
 
 
 def samples(metrics: Metrics) -> Counter[gateway_metrics.Key]:
-    return read(metrics.render().decode(), "m")
+    return read(asyncio.run(metrics.scrape()).decode(), "m")
 
 
 def test_gateway_metrics_match_the_users_measurements(metrics: Metrics) -> None:

@@ -19,13 +19,18 @@ OPEN = ("/livez", "/readyz", "/metrics", "/docs", "/openapi.json")
 GUARDED = ("/admin/fleet", "/admin/tenants", "/admin/adapters", "/admin/capture", "/admin", "/other")
 
 
+async def scrape() -> bytes:
+    return b""
+
+
 class Port:
     def __init__(self, state: StateDir, gateway: GatewayConfig = GATEWAY) -> None:
         self.state = state
         services: Any = SimpleNamespace(
             fleet=SimpleNamespace(describe=dict),
-            metrics=SimpleNamespace(render=lambda: b""),
+            metrics=SimpleNamespace(scrape=scrape),
             not_ready=list,
+            access=SimpleNamespace(on=False),
         )
         self.app = admin_app(services, state.admin_token, lambda: gateway)
 

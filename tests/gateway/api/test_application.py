@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,10 +17,14 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.application import CLIENT_ROUTERS, client_app
 from gateway.intake.tenants import Tenants
 from gateway.protocol.paths import ROUTES, Route
+from gateway.routing.shared_counters import LOCAL
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment, ModelSpec, Tenant
 from store.api_keys import digest_of
 
 KEY, ADMIN_KEY = "key-of-shop", "key-of-boss"
+BEARER = {"authorization": f"Bearer {KEY}"}
 DOCS = Path(__file__).parents[3] / "docs" / "extending.md"
 
 
@@ -26,7 +32,7 @@ class Port:
     """A client port whose hot routes answer with their own path."""
 
     def __init__(self, *more: Any) -> None:
-        tenants = Tenants(b"salt", "own")
+        tenants = Tenants(b"salt", "own", Metrics().tenants, LOCAL)
         tenants.read(
             Deployment(
                 models=(ModelSpec(name="alpha"),),
@@ -39,7 +45,10 @@ class Port:
         models = SimpleNamespace(
             all=lambda account: b'["%s"]' % account.name.encode(), one=lambda name, account: None
         )
-        services: Any = SimpleNamespace(tenants=tenants, models=models)
+        self.logged = io.StringIO()
+        services: Any = SimpleNamespace(
+            tenants=tenants, models=models, log=Log(0, self.logged), access=SimpleNamespace(on=False)
+        )
         self.app = client_app(services, self.serve, (*CLIENT_ROUTERS, *more))
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://client"
@@ -119,10 +128,17 @@ async def test_docs_load_nothing_from_other_origins(port: Port) -> None:
 
 
 async def test_a_bug_in_an_endpoint_is_a_500_without_details(port: Port) -> None:
-    port.app.state.services = None
-    answer = await port.http.get("/v1/models")
+    port.app.state.services.models = None
+    answer = await port.http.get("/v1/models/canary-word", headers={"x-request-id": "mine", **BEARER})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
     assert "NoneType" not in answer.text
+    logged = json.loads(port.logged.getvalue())
+    assert (
+        logged.items()
+        >= {"request_id": "mine", "route": "/v1/models/{name:path}", "error": "AttributeError"}.items()
+    )
+    assert re.fullmatch(r"gateway\.api\.models_endpoint:\d+ one_model", logged["traceback"][-1])
+    assert not re.search(r"canary-word|NoneType|\.py", port.logged.getvalue())
 
 
 async def test_the_endpoint_example_of_the_documentation() -> None:

@@ -30,7 +30,9 @@ class Site:
         self.deployment = Deployment(
             models=(ModelSpec(name="alpha"),), cluster=Cluster(controller=f"127.0.0.1:{controller.port}")
         )
-        services: Any = SimpleNamespace(controller=ControllerProxy(SECRET, lambda: self.deployment))
+        services: Any = SimpleNamespace(
+            controller=ControllerProxy(SECRET, lambda: self.deployment), access=SimpleNamespace(on=False)
+        )
         app = admin_app(services, lambda: "token", GatewayConfig)
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,8 @@ import pytest
 from gateway.intake.tenants import Tenants
 from gateway.protocol.errors import Refused
 from gateway.protocol.usage import Usage
+from gateway.routing.shared_counters import LOCAL, SharedRows
+from gateway.telemetry.metrics import Metrics
 from policy.deployment_file.parse import parse
 from policy.types import Priority
 from tests.policy.example_documents import GOOD
@@ -28,7 +31,7 @@ def tenant(name: str, *keys: bytes, **more: Any) -> dict[str, Any]:
 
 
 def tenants(*entries: dict[str, Any]) -> Tenants:
-    found = Tenants(SECRET, OWN)
+    found = Tenants(SECRET, OWN, Metrics().tenants, LOCAL)
     found.read(parse({**GOOD, "tenants": list(entries)}))
     return found
 
@@ -116,6 +119,26 @@ def test_a_new_document_revokes_and_admits_at_once_and_keeps_the_counts() -> Non
     (shown,) = found.describe()
     assert (shown["in_flight"], shown["prompt_tokens"]) == (2, 70)
     assert digest(b"k-3")[:8] not in str(shown) and "k-3" not in str(shown)
+
+
+def test_counts_are_summed_over_the_workers_of_the_host(tmp_path: Path) -> None:
+    rows = [SharedRows(tmp_path / "rows", i) for i in range(3)]
+    workers = [Tenants(SECRET, OWN, Metrics().tenants, row) for row in rows]
+    for number, worker in enumerate(workers, start=1):
+        worker.read(parse({**GOOD, "tenants": [tenant("acme", b"k-1"), tenant("bits", b"k-2")]}))
+        worker.of(bearer(b"k-1")).in_flight = number
+        worker.served("acme", Usage(prompt=10 * number, cached=0, completion=100 * number))
+        worker.share()
+    for row, worker in zip(rows, workers, strict=True):
+        row.beat()
+        acme, bits = worker.describe()
+        assert (acme["in_flight"], acme["prompt_tokens"], acme["output_tokens"]) == (6, 60, 600)
+        assert (bits["in_flight"], bits["prompt_tokens"], bits["output_tokens"]) == (0, 0, 0)
+    rows[2].close()  # a worker that has ended has nothing in flight
+    rows[0].beat()
+    assert workers[0].describe()[0]["in_flight"] == 3
+    rows[0].close()
+    rows[1].close()
 
 
 def test_salts_differ_by_tenant_and_outlast_a_key() -> None:

@@ -129,7 +129,7 @@ async def test_predictions_are_measured() -> None:
     request = prompt()
     _, quote = send(here, model, request)
     here.timed(request, quote, quote.total * 1.2, 0.0)
-    text = metrics.render().decode()
+    text = (await metrics.scrape()).decode()
     assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.175",model="m"} 1.0' in text
     assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.15",model="m"} 0.0' in text
     assert 'tidegate_ttft_prediction_error_seconds_bucket{le="0.0",model="m"} 1.0' in text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,10 +16,12 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.protocol.usage import Usage
-from gateway.telemetry import adapter_metrics
+from gateway.telemetry import adapter_metrics, tenant_metrics
+from gateway.telemetry import metrics as metrics_module
 from gateway.telemetry.metrics import Metrics
 from policy.wire.adapter_catalog import NAME, Alias, Catalog
 from tests.gateway.fake_replica import alias
+from tests.gateway.worker import until
 
 
 def call(outcome: str, first_byte_at: float | None = None) -> Any:
@@ -26,7 +30,7 @@ def call(outcome: str, first_byte_at: float | None = None) -> Any:
 
 def samples(metrics: Metrics, name: str) -> dict[str, float]:
     """The samples of one metric by their labels."""
-    lines = metrics.render().decode().splitlines()
+    lines = asyncio.run(metrics.scrape()).decode().splitlines()
     found = [line.rpartition(" ") for line in lines if line.startswith(name + "{")]
     return {labels.removeprefix(name): float(value) for labels, _, value in found}
 
@@ -175,3 +179,53 @@ def test_a_full_disk_loses_and_repeats_no_count(monkeypatch: pytest.MonkeyPatch,
         "coalesced_requests": 6, "queue_displaced": 6, "queue_foreseen": 6, "queue_refused": 7,
     }  # fmt: skip
     assert {name: sum(samples(metrics, f"tidegate_{name}_total").values()) for name in expected} == expected
+
+
+def test_requests_without_a_model_are_counted_under_one_label_and_nothing_else_is() -> None:
+    metrics = Metrics()
+    metrics.model("alpha")
+    metrics.no_model.requests["/v1/completions", "unknown_model"] += 2
+    metrics.no_model.requests["_none", "head_too_large"] += 1
+    assert samples(metrics, "tidegate_requests_total") == {
+        '{model="_none",outcome="unknown_model",route="/v1/completions"}': 2.0,
+        '{model="_none",outcome="head_too_large",route="_none"}': 1.0,
+    }
+    lines = asyncio.run(metrics.scrape()).decode().splitlines()
+    assert not [line for line in lines if '=""' in line]
+    assert {line.partition("{")[0] for line in lines if '"_none"' in line} <= {
+        "tidegate_requests_total", "tidegate_requests_created"
+    }  # fmt: skip
+
+
+def test_tenants_are_counted_by_name_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenant_metrics, "MOST", 2)
+    metrics = Metrics()
+    for name in ("web", "night", "web", "third", "fourth", ""):
+        counters = metrics.tenants.of(name)
+        counters.requests["ok"] += 1
+        counters.tokens.count(Usage(prompt=5, cached=2, completion=3))
+    for _ in range(2):
+        assert samples(metrics, "tidegate_tenant_requests_total") == {
+            '{outcome="ok",tenant="web"}': 2.0, '{outcome="ok",tenant="night"}': 1.0,
+            '{outcome="ok",tenant="_other"}': 2.0, '{outcome="ok",tenant="_none"}': 1.0,
+        }  # fmt: skip
+    tokens = samples(metrics, "tidegate_tenant_tokens_total")
+    assert tokens['{kind="completion",tenant="web"}'] == 6.0
+    assert tokens['{kind="cached",tenant="_other"}'] == 4.0
+    assert not NAME.fullmatch("_other") and not NAME.fullmatch("_none")
+
+
+async def test_a_scrape_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, scraped, threads = Metrics(), threading.Event(), set[int]()
+
+    def collect(_: object) -> bytes:
+        threads.add(threading.get_ident())
+        assert scraped.wait(60)  # which the loop sets
+        return b"text"
+
+    monkeypatch.setattr(metrics_module, "generate_latest", collect)
+    both = asyncio.gather(metrics.scrape(), metrics.scrape())
+    await until(lambda: bool(threads), "it collects")
+    scraped.set()
+    assert await both == [b"text", b"text"]
+    assert threading.get_ident() not in threads

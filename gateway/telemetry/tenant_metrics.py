@@ -1,0 +1,56 @@
+"""Metrics per tenant of the deployment file, with a bounded number of label values.
+
+The first :data:`MOST` names are labels while the worker lives, as shared metric files never drop a series.
+Later ones share the label :data:`OTHER`; requests without a tenant have :data:`NONE`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+
+from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts
+
+# Some 8 series each.
+MOST = 500
+# No tenant or model can be called so: names begin with a letter or a digit.
+OTHER = "_other"
+NONE = "_none"
+
+
+class TenantCounters:
+    """The counts of one label in this worker since they were last published."""
+
+    def __init__(self) -> None:
+        self.requests: Counts[str] = Counts()
+        self.tokens = TokenCounters()
+
+
+class TenantMetrics:
+    """The published counters of tenants."""
+
+    def __init__(self, declared: MetricFamilies) -> None:
+        self._counters: dict[str, TenantCounters] = {NONE: TenantCounters(), OTHER: TenantCounters()}
+        self._requests = declared.counter(
+            "tenant_requests", "Requests of a tenant by outcome.", "tenant", "outcome"
+        )
+        self._tokens = declared.counter(
+            "tenant_tokens", "Tokens of answers to a tenant; what was cached is a part of the prompt.",
+            "tenant", "kind",
+        )  # fmt: skip
+
+    def of(self, tenant: str) -> TenantCounters:
+        """The counters of a declared tenant; those of no tenant for the empty name."""
+        label = tenant or NONE
+        counters = self._counters.get(label)
+        if counters is None and len(self._counters) - 2 >= MOST:
+            counters = self._counters[OTHER]
+        if counters is None:
+            counters = self._counters[label] = TenantCounters()
+        return counters
+
+    def publish(self) -> None:
+        for tenant, counters in self._counters.items():
+            if counters.requests:
+                publish_counts(self._requests, counters.requests, tenant)
+            if counters.tokens.prompt or counters.tokens.completion:
+                counters.tokens.publish(self._tokens, tenant)
