@@ -260,14 +260,7 @@ async def test_invalid_requests_are_refused(port: Port, data: bytes, status: int
 
 @pytest.mark.parametrize(
     "data",
-    [
-        b"",
-        b"POST / HTTP/1.1\r\nx: y",
-        post(b"x" * CAP)[:-10],
-        post(b"x"),
-        post(b"x") * 9,
-        b"NONSENSE\r\n\r\n",
-    ],
+    [b"", b"POST / HTTP/1.1\r\nx: y", post(b"x" * CAP)[:-10], post(b"x"), post(b"x") * 9, b"NONSENSE\r\n\r\n"],
     ids=["nothing", "half a head", "half a body", "a request", "pipelined requests", "no HTTP"],
 )
 @on_uvloop
