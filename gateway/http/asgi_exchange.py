@@ -53,8 +53,8 @@ SENT: Awaitable[None] = _Sent()
 class Exchange:
     """A complete request. ``disconnected``: the client left before the response was complete.
 
-    ``keep`` is whether the connection stays open for another request. ``started`` and ``done`` are set when
-    the first and the last byte of the response are written.
+    ``keep`` is whether the connection stays open for another request. ``begun`` is set when its ``task`` runs,
+    ``started`` and ``done`` when the first and the last byte of the response are written.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Exchange:
         self._chunked = False
         self._gone: asyncio.Future[None] | None = None
         self.keep = keep
+        self.begun = False
         self.started = False
         self.done = False
         self.disconnected = False
@@ -120,14 +121,9 @@ class Exchange:
             self._connection.abort()
 
     def disconnect(self) -> None:
-        """The client disconnected: cancel the task of the request."""
-        if self.done:
-            return
+        """The client disconnected before the response was complete."""
         self.disconnected = True
         self._wake()
-        task, self.task = self.task, None  # it holds its exception, whose frames hold this exchange
-        if task is not None:
-            task.cancel()
 
     def _begin(self, body: bytes, more: bool) -> None:
         """Write the head and the first part of the body in one call."""

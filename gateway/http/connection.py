@@ -1,6 +1,6 @@
 """A client connection: requests are parsed as they arrive and served in order.
 
-A body of known length bypasses the parser, which would copy it.
+A long body of known length bypasses the parser, which would copy it.
 
 This module is over 400 lines: the phase of a connection decides what each read, response and timeout means.
 """
@@ -8,6 +8,7 @@ This module is over 400 lines: the phase of a connection decides what each read,
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Awaitable
 from functools import lru_cache
@@ -27,14 +28,21 @@ if TYPE_CHECKING:
 
 MAX_HEAD_BYTES = 32 * 1024
 MAX_HEADERS = 100
-# Overhead of chunk sizes, extensions and trailers per body byte; three times that of single-byte chunks.
-MAX_FRAMING_RATIO = 16
+# Longer reads are parsed in pieces: heads one by one, chunked bodies in pieces of this size.
+MAX_PIECE = 4096
+# Bytes of chunk sizes, extensions and trailers, beyond an eighth of the body: each tiny chunk costs a call.
+MAX_FRAMING_BYTES = 1024 * 1024
+# Shorter parts of a body are joined as they arrive, up to the other size: an object takes 50 bytes more.
+MIN_PART = 1024
+MAX_JOINED_PART = 64 * 1024
 # Bytes of a rejected request that are read and discarded: closing while the client still sends would reset
 # the connection and lose the response.
 MAX_DISCARDED = 64 * 1024 * 1024
 # Pipelined requests that are read ahead of the current one; then reading pauses.
 MAX_AHEAD = 16
-MAX_AHEAD_BYTES = 1024 * 1024
+MAX_AHEAD_BYTES = 64 * 1024
+# RFC 9110, 7.2: a name, an address or an IPv6 address, and a port.
+_HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 _NEVER = float("inf")
 
@@ -52,25 +60,30 @@ class ServerConnection:
         # It holds this connection, so that the connection releases it when it is lost.
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._active: Exchange | None = None
-        self._ahead: deque[tuple[Scope, Exchange]] = deque()
+        self._ahead: deque[tuple[Scope, Exchange, int]] = deque()
         self._ahead_bytes = 0
+        self._unparsed = b""
+        # Of a body; the second is empty or the beginning of the next part.
+        self._parts: list[bytes] = []
+        self._joined = bytearray()
         self._refused: Refused | None = None
         self._discarded = 0
-        self._body_left = 0
         self._unsent = 0
         self._feeding = 0
-        self._reading = self._fresh = self._used = False
+        self._reading = self._used = self._paused = False
         self.deadline = _NEVER
         self.ended = False
         self.sent: Awaitable[None] = SENT
         self._reset()
 
     def _reset(self) -> None:
-        self._head_done = self._continue = False
+        self._head_done = self._continue = self._bypass = False
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._parts: list[bytes] = []
-        self._size = self._fed = 0
+        # Of the body: its length if it is known and not complete, and the bytes that have arrived.
+        self._length = self._size = 0
+        # Bytes of the message that were given to the parser.
+        self._fed = 0
 
     def drain(self, until: float) -> None:
         """Close an idle connection; one that has not sent its first request yet has time ``until`` then."""
@@ -82,8 +95,8 @@ class ServerConnection:
 
     def cancel(self) -> None:
         """Cancel the current request; its client gets an error response."""
-        if self._active is not None and self._active.task is not None:
-            self._active.task.cancel()
+        if self._active is not None:
+            self._server.cancel(self._active)
 
     def end(self) -> None:
         """Close when everything is written, or when the client stops reading."""
@@ -126,11 +139,12 @@ class ServerConnection:
         self.ended = True
         self.resume_writing()
         self._ahead.clear()
-        self._reset()
+        self._release()
         self._refused = self._parser = None
         active, self._active = self._active, None
-        if active is not None:
+        if active is not None and not active.done:
             active.disconnect()
+            self._server.cancel(active)
 
     def pause_writing(self) -> None:
         self.sent = asyncio.get_running_loop().create_future()
@@ -151,31 +165,9 @@ class ServerConnection:
 
     def data_received(self, data: bytes) -> None:
         if self.ended or self._fault() is not None:
-            self._discarded += len(data)
-            if self._discarded > MAX_DISCARDED:
-                self._transport.abort()
-            return
-        if self._body_left:
-            if (over := self._take_body(data)) is None:
-                return
-            data = over
-        self._feeding = len(data)
-        assert self._parser is not None
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as stopped:
-            self._ignore_upgrade(data[stopped.args[0] :])
-            return
-        except httptools.HttpParserError:
-            self._refuse(self._fault() or Refused(Refusal.BAD_REQUEST, "The request is not valid HTTP."))
-            return
-        if (refused := self._fault()) is not None:
-            self._refuse(refused)
-        elif self._reading:
-            self._fed += 0 if self._fresh else self._feeding
-            self._fresh = False
-            if self._fed - self._size > MAX_HEAD_BYTES + MAX_FRAMING_RATIO * self._size:
-                self._refuse(_head_too_large())
+            self._discard(len(data))
+        else:
+            self._take(data)
 
     def _fault(self) -> Refused | None:
         """The refusal, read by a call: a type checker assumes that the parser changes no attribute."""
@@ -185,7 +177,7 @@ class ServerConnection:
 
     def on_message_begin(self) -> None:
         self._reset()
-        self._reading = self._fresh = self._used = True
+        self._reading = self._used = True
         if self._active is None:
             self.deadline = self._server.now + self._server.times.head_s
 
@@ -202,81 +194,158 @@ class ServerConnection:
         self._head_done = True
         self._method = parser.get_method()
         self._http_1_1 = parser.get_http_version() == "1.1"
-        self._keep = parser.should_keep_alive()
+        self._keep_alive = parser.should_keep_alive()
         if len(headers) > MAX_HEADERS or (
             self._fed + self._feeding > MAX_HEAD_BYTES
             and len(self._url) + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES
         ):
             self._refused = _head_too_large()
             return
-        if self._active is None:
-            self.deadline = self._server.now + self._server.times.body_s
+        length = hosts = 0
         for name, value in headers:
             if name == b"content-length":
-                if int(value) > self._server.max_body_bytes():
-                    self._refused = self._too_large()
-                else:
-                    self._body_left = int(value)
+                length = int(value)
+            elif name == b"host":
+                hosts += 1 if _is_host(value) else 2
             elif name == b"expect" and value.lower() == b"100-continue" and self._http_1_1:
                 self._continue = True
-
-        if self._continue and self._refused is None:
+        if hosts > 1 or (not hosts and self._http_1_1):
+            self._refused = Refused(Refusal.BAD_REQUEST, "A request needs one valid Host header.")
+            return
+        if length > self._server.max_body_bytes():
+            self._refused = self._too_large()
+            return
+        self._length = length
+        if self._active is None:
+            self.deadline = self._server.now + self._server.times.body_s
+        if self._continue:
             self._send_continue()
 
     def on_body(self, body: bytes) -> None:
-        self._size += len(body)
-        if self._size <= self._server.max_body_bytes():
+        if self._refused is not None:
+            return
+        if self._parts:
+            self._keep(body)
+        else:
             self._parts.append(body)
-        elif self._refused is None:
+            self._size = len(body)
+        if self._size > self._server.max_body_bytes():
             self._refused = self._too_large()
 
     def on_message_complete(self) -> None:
         if self._parser is not None and self._parser.should_upgrade():
             return
-        self._body_left = 0
         if self._refused is None:
             self._complete()
 
     # reading
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
-        """Serve a request that offers an upgrade (often h2c) as HTTP/1.1; ``rest`` follows its head."""
-        self._parser = httptools.HttpRequestParser(self)
+    def _take(self, data: bytes) -> None:
+        """Take what has arrived: requests up to as many as are read ahead, and the rest unparsed."""
+        at = 0
+        if len(data) <= MAX_PIECE and not self._length and not self._ahead:  # as most requests arrive
+            at = self._parse(data)
+        while at < len(data) and self._fault() is None:
+            if self._length and (self._bypass or self._length - self._size > len(data) - at):
+                at = self._take_body(data, at)
+            elif self._is_ahead():
+                self._unparsed = data[at:]
+                break
+            else:
+                at += self._parse(memoryview(data)[at : self._end_of_piece(data, at)])
+        if (refused := self._fault()) is not None:
+            self._discard(len(data) - at)
+            self._refuse(refused)
+        if self._reading or self._ahead or self._paused:
+            self._pause_or_resume()
+
+    def _end_of_piece(self, data: bytes, at: int) -> int:
+        """The end of the piece of ``data`` from ``at`` that is parsed at once."""
+        end = at + MAX_PIECE
+        if end >= len(data):
+            return len(data)
+        if self._length:
+            return at + self._length - self._size
+        if not (self._reading and self._head_done):
+            # A head alone: what follows may be a long body, or more requests than are read ahead.
+            after = data.find(b"\r\n\r\n", at, at + MAX_HEAD_BYTES) + 4
+            return after if after > at else end
+        return end
+
+    def _parse(self, piece: bytes | memoryview) -> int:
+        """Returns how much was parsed: less only at an upgrade."""
+        assert self._parser is not None
+        self._feeding = len(piece)
+        try:
+            self._parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as stopped:
+            self._ignore_upgrade()
+            taken: int = stopped.args[0]
+            return taken
+        except httptools.HttpParserError:
+            self._refused = self._fault() or Refused(Refusal.BAD_REQUEST, "The request is not valid HTTP.")
+            return len(piece)
+        if self._reading:
+            self._fed += len(piece)
+            self._check_overhead()
+        return len(piece)
+
+    def _check_overhead(self) -> None:
+        """Refuse an endless head, and a body of which too much is framing."""
         if self._refused is not None:
-            self._refuse(self._refused)
-        elif any(name == b"transfer-encoding" for name, _ in self._headers):
-            self._refuse(Refused(Refusal.BAD_REQUEST, "This port only speaks HTTP/1.1."))
-        elif self._body_left:
-            if rest:
-                self.data_received(rest)
-        else:
-            self._complete()
-            if rest:
-                self.data_received(rest)
+            return
+        # The piece in which a message began may have had others before it.
+        overhead = self._fed - self._size - MAX_PIECE
+        if not self._head_done:
+            if overhead > MAX_HEAD_BYTES:
+                self._refused = _head_too_large()
+        elif overhead > MAX_HEAD_BYTES + MAX_FRAMING_BYTES + self._size // 8:
+            self._refused = Refused(Refusal.BAD_REQUEST, "The chunks of the body are too small.")
 
-    def _take_body(self, data: bytes) -> bytes | None:
-        """Add data to a body of known length; returns the data of the next request, if any.
+    def _ignore_upgrade(self) -> None:
+        """Serve a request that offers an upgrade (often h2c) as HTTP/1.1; the parser has read its head."""
+        self._parser = httptools.HttpRequestParser(self)
+        self._bypass = True
+        if self._refused is None:
+            if any(name == b"transfer-encoding" for name, _ in self._headers):
+                self._refused = Refused(Refusal.BAD_REQUEST, "This port only speaks HTTP/1.1.")
+            elif not self._length:
+                self._complete()
 
-        The parser has handled the body up to the end of the read that contained the head.
-        """
-        left = self._body_left - self._size
-        over = None
-        if len(data) > left:
-            data, over = data[:left], data[left:]
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size == self._body_left:
-            self._body_left = 0
+    def _take_body(self, data: bytes, at: int) -> int:
+        """Add data from ``at`` to a body of known length; returns where the next request begins."""
+        self._bypass = True
+        end = min(len(data), at + self._length - self._size)
+        self._keep(data[at:end])
+        if self._size == self._length:
             self._parser = httptools.HttpRequestParser(self)
             self._complete()
-        return over
+        return end
+
+    def _keep(self, part: bytes) -> None:
+        """Add a part of a body."""
+        self._size += len(part)
+        if self._parts and len(part) < MIN_PART:
+            self._joined += part
+            if len(self._joined) < MAX_JOINED_PART:
+                return
+            part = b""
+        if self._joined:
+            self._parts.append(bytes(self._joined))
+            self._joined.clear()
+        if part:
+            self._parts.append(part)
 
     def _complete(self) -> None:
         self._reading = False
+        self._length = 0
         parts = self._parts
+        if self._joined:
+            parts.append(bytes(self._joined))
+            self._joined.clear()
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         exchange = Exchange(
-            self, body, keep=self._keep, http_1_1=self._http_1_1, headless=self._method == b"HEAD"
+            self, body, keep=self._keep_alive, http_1_1=self._http_1_1, headless=self._method == b"HEAD"
         )
         try:
             scope: Scope = {
@@ -285,16 +354,42 @@ class ServerConnection:
                 "tidegate.exchange": exchange,
             }
         except ValueError:
-            self._refuse(Refused(Refusal.BAD_REQUEST, "The request's target is not valid."))
+            self._refused = Refused(Refusal.BAD_REQUEST, "The request's target is not valid.")
             return
         self._parts = []
         if self._active is None and self.sent is SENT:
             self._start(scope, exchange)
             return
-        self._ahead.append((scope, exchange))
+        self._ahead.append((scope, exchange, len(body)))
         self._ahead_bytes += len(body)
-        if len(self._ahead) >= MAX_AHEAD or self._ahead_bytes > MAX_AHEAD_BYTES:
-            self._transport.pause_reading()
+
+    def _release(self) -> None:
+        """Forget what was received of requests that will not be served."""
+        self._unparsed = b""
+        self._parts.clear()
+        self._joined.clear()
+
+    def _is_ahead(self) -> bool:
+        """Whether as much is read ahead of the current request as may be."""
+        return len(self._ahead) >= MAX_AHEAD or self._ahead_bytes > MAX_AHEAD_BYTES
+
+    def _discard(self, size: int) -> None:
+        self._discarded += size
+        if self._discarded > MAX_DISCARDED:
+            self._transport.abort()
+
+    def _pause_or_resume(self) -> None:
+        paused = self._refused is None and (
+            bool(self._unparsed)
+            or self._is_ahead()
+            or (self._active is not None and self._reading and self._size > MAX_AHEAD_BYTES)
+        )
+        if paused is not self._paused:
+            self._paused = paused
+            if paused:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
 
     # serving
 
@@ -324,11 +419,17 @@ class ServerConnection:
             self._next()
 
     def _next(self) -> None:
+        if not self._ahead and self._unparsed:
+            data, self._unparsed = self._unparsed, b""
+            self._take(data)
+            if self._active is not None:
+                return
         if self._ahead:
-            scope, exchange = self._ahead.popleft()
-            self._ahead_bytes = 0 if not self._ahead else self._ahead_bytes
-            self._transport.resume_reading()
+            scope, exchange, size = self._ahead.popleft()
+            self._ahead_bytes -= size
             self._start(scope, exchange)
+            if self._paused:
+                self._pause_or_resume()
         elif self._refused is not None:
             self._refuse(self._refused)
         elif self._server.draining and not self._reading:
@@ -336,6 +437,8 @@ class ServerConnection:
         else:
             self._set_deadline()
             self._send_continue()
+            if self._paused:
+                self._pause_or_resume()
 
     def _send_continue(self) -> None:
         """Send 100 Continue to a client that expects it, when its request is the current one."""
@@ -358,6 +461,8 @@ class ServerConnection:
     def _refuse(self, refused: Refused) -> None:
         """Send an error response when the request is the current one; close when the client stops sending."""
         self._refused = refused
+        self._release()
+        self._pause_or_resume()
         if self.ended or self._active is not None or self._ahead:
             return
         self.ended = True
@@ -372,6 +477,11 @@ class ServerConnection:
         if not self._transport.is_closing():
             self._transport.write_eof()
         self.deadline = self._server.now + self._server.times.linger_s
+
+
+@lru_cache(maxsize=256)
+def _is_host(value: bytes) -> bool:
+    return _HOST.fullmatch(value) is not None
 
 
 def _head_too_large() -> Refused:

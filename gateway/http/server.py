@@ -134,16 +134,25 @@ class Server:
     def serve(self, scope: Scope, exchange: Exchange) -> asyncio.Task[None]:
         task = self._loop.create_task(self._run(scope, exchange), name="request")
         self._tasks.add(task)
-        # Not at the end of `_run`, which never begins if the client disconnects at once.
-        task.add_done_callback(self._tasks.discard)
         return task
 
+    def cancel(self, exchange: Exchange) -> None:
+        """Cancel the task of an exchange; one that has not begun will not end as others do."""
+        if (task := exchange.task) is not None:
+            task.cancel()
+            if not exchange.begun:
+                self._tasks.discard(task)
+                exchange.task = None  # it holds its exception, whose frames hold the exchange
+
     async def _run(self, scope: Scope, exchange: Exchange) -> None:
+        exchange.begun = True
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
             pass  # the client disconnected, or the drain timed out
         finally:
+            if exchange.task is not None:
+                self._tasks.discard(exchange.task)
             exchange.end()
 
     def _sweep(self) -> None:

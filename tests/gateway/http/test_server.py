@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import socket
+import tracemalloc
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -20,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.asgi_exchange import SENT
-from gateway.http.connection import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS, ServerConnection
+from gateway.http.asgi_exchange import SENT, Exchange
+from gateway.http.connection import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIECE, ServerConnection
 from gateway.http.server import (
     MAX_DESCRIPTORS,
     Server,
@@ -117,6 +118,8 @@ def post(body: bytes = b"", *headers: bytes, version: bytes = b"1.1") -> bytes:
 
 
 CLOSE = b"connection: close"
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 
 
 def answers(data: bytes) -> list[tuple[int, dict[str, str], bytes]]:
@@ -159,7 +162,7 @@ def test_requests_are_parsed_alike_however_their_bytes_are_cut(cuts: list[int], 
     for i, body in enumerate(bodies):
         last = (CLOSE,) if i == 2 else ()
         if chunked:
-            head = b"\r\n".join([b"POST / HTTP/1.1", b"transfer-encoding: chunked", *last]) + b"\r\n\r\n"
+            head = b"\r\n".join([CHUNKED[:-4], *last]) + b"\r\n\r\n"
             data += head + (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + b"0\r\n\r\n"
         else:
             data += post(body, *last)
@@ -218,30 +221,37 @@ async def test_a_slow_answer_does_not_let_the_next_overtake(port: Port) -> None:
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"POST / HTTP/1.1\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n0\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 2\r\n\r\nab", 400),
-        (b"POST / HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nab", 400),
-        (b"POST / HTTP/1.1\r\ncontent-length: +2\r\n\r\nab", 400),
-        (b"POST / HTTP/1.1\r\ncontent-length: 2, 2\r\n\r\nab", 400),
-        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked, x\r\n\r\n0\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+        (HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (HEAD + b"transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n0\r\n\r\n", 400),
+        (HEAD + b"content-length: 2\r\ncontent-length: 2\r\n\r\nab", 400),
+        (HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\nab", 400),
+        (HEAD + b"content-length: +2\r\n\r\nab", 400),
+        (HEAD + b"content-length: 2, 2\r\n\r\nab", 400),
+        (HEAD + b"transfer-encoding: chunked, x\r\n\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"zz\r\n", 400),
         (b"POST / HTTP/1.1\nhost: x\n\n", 400),
         (b"POST / HTTP/1.1\r\nhost: x\ncontent-length: 0\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\nhost: x\r\n folded: y\r\n\r\n", 400),
+        (HEAD + b" folded: y\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nho st: x\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nhost: a\x00b\r\n\r\n", 400),
-        (b"POST /\x01 HTTP/1.1\r\n\r\n", 400),
+        (b"POST /\x01 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
         (b"POST / HTTP/3.7\r\n\r\n", 400),
         (b"NONSENSE\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\n\r\n", 400),
+        (HEAD + b"host: x\r\n\r\n", 400),
+        (b"POST / HTTP/1.0\r\nhost: x\r\nhost: y\r\n\r\n", 400),
+        *(
+            (b"POST / HTTP/1.1\r\nhost: %b\r\n\r\n" % host, 400)
+            for host in (b"a b", b"a/b", b"a@b", b"a:b", b"a:1:2", b"[::1", b"a\xff", b"x?", b"[g]:1")
+        ),
         (b"CONNECT a:1 HTTP/1.1\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\nx: " + b"y" * MAX_HEAD_BYTES + b"\r\n\r\n", 431),
+        (HEAD + b"x: " + b"y" * MAX_HEAD_BYTES + b"\r\n\r\n", 431),
         (b"POST /" + b"y" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n", 431),
-        (b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n", 431),
-        (b"POST / HTTP/1.1\r\ncontent-length: 300001\r\n\r\n", 413),
-        (b"POST / HTTP/1.1\r\ncontent-length: 300001\r\nexpect: 100-continue\r\n\r\n", 413),
-        (b"POST / HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n50000\r\n" + b"x" * 0x50000 + b"\r\n", 413),
+        (HEAD + b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n", 431),
+        (HEAD + b"content-length: 300001\r\n\r\n", 413),
+        (HEAD + b"content-length: 300001\r\nexpect: 100-continue\r\n\r\n", 413),
+        (HEAD + b"content-length: 99999999999999999999999\r\n\r\n", 400),
+        (CHUNKED + b"50000\r\n" + b"x" * 0x50000 + b"\r\n", 413),
     ],
 )
 @pytest.mark.parametrize("before", [b"", post(b"fine")], ids=["first", "after another"])
@@ -260,7 +270,7 @@ async def test_invalid_requests_are_refused(port: Port, data: bytes, status: int
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"POST / HTTP/1.1\r\nx: y", post(b"x" * CAP)[:-10], post(b"x"), post(b"x") * 9, b"NONSENSE\r\n\r\n"],
+    [b"", HEAD + b"x: y", post(b"x" * CAP)[:-10], post(b"x"), post(b"x") * 9, b"NONSENSE\r\n\r\n"],
     ids=["nothing", "half a head", "half a body", "a request", "pipelined requests", "no HTTP"],
 )
 @on_uvloop
@@ -293,10 +303,11 @@ async def test_an_upgrade_offer_is_served_as_http_1_1(port: Port, protocol: byte
 @pytest.mark.parametrize(
     ("begin", "more"),
     [
-        (b"POST / HTTP/1.1\r\nx: ", b"y" * 4096),
-        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n", b"1;" + b"e" * 4096 + b"\r\nx\r\n"),
+        (HEAD + b"x: ", b"y" * 4096),
+        (CHUNKED, b"1;" + b"e" * 65_536 + b"\r\nx\r\n"),
+        (CHUNKED, b"1\r\nx\r\n" * 10_000),
     ],
-    ids=["a head without end", "chunks that are all frame"],
+    ids=["a head without end", "long chunk extensions", "tiny chunks"],
 )
 @on_uvloop
 async def test_endless_heads_and_framing_are_refused(port: Port, begin: bytes, more: bytes) -> None:
@@ -305,14 +316,60 @@ async def test_endless_heads_and_framing_are_refused(port: Port, begin: bytes, m
     for _ in range(40):
         writer.write(more)
         await asyncio.sleep(0.001)
-    assert answers(await reader.read())[0][0] == 431
+    assert answers(await reader.read())[0][0] == (400 if begin == CHUNKED else 431)
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 2000], [3000, 1, 1], [70_000, 5]])
+@on_uvloop
+async def test_a_body_in_chunks_of_any_size_arrives_whole(port: Port, sizes: list[int]) -> None:
+    body = os.urandom(100_000)
+    chunks, at = [], 0
+    for size in itertools.cycle(sizes):
+        if at >= len(body):
+            break
+        chunks.append(b"%x\r\n%b\r\n" % (len(part := body[at : at + size]), part))
+        at += size
+    answer = await port.ask(CHUNKED + b"".join(chunks) + b"0\r\n\r\n" + post(b"next", CLOSE))
+    assert [json.loads(body)["body"] for _, _, body in answers(answer)] == [body.decode("latin-1"), "next"]
+
+
+@on_uvloop
+async def test_tiny_chunks_take_no_more_memory_than_their_body(port: Port) -> None:
+    tracemalloc.start()
+    try:
+        _, writer = await port.open()
+        writer.write(CHUNKED + b"2\r\nxx\r\n" * (CAP // 4))
+        await writer.drain()
+        await until(lambda: not writer.transport.get_write_buffer_size())
+        await asyncio.sleep(0.05)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * CAP
+
+
+@pytest.mark.parametrize("upgrade", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n"])
+@on_uvloop
+async def test_thousands_of_pipelined_requests_in_one_read_take_little(port: Port, upgrade: bytes) -> None:
+    one = b"GET / HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n"
+    count = 200_000 // len(one)
+    most = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal most
+        if not most:
+            most = sum(isinstance(each, Exchange) for each in gc.get_objects())
+        await echo(scope, receive, send)
+
+    port.app = app
+    received = answers(await port.ask(one * count + post(b"last", CLOSE)))
+    assert [status for status, _, _ in received] == [200] * (count + 1)
+    assert 0 < most <= MAX_AHEAD + MAX_PIECE // len(one)
 
 
 @on_uvloop
 async def test_trailers_are_ignored(port: Port) -> None:
-    data = (
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n%b\r\n\r\n1\r\nx\r\n0\r\nx-evil: 1\r\n\r\n" % CLOSE
-    )
+    data = HEAD + b"transfer-encoding: chunked\r\n%b\r\n\r\n1\r\nx\r\n0\r\nx-evil: 1\r\n\r\n" % CLOSE
     ((status, _, body),) = answers(await port.ask(data))
     assert status == 200
     assert "x-evil" not in body.decode()
@@ -326,7 +383,7 @@ async def test_a_refused_body_is_read_so_that_the_answer_arrives(port: Port) -> 
 
 @on_uvloop
 async def test_a_refusal_on_the_messages_route_has_anthropics_envelope(port: Port) -> None:
-    received = await port.ask(b"POST /v1/messages HTTP/1.1\r\ncontent-length: 300001\r\n\r\n")
+    received = await port.ask(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 300001\r\n\r\n")
     assert json.loads(answers(received)[0][2])["type"] == "error"
 
 
@@ -338,6 +395,19 @@ async def test_expect_100_continue_is_answered(port: Port) -> None:
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(body)
     assert json.loads(answers(await reader.read())[0][2])["body"] == "hello"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"1.0",
+        *(b"1.1\r\nhost: " + host for host in (b"", b"x", b"a.b-c_d:80", b"10.0.0.1:8080", b"[::1]:80")),
+    ],
+)
+@on_uvloop
+async def test_a_valid_host_or_none_of_http_1_0_is_served(port: Port, line: bytes) -> None:
+    received = await port.ask(b"GET / HTTP/%b\r\nconnection: close\r\n\r\n" % line)
+    assert answers(received)[0][0] == 200
 
 
 @on_uvloop
@@ -438,7 +508,7 @@ async def test_a_slow_reader_makes_its_sender_wait_and_is_bounded(port: Port) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "status"),
-    [(b"POST / HT", 408), (b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nab", 408), (b"", None)],
+    [(b"POST / HT", 408), (HEAD + b"content-length: 9\r\n\r\nab", 408), (b"", None)],
     ids=["head", "body", "nothing"],
 )
 @on_uvloop
