@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from policy.config.deployment import Deployment
+from policy.config.ports import RAY_AGENT, RAY_CLIENT_SERVER, RAY_WORKERS
 from policy.deployment_file.parse import parse
 from policy.errors import TidegateError, Unreachable
 from serve.actuator.interface import Actuator
@@ -66,6 +67,8 @@ def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], di
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
         "--node-ip-address", cluster.node_ip, "--port", str(cluster.gcs_port),
         "--dashboard-host", "127.0.0.1", "--dashboard-port", str(cluster.dashboard_port),
+        "--dashboard-agent-listen-port", str(RAY_AGENT), "--ray-client-server-port", str(RAY_CLIENT_SERVER),
+        "--min-worker-port", str(RAY_WORKERS[0]), "--max-worker-port", str(RAY_WORKERS[1]),
         "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", str(temp_dir(state)),
         "--disable-usage-stats",
     ]  # fmt: skip

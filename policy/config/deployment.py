@@ -42,6 +42,7 @@ FORBIDDEN_ENV = frozenset(
 )
 
 Port = Annotated[int, Meta(ge=1, le=65_535)]
+UnprivilegedPort = Annotated[int, Meta(ge=1024, le=65_535)]
 
 
 class Shape(Section, frozen=True):
@@ -217,8 +218,8 @@ class Cluster(Section, frozen=True):
 
     address: str = "local"
     controller: str = "127.0.0.1:7070"
-    dashboard_port: Port = 8265
-    gcs_port: Port = 6379
+    dashboard_port: UnprivilegedPort = 8265
+    gcs_port: UnprivilegedPort = 6379
     node_ip: str = "127.0.0.1"
 
 

@@ -26,6 +26,7 @@ from policy.config.deployment import (
     Tenant,
     Upstream,
 )
+from policy.config.ports import check_ports
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
@@ -67,6 +68,7 @@ def parse(document: object) -> Deployment:
         _check_adapters(f"models[{i}]", spec, models, tenants)
     _check_cluster(deployment)
     _check_gateway(deployment)
+    check_ports(deployment)
     _check_store(deployment.store)
     _check_tenants(deployment.tenants)
     _check_upstreams(deployment.upstreams, models)
@@ -242,8 +244,6 @@ def _loopback(address: str) -> bool:
 
 def _check_gateway(deployment: Deployment) -> None:
     gateway = deployment.gateway
-    differ = (gateway.port, gateway.host) != (gateway.admin_port, gateway.admin_host)
-    require(differ, "gateway.admin_port", gateway.admin_port, "a port other than gateway.port")
     for i, name in enumerate(gateway.admin_allowed_hosts):
         good = _HOST.fullmatch(name)
         require(good, f"gateway.admin_allowed_hosts[{i}]", name, "a host name or an address, without a port")

@@ -34,20 +34,6 @@ def bind(path: str, host: str, port: int) -> socket.socket:
         raise PreconditionFailed(f"{path} {host}:{port}: {why}") from None
 
 
-def internal_ports(deployment: Deployment, *, ray: bool) -> dict[str, tuple[str, int]]:
-    """The listening addresses of this machine besides the gateway's."""
-    cluster = deployment.cluster
-    if not deployment.needs_controller or (ray and cluster.address != "local"):
-        return {}
-    host, _, port = cluster.controller.rpartition(":")
-    ports = {"cluster.controller": (host, int(port))}
-    if ray:
-        # The GCS binds every interface regardless of its address option.
-        ports["cluster.gcs_port"] = ("0.0.0.0", cluster.gcs_port)
-        ports["cluster.dashboard_port"] = ("127.0.0.1", cluster.dashboard_port)
-    return ports
-
-
 def foreign_ray(ours: Collection[int]) -> str | None:
     """An error for a Ray cluster of others on this machine, with instructions to join it; or ``None``."""
     others = {

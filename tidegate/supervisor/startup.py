@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from policy.config.deployment import Deployment
+from policy.config.ports import listeners
 from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, TidegateError, Unreachable
 from policy.types import EMPTY_FLEET, EngineKind, Replica, ReplicaPhase
 from serve import ray_cluster
@@ -71,19 +72,14 @@ class Startup:
         return self.workers + [child for child in (self.controller, self.head) if child is not None]
 
     def _environment(self) -> None:
-        gateway = self.deployment.gateway
-        kept = {
-            "gateway.port": (gateway.host, gateway.port),
-            "gateway.admin_port": (gateway.admin_host, gateway.admin_port),
-        }
         problems = []
-        for path, address in (preflight.internal_ports(self.deployment, ray=self.ray) | kept).items():
+        for listener in listeners(self.deployment, ray=self.ray):
             try:
-                sock = preflight.bind(path, *address)
+                sock = preflight.bind(*listener)
             except PreconditionFailed as error:
                 problems.append(str(error))
                 continue
-            if path in kept:
+            if listener.path.startswith("gateway."):
                 self.sockets.append(sock)
             else:
                 sock.close()

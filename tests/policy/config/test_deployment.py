@@ -67,12 +67,23 @@ REFUSED = [
     ("models[0].control.start_timeout_s", "soon", "models[0].control.start_timeout_s", "float"),
     ("budget.cpus", 1, "models[0].shapes.large.cpus", "budget.cpus = 1"),
     ("budget.gpu", 1, "budget.gpu", "did you mean 'gpus'"),
-    *(("cluster.controller", at, "cluster.controller", "HOST:PORT") for at in ("7070", "h:99999")),
+    *(("cluster.controller", at, "cluster.controller", "HOST:PORT") for at in ("7070", "h:99999", "h:0")),
     ("cluster.address", "10.0.0.1:6379", "cluster.controller", "cluster.address = '10.0.0.1:6379'"),
     *(("cluster.address", at, "cluster.controller", "every node of cluster.address")
       for at in ("ray://head:10001", "auto")),
     ("gateway.port", 70_000, "gateway.port", "<= 65535"),
-    ("gateway.port", 8081, "gateway.admin_port", "other than gateway.port"),
+    ("gateway.port", 8081, "gateway.admin_port", "other than gateway.port = 8081"),
+    ("gateway", {"port": 8081, "host": "0.0.0.0"}, "gateway.admin_port", "other than gateway.port = 8081"),
+    ("gateway.port", 7070, "cluster.controller", "other than gateway.port = 7070"),
+    ("gateway.admin_port", 52_365, "gateway.admin_port", "which Ray's dashboard agent takes"),
+    ("gateway.admin_port", 65_536, "gateway.admin_port", "<= 65535"),
+    ("cluster.gcs_port", 16_379, "cluster.gcs_port", "other than 10002 to 19999, which Ray's workers take"),
+    ("cluster.gcs_port", 8265, "cluster.dashboard_port", "other than cluster.gcs_port = 8265"),
+    ("cluster.gcs_port", 80, "cluster.gcs_port", ">= 1024"),
+    ("cluster.dashboard_port", 19_999, "cluster.dashboard_port", "which Ray's workers take"),
+    ("cluster.dashboard_port", 10_001, "cluster.dashboard_port", "which Ray's client server takes"),
+    ("cluster.controller", "localhost:8080", "cluster.controller", "other than gateway.port = 8080"),
+    ("cluster.controller", "127.0.0.1:10002", "cluster.controller", "which Ray's workers take"),
     *(("gateway.admin_allowed_hosts", ["ops", host], "gateway.admin_allowed_hosts[1]", "without a port")
       for host in ("", "ops.example:80", "http://ops.example", "*")),
     ("gateway.workers", 0, "gateway.workers", ">= 1"),
@@ -263,6 +274,20 @@ def test_a_store_password_is_not_echoed() -> None:
 def test_a_controller_address_that_nodes_reach_is_accepted(address: str, controller: str) -> None:
     joined = changed(GOOD, "cluster", {"address": address, "controller": controller})
     assert parse(joined).cluster.address == address
+
+
+@pytest.mark.parametrize(
+    ("document", "at", "value"),
+    [
+        (GOOD, "gateway.port", 12_000),  # bound before Ray's workers, which skip it
+        (GOOD, "gateway", {"port": 8081, "host": "127.0.0.2"}),
+        (EXTERNAL, "gateway.port", 8265),
+        (EXTERNAL, "cluster.gcs_port", 16_379),
+        (GOOD, "cluster", {"address": "10.0.0.1:6379", "controller": "10.0.0.1:12000", "gcs_port": 8080}),
+    ],
+)
+def test_ports_that_do_not_clash_are_valid(document: dict[str, Any], at: str, value: Any) -> None:
+    parse(changed(document, at, value))
 
 
 def test_external_models_need_no_reachable_controller() -> None:

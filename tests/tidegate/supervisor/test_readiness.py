@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from policy.config.ports import listeners
 from policy.deployment_file.parse import parse
 from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
 from tidegate.supervisor import preflight, readiness
@@ -22,11 +23,14 @@ def deployment(**more: object):  # type: ignore[no-untyped-def]
 
 def test_the_ports_of_a_deployment_are_known_before_the_start() -> None:
     local = deployment()
-    assert set(preflight.internal_ports(local, ray=False)) == {"cluster.controller"}
-    on_ray = {"cluster.controller", "cluster.gcs_port", "cluster.dashboard_port"}
-    assert set(preflight.internal_ports(local, ray=True)) == on_ray
+    paths = [listener.path for listener in listeners(local, ray=True)]
+    assert [listener.path for listener in listeners(local, ray=False)] == paths[:3]
+    assert paths == [
+        *("gateway.port", "gateway.admin_port", "cluster.controller"),
+        *("cluster.gcs_port", "cluster.dashboard_port"),
+    ]
     external = parse({"models": [{"name": "e", "engine": "external", "urls": ["http://h:1"]}]})
-    assert preflight.internal_ports(external, ray=True) == {}
+    assert len(listeners(external, ray=True)) == 2
 
 
 def test_memory_counts_weights_cache_and_engine_per_replica() -> None:

@@ -1,0 +1,67 @@
+"""The ports that a deployment listens on, and those that a local Ray head takes beside them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from policy.config.convert import require
+from policy.config.deployment import Deployment
+
+# Ray's own defaults, which the head is started with.
+RAY_CLIENT_SERVER = 10_001
+RAY_WORKERS = (10_002, 19_999)
+RAY_AGENT = 52_365
+
+_RESERVED = {
+    f"{RAY_CLIENT_SERVER}, which Ray's client server takes": (RAY_CLIENT_SERVER, RAY_CLIENT_SERVER),
+    f"{RAY_WORKERS[0]} to {RAY_WORKERS[1]}, which Ray's workers take": RAY_WORKERS,
+    f"{RAY_AGENT}, which Ray's dashboard agent takes": (RAY_AGENT, RAY_AGENT),
+}
+_LOOPBACK = "127.0.0.1"
+_WILDCARDS = frozenset({"0.0.0.0", "::", ""})
+
+
+class Listener(NamedTuple):
+    """An address that a process of the deployment listens on, and the ``path`` of its port in the file."""
+
+    path: str
+    host: str
+    port: int
+
+    def clashes_with(self, other: Listener) -> bool:
+        """Whether both cannot be bound on one machine."""
+        mine, its = (each.host.replace("localhost", _LOOPBACK) for each in (self, other))
+        return self.port == other.port and (mine == its or mine in _WILDCARDS or its in _WILDCARDS)
+
+
+def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
+    """The listeners on this machine, which a joined cluster has none of; those of Ray only with ``ray``."""
+    gateway, cluster = deployment.gateway, deployment.cluster
+    found = [
+        Listener("gateway.port", gateway.host, gateway.port),
+        Listener("gateway.admin_port", gateway.admin_host, gateway.admin_port),
+    ]
+    if deployment.needs_controller and (not ray or cluster.address == "local"):
+        host, _, port = cluster.controller.rpartition(":")
+        found.append(Listener("cluster.controller", host.strip("[]"), int(port)))
+        if ray:
+            # The GCS binds every interface, whatever its address option says.
+            found.append(Listener("cluster.gcs_port", "0.0.0.0", cluster.gcs_port))
+            found.append(Listener("cluster.dashboard_port", _LOOPBACK, cluster.dashboard_port))
+    return tuple(found)
+
+
+def check_ports(deployment: Deployment) -> None:
+    """Check the ports against each other and Ray's; raises :class:`policy.errors.ConfigError`."""
+    found = listeners(deployment, ray=True)
+    for i, listener in enumerate(found):
+        path, port = listener.path, listener.port
+        for other in found[:i]:
+            expected = f"a port other than {other.path} = {other.port}"
+            require(not listener.clashes_with(other), path, port, expected)
+        if len(found) == 2:  # no Ray here
+            continue
+        for taken, (first, last) in _RESERVED.items():
+            # A worker skips a port that is bound, as the gateway's are before the head starts.
+            skipped = (first, last) == RAY_WORKERS and path.startswith("gateway.")
+            require(skipped or not first <= port <= last, path, port, f"a port other than {taken}")
