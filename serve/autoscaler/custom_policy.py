@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import math
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,26 +72,31 @@ class GuardedPolicy:
     """A policy whose failures, and invalid proposals, are events that leave the replica count unchanged.
 
     A user's policy runs in a thread of its own (``alone``) with a copy of its memory, so that it can neither
-    delay the decisions on other models nor change the input that the journal records.
+    delay the decisions on other models nor change the input that the journal records. It may take
+    ``patience_s``.
     """
 
     policy: Policy
     event: Callable[[str], None]
     alone: bool = False
+    patience_s: float = PATIENCE_S
     _running: threading.Thread | None = field(default=None, init=False)
     _error: str = field(default="", init=False)
 
     def decide(self, view: View, memory: Any) -> Proposal:
         """The proposal of the policy, or the present count."""
-        try:
-            answer = self._call(view, memory) if self.alone else self.policy.decide(view, memory)
-            proposal, error = _checked(answer)
-        except Exception as raised:  # noqa: BLE001 - no error may stop the control loop
-            proposal, error = None, f"raised {_describe(raised)}"
+        proposal, error = self.propose(view, memory)
         if error and error != self._error:
             self.event(f"{view.model}: the policy {type(self.policy).__name__} {error}; the count stays")
         self._error = error
         return proposal or Proposal(count=view.count, reason=f"the policy {error}", memory=memory)
+
+    def propose(self, view: View, memory: Any) -> tuple[Proposal | None, str]:
+        """The proposal of the policy, or what is wrong with it."""
+        try:
+            return _checked(self._call(view, memory) if self.alone else self.policy.decide(view, memory))
+        except Exception as raised:  # noqa: BLE001 - no error may stop the control loop
+            return None, f"raised {_describe(raised)}{_place(raised)}"
 
     def _call(self, view: View, memory: Any) -> Any:
         """The result of the policy; raises its errors, and ``TimeoutError``."""
@@ -106,11 +112,11 @@ class GuardedPolicy:
         if self._running is None or not self._running.is_alive():
             self._running = threading.Thread(target=run, name="policy", daemon=True)
             self._running.start()
-            self._running.join(PATIENCE_S)
+            self._running.join(self.patience_s)
         if errors:
             raise errors[0] if isinstance(errors[0], Exception) else RuntimeError(_describe(errors[0]))
         if not answers:
-            raise TimeoutError(f"no answer within {PATIENCE_S:g} s")
+            raise TimeoutError(f"no answer within {self.patience_s:g} s")
         return answers[0]
 
 
@@ -165,6 +171,12 @@ def _imported(name: str) -> Any:
             module = importlib.reload(module)
             _stamps[name] = stamp
         return module
+
+
+def _place(error: BaseException) -> str:
+    """The line of the user's code that raised ``error``; empty for errors of this module."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return "" if last.filename == __file__ else f" ({Path(last.filename).name}:{last.lineno})"
 
 
 def _describe(error: BaseException) -> str:

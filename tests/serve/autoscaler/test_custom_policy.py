@@ -171,11 +171,10 @@ class Answers:
         return Proposal(count=4, reason="all", terms={"all": 4}, memory=memory)
 
 
-def test_hanging_policy_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.01)
+def test_hanging_policy_is_called_once() -> None:
     events: list[str] = []
     answers = Answers()
-    policy = GuardedPolicy(answers, events.append, alone=True)
+    policy = GuardedPolicy(answers, events.append, alone=True, patience_s=0.01)
     for _ in range(3):
         assert policy.decide(VIEW, {"seen": []}).count == 3
     assert (answers.asked, len(events)) == (1, 1)
@@ -183,7 +182,7 @@ def test_hanging_policy_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     answers.go.set()
     assert policy._running is not None
     policy._running.join()
-    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 60.0)
+    policy.patience_s = 60.0
     assert policy.decide(VIEW, {"seen": []}).count == 4
 
 

@@ -24,7 +24,7 @@ class Mine:
             raise ValueError("size must be 1 or more")
 
     def decide(self, view, memory):
-        raise NotImplementedError
+        return view.hold(memory, "as it is")
 """
 
 
@@ -127,6 +127,34 @@ def test_an_invalid_custom_policy_is_refused(tmp_path: Path, text: str, custom: 
     answer = check(path, "--json")
     assert answer.exit_code == 3
     assert json.loads(answer.output)["path"] == done.exception.path
+
+
+@pytest.mark.parametrize(
+    ("decision", "why"),
+    [
+        ("view.signals.demand.queued", "'NoneType' object has no attribute 'queued' (mine.py:8)"),
+        ("view.signals.demand and view.at['now'] or view.hold(None, '')", "it raised TypeError: "),
+        ("exit(3)", "it raised RuntimeError: SystemExit: 3"),
+        ("view.count + 1", "it answered 2, which is no Proposal"),
+        ("view.hold(memory['n'] if memory else {'n': object}, '')", "a memory that JSON cannot express"),
+    ],
+    ids=["nothing measured", "under load", "exits", "no proposal", "memory"],
+)
+def test_a_custom_policy_decides_on_sample_views(tmp_path: Path, decision: str, why: str) -> None:
+    (tmp_path / "mine.py").write_text(GOOD.replace('view.hold(memory, "as it is")', decision))
+    path = write(tmp_path, shadow={"custom": "mine:Mine"})
+    for command in ("check", "apply"):
+        done = CliRunner().invoke(group, ["--state-dir", str(tmp_path), command, str(path)])
+        assert isinstance(done.exception, ConfigError)
+        assert (done.exception.path, why in str(done.exception)) == ("models[m].control.shadow", True)
+
+
+def test_a_policy_that_hangs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.autoscaler.policy_rehearsal.REHEARSAL_S", 0.01)
+    waiting = GOOD.replace("return view", "import threading; threading.Event().wait(60); return view")
+    (tmp_path / "mine.py").write_text(waiting)
+    done = check(write(tmp_path, policy={"custom": "mine:Mine"}))
+    assert "it raised TimeoutError: no answer within 0.01 s" in str(done.exception)
 
 
 def shown_policies() -> list[tuple[str, str]]:

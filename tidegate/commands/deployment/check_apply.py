@@ -18,6 +18,7 @@ from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TidegateError
 from policy.scaling.policies.registry import choose
 from serve.autoscaler.policies import policies_for, policies_of
+from serve.autoscaler.policy_rehearsal import rehearse
 from store.state_dir import StateDir
 from tidegate import deployment_file
 from tidegate.commands.options import as_json, file_argument
@@ -98,6 +99,7 @@ def _scaling(spec: ModelSpec) -> str:
     )
     chosen = policies_of(spec)
     policies_for(spec.name, chosen, warn)
+    rehearse(spec)
     control = spec.control
     scaled = f"scaled by {choose('', chosen.live).label}: {bounds}"
     if control.guard.dry_run:
@@ -146,6 +148,8 @@ def _watch(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -
 def _apply(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> bool:
     """Show the changes and apply them; returns whether none was refused."""
     document = deployment_file.load(file)
+    for spec in document.deployment.models:
+        rehearse(spec)
     changes = diff(parse(client.status().document), document.deployment)
     refused = [change for change in changes if change.effect is Effect.RESTART]
     # Sent without changes too: the controller then retries what failed and reads weight directories again.
