@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.http.asgi_exchange import request_ids
+from gateway.http.asgi_exchange import id_headers, request_ids
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import Api, Route
 from gateway.protocol.usage import Usage
@@ -113,11 +113,9 @@ class Call:
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> Message:
         """The head of the answer, with the request id."""
         self.status = status
-        headers.append((b"x-request-id", self.request_id))
+        headers += id_headers(self.request_id, anthropic=self.route.api is Api.MESSAGES)
         if self.explain is not None:
             headers.append((_EXPLAIN, self.explain()))
-        if self.route.api is Api.MESSAGES:  # the name that Anthropic's clients read
-            headers.append((b"request-id", self.request_id))
         return {"type": "http.response.start", "status": status, "headers": headers}
 
     async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

@@ -43,8 +43,6 @@ class AdminAccess:
             await self._app(scope, receive, send)
             return
         headers = {name.decode(): value.decode() for name, value in refused.headers()}
-        if refused.status == 401:
-            headers["www-authenticate"] = "Bearer"
         await Response(refused.body(), refused.status, headers)(scope, receive, send)
 
     def _check(self, scope: Scope) -> Refused | None:

@@ -18,18 +18,18 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api import admin, models_endpoint, swagger_ui
+from gateway.api import admin, health, models_endpoint, swagger_ui
 from gateway.api.admin_access import AdminAccess
 from gateway.api.dependencies import TENANT, Services
 from gateway.api.openapi_schema import add_errors, add_hot_routes
-from gateway.http.asgi_exchange import request_ids
+from gateway.http.asgi_exchange import id_headers, request_ids
 from gateway.protocol.errors import Refused
-from gateway.protocol.paths import ROUTES, Api
+from gateway.protocol.paths import ROUTES, is_anthropic
 from gateway.protocol.paths import Route as HotRoute
 from policy.config.deployment import GatewayConfig
 from policy.errors import Refusal
 
-CLIENT_ROUTERS = (models_endpoint.router, swagger_ui.router)
+CLIENT_ROUTERS = (models_endpoint.router, health.router, swagger_ui.router)
 ADMIN_ROUTERS = (admin.health, admin.router, swagger_ui.router)
 
 Serve = Callable[[HotRoute, Scope, Receive, Send], Awaitable[None]]
@@ -73,17 +73,27 @@ class Application(FastAPI):
         return self._route(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve by FastAPI's router; every answer and every logged error has the id of its request."""
-        headers = dict(scope["headers"])
+        """Serve by FastAPI's router; every answer and every logged error has the id of its request.
+
+        HEAD is GET without the body.
+        """
+        headers, method = dict(scope["headers"]), scope["method"]
         request_id, _ = request_ids(headers.get(b"x-request-id"))
+        ids = id_headers(request_id, anthropic=is_anthropic(scope["path"]))
         began, status = monotonic(), 0
+        headless = method == "HEAD"
+        if headless:
+            scope = {**scope, "method": "GET"}
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
-            await send(message)
+                await send({**message, "headers": [*message["headers"], *ids]})
+                if headless:  # not at the end of a body that may have none
+                    await send({"type": "http.response.body"})
+            elif not headless:
+                await send(message)
 
         services: Services = self.state.services
         try:
@@ -95,7 +105,7 @@ class Application(FastAPI):
         finally:
             if services.access.on:
                 services.access.other(
-                    request_id, scope["method"], _template(scope),
+                    request_id, method, _template(scope),
                     tenant=scope.get(TENANT, ""), status=status, seconds=monotonic() - began,
                 )  # fmt: skip
 
@@ -155,8 +165,7 @@ def admin_app(
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     headers = {name.decode(): value.decode() for name, value in error.headers()}
-    route = ROUTES.get(request.scope["path"])
-    body = error.body(anthropic=route is not None and route.api is Api.MESSAGES)
+    body = error.body(anthropic=is_anthropic(request.scope["path"]))
     return Response(body, error.status, headers)
 
 
@@ -168,7 +177,8 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     # The framework names the methods of the first matching route alone.
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    allowed = sorted(set().union(*(route.methods or () for route in matching)))
+    methods = set().union(*(route.methods or () for route in matching))
+    allowed = sorted(methods | {"HEAD"} if "GET" in methods else methods)
     message = f"This path accepts {' and '.join(allowed)} only."
     answer = await _refused(request, Refused(Refusal.METHOD_NOT_ALLOWED, message))
     answer.headers["allow"] = ", ".join(allowed)

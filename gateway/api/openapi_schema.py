@@ -39,10 +39,12 @@ _ANTHROPIC_ERROR = {
 }
 _HEADERS = {
     "x-request-id": "The id of this request; the one that the client sent, if it sent a valid one.",
-    REPLICA_HEADER: "The replica that answered, or upstream:NAME.",
+    REPLICA_HEADER: "A label of the replica that answered, or upstream:NAME.",
     EXPLAIN_HEADER: "Asked for by an admin: the candidates with their predicted seconds, as JSON.",
     "retry-after": "Seconds after which a retry makes sense, at most 120.",
     "x-should-retry": "false where a retry would do harm.",
+    "www-authenticate": "Bearer.",
+    "allow": "The methods of this path.",
 }
 _PARAMETERS = (
     ("x-request-id", "An id of the client's: up to 128 letters, digits, - and _.", _TEXT),
@@ -85,7 +87,8 @@ def add_hot_routes(schema: dict[str, Any]) -> None:
 def _operation(route: Route) -> dict[str, Any]:
     good: dict[str, Any] = {"schema": {"type": "object"}}
     content = {_JSON: good} if route.runner is None else {_JSON: good, _STREAM: {"schema": _TEXT}}
-    answer = {"description": "The engine's answer", "headers": _headers(*_HEADERS), "content": content}
+    headers = _headers("x-request-id", REPLICA_HEADER, EXPLAIN_HEADER)
+    answer = {"description": "The engine's answer", "headers": headers, "content": content}
     body = {
         "type": "object",
         "required": ["model"],
@@ -112,6 +115,10 @@ def _refusals(route: Route) -> dict[str, Any]:
         codes = sorted({answer.code or "null" for answer in TABLE.values() if answer.status == status})
         codes += _ALSO.get(status, [])
         headers = ["x-request-id", REPLICA_HEADER]
+        if status == 401:
+            headers.append("www-authenticate")
+        if status == 405:
+            headers.append("allow")
         if status in (429, 503):
             headers.append("retry-after")
         if status >= 500:

@@ -27,6 +27,8 @@ from policy.admission.retry import AttemptOutcome
 from policy.errors import Refusal
 from policy.wire.headers import REFUSAL_HEADER, REPLICA_HEADER
 
+# nginx and its kind buffer an answer otherwise, and caches store it.
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 MAX_ERROR_BYTES = 64 * 1024
 # An answer up to this size is held until it is whole, so that one that breaks, or is no JSON, can be had
 # elsewhere. Longer ones (many vectors) pass as they come.
@@ -236,7 +238,7 @@ class Relay:
                     self.refused = Refused(Refusal.UPSTREAM_FAILED, FAILED)
                     self._settle(AttemptOutcome.FAILED)
                     return
-                self._commit([(b"cache-control", b"no-cache")])
+                self._commit(list(STREAM_HEADERS))
             if self._last_at:
                 self._itl.add(now - self._last_at)
                 self._last_at = now

@@ -4,8 +4,8 @@ uvloop's own server accepts all that wait, and closes for good after most failur
 
 The kernel wakes every worker, and the quickest would take most connections. A worker that has more than
 another leaves a waiting connection to that one for a few milliseconds, and takes it if it still waits: a
-worker that is stopped or busy delays it and cannot block it. Why this and not SO_REUSEPORT, with measurements:
-docs/adr/0009-workers-inherit-one-socket.md.
+worker that is stopped or busy delays it and cannot block it. docs/adr/0009-workers-inherit-one-socket.md says
+why this and not SO_REUSEPORT, with measurements.
 """
 
 from __future__ import annotations

@@ -40,6 +40,14 @@ def request_ids(given: bytes | None) -> tuple[bytes, bytes]:
     return unique, unique
 
 
+def id_headers(request_id: bytes, *, anthropic: bool) -> list[tuple[bytes, bytes]]:
+    """The headers with the request id: Anthropic's clients read their own."""
+    headers = [(b"x-request-id", request_id)]
+    if anthropic:
+        headers.append((b"request-id", request_id))
+    return headers
+
+
 class _Sent:
     """An awaitable that is done already: awaiting it does not yield to the loop."""
 

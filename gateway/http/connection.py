@@ -18,9 +18,9 @@ from urllib.parse import unquote
 import httptools
 from starlette.types import Scope
 
-from gateway.http.asgi_exchange import SENT, Exchange, request_ids
+from gateway.http.asgi_exchange import SENT, Exchange, id_headers, request_ids
 from gateway.protocol.errors import Refused
-from gateway.protocol.paths import ROUTES, Api
+from gateway.protocol.paths import is_anthropic
 from policy.errors import Refusal
 
 if TYPE_CHECKING:
@@ -467,10 +467,9 @@ class ServerConnection:
             return
         self.ended = True
         self._server.refused(refused)
-        route = ROUTES.get(self._url.decode("latin-1"))
-        body = refused.body(anthropic=route is not None and route.api is Api.MESSAGES)
-        headers = refused.headers()
-        headers.append((b"x-request-id", request_ids(None)[0]))
+        anthropic = is_anthropic(self._url.partition(b"?")[0].decode("latin-1"))
+        body = refused.body(anthropic=anthropic)
+        headers = refused.headers() + id_headers(request_ids(None)[0], anthropic=anthropic)
         exchange = Exchange(self, b"", keep=False, http_1_1=True, headless=False)
         exchange.send({"type": "http.response.start", "status": refused.status, "headers": headers})
         exchange.send({"type": "http.response.body", "body": body})

@@ -54,10 +54,12 @@ TABLE: dict[Refusal, Answer] = {
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 # The fleet has no capacity in time; errors that a replica reports about a request are not among them.
@@ -121,6 +123,8 @@ class Refused(TidegateError):
         headers = [(b"content-type", b"application/json")]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         if self.final:
             headers.append((b"x-should-retry", b"false"))
         if self.reason is Refusal.TOO_LARGE:

@@ -30,6 +30,11 @@ class Route(NamedTuple):
     api: Api = Api.OPENAI
 
 
+def is_anthropic(path: str) -> bool:
+    """Whether answers at ``path``, which need not be a route, have Anthropic's error format and headers."""
+    return path.startswith("/v1/messages") and path[12:13] in ("", "/")
+
+
 def _route(
     path: str, summary: str, runner: Runner | None = None, prompt: str | None = None, api: Api = Api.OPENAI
 ) -> Route:

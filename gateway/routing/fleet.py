@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from typing import Literal
 
@@ -267,6 +268,10 @@ class FleetView:
         )
         if secret is not None:
             handle.subscribe(secret, lambda _: self.replica_changed(served))
+        else:  # its id is its address, which is no client's business
+            key = self._secret.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
+            digest = hashlib.blake2b(replica.id.encode(), digest_size=4, key=key).hexdigest()
+            handle.label = f"{replica.model}-{digest}".encode()
         return handle
 
     def replica_changed(self, served: ServedModel) -> None:
@@ -289,6 +294,7 @@ class FleetView:
             "replicas": [
                 {
                     "id": handle.id,
+                    "label": handle.label.decode(),
                     "model": handle.model,
                     "url": handle.url,
                     "admissible": handle.admissible,

@@ -75,6 +75,8 @@ class UnobservedPrefill:
 class ReplicaHandle:
     """One replica as seen from one worker: its connections, its reported load and what was sent since.
 
+    ``label`` names it to clients.
+
     ``answering`` is whether the replica can be reached, ``open`` whether it reports that it takes requests,
     ``full`` whether it refused one for lack of room; all follow its load stream, or a probe where there is
     none (external). The results of attempts move ``breaker``, through ``health``. ``relays`` are the attempts

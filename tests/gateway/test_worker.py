@@ -112,7 +112,10 @@ async def test_external_servers_need_no_controller_and_get_no_secret(stack: Stac
     assert (await stack.admin.get("/readyz")).status_code == 200
     answer = await stack.chat()
     assert answer.json()["model"] == "theirs"
-    assert answer.headers["x-tidegate-replica"] == f"127.0.0.1:{server.port}"
+    label = answer.headers["x-tidegate-replica"]
+    assert str(server.port) not in label, "a client learns no address"
+    replicas = (await stack.admin.get("/admin/fleet")).json()["replicas"]
+    assert [each["id"] for each in replicas if each["label"] == label] == [f"127.0.0.1:{server.port}"]
     assert not any({"x-tidegate-secret", "authorization"} & hit.headers.keys() for hit in server.hits)
     cards = (await stack.http.get("/v1/models")).json()["data"]
     assert [(card["id"], card["max_model_len"]) for card in cards] == [("alpha", 512), ("sql", 512)]

@@ -53,6 +53,8 @@ def port(tmp_path: Path) -> Port:
 @pytest.mark.parametrize("path", OPEN)
 async def test_probes_metrics_and_the_schema_need_no_token(port: Port, path: str) -> None:
     assert (await port.ask(path)).status_code == 200
+    head = await port.ask(path, method="HEAD")
+    assert (head.status_code, head.content) == (200, b"")
 
 
 @pytest.mark.parametrize("path", GUARDED)

@@ -1,4 +1,4 @@
-"""The FastAPI application: hot paths, an allowlist of others, errors in one envelope, docs offline."""
+"""The FastAPI application: hot paths, an allowlist of others, errors in two envelopes, docs offline."""
 
 from __future__ import annotations
 
@@ -43,11 +43,17 @@ class Port:
             )
         )
         models = SimpleNamespace(
-            all=lambda account: b'["%s"]' % account.name.encode(), one=lambda name, account: None
+            all=lambda account: b'["%s"]' % account.name.encode(),
+            one=lambda name, account: b"{}" if name == "alpha" else None,
         )
         self.logged = io.StringIO()
+        self.reasons: list[str] = []
         services: Any = SimpleNamespace(
-            tenants=tenants, models=models, log=Log(0, self.logged), access=SimpleNamespace(on=False)
+            tenants=tenants,
+            models=models,
+            not_ready=lambda: self.reasons,
+            log=Log(0, self.logged),
+            access=SimpleNamespace(on=False),
         )
         self.app = client_app(services, self.serve, (*CLIENT_ROUTERS, *more))
         self.http = httpx.AsyncClient(
@@ -77,31 +83,61 @@ async def test_a_hot_path_has_the_same_answer_with_and_without_the_router(port: 
     assert in_front.content == by_router.content == path.encode()
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/", "/health", "/livez", "/readyz", "/metrics", "/admin/fleet", "/admin/adapters", "/redoc", "/v1",
-     "/v1/", "/v1/chat/completions/", "/v1/load_lora_adapter", "/tokenize", "/internal/load", "//v1/models",
-     "/version", "/docs/", "/docs/redoc.standalone.js", "/docs/..%2Fcore.py", "/docs/oauth2-redirect"],
-)  # fmt: skip
-async def test_any_other_path_is_404(port: Port, path: str) -> None:
-    for method in ("GET", "POST") if not path.startswith("/docs/") else ("GET",):
-        answer = await port.http.request(method, "http://client" + path)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert answer.headers["x-request-id"]
+# Of every path the methods that it has; all others are 405, or 404 where it has none.
+METHODS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(ROUTES, ("POST",)),
+    **dict.fromkeys(
+        ("/v1/models", "/v1/models/alpha", "/health", "/ping", "/docs", "/docs/swagger-ui.css",
+         "/openapi.json"),
+        ("GET", "HEAD"),
+    ),
+    **dict.fromkeys(
+        ("/", "/livez", "/readyz", "/metrics", "/admin/fleet", "/admin/adapters", "/redoc", "/v1", "/v1/",
+         "/v1/chat/completions/", "/v1/load_lora_adapter", "/tokenize", "/internal/load", "//v1/models",
+         "/version", "/docs/", "/health/", "/v1/messages/", "/v1/messages/batches",
+         "/v1/messages/count_tokens", "/v1/messagesx"),
+        (),
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "method", ["GET /v1/chat/completions", "PUT /v1/messages", "POST /v1/models", "DELETE /v1/models/alpha"]
-)
-async def test_the_wrong_method_is_405_with_the_methods_of_the_path(port: Port, method: str) -> None:
-    method, _, path = method.partition(" ")
-    allow = "GET" if path.startswith("/v1/models") else "POST"
-    answer = await port.http.request(method, path, headers={"x-request-id": "mine"})
-    body = answer.json()
-    assert (answer.status_code, body["error"]["code"]) == (405, "method_not_allowed")
-    assert ("type" in body) == (path == "/v1/messages")  # Anthropic's envelope
-    assert (answer.headers["allow"], answer.headers["x-request-id"]) == (allow, "mine")
+@pytest.mark.parametrize("path", METHODS)
+async def test_every_path_has_its_methods_and_its_envelope(port: Port, path: str) -> None:
+    for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY"):
+        headers = {"authorization": f"Bearer {KEY}", "x-request-id": "mine"}
+        answer = await port.http.request(method, "http://client" + path, headers=headers)
+        allowed = METHODS[path]
+        assert answer.status_code == (200 if method in allowed else 405 if allowed else 404), method
+        assert answer.headers.get_list("x-request-id") == (
+            [] if method == "POST" and path in ROUTES else ["mine"]
+        )
+        assert answer.headers.get("allow") == (None if method in allowed else ", ".join(allowed) or None)
+        if method == "HEAD":
+            assert answer.content == b""
+        elif method not in allowed:
+            anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+            assert set(answer.json()) == ({"type", "error"} if anthropic else {"error"})
+            assert answer.headers.get("request-id") == ("mine" if anthropic else None)
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["code"] == ("method_not_allowed" if allowed else "not_found")
+            kind = "not_found_error" if anthropic and not allowed else "invalid_request_error"
+            assert error["type"] == kind
+
+
+@pytest.mark.parametrize("name", ["redoc.standalone.js", "..%2Fcore.py", "oauth2-redirect"])
+async def test_docs_serve_only_the_pages_files(port: Port, name: str) -> None:
+    assert (await port.get(f"/docs/{name}")).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+async def test_health_is_that_of_the_gateway_and_needs_no_key(port: Port, path: str) -> None:
+    answer = await port.get(path, "")
+    assert (answer.status_code, answer.content) == (200, b"")
+    port.reasons = ["draining"]
+    answer = await port.get(path, "")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
+    assert answer.headers["retry-after"] == "5"
 
 
 async def test_the_key_decides_the_tenant(port: Port) -> None:
@@ -110,6 +146,7 @@ async def test_the_key_decides_the_tenant(port: Port) -> None:
         for path in ("/v1/models", "/v1/models/org/alpha"):
             answer = await port.get(path, key)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
     answer = await port.get("/v1/models/org/alpha")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 

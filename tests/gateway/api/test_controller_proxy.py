@@ -149,7 +149,7 @@ async def test_an_error_names_the_parameter(site: Site, *, whole: bool) -> None:
     [
         ("GET", "/admin/nothing", (404, "not_found"), None),
         ("DELETE", "/admin/adapters/alpha", (404, "not_found"), None),
-        ("PUT", "/admin/adapters", (405, "method_not_allowed"), "GET, POST"),
+        ("PUT", "/admin/adapters", (405, "method_not_allowed"), "GET, HEAD, POST"),
         ("POST", "/admin/adapters/alpha/sql", (405, "method_not_allowed"), "DELETE"),
     ],
 )

@@ -46,6 +46,8 @@ async def test_the_first_event_does_not_wait_for_the_second(shared: Stack) -> No
     replica = await shared.serve("prompt")
     replica.answer = forever
     async with shared.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+        assert answer.headers["cache-control"] == "no-cache"
+        assert answer.headers["x-accel-buffering"] == "no"
         async for chunk in answer.aiter_raw():
             assert chunk == event("x")
             break

@@ -381,10 +381,13 @@ async def test_a_refused_body_is_read_so_that_the_answer_arrives(port: Port) -> 
     assert answers(received)[0][0] == 413
 
 
+@pytest.mark.parametrize("target", ["", "?beta=true", "/batches", "/count_tokens?x"])
 @on_uvloop
-async def test_a_refusal_on_the_messages_route_has_anthropics_envelope(port: Port) -> None:
-    received = await port.ask(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 300001\r\n\r\n")
-    assert json.loads(answers(received)[0][2])["type"] == "error"
+async def test_a_refusal_under_the_messages_route_has_anthropics_envelope(port: Port, target: str) -> None:
+    head = f"POST /v1/messages{target} HTTP/1.1\r\nhost: x\r\ncontent-length: 300001\r\n\r\n"
+    ((_, headers, body),) = answers(await port.ask(head.encode()))
+    assert json.loads(body)["type"] == "error"
+    assert headers["request-id"] == headers["x-request-id"]
 
 
 @on_uvloop
