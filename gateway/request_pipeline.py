@@ -113,13 +113,14 @@ class Gateway:
             log=log,
             access=access,
         )
-        self.client: ASGIApp = client_app(services, self.serve)
+        self.client = client_app(services, self.serve)
         self.admin: ASGIApp = admin_app(services, admin_token, lambda: current().gateway)
 
     def read(self, deployment: Deployment) -> None:
         """Apply a new deployment: tenants, models, adapters, fallback providers."""
         self._limits = deployment.gateway
         self.access.on = deployment.gateway.access_log
+        self.client.allow_origins(deployment.gateway.cors)
         self.tenants.read(deployment)
         self.fleet.read_document(deployment)
         self.catalog.read(deployment)

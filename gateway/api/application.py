@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import admin, health, models_endpoint, swagger_ui
 from gateway.api.admin_access import AdminAccess
+from gateway.api.cors import Cors
 from gateway.api.dependencies import TENANT, Services
 from gateway.api.openapi_schema import add_errors, add_hot_routes
 from gateway.http.asgi_exchange import id_headers, request_ids
@@ -56,6 +57,7 @@ class Application(FastAPI):
         )
         self.state.services = services
         self.hot = hot or {}
+        self._cors: Cors | None = None
         for router in routers:
             self.include_router(router)
         for path, app in self.hot.items():
@@ -67,15 +69,23 @@ class Application(FastAPI):
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
         """Return the coroutine that serves the request; no frame of this class stays around a hot one."""
+        if (cors := self._cors) is not None:
+            if (preflight := cors.preflight(scope)) is not None:
+                return self._route(scope, receive, send, preflight)
+            send = cors.sender(scope, send)
         app = self.hot.get(scope["path"])
         if app is not None and scope["method"] == "POST":
             return app(scope, receive, send)
-        return self._route(scope, receive, send)
+        return self._route(scope, receive, send, super().__call__)
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve by FastAPI's router; every answer and every logged error has the id of its request.
+    def allow_origins(self, origins: tuple[str, ...]) -> None:
+        """Let web pages of ``origins`` use this port (``*``: of all)."""
+        self._cors = Cors(self, origins) if origins else None
 
-        HEAD is GET without the body.
+    async def _route(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
+        """Serve by ``app``, mostly FastAPI's router. HEAD is GET without the body.
+
+        Every answer and every logged error has the id of its request.
         """
         headers, method = dict(scope["headers"]), scope["method"]
         request_id, _ = request_ids(headers.get(b"x-request-id"))
@@ -97,7 +107,7 @@ class Application(FastAPI):
 
         services: Services = self.state.services
         try:
-            await super().__call__(scope, receive, send_with_id)
+            await app(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 - the client has its answer from `_failed`
             services.log.error(
                 "call_failed", cause=error, route=_template(scope), request_id=request_id.decode()

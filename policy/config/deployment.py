@@ -262,7 +262,8 @@ class GatewayConfig(Section, frozen=True):
     """The data plane: where it listens and how long it waits.
 
     ``admin_allowed_hosts`` are names by which the admin port may be called, beside its own address.
-    ``access_log`` writes a line for each request.
+    ``cors`` are the origins whose web pages may use the client port. ``access_log`` writes a line for each
+    request.
     ``priority`` is that of all requests without tenants. ``queue_timeout_s`` is the default deadline of a
     request. ``first_token_timeout_s`` and ``inter_token_timeout_s`` bound the silence of a replica before and
     after a stream's first event, ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how
@@ -275,6 +276,7 @@ class GatewayConfig(Section, frozen=True):
     admin_host: str = "127.0.0.1"
     admin_port: Port = 8081
     admin_allowed_hosts: tuple[str, ...] = ()
+    cors: tuple[str, ...] = ()
     access_log: bool = False
     priority: Priority = Priority.STANDARD
     queue_timeout_s: Seconds = 60.0

@@ -34,6 +34,8 @@ from policy.types import EngineKind
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _VISIBLE = re.compile(r"[!-~]+")
+# As browsers send it.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::\d{1,5})?")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9A-Fa-f:]+")
 _HUB = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?")
 # The section ``adapters`` sets them.
@@ -247,6 +249,11 @@ def _check_gateway(deployment: Deployment) -> None:
     for i, name in enumerate(gateway.admin_allowed_hosts):
         good = _HOST.fullmatch(name)
         require(good, f"gateway.admin_allowed_hosts[{i}]", name, "a host name or an address, without a port")
+    for i, origin in enumerate(gateway.cors):
+        good = origin == "*" or _ORIGIN.fullmatch(origin)
+        require(
+            good, f"gateway.cors[{i}]", origin, "SCHEME://HOST[:PORT] in lower case without a path, or '*'"
+        )
     base_s, max_s = gateway.eject.base_s, gateway.eject.max_s
     expected = f"at most gateway.eject.max_s = {max_s:g}"
     require(base_s <= max_s, "gateway.eject.base_s", base_s, expected)

@@ -130,6 +130,38 @@ async def test_docs_serve_only_the_pages_files(port: Port, name: str) -> None:
     assert (await port.get(f"/docs/{name}")).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("origins", "origin", "allowed"),
+    [
+        ((), "https://app.example", None),
+        (("https://app.example",), "https://app.example", "https://app.example"),
+        (("https://app.example",), "https://evil.example", None),
+        (("https://app.example",), None, None),
+        (("*",), "https://any.example", "*"),
+    ],
+)
+async def test_pages_of_allowed_origins_may_use_the_port(
+    port: Port, origins: tuple[str, ...], origin: str | None, allowed: str | None
+) -> None:
+    port.app.allow_origins(origins)
+    headers = {"origin": origin} if origin else {}
+    wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    for path in ("/v1/chat/completions", "/v1/models", "/nothing"):
+        preflight = await port.http.options(path, headers=headers | wanted)
+        assert preflight.headers.get("access-control-allow-origin") == allowed
+        assert (preflight.status_code == 200) == bool(allowed)
+        assert preflight.headers.get("access-control-allow-headers") == (
+            "authorization" if origins and origin else None
+        )
+        for method in ("POST", "GET"):  # answers and errors alike
+            answer = await port.http.request(method, path, headers=headers)
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            assert ("x-request-id" in answer.headers.get("access-control-expose-headers", "")) == bool(
+                origins and origin
+            )
+            assert answer.headers.get("vary") == ("Origin" if origins else None)
+
+
 @pytest.mark.parametrize("path", ["/health", "/ping"])
 async def test_health_is_that_of_the_gateway_and_needs_no_key(port: Port, path: str) -> None:
     answer = await port.get(path, "")

@@ -86,6 +86,8 @@ REFUSED = [
     ("cluster.controller", "127.0.0.1:10002", "cluster.controller", "which Ray's workers take"),
     *(("gateway.admin_allowed_hosts", ["ops", host], "gateway.admin_allowed_hosts[1]", "without a port")
       for host in ("", "ops.example:80", "http://ops.example", "*")),
+    *(("gateway.cors", ["*", origin], "gateway.cors[1]", "SCHEME://HOST")
+      for origin in ("", "app.example", "https://app.example/", "https://App.example", "https://*.example")),
     ("gateway.workers", 0, "gateway.workers", ">= 1"),
     ("gateway.worker", 2, "gateway.worker", "did you mean 'workers'"),
     ("gateway.coalesce.window_s", 1.5, "gateway.coalesce.window_s", "<= 1"),
