@@ -19,7 +19,7 @@ _EXPOSED = ("x-request-id", "request-id", "retry-after", "x-should-retry", REPLI
 
 
 class Cors:
-    """The rules for pages of ``origins``, or of all with ``*``; without cookies, since keys are other headers."""
+    """The rules for pages of ``origins``, or of all with ``*``. Keys are headers: cookies are not allowed."""
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
         self._rules = CORSMiddleware(

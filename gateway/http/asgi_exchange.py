@@ -61,8 +61,8 @@ SENT: Awaitable[None] = _Sent()
 class Exchange:
     """A complete request. ``disconnected``: the client left before the response was complete.
 
-    ``keep`` is whether the connection stays open for another request. ``begun`` is set when its ``task`` runs,
-    ``started`` and ``done`` when the first and the last byte of the response are written.
+    ``keep`` is whether the connection stays open for another request. ``begun`` is set when its ``task``
+    runs, ``started`` and ``done`` when the first and the last byte of the response are written.
     """
 
     def __init__(

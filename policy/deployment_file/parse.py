@@ -250,10 +250,8 @@ def _check_gateway(deployment: Deployment) -> None:
         good = _HOST.fullmatch(name)
         require(good, f"gateway.admin_allowed_hosts[{i}]", name, "a host name or an address, without a port")
     for i, origin in enumerate(gateway.cors):
-        good = origin == "*" or _ORIGIN.fullmatch(origin)
-        require(
-            good, f"gateway.cors[{i}]", origin, "SCHEME://HOST[:PORT] in lower case without a path, or '*'"
-        )
+        expected = "SCHEME://HOST[:PORT] in lower case without a path, or '*'"
+        require(origin == "*" or _ORIGIN.fullmatch(origin), f"gateway.cors[{i}]", origin, expected)
     base_s, max_s = gateway.eject.base_s, gateway.eject.max_s
     expected = f"at most gateway.eject.max_s = {max_s:g}"
     require(base_s <= max_s, "gateway.eject.base_s", base_s, expected)
