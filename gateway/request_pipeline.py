@@ -29,7 +29,7 @@ from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import COALESCED
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
-from gateway.protocol.paths import Route
+from gateway.protocol.paths import ROUTES, Route
 from gateway.queue.dynamic_batching import Coalescer
 from gateway.queue.model_queues import Admission
 from gateway.request_context import Call
@@ -49,6 +49,8 @@ from policy.request import Request
 from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER
 from store.api_keys import own_key
 
+# The key of the scope for the account, which is looked up before the body is read.
+_ACCOUNT = "tidegate.account"
 _CANARY, _EXPLAIN = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode()
 
 
@@ -156,6 +158,16 @@ class Gateway:
         self.publish()
         self.access.close()
 
+    def body_limit(self, scope: Scope) -> int:
+        """How large the body of a request may be: 0 unless it is for a hot route and its key is valid."""
+        if scope["path"] not in ROUTES or scope["method"] != "POST":
+            return 0
+        try:
+            scope[_ACCOUNT] = self.tenants.of(dict(scope["headers"]))
+        except Refused:
+            return 0
+        return self._limits.max_body_bytes
+
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """The pipeline: one call from its first byte to its last, counted in any case."""
         began = monotonic()
@@ -163,7 +175,8 @@ class Gateway:
         meter, account = self.metrics.no_model, self.tenants.anonymous
         try:
             raw = await call.read()
-            account = self.tenants.of(call.headers)
+            # Without it the body was not read, and the answer says why.
+            account = scope.get(_ACCOUNT) or self.tenants.of(call.headers)
             body = bodies.read(raw)
             call.streaming = body.stream is True
             patience_s = self._limits.queue_timeout_s

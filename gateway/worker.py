@@ -120,7 +120,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     }.items():
         background.start(name, upkeep)
 
-    client = Server(gateway.client, lambda: current().gateway.max_body_bytes, gateway.count_refused, shared)
+    client = Server(gateway.client, gateway.body_limit, gateway.count_refused, shared)
     admin = AdminServer(gateway.admin)
     stopping = asyncio.Event()
 

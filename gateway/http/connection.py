@@ -38,6 +38,8 @@ MAX_JOINED_PART = 64 * 1024
 # Bytes of a rejected request that are read and discarded: closing while the client still sends would reset
 # the connection and lose the response.
 MAX_DISCARDED = 64 * 1024 * 1024
+# A shorter body that the app does not want is read and discarded, so that the connection stays open.
+MAX_UNWANTED = 64 * 1024
 # Pipelined requests that are read ahead of the current one; then reading pauses.
 MAX_AHEAD = 16
 MAX_AHEAD_BYTES = 64 * 1024
@@ -80,8 +82,9 @@ class ServerConnection:
         self._head_done = self._continue = self._bypass = False
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        # Of the body: its length if it is known and not complete, and the bytes that have arrived.
-        self._length = self._size = 0
+        self._scope: Scope | None = None
+        # Of the body: its limit, its length if it is known and not complete, and the bytes that have arrived.
+        self._limit = self._length = self._size = 0
         # Bytes of the message that were given to the parser.
         self._fed = 0
 
@@ -140,7 +143,7 @@ class ServerConnection:
         self.resume_writing()
         self._ahead.clear()
         self._release()
-        self._refused = self._parser = None
+        self._refused = self._parser = self._scope = None
         active, self._active = self._active, None
         if active is not None and not active.done:
             active.disconnect()
@@ -212,24 +215,33 @@ class ServerConnection:
         if hosts > 1 or (not hosts and self._http_1_1):
             self._refused = Refused(Refusal.BAD_REQUEST, "A request needs one valid Host header.")
             return
-        if length > self._server.max_body_bytes():
-            self._refused = self._too_large()
+        try:
+            scope: Scope = {**_scope(self._url, self._method, self._http_1_1), "headers": headers}
+        except ValueError:
+            self._refused = Refused(Refusal.BAD_REQUEST, "The request's target is not valid.")
             return
+        self._scope = scope
         self._length = length
-        if self._active is None:
-            self.deadline = self._server.now + self._server.times.body_s
-        if self._continue:
-            self._send_continue()
+        self._limit = self._server.body_limit(scope)
+        if not self._limit:
+            self._serve_without_body()
+        elif length > self._limit:
+            self._refused = self._too_large()
+        else:
+            if self._active is None:
+                self.deadline = self._server.now + self._server.times.body_s
+            if self._continue:
+                self._send_continue()
 
     def on_body(self, body: bytes) -> None:
-        if self._refused is not None:
+        if self._refused is not None or not self._limit:
             return
         if self._parts:
             self._keep(body)
         else:
             self._parts.append(body)
             self._size = len(body)
-        if self._size > self._server.max_body_bytes():
+        if self._size > self._limit:
             self._refused = self._too_large()
 
     def on_message_complete(self) -> None:
@@ -307,7 +319,7 @@ class ServerConnection:
         self._parser = httptools.HttpRequestParser(self)
         self._bypass = True
         if self._refused is None:
-            if any(name == b"transfer-encoding" for name, _ in self._headers):
+            if self._is_chunked():
                 self._refused = Refused(Refusal.BAD_REQUEST, "This port only speaks HTTP/1.1.")
             elif not self._length:
                 self._complete()
@@ -316,7 +328,10 @@ class ServerConnection:
         """Add data from ``at`` to a body of known length; returns where the next request begins."""
         self._bypass = True
         end = min(len(data), at + self._length - self._size)
-        self._keep(data[at:end])
+        if self._limit:
+            self._keep(data[at:end])
+        else:
+            self._size += end - at
         if self._size == self._length:
             self._parser = httptools.HttpRequestParser(self)
             self._complete()
@@ -336,27 +351,35 @@ class ServerConnection:
         if part:
             self._parts.append(part)
 
+    def _serve_without_body(self) -> None:
+        """Serve a request whose body, if it has one, the app does not want."""
+        if self._length > MAX_UNWANTED or self._continue or self._is_chunked():
+            self._keep_alive = self._continue = False
+        self._serve(b"")
+
+    def _is_chunked(self) -> bool:
+        return any(name == b"transfer-encoding" for name, _ in self._headers)
+
     def _complete(self) -> None:
         self._reading = False
         self._length = 0
+        if not self._limit:
+            return
         parts = self._parts
         if self._joined:
             parts.append(bytes(self._joined))
             self._joined.clear()
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts = []
+        self._serve(parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def _serve(self, body: bytes) -> None:
+        """Serve a request now or, if another one is served, after it."""
         exchange = Exchange(
             self, body, keep=self._keep_alive, http_1_1=self._http_1_1, headless=self._method == b"HEAD"
         )
-        try:
-            scope: Scope = {
-                **_scope(self._url, self._method, self._http_1_1),
-                "headers": self._headers,
-                "tidegate.exchange": exchange,
-            }
-        except ValueError:
-            self._refused = Refused(Refusal.BAD_REQUEST, "The request's target is not valid.")
-            return
-        self._parts = []
+        scope, self._scope = self._scope, None
+        assert scope is not None
+        scope["tidegate.exchange"] = exchange
         if self._active is None and self.sent is SENT:
             self._start(scope, exchange)
             return
@@ -382,7 +405,12 @@ class ServerConnection:
         paused = self._refused is None and (
             bool(self._unparsed)
             or self._is_ahead()
-            or (self._active is not None and self._reading and self._size > MAX_AHEAD_BYTES)
+            or (
+                self._active is not None
+                and self._reading
+                and bool(self._limit)
+                and self._size > MAX_AHEAD_BYTES
+            )
         )
         if paused is not self._paused:
             self._paused = paused
@@ -414,7 +442,10 @@ class ServerConnection:
             return
         self._active = None
         if not exchange.keep:
-            self.end()
+            if self._reading:
+                self._linger()
+            else:
+                self.end()
         elif self.sent is SENT:
             self._next()
 
@@ -456,7 +487,14 @@ class ServerConnection:
             self.deadline = self._server.now + (times.body_s if self._head_done else times.head_s)
 
     def _too_large(self) -> Refused:
-        return Refused(Refusal.TOO_LARGE, f"The body is larger than {self._server.max_body_bytes()} bytes.")
+        return Refused(Refusal.TOO_LARGE, f"The body is larger than {self._limit} bytes.")
+
+    def _linger(self) -> None:
+        """Close when the client has finished sending, so that it gets the response."""
+        self.ended = True
+        if not self._transport.is_closing():
+            self._transport.write_eof()
+        self.deadline = self._server.now + self._server.times.linger_s
 
     def _refuse(self, refused: Refused) -> None:
         """Send an error response when the request is the current one; close when the client stops sending."""
@@ -473,9 +511,7 @@ class ServerConnection:
         exchange = Exchange(self, b"", keep=False, http_1_1=True, headless=False)
         exchange.send({"type": "http.response.start", "status": refused.status, "headers": headers})
         exchange.send({"type": "http.response.body", "body": body})
-        if not self._transport.is_closing():
-            self._transport.write_eof()
-        self.deadline = self._server.now + self._server.times.linger_s
+        self._linger()
 
 
 @lru_cache(maxsize=256)

@@ -45,13 +45,14 @@ class ServerTimeouts(NamedTuple):
 class Server:
     """All connections of the client port. ``now`` is the loop's time at the last sweep.
 
-    ``max_body_bytes`` is called for each request, ``on_refused`` with each refusal before the app.
+    ``body_limit`` is called with each head: how large its body may be. With 0 the app serves it at once,
+    without its body if it has one. ``on_refused`` is called with each refusal before the app.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        max_body_bytes: Callable[[], int],
+        body_limit: Callable[[Scope], int],
         on_refused: Callable[[Refused], None],
         peers: Peers,
         *,
@@ -63,7 +64,7 @@ class Server:
             raise RuntimeError("the gateway runs only on uvloop")
         self._app = app
         self._loop = loop
-        self.max_body_bytes = max_body_bytes
+        self.body_limit = body_limit
         self.refused = on_refused
         self._peers = peers
         self.times = times = times or ServerTimeouts()

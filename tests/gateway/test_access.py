@@ -71,6 +71,28 @@ async def test_requests_without_a_valid_key_are_401_and_reach_no_replica(shared:
     assert replica.hits == []
 
 
+@pytest.mark.parametrize(
+    ("line", "key", "length", "status"),
+    [
+        ("POST /v1/chat/completions", "wrong", 9_999_999, 401),
+        ("POST /v1/secret", WEB, 9_999_999, 404),
+        ("PUT /v1/chat/completions", WEB, 9_999_999, 405),
+        ("POST /v1/models", WEB, 9, 405),
+        ("GET /v1/models", WEB, 9, 200),
+        ("POST /v1/chat/completions", WEB, 99_999_999, 413),
+        ("POST /v1/chat/completions", WEB, 9, 100),
+    ],
+)
+async def test_route_key_and_size_are_checked_before_the_body_is_read(
+    shared: Stack, line: str, key: str, length: int, status: int
+) -> None:
+    reader, writer = await asyncio.open_connection(*shared.client_socket.getsockname())
+    head = f"{line} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {length}"
+    writer.write(f"{head}\r\nexpect: 100-continue\r\n\r\n".encode())
+    assert (await reader.readline()).split()[1] == str(status).encode()
+    writer.close()
+
+
 async def test_a_key_is_accepted_in_either_header_and_not_forwarded(shared: Stack) -> None:
     replica = await shared.serve("keys")
     assert (await ask(shared, WEB)).content == ANSWER

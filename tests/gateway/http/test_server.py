@@ -57,6 +57,7 @@ class Port:
 
     def __init__(self) -> None:
         self.app: App = echo
+        self.limit = CAP
         self.refused: list[Refused] = []
         self.server: Server
         self.port = 0
@@ -67,7 +68,12 @@ class Port:
             await self.app(scope, receive, send)
 
         self.server = Server(
-            app, lambda: CAP, self.refused.append, LOCAL, times=times, max_connections=max_connections
+            app,
+            lambda scope: self.limit,
+            self.refused.append,
+            LOCAL,
+            times=times,
+            max_connections=max_connections,
         )
         sock = socket.create_server(("127.0.0.1", 0))
         self.port = sock.getsockname()[1]
@@ -379,6 +385,29 @@ async def test_trailers_are_ignored(port: Port) -> None:
 async def test_a_refused_body_is_read_so_that_the_answer_arrives(port: Port) -> None:
     received = await port.ask(post(b"x" * 3_000_000))
     assert answers(received)[0][0] == 413
+
+
+@pytest.mark.parametrize(
+    ("framing", "keeps"),
+    [
+        (b"content-length: 5", True),
+        (b"content-length: 5\r\nexpect: 100-continue", False),
+        (b"content-length: 9999999", False),
+        (b"transfer-encoding: chunked", False),
+    ],
+)
+@on_uvloop
+async def test_a_request_is_answered_before_a_body_that_the_app_does_not_want(
+    port: Port, framing: bytes, keeps: bool
+) -> None:
+    port.limit = 0
+    reader, writer = await port.open()
+    writer.write(HEAD + framing + b"\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert (b"connection: close" not in head) is keeps
+    writer.write(b"hello" + post(b"", CLOSE))
+    assert (await reader.read()).count(b"HTTP/1.1 200") == keeps
 
 
 @pytest.mark.parametrize("target", ["", "?beta=true", "/batches", "/count_tokens?x"])
