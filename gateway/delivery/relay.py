@@ -223,6 +223,8 @@ class Relay:
             return
         finished = validator.finished
         out = validator.feed(data)
+        if complete:
+            out += validator.rest()
         if out:
             now = monotonic()
             if not self.committed:

@@ -16,8 +16,10 @@ from gateway.protocol.usage import Usage, read_usage, usage_inside
 from policy.errors import Refusal
 
 MAX_EVENT_BYTES = 8 * 1024 * 1024
-_BOUNDARY = re.compile(rb"\n(?:\n|\r\n)")
-_LINE_END = re.compile(rb"\r\n|\n")
+# A blank line after a line; lines end with LF, CRLF or CR. A CR after LF may be the first half of a CRLF.
+_BOUNDARY = re.compile(rb"\n(?:\n|\r\n|\r(?=[^\n]))|\r\r\n?")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_LF_BOUNDARY = re.compile(rb"\n\n")  # of streams without a CR, in a fifth of the time
 _DONE = b"[DONE]"
 # Looked for as numbers, which is a search for a byte and not for a string.
 _NEWLINE = ord("\n")
@@ -55,9 +57,14 @@ class SseValidator:
             and data[:6] == b"data: "
             and data[-2:] == b"\n\n"
             and data.find(_NEWLINE) == len(data) - 2
+            and data.find(_RETURN) < 0
         ):
             return self._pass(data, data[6:-2])
         return self._feed_many(data)
+
+    def rest(self) -> bytes:
+        """The last event of a stream that has ended, where the second half of a CRLF was waited for."""
+        return self.feed(b"\n") if self._held[-2:] == b"\n\r" else b""
 
     def end(self, *, clean: bool) -> Refused | None:
         """The upstream has ended: the error to send to the client, if any."""
@@ -78,7 +85,8 @@ class SseValidator:
         held += data
         passed: list[bytes] = []
         begin = 0
-        for boundary in _BOUNDARY.finditer(held, seen):
+        pattern = _LF_BOUNDARY if held.find(_RETURN) < 0 else _BOUNDARY
+        for boundary in pattern.finditer(held, seen):
             event = bytes(held[begin : boundary.end()])
             passed.append(self._pass_block(event))
             begin = boundary.end()
@@ -93,9 +101,9 @@ class SseValidator:
         return b"".join(passed)
 
     def _pass_block(self, event: bytes) -> bytes:
-        payload = b"\n".join(line[5:] for line in _LINE_END.split(event) if line.startswith(b"data:")).strip()
-        if payload or b"data:" in event:
-            return self._pass(event, payload)
+        lines = [line[5:] for line in _LINE_END.split(event) if line.startswith(b"data:")]
+        if lines:
+            return self._pass(event, b"\n".join(lines).strip())
         return event if _is_text(event) else self._broken("The replica sent bytes that are no text.")
 
     def _pass(self, event: bytes, payload: bytes) -> bytes:
@@ -107,8 +115,6 @@ class SseValidator:
             return self._broken("The stream ended before the answer was complete.")
         if not event.isascii() and not _is_text(event):
             return self._broken("The replica sent bytes that are no text.")
-        if _RETURN in payload:  # ends a line for a client, wherever it stands
-            return self._broken("The replica sent an event that is cut by a carriage return.")
         if not self.finished:
             self.events += 1
         try:

@@ -7,7 +7,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gateway.protocol.body import depth_exceeds
@@ -27,6 +27,44 @@ def test_any_cut_gives_identical_bytes(data: bytes, cuts: list[int]) -> None:
     assert tail.end(clean=True) is None
     for piece in pieces:
         assert piece == b"" or piece.endswith((b"\n\n", b"\n\r\n"))
+
+
+LINE_ENDS = [b"\n", b"\r\n", b"\r"]
+
+
+def parsed(data: bytes) -> list[bytes]:
+    """The payloads of a stream, read line by line as the standard says."""
+    events: list[list[bytes]] = [[]]
+    for line in data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")[:-1]:
+        if not line:
+            events.append([])
+        elif line.startswith(b"data:"):
+            events[-1].append(line[5:].strip())
+    return [b"\n".join(lines) for lines in events[:-1] if lines]
+
+
+@given(st.lists(st.sampled_from(LINE_ENDS), min_size=11, max_size=11), st.booleans())
+def test_lines_may_end_with_lf_crlf_or_cr_however_they_are_cut(ends: list[bytes], mixed: bool) -> None:
+    ends = ends if mixed else ends[:1] * 11
+    lines = [b": ping", b"", b"event: x", b'data: {"choices":', b"data: []}", b""]
+    lines += [event(finish="stop").strip(), b"", DONE.strip(), b"", b""]
+    data = b"".join(map(b"".join, zip(lines, ends, strict=True)))
+    assume(len(data.splitlines()) == len(lines))  # no blank line joins the end before it to a CRLF
+    for cut in range(len(data) + 1):
+        tail = ChatValidator(1)
+        pieces = [tail.feed(data[:cut]), tail.feed(data[cut:])]
+        pieces.append(tail.rest())
+        assert parsed(b"".join(pieces)) == parsed(data)
+        assert tail.end(clean=True) is None
+    tail = ChatValidator(1)
+    bytewise = b"".join(tail.feed(data[i : i + 1]) for i in range(len(data))) + tail.rest()
+    assert parsed(bytewise) == parsed(data)
+
+
+@pytest.mark.parametrize("end", LINE_ENDS)
+def test_an_event_does_not_wait_for_the_next(end: bytes) -> None:
+    data = event("a").replace(b"\n", end)
+    assert ChatValidator(1).feed(data) == data
 
 
 @given(st.integers(0, len(STREAM) - 1))
