@@ -40,10 +40,11 @@ class Call:
     """A request between the client's connection and a replica's. Instants are seconds of ``time.monotonic``.
 
     ``streaming``: a stream was requested. ``started``, ``answered``: the first, the last byte of the answer
-    was sent; ``status`` is 0 before. ``replica``: the last one that the request was sent to, or a fallback
-    provider (``by_fallback``), at ``sent_at``. ``first_byte_at`` (streams only), ``last_event_at``: the first
-    and last event of its answer. ``events``: their number up to the one that finishes it. ``usage``: the
-    tokens of an answer that has ended. ``explain`` yields the routing decision, if an admin requested it.
+    was sent; ``status`` is 0 before. ``only_opened``: of a stream the head and comments were sent, and no
+    event yet. ``replica``: the last one that the request was sent to, or a fallback provider
+    (``by_fallback``), at ``sent_at``. ``first_byte_at`` (streams only), ``last_event_at``: the first and last
+    event of its answer. ``events``: their number up to the one that finishes it. ``usage``: the tokens of an
+    answer that has ended. ``explain`` yields the routing decision, if an admin requested it.
     ``probe``: our own, of which nothing is learned. ``adapter``: the version that it names. ``exchange``: the
     client's, on the client port.
     """
@@ -61,6 +62,7 @@ class Call:
         self.streaming = False
         self.probe = False
         self.started = False
+        self.only_opened = False
         self.answered = False
         self.outcome = ""
         self.status = 0
@@ -125,7 +127,11 @@ class Call:
         await self.send({"type": "http.response.body", "body": body})
 
     async def refuse(self, refused: Refused) -> None:
-        """Answer with an error in the envelope of the call's API."""
+        """Answer with an error in the envelope of the call's API; in an opened stream, as its event."""
+        if self.only_opened:
+            self.answered = True
+            await self.send({"type": "http.response.body", "body": refused.event(self.route.api)})
+            return
         headers = refused.headers()
         if self.replica:
             headers.append((_REPLICA, self.replica))

@@ -203,12 +203,12 @@ class Gateway:
             await call.refuse(refused)
         except asyncio.CancelledError:
             call.outcome = "cancelled"
-            if not call.disconnected and not call.started:
+            if not call.disconnected and (call.only_opened or not call.started):
                 await call.refuse(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
         except Exception as error:  # noqa: BLE001 - the edge: a client gets an answer whatever breaks
             call.outcome = Refusal.INTERNAL
             self.log.error("call_failed", cause=error, route=route.path, request_id=call.request_id.decode())
-            if not call.started:
+            if call.only_opened or not call.started:
                 await call.refuse(Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))
         finally:
             self._count(call, meter, account, began)

@@ -1,7 +1,7 @@
 """One attempt of one call on one replica: from the response's head to the client's last byte.
 
 The commit point is the first event of a stream, or the last byte of any other answer. An attempt may be
-repeated elsewhere before it, never after it.
+repeated elsewhere before it, never after it. Comments before the first event commit to nothing.
 
 This module is over 400 lines: every kind of response ends in one outcome, and all share the commit point.
 """
@@ -12,19 +12,21 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 
-import msgspec
 from starlette.types import Message
 
 from gateway.http.asgi_exchange import SENT
 from gateway.http.client import ClientConnection
-from gateway.protocol.errors import Refused, adapter_failure, cause_of, from_upstream, rejection_status
+from gateway.protocol.errors import Refused, adapter_failure, cause_of, denies_model, from_upstream, status_of
+from gateway.protocol.json_decoders import NULL, answer
 from gateway.protocol.model_rewrite import ModelRewrite
+from gateway.protocol.paths import Api
 from gateway.protocol.sse_validator import SseValidator
 from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer
 from gateway.request_context import Call
 from gateway.telemetry.metrics import ModelCounters
 from policy.admission.retry import AttemptOutcome
 from policy.errors import Refusal
+from policy.types import Runner
 from policy.wire.headers import REFUSAL_HEADER, REPLICA_HEADER
 
 # nginx and its kind buffer an answer otherwise, and caches store it.
@@ -40,11 +42,11 @@ FAILED = "The replica failed to answer the request."
 class Relay:
     """The sink of the upstream connection; ``done`` yields the outcome.
 
-    ``refused`` is the answer for ``REJECTED``, ``FAILED`` and ``SILENT``, ``reason`` why the replica did not
-    take the request for ``REFUSED``. ``begun``: a stream's first event came. ``committed``: the client was
-    sent a part of the answer. ``held_back``: reading is paused for a slow client. ``on_first`` is called at
-    the first token, ``meter`` counts for the model. ``rewrite`` gives our name of the model to the answer of
-    a server with another one.
+    ``refused`` is the error for the client if the request is not tried again, ``reason`` why the replica did
+    not take it for ``REFUSED`` and ``DECLINED``. ``begun``: a stream's first event came. ``committed``: the
+    client was sent a part of the answer. ``held_back``: reading is paused for a slow client. ``on_first`` is
+    called at the first token, ``meter`` counts for the model. ``rewrite`` gives our name of the model to the
+    answer of a server with another one.
     """
 
     def __init__(
@@ -142,9 +144,11 @@ class Relay:
         if status == 200:
             kind = headers.get(b"content-type", b"")
             self._stream = kind.startswith(b"text/event-stream")
-            if (self._stream or kind.startswith(b"application/json")) and (
-                b"content-encoding" not in headers
-            ):
+            expected = self.streams
+            if not self._stream:  # engines answer pooling requests whole, streamed or not
+                generates = self._call.route.runner is Runner.GENERATE
+                expected = kind.startswith(b"application/json") and not (self.streams and generates)
+            if expected and b"content-encoding" not in headers:
                 return
         self._error = bytearray()
 
@@ -168,23 +172,21 @@ class Relay:
         except Exception as error:  # noqa: BLE001 - whatever breaks here, the call must end
             self._fail(error)
 
-    def on_lost(self, *, begun: bool) -> None:
+    def on_lost(self, *, stale: bool) -> None:
         try:
-            self._lose(begun)
+            self._lose(stale)
         except Exception as error:  # noqa: BLE001 - whatever breaks here, the call must end
             self._fail(error)
 
     # by kind of answer
 
-    def _lose(self, begun: bool) -> None:
+    def _lose(self, stale: bool) -> None:
         if self.committed:
             if self._stream:
                 self._end_stream(clean=False)
             self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
-        elif self._connection.reused and not begun:
-            self._settle(AttemptOutcome.STALE)
         else:
-            self._settle(AttemptOutcome.LOST)
+            self._settle(AttemptOutcome.STALE if stale else AttemptOutcome.LOST)
 
     def _relay_bytes(self, data: bytes, complete: bool) -> None:
         if not self.committed:
@@ -198,9 +200,7 @@ class Relay:
                 return
             data = b"".join(self._held)
             self._held.clear()
-            if complete and not _is_json(data):
-                self.refused = Refused(Refusal.UPSTREAM_FAILED, "The replica's answer is not valid JSON.")
-                self._settle(AttemptOutcome.FAILED)
+            if complete and not self._is_answer(data):
                 return
             length = self._headers.get(b"content-length")
             if self._rewrite is not None:
@@ -228,25 +228,17 @@ class Relay:
         if out:
             now = monotonic()
             if not self.committed:
-                if validator.error and (refused := self._rejection()) is not None:
-                    # vLLM opens the stream before it has validated the request; nothing was sent to the
-                    # client yet.
-                    self._connection.abort(self)
-                    self.refused = refused
-                    self._settle(AttemptOutcome.REJECTED)
+                if validator.failed and validator.closed and self._fails_at_once():
                     return
-                if validator.error and validator.events <= 1:  # as a 5xx: nothing was sent yet
-                    self._connection.abort(self)
-                    self.refused = Refused(Refusal.UPSTREAM_FAILED, FAILED)
-                    self._settle(AttemptOutcome.FAILED)
-                    return
-                self._commit(list(STREAM_HEADERS))
+                headers = list(STREAM_HEADERS)
+                if validator.events or validator.closed:
+                    self._commit(headers)
+                else:  # comments
+                    self._open(headers)
             if self._last_at:
                 self._itl.add(now - self._last_at)
                 self._last_at = now
-            elif (
-                validator.events or validator.closed
-            ):  # comments keep a connection alive through a long prefill
+            elif self.committed:
                 self.begun = True
                 self._call.first_byte_at = self._last_at = now
                 self._first()
@@ -257,7 +249,7 @@ class Relay:
             self._pass_on(out, framed if out is data else None)
         if complete:
             if not self.committed:
-                self._settle(AttemptOutcome.LOST)
+                self._failed("The replica's stream is empty.")
                 return
             self._end_stream(clean=True)
             self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
@@ -270,20 +262,32 @@ class Relay:
         self._end_stream(clean=True)
         self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
 
-    def _rejection(self) -> Refused | None:
-        """The error in a stream's first event, if it is the request's own fault."""
-        if (refused := adapter_failure(self._validator.error)) is not None:
-            return refused
-        status = rejection_status(self._validator.error)
-        return (
-            None if status is None else from_upstream(status, self._validator.error, None, self._call.route)
-        )
+    def _fails_at_once(self) -> bool:
+        """Whether a stream that failed before the client was sent any of it ends this attempt."""
+        error, status = self._validator.error, status_of(self._validator.error)
+        # vLLM opens the stream before it has validated the request.
+        if self._validator.events > 1 and not 400 <= status < 500:
+            return False
+        self._connection.abort(self)
+        if error:
+            self._judge(status, error, None)
+        else:
+            self._failed("The replica's stream is invalid.")
+        return True
 
     def _commit(self, headers: list[tuple[bytes, bytes]]) -> None:
-        self.committed = self._call.started = True
-        headers.append((b"content-type", self._headers[b"content-type"]))
-        headers.append((_REPLICA, self._call.replica))
-        self._put(self._call.head(200, headers))
+        self.committed = True
+        self._open(headers)
+        self._call.only_opened = False
+
+    def _open(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send the head, which comments of this attempt or one before may have done."""
+        call = self._call
+        if not call.started:
+            call.started = call.only_opened = True
+            headers.append((b"content-type", self._headers[b"content-type"]))
+            headers.append((_REPLICA, call.replica))
+            self._put(call.head(200, headers))
 
     def _first(self) -> None:
         if self._on_first is not None:
@@ -292,14 +296,14 @@ class Relay:
     def _end_stream(self, *, clean: bool) -> None:
         last = b""
         if (refused := self._validator.end(clean=clean)) is not None:
-            last = self._validator.error_event(refused)
+            last = refused.event(self._call.route.api)
         self._call.answered = True
         self._put({"type": "http.response.body", "body": last, "more_body": False})
 
     def _end_with_error(self, refused: Refused) -> None:
         """End a stream that was begun with an error event."""
         self._call.answered = True
-        self._put({"type": "http.response.body", "body": self._validator.error_event(refused)})
+        self._put({"type": "http.response.body", "body": refused.event(self._call.route.api)})
 
     def _put(self, message: Message) -> None:
         """Send to the client; a slow client pauses reading from the replica."""
@@ -354,17 +358,48 @@ class Relay:
             self._settle(
                 AttemptOutcome.LOST if self.reason is Refusal.REPLICA_LOST else AttemptOutcome.REFUSED
             )
-        elif 400 <= self._status < 500 and self._status not in (401, 403, 407):
-            self.refused = from_upstream(self._status, body, retry_after, self._call.route)
-            self._settle(AttemptOutcome.REJECTED)
-        elif self._status == 500 and (refused := adapter_failure(body)) is not None:
-            self.refused = refused
-            self._settle(AttemptOutcome.REJECTED)
         else:
-            why = Refusal.NO_REPLICA if self._status == 503 else Refusal.UPSTREAM_FAILED
+            self._judge(self._status, body, retry_after)
+
+    def _judge(self, status: int, error: bytes, retry_after: bytes | None) -> None:
+        """End the attempt, whose answer was an ``error`` with this status (0: none)."""
+        if status in _REPLICA_DECLINES:
+            outcome = AttemptOutcome.DECLINED
+        elif status in (404, 405):
+            outcome = AttemptOutcome.DENIED
+            if denies_model(error):
+                outcome, self.reason = AttemptOutcome.DECLINED, Refusal.UNKNOWN_MODEL
+        elif 400 <= status < 500:
+            outcome = AttemptOutcome.REJECTED
+        else:
+            outcome = AttemptOutcome.FAILED
+        if status in (0, 500) and (refused := adapter_failure(error)) is not None:
+            self.refused, outcome = refused, AttemptOutcome.REJECTED
+        elif 400 <= status < 500 and status not in (401, 403, 407):
+            self.refused = from_upstream(status, error, retry_after, self._call.route)
+        else:
+            why = Refusal.NO_REPLICA if status == 503 else Refusal.UPSTREAM_FAILED
             wait = int(retry_after) if retry_after is not None and retry_after.isdigit() else None
             self.refused = Refused(why, FAILED, retry_after_s=wait)
-            self._settle(AttemptOutcome.FAILED)
+        self._settle(outcome)
+
+    def _failed(self, why: str) -> None:
+        """End the attempt, whose answer was no valid one."""
+        self.refused = Refused(Refusal.UPSTREAM_FAILED, why)
+        self._settle(AttemptOutcome.FAILED)
+
+    def _is_answer(self, data: bytes) -> bool:
+        """Whether the whole answer ``data`` is one; otherwise the attempt is ended."""
+        try:
+            str(data, "utf-8")
+            error = answer.decode(data).error
+        except (ValueError, RecursionError):
+            self._failed("The replica's answer is not valid JSON.")
+            return False
+        if error is NULL or error == NULL or self._call.route.api is Api.RESPONSES:
+            return True
+        self._judge(status_of(data), data, None)
+        return False
 
     def _settle(self, outcome: AttemptOutcome) -> None:
         if not self.done.done():
@@ -376,17 +411,8 @@ class Relay:
             self.done.set_exception(error)
 
 
-def _is_json(data: bytes) -> bool:
-    try:
-        str(data, "utf-8")
-        _any.decode(data)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-# Checks the syntax without building objects: a microsecond for 2 KB.
-_any = msgspec.json.Decoder(msgspec.Raw)
+# Not the request's fault: wrong credentials of ours, a conflict or timeout there, a rate limit, an overload.
+_REPLICA_DECLINES = frozenset({401, 403, 407, 408, 409, 425, 429, 503})
 _REASONS = {
     str(reason).encode(): reason
     for reason in (

@@ -90,7 +90,7 @@ class RetryLoop:
             self._ticket.end(self._clock(), outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
 
     async def _attempt(self, replica: ReplicaHandle) -> tuple[AttemptOutcome, Relay | None]:
-        """Try one replica; a kept connection that turns out to be closed is replaced once.
+        """Try one replica; a kept connection that was closed before the request arrived is replaced.
 
         Raises :class:`gateway.protocol.errors.Refused` when this machine can open no connection.
         """
@@ -101,7 +101,6 @@ class RetryLoop:
             rewrite = ModelRewrite(replica.their_model, self._body.model)
         head = self._head(replica, outgoing.size)
         connection = replica.pool.take()
-        stale = False
         while True:
             if connection is None:
                 try:
@@ -111,16 +110,22 @@ class RetryLoop:
                         raise Refused(
                             Refusal.EXHAUSTED, "The gateway can open no more connections."
                         ) from error
-                    # After a stale connection the request itself may have killed the replica.
-                    return (AttemptOutcome.LOST if stale else AttemptOutcome.UNREACHABLE), None
+                    return AttemptOutcome.UNREACHABLE, None
             relay = self._relay(replica, connection, rewrite)
             try:
                 outcome = await relay.run(head, outgoing.parts)
             finally:
                 replica.relays.discard(relay)
-            if outcome is not AttemptOutcome.STALE or stale:
-                return outcome, relay
-            connection, stale = None, True
+            if outcome is AttemptOutcome.STALE:
+                connection = None
+                continue
+            died = outcome is AttemptOutcome.LOST and relay.reason is not Refusal.REPLICA_LOST
+            if died and await _accepts_connections(replica):
+                relay.refused = Refused(Refusal.UPSTREAM_FAILED, "The replica closed the connection.")
+                outcome = AttemptOutcome.DROPPED
+            elif relay.reason is Refusal.UNKNOWN_MODEL and self._ticket.request.adapter:
+                outcome = AttemptOutcome.DENIED  # it lacks the adapter, whatever else it serves
+            return outcome, relay
 
     def _body_for(self, name: str) -> UpstreamBody:
         """The request's body, with ``name`` for its model or adapter, or the client's name if empty."""
@@ -159,6 +164,15 @@ class RetryLoop:
             if (value := call.headers.get(name)) is not None and value.isascii() and b"\n" not in value:
                 head += b"%b: %b\r\n" % (name, value)
         return head + b"\r\n"
+
+
+async def _accepts_connections(replica: ReplicaHandle) -> bool:
+    """Whether the replica lives on after a connection of it died; the new one is kept."""
+    try:
+        replica.pool.give(await replica.pool.connect())
+    except OSError:
+        return False
+    return True
 
 
 def validator_of(route: Route, body: Body, *, strip_usage: bool) -> SseValidator:

@@ -26,6 +26,7 @@ _RESULTS = {
     AttemptOutcome.SERVED: AttemptResult.GOOD,
     AttemptOutcome.REJECTED: AttemptResult.NOTHING,
     AttemptOutcome.REFUSED: AttemptResult.NOTHING,
+    AttemptOutcome.DENIED: AttemptResult.NOTHING,
 }
 # Outcomes after which the provider may have done work and may bill it.
 _MAY_BE_BILLED = frozenset(
@@ -155,14 +156,13 @@ class Spillover:
     async def _attempt(
         self, endpoint: FallbackProvider, call: Call, name: str, body: Body, raw: bytes
     ) -> tuple[AttemptOutcome, AttemptResult]:
-        """Try one provider; a kept connection that turns out to be closed is replaced once."""
+        """Try one provider; a kept connection that was closed before the request arrived is replaced."""
         call.replica, call.by_fallback = endpoint.label, True
         sent = endpoint.outgoing(call.route, name, body, raw)
         head = endpoint.head(call, sent.size)
         rewrite = ModelRewrite(endpoint.upstream.models[name], body.model)
         connection = endpoint.pool.take()
         while True:
-            kept = connection is not None
             try:
                 connection = connection or await endpoint.pool.connect()
             except OSError:
@@ -172,13 +172,6 @@ class Spillover:
                 call, connection, validator, self._metrics.model(name.partition(":")[0]), rewrite=rewrite
             )
             verdict = await relay.run(head, sent.parts)
-            if not kept or verdict is not AttemptOutcome.STALE:
-                return verdict, _result_of(verdict, relay.refused)
+            if verdict is not AttemptOutcome.STALE:
+                return verdict, _RESULTS.get(verdict, AttemptResult.BAD)
             connection = None
-
-
-def _result_of(outcome: AttemptOutcome, refused: Refused | None) -> AttemptResult:
-    """The result of an attempt for the breaker; a provider that limits the rate is ejected for a while."""
-    if outcome is AttemptOutcome.REJECTED and refused is not None and refused.status == 429:
-        return AttemptResult.BAD
-    return _RESULTS.get(outcome, AttemptResult.BAD)

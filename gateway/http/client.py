@@ -10,6 +10,7 @@ import asyncio
 import errno
 import socket
 import ssl
+import struct
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -18,6 +19,10 @@ import httptools
 
 MAX_IDLE = 256
 MAX_BUFFERED_WRITE = 64 * 1024
+# Bytes that may come before the end of a response's head, interim responses included.
+MAX_HEAD = 256 * 1024
+# Where Linux's tcp_info counts the bytes that the other side has acknowledged.
+_TCP_INFO_BYTES, _BYTES_ACKED_AT, _BYTES_ACKED = 128, 120, struct.Struct("Q")
 # Maximum digits of a chunk size; no read is that large.
 MAX_SIZE_LINE = 7
 # Errors of connect() that mean that this machine, not the server, lacks a resource.
@@ -38,8 +43,8 @@ class Sink(Protocol):
     def on_chunk(self, data: bytes, framed: bytes) -> None:
         """:meth:`on_data` for a read that is exactly one chunk; ``framed`` is the raw chunk."""
 
-    def on_lost(self, *, begun: bool) -> None:
-        """The connection broke; ``begun`` is whether any byte of a response had arrived."""
+    def on_lost(self, *, stale: bool) -> None:
+        """The connection broke; ``stale``: the server closed a kept one before the request arrived."""
 
 
 class ClientConnection:
@@ -57,10 +62,13 @@ class ClientConnection:
         self._paused = False
         self.reused = False
         self.received = False
+        self._sent = self._sent_before = 0
+        self._is_tls = False
         self._reset()
 
     def _reset(self) -> None:
-        self.begun = False
+        self._begun = self._in_body = False
+        self._head_size = 0
         self._chunks: list[bytes] = []
         self._headers: dict[bytes, bytes] = {}
         self._complete = self._extra = self._keep = self._until_eof = self._interim = self._between = False
@@ -76,7 +84,11 @@ class ClientConnection:
         self._reset()
         self._sink = sink
         parts = (head, body) if isinstance(body, bytes) else (head, *body)
-        if sum(map(len, parts)) <= MAX_BUFFERED_WRITE:
+        size = sum(map(len, parts))
+        # Of TLS it is not known how many bytes are sent.
+        self._sent_before = self._acknowledged() if self._is_tls and self.reused else self._sent
+        self._sent += size
+        if size <= MAX_BUFFERED_WRITE:
             self._transport.write(b"".join(parts))
         else:
             self._transport.writelines(parts)
@@ -109,6 +121,7 @@ class ClientConnection:
         # uvloop's transports have the interface without being a subclass.
         self._transport = cast("asyncio.Transport", transport)
         self._parser = httptools.HttpResponseParser(self)
+        self._is_tls = transport.get_extra_info("ssl_object") is not None
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -118,7 +131,7 @@ class ClientConnection:
         if sink is None:  # unsolicited bytes
             self.kill()
             return
-        self.begun = self.received = True
+        self._begun = self.received = True
         self._pool.reads += 1
         # An engine writes each event as one chunk, which is recognized without the parser and relayed as is.
         if self._between and (chunk := encode_chunk(data)) is not None:
@@ -130,6 +143,11 @@ class ClientConnection:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail()
             return
+        if not self._in_body:
+            self._head_size += len(data)
+            if self._head_size > MAX_HEAD:
+                self._fail()
+                return
         # Otherwise the parser may hold the beginning of the next chunk size.
         self._between = self._between and data[-2:] == b"\r\n"
         sink = self._taker()
@@ -162,11 +180,30 @@ class ClientConnection:
         if self._until_eof and exc is None:
             sink.on_data(b"", complete=True)
         else:
-            sink.on_lost(begun=self.begun)
+            # After EPIPE too the server's FIN came first; after a reset it is not known what had arrived.
+            closed = exc is None or isinstance(exc, BrokenPipeError)
+            stale = self.reused and not self._begun and closed and not self._has_arrived()
+            sink.on_lost(stale=stale)
 
     def _taker(self) -> Sink | None:
         """The sink, read by a call: a type checker assumes that the parser changes no attribute."""
         return self._sink
+
+    def _has_arrived(self) -> bool:
+        """Whether the server's FIN acknowledged a part of the last request; true if that is unknown."""
+        acknowledged = self._acknowledged()
+        return acknowledged < 0 or acknowledged != self._sent_before
+
+    def _acknowledged(self) -> int:
+        """How many of the bytes sent the server has acknowledged; -1 where TCP does not tell."""
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if sock is None:
+            return -1
+        try:
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            return int(_BYTES_ACKED.unpack_from(info, _BYTES_ACKED_AT)[0]) - 1  # without the SYN
+        except (AttributeError, OSError, struct.error):  # not Linux, or an older one
+            return -1
 
     # httptools callbacks
 
@@ -175,7 +212,8 @@ class ClientConnection:
             self._extra = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
+        if not self._in_body:  # trailers are not used
+            self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
@@ -183,6 +221,7 @@ class ClientConnection:
         if status < 200:
             self._interim = True
             return
+        self._in_body = True
         headers = self._headers
         self._until_eof = (
             b"content-length" not in headers and b"transfer-encoding" not in headers and status != 204
@@ -225,10 +264,10 @@ class ClientConnection:
             self._transport.close()
 
     def _fail(self) -> None:
-        sink, begun = self._sink, self.begun
+        sink = self._sink
         self.kill()
         if sink is not None:
-            sink.on_lost(begun=begun)
+            sink.on_lost(stale=False)
 
 
 class ConnectionPool:

@@ -115,5 +115,5 @@ class NdjsonStream:
     def on_chunk(self, data: bytes, framed: bytes) -> None:
         self.on_data(data, complete=False)
 
-    def on_lost(self, *, begun: bool) -> None:
+    def on_lost(self, *, stale: bool) -> None:
         self._ended.set()

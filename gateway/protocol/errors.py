@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.protocol.paths import Route
+from gateway.protocol.paths import Api, Route
 from policy.errors import Refusal, TidegateError
 
 MAX_MESSAGE = 2048
@@ -118,6 +118,16 @@ class Refused(TidegateError):
             return msgspec.json.encode({"type": "error", "error": error})
         return msgspec.json.encode({"error": error})
 
+    def event(self, api: Api) -> bytes:
+        """The error event of a stream of ``api``."""
+        if api is Api.OPENAI:
+            return b"data: " + self.body() + b"\n\n"
+        if api is Api.MESSAGES:
+            return b"event: error\ndata: " + self.body(anthropic=True) + b"\n\n"
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        event = {**error, "type": "error", "error": error}
+        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of the answer, without its length."""
         headers = [(b"content-type", b"application/json")]
@@ -179,13 +189,19 @@ def cause_of(body: bytes) -> str:
     return code if _CAUSE.fullmatch(code) else ""
 
 
-def rejection_status(body: bytes) -> int | None:
-    """The 4xx status that an upstream's error names as its integer ``code``, if it names one."""
+def denies_model(body: bytes) -> bool:
+    """Whether an upstream's 404 says that it does not serve the model."""
+    message, param, code = read_error(body)
+    return code == "model_not_found" or param == "model" or "model" in message.lower()
+
+
+def status_of(body: bytes) -> int:
+    """The status that an upstream's error names as its integer ``code``; 0 if it names none."""
     try:
         code = msgspec.json.decode(body)["error"]["code"]
     except (ValueError, RecursionError, LookupError, TypeError):
-        return None
-    return code if isinstance(code, int) and 400 <= code < 500 else None
+        return 0
+    return code if isinstance(code, int) else 0
 
 
 def read_error(body: bytes) -> tuple[str, str | None, str | None]:

@@ -119,7 +119,10 @@ class Counts(msgspec.Struct, gc=False):
 
 
 class Answer(msgspec.Struct, gc=False):
+    """A whole answer; that of responses has an ``error`` when it failed on the way."""
+
     usage: Raw = NULL
+    error: Raw = NULL
 
 
 chunk = msgspec.json.Decoder(Chunk)

@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.protocol.errors import Refused, read_error
 from gateway.protocol.json_decoders import NULL, Typed, chunk, typed
+from gateway.protocol.paths import Api
 from gateway.protocol.usage import Usage, read_usage, usage_inside
 from policy.errors import Refusal
 
@@ -34,7 +35,8 @@ class SseValidator:
     answer. ``usage``: as the engine reported it.
     """
 
-    def __init__(self, last_words: tuple[str, ...] = ()) -> None:
+    def __init__(self, last_words: tuple[str, ...] = (), api: Api = Api.OPENAI) -> None:
+        self._api = api
         self.finished = not last_words
         self._final_events = last_words
         self.failed = False
@@ -73,10 +75,6 @@ class SseValidator:
             return None
         self.failed = True
         return Refused(Refusal.STREAM_BROKEN, "The stream ended before the answer was complete.")
-
-    def error_event(self, refused: Refused) -> bytes:
-        """The error event of this API, for a stream that failed."""
-        return b"data: " + refused.body() + b"\n\n"
 
     def _feed_many(self, data: bytes) -> bytes:
         """Any number of events and parts of them."""
@@ -149,11 +147,11 @@ class SseValidator:
         """The upstream's error event, in our envelope."""
         self.failed = self.closed = True
         self.error = payload
-        return self.error_event(_relayed_error(payload))
+        return _relayed_error(payload).event(self._api)
 
     def _broken(self, why: str) -> bytes:
         self.failed = self.closed = True
-        return self.error_event(Refused(Refusal.STREAM_BROKEN, why))
+        return Refused(Refusal.STREAM_BROKEN, why).event(self._api)
 
 
 class ChatValidator(SseValidator):
@@ -189,22 +187,7 @@ class ResponsesValidator(SseValidator):
     """OpenAI's responses: one of three events is the final one."""
 
     def __init__(self) -> None:
-        super().__init__(("response.completed", "response.incomplete", "response.failed"))
-
-    def error_event(self, refused: Refused) -> bytes:
-        event = {
-            "type": "error",
-            "code": refused.code,
-            "message": refused.message,
-            "param": refused.param,
-            "error": {
-                "message": refused.message,
-                "type": refused.type,
-                "param": refused.param,
-                "code": refused.code,
-            },
-        }
-        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+        super().__init__(("response.completed", "response.incomplete", "response.failed"), Api.RESPONSES)
 
     def _count(self, decoded: Typed) -> None:
         if decoded.type in self._final_events:
@@ -216,10 +199,7 @@ class MessagesValidator(SseValidator):
     """Anthropic's messages end with ``message_stop``; its first and last deltas count the tokens."""
 
     def __init__(self) -> None:
-        super().__init__(("message_stop",))
-
-    def error_event(self, refused: Refused) -> bytes:
-        return b"event: error\ndata: " + refused.body(anthropic=True) + b"\n\n"
+        super().__init__(("message_stop",), Api.MESSAGES)
 
     def _count(self, decoded: Typed) -> None:
         found = (

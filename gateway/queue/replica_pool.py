@@ -77,6 +77,13 @@ class ModelPool:
                 found.append(handle.view if handle.lone and now < handle.due_at else handle.look())
         return found
 
+    def full(self) -> list[Candidate]:
+        return [
+            handle.view
+            for handle in self.served.handles
+            if handle.full and handle.breaker.reachable and handle.breaker.state is BreakerState.CLOSED
+        ]
+
     def replica(self, candidate: Candidate) -> ReplicaHandle:
         for handle in self.served.handles:
             if handle.view is candidate:

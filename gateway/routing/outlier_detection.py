@@ -57,12 +57,8 @@ class Probes:
     def _sweep(self, client: httpx.AsyncClient, at: float) -> None:
         timeout_s = self.deployment().gateway.progress_timeout_s
         for served in self.fleet.models:
+            self._eject_stuck(served, at, timeout_s)
             for handle in served.handles:
-                handle.age(at)
-                # Silence on all of its connections is a partition, or a process that is stopped.
-                patience_s = min(STALE_S, timeout_s) if handle.stale(at) else timeout_s
-                if handle.stuck_s(at) >= patience_s:
-                    self._eject(served, handle, at)
                 if served.engine is EngineKind.EXTERNAL:
                     if handle.answering and handle.breaker.due(at):
                         handle.breaker.half_open()
@@ -76,13 +72,25 @@ class Probes:
             if served.is_unavailable(at):
                 self.fleet.unavailable(served)
 
-    def _eject(self, served: ServedModel, handle: ReplicaHandle, at: float) -> None:
-        """It holds requests and makes no progress: those without any answer are moved."""
-        ejected = served.health.stalled(handle.breaker, at)
-        if ejected or (not handle.admissible and any(other.admissible for other in served.handles)):
-            for relay in tuple(handle.relays):
-                if not relay.committed:
-                    relay.expire(handle.stuck_s(at))
+    def _eject_stuck(self, served: ServedModel, at: float, timeout_s: float) -> None:
+        """Eject those that hold requests and make no progress; requests without any answer are moved."""
+        stuck = []
+        for handle in served.handles:
+            handle.age(at)
+            # Silence on all of its connections is a partition, or a process that is stopped.
+            patience_s = min(STALE_S, timeout_s) if handle.stale(at) else timeout_s
+            stuck_s = handle.stuck_s(at)
+            handle.breaker.doubted = stuck_s >= 0.5 * patience_s
+            if stuck_s >= patience_s:
+                stuck.append(handle)
+        # All are ejected before the first request moves: it must not go from one to the next.
+        ejected = [handle for handle in stuck if served.health.stalled(handle.breaker, at)]
+        for handle in stuck:
+            others = any(other.admissible for other in served.handles)
+            if handle in ejected or (others and not handle.admissible):
+                for relay in tuple(handle.relays):
+                    if not relay.committed:
+                        relay.expire(handle.stuck_s(at))
         if ejected:
             self.fleet.replica_changed(served)
 

@@ -16,7 +16,7 @@ from policy.admission.affinity_dispatch import FreeSlots, dispatch
 from policy.admission.fairness import FairQueue, Peers, QueueOrder, ReservedSlots
 from policy.admission.queue import Admitted, Queue
 from policy.admission.replica_pool_interface import Replica, ReplicaPool
-from policy.admission.retry import RESULTS, AttemptOutcome, Cause, Rejection, RetryState
+from policy.admission.retry import RESULTS, AttemptOutcome, Cause, Rejection, RetryState, retryable
 from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
@@ -114,6 +114,7 @@ class Ticket(Generic[R]):
         assert self.replica is not None and self.quote is not None
         health, breaker = self.dispatcher.health, self.replica.breaker
         result = RESULTS.get(outcome, AttemptResult.NOTHING)
+        serves_others = outcome is not AttemptOutcome.SERVED and breaker.serves_well(at)
         if self._probe:
             self._probe = False
             health.probed(breaker, result, at)
@@ -126,12 +127,13 @@ class Ticket(Generic[R]):
                 self.dispatcher.queue.settle(self._admitted, tokens[0] + tokens[1])
             pool.counted(self.request, tokens[0], tokens[1])
         if outcome is AttemptOutcome.SERVED:
+            self._retries.served(health, at)
             if gap_s:
                 pool.paced(self.quote, gap_s)
         elif outcome is not AttemptOutcome.BROKEN and outcome is not AttemptOutcome.LEFT:
             self.rejection = self._retries.after(
-                outcome, self.request, at, replica=self.quote.candidate.id, breaker=breaker, pool=pool,
-                health=health, adapter_failed=adapter_failed,
+                outcome, self.request, at, replica=self.quote.candidate.id, breaker=breaker,
+                serves_others=serves_others, pool=pool, health=health, adapter_failed=adapter_failed,
             )  # fmt: skip
             if self.rejection is None:
                 self._uncharge()
@@ -335,8 +337,8 @@ class Dispatcher(Generic[R]):
             return False
         if request.adapter:
             candidates = [each for each in candidates if pool.serves(each, request.adapter)]
-        if request.avoid:  # a last resort
-            candidates = [each for each in candidates if each.id not in request.avoid] or candidates
+        if request.avoid:
+            candidates = retryable(request, candidates, pool, at)
         if kept:
             candidates = [each for each in candidates if each.bound - each.in_flight > kept]
         ticket.quote = pool.choose(request, candidates, at)

@@ -50,6 +50,9 @@ class ReplicaPool(Protocol[R_co]):
     def candidates(self) -> list[Candidate]:
         """The replicas to which a request may be sent now, whether or not they have room, as they are now."""
 
+    def full(self) -> list[Candidate]:
+        """The replicas that are no candidates only because they refused a request for lack of room."""
+
     def replica(self, candidate: Candidate) -> R_co: ...
 
     def serves(self, candidate: Candidate, adapter: str) -> bool: ...

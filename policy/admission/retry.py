@@ -8,10 +8,12 @@ from typing import NamedTuple
 from policy.admission.replica_pool_interface import Replica, ReplicaPool
 from policy.errors import Refusal
 from policy.request import Request
+from policy.routing.cost import Candidate
 from policy.routing.replica_health import AttemptResult, Breaker, BreakerState, ReplicaHealth
 
-# Failed connections, begun attempts and failed adapter loads after which a request is not tried again.
-MAX_CONNECTS = 2
+# Attempts on the only replica, replicas that a request may have harmed, and failed adapter loads after which
+# it is not tried again.
+MAX_ALONE = 2
 MAX_BEGUN = 2
 MAX_LOADS = 2
 
@@ -21,18 +23,23 @@ class AttemptOutcome(StrEnum):
 
     ``SERVED``: the client has its answer. ``BROKEN``: the answer broke after parts of it had been sent. After
     the others the client has received nothing: ``REJECTED`` is the request's own fault, ``REFUSED`` means
-    that the replica did not begin it, ``FAILED`` is an answer of 5xx or an invalid one, ``LOST`` a connection
-    that died under the request, ``STALE`` a kept connection that was already closed, ``UNREACHABLE`` no
-    connection, ``SILENT`` no sign of life before the timeout, after which the connection was closed.
-    ``LEFT``: the client has left.
+    that the replica did not begin it, ``DECLINED`` an answer by which it does not serve what it should (its
+    credentials or its model are wrong, it limits the rate, it is overloaded), ``DENIED`` one that denies the
+    route, ``FAILED`` another error or an invalid answer, ``LOST`` a connection that died together with its
+    replica, ``DROPPED`` one that died while the replica accepts others, ``STALE`` a kept connection that was
+    closed before the request arrived, ``UNREACHABLE`` no connection, ``SILENT`` no sign of life before the
+    timeout, after which the connection was closed. ``LEFT``: the client has left.
     """
 
     SERVED = "served"
     BROKEN = "broken"
     REJECTED = "rejected"
     REFUSED = "refused"
+    DECLINED = "declined"
+    DENIED = "denied"
     FAILED = "failed"
     LOST = "lost"
+    DROPPED = "dropped"
     SILENT = "silent"
     STALE = "stale"
     UNREACHABLE = "unreachable"
@@ -43,25 +50,32 @@ class AttemptOutcome(StrEnum):
 RESULTS = {
     AttemptOutcome.SERVED: AttemptResult.GOOD,
     AttemptOutcome.BROKEN: AttemptResult.BAD,
+    AttemptOutcome.DECLINED: AttemptResult.BAD,
     AttemptOutcome.FAILED: AttemptResult.BAD,
     AttemptOutcome.LOST: AttemptResult.BAD,
+    AttemptOutcome.DROPPED: AttemptResult.BAD,
     AttemptOutcome.SILENT: AttemptResult.BAD,
     AttemptOutcome.UNREACHABLE: AttemptResult.BAD,
 }
+# The request may have caused it: certainly not refuted, or only if the replica serves others well.
+_HARMFUL = frozenset({AttemptOutcome.LOST, AttemptOutcome.SILENT})
+_OWN_FAULT = frozenset({AttemptOutcome.FAILED, AttemptOutcome.DENIED})
+# Faults that may have passed: the same replica is tried again if there is no other.
+_PASSING = frozenset({AttemptOutcome.LOST, AttemptOutcome.DROPPED, AttemptOutcome.UNREACHABLE})
 
 
 class Cause(StrEnum):
     """Why a ticket is rejected (closed: a new cause is a new member)."""
 
     UNAVAILABLE = "unavailable"  # no replica is up, and none is starting
-    RETRIES_SPENT = "retries_spent"  # no replica could be connected to, or the retry budget is spent
+    RETRIES_SPENT = "retries_spent"  # no replica is left to try, or the retry budget is spent
     ADAPTER = "adapter"  # no replica that is up can load its adapter
     DEADLINE = "deadline"  # its deadline passed before a replica had room
     LATE = "late"  # on arrival: it would not be served before its deadline
     FULL = "full"  # on arrival: the queue is full
     DISPLACED = "displaced"  # it made room in the queue for another
     REJECTED = "rejected"  # the replica found fault with the request itself
-    FAILED = "failed"  # as many replicas failed it as may
+    FAILED = "failed"  # all replicas failed it, or as many as may
 
 
 class Rejection(NamedTuple):
@@ -75,17 +89,19 @@ class Rejection(NamedTuple):
 class RetryState:
     """The failed attempts of one request, and the rule what follows from another one.
 
-    A replica that refused began nothing, so a retry is free. A connection that could not be made, and the
-    first death of a replica under the request, allow a move that is free if it leads to a replica in good
-    standing. Other retries are charged to the retry budget. At most :data:`MAX_BEGUN` replicas begin a
-    request: one that kills replicas kills no third.
+    A replica that refused began nothing, so a retry is free. Otherwise the request goes on as long as there
+    are replicas that it has not tried. That is free while it leads to a replica in good standing, of which
+    there are only as many failures as the retry budget allows anyway; other retries are charged to the
+    budget. A request that two replicas did not survive, or that two failed which serve others well, is taken
+    to be the cause: it harms no third.
     """
 
-    __slots__ = ("_connects", "_loads", "_moving")
+    __slots__ = ("_denied", "_failed", "_loads", "_moving")
 
     def __init__(self) -> None:
-        self._connects = self._loads = 0
+        self._failed = self._loads = 0
         self._moving = False
+        self._denied: list[Breaker] = []
 
     def after(
         self,
@@ -95,11 +111,15 @@ class RetryState:
         *,
         replica: str,
         breaker: Breaker,
+        serves_others: bool,
         pool: ReplicaPool[Replica],
         health: ReplicaHealth,
         adapter_failed: bool,
     ) -> Rejection | None:
-        """Why a request is rejected whose attempt on ``replica`` ended so; ``None`` if it may be retried."""
+        """Why a request is rejected whose attempt on ``replica`` ended so; ``None`` if it may be retried.
+
+        ``serves_others``: the replica had served its recent requests well.
+        """
         if outcome is AttemptOutcome.REFUSED:
             if adapter_failed:
                 self._loads += 1
@@ -109,22 +129,25 @@ class RetryState:
         if outcome is AttemptOutcome.REJECTED:
             return Rejection(Cause.REJECTED, Refusal.BAD_REQUEST)
         request.avoid.add(replica)
-        if outcome is AttemptOutcome.UNREACHABLE:
-            self._connects += 1
-            if self._connects >= MAX_CONNECTS and pool.candidates():
-                return Rejection(Cause.RETRIES_SPENT, Refusal.NO_REPLICA)
-            self._moving = True
-            return None
-        request.begun += 1
+        self._failed += 1
+        if outcome is AttemptOutcome.DENIED:
+            self._denied.append(breaker)
+        if outcome in _HARMFUL or (outcome in _OWN_FAULT and serves_others):
+            request.begun += 1
         if request.begun < MAX_BEGUN:
             # A replica that was ejected since it made no progress is as good as dead.
             hung = outcome is AttemptOutcome.SILENT and breaker.state is BreakerState.OPEN
-            if outcome is AttemptOutcome.LOST or hung:
+            if (hung or outcome in _PASSING) and (self._failed < MAX_ALONE or not pool.candidates()):
                 self._moving = True
+            else:
+                self._moving = bool(_untried(request, pool.candidates(), pool))
+            if self._moving:
                 return None
-            if _has_other(request, pool) and health.may_retry(at):
-                return None
-        if outcome is not AttemptOutcome.LOST and health.all_fail(at):
+        if outcome is AttemptOutcome.DENIED:
+            return Rejection(Cause.REJECTED, Refusal.BAD_REQUEST)
+        if outcome is AttemptOutcome.UNREACHABLE or (
+            outcome is not AttemptOutcome.LOST and health.all_fail(at)
+        ):
             return Rejection(Cause.RETRIES_SPENT, Refusal.NO_REPLICA)
         return Rejection(Cause.FAILED, Refusal.REPLICA_LOST)
 
@@ -133,14 +156,35 @@ class RetryState:
         if not self._moving:
             return True
         self._moving = False
-        if to.streak:
+        if not to.in_good_standing(at):
             return health.may_retry(at)
         health.moved()
         return True
 
+    def served(self, health: ReplicaHealth, at: float) -> None:
+        """The request was served: the replicas that denied it were wrong."""
+        for breaker in self._denied:
+            health.record(breaker, AttemptResult.BAD, at)
 
-def _has_other(request: Request, pool: ReplicaPool[Replica]) -> bool:
-    """Whether a replica that has not failed ``request`` could take it now."""
-    return any(
-        each.id not in request.avoid and pool.serves(each, request.adapter) for each in pool.candidates()
-    )
+
+def retryable(
+    request: Request, candidates: list[Candidate], pool: ReplicaPool[Replica], at: float
+) -> list[Candidate]:
+    """Those of ``candidates`` to which a request may go that others have failed.
+
+    Replicas in good standing come first, even if it has to wait for them, then others that it has not tried.
+    """
+    untried = _untried(request, candidates, pool)
+    if not untried:
+        return candidates
+    best = [each for each in untried if pool.replica(each).breaker.in_good_standing(at)] or untried
+    return [each for each in candidates if each in best]
+
+
+def _untried(request: Request, candidates: list[Candidate], pool: ReplicaPool[Replica]) -> list[Candidate]:
+    """The replicas that have not failed ``request`` and could take it, now or once they have room."""
+    return [
+        each
+        for each in (*candidates, *pool.full())
+        if each.id not in request.avoid and pool.serves(each, request.adapter)
+    ]

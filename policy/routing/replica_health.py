@@ -2,8 +2,9 @@
 
 Each replica has a breaker, which only a probe closes. A replica is ejected after consecutive failures or by
 the success rate of a window, for a base time multiplied by the number of ejections; at most half of the
-replicas are ejected and never the last (Envoy). One probe passes at a time (linkerd). Retries are bounded by
-a fraction of the requests (Finagle, linkerd).
+replicas are ejected and never the last (Envoy); one that serves nothing is ejected beyond that as long as
+another serves well. One probe passes at a time (linkerd). Retries are bounded by a fraction of the requests
+(Finagle, linkerd).
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class BreakerState(StrEnum):
 class AttemptResult(StrEnum):
     """What an attempt says of the health of its replica.
 
-    ``BAD`` are refused and broken connections, broken streams, silence and 5xx. ``NOTHING`` are 4xx, errors
-    of an adapter, refusals by the replica's admission, clients that left, and faults of this machine. Slow
-    answers are not ``BAD``: they cost a replica its share in routing.
+    ``BAD`` are refused and broken connections, broken streams, silence, 5xx, and 4xx that are not the
+    request's fault. ``NOTHING`` are other 4xx, errors of an adapter, refusals by the replica's admission,
+    clients that left, and faults of this machine. Slow answers are not ``BAD``: they cost a replica its share
+    in routing.
     """
 
     GOOD = "good"
@@ -47,7 +49,8 @@ class AttemptResult(StrEnum):
 class Breaker:
     """The circuit breaker of one replica. ``streak`` counts its consecutive failures.
 
-    ``reachable`` is set from outside; an unreachable replica does not count as a reason to eject another. All
+    ``reachable`` is set from outside; an unreachable replica does not count as a reason to eject another.
+    ``doubted`` is set too: it has made no progress for half of the time after which it is ejected. All
     instants are seconds of one monotonic clock.
     """
 
@@ -55,6 +58,7 @@ class Breaker:
         self.limits = limits
         self.state = BreakerState.CLOSED
         self.reachable = True
+        self.doubted = False
         self.probing = False
         self.streak = 0
         self._count = 0
@@ -73,6 +77,20 @@ class Breaker:
         recent.advance(at)
         volume = recent.first + recent.second
         return volume >= MIN_VOLUME and recent.first < self.limits.success_rate * volume
+
+    def serves_well(self, at: float) -> bool:
+        """Whether it served its last request, and in the window at least the rate that keeps it closed."""
+        recent = self._recent
+        if self.streak or not recent.first:
+            return False
+        recent.advance(at)
+        return 0 < recent.first >= self.limits.success_rate * (recent.first + recent.second)
+
+    def in_good_standing(self, at: float) -> bool:
+        """Whether nothing speaks against it: it serves well, or is new."""
+        if self.state is not BreakerState.CLOSED or self.doubted or self.streak:
+            return False
+        return not self._recent.second or self.serves_well(at)
 
     def note(self, result: AttemptResult, at: float) -> None:
         """Take the result of an attempt."""
@@ -267,14 +285,22 @@ class ReplicaHealth:
         return not any(_serves(breaker) and not breaker.failing(at) for breaker in self.breakers)
 
     def _eject(self, breaker: Breaker, at: float, reason: str) -> bool:
-        """Open ``breaker`` unless too many are open, or its replica is the last that can serve."""
+        """Open ``breaker`` unless too many are open, or its replica is the last that can serve.
+
+        A replica that serves nothing may be one too many if another serves well, which then gets no load
+        that was served before.
+        """
         if breaker.state is not BreakerState.CLOSED:
             return False
+        rest = [other for other in self.breakers if other is not breaker and _serves(other)]
+        if not rest:
+            return False
         closed = sum(other.state is BreakerState.CLOSED for other in self.breakers)
-        if len(self.breakers) - closed + 1 > self._eject_limits.max_fraction * len(self.breakers):
-            return False
-        if not any(other is not breaker and _serves(other) for other in self.breakers):
-            return False
+        fraction = self._eject_limits.max_fraction
+        if len(self.breakers) - closed + 1 > fraction * len(self.breakers):
+            serves_nothing = reason == "silence" or breaker.streak >= breaker.limits.failures
+            if not (fraction and serves_nothing and any(other.serves_well(at) for other in rest)):
+                return False
         breaker.open(at, self._draw())
         self.counters.ejections[reason] += 1
         return True

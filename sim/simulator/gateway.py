@@ -93,6 +93,9 @@ class SimulatedPool:
     def candidates(self) -> list[Candidate]:
         return self._fleet.views
 
+    def full(self) -> list[Candidate]:
+        return []
+
     def replica(self, candidate: Candidate) -> SimulatedReplica:
         return self._fleet.serving[self._fleet.views.index(candidate)]
 

@@ -12,7 +12,7 @@ from policy.wire.adapter_catalog import served_name
 from tests.faults import faults
 from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.harness import Harness
-from tests.gateway.fake_replica import DONE, Exchange, alias, event
+from tests.gateway.fake_replica import Exchange, alias
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 CONNECT_S = 0.5
@@ -52,14 +52,16 @@ async def test_2_3_early_errors_are_retried(harness: Harness, model: str, code: 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_2_errors_of_all_replicas_are_tried_twice(harness: Harness, model: str, path: str) -> None:
+async def test_2_an_error_of_all_replicas_comes_once_from_each(
+    harness: Harness, model: str, path: str
+) -> None:
     fleet = await harness.fleet(model, 4, usual=faults.status(500, "no /secret/path of ours"))
-    async with harness.expect(model, {"upstream_failed": 1}, attempts=2):
+    async with harness.expect(model, {"upstream_failed": 1}, attempts=4):
         reply = await harness.ask(model, path=path)
     assert reply.status == 502
     assert reply.error is not None
     assert "secret" not in reply.error["message"]
-    assert sorted(len(one.log) for one in fleet) == [0, 0, 1, 1]
+    assert [len(one.log) for one in fleet] == [1, 1, 1, 1]
 
 
 async def test_3_a_503_of_all_replicas_has_retry_after(harness: Harness, model: str) -> None:
@@ -71,15 +73,26 @@ async def test_3_a_503_of_all_replicas_has_retry_after(harness: Harness, model: 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-@pytest.mark.parametrize("code", [400, 404, 422])
-async def test_4_a_rejection_is_passed_on(harness: Harness, model: str, code: int, path: str) -> None:
+@pytest.mark.parametrize(("code", "attempts"), [(400, 1), (404, 2), (422, 1)])
+async def test_4_a_rejection_is_passed_on(
+    harness: Harness, model: str, code: int, attempts: int, path: str
+) -> None:
+    """A 404 contradicts the fleet: it is the answer if no replica knows better, and ejects none."""
     fleet = await harness.fleet(model, 2, usual=faults.status(code, "temperature must be at most 2"))
-    async with harness.expect(model, {"bad_request": 1}, attempts=1):
+    async with harness.expect(model, {"bad_request": 1}, attempts=attempts):
         reply = await harness.ask(model, path=path)
     assert reply.status == code
     assert reply.error is not None
     assert reply.error["message"] == "temperature must be at most 2"
-    assert sum(len(one.log) for one in fleet) == 1
+    assert sum(len(one.log) for one in fleet) == attempts
+
+
+@pytest.mark.parametrize("code", [408, 409, 425, 429])
+async def test_4_a_rate_limit_of_all_replicas_is_passed_on(harness: Harness, model: str, code: int) -> None:
+    await harness.fleet(model, 2, usual=faults.status(code, "slow down", retry_after="7"))
+    async with harness.expect(model, {"bad_request": 1}, attempts=2):
+        reply = await harness.ask(model)
+    assert (reply.status, reply.headers["retry-after"]) == (code, "7")
 
 
 async def test_5_a_failing_adapter_does_not_eject_its_replica(harness: Harness, model: str) -> None:
@@ -217,16 +230,21 @@ async def test_34_a_closed_idle_connection_is_replaced(harness: Harness, model: 
             await harness.ask(model)  # the close and the request cross on their way
 
 
-async def test_34_a_connection_closed_as_the_request_arrives_is_retried(harness: Harness, model: str) -> None:
-    (one,) = await harness.fleet(model, 1)
-    healthy = one.usual
-    async with harness.expect(model, {"ok": 2}, attempts=2):
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_34_a_request_that_had_arrived_counts_as_an_attempt(
+    harness: Harness, model: str, how: str
+) -> None:
+    """A kept connection that ends once the request was read is no closed idle connection."""
+    fleet = await harness.fleet(model, 2)
+    for one in fleet:
+        await harness.prefer(one)
         await harness.ask(model)
 
-        async def close(exchange: Exchange) -> None:
-            one.usual = healthy
-            exchange.close()
+    async def end(exchange: Exchange) -> None:
+        getattr(exchange, how)()
 
-        one.usual = close
-        assert (await harness.ask(model, stream=True)).body.endswith(event(finish="stop") + DONE)
-    assert len(one.log) == 3
+    for one in fleet:
+        one.faults["poison"] = end
+    async with harness.expect(model, {"upstream_failed": 1}, attempts=2):
+        assert (await harness.ask(model, "poison", stream=True)).status == 502
+    assert [sum(hit.text == "poison" for hit in one.log) for one in fleet] == [1, 1]

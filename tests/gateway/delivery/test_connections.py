@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
+import struct
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
@@ -83,22 +85,26 @@ class Client:
 class Line:
     """One pooled connection and the relays that use it in turn."""
 
-    def __init__(self) -> None:
-        self.pool = ConnectionPool("http://replica:1", 1.0)
-        self.wire = Wire()
-        self.connection = ClientConnection(self.pool)
-        self.connection.connection_made(cast("asyncio.Transport", self.wire))
-        self.pool.give(self.connection)
+    wire: Wire
+
+    def __init__(self, pool: ConnectionPool, connection: ClientConnection) -> None:
+        self.pool = pool
+        self.connection = connection
         self._meter = Metrics().model("alpha")
 
     async def ask(
-        self, send: Callable[[Message], Awaitable[None]], body: Sequence[bytes | memoryview] = ()
+        self,
+        send: Callable[[Message], Awaitable[None]],
+        body: Sequence[bytes | memoryview] = (),
+        *,
+        stream: bool = False,
     ) -> asyncio.Task[AttemptOutcome]:
         """Begin a request on the pooled connection."""
         connection = self.pool.take()
         assert connection is self.connection
         scope = {"headers": []}
         self.call = Call(ROUTES["/v1/chat/completions"], scope, _no_message, send)
+        self.call.streaming = stream
         self.relay = Relay(self.call, connection, ChatValidator(1), self._meter)
         asked = asyncio.create_task(self.relay.run(b"head", body))
         await asyncio.sleep(0)
@@ -116,7 +122,12 @@ async def _no_message() -> Message:
 
 @pytest.fixture
 def line() -> Line:
-    return Line()
+    pool = ConnectionPool("http://replica:1", 1.0)
+    line = Line(pool, ClientConnection(pool))
+    line.wire = Wire()
+    line.connection.connection_made(cast("asyncio.Transport", line.wire))
+    pool.give(line.connection)
+    return line
 
 
 async def test_a_client_slow_at_the_last_byte_does_not_block_the_next_request(line: Line) -> None:
@@ -173,7 +184,7 @@ async def test_a_failing_send_to_the_client_ends_the_call(line: Line, lost: bool
             raise LookupError
         return SENT
 
-    asked = await line.ask(broken)
+    asked = await line.ask(broken, stream=True)
     line.answer(STREAM_HEAD + b"9\r\ndata: 1\n\n\r\n")
     if lost:
         line.connection.connection_lost(None)
@@ -242,7 +253,7 @@ async def test_backpressure_of_a_slow_client_is_not_a_silent_replica(line: Line)
 
 
 async def test_events_of_an_abandoned_stream_are_counted(line: Line) -> None:
-    asked = await line.ask(Client().send)
+    asked = await line.ask(Client().send, stream=True)
     line.answer(STREAM_HEAD + b"1e\r\n" + b'data: {"x":1}\n\n' * 2 + b"\r\n")
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -257,3 +268,33 @@ async def test_a_body_in_parts_is_sent_in_order(line: Line, large: bool) -> None
     assert line.wire.written == b"head" + b"".join(parts)
     line.answer()
     assert await asked is AttemptOutcome.SERVED
+
+
+@pytest.mark.parametrize(
+    ("ends", "stale"), [("closed before", True), ("closed after", False), ("reset after", False)]
+)
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_connection_is_stale_if_it_was_closed_before_the_request_arrived(
+    ends: str, stale: bool, kept: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pool = ConnectionPool(f"http://127.0.0.1:{server.getsockname()[1]}", 1.0)
+        line = Line(pool, await pool.connect())
+        peer, _ = server.accept()
+        with peer:
+            pool.give(line.connection)
+            if kept:
+                asked = await line.ask(Client().send)
+                peer.recv(9)
+                peer.sendall(HEAD + BODY)
+                assert await asked is AttemptOutcome.SERVED
+            if ends == "closed before":
+                peer.close()
+            asked = await line.ask(Client().send)
+            if ends == "closed after":
+                peer.recv(9)
+            elif ends == "reset after":
+                peer.recv(9)
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            peer.close()
+        assert await asked is (AttemptOutcome.STALE if stale and kept else AttemptOutcome.LOST)

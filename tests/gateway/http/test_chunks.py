@@ -55,7 +55,7 @@ class Taken:
         self.body += data
         self.framed += 1
 
-    def on_lost(self, *, begun: bool) -> None:
+    def on_lost(self, *, stale: bool) -> None:
         raise AssertionError("the connection was fine")
 
 

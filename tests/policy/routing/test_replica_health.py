@@ -197,6 +197,20 @@ def test_the_watchdog_counts_from_the_last_progress_while_requests_are_held() ->
     assert watchdog.stuck_s(2, 7, 300.0) == 0.0
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.2, 0.5])
+def test_replicas_that_serve_nothing_are_all_ejected_once_another_serves_well(fraction: float) -> None:
+    health, (good, *bad) = model(5, Eject(max_fraction=fraction))
+    fraction_of_five = int(5 * fraction)
+    for breaker in bad:
+        fail(health, breaker, 0.0)
+    assert [b.state for b in bad].count(BreakerState.OPEN) == fraction_of_five
+    health.record(good, AttemptResult.GOOD, 0.0)
+    for breaker in bad:
+        health.record(breaker, AttemptResult.BAD, 0.0)
+    assert [b.state for b in bad].count(BreakerState.OPEN) == (4 if fraction else 0)
+    assert not fail(health, good, 0.0), "never the last"
+
+
 class Rotation(RuleBasedStateMachine):
     """Replicas that disconnect, reconnect, fail and are probed in any order."""
 
@@ -238,7 +252,8 @@ class Rotation(RuleBasedStateMachine):
         ejected = act(breaker)
         assert ejected == (was is BreakerState.CLOSED and breaker.state is BreakerState.OPEN)
         if ejected:
-            assert self.ejected() <= self.limits.max_fraction * len(self.breakers)
+            within = self.ejected() <= self.limits.max_fraction * len(self.breakers)
+            assert within or any(b.serves_well(self.at) for b in self.breakers)
             assert serving - 1 >= self.serving() > 0 or not breaker.reachable
 
     def ejected(self) -> int:

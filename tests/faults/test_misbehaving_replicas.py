@@ -1,0 +1,163 @@
+"""Replicas that misbehave, and answers that are nonsense: what has not begun is served elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from tests.faults import faults
+from tests.faults.faults import EVENTS
+from tests.faults.harness import Harness
+from tests.faults.raw_client import Reply
+from tests.gateway.fake_replica import DONE, Answer, Exchange
+from tests.gateway.worker import until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+BOUND, CLIENTS = 4, 8
+EJECTED_WITHIN_S = 10.0
+GATEWAY = {
+    "connect_timeout_s": 10.0,
+    "first_token_timeout_s": 20.0,
+    "answer_timeout_s": 3.0,
+    "progress_timeout_s": 2.0,
+    "queue_timeout_s": 60,
+    "eject": {"base_s": 1.0},
+}
+GOOD = faults.paced(4, 0.01)
+
+
+async def reset(exchange: Exchange) -> None:
+    exchange.reset()
+
+
+MISBEHAVIOUR: dict[str, list[Answer]] = {
+    "429": [faults.status(429, retry_after="1")] * 4,
+    "404": [faults.status(404, "The model does not exist.")] * 4,
+    "500": [faults.status(500)] * 4,
+    "silence": [faults.silent] * 4,
+    "resets": [reset] * 4,
+    "each another": [faults.status(429), faults.status(404), faults.silent, reset],
+    "our secret is refused": [faults.status(401), faults.status(403)] * 2,
+}
+
+
+class ClosedLoop:
+    """Clients that each send a stream after the other, until :meth:`end`."""
+
+    def __init__(self, harness: Harness, model: str) -> None:
+        self.replies: list[Reply] = []
+        self._asks = True
+        self._clients = [asyncio.create_task(self._ask(harness, model)) for _ in range(CLIENTS)]
+
+    async def _ask(self, harness: Harness, model: str) -> None:
+        while self._asks:
+            self.replies.append(await harness.ask(model, stream=True))
+
+    async def end(self) -> None:
+        self._asks = False
+        await asyncio.gather(*self._clients)
+
+
+@pytest.mark.parametrize("kind", MISBEHAVIOUR)
+async def test_four_of_five_replicas_misbehave_and_no_request_fails(
+    harness: Harness, model: str, kind: str
+) -> None:
+    """They are ejected, the fifth is used to its bound, and they return once they answer a probe."""
+    *bad, good = await harness.fleet(model, 5, usual=GOOD, bound=BOUND)
+    for one, answer in zip(bad, MISBEHAVIOUR[kind], strict=True):
+        one.usual = answer
+    async with harness.expect(model) as after:
+        load = ClosedLoop(harness, model)
+        began = time.monotonic()
+        for one in bad:
+            await harness.out_of_rotation(one.id)
+        assert time.monotonic() - began < EJECTED_WITHIN_S + after.stalls.seconds
+        await until(lambda: len(good.open) == BOUND, "the good one is full")
+        for one in bad:
+            one.usual = GOOD
+        await until(lambda: harness._admits({one.id for one in (*bad, good)}), "all are back")
+        await load.end()
+        assert set(await after.outcomes()) == {"ok"}
+    assert {reply.error is None for reply in load.replies} == {True}
+
+
+def raw(data: bytes) -> Answer:
+    """``data`` in place of a response, and the end of the connection."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.write(data)
+        exchange.close()
+
+    return answer
+
+
+def flood(begin: bytes, part: bytes) -> Answer:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.write(begin)
+        while not exchange.gone.is_set():
+            await exchange.write(part)
+            await asyncio.sleep(0)
+
+    return answer
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+JSON = OK + b"content-type: application/json\r\n"
+SSE = OK + b"content-type: text/event-stream\r\n"
+NONSENSE: dict[str, Answer] = {
+    "no HTTP": raw(b"hello\r\n\r\n"),
+    "nothing": raw(b""),
+    "a status line alone": raw(b"HTTP/1.1 200 OK\r\n"),
+    "no status": raw(b"HTTP/1.1 abc OK\r\n\r\n"),
+    "status 99": raw(b"HTTP/1.1 099 X\r\ncontent-length: 0\r\n\r\n"),
+    "another protocol": raw(b"HTTP/1.1 101 X\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nhello"),
+    "interim responses without end": flood(b"", b"HTTP/1.1 103 X\r\nlink: x\r\n\r\n" * 999),
+    "a header without end": flood(OK + b"x: ", b"x" * 65536),
+    "headers without end": flood(OK, b"x: y\r\n" * 9999),
+    "no name of a header": raw(OK + b": x\r\ncontent-length: 2\r\n\r\n{}"),
+    "two lengths": raw(JSON + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}"),
+    "a negative length": raw(JSON + b"content-length: -2\r\n\r\n{}"),
+    "a longer length": raw(JSON + b"content-length: 99\r\n\r\n{}"),
+    "a chunk without a size": raw(SSE + b"transfer-encoding: chunked\r\n\r\nxyz\r\n\r\n"),
+    "half a chunk": raw(SSE + b"transfer-encoding: chunked\r\n\r\nffff\r\ndata"),
+    "another encoding": raw(JSON + b"transfer-encoding: gzip\r\n\r\n{}"),
+    "a redirection": faults.status(302, location="http://127.0.0.1:1/"),
+    "no content": faults.reply(b"", code=204),
+    "another type": faults.reply(b"<html>", content_type="text/html"),
+    "no type": raw(OK + b"content-length: 2\r\n\r\n{}"),
+    "a list": faults.reply(b"[1]"),
+    "null": faults.reply(b"null"),
+    "deep JSON": faults.reply(b'{"a":' + b"[" * 100_000),
+    "an error with status 200": faults.reply(b'{"error": {"message": "boom", "code": 500}}'),
+    "an empty stream": faults.reply(b"", content_type=EVENTS),
+    "the end alone": faults.reply(DONE, content_type=EVENTS),
+    "comments alone": faults.reply(b": ping\n\n" * 3, content_type=EVENTS),
+    "a comment, then no JSON": faults.reply(b": ping\n\ndata: oops\n\n", content_type=EVENTS),
+    "a stream of no JSON": faults.reply(b"data: oops\n\n" * 3, content_type=EVENTS),
+    "an event that is no text": faults.reply(b"data: \xff\n\n", content_type=EVENTS),
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+async def test_nonsense_before_the_first_event_is_had_elsewhere(
+    harness: Harness, model: str, kind: str
+) -> None:
+    bad, _ = await harness.fleet(model, 2)
+    bad.usual = NONSENSE[kind]
+    await harness.prefer(bad)
+    async with harness.expect(model, {"ok": 2}, attempts=4):
+        for stream in (True, False):
+            reply = await harness.ask(model, stream=stream)
+            assert (reply.status, reply.error, reply.streamed) == (200, None, stream)
+
+
+async def test_an_opened_stream_without_an_event_ends_in_an_error(harness: Harness, model: str) -> None:
+    """The client got comments, which commit to nothing: what all replicas say comes as an event."""
+    await harness.fleet(model, 2, usual=NONSENSE["comments alone"])
+    async with harness.expect(model, {"upstream_failed": 3}, attempts=6):
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            reply = await harness.ask(model, path=path, stream=True)
+            assert reply.status == 200 and reply.streamed
+            assert reply.error is not None and reply.error["message"] == "The replica's stream is empty."
