@@ -76,7 +76,6 @@ class FileHandler(logging.Handler):
     def __init__(self, log: RotatingLog) -> None:
         super().__init__()
         self._log = log
-        self.setFormatter(LineFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -87,3 +86,13 @@ class FileHandler(logging.Handler):
     def close(self) -> None:
         self._log.close()
         super().close()
+
+
+def log_to(handler: logging.Handler, name: str = "") -> None:
+    """Let ``handler`` alone write the lines of this process's logger ``name``, or of all."""
+    handler.setFormatter(LineFormatter())
+    logger = logging.getLogger(name)
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -5,17 +5,50 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from store.log_file import KEPT
+from tidegate.log_entries import LEVELS, Entry, entries
 
-def tail(path: Path, lines: int, max_bytes: int = 1024 * 1024) -> list[str]:
-    """The last ``lines`` lines within the last ``max_bytes``; none for a missing file."""
+_BLOCK_BYTES = 1024 * 1024
+
+
+def tail(path: Path, lines: int | None, *, since: float = 0.0, level: str = LEVELS[0]) -> list[Entry]:
+    """The last ``lines`` entries of a log and its rotated files (``None``: all), oldest first.
+
+    Only those from the instant ``since`` on, and of ``level`` or above.
+    """
+    found: list[Entry] = []
+    for file in (path, *(path.with_name(f"{path.name}.{i}") for i in range(1, KEPT + 1))):
+        size = _BLOCK_BYTES
+        while (read := _read_end(file, size)) is not None:
+            text, rest = read
+            block = entries(path.stem, text.splitlines(), file.stat().st_mtime)
+            wanted = [entry for entry in block if entry.at >= since and is_at_least(entry, level)]
+            enough = lines is not None and len(wanted) + len(found) >= lines
+            older = bool(block) and block[0].at < since
+            if enough or older or not rest:
+                found = wanted + found
+                break
+            size *= 8
+        if read is None or enough or older:
+            break
+    return found if lines is None else found[max(0, len(found) - lines) :]
+
+
+def is_at_least(entry: Entry, level: str) -> bool:
+    return LEVELS.index(entry.level) >= LEVELS.index(level)
+
+
+def _read_end(path: Path, max_bytes: int) -> tuple[str, bool] | None:
+    """The last whole lines within ``max_bytes``, and whether there are earlier ones; no file is ``None``."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - max_bytes))
-            text = file.read().decode(errors="replace")
+            if size > max_bytes:
+                file.readline()  # a part of a line
+            return file.read().decode(errors="replace"), size > max_bytes
     except FileNotFoundError:
-        return []
-    return text.splitlines()[-lines:] if lines > 0 else []
+        return None
 
 
 class Follower:

@@ -21,6 +21,7 @@ from serve.actuator.local import LocalActuator
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
 from serve.http import HttpServer
+from store.log_lines import log_to
 from store.state_dir import StateDir, listen
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
             await asyncio.sleep(0.2)
     config = uvicorn.Config(
         build_app(controller, state.secret()), http="httptools", access_log=False, log_level="warning",
-        lifespan="off", timeout_graceful_shutdown=1,
+        log_config=None, lifespan="off", timeout_graceful_shutdown=1,
     )  # fmt: skip
     tasks = {
         asyncio.create_task(HttpServer(config).serve(sockets=[sock])),
@@ -93,8 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--state", type=Path, required=True)
     given = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    log_to(logging.StreamHandler())
     uvloop.run(_run(StateDir(given.state)))
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
-import traceback
 from pathlib import Path
 
 import ray
@@ -15,7 +13,11 @@ from ray.actor import ActorHandle
 
 from serve.actuator.ray import RayActuator, deployment_id
 from serve.controller.process import serve_controller
+from store.log_file import RotatingLog
+from store.log_lines import FileHandler, log_to
 from store.state_dir import StateDir
+
+log = logging.getLogger("tidegate.controller")
 
 NAMESPACE = "tidegate"
 
@@ -26,8 +28,8 @@ class ControllerActor:
     def __init__(self, state_dir: str, address: str, dashboard: str, token: str, loopback: bool) -> None:
         state = StateDir(Path(state_dir))
         actuator = RayActuator(state, address, dashboard, token, loopback=loopback)
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
-        logging.getLogger("httpx").setLevel(logging.WARNING)
+        # In the state directory, as without Ray: Ray's own file of this process is elsewhere, by its pid.
+        log_to(FileHandler(RotatingLog(state.logs / "controller.log")))
         self._thread = threading.Thread(
             target=self._run, args=(actuator, state, address), name="controller", daemon=True
         )
@@ -36,10 +38,10 @@ class ControllerActor:
     def _run(self, actuator: RayActuator, state: StateDir, address: str) -> None:
         try:
             uvloop.run(serve_controller(actuator, state, address))
+        except BaseException:
+            log.exception("the controller failed")
         finally:
             # A controller that ended is restarted by Ray only if its process ends.
-            traceback.print_exc()
-            sys.stderr.flush()
             os._exit(1)
 
     def ping(self) -> int:

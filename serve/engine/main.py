@@ -42,6 +42,7 @@ from serve.engine.request_guard import Guard
 from serve.engine.sleep import SleepControl
 from serve.gpu_metrics import devices, product_name
 from serve.http import HttpServer
+from store.log_lines import log_to
 from store.state_dir import listen
 
 MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim.engine"}
@@ -251,6 +252,8 @@ def main() -> None:
     """Entry point: ``python -m serve.engine.main --events FD``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, required=True)
+    # The engine has its own form for the rest.
+    log_to(logging.StreamHandler(), "tidegate")
     try:
         uvloop.run(_main(parser.parse_args().events))
     except BaseException:

@@ -7,6 +7,7 @@ Its argument is the replica's id. Standard input carries one JSON line, the
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 
@@ -16,6 +17,7 @@ import uvloop
 from serve.host.heartbeat import send_heartbeats
 from serve.host.replica_host import HostSpec
 from serve.host.shared_gpu_host import host_of
+from store.log_lines import log_to
 
 
 async def _run(spec: HostSpec, replica: str) -> int:
@@ -40,6 +42,7 @@ async def _run(spec: HostSpec, replica: str) -> int:
 
 def main() -> None:
     """Entry point of the process."""
+    log_to(logging.StreamHandler())
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=HostSpec)
     sys.exit(uvloop.run(_run(spec, sys.argv[1])))
 

@@ -29,6 +29,7 @@ from serve.host.engine_process import EngineProcess
 from serve.host.version_check import Versions
 from serve.host.weight_verification import Prepare, Weights, prepare_verified, record_read, was_read_before
 from store.log_file import RotatingLog
+from store.log_lines import line
 from store.model_weights.prepare import prepare as prepare_weights
 from store.preparation_progress import Progress
 from store.state_dir import StateDir, cache_dir, default_root, private_directory
@@ -270,7 +271,7 @@ class ReplicaHost:
             if progress.fraction is not None or progress.step not in ("fetch", "verify"):
                 # A download or build, or the wait for another process that does it.
                 loop.call_soon_threadsafe(partial(self.update, start_path=StartPath.COLD))
-            self._log.write(f"{progress.step}: {progress.message}\n".encode())
+            self._log.write(line("info", f"{progress.step}: {progress.message}", {}))
 
         prepared = await asyncio.to_thread(
             prepare_verified,

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from policy.errors import Unreachable
 from serve.controller.client import ControllerClient
@@ -22,6 +23,7 @@ from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.ray_head import RayHead
 from tests.serve.sim_documents import document, sim_model
+from tidegate.cli import group
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 WITHIN_S = 240.0
@@ -89,6 +91,10 @@ def test_each_deployment_manages_only_its_own(ray_site: RayHead, tenants: tuple[
         tenant.command("start")
     first, others = one.ready("m"), other.ready("m")
     assert not first & others
+    for tenant, replicas in ((one, first), (other, others)):
+        words = ["--state-dir", str(tenant.state.root), "logs", "controller", "--since", "1h"]
+        shown = CliRunner().invoke(group, words).output
+        assert any(f"INFO     controller     {replica}: ready" in shown for replica in replicas), shown
     one.command("stop")
     with pytest.raises(Unreachable):
         one.client.status()

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from store.log_file import RotatingLog
-from store.log_lines import MAX_PLACES, FileHandler, error_fields, line
+from store.log_lines import MAX_PLACES, FileHandler, error_fields, line, log_to
 
 SECRET = "canary-word"
 
@@ -76,7 +76,7 @@ def test_an_error_is_named_with_its_places_and_without_its_text(
 
 def test_errors_of_pythons_logging_keep_their_text_in_processes_without_prompts(tmp_path: Path) -> None:
     log = logging.getLogger("tidegate.test")
-    log.addHandler(handler := FileHandler(RotatingLog(tmp_path / "controller.log")))
+    log_to(handler := FileHandler(RotatingLog(tmp_path / "controller.log")), log.name)
     try:
         log.warning("adapter %s: removed", "sql")
         try:

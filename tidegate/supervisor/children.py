@@ -15,6 +15,7 @@ import msgspec
 
 from policy.errors import EngineFailed
 from policy.stats.backoff import Backoff, failures_after
+from store import log_lines
 from store.log_file import RotatingLog
 from store.os_process import end_child
 from store.state_dir import StateDir
@@ -179,11 +180,17 @@ async def run_tool(
     last = ToolLine()
     try:
         async for line in process.stdout:
-            with contextlib.suppress(OSError):
-                log.write(line)
-            with contextlib.suppress(msgspec.MsgspecError):  # other output
+            try:
                 last = msgspec.json.decode(line, type=ToolLine)
+            except msgspec.MsgspecError:  # other output
+                written = line
+            else:
                 on_line(last)
+                level = "error" if last.error else "info"
+                text = last.error or last.message or last.path
+                written = log_lines.line(level, text, {"fraction": last.fraction})
+            with contextlib.suppress(OSError):
+                log.write(written)
         return await process.wait(), last
     finally:
         if process.returncode is None:
@@ -207,7 +214,7 @@ def log_end(state: StateDir, pattern: str, lines: int = 15) -> str:
     """The end of the newest log that matches ``pattern``, to append to a message."""
     logs = sorted(state.logs.glob(f"{pattern}.log"), key=lambda path: path.stat().st_mtime)
     last = tail(logs[-1], lines) if logs else []
-    return "".join(f"\n  {logs[-1].stem} | {line}" for line in last)
+    return "".join(f"\n  {entry.process} | {entry.text}" for entry in last)
 
 
 def _status(exit_code: int | None) -> str:

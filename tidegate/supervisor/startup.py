@@ -206,13 +206,6 @@ class Startup:
         self._idle = readiness.idle(self.deployment, fleet)
         return "; ".join(missing) or None
 
-    def _events(self) -> list[str]:
-        """The controller's last events; on Ray its log is not in the state directory."""
-        try:
-            return [f"\n  {event}" for event in self.controller_client().status().events[-10:]]
-        except Unreachable:
-            return []
-
     async def _gateway(self) -> None:
         key = own_key(self.state.secret())
 
@@ -271,7 +264,6 @@ class Startup:
             check_alive(needed)
             if clock() >= deadline:
                 ends = [log_end(self.state, pattern) for pattern in _LOGS[step]]
-                ends += await asyncio.to_thread(self._events) if step == "replica" else []
                 raise EngineFailed(
                     f"{step}: not ready after {self.timeout_s:.0f} s: {missing}{''.join(ends)}"
                 )

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from policy.errors import Unreachable
 from store.state_dir import StateDir
-from tidegate.log_tail import Follower, tail
+from tidegate.commands.units import duration
+from tidegate.log_entries import LEVELS, Entry, entries
+from tidegate.log_tail import Follower, is_at_least, tail
 
 _POLL_S = 0.25
+_LINES = 50
+# Shown if they are named: a line for each request would hide everything else.
+_ACCESS = "access-"
 
 
 @click.command(
-    help="Print the last lines of the log of PROCESS (gateway-0, controller, ray, ...), or of all."
+    help="Print the log of PROCESS (gateway-0, controller, ray, ...), or of all but access logs, as lines of"
+    " time, level, process and text."
     "\n\nA prefix selects several processes: `logs replica` shows every replica."
 )
 @click.argument("process", required=False, default="")
 @click.option(
-    "-n", "lines", type=click.IntRange(min=0), default=50, show_default=True, help="Number of lines."
+    "-n", "lines", type=click.IntRange(min=0),
+    help=f"Number of lines of each process; default: {_LINES}, or all with --since.",
+)  # fmt: skip
+@click.option(
+    "--since", metavar="DURATION", type=duration, help="Only lines of the last e.g. 90s, 10m or 2h."
+)
+@click.option(
+    "--level", type=click.Choice(LEVELS[:-1]), default=LEVELS[0], help="Only lines of this level or above."
 )
 @click.option("-f", "follow", is_flag=True, help="Keep printing new lines.")
 @click.pass_obj
-def logs(state: StateDir, process: str, lines: int, follow: bool) -> None:
+def logs(  # noqa: PLR0917 - click passes them by name
+    state: StateDir, process: str, lines: int | None, since: float | None, level: str, follow: bool
+) -> None:
     known = _known(state.logs)
     selected = _selected(known, process)
     if known and not selected:
@@ -32,16 +48,23 @@ def logs(state: StateDir, process: str, lines: int, follow: bool) -> None:
     if not known:
         raise Unreachable(f"no logs under {state.logs}")
     followers = {name: Follower(path) for name, path in selected.items()} if follow else {}
-    for name, path in selected.items():
-        _print(name, tail(path, lines), alone=bool(process) and len(selected) == 1)
+    count = _LINES if lines is None and since is None else lines
+    first = 0.0 if since is None else time.time() - since
+    _print(entry for path in selected.values() for entry in tail(path, count, since=first, level=level))
     try:
         while followers:
+            new: list[Entry] = []
             for name, follower in followers.items():
-                _print(name, follower.lines(), alone=bool(process) and len(followers) == 1)
+                new += entries(name, follower.lines(), time.time())
+            _print(entry for entry in new if is_at_least(entry, level))
             # Follow processes that started meanwhile too, unless one was named in full.
             if process not in followers:
-                new = _selected(_known(state.logs), process)
-                followers |= {name: Follower(new[name], whole=True) for name in new if name not in followers}
+                started = _selected(_known(state.logs), process)
+                followers |= {
+                    name: Follower(path, whole=True)
+                    for name, path in started.items()
+                    if name not in followers
+                }
             time.sleep(_POLL_S)
     finally:
         for follower in followers.values():
@@ -56,9 +79,11 @@ def _selected(known: dict[str, Path], process: str) -> dict[str, Path]:
     """The log named ``process``, or else those whose names begin with it."""
     if process in known:
         return {process: known[process]}
-    return {name: path for name, path in known.items() if name.startswith(process)}
+    names = (name for name in known if name.startswith(process) and (process or not name.startswith(_ACCESS)))
+    return {name: known[name] for name in names}
 
 
-def _print(name: str, lines: list[str], *, alone: bool) -> None:
-    for line in lines:
-        click.echo(line if alone else f"{name:<14} | {line}")
+def _print(found: Iterable[Entry]) -> None:
+    """In the order of time; lines of one process and instant stay together."""
+    for entry in sorted(found, key=lambda entry: entry.at):
+        click.echo(str(entry))

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 import click
@@ -20,6 +19,7 @@ from policy.deployment_file.parse import parse
 from policy.errors import PreconditionFailed, Unreachable
 from policy.types import Runner
 from store.log_file import RotatingLog
+from store.log_lines import line
 from store.os_process import find
 from store.state_dir import StateDir
 from tidegate import deployment_file
@@ -36,6 +36,8 @@ _QUESTION = "What is the capital of France?"
 _POLL_S = 0.02
 # Between the supervisor's last event and its exit.
 _EXIT_S = 5.0
+# Events that are more than information, by their level in the log.
+_LEVELS = {"note": "warning", "failed": "error"}
 
 _no_ray = click.option("--no-ray", is_flag=True, help="Run replicas as child processes, without Ray.")
 _timeout = click.option(
@@ -189,7 +191,7 @@ def _run(state: StateDir, document: deployment_file.Document, no_ray: bool, time
         printer(event)
         text = " ".join(filter(None, (event.kind, event.step, event.message)))
         with contextlib.suppress(OSError):
-            log.write(f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {text}\n".encode())
+            log.write(line(_LEVELS.get(event.kind, "info"), text, {}))
         if event.kind == "ready":
             click.echo(welcome(document.deployment))
 
