@@ -99,7 +99,7 @@ class Gateway:
         )
         self.fleet = FleetView(secret, self.metrics, shared, rng.random, events)
         self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
-        self.coalescer = Coalescer(self._deliver, self.metrics)
+        self.coalescer = Coalescer(self._deliver, self.metrics, log)
         self.spillover = Spillover(self.metrics, log, rng)
         self.capture = CapturePublisher(captures)
         self.listeners = Subscribers(captures, lambda model: self.routes.densities[model].bytes_a_token)

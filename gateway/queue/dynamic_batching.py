@@ -13,9 +13,11 @@ from starlette.types import Message
 from gateway.http.asgi_exchange import SENT
 from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import SubRequest, join, split, sub_request_of
+from gateway.protocol.errors import Refused
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.structured_log import Log
 from policy.admission.dynamic_batching import Batch, BatchingWindows
 from policy.config.deployment import Coalesce
 from policy.request import Request
@@ -47,9 +49,10 @@ Deliver = Callable[[Call, ServedModel, Request, bodies.Body, bytes], Awaitable[N
 class Coalescer:
     """The coalescing windows of one worker. ``deliver`` serves one call or raises its refusal."""
 
-    def __init__(self, deliver: Deliver, metrics: Metrics) -> None:
+    def __init__(self, deliver: Deliver, metrics: Metrics, log: Log) -> None:
         self._deliver = deliver
         self._metrics = metrics
+        self._log = log
         self._windows: BatchingWindows[_Member] = BatchingWindows()
         self._calls: dict[Batch[_Member], asyncio.Task[Sequence[bytes | None]]] = {}
         self._loop = asyncio.get_running_loop()
@@ -134,7 +137,9 @@ class Coalescer:
         request = _together(members)
         try:
             return await self._ask(members, request)
-        except Exception:  # noqa: BLE001 - each tries by itself, and has its own error then
+        except Exception as error:  # noqa: BLE001 - each tries by itself, and has its own error then
+            if not isinstance(error, Refused):
+                self._log.warning("shared_call_failed", cause=error, requests=len(members))
             for member in members:
                 member.request.avoid |= request.avoid
                 member.request.begun = request.begun - _ONE_TRY

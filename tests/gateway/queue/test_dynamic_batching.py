@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -19,6 +20,7 @@ from gateway.queue.dynamic_batching import Coalescer
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Coalesce
 from policy.errors import Refusal
 from policy.request import Request
@@ -33,7 +35,8 @@ class Site:
 
     def __init__(self, **bounds: Any) -> None:
         self.metrics = Metrics()
-        self.coalescer = Coalescer(self._deliver, self.metrics)
+        self.logged = io.StringIO()
+        self.coalescer = Coalescer(self._deliver, self.metrics, Log(0, self.logged))
         self.bounds = Coalesce(**{"window_s": 0.02, **bounds})
         self.sent: list[list[str]] = []
         self.requests: list[Request] = []
@@ -174,6 +177,7 @@ async def test_only_the_failing_member_gets_an_error() -> None:
     assert isinstance(other, dict)
     assert (one["texts"], other["texts"]) == (["b"], ["c"])
     assert site.sent == [["a"], ["b", "bad", "c"], ["b"], ["bad"], ["c"]]
+    assert site.logged.getvalue() == ""
 
 
 @pytest.mark.parametrize("answer", [b"", b"{}", b'{"data":[]}', b"\xff", b'{"data":[{"index":0}]}'])
@@ -187,6 +191,8 @@ async def test_members_are_sent_one_by_one_if_the_answer_cannot_be_split(answer:
     site.hold.set()
     assert [received["texts"] for received in await asyncio.gather(*asked)] == [["a"], ["b"], ["c"]]
     assert site.metrics.model("vectors").coalesced_calls == 0
+    logged = json.loads(site.logged.getvalue())
+    assert (logged["event"], logged["requests"], bool(logged["traceback"])) == ("shared_call_failed", 2, True)
 
 
 async def test_a_disconnect_removes_a_request_from_the_window() -> None:
