@@ -64,7 +64,8 @@ class LineFormatter(logging.Formatter):
     """Python's logging in the same lines, with the texts of errors: for processes that serve no prompts."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, Field] = {"logger": record.name}
+        own = record.name.startswith("tidegate")
+        fields: dict[str, Field] = {} if own else {"logger": record.name}
         if record.exc_info and (error := record.exc_info[1]) is not None:
             fields |= error_fields(error) | {"error": f"{_name(error)}: {error}"}
         return line(record.levelname.lower(), record.getMessage(), fields).decode().rstrip("\n")
