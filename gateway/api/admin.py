@@ -121,9 +121,10 @@ async def split(services: GatewayServices, model: str, name: str, request: Reque
     "/admin/adapters/{model:path}/{name}/rollback",
     summary="Return a name to the versions it had before",
 )
-async def rollback(services: GatewayServices, model: str, name: str) -> JsonResponse:
-    """The alias after the rollback."""
-    return JsonResponse(await services.controller.ask("POST", adapter_path(model, name, "rollback")))
+async def rollback(services: GatewayServices, model: str, name: str, request: Request) -> JsonResponse:
+    """The alias after the rollback; an optional body names one version, ``{"to": "v1"}``."""
+    path = adapter_path(model, name, "rollback")
+    return JsonResponse(await services.controller.ask("POST", path, await request.body()))
 
 
 async def _progress(first: dict[str, Any], lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

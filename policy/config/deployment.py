@@ -106,7 +106,7 @@ class AdapterSource(Section, frozen=True):
     """A declared adapter: a ``path`` on the head node, a ``source``, or several ``versions``.
 
     ``source`` is a path, ``https://`` (an archive), ``hf:ORG/NAME[@REVISION]`` or any fsspec URL, such as
-    ``s3://``. Only ``tenants`` may use it; empty means all.
+    ``s3://``. Only ``tenants`` may use it; empty means all. With ``force`` it may name another base model.
     """
 
     name: str
@@ -114,6 +114,7 @@ class AdapterSource(Section, frozen=True):
     source: str = ""
     versions: dict[str, AdapterVersion] = {}
     tenants: tuple[str, ...] = ()
+    force: bool = False
 
 
 class Adapters(Section, frozen=True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 from urllib.parse import quote, urlencode
 
 import msgspec
+from msgspec import Meta
 
 from policy.errors import (
     AdapterRefused,
@@ -47,13 +48,23 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """An adapter to add, to ``model`` or else to the only model that takes adapters.
 
     ``tenants`` may see it; ``None`` leaves them as they are (a new adapter: everybody), an empty tuple is
-    everybody. Unknown keys are refused: a misspelt ``tenants`` would show the adapter to everybody.
+    everybody. ``weight`` is the percentage of the name's requests that it serves, ``None`` for all. ``force``
+    takes an adapter that names another base model. Unknown keys are refused: a misspelt ``tenants`` would
+    show the adapter to everybody.
     """
 
     name: str
     source: str
     model: str | None = None
     tenants: tuple[str, ...] | None = None
+    weight: Annotated[float, Meta(ge=0, le=100)] | None = None
+    force: bool = False
+
+
+class RollbackRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Return a name to its previous split, or to the version ``to`` (``v1``) alone."""
+
+    to: str | None = None
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

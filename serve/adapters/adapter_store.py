@@ -34,21 +34,23 @@ class AdapterStore:
         self._state = state
         self._url = url
         self._preparing = threading.Lock()
-        self._bases: dict[tuple[str, str | None], tuple[float, BaseModel]] = {}
+        self._bases: dict[tuple[str, str, str | None], tuple[float, BaseModel]] = {}
 
     def aliases(self) -> tuple[Alias, ...]:
         """The aliases of all names."""
         return self.names.catalog(0.0, 0).aliases
 
-    def take(self, spec: ModelSpec, source: str, report: Report, *, declared: bool = False) -> NewVersion:
+    def take(
+        self, spec: ModelSpec, source: str, report: Report, *, declared: bool = False, any_base: bool = False
+    ) -> NewVersion:
         """Fetch the adapter at ``source``, validate it for the model and store it.
 
         A source that the deployment file does not declare is fetched from public hosts alone, and from
-        ``adapters.private_hosts``. Raises :class:`policy.errors.AdapterRefused`. The same source may be
-        imported again at any time.
+        ``adapters.private_hosts``. With ``any_base`` it may name another base model. Raises
+        :class:`policy.errors.AdapterRefused`. The same source may be imported again at any time.
         """
         rules = spec.adapters or Adapters()
-        limits = ValidationLimits(rules.max_rank, rules.max_bytes)
+        limits = ValidationLimits(rules.max_rank, rules.max_bytes, any_base)
         hosts = None if declared else PublicHosts(rules.private_hosts)
         terms = ImportLimits(self._base(spec, report), limits, spec.token_file, hosts)
         return import_adapter(self._files, source, terms, report)
@@ -66,13 +68,16 @@ class AdapterStore:
         tenants: Collection[str] | None,
         *,
         declared: bool,
+        percent: float | None = None,
     ) -> Alias:
         """Set the versions of a name (``key``: model, name) by their weights; durable when it returns.
 
-        ``tenants`` of ``None`` keeps those of the name. A digest that is among its versions keeps its number.
+        ``tenants`` of ``None`` keeps those of the name. ``percent`` is the part of the requests for the only
+        version, the rest stays as it is. A digest that is among its versions keeps its number.
         The same declaration again (``declared``) changes nothing.
         """
-        return self.names.put(*key, versions, tenants=tenants, origin=DOCUMENT if declared else API)
+        origin = DOCUMENT if declared else API
+        return self.names.put(*key, versions, tenants=tenants, origin=origin, percent=percent)
 
     def tar(self, digest: str) -> Iterator[bytes] | None:
         """The files of a version as a tar, in blocks; ``None`` if there are none."""
@@ -104,11 +109,11 @@ class AdapterStore:
         """The base model to validate adapters against; ``None`` for the simulated engine."""
         if spec.engine is EngineKind.SIM:
             return None
-        key = (spec.source, spec.token_file)
+        key = (spec.name, spec.source, spec.token_file)
         with self._preparing:
             at, base = self._bases.get(key, (0.0, None))
             if base is None or time.monotonic() - at > BASE_S:
                 prepared = prepare(spec.source, token_file=spec.token_file, progress=report)
-                base = BaseModel.of(prepared.path)
+                base = BaseModel.of(prepared.path, (spec.source, spec.name))
                 self._bases[key] = (time.monotonic(), base)
             return base

@@ -28,8 +28,10 @@ class AddJob:
     """``parts`` are sources with their weights; ``tenants`` of ``None`` keeps those of the name.
 
     The job continues whether or not a client watches it. Worker threads report progress; the event loop reads
-    ``line``. Sources that are ``known`` are fetched again only if their files are gone. A job is ``revoked``
-    when its name is removed: its watchers get the error at once, and its thread ends at its next report.
+    ``line``. Sources that are ``known`` are fetched again only if their files are gone. ``percent`` is the
+    part of the name's requests for the new version, ``None`` for all; ``any_base`` takes an adapter that
+    names another base model. A job is ``revoked`` when its name is removed: its watchers get the error at
+    once, and its thread ends at its next report.
     """
 
     key: Key
@@ -37,6 +39,8 @@ class AddJob:
     tenants: tuple[str, ...] | None
     known: Mapping[str, Version] = field(default_factory=dict)
     declared: bool = False
+    percent: float | None = None
+    any_base: bool = False
     error: TidegateError | None = field(default=None, init=False)
     revoked: bool = field(default=False, init=False)
     done: asyncio.Event = field(default_factory=asyncio.Event, init=False)

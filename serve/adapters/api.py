@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from policy.errors import AdapterUnknown
 from policy.wire.adapter_catalog import DIGEST
-from policy.wire.controller import ADAPTERS, ADAPTERS_STREAM, AddLine, AddRequest
+from policy.wire.controller import ADAPTERS, ADAPTERS_STREAM, AddLine, AddRequest, RollbackRequest
 from serve.adapters.add_job import AddJob
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import wait_at_most
@@ -46,7 +46,8 @@ def routes(adapters: AdapterController) -> list[Route]:
         return json_answer(await library.split(_key(request), weights))
 
     async def rollback(request: Request) -> Response:
-        return json_answer(await library.rollback(_key(request)))
+        wanted = msgspec.json.decode(await request.body() or b"{}", type=RollbackRequest)
+        return json_answer(await library.rollback(_key(request), wanted.to))
 
     async def stream(request: Request) -> Response:
         return StreamingResponse(library.catalog.revision.stream(library.line), media_type=NDJSON)

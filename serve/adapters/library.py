@@ -160,7 +160,11 @@ class AdapterLibrary:
         """Begin to add or replace an adapter; raises as :func:`check_add`, and :class:`TargetError`."""
         model = self._model(wanted.model)
         check_add(wanted, self._names, self._tenants)
-        return self.begin(AddJob((model, wanted.name), ((wanted.source, 1.0),), wanted.tenants))
+        parts = ((wanted.source, 1.0),)
+        job = AddJob(
+            (model, wanted.name), parts, wanted.tenants, percent=wanted.weight, any_base=wanted.force
+        )
+        return self.begin(job)
 
     def begin(self, adding: AddJob) -> AddJob:
         """Start a job that was checked."""
@@ -177,10 +181,18 @@ class AdapterLibrary:
         numbers = weights_by_number(weights)
         return await self._write(lambda: self._store.names.split(*key, numbers))
 
-    async def rollback(self, key: Key) -> Alias:
-        """Return a name to its former split; raises :class:`AdapterUnknown`, :class:`TargetError` if none."""
+    async def rollback(self, key: Key, to: str | None = None) -> Alias:
+        """Return a name to its previous split, or to the version ``to`` alone.
+
+        Raises :class:`AdapterUnknown`, :class:`TargetError` if there is none, :class:`ConfigError` (version).
+        """
         await self._known(key)
-        return await self._write(lambda: self._store.names.rollback(*key))
+        number = None
+        if to is not None:
+            if (match := _VERSION.fullmatch(to)) is None:
+                raise ConfigError("to", to, "a version such as v1")
+            number = int(match[1])
+        return await self._write(lambda: self._store.names.rollback(*key, number))
 
     async def remove(self, key: Key) -> None:
         """Remove a name and revoke its jobs; raises :class:`AdapterUnknown` if there is none."""
@@ -253,14 +265,19 @@ class AdapterLibrary:
         def take(source: str, weight: float) -> NewVersion:
             known = adding.known.get(source)
             stored = self._store.stored(known) if known else None
-            taken = stored or self._store.take(spec, source, adding.report, declared=adding.declared)
+            taken = stored or self._store.take(
+                spec, source, adding.report, declared=adding.declared, any_base=adding.any_base
+            )
             return taken._replace(weight=weight)
 
         versions = await run_in_thread(lambda: [take(*part) for part in adding.parts], f"adapter-{name}")
         adding.report(Progress(step="record", message=f"recording the versions of {name}"))
         before = self.catalog.get(adding.key)
         alias = await self._write(
-            lambda: self._store.put(adding.key, versions, adding.tenants, declared=adding.declared), adding
+            lambda: self._store.put(
+                adding.key, versions, adding.tenants, declared=adding.declared, percent=adding.percent
+            ),
+            adding,
         )
         if alias != before:
             digests = ", ".join(version.digest[:12] for version in versions)

@@ -134,7 +134,7 @@ class DeclaredAdapters:
         }
         self._stamps |= {source: stamps[source] for source, _ in parts if source in stamps}
         self._again.discard(key)
-        adding = AddJob(key, parts, entry.tenants, known=known, declared=True)
+        adding = AddJob(key, parts, entry.tenants, known=known, declared=True, any_base=entry.force)
         self._running[key] = (entry, self._library.begin(adding))
 
     def _end(self, key: Key, source: AdapterSource, error: TidegateError | None) -> None:

@@ -19,6 +19,7 @@ from policy.wire.controller import (
     STEPS,
     AddLine,
     AddRequest,
+    RollbackRequest,
     adapter_path,
     error_of,
     with_query,
@@ -112,9 +113,9 @@ class ControllerClient:
         """Split a name over its versions ``v1`` and so on, by weight."""
         return self._call("POST", adapter_path(model, name, "split"), weights, Alias)
 
-    def rollback_adapter(self, model: str, name: str) -> Alias:
-        """Return a name to its former split."""
-        return self._call("POST", adapter_path(model, name, "rollback"), None, Alias)
+    def rollback_adapter(self, model: str, name: str, to: str | None = None) -> Alias:
+        """Return a name to its previous split, or to the version ``to`` alone."""
+        return self._call("POST", adapter_path(model, name, "rollback"), RollbackRequest(to=to), Alias)
 
     def _call(self, method: str, path: str, body: object, kind: type[T]) -> T:
         try:

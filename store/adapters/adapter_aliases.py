@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +17,7 @@ from policy.errors import AdapterRefused, AdapterUnknown, TargetError
 from policy.wire.adapter_catalog import DIGEST, NAME, Alias, Catalog, Version
 from store.adapters.database_tables import (
     AdapterRow,
+    Split,
     erase,
     load,
     next_revision,
@@ -93,13 +94,16 @@ class AdapterNames:
         *,
         tenants: Collection[str] | None = None,
         origin: str = API,
+        percent: float | None = None,
     ) -> Alias:
         """Assign ``candidates`` by their weights to the name, which is created if it is new.
 
-        A digest that the name already has keeps its number. ``tenants`` of ``None`` keeps the tenants. If the
-        deployment file declares the same content, or tenants, as the last time, these are not changed: a
-        restart must not undo later changes by users. Raises :class:`policy.errors.AdapterRefused` (``name``),
-        and :class:`policy.errors.TargetError` for invalid weights.
+        With ``percent`` the only candidate gets that part of the requests, and the versions that the name
+        serves keep the rest. A digest that the name already has keeps its number. ``tenants`` of ``None``
+        keeps the tenants. If the deployment file declares the same content, or tenants, as the last time,
+        these are not changed: a restart must not undo later changes by users. Raises
+        :class:`policy.errors.AdapterRefused` (``name``), and :class:`policy.errors.TargetError` for invalid
+        weights.
         """
         check_name(name)
         if not candidates or not all(DIGEST.fullmatch(each.digest) for each in candidates):
@@ -108,6 +112,8 @@ class AdapterNames:
             before = _find(connection, model, name)
             at = self._clock()
             kept, split = _numbered(before.alias.versions if before else (), candidates, at)
+            if percent is not None:
+                split = _added(name, before.alias.split if before else (), split[0][0], percent)
             declaration = former = None
             if origin == DOCUMENT:
                 content = tuple(sorted((each.digest, each.weight) for each in candidates))
@@ -137,23 +143,30 @@ class AdapterNames:
         """
         with self._database.writing() as connection:
             before = _known(connection, model, name)
-            for number in weights:
-                if before.alias.version(number) is None:
-                    known = ", ".join(f"v{version.number}" for version in before.alias.versions)
-                    raise TargetError(f"{name} has no version v{number}; it has {known}")
+            _check_versions(before, weights)
             return self._keep(connection, before, _standing_for(before, _weighed(weights)))
 
-    def rollback(self, model: str, name: str) -> Alias:
-        """Return the name to its former split; a second call goes further back.
+    def rollback(self, model: str, name: str, to: int | None = None) -> Alias:
+        """Return the name to its previous split, or to version ``to`` alone; a second call goes further back.
 
-        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` if there is none.
+        The previous split is the latest former one that gives the newest version of the present one less: a
+        rollback of a version that was added, and then limited to a part of the requests, removes it. Raises
+        :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` if there is none.
         """
         with self._database.writing() as connection:
             before = _known(connection, model, name)
-            if not before.history:
-                raise TargetError(f"{name} has no former split to return to")
-            alias = msgspec.structs.replace(before.alias, split=before.history[-1])
-            return self._keep(connection, before, before._replace(alias=alias, history=before.history[:-1]))
+            if to is None:
+                if (place := _way_back(before.alias.split, before.history)) is None:
+                    raise TargetError(f"{name} has no former split to return to; it has {_versions(before)}")
+                split, past = before.history[place], before.history[:place]
+            else:
+                _check_versions(before, (to,))
+                split = ((to, 1.0),)
+                # What served this version or a newer one is not gone back to.
+                past = (*before.history, before.alias.split)
+                past = tuple(each for each in past if all(number < to for number, _ in each))
+            alias = msgspec.structs.replace(before.alias, split=split)
+            return self._keep(connection, before, before._replace(alias=alias, history=past))
 
     def remove(self, model: str, name: str) -> None:
         """Remove the name and its versions; raises :class:`policy.errors.AdapterUnknown`."""
@@ -199,9 +212,19 @@ def _known(connection: Connection, model: str, name: str) -> AdapterRow:
     return found
 
 
+def _check_versions(row: AdapterRow, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        if row.alias.version(number) is None:
+            raise TargetError(f"{row.alias.name} has no version v{number}; it has {_versions(row)}")
+
+
+def _versions(row: AdapterRow) -> str:
+    return ", ".join(f"v{version.number}" for version in row.alias.versions)
+
+
 def _numbered(
     kept: tuple[Version, ...], candidates: Sequence[NewVersion], at: float
-) -> tuple[tuple[Version, ...], tuple[tuple[int, float], ...]]:
+) -> tuple[tuple[Version, ...], Split]:
     """The versions including new ``candidates``, and the weights of all candidates by number."""
     by_digest = {version.digest: version for version in kept}
     weights: dict[int, float] = {}
@@ -216,7 +239,7 @@ def _numbered(
     return tuple(sorted(by_digest.values(), key=lambda version: version.number)), _weighed(weights)
 
 
-def _weighed(weights: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+def _weighed(weights: Mapping[int, float]) -> Split:
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()) or not any(
         weights.values()
     ):
@@ -224,16 +247,43 @@ def _weighed(weights: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
     return tuple((number, float(weight)) for number, weight in sorted(weights.items()) if weight > 0)
 
 
-def _standing_for(
-    before: AdapterRow, split: tuple[tuple[int, float], ...], kept: tuple[Version, ...] | None = None
-) -> AdapterRow:
+def _added(name: str, split: Split, number: int, percent: float) -> Split:
+    """``split`` with ``percent`` of the requests for one version, and the rest as before."""
+    if not 0 <= percent <= 100:
+        raise TargetError(f"the weight of a new version is {percent!r:.100}; expected 0 to 100 (per cent)")
+    rest = {other: weight for other, weight in split if other != number}
+    if not rest and percent < 100:
+        raise TargetError(
+            f"weight: got {percent:g}, expected 100: {name} has no other version to serve the rest"
+        )
+    if percent == 0 and len(rest) == len(split):
+        return split
+    whole = sum(rest.values())
+    left = {other: (100 - percent) * weight / whole for other, weight in rest.items()}
+    split = _weighed({**left, number: percent})
+    return split if len(split) > 1 else ((split[0][0], 1.0),)
+
+
+def _way_back(split: Split, past: Sequence[Split]) -> int | None:
+    """The place in ``past`` of the split that a rollback returns to."""
+    newest = max(number for number, _ in split)
+    now = _share(split, newest)
+    return next((place for place in reversed(range(len(past))) if _share(past[place], newest) < now), None)
+
+
+def _share(split: Split, number: int) -> float:
+    return dict(split).get(number, 0.0) / sum(weight for _, weight in split)
+
+
+def _standing_for(before: AdapterRow, split: Split, kept: tuple[Version, ...] | None = None) -> AdapterRow:
     """``before`` with another split; the current one is added to its history."""
     found = before.alias.versions if kept is None else kept
-    if split == before.alias.split:
-        return before._replace(alias=msgspec.structs.replace(before.alias, versions=found))
-    past = (*before.history, before.alias.split)[-KEPT_HISTORY:]
-    # Keep the versions of this split, of the last one, and the latest; drop history that needs others.
-    served = {number for number, _ in (*split, *past[-1])}
+    past = before.history
+    if split != before.alias.split:
+        past = (*past, before.alias.split)[-KEPT_HISTORY:]
+    # Keep the versions of this split, of the one to return to, and the latest. Drop history with others.
+    place = _way_back(split, past)
+    served = {number for number, _ in (*split, *(() if place is None else past[place]))}
     latest = [version.number for version in found if version.number not in served]
     stay = served | set(latest[max(0, len(found) - KEPT_VERSIONS) :])
     return before._replace(

@@ -46,10 +46,11 @@ _PLAIN = re.compile(r"\^?[A-Za-z0-9_.]+\$?")
 
 
 class ValidationLimits(NamedTuple):
-    """The limits of rank, and of the sum of file sizes in bytes."""
+    """The limits of rank and of the sum of file sizes in bytes; ``any_base``: any name of a base is taken."""
 
     max_rank: int
     max_bytes: int
+    any_base: bool = False
 
 
 class AdapterFacts(NamedTuple):
@@ -94,6 +95,8 @@ def validate(
     found = tensors(directory / WEIGHTS)
     pairs = _pairs(found)
     if base is not None:
+        if not limits.any_base:
+            _check_base(config, base)
         _check_targets(config["target_modules"], base)
     for module, (down, up) in pairs.items():
         _check_pair(module, down, up, ranks.of(module), base)
@@ -152,6 +155,17 @@ def _check_config(config: dict[str, Any], max_rank: int) -> _Ranks:
         if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= max_rank:
             raise AdapterRefused("rank", f"the rank is {rank!r:.100}; expected 1 to {max_rank}")
     return _Ranks(config["r"], patterns)
+
+
+def _check_base(config: dict[str, Any], base: BaseModel) -> None:
+    """Refuse an adapter that was made for another model, even if its shapes fit."""
+    named = config.get("base_model_name_or_path")
+    if isinstance(named, str) and not base.is_called(named):
+        raise AdapterRefused(
+            "base_model",
+            f"base_model_name_or_path is {named!r:.200}; expected {base.title}, "
+            "or --force for an adapter that was made for that model nevertheless",
+        )
 
 
 def _is_positive(value: object) -> bool:

@@ -52,7 +52,7 @@ class FakeAdapterStore(AdapterStore):
         self._answer()
         return super().aliases()
 
-    def take(self, spec: ModelSpec, source: str, report: Report, *, declared: bool = False) -> NewVersion:
+    def take(self, spec: ModelSpec, source: str, report: Report, **_: bool) -> NewVersion:  # type: ignore[override]
         self.imported.append(source)
         report(Progress(step="fetch", message=source, fraction=0.5))
         assert self.gate.wait(60)

@@ -76,6 +76,7 @@ async def site() -> AsyncIterator[Site]:
         ("DELETE", "/admin/adapters/alpha/sql", None, "/adapters/alpha/sql"),
         ("DELETE", "/admin/adapters/org/beta/sql", None, "/adapters/org%2Fbeta/sql"),
         ("POST", "/admin/adapters/alpha/sql/rollback", None, "/adapters/alpha/sql/rollback"),
+        ("POST", "/admin/adapters/alpha/sql/rollback", {"to": "v1"}, "/adapters/alpha/sql/rollback"),
         ("POST", "/admin/adapters/org/beta/sql/split", {"v1": 95, "v2": 5}, "/adapters/org%2Fbeta/sql/split"),
         ("DELETE", "/admin/adapters/alpha/..%2F..%2Fx", None, "/adapters/alpha%2F..%2F../x"),
         ("GET", "/admin/decisions", None, "/decisions"),

@@ -102,7 +102,9 @@ def test_the_base_is_read_once(store: AdapterStore, tmp_path: Path, monkeypatch:
         return Prepared(path=tmp_path, digest="0" * 64)
 
     monkeypatch.setattr(adapter_store, "prepare", prepare)
-    monkeypatch.setattr(BaseModel, "of", lambda directory: BaseModel({"model.layers.0.mlp.up_proj": (8, 8)}))
+    monkeypatch.setattr(
+        BaseModel, "of", lambda directory, names: BaseModel({"model.layers.0.mlp.up_proj": (8, 8)})
+    )
     for seed in (1, 2):
         with pytest.raises(AdapterRefused) as refused:
             store.take(of_vllm, source(tmp_path, seed), quiet)

@@ -80,7 +80,10 @@ async def test_an_adapter_can_be_added_split_rolled_back_and_removed(served: htt
     assert (await add(served, source="/b")).alias != first.alias
     answer = await served.post("/adapters/m/sql/split", json={"v1": 95, "v2": 5})
     assert answer.json()["split"] == [[1, 95.0], [2, 5.0]]
-    assert (await served.post("/adapters/m/sql/rollback")).json()["split"] == [[2, 1.0]]
+    assert (await served.post("/adapters/m/sql/rollback")).json()["split"] == [[1, 1.0]]
+    assert (await add(served, source="/c", weight=5)).alias.split == ((1, 95.0), (3, 5.0))  # type: ignore[union-attr]
+    answer = await served.post("/adapters/m/sql/rollback", json={"to": "v2"})
+    assert answer.json()["split"] == [[2, 1.0]]
     assert (await served.delete("/adapters/m/sql")).json() == {"model": "m", "name": "sql"}
     assert (await status(served)).adapters == ()
     gone = await served.delete("/adapters/m/sql")
@@ -139,6 +142,7 @@ async def test_an_import_continues_without_its_client(plane: Plane, served: http
         ("POST", "/adapters/m/sql/split", {"v1": 1}, 404, "AdapterUnknown"),
         ("POST", "/adapters/m/sql/split", {"v1": "x"}, 400, "BadRequest"),
         ("POST", "/adapters/m/sql/rollback", None, 404, "AdapterUnknown"),
+        ("POST", "/adapters/m/sql/rollback", {"too": "v1"}, 400, "BadRequest"),
         ("DELETE", "/adapters/m/sql", None, 404, "AdapterUnknown"),
         ("GET", "/adapters/blobs/" + "a" * 64, None, 404, "AdapterUnknown"),
         ("GET", "/adapters/blobs/%2e%2e", None, 404, "AdapterUnknown"),

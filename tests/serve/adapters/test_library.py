@@ -131,6 +131,14 @@ async def test_a_model_must_be_named_unless_exactly_one_takes_adapters(store: Fa
         library.add(AddRequest(name="sql", source="/a"))
 
 
+async def test_a_rollback_names_a_version(library: AdapterLibrary) -> None:
+    await added(library)
+    with pytest.raises(ConfigError, match="to: got '1', expected a version such as v1"):
+        await library.rollback(SQL, "1")
+    await added(library, source="/b", weight=0)
+    assert (await library.rollback(SQL, "v2")).split == ((2, 1.0),)
+
+
 @pytest.mark.parametrize(
     "weights", [{"1": 1.0}, {"v0": 1.0}, {"v1": -1.0}, {"v1": float("inf")}, {"v1": 0.0}, {}]
 )

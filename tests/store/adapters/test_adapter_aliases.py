@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -133,19 +134,93 @@ def test_invalid_splits_are_refused(registry: AdapterNames, weights: dict[int, f
     assert only(registry) == before
 
 
-def test_repeated_rollbacks_restore_earlier_splits_in_turn(registry: AdapterNames) -> None:
-    add(registry, A)
-    add(registry, B)
-    registry.split("m", "sql", {1: 1, 2: 3})
-    add(registry, C)
-    assert digests(registry.rollback("m", "sql")) == {"a": 1.0, "b": 3.0}
-    assert digests(registry.rollback("m", "sql")) == {"b": 1.0}
-    assert digests(registry.rollback("m", "sql")) == {"a": 1.0}
-    with pytest.raises(TargetError, match="no former split"):
-        registry.rollback("m", "sql")
-    assert digests(add(registry, D)) == {"d": 1.0}
-    assert digests(registry.rollback("m", "sql")) == {"a": 1.0}, "a rolled back split is no rollback target"
-    assert only(registry).revision == 9
+BACK = None
+
+
+def change(registry: AdapterNames, step: str | tuple[str, float] | dict[int, float] | int | None) -> Alias:
+    """Add a version (with a percentage), split, or roll back (to a version)."""
+    if isinstance(step, dict):
+        return registry.split("m", "sql", step)
+    if step is BACK or isinstance(step, int):
+        return registry.rollback("m", "sql", step)
+    letter, percent = (step, None) if isinstance(step, str) else step
+    return add(registry, letter * 64, percent=percent)
+
+
+@pytest.mark.parametrize(
+    ("steps", "served"),
+    [
+        # The weights before the last change.
+        (["a", "b", BACK], {"a": 1}),
+        (["a", "b", "c", BACK], {"b": 1}),
+        (["a", "b", "c", BACK, BACK], {"a": 1}),
+        (["a", "b", "a", BACK], {"b": 1}),
+        (["a", "b", {1: 1}, BACK], {"b": 1}),
+        (["a", ("b", 5), BACK], {"a": 1}),
+        (["a", ("b", 0), {1: 95, 2: 5}, {1: 50, 2: 50}, BACK], {"a": 95, "b": 5}),
+        (["a", ("b", 0), {1: 95, 2: 5}, {1: 50, 2: 50}, {2: 1}, BACK, BACK, BACK], {"a": 1}),
+        (["a", "b", {1: 1, 2: 3}, "c", BACK], {"a": 1, "b": 3}),
+        # Never more of the newest version.
+        (["a", "b", {1: 95, 2: 5}, BACK], {"a": 1}),
+        (["a", ("b", 50), {1: 95, 2: 5}, BACK], {"a": 1}),
+        (["a", "b", {1: 1, 2: 3}, "c", BACK, BACK], {"a": 1}),
+        # What was rolled back is no target.
+        (["a", "b", BACK, "c", BACK], {"a": 1}),
+        (["a", "b", "c", 1, "d", BACK], {"a": 1}),
+        # To a version.
+        (["a", "b", "c", 1], {"a": 1}),
+        (["a", "b", {1: 95, 2: 5}, 2], {"b": 1}),
+        (["a", "b", "c", "d", 3, BACK], {"b": 1}),
+        (["a", ("b", 0), 2, BACK], {"a": 1}),
+        # A part of the requests for a new version.
+        (["a", ("b", 0)], {"a": 1}),
+        (["a", ("b", 5)], {"a": 95, "b": 5}),
+        (["a", ("b", 100)], {"b": 1}),
+        (["a", ("b", 50), ("c", 20)], {"a": 40, "b": 40, "c": 20}),
+        (["a", ("b", 50), ("b", 10)], {"a": 90, "b": 10}),
+        (["a", ("b", 50), ("b", 0)], {"a": 1}),
+        ([("a", 100)], {"a": 1}),
+    ],
+    ids=str,
+)
+def test_what_is_served_after_changes(
+    registry: AdapterNames, steps: list[Any], served: dict[str, float]
+) -> None:
+    for step in steps:
+        alias = change(registry, step)
+    assert digests(alias) == served
+    assert only(registry) == alias
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (["a", BACK], "sql has no former split to return to; it has v1"),
+        (["a", "b", BACK, BACK], "no former split"),
+        (["a", "b", 1, BACK], "no former split"),
+        (["a", "b", 3], "has no version v3; it has v1, v2"),
+        ([("a", 0)], "got 0, expected 100: sql has no other version"),
+        (["a", ("a", 5)], "got 5, expected 100: sql has no other version"),
+        (["a", ("b", 101)], "expected 0 to 100"),
+        (["a", ("b", float("nan"))], "expected 0 to 100"),
+    ],
+    ids=str,
+)
+def test_a_change_that_is_refused_changes_nothing(
+    registry: AdapterNames, steps: list[Any], message: str
+) -> None:
+    for step in steps[:-1]:
+        change(registry, step)
+    before = registry.catalog(0, 0)
+    with pytest.raises(TargetError, match=message):
+        change(registry, steps[-1])
+    assert registry.catalog(0, 0) == before
+
+
+def test_versions_that_serve_nothing_are_bounded(registry: AdapterNames) -> None:
+    for number in range(KEPT_VERSIONS + 3):
+        alias = add(registry, f"{number:064x}", percent=0 if number else None)
+    assert [version.number for version in alias.versions] == [1, *range(5, KEPT_VERSIONS + 4)]
 
 
 def test_a_removed_alias_is_unknown(registry: AdapterNames) -> None:
@@ -319,9 +394,12 @@ def test_an_alias_has_the_versions_it_serves(
                 case "split":
                     alias = registry.split("m", "sql", how)  # type: ignore[arg-type]
                 case "rollback":
+                    (former, *_) = (*registry.catalog(0, 0).aliases, None)
                     alias = registry.rollback("m", "sql")
-                    assert digests(alias) == past[-2]
-                    past[-2:] = []
+                    assert former is not None
+                    newest = max(former.shares)
+                    assert alias.shares.get(newest, 0.0) < former.shares[newest]
+                    assert digests(alias) in past
                 case "remove":
                     registry.remove("m", "sql")
                     past = []

@@ -150,6 +150,8 @@ def test_the_option_everybody_gives_access_to_all_tenants(run: Run) -> None:
         (("split", "sql", "v1"), "VERSION=WEIGHT: got 'v1', expected VERSION=WEIGHT such as v1=95"),
         (("split", "sql", "v1=1", "v1=2"), "got 'v1=2', expected VERSION=WEIGHT"),
         (("split", "sql", "v1=0"), "got 'v1=0', expected a weight above 0"),
+        (("add", "sql", "hf:a/b", "--weight", "101"), "101.0 is not in the range 0<=x<=100"),
+        (("rollback", "sql", "--to", "1"), "--to: got '1', expected a version such as v1"),
         (("remove", "sql", "--model", "x"), "--model: got 'x', expected m"),
         (("--json", "remove", "sql"), "--json: expected after remove"),
     ],
@@ -171,7 +173,7 @@ def test_an_ambiguous_model_must_be_named(run: Run) -> None:
     assert run(controller, "add", "law", "hf:a/b").exit_code == 0
     assert run(controller, "rollback", "sql", "--model", "n").exit_code == 0
     controller.remove_adapter.assert_called_once_with("n", "law")
-    controller.rollback_adapter.assert_called_once_with("n", "sql")
+    controller.rollback_adapter.assert_called_once_with("n", "sql", None)
     assert controller.add_adapter.call_args.args[0].model == "n"
 
 
@@ -181,7 +183,20 @@ def test_split_and_rollback_print_the_served_versions(run: Run) -> None:
     assert done.output == "sql on m serves 0.95 of v1 (aaaaaaaaaaaa), 0.05 of v2 (bbbbbbbbbbbb).\n"
     assert run(controller, "rollback", "sql").output == "sql on m serves v1 (aaaaaaaaaaaa).\n"
     controller.split_adapter.assert_called_once_with("m", "sql", {"v1": 95.0, "v2": 5.0})
-    controller.rollback_adapter.assert_called_once_with("m", "sql")
+    controller.rollback_adapter.assert_called_once_with("m", "sql", None)
+    assert run(controller, "rollback", "sql", "--to", "v1").exit_code == 0
+    assert controller.rollback_adapter.call_args.args == ("m", "sql", "v1")
+
+
+def test_a_version_without_requests_is_named(run: Run) -> None:
+    controller = controller_of(adapter())
+    controller.add_adapter.side_effect = lambda request, progress: alias((1, 1.0))
+    done = run(controller, "add", "sql", "hf:a/b", "--weight", "0", "--force")
+    request = AddRequest(name="sql", source="hf:a/b", weight=0, force=True)
+    assert controller.add_adapter.call_args.args[0] == request
+    first, second = done.output.splitlines()
+    assert first == "sql on m serves v1 (aaaaaaaaaaaa)."
+    assert second == "v2 (bbbbbbbbbbbb) serves no requests: see `tidegate adapters split`."
 
 
 @pytest.fixture
@@ -211,9 +226,8 @@ def test_an_adapter_is_added_replaced_split_rolled_back_and_removed(sim: Site) -
     # The adapter of the document is added by the controller.
     until(lambda: ask(sim, "law").startswith("law@"), "the adapter of the document")
 
-    code, out, err = sim.tidegate("adapters", "add", "sql", os.fspath(sim.folder / "sql"))
-    assert (code, err) == (0, "")
-    assert "sql on sim serves v1" in out
+    code, out, _ = sim.tidegate("adapters", "add", "sql", os.fspath(sim.folder / "sql"))
+    assert (code, "sql on sim serves v1" in out) == (0, True)
     first = until(lambda: (name := ask(sim, "sql")).startswith("sql@") and name, "the first version")
     again = run_json(sim, "add", "sql", os.fspath(sim.folder / "sql-2"))
     second = f"sql@{again['versions'][1]['digest'][:12]}"
@@ -234,7 +248,8 @@ def test_an_adapter_is_added_replaced_split_rolled_back_and_removed(sim: Site) -
     assert "requests/s" in out
 
     assert run_json(sim, "split", "sql", "v1=1", "v2=1")["split"] == [[1, 1.0], [2, 1.0]]
-    assert run_json(sim, "rollback", "sql")["split"] == [[2, 1.0]]
+    assert run_json(sim, "rollback", "sql")["split"] == [[1, 1.0]]
+    assert run_json(sim, "rollback", "sql", "--to", "v2")["split"] == [[2, 1.0]]
     code, _, err = sim.tidegate("adapters", "split", "sql", "v9=1")
     assert (code, "v9" in err) == (5, True)
     bad = write(sim.folder / "bad", files(4, use_dora=True))

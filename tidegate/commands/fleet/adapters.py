@@ -24,7 +24,8 @@ from tidegate.commands.units import age, optional, size
 
 # Sources that are not paths: URLs, and repositories of the Hugging Face hub.
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://|hf:")
-_SHARE = re.compile(r"v([1-9][0-9]{0,8})=([0-9]+(?:\.[0-9]+)?)")
+_VERSION = re.compile(r"v[1-9][0-9]{0,8}")
+_SHARE = re.compile(rf"({_VERSION.pattern})=([0-9]+(?:\.[0-9]+)?)")
 
 _name = click.argument("name")
 _model = click.option("--model", help="The base model, if several support adapters.")
@@ -77,6 +78,14 @@ def show(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
     help="Tenant with access, repeatable; default: as before, or every tenant for a new adapter.",
 )
 @click.option("--everybody", is_flag=True, help="Give access to every tenant.")
+@click.option(
+    "--weight",
+    type=click.FloatRange(0, 100),
+    metavar="PERCENT",
+    help="Percentage of requests for the new version; the present ones keep the rest. 0 adds it without"
+    " requests. Default: 100.",
+)
+@click.option("--force", is_flag=True, help="Accept an adapter that names another base model.")
 @as_json
 @click.pass_obj
 def add(  # noqa: PLR0917 - click passes them by name
@@ -86,6 +95,8 @@ def add(  # noqa: PLR0917 - click passes them by name
     model: str | None,
     tenants: tuple[str, ...],
     everybody: bool,
+    weight: float | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     if NAME.fullmatch(name) is None:
@@ -100,6 +111,8 @@ def add(  # noqa: PLR0917 - click passes them by name
         source=_absolute(source),
         model=_model_of(client.adapters(), name, model),
         tenants=() if everybody else tenants or None,
+        weight=weight,
+        force=force,
     )
     with add_progress(name, quiet=as_json) as progress:
         try:
@@ -111,6 +124,11 @@ def add(  # noqa: PLR0917 - click passes them by name
                 f"got {error.value!r}, expected {error.expected}", param_hint=hint
             ) from error
     _report(alias, as_json)
+    newest = alias.versions[-1]
+    if not as_json and newest.number > max(alias.shares):
+        click.echo(
+            f"v{newest.number} ({newest.digest[:12]}) serves no requests: see `tidegate adapters split`."
+        )
 
 
 @adapters.command(help="Remove NAME: new requests for it get 404, those in flight finish.")
@@ -140,12 +158,17 @@ def split(state: StateDir, name: str, shares: tuple[str, ...], model: str | None
     _report(client.split_adapter(base, name, weights), as_json)
 
 
-@adapters.command(help="Return to the versions that NAME served before the last change.")
+@adapters.command(
+    help="Return NAME to its former weights, but never to more of its newest version; or to one version."
+)
 @_on_adapter
-def rollback(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
+@click.option("--to", metavar="VERSION", help="Serve this version alone, such as v1.")
+def rollback(state: StateDir, name: str, model: str | None, to: str | None, as_json: bool) -> None:
+    if to is not None and _VERSION.fullmatch(to) is None:
+        raise click.BadParameter(f"got {to!r}, expected a version such as v1", param_hint="--to")
     client = controller_client(state)
     base = _find(client.adapters(), name, model).model
-    _report(client.rollback_adapter(base, name), as_json)
+    _report(client.rollback_adapter(base, name, to), as_json)
 
 
 def _absolute(source: str) -> str:
@@ -165,12 +188,12 @@ def _weights(shares: tuple[str, ...]) -> dict[str, float]:
     weights: dict[str, float] = {}
     for share in shares:
         match = _SHARE.fullmatch(share)
-        if match is None or f"v{match[1]}" in weights:
+        if match is None or match[1] in weights:
             raise click.BadParameter(
                 f"got {share!r}, expected VERSION=WEIGHT such as v1=95, each version once",
                 param_hint="VERSION=WEIGHT",
             )
-        weights[f"v{match[1]}"] = float(match[2])
+        weights[match[1]] = float(match[2])
     if not any(weights.values()):
         raise click.BadParameter(
             f"got {' '.join(shares)!r}, expected a weight above 0", param_hint="VERSION=WEIGHT"
