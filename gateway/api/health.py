@@ -11,8 +11,8 @@ from policy.errors import Refusal
 router = APIRouter()
 
 
-@router.get("/health", summary="Whether this gateway can serve requests")
-@router.get("/ping", summary="As /health")
+@router.get("/health", response_class=Response, summary="Whether this gateway can serve requests")
+@router.get("/ping", response_class=Response, summary="As /health")
 async def health(services: GatewayServices) -> Response:
     """200 without a body, as vLLM answers, or 503 with the reason."""
     if reasons := services.not_ready():

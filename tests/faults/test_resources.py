@@ -147,7 +147,7 @@ async def test_39_deadlines_and_breakers_use_the_monotonic_clock(harness: Harnes
         # The first token's deadline, and a breaker: three failures, some time without it, a probe.
         bad.report(bound=64)
         good.report(bound=64)
-        good.usual = faults.reply(faults.WHOLE)
+        good.usual = faults.paced(1, 0)
         bad.usual = faults.stalling()
         for _ in range(3):
             await harness.prefer(bad)
