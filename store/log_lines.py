@@ -24,8 +24,7 @@ MAX_PLACES = 30
 
 def line(level: str, event: str, fields: Mapping[str, Field]) -> bytes:
     """One line, with its newline."""
-    at = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return msgspec.json.encode({"at": at, "level": level, "event": event, **fields}) + b"\n"
+    return msgspec.json.encode({"at": datetime.now(UTC), "level": level, "event": event, **fields}) + b"\n"
 
 
 def error_fields(error: BaseException) -> dict[str, Field]:
