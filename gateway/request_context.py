@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.http.asgi_exchange import id_headers, request_ids
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import Api, Route
-from gateway.protocol.usage import Usage
+from gateway.protocol.usage import Usage, UsageBounds
 from policy.errors import Refusal
 from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER, REPLICA_HEADER
 
@@ -44,9 +44,9 @@ class Call:
     event yet. ``replica``: the last one that the request was sent to, or a fallback provider
     (``by_fallback``), at ``sent_at``. ``first_byte_at`` (streams only), ``last_event_at``: the first and last
     event of its answer. ``events``: their number up to the one that finishes it. ``usage``: the tokens of an
-    answer that has ended. ``explain`` yields the routing decision, if an admin requested it.
-    ``probe``: our own, of which nothing is learned. ``adapter``: the version that it names. ``exchange``: the
-    client's, on the client port.
+    answer that has ended, within ``usage_bounds``; ``contradiction``: which of the engine's counts is not.
+    ``explain`` yields the routing decision, if an admin requested it. ``probe``: our own, of which nothing is
+    learned. ``adapter``: the version that it names. ``exchange``: the client's, on the client port.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class Call:
         self.events = 0
         self.last_event_at = 0.0
         self.usage: Usage | None = None
+        self.usage_bounds: UsageBounds | None = None
+        self.contradiction = ""
         self.explain: Callable[[], bytes] | None = None
         self.adapter: Adapter | None = None
 

@@ -30,6 +30,7 @@ from gateway.protocol.batched_body import COALESCED
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES, Route
+from gateway.protocol.usage import UsageBounds
 from gateway.queue.dynamic_batching import Coalescer
 from gateway.queue.model_queues import Admission
 from gateway.request_context import Call
@@ -231,6 +232,7 @@ class Gateway:
         meter = self.metrics.model(served.name)
         salt = self.tenants.salt(request.tenant)
         delivery = RetryLoop(ticket, call, meter, body=body, raw=raw, salt=salt)
+        call.usage_bounds = UsageBounds(request, body, raw, served.max_model_len)
         try:
             if self.spillover.backs(request):
                 await self.spillover.around(delivery.run, call, served, request, body=body, raw=raw)

@@ -335,10 +335,14 @@ class Relay:
 
     def _account(self) -> None:
         """Count the tokens of the answer, as far as it came."""
-        validator = self._validator
-        usage = validator.usage if self._stream else usage_of_answer(self._end)
-        self._call.events = validator.events
-        self._call.usage = usage = usage or Usage(completion=validator.events, exact=False)
+        call, events = self._call, self._validator.events
+        usage = self._validator.usage if self._stream else usage_of_answer(self._end)
+        bounds = call.usage_bounds
+        if usage is not None and bounds is not None and (what := bounds.contradiction(usage, events)):
+            call.contradiction, usage = what, bounds.estimate(events)
+            self.meter.contradictions[what] += 1
+        call.events = events
+        call.usage = usage = usage or Usage(completion=events, exact=False)
         self.meter.tokens.count(usage)
 
     def _collect(self, data: bytes, complete: bool) -> None:

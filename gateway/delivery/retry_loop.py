@@ -84,6 +84,8 @@ class RetryLoop:
             raise
         finally:
             usage = self._call.usage
+            if self._call.contradiction:
+                replica.contradicting_answers += 1
             # Without an engine's count the estimate that was charged stands.
             counted = usage is not None and usage.exact and not self._call.probe
             tokens = (usage.prompt, usage.completion) if usage is not None and counted else None

@@ -19,6 +19,8 @@ FINE_BYTES = 4096
 LONG_BYTES = 32 * 1024
 MAX_BYTES = 64 * 1024 * 1024
 BYTES_A_TOKEN = 4.0
+# Bytes of JSON per token, on average, of any text: single bytes at least, escaped words at most.
+LEAST_BYTES_A_TOKEN, MOST_BYTES_A_TOKEN = 1.0, 16.0
 
 
 def _boundaries() -> tuple[int, ...]:
@@ -62,7 +64,8 @@ class BytesPerToken:
         gain = self.answers.learn(output_tokens)
         if depths and prompt_tokens > 0 and estimated_tokens not in (0, prompt_tokens):
             then = BOUNDARIES[len(depths) - 1] / max(depths[-1], 1)
-            found = min(max(then * estimated_tokens / prompt_tokens, 0.5), 32.0)
+            found = then * estimated_tokens / prompt_tokens
+            found = min(max(found, LEAST_BYTES_A_TOKEN), MOST_BYTES_A_TOKEN)
             self.bytes_a_token += gain * (found - self.bytes_a_token)
 
     def read(self, seed: int, parts: Sequence[memoryview], limit: int | None, choices: int) -> PromptHash:

@@ -8,24 +8,74 @@ from typing import NamedTuple
 
 from msgspec import Raw
 
+from gateway.protocol.body import Body
 from gateway.protocol.json_decoders import NULL, answer, counts
+from gateway.protocol.prompt_features import BOUNDARIES, limit_of
+from policy.request import Request
 
 # An answer up to this size is decoded whole; of a longer one (vectors, long texts) only its end is read.
 MAX_DECODED = 16 * 1024
 _KEY = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*\{')
+# The longest tokens are runs of 128 spaces. A template adds a system prompt and the format of tools; prompts
+# with media or an engine's own tools have tokens that no byte of the request accounts for, or the reverse.
+MOST_BYTES_A_TOKEN = 128
+MOST_TEMPLATE_TOKENS = 4096
+_UNWRITTEN = (
+    b'"image', b'"audio', b'"video', b'"file', b'"input_image', b'"input_audio', b'"input_video',
+    b'"input_file', b'"mcp', b'"web_search', b'"code_interpreter',
+)  # fmt: skip
+MOST_SEARCHED = 1024 * 1024  # in a millisecond or two
+# Of an answer without a limit by a model of unknown length; a token may come in several events.
+MOST_ANSWER_TOKENS = 1 << 20
+MOST_EVENTS_A_TOKEN = 8
 
 
 class Usage(NamedTuple):
     """Tokens of one answer. ``prompt`` includes those that were ``cached``.
 
     Not ``exact`` if the answer was cut short: ``prompt`` is 0, and ``completion`` is the number of its
-    events.
+    events. Nor if the engine's counts contradict the request: both are estimates.
     """
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
     exact: bool = True
+
+
+class UsageBounds:
+    """Which token counts the answer to one request can have; what is learned from answers is within them."""
+
+    __slots__ = ("_body", "_max_model_len", "_raw", "_request")
+
+    def __init__(self, request: Request, body: Body, raw: bytes, max_model_len: int | None) -> None:
+        self._request = request
+        self._body = body
+        self._raw = raw
+        self._max_model_len = max_model_len
+
+    def contradiction(self, usage: Usage, events: int) -> str:
+        """Which count is impossible, empty if none is; ``events`` are those of the stream, 0 without one."""
+        prompt, depths = usage.prompt, self._request.depths
+        least = BOUNDARIES[len(depths) - 1] // MOST_BYTES_A_TOKEN if depths else 0
+        possible = least <= prompt <= len(self._raw) + MOST_TEMPLATE_TOKENS
+        if prompt < 0 or not (possible or self._has_unwritten()):
+            return "prompt"
+        if not 0 <= usage.cached <= prompt:
+            return "cached"
+        most = limit_of(self._body) or self._max_model_len or MOST_ANSWER_TOKENS
+        if not events // MOST_EVENTS_A_TOKEN <= usage.completion <= most * self._body.choices:
+            return "completion"
+        return ""
+
+    def _has_unwritten(self) -> bool:
+        """Whether the prompt may have more tokens than its text, or fewer; of large bodies unknown."""
+        raw = self._raw
+        return len(raw) > MOST_SEARCHED or any(name in raw for name in _UNWRITTEN)
+
+    def estimate(self, events: int) -> Usage:
+        """What is counted instead of impossible counts."""
+        return Usage(self._request.prompt_tokens, 0, events or self._request.output_tokens, exact=False)
 
 
 _scanner = json.JSONDecoder()

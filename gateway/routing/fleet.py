@@ -307,6 +307,7 @@ class FleetView:
                     "mine": handle.mine,
                     "pending_tokens": handle.look().pending_tokens,
                     "bound": handle.view.bound,
+                    "contradicting_answers": handle.contradicting_answers,
                     "adapters": sorted(handle.adapters.loaded),
                     "refused_adapters": sorted(handle.adapters.refusing),
                     "heard_s_ago": None if handle.reported_at is None else round(now - handle.reported_at, 3),

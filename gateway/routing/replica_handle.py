@@ -83,7 +83,7 @@ class ReplicaHandle:
     of this worker that run there. ``adapters`` are its adapters, ``their_model`` is its name for the model if
     that is not ours. ``silent`` is whether its load stream
     hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
-    loop time.
+    loop time. ``contradicting_answers`` counts those whose token counts were impossible for their requests.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class ReplicaHandle:
         self.reported_at: float | None = None
         self.lost_at: float | None = None
         self.probe_at = 0.0
+        self.contradicting_answers = 0
         self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
         self.mine = 0
         self._events = events

@@ -59,6 +59,11 @@ _COUNTS = (
         "retries", "retries", "Requests that could have gone to another replica, by what came of it.",
         ("outcome",),
     ),
+    (
+        "contradictions", "contradicting_answers",
+        "Answers whose token counts contradict their request, by the count; nothing is learned from them.",
+        ("count",),
+    ),
     ("probes", "probes", "Probes of replicas that are out of rotation, by how they went.", ("outcome",)),
 )  # fmt: skip
 _HISTOGRAMS = (
@@ -108,6 +113,7 @@ class ModelCounters(HealthCounters):
         self.requests: Counts[tuple[str, str]] = Counts()
         self.attempts: Counts[str] = Counts()
         self.streams: Counts[tuple[str, str]] = Counts()
+        self.contradictions: Counts[str] = Counts()
         self.breakers: Counts[str] = Counts()
         self.tokens = TokenCounters()
         self.queue = QueueCounters()

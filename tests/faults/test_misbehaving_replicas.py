@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.faults import faults
 from tests.faults.faults import EVENTS
 from tests.faults.harness import Harness
 from tests.faults.raw_client import Reply
-from tests.gateway.fake_replica import DONE, Answer, Exchange
+from tests.gateway.fake_replica import DONE, Answer, Exchange, event, stream
 from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -161,3 +163,59 @@ async def test_an_opened_stream_without_an_event_ends_in_an_error(harness: Harne
             reply = await harness.ask(model, path=path, stream=True)
             assert reply.status == 200 and reply.streamed
             assert reply.error is not None and reply.error["message"] == "The replica's stream is empty."
+
+
+PREFIXES, EACH = 32, 4
+LIES: dict[str, dict[str, Any]] = {
+    "too few prompt tokens": {"prompt_tokens": 10, "completion_tokens": 4},
+    "too many prompt tokens": {"prompt_tokens": 10**6, "completion_tokens": 4},
+    "more cached than there are": {
+        "prompt_tokens": 1000,
+        "completion_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 2000},
+    },
+    "negative": {"prompt_tokens": -1000, "completion_tokens": -4},
+    "more output than allowed": {"prompt_tokens": 1000, "completion_tokens": 10**9},
+}
+
+
+def counting(usage: dict[str, Any], cold: list[str]) -> Answer:
+    """A replica with a prefix cache and this usage in its answers, which notes cold prefixes."""
+    cached: set[str] = set()
+
+    async def answer(exchange: Exchange) -> None:
+        prefix = exchange.json["messages"][-1]["content"][:8]
+        if prefix not in cached:
+            cold.append(prefix)
+            cached.add(prefix)
+            await asyncio.sleep(0.02)
+        last = {"id": "c", "object": "chat.completion.chunk", "choices": [], "usage": usage}
+        data = faults.tokens(4) + event(finish="stop") + b"data: %b\n\n" % json.dumps(last).encode() + DONE
+        await stream(data)(exchange)
+
+    return answer
+
+
+@pytest.mark.parametrize("kind", LIES)
+async def test_usage_that_contradicts_its_request_is_counted_and_not_learned(
+    harness: Harness, model: str, kind: str
+) -> None:
+    """Prefixes stay at home, and prompts cost what they cost."""
+    cold: list[str] = []
+    fleet = await harness.fleet(model, 4, bound=BOUND)
+    for one in fleet:
+        one.usual = counting(LIES[kind], cold)
+    order = [f"{number % PREFIXES:08}" for number in range(PREFIXES * EACH)]
+    async with harness.expect(model, {"ok": len(order)}, attempts=len(order)):
+        for i in range(0, len(order), CLIENTS):
+            prompts = [prefix * 500 + f"{i}" for prefix in order[i : i + CLIENTS]]
+            await asyncio.gather(
+                *(harness.ask(model, prompt, stream=True, max_tokens=100) for prompt in prompts)
+            )
+    assert len(cold) <= 1.25 * PREFIXES
+    assert await harness.metric("tidegate_contradicting_answers_total", model=model) == len(order)
+    seen = {one["id"]: one for one in (await harness.admin.get("/admin/fleet")).json()["replicas"]}
+    for one in fleet:
+        assert seen[one.id]["contradicting_answers"] == len(one.log)
+    for _, tokens in await harness.samples("tidegate_tokens_total", model=model):
+        assert 0 <= tokens < 10**6

@@ -126,6 +126,15 @@ def test_predicted_lengths_follow_the_counts_of_engines() -> None:
     assert density.answers.mean == pytest.approx(40, rel=0.02)
 
 
+@pytest.mark.parametrize(("counted", "most"), [(40, 16.0), (10**6, 1.0)])
+def test_predicted_lengths_stay_possible_whatever_engines_count(counted: int, most: float) -> None:
+    density = BytesPerToken()
+    for _ in range(300):
+        estimate = density.read(SEED, [memoryview(b"x" * 3000)], None, 1)
+        density.learn(estimate.prompt_tokens, counted, 40, estimate.depths)
+    assert density.bytes_a_token == pytest.approx(most, rel=0.02)
+
+
 @given(
     st.binary(min_size=0, max_size=9000),
     st.lists(st.integers(0, 9000), max_size=3),

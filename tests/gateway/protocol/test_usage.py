@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.protocol.usage import MAX_DECODED, Usage, read_usage, usage_of_answer
+from gateway.protocol import body as bodies
+from gateway.protocol.paths import ROUTES
+from gateway.protocol.prompt_features import BytesPerToken, parts_of, seed_of
+from gateway.protocol.usage import MAX_DECODED, Usage, UsageBounds, read_usage, usage_of_answer
+from policy.request import Request
 
 COUNTS = {"prompt_tokens": 5, "total_tokens": 7, "completion_tokens": 2}
 
@@ -37,3 +42,40 @@ def test_usage_without_output_tokens() -> None:
 def test_cached_tokens_are_a_part_of_the_prompt_tokens() -> None:
     assert read_usage(b'{"prompt_tokens":8,"prompt_tokens_details":{"cached_tokens":6}}') == Usage(8, 6, 0)
     assert read_usage(b'{"prompt_tokens":8,"prompt_tokens_details":null}') == Usage(8, 0, 0)
+
+
+TEXT, CHAT = "x" * 4000, ROUTES["/v1/chat/completions"]
+
+
+@pytest.mark.parametrize(
+    ("usage", "events", "more", "contradiction"),
+    [
+        (Usage(1000, 0, 50), 50, {}, ""),
+        (Usage(1000, 1000, 0), 0, {}, ""),
+        (Usage(30, 0, 50), 50, {}, ""),
+        (Usage(10, 0, 50), 50, {}, "prompt"),
+        (Usage(-1, 0, 50), 50, {}, "prompt"),
+        (Usage(4000 + 300, 0, 50), 50, {}, ""),
+        (Usage(10_000, 0, 50), 50, {}, "prompt"),
+        (Usage(10_000, 0, 50), 50, {"mm": [{"type": "image_url"}]}, ""),
+        (Usage(1000, 1001, 50), 50, {}, "cached"),
+        (Usage(1000, -1, 50), 50, {}, "cached"),
+        (Usage(1000, 0, 8), 50, {}, ""),
+        (Usage(1000, 0, 5), 50, {}, "completion"),
+        (Usage(1000, 0, -1), 0, {}, "completion"),
+        (Usage(1000, 0, 100), 100, {"max_tokens": 50}, "completion"),
+        (Usage(1000, 0, 100), 100, {"max_tokens": 50, "n": 2}, ""),
+        (Usage(1000, 0, 8192), 100, {}, ""),
+        (Usage(1000, 0, 8193), 100, {}, "completion"),
+    ],
+)
+def test_counts_that_contradict_their_request(
+    usage: Usage, events: int, more: dict[str, Any], contradiction: str
+) -> None:
+    raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": TEXT}], **more}).encode()
+    body = bodies.read(raw)
+    prompt = BytesPerToken().read(seed_of("m", "", ""), parts_of(body, CHAT, raw), None, 1)
+    request = Request("m", prompt_tokens=prompt.prompt_tokens, output_tokens=99, depths=prompt.depths)
+    bounds = UsageBounds(request, body, raw, max_model_len=8192)
+    assert bounds.contradiction(usage, events) == contradiction
+    assert bounds.estimate(events) == Usage(prompt.prompt_tokens, 0, events or 99, exact=False)
