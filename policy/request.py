@@ -23,7 +23,7 @@ class AnswerLength:
     def learn(self, tokens: int) -> float:
         """Count an answer, of unknown length if ``tokens`` is 0; returns its weight in the mean."""
         self._count += 1
-        gain = max(ANSWER_GAIN, 1.0 / max(self._count, ASSUMED_REQUESTS))
+        gain = max(ANSWER_GAIN, 1.0 / self._count)
         if tokens > 0:
             self.mean += gain * (tokens - self.mean)
         return gain
