@@ -48,6 +48,8 @@ from store.state_dir import listen
 MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim.engine"}
 CHECK_S = 0.25
 REPORT_S = 0.1
+# The first requests of an engine may compile kernels: they may take so many times its progress timeout.
+FIRST_STEPS = 5
 # A replica becomes ready after this many seconds even if planned adapters are not loaded yet.
 HOLD_S = 60.0
 # Maximum bytes of a line on standard input: a `hold` may list thousands of adapters.
@@ -85,16 +87,15 @@ def send(descriptor: int, event: Event) -> None:
 class Progress:
     """Detects an engine that has requests but makes no steps."""
 
-    def __init__(self, timeout_s: float, now: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, now: float) -> None:
         self._steps = -1
         self._since = now
 
-    def check(self, steps: int, busy: bool, now: float) -> None:
+    def check(self, steps: int, busy: bool, now: float, timeout_s: float) -> None:
         """Raise :class:`policy.errors.EngineFailed` after ``timeout_s`` without a step while busy."""
         if steps != self._steps or not busy:
             self._steps, self._since = steps, now
-        elif now - self._since > self._timeout_s:
+        elif now - self._since > timeout_s:
             raise EngineFailed(f"no engine step for {now - self._since:.0f} s with requests running")
 
 
@@ -117,13 +118,15 @@ async def _follow_commands(
     os.killpg(0, signal.SIGKILL)
 
 
-async def _watch(engine: Engine, timeout_s: float) -> None:
-    progress = Progress(timeout_s, time.monotonic())
+async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
+    progress = Progress(time.monotonic())
     while True:
         await asyncio.sleep(CHECK_S)
         await engine.check()
         stats = engine.stats()
-        progress.check(stats.steps, stats.running + stats.waiting > 0, time.monotonic())
+        patience = FIRST_STEPS if guard.state is ReplicaPhase.STARTING else 1
+        busy = stats.running + stats.waiting > 0
+        progress.check(stats.steps, busy, time.monotonic(), patience * timeout_s)
 
 
 async def _report(
@@ -160,7 +163,7 @@ async def run_canary(url: str, spec: EngineSpec, timeout_s: float) -> None:
 
 async def _prepare(url: str, spec: EngineSpec, adapters: AdapterLoader) -> None:
     """Prepare for traffic: the canary must be answered and the planned adapters loaded."""
-    await run_canary(url, spec, spec.progress_timeout_s)
+    await run_canary(url, spec, FIRST_STEPS * spec.progress_timeout_s)
     try:
         async with asyncio.timeout(HOLD_S):
             await adapters.settled()
@@ -197,7 +200,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
         asyncio.create_task(server.serve(sockets=[sock])),
         asyncio.create_task(adapters.run()),
         asyncio.create_task(_follow_commands(stdin, guard, adapters, sleep_control)),
-        asyncio.create_task(_watch(engine, spec.progress_timeout_s)),
+        asyncio.create_task(_watch(engine, guard, spec.progress_timeout_s)),
         asyncio.create_task(_report(engine, guard, adapters, report_event, describe_machine(spec))),
     }
     preparing = asyncio.create_task(_prepare(url, spec, adapters))

@@ -20,7 +20,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -30,6 +32,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from policy.engine.performance_model import Limits, Timing
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
+from serve.engine.grammar_limits import excess
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.step_stats import StepStats
 
@@ -117,6 +120,34 @@ class SleepingExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM ships n
 
 def _rest(wait: Callable[[int], None], timeout_ms: int) -> None:
     wait(min(timeout_ms, LOOK_MS))
+
+
+class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
+    """``AsyncLLM``, except that it refuses requests that would end it; those of every endpoint come here."""
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's entrance of a request; a refusal is an answer of 400 that names the parameter."""
+        if isinstance(params, SamplingParams):
+            _check(params, adapters=self.vllm_config.lora_config is not None)
+        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+
+
+def _check(params: Any, *, adapters: bool) -> None:
+    """Raise :class:`VLLMValidationError` for parameters that end an engine, or hold up its other requests."""
+    if adapters and params.prompt_logprobs is not None:
+        # vLLM applies adapters to the logits of prompt tokens by its mapping of the sampled tokens, whose
+        # number is another: on a CPU the einsum raises, on a GPU the kernel writes past its buffer.
+        if params.logprobs is not None or params.prompt_logprobs > 0:
+            raise VLLMValidationError(
+                "log probabilities of a prompt (`prompt_logprobs`, or `echo` with `logprobs`) are not "
+                "available on a model with adapters",
+                parameter="echo",
+            )
+        # A chat's `echo` alone implies 0 of them, which nobody asked for.
+        params.prompt_logprobs = None
+        params.skip_reading_prefix_cache = False
+    if params.structured_outputs is not None and (found := excess(params.structured_outputs)):
+        raise VLLMValidationError(found, parameter="structured_outputs")
 
 
 class VLLMEngine:
@@ -310,7 +341,7 @@ async def create(spec: EngineSpec) -> VLLMEngine:
         loggers.append(StepLogger(vllm_config, engine_index))
         return loggers[-1]
 
-    llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[stat_logger])
+    llm = CheckedLLM.from_engine_args(engine_args, stat_loggers=[stat_logger])
     tasks = await llm.get_supported_tasks()
     app = build_app(args, supported_tasks=tasks, model_config=llm.model_config)
     await init_app_state(llm, app.state, args, tasks)

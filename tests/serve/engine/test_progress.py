@@ -9,12 +9,13 @@ from serve.engine.main import Progress
 
 
 def test_only_an_engine_with_requests_must_make_steps() -> None:
-    progress = Progress(10.0, 0.0)
+    progress = Progress(0.0)
     for now in range(100):
-        progress.check(now, True, float(now))
+        progress.check(now, True, float(now), 10.0)
     for now in range(100, 200):
-        progress.check(7, False, float(now))
-    progress.check(7, True, 205.0)
-    progress.check(7, True, 209.0)
+        progress.check(7, False, float(now), 10.0)
+    progress.check(7, True, 205.0, 10.0)
+    progress.check(7, True, 209.0, 10.0)
     with pytest.raises(EngineFailed, match="no engine step for 11 s with requests running"):
-        progress.check(7, True, 210.0)
+        progress.check(7, True, 210.0, 10.0)
+    progress.check(7, True, 210.0, 50.0)
