@@ -22,6 +22,7 @@ from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.delivery.replica_idle_timeouts import IdleTimeouts
 from gateway.delivery.retry_loop import RetryLoop
 from gateway.delivery.spillover import Spillover
+from gateway.delivery.suspects import SuspectRequests
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.request_resolver import RequestResolver
 from gateway.intake.tenants import TenantAccount, Tenants
@@ -86,7 +87,8 @@ class Gateway:
         self.deadlines = IdleTimeouts(lambda: watcher.deployment.gateway)
         self.catalog = CatalogView(partial(rng.getrandbits, 64), self.metrics.adapters.follow)
         self.tenants = Tenants(salt_secret, own_key(secret), self.metrics.tenants, shared)
-        self.routes = ModelRouters(rng, shared, current, self.metrics)
+        self.suspects = SuspectRequests(shared)
+        self.routes = ModelRouters(rng, shared, current, self.metrics, self.suspects.lost_elsewhere)
         self.admission = Admission(
             self.metrics, self.routes, current, weight=self.tenants.weight, shared=shared
         )
@@ -97,6 +99,7 @@ class Gateway:
             forgotten=self.routes.forget,
             adapters=self.routes.set_adapters,
             unloadable=self.admission.give_up,
+            died=lambda _, replica: self.suspects.died(replica, monotonic()),
         )
         self.fleet = FleetView(secret, self.metrics, shared, rng.random, events)
         self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
@@ -231,7 +234,7 @@ class Gateway:
         ticket = self.admission.ticket(served, request)
         meter = self.metrics.model(served.name)
         salt = self.tenants.salt(request.tenant)
-        delivery = RetryLoop(ticket, call, meter, body=body, raw=raw, salt=salt)
+        delivery = RetryLoop(ticket, call, meter, self.suspects, body=body, raw=raw, salt=salt)
         call.usage_bounds = UsageBounds(request, body, raw, served.max_model_len)
         try:
             if self.spillover.backs(request):

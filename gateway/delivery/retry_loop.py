@@ -6,6 +6,7 @@ import asyncio
 from time import monotonic, perf_counter
 
 from gateway.delivery.relay import Relay
+from gateway.delivery.suspects import SuspectRequests, fingerprint
 from gateway.http.client import ClientConnection, is_local_fault
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
@@ -17,11 +18,13 @@ from gateway.queue.dispatcher_driver import Ticket
 from gateway.request_context import Call
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.telemetry.metrics import ModelCounters
-from policy.admission.retry import AttemptOutcome
+from policy.admission.retry import MAX_BEGUN, AttemptOutcome
 from policy.errors import Refusal
 from policy.types import EngineKind, Runner
 from policy.wire.headers import PREFILL_HEADER, PREFIX_HEADER
 
+# What becomes of the requests on a replica that dies, or hangs.
+_LOSSES = frozenset({AttemptOutcome.LOST, AttemptOutcome.BROKEN, AttemptOutcome.SILENT})
 # Prefix hashes that a request's head carries for other hosts, 17 bytes each.
 MAX_NEW_HASHES = 64
 
@@ -30,8 +33,9 @@ _PREFILL, _PREFIX = PREFILL_HEADER.encode(), PREFIX_HEADER.encode()
 
 class RetryLoop:
     def __init__(
-        self, ticket: Ticket, call: Call, meter: ModelCounters, *, body: Body, raw: bytes, salt: bytes
-    ) -> None:
+        self, ticket: Ticket, call: Call, meter: ModelCounters, suspects: SuspectRequests, *, body: Body,
+        raw: bytes, salt: bytes,
+    ) -> None:  # fmt: skip
         self._ticket = ticket
         self._is_external = ticket.served.engine is EngineKind.EXTERNAL
         self._call = call
@@ -40,6 +44,7 @@ class RetryLoop:
         self._salt = salt
         self._outgoing = self._body_for(ticket.request.adapter)
         self._meter = meter
+        self._suspects = suspects
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
@@ -63,8 +68,16 @@ class RetryLoop:
     async def _tried(self, replica: ReplicaHandle) -> tuple[AttemptOutcome, Refused | None]:
         """One attempt, reported before its slot is given to another request."""
         outcome, adapter_failed, gap_s = AttemptOutcome.LEFT, False, 0.0
+        alone = False
         try:
+            alone = self._suspects.some and self._runs_alone()
             outcome, relay = await self._attempt(replica)
+            if outcome in _LOSSES:
+                self._suspects.lost(self._fingerprint(), replica.view.key, monotonic())
+                if outcome is AttemptOutcome.LOST:
+                    replica.died()
+            elif outcome is AttemptOutcome.SERVED and self._suspects.some:
+                self._suspects.served(self._fingerprint(), monotonic())
             refused = relay.refused if relay is not None else None
             if outcome is AttemptOutcome.REFUSED and relay is not None:
                 if relay.reason is Refusal.ADAPTER_FAILED:
@@ -83,6 +96,8 @@ class RetryLoop:
             self._meter.attempts[AttemptOutcome.LEFT] += 1
             raise
         finally:
+            if alone:
+                self._suspects.end()
             usage = self._call.usage
             if self._call.contradiction:
                 replica.contradicting_answers += 1
@@ -90,6 +105,16 @@ class RetryLoop:
             counted = usage is not None and usage.exact and not self._call.probe
             tokens = (usage.prompt, usage.completion) if usage is not None and counted else None
             self._ticket.end(self._clock(), outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
+
+    def _fingerprint(self) -> int:
+        return fingerprint(self._ticket.request.tenant, self._call.route.path, self._raw)
+
+    def _runs_alone(self) -> bool:
+        """Whether it is suspected to end engines, and is sent to one only; raises if it may not be sent."""
+        alone = self._suspects.begin(self._fingerprint(), monotonic())
+        if alone:
+            self._ticket.request.begun = MAX_BEGUN - 1
+        return alone
 
     async def _attempt(self, replica: ReplicaHandle) -> tuple[AttemptOutcome, Relay | None]:
         """Try one replica; a kept connection that was closed before the request arrived is replaced.

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.protocol.prompt_features import BytesPerToken, adapter_key
-from gateway.routing.shared_counters import LOCAL, SharedCounts
+from gateway.routing.shared_counters import LOCAL, LOSS, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
 from policy.errors import TargetError
@@ -36,11 +36,13 @@ class ModelRouters:
         shared: SharedCounts = LOCAL,
         deployment: Callable[[], Deployment | None] = lambda: None,
         metrics: Metrics | None = None,
+        lost: Callable[[int, int, float], None] = lambda fingerprint, replica, at: None,
     ) -> None:
         self._rng = rng
         self._shared = shared
         self._deployment = deployment
         self._metrics = metrics or Metrics()
+        self._lost = lost
         self._read: Deployment | None = None
         self._routers: dict[str, Router] = {}
         self.densities: defaultdict[str, BytesPerToken] = defaultdict(BytesPerToken)
@@ -123,6 +125,9 @@ class ModelRouters:
             router = self._by_key.get(model_key)
             if router is not None:
                 router.learned(hashes, replica_key, now)
+            elif model_key >> 32 == LOSS:
+                for fingerprint in hashes:
+                    self._lost(fingerprint, replica_key, float(model_key & 0xFFFF_FFFF))
 
     def _of(self, model: str) -> Router:
         deployment = self._deployment()

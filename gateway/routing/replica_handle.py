@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
 
 
+# In these phases it may end without a fault.
+_LEAVING = frozenset({ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP})
 # A load stream that sends nothing for this time, three lines, is stale.
 STALE_S = 3.0
 
@@ -39,7 +41,7 @@ class FleetEvents(NamedTuple):
     ``changed``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
     ``prefixes``: the replica with this key was sent prompts with these hashes, by any gateway. ``forgotten``:
     its cache is empty. ``adapters``: those that it has loaded, and those that it could not load.
-    ``unloadable``: adapters that a replica could not load lately.
+    ``unloadable``: adapters that a replica could not load lately. ``died``: the replica with this key.
     """
 
     changed: Callable[[str], None] = _ignore
@@ -48,6 +50,7 @@ class FleetEvents(NamedTuple):
     forgotten: Callable[[str, int], None] = _ignore
     adapters: Callable[[str, int, Set[str], Set[str]], None] = _ignore
     unloadable: Callable[[str, Set[str]], None] = _ignore
+    died: Callable[[str, int], None] = _ignore
 
 
 NO_EVENTS = FleetEvents()
@@ -131,7 +134,7 @@ class ReplicaHandle:
         self.due_at = inf
         self.lone = False
         self._tokens = 0
-        self._restarted = False
+        self._restarted = self._leaving = False
         self._shared = shared
         self._watchdog = Watchdog()
         self._feed: NdjsonStream | None = None
@@ -246,6 +249,7 @@ class ReplicaHandle:
         if self.adapters.update(report.adapters, report.refused):
             self._adapters_changed()
         self.open = report.state is ReplicaPhase.READY
+        self._leaving = report.state in _LEAVING
         self.full = False
         self.silent = False
         self.reported_at = at
@@ -278,6 +282,10 @@ class ReplicaHandle:
                 self.lost_at = at
                 self.health.disconnected(self.breaker, at)
         self._reach()
+
+    def died(self) -> None:
+        """It ended without having drained, or hangs."""
+        self._events.died(self.model, self.view.key)
 
     def refused(self, reason: Refusal) -> None:
         """The replica refused a request; its next report decides again."""
@@ -338,6 +346,8 @@ class ReplicaHandle:
             self.silent = self._feed.silent
             self._restarted = True
             at = loop.time()
+            if self.answering and not (self.silent or self._leaving or self.replica.state in _LEAVING):
+                self.died()
             # A replica that makes progress is alive, whatever has become of its load stream.
             if self.answering and not (self.silent and self.mine and self.stuck_s(at) < STALE_S):
                 self.set_answering(at, False)

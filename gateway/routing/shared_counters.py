@@ -60,6 +60,8 @@ _THIS_LAYOUT = 3 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | RING_ENTRIE
 _HEADS = [(row, row * _HEADER) for row in range(ROWS)]
 
 PublishedPrefixes = tuple[int, int, list[int]]
+# The upper half of a word that stands in the place of a model's key; the lower half are seconds.
+LOSS = 0x6C6F7374
 
 
 class SharedCounts:
@@ -88,6 +90,10 @@ class SharedCounts:
 
     def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None:
         """Report that prompts with these prefixes were sent to a replica of a model."""
+
+    def publish_loss(self, replica_key: int, fingerprint: int, at: float) -> None:
+        """Report that a request was lost there; others read it as a prefix of a model :data:`LOSS`."""
+        self.publish(LOSS << 32 | int(at), replica_key, (fingerprint,))
 
     def published_by_others(self) -> list[PublishedPrefixes]:
         """What the others published since the last call: (model key, replica key, hashes)."""

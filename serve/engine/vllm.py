@@ -128,11 +128,11 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's entrance of a request; a refusal is an answer of 400 that names the parameter."""
         if isinstance(params, SamplingParams):
-            _check(params, adapters=self.vllm_config.lora_config is not None)
+            check(params, adapters=self.vllm_config.lora_config is not None)
         return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
 
-def _check(params: Any, *, adapters: bool) -> None:
+def check(params: Any, *, adapters: bool) -> None:
     """Raise :class:`VLLMValidationError` for parameters that end an engine, or hold up its other requests."""
     if adapters and params.prompt_logprobs is not None:
         # vLLM applies adapters to the logits of prompt tokens by its mapping of the sampled tokens, whose

@@ -184,6 +184,12 @@ async def test_30_a_request_that_kills_its_replica_is_retried_once(harness: Harn
     assert reply.status == 500
     assert reply.headers["x-should-retry"] == "false"
     assert sum(hit.text == "poison" for one in fleet for hit in one.log) == 2
+    # Sent again it kills no other, although the others have restarted; what ran beside it is served.
+    async with harness.expect(model, {"replica_lost": 2, "ok": 1}, attempts=1):
+        for seed in (1, 2):
+            again = await harness.ask(model, "poison", stream=False, seed=seed)
+            assert (again.status, again.headers["x-should-retry"]) == (500, "false")
+        assert (await harness.ask(model)).status == 200
 
 
 async def behind_a_proxy(harness: Harness, model: str) -> tuple[FaultyUpstream, FaultyUpstream]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -223,3 +224,42 @@ def test_the_engine_core_on_cpus_sleeps_until_its_worker_answers(
     # The attribute that is set exists in vLLM.
     assert "busy_loop_s" in inspect.signature(SpinCondition.__init__).parameters
     del executor.response_mqs
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "adapters", "param"),
+    [
+        ("completion", {"echo": True, "logprobs": 0}, True, "echo"),
+        ("completion", {"echo": True, "logprobs": 0}, False, None),
+        ("completion", {"echo": True}, True, None),
+        ("completion", {"logprobs": 5}, True, None),
+        ("chat_completion", {"echo": True, "logprobs": True}, True, "echo"),
+        ("chat_completion", {"echo": True, "logprobs": True}, False, None),
+        ("chat_completion", {"echo": True}, True, None),
+        ("completion", {"prompt_logprobs": 1}, True, "echo"),
+        ("completion", {"structured_outputs": {"regex": "a" * 5000}}, False, "structured_outputs"),
+    ],
+)
+def test_parameters_that_end_an_engine_are_refused(
+    path: str, asked: dict[str, Any], adapters: bool, param: str | None
+) -> None:
+    from vllm.exceptions import VLLMValidationError  # noqa: PLC0415
+
+    from serve.engine.vllm import check  # noqa: PLC0415
+
+    protocol = importlib.import_module(f"vllm.entrypoints.openai.{path}.protocol")
+    if path == "completion":
+        request = protocol.CompletionRequest(model="m", prompt="hi", **asked)
+    else:
+        request = protocol.ChatCompletionRequest(
+            model="m", messages=[{"role": "user", "content": "hi"}], **asked
+        )
+    params = request.to_sampling_params(8, {})
+    if param is not None:
+        with pytest.raises(VLLMValidationError) as refused:
+            check(params, adapters=adapters)
+        assert refused.value.parameter == param
+        return
+    check(params, adapters=adapters)
+    # The engine computes them unless nobody asked for them.
+    assert not adapters or params.prompt_logprobs is None

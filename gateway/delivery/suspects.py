@@ -1,0 +1,96 @@
+"""The suspects of one worker and its host: requests that were in flight when replicas died."""
+
+from __future__ import annotations
+
+import msgspec
+import xxhash
+from msgspec import Raw
+
+from gateway.protocol.errors import Refused
+from gateway.routing.shared_counters import SharedCounts
+from policy.admission.suspects import Suspects, Suspicion
+from policy.errors import Refusal
+
+# Fields that do not change what an engine computes, or that clients draw anew when they send a request again.
+VOLATILE = frozenset(
+    {
+        "stream", "stream_options", "user", "seed", "metadata", "request_id", "session_id", "cache_salt",
+        "prompt_cache_key", "safety_identifier", "service_tier", "store",
+    }
+)  # fmt: skip
+# When another suspect has probably ended.
+AGAIN_S = 5
+
+_members = msgspec.json.Decoder(dict[str, Raw])
+
+
+def fingerprint(tenant: str, path: str, raw: bytes) -> int:
+    """A hash of the request without volatile fields, never 0."""
+    digest = xxhash.xxh3_64(f"{tenant}\0{path}".encode())
+    try:
+        members = _members.decode(raw)
+    except ValueError:  # invalid UTF-8 in a name
+        digest.update(raw)
+    else:
+        for name in sorted(members.keys() - VOLATILE):
+            digest.update(name.encode() + b"\0")
+            digest.update(members[name])
+    return digest.intdigest() or 1
+
+
+class SuspectRequests:
+    """What is held against requests; losses are shared by the workers of a host, which see deaths themselves.
+
+    Instants are seconds of the host's monotonic clock.
+    """
+
+    def __init__(self, shared: SharedCounts) -> None:
+        self._suspects = Suspects()
+        self._shared = shared
+        self._alone = 0
+        self.some = False
+
+    def lost(self, request: int, replica: int, at: float) -> None:
+        """The request with this fingerprint was lost on the replica with this key."""
+        self._suspects.lost(request, replica, at)
+        self._shared.publish_loss(replica, request, at)
+        self.some = True
+
+    def lost_elsewhere(self, request: int, replica: int, at: float) -> None:
+        """Another worker of the host lost a request."""
+        self._suspects.lost(request, replica, at)
+        self.some = True
+
+    def died(self, replica: int, at: float) -> None:
+        self._suspects.died(replica, at)
+
+    def served(self, request: int, at: float) -> None:
+        self._suspects.served(request, at)
+
+    def begin(self, request: int, at: float) -> bool:
+        """Whether it may be sent only once, and :meth:`end` must follow; raises its refusal if it may not.
+
+        Of the requests that must run alone one does, in this worker.
+        """
+        suspicion = self._suspects.suspicion(request, at)
+        self.some = len(self._suspects) > 0
+        if suspicion is Suspicion.NONE:
+            return False
+        if suspicion is Suspicion.GUILTY:
+            raise Refused(
+                Refusal.REPLICA_LOST,
+                "Two engines died while they served this request. It is refused for some minutes.",
+                final=True,
+            )
+        if self._alone:
+            raise Refused(
+                Refusal.OVERLOADED,
+                "Engines died while they served this request and others: they are tried one by one.",
+                retry_after_s=AGAIN_S,
+            )
+        self._alone = request
+        return True
+
+    def end(self) -> None:
+        """The request that ran alone has ended."""
+        self._alone = 0

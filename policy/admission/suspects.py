@@ -1,0 +1,96 @@
+"""Which requests were in flight when replicas died: a request that kills its replica is found and refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import StrEnum
+
+# A connection is lost within this time of the death of its replica, seen on another connection.
+SAME_DEATH_S = 5.0
+# A guilty request is refused for so long after the last death, and may then run alone.
+REFUSED_S = 600.0
+FORGOTTEN_S = 3600.0
+MAX_LOSSES = 1024
+
+
+class Suspicion(StrEnum):
+    """What follows for a request: nothing, no other suspect may run beside it, or it may not run."""
+
+    NONE = "none"
+    ALONE = "alone"
+    GUILTY = "guilty"
+
+
+class Suspects:
+    """The lost requests of the last hour by fingerprint, and the deaths of replicas. Instants are seconds.
+
+    A request that was in flight at two deaths, alone among all that were, is guilty. Of several that were at
+    the same deaths (they moved together from one replica to the next) one is to blame, or none: they run one
+    at a time, so that the next death shows which. One that is served is no longer suspected. One death says
+    nothing: most of what runs beside a fault is innocent.
+    """
+
+    def __init__(self) -> None:
+        self._losses: dict[int, list[tuple[int, float]]] = {}
+        self._served: dict[int, float] = {}
+        self._deaths: dict[int, list[float]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def lost(self, fingerprint: int, replica: int, at: float) -> None:
+        """A request got no answer, or a broken one, from the replica with this key."""
+        self._forget(at)
+        self._losses.setdefault(fingerprint, []).append((replica, at))
+        self._count += 1
+        while self._count > MAX_LOSSES:
+            self._drop(next(iter(self._losses)))
+
+    def died(self, replica: int, at: float) -> None:
+        """The replica with this key died, or hangs."""
+        self._forget(at)
+        known = self._deaths.setdefault(replica, [])
+        if not known or at - known[-1] > SAME_DEATH_S:
+            known.append(at)
+
+    def served(self, fingerprint: int, at: float) -> None:
+        """Such a request had its whole answer."""
+        if fingerprint in self._losses:
+            self._served[fingerprint] = at
+
+    def suspicion(self, fingerprint: int, at: float) -> Suspicion:
+        """What is held against such a request at ``at``."""
+        self._forget(at)
+        own = self._deaths_of(fingerprint, self._served.get(fingerprint, 0.0))
+        if len(own) < 2:
+            return Suspicion.NONE
+        present = 0
+        for other in self._losses:
+            theirs = self._deaths_of(other)
+            present += min([theirs[death] for death in own])
+        last = max(died_at for _, died_at in own)
+        return Suspicion.GUILTY if present == 1 and at - last < REFUSED_S else Suspicion.ALONE
+
+    def _deaths_of(self, fingerprint: int, since: float = 0.0) -> Counter[tuple[int, float]]:
+        """The deaths (replica and instant) at which such requests were lost, and how many at each."""
+        found: Counter[tuple[int, float]] = Counter()
+        for replica, at in self._losses.get(fingerprint, ()):
+            if at < since:
+                continue
+            for died_at in self._deaths.get(replica, ()):
+                if abs(at - died_at) <= SAME_DEATH_S:
+                    found[replica, died_at] += 1
+                    break
+        return found
+
+    def _drop(self, fingerprint: int) -> None:
+        self._count -= len(self._losses.pop(fingerprint))
+        self._served.pop(fingerprint, None)
+
+    def _forget(self, at: float) -> None:
+        """Drop what is too old to count."""
+        for fingerprint in [key for key, lost in self._losses.items() if at - lost[-1][1] > FORGOTTEN_S]:
+            self._drop(fingerprint)
+        for replica in [key for key, died in self._deaths.items() if at - died[-1] > FORGOTTEN_S]:
+            del self._deaths[replica]

@@ -1,0 +1,84 @@
+"""A request that kills replicas is found among those that were beside it, and refused for a while."""
+
+from __future__ import annotations
+
+import pytest
+
+from policy.admission.suspects import FORGOTTEN_S, MAX_LOSSES, REFUSED_S, Suspects, Suspicion
+
+NONE, ALONE, GUILTY = Suspicion
+
+
+class Timeline:
+    """Deaths of replicas, each with the requests that were in flight on it."""
+
+    def __init__(self) -> None:
+        self.suspects = Suspects()
+        self.at = 1000.0
+
+    def death(self, replica: int, *requests: int, seen_s: float = 0.5) -> None:
+        """``seen_s`` after the first loss the death shows on another connection; before it if negative."""
+        self.at += 60.0
+        if seen_s < 0:
+            self.suspects.died(replica, self.at + seen_s)
+        for request in requests:
+            self.suspects.lost(request, replica, self.at)
+        if seen_s >= 0:
+            self.suspects.died(replica, self.at + seen_s)
+
+    def of(self, *requests: int, later_s: float = 1.0) -> list[Suspicion]:
+        return [self.suspects.suspicion(request, self.at + later_s) for request in requests]
+
+
+@pytest.mark.parametrize("seen_s", [0.5, -0.5])
+def test_a_request_alone_at_two_deaths_is_guilty_and_those_beside_it_are_not(seen_s: float) -> None:
+    time = Timeline()
+    time.death(1, 7, 8, 9, seen_s=seen_s)
+    assert time.of(7, 8, 9) == [NONE, NONE, NONE]
+    time.death(2, 7, 20, 21, seen_s=seen_s)
+    assert time.of(7, 8, 9, 20, 21) == [GUILTY, NONE, NONE, NONE, NONE]
+
+
+def test_requests_that_moved_together_run_alone_until_one_is_left() -> None:
+    time = Timeline()
+    time.death(1, 7, 8, 9)
+    time.death(2, 7, 8, 9)
+    assert time.of(7, 8, 9) == [ALONE, ALONE, ALONE]
+    time.suspects.served(8, time.at)
+    time.death(2, 7, 30)  # it ran beside a request that is not suspected
+    assert time.of(7, 8, 9, 30) == [GUILTY, NONE, ALONE, NONE]
+
+
+def test_copies_of_one_request_count_one_by_one() -> None:
+    """A body that many clients send is at every death."""
+    time = Timeline()
+    time.death(1, 7, 7, 7)
+    time.death(2, 7, 7)
+    assert time.of(7) == [ALONE]
+
+
+def test_a_lost_connection_is_no_death_and_an_answer_clears() -> None:
+    time = Timeline()
+    time.death(1, 7)
+    time.at += 60.0
+    time.suspects.lost(7, 2, time.at)
+    assert time.of(7) == [NONE]
+    time.suspects.served(7, time.at)
+    time.death(2, 7)
+    assert time.of(7) == [NONE]
+
+
+def test_the_guilty_run_alone_after_a_while_and_are_forgotten_later() -> None:
+    time = Timeline()
+    time.death(1, 7)
+    time.death(2, 7)
+    assert time.of(7, later_s=REFUSED_S) == [GUILTY]
+    assert time.of(7, later_s=REFUSED_S + 1.0) == [ALONE]
+    assert time.of(7, later_s=FORGOTTEN_S + 1.0) == [NONE]
+    assert not time.suspects
+
+
+def test_the_number_of_losses_is_bounded() -> None:
+    time = Timeline()
+    time.death(1, *range(10 * MAX_LOSSES))
+    assert len(time.suspects) == MAX_LOSSES

@@ -1,0 +1,47 @@
+"""Grammars that xgrammar does not survive are refused before they reach it."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve.engine.grammar_limits import MAX_BYTES, MAX_PATTERN, excess
+
+DEEP = "(" * 30_000 + ")" * 30_000
+PATTERN = "a pattern .* at most 4096 characters, this one has 60000"
+SIZE = "a grammar .* at most 262144 bytes"
+
+
+def wanted(**given: Any) -> Any:
+    fields = ("json", "regex", "choice", "grammar", "structural_tag")
+    return SimpleNamespace(**{name: given.get(name) for name in fields})
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"regex": DEEP}, PATTERN),
+        ({"json": {"type": "string", "pattern": DEEP}}, PATTERN),
+        ({"json": json.dumps({"anyOf": [{"items": {"pattern": DEEP}}]})}, PATTERN),
+        ({"json": {"patternProperties": {DEEP: {}}}}, PATTERN),
+        ({"structural_tag": json.dumps({"format": {"type": "regex", "pattern": DEEP}})}, PATTERN),
+        ({"json": {"enum": ["x" * MAX_BYTES]}}, SIZE),
+        ({"choice": ["x" * MAX_BYTES]}, SIZE),
+        ({"grammar": "x" * (MAX_BYTES + 1)}, SIZE),
+        ({"regex": "a" * MAX_PATTERN}, None),
+        ({"grammar": "x" * MAX_BYTES}, None),
+        ({"json": {"type": "object", "properties": {"pattern": {"type": "string"}}, "enum": [DEEP]}}, None),
+        ({"json": "[" * 10_000}, None),
+    ],
+)
+def test_the_size_of_grammars_and_patterns_is_bounded(given: dict[str, Any], why: str | None) -> None:
+    found = excess(wanted(**given))
+    if why is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(why, found)
