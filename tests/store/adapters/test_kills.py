@@ -45,7 +45,7 @@ class Site:
         both = {"a": 95.0, "b": 5.0}
         self.after: tuple[State, ...] = (
             *(None, {"a": 1.0}, {"b": 1.0}, both, {"c": 1.0}),
-            *(both, {"b": 1.0}, None, None),
+            *(both, {"a": 1.0}, None, None),
         )
 
     def steps(self, registry: AdapterNames, blobs: Blobs) -> list[Callable[[], object]]:
