@@ -172,6 +172,12 @@ class Gateway:
             return 0
         return self._limits.max_body_bytes
 
+    def upload_limits(self) -> tuple[int, int]:
+        """How many bytes of unfinished requests are held, of all clients and of one address."""
+        limits = self._limits
+        least = 2 * limits.max_body_bytes
+        return max(limits.max_upload_bytes, least), max(limits.max_upload_bytes_per_address, least)
+
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """The pipeline: one call from its first byte to its last, counted in any case."""
         began = monotonic()

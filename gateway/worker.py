@@ -20,6 +20,7 @@ from gateway.control.controller_feed import catalog_feed, fleet_feed
 from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.control.report_sender import Reporter, ReportSender
 from gateway.http.server import Server
+from gateway.http.upload_budget import UploadBudget
 from gateway.request_pipeline import Gateway
 from gateway.routing.external_server_poller import ExternalPoller
 from gateway.routing.outlier_detection import Probes
@@ -120,7 +121,13 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     }.items():
         background.start(name, upkeep)
 
-    client = Server(gateway.client, gateway.body_limit, gateway.count_refused, shared)
+    client = Server(
+        gateway.client,
+        gateway.body_limit,
+        gateway.count_refused,
+        shared,
+        UploadBudget(gateway.upload_limits),
+    )
     admin = AdminServer(gateway.admin)
     stopping = asyncio.Event()
 

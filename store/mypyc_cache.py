@@ -61,6 +61,7 @@ MODULES = {
         "http/connection",
         "http/asgi_exchange",
         "http/server",
+        "http/upload_budget",
         "intake/adapter_catalog",
         "intake/request_resolver",
         "intake/tenants",

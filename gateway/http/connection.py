@@ -19,6 +19,7 @@ import httptools
 from starlette.types import Scope
 
 from gateway.http.asgi_exchange import SENT, Exchange, id_headers, request_ids
+from gateway.http.upload_budget import MIN_RATE, Upload
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import is_anthropic
 from policy.errors import Refusal
@@ -72,7 +73,8 @@ class ServerConnection:
         self._discarded = 0
         self._unsent = 0
         self._feeding = 0
-        self._reading = self._used = self._paused = False
+        self._reading = self._used = self._paused = self._held_back = False
+        self._upload: Upload | None = None
         self.deadline = _NEVER
         self.ended = False
         self.sent: Awaitable[None] = SENT
@@ -83,8 +85,9 @@ class ServerConnection:
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._scope: Scope | None = None
-        # Of the body: its limit, its length if it is known and not complete, and the bytes that have arrived.
-        self._limit = self._length = self._size = 0
+        # Of the body: its limit, its length if it is known and not complete, the bytes that have arrived, and
+        # how many of them had when the deadline was set.
+        self._limit = self._length = self._size = self._on_time = 0
         # Bytes of the message that were given to the parser.
         self._fed = 0
 
@@ -122,6 +125,11 @@ class ServerConnection:
         if self.deadline > now:
             return
         if self._reading and not self.ended:
+            body_s = self._server.times.body_s
+            if self._head_done and self._size - self._on_time >= MIN_RATE * body_s:
+                self._on_time = self._size
+                self.deadline = now + body_s
+                return
             self._refuse(Refused(Refusal.TOO_SLOW, "The request took too long to arrive."))
         else:
             self._transport.abort()
@@ -142,7 +150,11 @@ class ServerConnection:
         self.ended = True
         self.resume_writing()
         self._ahead.clear()
+        self._ahead_bytes = 0
         self._release()
+        if self._upload is not None:
+            self._server.uploads.end(self._upload)
+            self._upload = None
         self._refused = self._parser = self._scope = None
         active, self._active = self._active, None
         if active is not None and not active.done:
@@ -234,7 +246,10 @@ class ServerConnection:
                 self._send_continue()
 
     def on_body(self, body: bytes) -> None:
-        if self._refused is not None or not self._limit:
+        if self._refused is not None:
+            return
+        if not self._limit:
+            self._size += len(body)
             return
         if self._parts:
             self._keep(body)
@@ -268,8 +283,8 @@ class ServerConnection:
         if (refused := self._fault()) is not None:
             self._discard(len(data) - at)
             self._refuse(refused)
-        if self._reading or self._ahead or self._paused:
-            self._pause_or_resume()
+        if self._reading or self._ahead or self._paused or self._upload is not None:
+            self._settle()
 
     def _end_of_piece(self, data: bytes, at: int) -> int:
         """The end of the piece of ``data`` from ``at`` that is parsed at once."""
@@ -278,7 +293,8 @@ class ServerConnection:
             return len(data)
         if self._length:
             return at + self._length - self._size
-        if not (self._reading and self._head_done):
+        # Before a head the parser skips line ends, of which there may be many.
+        if not (self._reading and self._head_done) and data[at] > 13:
             # A head alone: what follows may be a long body, or more requests than are read ahead.
             after = data.find(b"\r\n\r\n", at, at + MAX_HEAD_BYTES) + 4
             return after if after > at else end
@@ -364,6 +380,8 @@ class ServerConnection:
         self._reading = False
         self._length = 0
         if not self._limit:
+            if self._active is None:
+                self._next()
             return
         parts = self._parts
         if self._joined:
@@ -401,17 +419,50 @@ class ServerConnection:
         if self._discarded > MAX_DISCARDED:
             self._transport.abort()
 
+    def _settle(self) -> None:
+        """Report what is held, and read on unless it is enough."""
+        held, left = self._ahead_bytes + len(self._unparsed), 0
+        if self._reading and self._refused is None and not self.ended:
+            if not self._head_done:
+                held, left = held + self._fed, MAX_HEAD_BYTES
+            elif self._limit:
+                held, left = held + self._size, (self._length or self._limit) - self._size
+        uploads = self._server.uploads
+        if held:
+            if self._upload is None:
+                self._upload = uploads.begin(self, self._transport.get_extra_info("peername"))
+            uploads.hold(self._upload, held, left)
+        elif self._upload is not None:
+            uploads.end(self._upload)
+            self._upload = None
+            if self._held_back:
+                self.read_on()
+        self._pause_or_resume()
+
+    def hold_back(self) -> None:
+        """Stop reading until :meth:`read_on`: other clients' requests are completed first."""
+        self._held_back = True
+        self._set_deadline()
+        self._pause_or_resume()
+
+    def read_on(self) -> None:
+        self._held_back = False
+        self._set_deadline()
+        self._pause_or_resume()
+
+    def shed(self, refused: Refused) -> None:
+        """Refuse all requests that are not served yet, and forget what was received of them."""
+        self._upload = None
+        self._ahead.clear()
+        self._ahead_bytes = 0
+        self._refuse(refused)
+
     def _pause_or_resume(self) -> None:
-        paused = self._refused is None and (
-            bool(self._unparsed)
-            or self._is_ahead()
-            or (
-                self._active is not None
-                and self._reading
-                and bool(self._limit)
-                and self._size > MAX_AHEAD_BYTES
-            )
-        )
+        paused = False
+        if self._refused is None and not self.ended:
+            paused = self._held_back or bool(self._unparsed) or self._is_ahead()
+            if self._active is not None and self._reading and self._limit:
+                paused = paused or self._size > MAX_AHEAD_BYTES
         if paused is not self._paused:
             self._paused = paused
             if paused:
@@ -459,8 +510,8 @@ class ServerConnection:
             scope, exchange, size = self._ahead.popleft()
             self._ahead_bytes -= size
             self._start(scope, exchange)
-            if self._paused:
-                self._pause_or_resume()
+            if self._paused or self._upload is not None:
+                self._settle()
         elif self._refused is not None:
             self._refuse(self._refused)
         elif self._server.draining and not self._reading:
@@ -469,7 +520,7 @@ class ServerConnection:
             self._set_deadline()
             self._send_continue()
             if self._paused:
-                self._pause_or_resume()
+                self._settle()
 
     def _send_continue(self) -> None:
         """Send 100 Continue to a client that expects it, when its request is the current one."""
@@ -479,7 +530,8 @@ class ServerConnection:
 
     def _set_deadline(self) -> None:
         times = self._server.times
-        if self._active is not None:
+        self._on_time = self._size
+        if self._active is not None or self._held_back:
             self.deadline = _NEVER
         elif not self._reading:
             self.deadline = self._server.now + times.idle_s
@@ -492,6 +544,10 @@ class ServerConnection:
     def _linger(self) -> None:
         """Close when the client has finished sending, so that it gets the response."""
         self.ended = True
+        self._ahead.clear()
+        self._ahead_bytes = 0
+        self._release()
+        self._settle()
         if not self._transport.is_closing():
             self._transport.write_eof()
         self.deadline = self._server.now + self._server.times.linger_s
@@ -500,7 +556,7 @@ class ServerConnection:
         """Send an error response when the request is the current one; close when the client stops sending."""
         self._refused = refused
         self._release()
-        self._pause_or_resume()
+        self._settle()
         if self.ended or self._active is not None or self._ahead:
             return
         self.ended = True

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Scope
 from gateway.http.acceptor import Acceptor, Peers
 from gateway.http.asgi_exchange import Exchange
 from gateway.http.connection import ServerConnection
+from gateway.http.upload_budget import UploadBudget
 from gateway.protocol.errors import Refused
 
 SWEEP_EVERY_S = 1.0
@@ -31,13 +32,14 @@ MAX_DESCRIPTORS = 65_536
 class ServerTimeouts(NamedTuple):
     """Timeouts of a client connection, in seconds; they are checked by the sweep.
 
-    ``idle_s`` between requests, ``head_s`` for a request head, ``body_s`` for a body, ``stalled_s`` without
-    progress of the response, ``linger_s`` for the client to finish sending a rejected request.
+    ``idle_s`` between requests, ``head_s`` for a request head, ``body_s`` for a body, and again for as much
+    of it as comes at ``MIN_RATE``, ``stalled_s`` without progress of the response, ``linger_s`` for the
+    client to finish sending a rejected request.
     """
 
     idle_s: float = 75.0
     head_s: float = 10.0
-    body_s: float = 300.0
+    body_s: float = 20.0
     stalled_s: float = 60.0
     linger_s: float = 5.0
 
@@ -55,6 +57,7 @@ class Server:
         body_limit: Callable[[Scope], int],
         on_refused: Callable[[Refused], None],
         peers: Peers,
+        uploads: UploadBudget,
         *,
         times: ServerTimeouts | None = None,
         max_connections: int | None = None,
@@ -66,6 +69,7 @@ class Server:
         self._loop = loop
         self.body_limit = body_limit
         self.refused = on_refused
+        self.uploads = uploads
         self._peers = peers
         self.times = times = times or ServerTimeouts()
         self.max_connections = max_connections or connections_within_limit()
@@ -161,6 +165,7 @@ class Server:
         self.date_line = b"date: %b\r\n" % formatdate(usegmt=True).encode()
         for connection in [*self._connections, *self._rejected]:
             connection.sweep(now)
+        self.uploads.sweep(self._sweep_every_s)
         self._timer = self._loop.call_later(self._sweep_every_s, self._sweep)
 
 

@@ -284,6 +284,8 @@ class GatewayConfig(Section, frozen=True):
     max_queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
     max_queue_bytes: Annotated[int, Meta(ge=1024)] = 256 * 1024 * 1024
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
+    max_upload_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
+    max_upload_bytes_per_address: Annotated[int, Meta(ge=1024)] = 48 * 1024 * 1024
     connect_timeout_s: Seconds = 2.0
     first_token_timeout_s: Seconds = 120.0
     inter_token_timeout_s: Seconds = 60.0

@@ -30,6 +30,7 @@ from gateway.http.server import (
     allow_connections,
     connections_within_limit,
 )
+from gateway.http.upload_budget import UploadBudget
 from gateway.protocol.errors import Refused
 from gateway.routing.shared_counters import LOCAL
 from tests.gateway.worker import until
@@ -58,6 +59,7 @@ class Port:
     def __init__(self) -> None:
         self.app: App = echo
         self.limit = CAP
+        self.budget = 100 * CAP
         self.refused: list[Refused] = []
         self.server: Server
         self.port = 0
@@ -72,6 +74,7 @@ class Port:
             lambda scope: self.limit,
             self.refused.append,
             LOCAL,
+            UploadBudget(lambda: (self.budget, self.budget)),
             times=times,
             max_connections=max_connections,
         )
@@ -161,12 +164,20 @@ async def test_a_request_reaches_the_app_unchanged(port: Port) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(cuts=st.lists(st.integers(0, 600), max_size=12), chunked=st.booleans())
-def test_requests_are_parsed_alike_however_their_bytes_are_cut(cuts: list[int], chunked: bool) -> None:
-    bodies = [b"x" * 90, b"", b"y" * 40]
+@given(
+    cuts=st.lists(st.integers(0, 600) | st.integers(0, 9000), max_size=12),
+    chunked=st.booleans(),
+    wanted=st.booleans(),
+)
+def test_requests_are_parsed_alike_however_their_bytes_are_cut(
+    cuts: list[int], chunked: bool, wanted: bool
+) -> None:
+    bodies = [b"x" * 90, b"", b"\r\n\r\n" * 2000, b"y" * 40]
+    if not wanted:
+        chunked = False
     data = b""
     for i, body in enumerate(bodies):
-        last = (CLOSE,) if i == 2 else ()
+        last = (CLOSE,) if i == 3 else ()
         if chunked:
             head = b"\r\n".join([CHUNKED[:-4], *last]) + b"\r\n\r\n"
             data += head + (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + b"0\r\n\r\n"
@@ -175,6 +186,7 @@ def test_requests_are_parsed_alike_however_their_bytes_are_cut(cuts: list[int], 
 
     async def ask() -> bytes:
         port = Port()
+        port.limit = CAP if wanted else 0
         await port.start()
         reader, writer = await port.open()
         edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
@@ -186,7 +198,8 @@ def test_requests_are_parsed_alike_however_their_bytes_are_cut(cuts: list[int], 
         return received
 
     received = answers(uvloop.run(ask()))
-    assert [json.loads(body)["body"].encode() for _, _, body in received] == bodies
+    expected = bodies if wanted else [b""] * len(bodies)
+    assert [json.loads(body)["body"].encode() for _, _, body in received] == expected
 
 
 @pytest.mark.parametrize("size", [CAP, 70_000])
@@ -358,7 +371,7 @@ async def test_tiny_chunks_take_no_more_memory_than_their_body(port: Port) -> No
 @on_uvloop
 async def test_thousands_of_pipelined_requests_in_one_read_take_little(port: Port, upgrade: bytes) -> None:
     one = b"GET / HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n"
-    count = 200_000 // len(one)
+    count = 100_000 // len(one)
     most = 0
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -548,6 +561,51 @@ async def test_slow_senders_time_out(port: Port, data: bytes, status: int | None
     await port.start(times=ServerTimeouts(0.2, 0.2, 0.2, 0.2, 0.2))
     received = answers(await port.ask(data))
     assert [answer[0] for answer in received] == ([] if status is None else [status])
+
+
+@pytest.mark.slow
+@on_uvloop
+async def test_a_body_that_arrives_steadily_may_take_long(port: Port) -> None:
+    await port.start(times=ServerTimeouts(body_s=0.5, linger_s=0.4))
+    reader, writer = await port.open()
+    data = post(b"x" * CAP, CLOSE)
+    for at in range(0, len(data), CAP // 20):
+        writer.write(data[at : at + CAP // 20])
+        await asyncio.sleep(0.1)
+    assert answers(await reader.read())[0][0] == 200
+
+
+@pytest.mark.slow
+@on_uvloop
+async def test_a_stalled_upload_gives_way_to_one_that_is_sent(port: Port) -> None:
+    port.budget = 2 * CAP
+    await port.start(times=ServerTimeouts(linger_s=0.4))
+    stalled, writer = await port.open()
+    writer.write(post(b"x" * CAP)[:-10])
+    await asyncio.sleep(0.05)
+    ((status, _, body),) = answers(await port.ask(post(b"y" * CAP, CLOSE)))
+    assert (status, len(json.loads(body)["body"])) == (200, CAP)
+    assert answers(await stalled.read())[0][0] == 408
+
+
+@on_uvloop
+async def test_little_is_read_ahead_of_the_current_request(port: Port) -> None:
+    release = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"%d" % len((await receive())["body"])})
+
+    port.app, port.limit = app, 1 << 26
+    reader, writer = await port.open()
+    size = 1 << 25
+    writer.write(post(b"x") + post(b"y" * size, CLOSE))
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert writer.transport.get_write_buffer_size() > size // 2
+    release.set()
+    assert [body for _, _, body in answers(await reader.read())] == [b"1", b"%d" % size]
 
 
 @pytest.mark.slow

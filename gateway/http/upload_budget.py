@@ -1,0 +1,192 @@
+"""The budget for received bytes: what clients have sent of requests that the app does not have yet.
+
+Beyond half of the budget, connections wait unread, but for the one with the least left to send: short bodies
+are completed first, and one always goes on. A connection that is read and sends next to nothing is then
+refused. Beyond the whole budget, the one with the most left is refused. The connections of a client address
+have such a budget too.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from gateway.protocol.errors import Refused
+from policy.errors import Refusal
+
+# The least bytes per second of a client that is sending a body.
+MIN_RATE = 8 * 1024
+# The transport's buffer: what a connection that goes on may add before it is looked at again.
+READ_BYTES = 256 * 1024
+
+
+class Receiver(Protocol):
+    """A connection as the budget sees it."""
+
+    def hold_back(self) -> None:
+        """Stop reading until :meth:`read_on`."""
+
+    def read_on(self) -> None:
+        """Read again."""
+
+    def shed(self, refused: Refused) -> None:
+        """Forget what was received, and answer with ``refused``."""
+
+
+class Upload:
+    """What a connection holds. ``left``: the bytes that it may still send; ``waiting``: it is not read.
+
+    ``received``: its bytes since the last sweep; ``slow``: they were too few in the whole time between two.
+    """
+
+    def __init__(self, receiver: Receiver, everyone: Share, own: Share) -> None:
+        self.receiver = receiver
+        self.everyone = everyone
+        self.own = own
+        self.held = self.left = self.received = 0
+        self.waiting = self.slow = self.watched = False
+
+
+class Share:
+    """The budget of the worker or of one client address; ``half`` of it is free to all."""
+
+    def __init__(self, address: str, limit: int) -> None:
+        self.address = address
+        self.set_limit(limit)
+        self.held = 0
+        self.uploads: dict[Upload, None] = {}
+
+    def set_limit(self, limit: int) -> None:
+        self.limit, self.half = limit, limit // 2
+
+    def first(self) -> Upload:
+        return min(self.uploads, key=_left)
+
+
+class UploadBudget:
+    """The budgets of a worker. ``limits`` are the bytes for all connections, and for those of one address."""
+
+    def __init__(self, limits: Callable[[], tuple[int, int]]) -> None:
+        self._limits = limits
+        total, self._per_address = limits()
+        self._everyone = Share("", total)
+        self._by_address: dict[str, Share] = {}
+        self._waiting = 0
+
+    def begin(self, receiver: Receiver, peer: object) -> Upload:
+        """An upload from ``peer``, a socket's address."""
+        address = _address(peer)
+        own = self._by_address.get(address)
+        if own is None:
+            own = self._by_address[address] = Share(address, self._per_address)
+        upload = Upload(receiver, self._everyone, own)
+        self._everyone.uploads[upload] = own.uploads[upload] = None
+        return upload
+
+    def hold(self, upload: Upload, held: int, left: int) -> None:
+        """The connection holds ``held`` bytes now, and may send ``left`` more."""
+        grown = held - upload.held
+        upload.held, upload.left = held, left
+        everyone, own = upload.everyone, upload.own
+        everyone.held += grown
+        own.held += grown
+        if grown > 0:
+            upload.received += grown
+            if everyone.held > everyone.half:
+                self._relieve(everyone, upload)
+            if own.held > own.half:
+                self._relieve(own, upload)
+        elif self._waiting:
+            self._let_waiting_go_on()
+
+    def end(self, upload: Upload) -> None:
+        """The connection holds nothing any more. May be called again."""
+        if self._remove(upload) and self._waiting:
+            self._let_waiting_go_on()
+
+    def sweep(self, period_s: float) -> None:
+        """Find the slow ones, and read the limits again; called every ``period_s``."""
+        total, self._per_address = self._limits()
+        self._everyone.set_limit(total)
+        for share in self._by_address.values():
+            share.set_limit(self._per_address)
+        for upload in self._everyone.uploads:
+            upload.slow = upload.watched and upload.received < MIN_RATE * period_s
+            upload.watched = not upload.waiting
+            upload.received = 0
+        for share in [self._everyone, *self._by_address.values()]:
+            self._shed_slow(share)
+        if self._waiting:
+            self._let_waiting_go_on()
+
+    def _relieve(self, share: Share, grown: Upload) -> None:
+        self._shed_slow(share)
+        while share.held > share.limit and len(share.uploads) > 1:
+            busy = Refused(Refusal.BUSY, "Too many large requests are being received.")
+            self._shed(max(share.uploads, key=_left), busy)
+        if (
+            share.held > share.half
+            and grown in share.uploads
+            and not grown.waiting
+            and grown is not share.first()
+        ):
+            grown.waiting, grown.slow, grown.watched = True, False, False
+            self._waiting += 1
+            grown.receiver.hold_back()
+
+    def _shed_slow(self, share: Share) -> None:
+        while share.held > share.half and (slow := [upload for upload in share.uploads if upload.slow]):
+            message = "The request arrives too slowly while many others do."
+            # By what they hold, so that few are refused.
+            self._shed(max(slow, key=_held), Refused(Refusal.TOO_SLOW, message))
+
+    def _shed(self, upload: Upload, refused: Refused) -> None:
+        self._remove(upload)
+        upload.receiver.shed(refused)
+
+    def _remove(self, upload: Upload) -> bool:
+        own = upload.own
+        if upload not in own.uploads:
+            return False
+        for share in (upload.everyone, own):
+            del share.uploads[upload]
+            share.held -= upload.held
+        if not own.uploads:
+            del self._by_address[own.address]
+        self._waiting -= upload.waiting
+        return True
+
+    def _let_waiting_go_on(self) -> None:
+        """Read the connections that wait, those with the least left first, as far as there is room."""
+        expected: dict[Share, int] = {}
+        for upload in sorted(self._everyone.uploads, key=_left):
+            added = min(upload.left, READ_BYTES)
+            goes_on = upload.waiting
+            shares = (upload.everyone, upload.own)
+            for share in shares:
+                if share in expected and expected[share] + added > share.half:
+                    goes_on = False
+            for share in shares:
+                expected[share] = expected.get(share, share.held) + (added if goes_on else 0)
+            if goes_on:
+                upload.waiting = False
+                self._waiting -= 1
+                upload.received = 0
+                upload.receiver.read_on()
+
+
+def _left(upload: Upload) -> int:
+    return upload.left
+
+
+def _held(upload: Upload) -> int:
+    return upload.held
+
+
+def _address(peer: object) -> str:
+    """The client's address; of an IPv6 address its network, since a client has all addresses of one."""
+    host = str(peer[0]) if isinstance(peer, tuple) else ""
+    if ":" in host and not host.startswith("::ffff:"):
+        return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:8].hex()
+    return host

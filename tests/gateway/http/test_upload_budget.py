@@ -1,0 +1,115 @@
+"""What clients may have sent of unfinished requests: who is read, who waits, and who is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.http.upload_budget import MIN_RATE, READ_BYTES, UploadBudget
+from gateway.protocol.errors import Refused
+
+LIMIT = 100 * READ_BYTES
+HERE, THERE = ("192.0.2.1", 1), ("192.0.2.2", 1)
+
+
+class Client:
+    """A connection with a body of ``reads`` reads; ``status`` is that of its refusal."""
+
+    def __init__(self, budget: UploadBudget, reads: int = 40, peer: object = HERE) -> None:
+        self.is_read = True
+        self.status = 0
+        self.left = reads * READ_BYTES
+        self.held = 0
+        self._budget = budget
+        self._upload = budget.begin(self, peer)
+
+    def send(self, reads: float) -> None:
+        """Send as much as is read of this many reads; a complete request is no longer in the budget."""
+        while reads > 0 and self.left and self.is_read and not self.status:
+            size = min(self.left, int(READ_BYTES * min(1, reads)))
+            self.held, self.left, reads = self.held + size, self.left - size, reads - 1
+            self._budget.hold(self._upload, self.held, self.left)
+        if not self.left and self.held:
+            self.held = 0
+            self._budget.end(self._upload)
+
+    def hold_back(self) -> None:
+        assert self.is_read
+        self.is_read = False
+
+    def read_on(self) -> None:
+        assert not self.is_read
+        self.is_read = True
+
+    def shed(self, refused: Refused) -> None:
+        self.status, self.held = refused.status, 0
+
+
+@pytest.fixture
+def budget() -> UploadBudget:
+    return UploadBudget(lambda: (LIMIT, LIMIT * 3 // 4))
+
+
+def test_stalled_uploads_within_half_of_the_budget_are_left_alone(budget: UploadBudget) -> None:
+    client = Client(budget)
+    client.send(30)
+    for _ in range(9):
+        budget.sweep(1.0)
+    assert (client.is_read, client.status) == (True, 0)
+
+
+def test_a_stalled_upload_gives_way_to_a_newcomer_at_once(budget: UploadBudget) -> None:
+    stalled, sending = Client(budget), Client(budget, peer=THERE)
+    stalled.send(30)
+    for _ in range(3):
+        budget.sweep(1.0)
+        sending.send(MIN_RATE / READ_BYTES)
+    newcomer = Client(budget, 38, peer=THERE)
+    newcomer.send(37)
+    assert (stalled.status, sending.status, newcomer.left) == (408, 0, READ_BYTES)
+
+
+def test_new_uploads_wait_for_a_stalled_one_for_two_sweeps_at_most(budget: UploadBudget) -> None:
+    stalled, newcomer = Client(budget, 38), Client(budget, 39, peer=THERE)
+    stalled.send(37.9)
+    newcomer.send(20)
+    assert (stalled.status, newcomer.is_read) == (0, False)
+    budget.sweep(1.0)
+    budget.sweep(1.0)
+    assert (stalled.status, newcomer.is_read) == (408, True)
+
+
+def test_beyond_the_budget_those_with_the_most_left_are_refused() -> None:
+    budget = UploadBudget(lambda: (LIMIT, LIMIT))
+    short = Client(budget, 2)
+    short.send(1)
+    clients = [Client(budget, 40 + i) for i in range(120)]
+    for client in clients:
+        client.send(1)
+    assert [client.status for client in clients] == [0] * 99 + [503] * 21
+    assert (short.is_read, short.status) == (True, 0)
+
+
+def test_an_address_has_a_budget_of_its_own(budget: UploadBudget) -> None:
+    crowd = [Client(budget, peer=(f"2001:db8::{i:x}", 1, 0, 0)) for i in range(90)]
+    for client in crowd:
+        client.send(1)
+    assert sum(client.status == 503 for client in crowd) == 15
+    other = Client(budget, 25, peer=("2001:db8:0:1::1", 1, 0, 0))
+    other.send(24)
+    assert (other.left, other.status) == (READ_BYTES, 0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=60), st.integers(1, 40))
+def test_all_that_send_are_served_within_the_budget(bodies: list[tuple[int, bool]], burst: int) -> None:
+    budget = UploadBudget(lambda: (LIMIT, LIMIT * 3 // 4))
+    clients = [Client(budget, reads, HERE if here else THERE) for reads, here in bodies]
+    for _ in range(1000):
+        for client in clients:
+            client.send(burst)
+            assert sum(each.held for each in clients) <= LIMIT
+        budget.sweep(0.0)
+        if not any(client.left for client in clients):
+            break
+    assert not any(client.left or client.status for client in clients)
