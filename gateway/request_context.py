@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from gateway.intake.adapter_catalog import Adapter
 
 _CANARY, _EXPLAIN, _REPLICA = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode(), REPLICA_HEADER.encode()
+# nginx and its kind buffer an answer otherwise, and caches store it.
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
+_COMMENT = b": keep-alive\n\n"
 _WANTED = frozenset(
     {
         b"accept",
@@ -83,6 +87,18 @@ class Call:
     def disconnected(self) -> bool:
         """Whether the client has disconnected; the task that serves it is then cancelled."""
         return self.exchange is not None and self.exchange.disconnected
+
+    @property
+    def waits(self) -> bool:
+        """Whether the client got nothing of the answer yet, but perhaps comments."""
+        return self.only_opened or not self.started
+
+    def comment(self) -> None:
+        """Send a comment to the client of a stream that waits, and before the first one the head."""
+        if not self.started:
+            self.started = self.only_opened = True
+            self.send(self.head(200, [_EVENT_STREAM, *STREAM_HEADERS]))
+        self.send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
     @property
     def mean_gap_s(self) -> float:

@@ -22,6 +22,7 @@ from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.delivery.replica_idle_timeouts import IdleTimeouts
 from gateway.delivery.retry_loop import RetryLoop
 from gateway.delivery.spillover import Spillover
+from gateway.delivery.sse_keepalive import SseKeepalive
 from gateway.delivery.suspects import SuspectRequests
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.request_resolver import RequestResolver
@@ -48,6 +49,7 @@ from gateway.telemetry.tenant_metrics import NONE
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.request import Request
+from policy.types import Runner
 from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER
 from store.api_keys import own_key
 
@@ -85,6 +87,7 @@ class Gateway:
         self.metrics = Metrics()
         self._limits = watcher.deployment.gateway
         self.deadlines = IdleTimeouts(lambda: watcher.deployment.gateway)
+        self.keepalive = SseKeepalive(lambda: watcher.deployment.gateway)
         self.catalog = CatalogView(partial(rng.getrandbits, 64), self.metrics.adapters.follow)
         self.tenants = Tenants(salt_secret, own_key(secret), self.metrics.tenants, shared)
         self.suspects = SuspectRequests(shared)
@@ -193,6 +196,8 @@ class Gateway:
             served, request = self.intake.take(call, account, body, raw, patience_s=patience_s)
             if account.admin and call.headers.get(_EXPLAIN) == b"1":
                 call.explain = partial(self.routes.explain, request)
+            elif call.streaming and route.runner is Runner.GENERATE:
+                self.keepalive.watch(call, began)
             meter = self.metrics.model(served.name)
             call.probe = call.headers.get(_CANARY) == b"1" and self.tenants.is_own(call.headers)
             meter.arrive(request.prompt_tokens, probe=call.probe)
@@ -213,14 +218,16 @@ class Gateway:
             await call.refuse(refused)
         except asyncio.CancelledError:
             call.outcome = "cancelled"
-            if not call.disconnected and (call.only_opened or not call.started):
+            if not call.disconnected and call.waits:
                 await call.refuse(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
         except Exception as error:  # noqa: BLE001 - the edge: a client gets an answer whatever breaks
             call.outcome = Refusal.INTERNAL
             self.log.error("call_failed", cause=error, route=route.path, request_id=call.request_id.decode())
-            if call.only_opened or not call.started:
+            if call.waits:
                 await call.refuse(Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))
         finally:
+            if call.streaming:
+                self.keepalive.forget(call)
             self._count(call, meter, account, began)
 
     def _count(self, call: Call, meter: ModelCounters, account: TenantAccount, began: float) -> None:

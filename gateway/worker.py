@@ -116,6 +116,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         "metrics": _every(PUBLISH_EVERY_S, lambda: _publish(gateway, log)),
         "shared_counters": _every(BEAT_EVERY_S, shared.beat),
         "idle_timeouts": gateway.deadlines.run(),
+        "sse_keepalive": gateway.keepalive.run(),
         "capture": gateway.capture.run(),
         "access_log": gateway.access.run(),
     }.items():

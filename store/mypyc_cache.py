@@ -56,6 +56,7 @@ MODULES = {
         "delivery/suspects",
         "delivery/relay",
         "delivery/replica_idle_timeouts",
+        "delivery/sse_keepalive",
         "http/acceptor",
         "http/client",
         "http/connection",

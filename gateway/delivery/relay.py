@@ -22,15 +22,13 @@ from gateway.protocol.model_rewrite import ModelRewrite
 from gateway.protocol.paths import Api
 from gateway.protocol.sse_validator import SseValidator
 from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer
-from gateway.request_context import Call
+from gateway.request_context import STREAM_HEADERS, Call
 from gateway.telemetry.metrics import ModelCounters
 from policy.admission.retry import AttemptOutcome
 from policy.errors import Refusal
 from policy.types import Runner
 from policy.wire.headers import REFUSAL_HEADER, REPLICA_HEADER
 
-# nginx and its kind buffer an answer otherwise, and caches store it.
-STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 MAX_ERROR_BYTES = 64 * 1024
 # An answer up to this size is held until it is whole, so that one that breaks, or is no JSON, can be had
 # elsewhere. Longer ones (many vectors) pass as they come.
@@ -281,7 +279,7 @@ class Relay:
         self._call.only_opened = False
 
     def _open(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the head, which comments of this attempt or one before may have done."""
+        """Send the head, if no comment was sent before."""
         call = self._call
         if not call.started:
             call.started = call.only_opened = True

@@ -106,7 +106,7 @@ class Spillover:
             await fleet()
         except Refused as refused:
             in_time = self._clock() < request.deadline
-            if refused.reason not in NO_ROOM or call.started or not in_time:
+            if refused.reason not in NO_ROOM or not in_time:
                 raise
             if not await self._serve(call, request, name, body, raw):
                 raise

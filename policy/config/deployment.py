@@ -268,7 +268,8 @@ class GatewayConfig(Section, frozen=True):
     ``priority`` is that of all requests without tenants. ``queue_timeout_s`` is the default deadline of a
     request. ``first_token_timeout_s`` and ``inter_token_timeout_s`` bound the silence of a replica before and
     after a stream's first event, ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how
-    long a replica may have requests and move none of them.
+    long a replica may have requests and move none of them. ``sse_keepalive_s`` is the time between
+    comments to the client of a stream that waits, 0 for none.
     """
 
     host: str = "127.0.0.1"
@@ -292,6 +293,7 @@ class GatewayConfig(Section, frozen=True):
     answer_timeout_s: Seconds = 600.0
     progress_timeout_s: Seconds = 30.0
     drain_timeout_s: Seconds = 30.0
+    sse_keepalive_s: Annotated[float, Meta(ge=0, le=86_400)] = 15.0
     coalesce: Coalesce = Coalesce()
     eject: Eject = Eject()
     retry: Retry = Retry()

@@ -53,6 +53,7 @@ class Site:
         self.served = ServedModel("m")
         self.served.handles = [SimpleNamespace(admissible=True)]  # type: ignore[list-item]
         self.asked_of_fleet = 0
+        self.comments = False
         self.refusal: Refused | None = Refused(Refusal.DEADLINE, "The fleet has no room.")
         self.key_file = folder / "key"
         self.key_file.write_text(KEY + "\n")
@@ -84,6 +85,8 @@ class Site:
 
         async def fleet() -> None:
             self.asked_of_fleet += 1
+            if self.comments:
+                call.comment()
             if self.refusal is not None:
                 raise self.refusal
             call.replica = b"r1"
@@ -174,6 +177,14 @@ async def test_usage_settles_the_reservation(site: Site, upstream: FakeUpstream,
     assert upstream.hits[0].json["stream_options"] == {"include_usage": True}
     assert response.body == sent_text + (usage if wanted else b"") + DONE
     assert site.spent() == 7
+
+
+async def test_a_stream_that_got_comments_is_spilled_over(site: Site, upstream: FakeUpstream) -> None:
+    upstream.answer = stream(event("a") + event(finish="stop") + DONE)
+    site.comments = True
+    site.deploy(upstream)
+    response = await site.ask(stream=True)
+    assert response.body == b": keep-alive\n\n" + event("a") + event(finish="stop") + DONE
 
 
 async def test_a_broken_stream_is_an_error(site: Site, upstream: FakeUpstream, other: FakeUpstream) -> None:

@@ -1,0 +1,47 @@
+"""Comments in streams that wait, for a replica or their first event: proxies cut connections that are silent.
+
+The first comment commits the answer to status 200: errors after it are events of the stream. Attempts may go
+on, since a comment is no part of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+
+from gateway.request_context import Call
+from policy.config.deployment import GatewayConfig
+
+SWEEP_EVERY_S = 1.0
+
+
+class SseKeepalive:
+    """The streams of this worker that may be waiting; each gets a comment every ``sse_keepalive_s``."""
+
+    def __init__(self, limits: Callable[[], GatewayConfig]) -> None:
+        self._limits = limits
+        self._silent_since: dict[Call, float] = {}
+
+    def watch(self, call: Call, since: float) -> None:
+        """Send comments to this call from now on, which came ``since`` then."""
+        self._silent_since[call] = since
+
+    def forget(self, call: Call) -> None:
+        """The call has ended; it may be unknown."""
+        self._silent_since.pop(call, None)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(min(SWEEP_EVERY_S, self._limits().sse_keepalive_s / 4 or SWEEP_EVERY_S))
+            self.sweep(monotonic())
+
+    def sweep(self, now: float) -> None:
+        """Send the comments that are due, and forget the streams that have begun."""
+        every_s = self._limits().sse_keepalive_s
+        for call, since in list(self._silent_since.items()):
+            if not call.waits:
+                del self._silent_since[call]
+            elif every_s and now - since >= every_s:
+                self._silent_since[call] = now
+                call.comment()
