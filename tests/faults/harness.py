@@ -20,7 +20,7 @@ from tests.gateway.worker import Stack, admin_client, model, until
 _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 # A model for each test, with its own breakers, budgets and counts.
-MODELS = tuple(f"row-{number}" for number in range(40))
+MODELS = tuple(f"row-{number}" for number in range(60))
 POOLING = "vectors"
 # In-flight requests of a replica that reports to be busy.
 BUSY_IN_FLIGHT = 16

@@ -81,8 +81,12 @@ async def test_four_of_five_replicas_misbehave_and_no_request_fails(
             one.usual = GOOD
         await until(lambda: harness._admits({one.id for one in (*bad, good)}), "all are back")
         await load.end()
-        assert set(await after.outcomes()) == {"ok"}
-    assert {reply.error is None for reply in load.replies} == {True}
+        outcomes = await after.outcomes()
+        # What met two silent replicas before they were ejected may have begun on both: it is not tried again.
+        lost = outcomes.pop("replica_lost", 0) if kind == "silence" else 0
+        assert set(outcomes) == {"ok"}
+        assert lost <= CLIENTS
+    assert sum(reply.error is not None for reply in load.replies) == lost
 
 
 def raw(data: bytes) -> Answer:
