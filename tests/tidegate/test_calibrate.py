@@ -128,4 +128,4 @@ def test_an_invalid_record_is_refused_with_its_line(tmp_path: Path) -> None:
 def test_without_a_deployment_nothing_is_calibrated(tmp_path: Path) -> None:
     error = run(tmp_path).exception
     assert isinstance(error, Unreachable)
-    assert "nothing was ever started" in str(error)
+    assert "Nothing was ever started" in str(error)

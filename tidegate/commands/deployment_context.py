@@ -11,6 +11,7 @@ from policy.deployment_file.parse import parse
 from policy.errors import TargetError, Unreachable
 from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
+from tidegate.supervisor.control_socket import SupervisorClient
 
 # The token of a gateway on another machine, or of another state directory.
 TOKEN_VARIABLE = "TIDEGATE_ADMIN_TOKEN"  # noqa: S105 - a name
@@ -20,13 +21,17 @@ def stored_deployment(state: StateDir) -> Deployment:
     """The deployment that was applied last; raises :class:`policy.errors.Unreachable` if there is none."""
     raw = state.load(state.deployment_path, dict[str, object])
     if raw is None:
-        raise Unreachable(f"nothing was ever started on {state.root}")
+        raise Unreachable(f"Nothing was ever started on {state.root}.")
     return parse(raw)
 
 
 def controller_client(state: StateDir) -> ControllerClient:
-    """A client of the deployment's controller; raises :class:`policy.errors.TidegateError` without one."""
-    deployment = stored_deployment(state)
+    """A client of the running deployment's controller.
+
+    Raises :class:`policy.errors.Unreachable` if nothing is running, :class:`policy.errors.TargetError` for
+    external models alone.
+    """
+    deployment = parse(SupervisorClient(state).status().document)
     if not deployment.needs_controller:
         raise TargetError("every model is external: Tidegate deploys no replicas here")
     return ControllerClient(deployment.cluster.controller, state.secret())

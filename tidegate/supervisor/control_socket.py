@@ -131,5 +131,7 @@ class SupervisorClient:
                         if line.problem is not None:
                             raise error_of({**line.problem, "type": line.problem["kind"]}, TidegateError)
                         yield line
+            except (FileNotFoundError, ConnectionRefusedError):
+                raise Unreachable(f"Nothing is running on {self._state.root}.") from None
             except (OSError, msgspec.MsgspecError) as error:
                 raise Unreachable(f"no supervisor answers at {path}: {error}") from error

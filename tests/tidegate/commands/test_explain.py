@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -331,7 +332,7 @@ def test_without_a_controller_decisions_come_from_the_log(run: Run, tmp_path: Pa
     result = run(LOG, "sim")
     assert result.exit_code == 0, result.output
     log = StateDir(tmp_path).decisions_path
-    assert result.stderr == f"The controller does not answer. Decisions are read from {log}.\n"
+    assert result.stderr == f"Nothing is running on {tmp_path}. Decisions are read from {log}.\n"
     first, _, change, *rest = result.stdout.splitlines()
     assert (
         first.rstrip() == "sim  SLO missed: TTFT p95 1.32 s > 1.00 s; wants 6 replicas, limited to 5 (step)"
@@ -382,12 +383,17 @@ def test_with_a_controller_its_goal_shows_the_outcome(run: Run, monkeypatch: pyt
     goal = SimpleNamespace(name="sim", mode="multi-replica", target=4, phase="starting", barred={})
     newest = LoggedDecision(situation=situation(), decision=LOG[1])
     controller = SimpleNamespace(
-        status=lambda: SimpleNamespace(models=[goal]), decisions=lambda model, last, at: (newest,)
+        status=lambda: SimpleNamespace(models=[goal], epoch=time.time() - 1.0),
+        decisions=lambda model, last, at: (newest,),
     )
     monkeypatch.setattr(explain, "controller_client", lambda state: controller)
     result = run(())
     assert "in progress (starting)" in result.stdout
     assert not result.stderr
+    controller.decisions = lambda model, last, at: ()
+    result = run((), "sim")
+    assert result.exit_code == 1
+    assert re.fullmatch(r"tidegate: first decision on sim in [1-4] s\n", result.stderr)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from policy.errors import Unreachable
 from store.os_process import find
+from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
 from tests.tidegate.supervisor.test_local import document
@@ -248,7 +250,7 @@ def test_a_signal_ends_the_foreground_run_in_order(site: Site, number: signal.Si
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        *(("status", 4), ("logs", 4), ("scale m 1", 4), ("mode m single-large", 4), ("down", 0)),
+        *(("status", 4), ("logs", 4), ("down", 0)),
         *(("scale m many", 2), ("mode m enormous", 2), ("up /nowhere.yaml", 2)),
     ],
 )
@@ -256,6 +258,24 @@ def test_commands_without_a_deployment_have_their_exit_codes(tmp_path: Path, com
     result = CliRunner().invoke(group, ["--state-dir", str(tmp_path), *command.split()])
     failure = result.exception
     assert (exit_of(failure) if isinstance(failure, Exception) else result.exit_code) == code
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize(
+    "command",
+    ["scale m 1", "mode m single-large", "explain", "explain m", "adapters", "adapters show a", "apply FILE"],
+)
+def test_commands_say_that_nothing_is_running(tmp_path: Path, command: str, started: bool) -> None:
+    site = Site(tmp_path, 1, 2, "http://127.0.0.1:3")
+    site.write()
+    if started:  # and stopped
+        state = StateDir(site.state).ensure()
+        state.save(state.deployment_path, json.loads(site.file.read_text()))
+    words = command.replace("FILE", str(site.file)).split()
+    result = CliRunner().invoke(group, ["--state-dir", str(site.state), *words])
+    assert isinstance(result.exception, Unreachable)
+    assert str(result.exception) == f"Nothing is running on {site.state}."
+    assert exit_of(result.exception) == 4
 
 
 def test_an_invalid_file_starts_nothing(tmp_path: Path) -> None:

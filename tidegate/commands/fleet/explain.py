@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import click
 
 from policy.errors import Unreachable
+from policy.scaling.decision_schedule import LISTEN_S
 from policy.scaling.decision_types import Decision
 from serve.autoscaler.decision_journal import Journal
 from serve.controller_api_schema import LoggedDecision
@@ -31,11 +33,13 @@ class DecisionLog(NamedTuple):
     """The decisions of a deployment.
 
     ``read(model, last, at)`` returns the ``last`` decisions up to the instant ``at``, newest first; ``goals``
-    has the present goal of each model by name, and ``None`` if no controller answers.
+    has the present goal of each model by name, and ``None`` if no controller answers. A controller makes its
+    first decision at ``first_at`` (Unix seconds).
     """
 
     goals: Mapping[str, Aftermath | None]
     read: Callable[[str, int, float | None], Sequence[LoggedDecision]]
+    first_at: float | None = None
 
 
 # A decision, and the goal after it, which shows whether it was applied.
@@ -65,23 +69,29 @@ def explain(state: StateDir, model: str | None, last: int | None, at: float | No
     else:
         _print([some for some in decisions.values() if some], time.time())
     if missing := [name for name, some in decisions.items() if not some]:
-        when = "" if at is None else f" before {clock(at, time.time())}"
-        warn(f"tidegate: no decision on {', '.join(missing)}{when} is known")
+        now, names = time.time(), ", ".join(missing)
+        if at is not None or log.first_at is None:
+            when = "" if at is None else f" before {clock(at, now)}"
+            warn(f"tidegate: no decision on {names}{when} is known")
+        else:
+            warn(f"tidegate: first decision on {names} in {max(1, math.ceil(log.first_at - now))} s")
         sys.exit(Exit.FAILED)
 
 
 def _open(state: StateDir) -> DecisionLog:
     """The controller's decisions, or those in the log file if no controller answers."""
-    client = controller_client(state)
     try:
-        models = client.status().models
-    except Unreachable:
+        client = controller_client(state)
+        status = client.status()
+    except Unreachable as error:
         if not state.decisions_path.exists():
             raise
+        warn(f"{str(error).rstrip('.')}. Decisions are read from {state.decisions_path}.")
     else:
-        goals = {each.name: Aftermath(each.mode, each.target, each.phase, each.barred) for each in models}
-        return DecisionLog(goals, client.decisions)
-    warn(f"The controller does not answer. Decisions are read from {state.decisions_path}.")
+        goals = {
+            each.name: Aftermath(each.mode, each.target, each.phase, each.barred) for each in status.models
+        }
+        return DecisionLog(goals, client.decisions, status.epoch + LISTEN_S)
     deployment = stored_deployment(state)
     journal = Journal(state.decisions_path)
     return DecisionLog(

@@ -18,7 +18,7 @@ from store.state_dir import StateDir, write_atomic
 from tidegate import deployment_file
 from tidegate.calibrate.calibration import CalibrationRun, served_shape
 from tidegate.calibrate.simulator_check import calibrated_model, check, recorded_run
-from tidegate.commands.deployment_context import stored_deployment
+from tidegate.commands.deployment_context import controller_client, stored_deployment
 from tidegate.commands.options import (
     FILE,
     OutputFile,
@@ -84,7 +84,10 @@ def calibrate(
     if record is not None and profile is not None:
         _check(deployment, model, record=record, profile=profile, plot=plot, as_json=as_json)
         return
-    client = ControllerClient(deployment.cluster.controller, state.secret())
+    if document is None:
+        client = controller_client(state)
+    else:
+        client = ControllerClient(deployment.cluster.controller, state.secret())
     subject = served_shape(client, deployment, model, shape)
     gateway = deployment.gateway
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
