@@ -12,6 +12,9 @@ import yaml
 
 from policy.errors import ConfigError
 
+# What a file is, by the key at its top.
+_KINDS = {"models": "a deployment file", "mix": "a workload or a trace"}
+
 
 class _Loader(yaml.SafeLoader):
     """The safe loader, but duplicate keys are errors."""
@@ -33,8 +36,8 @@ def read_yaml(path: Path, key: str) -> dict[str, Any]:
     """The mapping in the YAML (or JSON) file at ``path``, which has ``key`` at its top.
 
     Values are limited to those of JSON. Raises :class:`policy.errors.ConfigError` for files that cannot be
-    read, invalid UTF-8 or YAML, anything but a mapping, and numbers that are not finite. Whether the key is
-    present is checked later.
+    read, invalid UTF-8 or YAML, anything but a mapping, files of another kind, and numbers that are not
+    finite. Whether the key is present is checked later.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -45,6 +48,8 @@ def read_yaml(path: Path, key: str) -> dict[str, Any]:
     decoded = _decode(path, text)
     if not isinstance(decoded, Mapping):
         raise ConfigError(str(path), decoded, f"a mapping with the key {key!r}")
+    if key not in decoded and (other := next((each for each in _KINDS if each in decoded), None)):
+        raise ConfigError(str(path), _KINDS[other], _KINDS.get(key, f"a mapping with the key {key!r}"))
     try:
         carried = msgspec.json.decode(msgspec.json.encode(decoded), type=dict[str, Any])
         # JSON would encode them as null.

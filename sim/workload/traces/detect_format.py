@@ -132,6 +132,8 @@ def _of_objects(lines: Lines, first: str) -> tuple[str, Iterator[Arrival]]:
         return "capture", read_capture(Objects(lines, CaptureLine))
     if keys.keys() & set(MooncakeLine.__struct_fields__):
         return "mooncake", read_mooncake(Objects(lines, MooncakeLine, first))
+    if "models" in keys:
+        raise lines.refused("a deployment file", "a trace or a workload")
     known = (
         'a header {"tidegate": "capture", ...} or Mooncake\'s keys: timestamp, input_length, output_length'
     )

@@ -222,6 +222,16 @@ def test_errors_in_files_name_the_line_or_key(site: Path) -> None:
     assert "models[m].engine: got 'external'" in refused(site, document="external.yaml")
 
 
+def test_a_file_of_another_kind_is_named(site: Path) -> None:
+    (site / "stored.json").write_text('{"models": []}')
+    deployment = "deployment.yaml: got 'a deployment file', expected "
+    assert f"{deployment}a workload or a trace" in refused(site, trace="deployment.yaml")
+    assert "got 'a deployment file', expected a trace or a workload" in refused(site, trace="stored.json")
+    assert f"{deployment}a mapping with" in refused(site, "--world", str(site / "deployment.yaml"))
+    workload = "load.yaml: got 'a workload or a trace', expected a deployment file"
+    assert workload in refused(site, document="load.yaml")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
