@@ -28,6 +28,8 @@ from sim.planning.result import (
 SPARE = 1
 # The most rows of the overflow table.
 _ROWS = 6
+# Runs of a search for a count, or for a limit of requests at once, as they usually take.
+_SEARCH_RUNS, _LIMIT_RUNS = 3, 6
 # The fields that an option has from its candidate.
 _SHARED = ("kind", "degree", "device", "basis", "source")
 
@@ -38,6 +40,13 @@ def fewest_of(trials: Trials, candidate: Candidate, most: int, factor: float = 1
         return None
     guess = trials.guess(candidate, factor)
     return fewest(lambda count: trials.meets(candidate, count, factor), guess, most)
+
+
+def expected_runs(found: Sequence[Candidate], ask: PlanRequest) -> int:
+    """About how many simulations a plan takes."""
+    # Three of the best one with and without a failure.
+    runs = _SEARCH_RUNS * (len(found) + len(ask.growth)) + 3
+    return runs if ask.upstream is None else runs + _LIMIT_RUNS * (_ROWS - 2)
 
 
 def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: str, seed: int) -> Plan:

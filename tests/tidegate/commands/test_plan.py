@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,12 @@ def test_the_json_has_the_documented_keys(document: Path, tmp_path: Path) -> Non
     for part in ("failure", "power", "network"):
         assert all(value is not None for value in content[part].values())
     assert "try 1: 1 of h100 x 1" in result.stderr
+    load, slo, candidate, growth, *rest = result.stderr.splitlines()
+    assert load.startswith("chat, azure.csv, seed 0: 100 requests in 10 s")
+    assert slo == "SLO: TTFT p95 1.00 s and ITL p95 30 ms for 99.0% of requests"
+    assert candidate.startswith("h100: 1 per replica; step times assumed: ")
+    assert growth == "Load x 1, 2; 1 spare; a failed replica is back after 10 s (assumed_start_s)"
+    assert any(re.fullmatch(r"Estimate: .* s for about 9 simulations of .* s\.", line) for line in rest)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from sim.arrival_stream import Arrival
 from sim.planning.candidates import candidates
 from sim.planning.demand import demand_of, describe
 from sim.planning.fleet_size_search import Trials
+from sim.planning.plan import expected_runs
 from sim.planning.plan import plan as make_plan
 from sim.planning.result import PlanRequest
 from sim.results.chart_series import clock
@@ -35,8 +37,9 @@ from tidegate.commands.options import (
     slice_options,
     trace_option,
 )
-from tidegate.commands.simulation.plan_tables import tables
+from tidegate.commands.simulation.plan_tables import assumptions, describe_load, tables
 from tidegate.commands.terminal import Bar, console, print_json, warn
+from tidegate.commands.units import age
 
 _PRICES = Listed("IN,OUT", number_between(0, 1e9), "a price above 0")
 
@@ -145,27 +148,33 @@ def plan(
         warn(note)
     if others := model_names.description():
         warn(others)
-    tries = 0
+    request = PlanRequest(
+        growth=sorted(set(growth)),
+        prices=_prices(prices, deployment, [each.kind for each in options]),
+        gpu_peak_w=deployment.budget.gpu_watts,
+        core_peak_w=deployment.budget.cpu_watts,
+        monthly=None if growth_per_month is None else growth_per_month / 100.0,
+        module=module,
+        lead_weeks=lead_weeks,
+        upstream=_upstream(upstream_price, deployment, spec),
+        most=most,
+        described=trace is None,
+    )
+    load = str(trace.name) if trace is not None else f"{rps:g} requests/s, cv {cv:g}"
+    warn(describe_load(spec.name, load, seed, demand, spec.control.slo))
+    for line in assumptions(spec, options, request):
+        warn(line)
+    tries, began = 0, time.monotonic()
     with Bar("simulated", clock) as bar:
 
         def progress(candidate: str, at: float, ends_at: float) -> None:
             nonlocal tries
             tries += at == 0.0
+            if tries == 2 and at == 0.0:
+                runs, each_s = expected_runs(options, request), time.monotonic() - began
+                bar.note(f"Estimate: {age(runs * each_s)} for about {runs} simulations of {age(each_s)}.")
             bar.update(at, ends_at, task="plan", step=str(tries), text=f"try {tries}: {candidate}")
 
-        request = PlanRequest(
-            growth=sorted(set(growth)),
-            prices=_prices(prices, deployment, [each.kind for each in options]),
-            gpu_peak_w=deployment.budget.gpu_watts,
-            core_peak_w=deployment.budget.cpu_watts,
-            monthly=None if growth_per_month is None else growth_per_month / 100.0,
-            module=module,
-            lead_weeks=lead_weeks,
-            upstream=_upstream(upstream_price, deployment, spec),
-            most=most,
-            described=trace is None,
-        )
-        load = str(trace.name) if trace is not None else f"{rps:g} requests/s, cv {cv:g}"
         trials = Trials(deployment, spec, arrivals, demand, seed=seed, progress=progress)
         plan = make_plan(trials, options, request, load=load, seed=seed)
     if as_json:

@@ -1,23 +1,44 @@
-"""A capacity plan as tables: the options, the best one in detail, growth, and the basis of each number."""
+"""A capacity plan as text: its assumptions, and tables of the options, the best one, growth and bases."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from policy.config.control import SloConfig
+from policy.config.deployment import ModelSpec
+from sim.planning.candidates import Candidate
+from sim.planning.demand import Demand
 from sim.planning.plan import SPARE
-from sim.planning.result import Addition, Option, Plan
+from sim.planning.result import Addition, Option, Plan, PlanRequest
 from tidegate.commands.terminal import table, table_of_rows
 from tidegate.commands.units import latency, optional, plural
 
 _COST = "{:.2f}".format
 
 
+def assumptions(spec: ModelSpec, found: Sequence[Candidate], ask: PlanRequest) -> Iterator[str]:
+    """What a plan rests on, to be read before it is made."""
+    kinds: dict[str, list[Candidate]] = {}
+    for candidate in found:
+        kinds.setdefault(candidate.kind, []).append(candidate)
+    for kind, candidates in kinds.items():
+        degrees = ", ".join(str(each.degree) for each in candidates)
+        price = ask.prices.get(kind)
+        cost = "" if price is None else f"; {price:g} per hour"
+        first = candidates[0]
+        yield f"{kind}: {degrees} per replica; step times {first.basis}: {first.source}{cost}"
+    start_s = spec.control.assumed_start_s
+    factors = ", ".join(f"{factor:g}" for factor in (1.0, *ask.growth))
+    yield f"Load x {factors}; {SPARE} spare; a failed replica is back after {start_s:g} s (assumed_start_s)"
+
+
 def tables(plan: Plan) -> Iterator[Table | Text]:
     """The parts of ``plan`` in reading order."""
-    yield _load(plan)
+    slo = SloConfig(ttft_p95_s=plan.ttft_p95_s, itl_p95_s=plan.itl_p95_s, attainment=plan.attainment)
+    yield Text(describe_load(plan.model, plan.load, plan.seed, plan.demand, slo))
     yield _options(plan)
     best = plan.options[0]
     if best.replicas is None:
@@ -32,18 +53,18 @@ def tables(plan: Plan) -> Iterator[Table | Text]:
     yield table_of_rows(("number", "basis"), plan.basis.items(), title="Basis of the numbers")
 
 
-def _load(plan: Plan) -> Text:
-    demand = plan.demand
-    slo = [
+def describe_load(model: str, load: str, seed: int, demand: Demand, slo: SloConfig) -> str:
+    """The load in numbers, and the SLO."""
+    limits = [
         f"{name} p95 {latency(seconds)}"
-        for name, seconds in (("TTFT", plan.ttft_p95_s), ("ITL", plan.itl_p95_s))
+        for name, seconds in (("TTFT", slo.ttft_p95_s), ("ITL", slo.itl_p95_s))
         if seconds is not None
     ]
-    return Text(
-        f"{plan.model}, {plan.load}, seed {plan.seed}: {demand.requests} requests in {demand.lasts_s:.0f} s, "
+    return (
+        f"{model}, {load}, seed {seed}: {demand.requests} requests in {demand.lasts_s:.0f} s, "
         f"peak minute {demand.peak_rps:.2f}/s; mean {demand.input_tokens:.0f} input and "
         f"{demand.output_tokens:.0f} output tokens\n"
-        f"SLO: {' and '.join(slo)} for {plan.attainment:.1%} of requests"
+        f"SLO: {' and '.join(limits)} for {slo.attainment:.1%} of requests"
     )
 
 
