@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from typing import Any
+
+from policy.stats.histogram import GAPS, SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,13 +16,14 @@ class Outcome:
     """One finished request; ``error`` is empty for a success, ``aborted`` means that the client left.
 
     ``ttft_s`` is ``None`` for an answer that was not streamed, ``itl_s`` is the mean time per token after the
-    first, ``gaps`` are the seconds between reads.
+    first, ``gap_s`` the mean gap between events, ``gaps`` are the seconds between reads.
     """
 
     user: str
     e2e_s: float
     ttft_s: float | None = None
     itl_s: float = 0.0
+    gap_s: float = 0.0
     gaps: tuple[float, ...] = ()
     prompt_tokens: int = 0
     tokens: int = 0
@@ -51,14 +56,13 @@ class Tally:
     """Sums of one kind of user. ``requests`` were ended by the server, ``served`` ones successfully.
 
     Times are sums in seconds: ``ttft_s`` over ``begun`` streams, ``itl_s`` over ``gaps`` gaps, ``e2e_s`` over
-    ``served`` requests.
+    ``served`` requests. ``streams`` are served streams by the gateway's buckets of TTFT and mean gap.
     """
 
     requests: int = 0
     served: int = 0
     aborted: int = 0
     met: int = 0
-    met_streams: int = 0
     begun: int = 0
     gaps: int = 0
     prompt_tokens: int = 0
@@ -66,6 +70,8 @@ class Tally:
     ttft_s: float = 0.0
     itl_s: float = 0.0
     e2e_s: float = 0.0
+    # By text: what is sent between processes has no other keys.
+    streams: dict[str, int] = field(default_factory=dict)
 
     def add(self, outcome: Outcome, objective: Objective) -> None:
         """Count a request that ended; its first event was counted before."""
@@ -79,14 +85,24 @@ class Tally:
         self.e2e_s += outcome.e2e_s
         self.prompt_tokens += outcome.prompt_tokens
         self.tokens += outcome.tokens
-        if objective.met(outcome):
-            self.met += 1
-            self.met_streams += outcome.ttft_s is not None
+        self.met += objective.met(outcome)
+        if outcome.ttft_s is not None:
+            key = f"{bisect_left(SECONDS, outcome.ttft_s)} {bisect_left(GAPS, outcome.gap_s)}"
+            self.streams[key] = self.streams.get(key, 0) + 1
 
     def merge(self, other: Tally) -> None:
         """Add another's sums."""
         for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+            if each.name != "streams":
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for key, count in other.streams.items():
+            self.streams[key] = self.streams.get(key, 0) + count
+
+    def streams_by_bucket(self) -> Iterator[tuple[float, float, int]]:
+        """Served streams by the upper bounds of their buckets of TTFT and mean gap."""
+        for key, count in self.streams.items():
+            ttft, gap = map(int, key.split())
+            yield (*SECONDS, inf)[ttft], (*GAPS, inf)[gap], count
 
     @property
     def attainment(self) -> float:

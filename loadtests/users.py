@@ -104,6 +104,7 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
             connection.ended - connection.began,
             ttft_s=first_at - connection.began if first_at is not None else None,
             itl_s=timings.itl_s() or 0.0,
+            gap_s=timings.gap_s(),
             gaps=tuple(timings.gaps),
             prompt_tokens=timings.input_tokens,
             tokens=timings.output_tokens,

@@ -22,21 +22,13 @@ from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, pub
 from gateway.telemetry.tenant_metrics import NONE, TenantMetrics
 from policy.routing.replica_health import HealthCounters
 from policy.signals.model_counters import WorkerCounters
-from policy.stats.histogram import HistogramCounter
+from policy.stats.histogram import GAPS, SECONDS, HistogramCounter
 from policy.types import Priority
 
 if TYPE_CHECKING:
     from gateway.request_context import Call
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-SECONDS = (
-    0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-    1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
-)  # fmt: skip
-GAPS = (
-    0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075,
-    0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0,
-)  # fmt: skip
 # Predicted minus actual, in seconds and as a fraction of the actual.
 ERRORS = (
     -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.005, -0.002, -0.001,

@@ -11,6 +11,16 @@ BOUNDS: tuple[float, ...] = tuple(0.001 * 2.0 ** (i / 5) for i in range(102))
 
 BUCKETS = len(BOUNDS) + 1
 
+# The bounds of the gateway's metrics: of latencies, and of gaps between events.
+SECONDS = (
+    0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+GAPS = (
+    0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0,
+)  # fmt: skip
+
 
 def bucket_of(seconds: float) -> int:
     """The bucket of a duration."""

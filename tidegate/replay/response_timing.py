@@ -51,6 +51,7 @@ class StreamTimings:
         self.input_tokens = self.output_tokens = self.cached_tokens = 0
         self.error = ""
         self._last_at = 0.0
+        self._finished_events = 0
         self._rest = self._start = b""
 
     def sent(self, at: float) -> None:
@@ -98,6 +99,12 @@ class StreamTimings:
             return None
         return (self.finished_at - self.first_at) / (tokens - 1)
 
+    def gap_s(self) -> float:
+        """The mean gap between events up to the one that finishes the answer, as the gateway measures it."""
+        if self.first_event_at is None or self.finished_at is None or self._finished_events < 2:
+            return 0.0
+        return (self.finished_at - self.first_event_at) / (self._finished_events - 1)
+
     def take(self, payload: bytes, at: float) -> None:
         """Read one object of the API: a chunk, a whole answer or an error."""
         try:
@@ -113,6 +120,7 @@ class StreamTimings:
                 self.first_at = at
             if choice.finish_reason is not None and self.finished_at is None:
                 self.finished_at = at
+                self._finished_events = self.events
         if (usage := answer.usage) is not None:
             self.input_tokens, self.output_tokens = usage.prompt_tokens, usage.completion_tokens
             if (details := usage.prompt_tokens_details) is not None:

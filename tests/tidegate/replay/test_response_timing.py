@@ -47,7 +47,7 @@ def test_itl_is_per_token_after_the_first() -> None:
     timings.feed(event("stop"), 12.0)
     assert timings.itl_s() == 2.0  # without usage, by chunks
     timings.feed(LAST, 13.0)
-    assert timings.itl_s() == 0.5
+    assert (timings.itl_s(), timings.gap_s()) == (0.5, 2.0)  # four tokens in one gap
     assert (timings.ended_at, timings.gaps) == (13.0, [2.0, 1.0])
 
 
