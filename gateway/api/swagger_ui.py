@@ -13,6 +13,8 @@ from gateway.protocol.errors import Refused
 from policy.errors import Refusal
 
 _FOLDER = Path(str(files("fastapi_offline"))) / "static"
+# A browser refuses to load anything from elsewhere. The page has an inline script, and images in its style.
+_OWN_ONLY = {"content-security-policy": "default-src 'self' 'unsafe-inline' data:"}
 _SCRIPT, _STYLE, _ICON = "swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"
 
 router = APIRouter(include_in_schema=False)
@@ -21,13 +23,17 @@ router = APIRouter(include_in_schema=False)
 @router.get("/docs")
 async def page(request: Request) -> HTMLResponse:
     """The page; its links are relative, so that it works behind a path prefix."""
-    return get_swagger_ui_html(
+    page = get_swagger_ui_html(
         openapi_url="openapi.json",
         title=request.app.title,
         swagger_js_url=f"docs/{_SCRIPT}",
         swagger_css_url=f"docs/{_STYLE}",
         swagger_favicon_url=f"docs/{_ICON}",
+        # By default a service on the internet is sent the schema's URL.
+        swagger_ui_parameters={"validatorUrl": None},
     )
+    page.headers.update(_OWN_ONLY)
+    return page
 
 
 @router.get("/docs/{name}")
