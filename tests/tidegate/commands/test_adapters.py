@@ -102,6 +102,7 @@ def test_with_several_base_models_the_table_has_a_model_column(run: Run) -> None
     shown = run(controller_of(adapter(), adapter("n"), models=("m", "n"))).output.splitlines()
     assert [line.split()[0] for line in shown] == ["model", "m", "n"]
     assert run(controller_of()).output.startswith("There are no adapters.")
+    assert run(controller_of(models=())).output.startswith("No model takes adapters")
 
 
 def test_show_has_sources_and_refusals_of_versions(run: Run) -> None:

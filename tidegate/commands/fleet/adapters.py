@@ -49,6 +49,8 @@ def adapters(ctx: click.Context, as_json: bool) -> None:
         print_json(status)
     elif status.adapters:
         console().print(overview(status))
+    elif not status.models:
+        click.echo("No model takes adapters: none has a section `adapters`.")
     else:
         click.echo("There are no adapters. Add one: tidegate adapters add NAME SOURCE")
 
