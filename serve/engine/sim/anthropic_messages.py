@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.completions import Message, template
-from serve.engine.sim.generation_service import Positive, Sampling, Service, request_id
+from serve.engine.sim.conversation import Content, Message, anthropic_turns, prompt_of
+from serve.engine.sim.generation_service import Positive, Sampling, Service, call_id, request_id
 from serve.engine.sim.http_messages import ApiError, answer, event, read, respond
 from serve.engine.sim.step_loop import Generation
+from serve.engine.sim.tool_calls import Definition, Tools
+
+# Names of the chat API for the types of `tool_choice`.
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class AnthropicTool(msgspec.Struct, frozen=True):
+    """A tool; ``input_schema`` is required, as in Anthropic's API."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Which tool is called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """Extended thinking; a budget needs a model that reasons."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1024)] | None = None
 
 
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,9 +49,12 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: Positive
-    system: str | list[dict[str, Any]] | None = None
+    system: Content = None
     stop_sequences: list[str] | None = None
     stream: bool | None = False
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
 
 
 _DECODER = msgspec.json.Decoder(MessagesRequest)
@@ -34,9 +64,12 @@ _TYPES = {400: "invalid_request_error", 404: "not_found_error"}
 async def messages(service: Service, request: Request) -> Response:
     """A message, as a stream or as a whole."""
     body = await read(request, _DECODER)
-    sampling = Sampling(model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences)
     try:
-        generation = service.generate([template(body.messages, body.system)], sampling)
+        if body.thinking is not None and body.thinking.type == "enabled":
+            raise ApiError(400, "thinking_token_budget is set, but this model does not reason.", "thinking")
+        prompt = prompt_of(anthropic_turns(body.messages, body.system), _defined(body))
+        sampling = Sampling(model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences)
+        generation = service.generate([prompt], sampling, _tools(body))
         head = {
             "id": request_id(request, "msg"),
             "type": "message",
@@ -45,8 +78,7 @@ async def messages(service: Service, request: Request) -> Response:
         }
 
         def whole() -> dict[str, Any]:
-            content = [{"type": "text", "text": generation.outputs[0].text}]
-            return {**head, "content": content, **_stop(generation), "usage": _usage(generation)}
+            return {**head, "content": [_block(generation)], **_stop(generation), "usage": _usage(generation)}
 
         events = _events(generation, head) if body.stream else None
         return await respond(request, generation, whole, events)
@@ -56,18 +88,43 @@ async def messages(service: Service, request: Request) -> Response:
         return answer(failure, error.status_code)
 
 
+def _defined(body: MessagesRequest) -> list[dict[str, Any]]:
+    return [msgspec.to_builtins(tool) for tool in body.tools or ()]
+
+
+def _tools(body: MessagesRequest) -> Tools:
+    choice = body.tool_choice or ToolChoice("auto")
+    if choice.type == "tool" and not choice.name:
+        raise ApiError(400, "tool_choice.name is required when type is 'tool'", "tool_choice")
+    functions = [Definition(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
+    return Tools(functions, _CHOICES.get(choice.type) or choice.name or "")
+
+
+def _block(generation: Generation, *, begun: bool = False) -> dict[str, Any]:
+    """The answer's block of content; when it has only ``begun``, without its content."""
+    output = generation.outputs[0]
+    if not output.tool:
+        return {"type": "text", "text": "" if begun else output.text}
+    try:
+        given = {} if begun else json.loads(output.text)
+    except ValueError:  # cut by max_tokens
+        given = {}
+    return {"type": "tool_use", "id": call_id(), "name": output.tool, "input": given}
+
+
 async def _events(generation: Generation, head: dict[str, Any]) -> AsyncIterator[bytes]:
     def typed(kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)
 
-    deltas = generation.outputs[0].deltas
+    output = generation.outputs[0]
+    kind, field = ("input_json_delta", "partial_json") if output.tool else ("text_delta", "text")
     async for _, position in generation.tokens():
         if position == 0:
             begun = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
             usage = {**_usage(generation), "output_tokens": 0}
             yield typed("message_start", message={**begun, "usage": usage})
-            yield typed("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        delta = {"type": "text_delta", "text": deltas[position]}
+            yield typed("content_block_start", index=0, content_block=_block(generation, begun=True))
+        delta = {"type": kind, field: output.deltas[position]}
         yield typed("content_block_delta", index=0, delta=delta)
     yield typed("content_block_stop", index=0)
     yield typed("message_delta", delta=_stop(generation), usage=_usage(generation))
@@ -85,5 +142,5 @@ def _stop(generation: Generation) -> dict[str, str | None]:
     output = generation.outputs[0]
     if output.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": output.stop}
-    reason = "max_tokens" if output.finish_reason == "length" else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": None}
+    ended = "tool_use" if output.tool else "end_turn"
+    return {"stop_reason": "max_tokens" if output.finish_reason == "length" else ended, "stop_sequence": None}

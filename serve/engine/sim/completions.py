@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -11,23 +12,18 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.generation_service import Positive, Sampling, Service, now, request_id
+from serve.engine.sim.conversation import Message, chat_turns, prompt_of
+from serve.engine.sim.generation_service import Positive, Sampling, Service, call_id, now, request_id
 from serve.engine.sim.http_messages import DONE, ApiError, answer, event, read, respond
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Output, Prompt, mix, token_bytes, token_id
+from serve.engine.sim.tool_calls import Tool, Tools, tools_of
 
 Id = Annotated[int, Meta(ge=0)]
 Prompts = str | list[str | int | list[int]]
 
 # OpenAI's default for completions, and vLLM's.
 _DEFAULT_MAX_TOKENS = 16
-
-
-class Message(msgspec.Struct, frozen=True):
-    """One message of a conversation; content parts must be text."""
-
-    role: str
-    content: str | list[dict[str, Any]] | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -50,12 +46,17 @@ class ChatRequest(StreamedSampling, frozen=True, kw_only=True):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    echo: bool = False
 
 
 class CompletionRequest(StreamedSampling, frozen=True, kw_only=True):
     """The body of a completion."""
 
     prompt: Prompts
+    max_tokens: Id | None = None
+    suffix: str | None = None
     echo: bool | None = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
@@ -87,7 +88,7 @@ class AnswerFormat(NamedTuple):
 
     ``choice`` gives the fields of a choice of a whole answer, ``chunk`` those of the event of the token at a
     position; both without index and end. ``unfinished`` are the end fields of an event that is not the last
-    of its choice, ``first`` is an event before the first token.
+    of its choice, ``first`` gives the fields of events before its first token. ``tools`` may be called.
     """
 
     id_prefix: str
@@ -95,7 +96,8 @@ class AnswerFormat(NamedTuple):
     choice: Callable[[Prompt, Output], dict[str, Any]]
     chunk: Callable[[Prompt, Output, int], dict[str, Any]]
     unfinished: dict[str, None]
-    first: dict[str, Any] | None = None
+    first: Callable[[int, Output], Sequence[dict[str, Any]]] = lambda index, output: ()
+    tools: Tools | None = None
 
 
 async def _complete(
@@ -103,7 +105,7 @@ async def _complete(
 ) -> Response:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "Stream options can only be defined when `stream=True`.", "stream_options")
-    generation = service.generate(prompts, body)
+    generation = service.generate(prompts, body, form.tools)
     n = body.n or 1
     head = {
         "id": request_id(request, form.id_prefix),
@@ -125,8 +127,9 @@ async def _complete(
 
         async for index, position in generation.tokens():
             prompt, output = generation.prompts[index], generation.outputs[index]
-            if position == 0 and form.first is not None:
-                yield chunk(index, form.first, form.unfinished)
+            if position == 0:
+                for fields in form.first(index, output):
+                    yield chunk(index, fields, form.unfinished)
             last = position + 1 == len(output.deltas)
             yield chunk(
                 index, form.chunk(prompt, output, position), _end(output) if last else form.unfinished
@@ -139,7 +142,8 @@ async def _complete(
 
 
 def _end(output: Output) -> dict[str, Any]:
-    return {"finish_reason": output.finish_reason, "stop_reason": output.stop}
+    reason = "tool_calls" if output.tool and output.finish_reason == "stop" else output.finish_reason
+    return {"finish_reason": reason, "stop_reason": output.stop}
 
 
 def _usage(generation: Generation, n: int) -> dict[str, Any]:
@@ -157,19 +161,38 @@ def _usage(generation: Generation, n: int) -> dict[str, Any]:
 async def chat(service: Service, request: Request) -> Response:
     """A chat completion, as a stream or as a whole."""
     body = await read(request, _CHAT)
+    turns = chat_turns(body.messages)
+    echoed = turns[-1].text if body.echo and turns[-1].role == "assistant" else ""
+
+    def called(output: Output, arguments: str) -> dict[str, Any]:
+        """A call of a tool; its arguments may come in parts, of which the first has its name."""
+        return {"index": 0, "function": {"name": output.tool, "arguments": arguments}, "type": "function"}
 
     def choice(_: Prompt, output: Output) -> dict[str, Any]:
+        calls = [{"id": call_id(), **called(output, output.text)}] if output.tool else []
+        for call in calls:
+            del call["index"]
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": output.text,
+            "content": None if output.tool and not echoed else echoed + ("" if output.tool else output.text),
             "refusal": None,
-            "tool_calls": [],
+            "tool_calls": calls,
         }
         return {"message": message, "logprobs": _chat_logprobs(body, output.deltas, 0)}
 
+    def first(_: int, output: Output) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        if echoed:
+            deltas.append({"content": echoed})
+        if output.tool:
+            deltas.append({"tool_calls": [{"id": call_id(), **called(output, "")}]})
+        return [{"delta": delta, "logprobs": None} for delta in deltas]
+
     def chunk(_: Prompt, output: Output, position: int) -> dict[str, Any]:
-        delta = output.deltas[position]
-        return {"delta": {"content": delta}, "logprobs": _chat_logprobs(body, [delta], position)}
+        text = output.deltas[position]
+        part: dict[str, Any] = {"index": 0, "function": {"arguments": text}}
+        delta = {"tool_calls": [part]} if output.tool else {"content": text}
+        return {"delta": delta, "logprobs": _chat_logprobs(body, [text], position)}
 
     form = AnswerFormat(
         "chatcmpl",
@@ -177,11 +200,13 @@ async def chat(service: Service, request: Request) -> Response:
         choice,
         chunk,
         unfinished={"finish_reason": None},
-        first={"delta": {"role": "assistant", "content": ""}, "logprobs": None},
+        first=first,
+        tools=tools_of(body.tools, body.tool_choice),
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = msgspec.structs.replace(body, max_tokens=max_tokens)
-    return await _complete(service, request, sampling, [template(body.messages)], form)
+    defined = [msgspec.to_builtins(tool) for tool in body.tools or ()]
+    return await _complete(service, request, sampling, [prompt_of(turns, defined)], form)
 
 
 def _chat_logprobs(body: ChatRequest, tokens: list[str], start: int) -> dict[str, Any] | None:
@@ -203,46 +228,39 @@ def _chat_logprobs(body: ChatRequest, tokens: list[str], start: int) -> dict[str
     return {"content": content}
 
 
-def text_of(content: object) -> str:
-    """The text of a message's content; raises a 400 for parts that are not text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise ApiError(400, "content must be a string or a list of parts")
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            raise ApiError(400, "this model takes content parts of text only")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def template(messages: list[Message], system: object = None) -> Prompt:
-    """The conversation as one prompt, in ChatML; ``system`` is the content of a message before it."""
-    first = [("system", system)] if system else []
-    turns = [*first, *((message.role, message.content) for message in messages)]
-    texts = [f"<|im_start|>{role}\n{text_of(content)}<|im_end|>\n" for role, content in turns]
-    return Prompt.of_text("".join(texts) + "<|im_start|>assistant\n")
-
-
 async def completions(service: Service, request: Request) -> Response:
     """A completion of each prompt, as a stream or as a whole."""
     body = await read(request, _COMPLETION)
+    if body.suffix is not None:
+        why = "Echo is unsupported with suffix." if body.echo else "suffix is only supported for FIM models"
+        raise ApiError(400, why, "suffix")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens must be at least 1, got 0.", "max_tokens")
+    if body.echo and body.logprobs is not None and service.has_adapters:
+        raise ApiError(400, "log probabilities of a prompt are not available with adapters", "echo")
+    # With echo and no tokens the prompt is the answer, although an engine generates one token.
+    only_echo = body.max_tokens == 0
+
+    def shown(prompt: Prompt, output: Output, start: int, end: int) -> dict[str, Any]:
+        before = _pieces(prompt) if body.echo and start == 0 else []
+        tokens = [*before, *([] if only_echo else output.deltas[start:end])]
+        ahead = len(_pieces(prompt)) if body.echo and start else 0
+        offset = len("".join([*_pieces(prompt)[:ahead], *output.deltas[:start]]))
+        return {"text": "".join(tokens), "logprobs": _logprobs(body, tokens, ahead + start, offset)}
 
     def choice(prompt: Prompt, output: Output) -> dict[str, Any]:
-        text = (_text(prompt) if body.echo else "") + output.text
-        return {"text": text, "logprobs": _logprobs(body, output, 0, len(output.deltas))}
+        return shown(prompt, output, 0, len(output.deltas))
 
     def chunk(prompt: Prompt, output: Output, position: int) -> dict[str, Any]:
-        text = (_text(prompt) if body.echo and position == 0 else "") + output.deltas[position]
-        return {"text": text, "logprobs": _logprobs(body, output, position, position + 1)}
+        return shown(prompt, output, position, position + 1)
 
     form = AnswerFormat(
         "cmpl", "text_completion", choice, chunk, unfinished={"finish_reason": None, "stop_reason": None}
     )
     prompts = prompts_of(body.prompt, "prompt")
-    if not body.ignore_eos:
+    if only_echo:
+        body = msgspec.structs.replace(body, max_tokens=1)
+    elif not body.ignore_eos:
         body = msgspec.structs.replace(body, max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS)
     return await _complete(service, request, body, prompts, form)
 
@@ -266,16 +284,19 @@ def prompts_of(given: Prompts, param: str) -> list[Prompt]:
     return prompts
 
 
-def _logprobs(body: CompletionRequest, output: Output, start: int, end: int) -> dict[str, Any] | None:
+def _logprobs(body: CompletionRequest, tokens: list[str], start: int, offset: int) -> dict[str, Any] | None:
+    """Of the tokens from position ``start`` on; the first token of a prompt has none."""
     if body.logprobs is None:
         return None
-    tokens, positions = output.deltas[start:end], range(start, end)
-    offset = len("".join(output.deltas[:start]))
+    positions = range(start, start + len(tokens))
+    unknown = 1 if body.echo and start == 0 else 0
     return {
         "tokens": tokens,
-        "token_logprobs": [_logprob(position) for position in positions],
+        "token_logprobs": [None if position < unknown else _logprob(position) for position in positions],
         "top_logprobs": [
-            {token + "'" * rank: _logprob(position, rank) for rank in range(max(1, body.logprobs))}
+            None
+            if position < unknown
+            else {token + "'" * rank: _logprob(position, rank) for rank in range(max(1, body.logprobs))}
             for position, token in zip(positions, tokens, strict=True)
         ],
         "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=offset)),
@@ -287,13 +308,18 @@ def _logprob(position: int, rank: int = 0) -> float:
     return -(0.01 + mix(position) % 1000 / 1000 + rank)
 
 
-def _text(prompt: Prompt) -> str:
-    """The text of the prompt; empty for token ids of another tokenizer."""
+def _pieces(prompt: Prompt) -> list[str]:
+    """The text of the prompt by tokens; empty for token ids of another tokenizer.
+
+    A character over two tokens is in the last.
+    """
     try:
         parts = [token_bytes(t) if isinstance(t, int) else t for t in prompt.tokens]
     except ValueError:
-        return ""
-    return b"".join(parts).decode(errors="replace")
+        return []
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pieces = [decoder.decode(part) for part in parts]
+    return [*pieces[:-1], pieces[-1] + decoder.decode(b"", final=True)] if pieces else []
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -302,7 +328,9 @@ async def tokenize(service: Service, request: Request) -> Response:
     service.resolve(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
-    prompt = Prompt.of_text(body.prompt) if body.prompt is not None else template(body.messages or [])
+    prompt = (
+        Prompt.of_text(body.prompt) if body.prompt is not None else prompt_of(chat_turns(body.messages or []))
+    )
     tokens = [token for token in prompt.tokens if isinstance(token, bytes) and token]
     strings = [token.decode(errors="replace") for token in tokens] if body.return_token_strs else None
     return answer(

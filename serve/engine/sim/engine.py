@@ -80,6 +80,7 @@ class SimEngine:
             seed=spec.sim.seed,
             loop=self._loop,
             metrics=metrics,
+            has_adapters=bool(spec.adapter_slots or args.lora_modules),
         )
         self.app: ASGIApp = build(service)
 

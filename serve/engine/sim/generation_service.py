@@ -16,7 +16,8 @@ from policy.types import Runner
 from serve.engine.sim.http_messages import ApiError
 from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.step_loop import Generation, StepLoop
-from serve.engine.sim.text import Output, Prompt, natural_length, seed_of, write
+from serve.engine.sim.text import Output, Prompt, call, natural_length, seed_of, write
+from serve.engine.sim.tool_calls import Tools
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -56,6 +57,7 @@ class Service:
     seed: int
     loop: StepLoop
     metrics: Metrics
+    has_adapters: bool = False
     created: int = field(default_factory=now)
 
     def resolve(self, model: str | None) -> str:
@@ -64,8 +66,10 @@ class Service:
             return model or self.model
         raise ApiError(404, f"The model `{model}` does not exist.", "model")
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Generation:
-        """Start the choices of each prompt; choice i of prompt j has index ``j n + i``.
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, tools: Tools | None = None
+    ) -> Generation:
+        """Start the choices of each prompt; choice i of prompt j has index ``j n + i``, and may call a tool.
 
         Raises a 404 for an unknown model, and a 400 when a prompt leaves no room in the context.
         """
@@ -77,6 +81,9 @@ class Service:
             room = self._room(prompt)
             for choice in range(n):
                 own = seed_of(self.seed, sampling.seed, adapter, choice, prompt=prompt)
+                if tools is not None and (called := tools.call(own)) is not None:
+                    outputs.append(call(*called, min(sampling.max_tokens or room, room)))
+                    continue
                 wanted = sampling.max_tokens or (room if sampling.ignore_eos else natural_length(own))
                 ends = sampling.max_tokens is None and not sampling.ignore_eos and wanted <= room
                 outputs.append(write(own, min(wanted, room), ends=ends, stops=stops))
@@ -100,6 +107,11 @@ class Service:
                 "input_tokens",
             )
         return self.max_model_len - count
+
+
+def call_id() -> str:
+    """The id of a call of a tool."""
+    return f"call_{uuid.uuid4().hex}"
 
 
 def request_id(request: Request, prefix: str) -> str:

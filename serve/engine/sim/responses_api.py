@@ -1,18 +1,21 @@
-"""``POST /v1/responses`` of the simulated engine: text only, with OpenAI's event types."""
+"""``POST /v1/responses`` of the simulated engine: text and calls of functions, with OpenAI's event types."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.completions import Message, template
-from serve.engine.sim.generation_service import Positive, Sampling, Service, now, request_id
+from serve.engine.sim.conversation import prompt_of, responses_turns
+from serve.engine.sim.generation_service import Positive, Sampling, Service, call_id, now, request_id
 from serve.engine.sim.http_messages import ApiError, event, read, respond
+from serve.engine.sim.text import Output
+from serve.engine.sim.tool_calls import Definition, Tools
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +28,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = False
     previous_response_id: str | None = None
     background: bool | None = False
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
 
 
 _DECODER = msgspec.json.Decoder(ResponsesRequest)
@@ -34,14 +39,19 @@ async def responses(service: Service, request: Request) -> Response:
     """A response, as a stream or as a whole."""
     body = await read(request, _DECODER)
     service.resolve(body.model)
-    for param in ("previous_response_id", "background"):
-        if getattr(body, param):
-            raise ApiError(400, f"{param} needs a store of responses, which this engine does not have", param)
+    _check(body)
     sampling = Sampling(model=body.model, max_tokens=body.max_output_tokens)
-    generation = service.generate([template(_messages(body), body.instructions)], sampling)
+    turns = responses_turns(body.input, body.instructions)
+    if not turns:
+        raise ApiError(400, "input has no message", "input")
+    functions = [tool for tool in body.tools if tool.get("type") == "function"]
+    generation = service.generate(
+        [prompt_of(turns, functions)], sampling, _tools(functions, body.tool_choice)
+    )
     output = generation.outputs[0]
     response_id = request_id(request, "resp")
-    item_id = response_id.replace("resp", "msg", 1)
+    item_id = response_id.replace("resp", "fc" if output.tool else "msg", 1)
+    item = partial(_item, output, item_id, call_id())
     head = {
         "id": response_id,
         "object": "response",
@@ -54,16 +64,10 @@ async def responses(service: Service, request: Request) -> Response:
         "parallel_tool_calls": True,
         "temperature": 1.0,
         "top_p": 1.0,
-        "tool_choice": "auto",
-        "tools": [],
+        "tool_choice": body.tool_choice,
+        "tools": body.tools,
         "text": {"format": {"type": "text"}},
     }
-
-    def item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
-        return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def part(text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
 
     def whole() -> dict[str, Any]:
         """The whole response; it is incomplete if the token limit ended it."""
@@ -73,7 +77,7 @@ async def responses(service: Service, request: Request) -> Response:
             **head,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [item("completed", part(output.text))],
+            "output": [item("completed", output.text)],
             "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": generation.cached[0]},
@@ -94,24 +98,51 @@ async def responses(service: Service, request: Request) -> Response:
         started = {**head, "status": "in_progress", "incomplete_details": None, "output": []}
         yield typed("created", response=started)
         yield typed("in_progress", response=started)
-        at = {"item_id": item_id, "output_index": 0, "content_index": 0}
+        of_item = {"item_id": item_id, "output_index": 0}
+        at = {**of_item, "content_index": 0}
         async for _, position in generation.tokens():
             if position == 0:
                 yield typed("output_item.added", output_index=0, item=item("in_progress"))
-                yield typed("content_part.added", **at, part=part(""))
-            yield typed("output_text.delta", **at, delta=output.deltas[position], logprobs=[])
-        yield typed("output_text.done", **at, text=output.text, logprobs=[])
-        yield typed("content_part.done", **at, part=part(output.text))
-        yield typed("output_item.done", output_index=0, item=item("completed", part(output.text)))
+                if not output.tool:
+                    yield typed("content_part.added", **at, part=_part(""))
+            if output.tool:
+                yield typed("function_call_arguments.delta", **of_item, delta=output.deltas[position])
+            else:
+                yield typed("output_text.delta", **at, delta=output.deltas[position], logprobs=[])
+        if output.tool:
+            given = {"arguments": output.text, "name": output.tool}
+            yield typed("function_call_arguments.done", **of_item, **given)
+        else:
+            yield typed("output_text.done", **at, text=output.text, logprobs=[])
+            yield typed("content_part.done", **at, part=_part(output.text))
+        yield typed("output_item.done", output_index=0, item=item("completed", output.text))
         yield typed("completed", response=whole())
 
     return await respond(request, generation, whole, events() if body.stream else None)
 
 
-def _messages(body: ResponsesRequest) -> list[Message]:
-    if isinstance(body.input, str):
-        return [Message("user", body.input)]
-    given = [item for item in body.input if item.get("type", "message") == "message"]
-    if not given:
-        raise ApiError(400, "input has no message", "input")
-    return [Message(str(item.get("role", "user")), item.get("content")) for item in given]
+def _item(output: Output, item_id: str, called: str, status: str, text: str | None = None) -> dict[str, Any]:
+    """The item of the answer; without ``text`` it has only begun."""
+    if output.tool:
+        call = {"call_id": called, "name": output.tool, "arguments": text or ""}
+        return {"id": item_id, "type": "function_call", "status": status, **call}
+    content = [] if text is None else [_part(text)]
+    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+
+
+def _check(body: ResponsesRequest) -> None:
+    for param in ("previous_response_id", "background"):
+        if getattr(body, param):
+            raise ApiError(400, f"{param} needs a store of responses, which this engine does not have", param)
+
+
+def _tools(functions: list[dict[str, Any]], choice: str | dict[str, Any]) -> Tools:
+    wanted = choice if isinstance(choice, str) else str(choice.get("name", ""))
+    try:
+        return Tools(msgspec.convert(functions, list[Definition]), wanted)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, str(error), "tools") from None

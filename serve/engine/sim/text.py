@@ -64,12 +64,13 @@ class Output:
     """The text of a choice, one delta per token, and its finish reason.
 
     ``stop`` is the stop sequence that ended it. The text ends before the stop sequence, so the deltas of the
-    last tokens may be empty.
+    last tokens may be empty. In a call of the function ``tool`` the text is its arguments.
     """
 
     deltas: list[str]
     finish_reason: str
     stop: str | None = None
+    tool: str = ""
 
     @property
     def text(self) -> str:
@@ -85,6 +86,17 @@ def seed_of(*parts: object, prompt: Prompt) -> int:
 def natural_length(seed: int) -> int:
     """The length of an answer without a limit: 16 to 256 tokens."""
     return 16 + seed % 241
+
+
+def words(seed: int, count: int) -> str:
+    """``count`` words."""
+    return " ".join(_WORDS[mix(seed + index) % len(_WORDS)] for index in range(count))
+
+
+def call(name: str, arguments: str, limit: int) -> Output:
+    """A call of ``name`` with ``arguments`` in ASCII, of at most ``limit`` tokens."""
+    deltas = [token.decode() for token in tokenize(arguments)]
+    return Output(deltas[:limit], "stop" if len(deltas) <= limit else "length", tool=name)
 
 
 def write(seed: int, tokens: int, *, ends: bool, stops: Sequence[str] = ()) -> Output:

@@ -1,0 +1,191 @@
+"""Conversations as prompts: the messages of each API, with calls and results of tools, as vLLM reads them.
+
+What vLLM accepts for a text model is accepted: any role in a chat, earlier reasoning (which templates drop),
+calls and results of tools. What it refuses is refused: media, and parts and items of other types. Source:
+vLLM's ``renderers/chat_utils.py``, ``entrypoints/anthropic/serving.py`` and
+``entrypoints/openai/responses/utils.py`` (0.32).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from serve.engine.sim.http_messages import ApiError
+from serve.engine.sim.text import Prompt
+
+Content = str | list[dict[str, Any]] | None
+
+# Types of content parts that are text, and the field that holds it.
+_CHAT = {"text": "text", "refusal": "refusal", "thinking": "thinking", "tool_reference": "name"}
+_RESPONSES = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
+_MESSAGES = {"text": "text", "tool_reference": "name"}
+# Types that vLLM knows and a text model does not take.
+_MEDIA = frozenset(
+    {
+        "image_url",
+        "input_image",
+        "image",
+        "image_embeds",
+        "audio_url",
+        "input_audio",
+        "audio_embeds",
+        "video_url",
+    }
+)
+_SILENT = frozenset({"thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference"})
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A call as it was made; arguments that are no JSON object count as none."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call of a tool in an assistant's message."""
+
+    function: Function
+    id: str = ""
+
+
+class CallItem(msgspec.Struct, frozen=True):
+    """A call in the input of a response."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a chat; the role is any text."""
+
+    role: str
+    content: Content = None
+    tool_calls: list[Call] | None = None
+
+
+class Turn(NamedTuple):
+    """One turn of a conversation as text."""
+
+    role: str
+    text: str
+
+
+def prompt_of(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+    """The conversation as one prompt, in ChatML; the definitions of ``tools`` come first."""
+    defined = [Turn("system", "\n".join(json.dumps(tool) for tool in tools))] if tools else []
+    texts = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (*defined, *turns)]
+    return Prompt.of_text("".join(texts) + "<|im_start|>assistant\n")
+
+
+def chat_turns(messages: Iterable[Message]) -> list[Turn]:
+    """The turns of a chat."""
+    return [
+        Turn(each.role, _joined(_text(each.content, _CHAT), map(_called, each.tool_calls or ())))
+        for each in messages
+    ]
+
+
+def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
+    """The turns of Anthropic's messages: a result of a tool is a turn of its own, before the user's text."""
+    turns = [Turn("system", _text(system, _MESSAGES, ""))] if system else []
+    for each in messages:
+        if each.role not in ("user", "assistant", "system"):
+            raise ApiError(400, "role must be user, assistant or system", "messages")
+        if each.content is None:
+            raise ApiError(400, "content is required", "messages")
+        blocks = [{"type": "text", "text": each.content}] if isinstance(each.content, str) else each.content
+        results = [block for block in blocks if block.get("type") == "tool_result"]
+        said = [block for block in blocks if block.get("type") not in _SILENT]
+        if each.role == "user":
+            turns += [Turn("tool", _text(block.get("content"), _MESSAGES)) for block in results]
+        else:
+            said += [{"type": "text", "text": f"Tool result: {block.get('content')}"} for block in results]
+        calls = [
+            Call(Function(str(block.get("name", "")), block.get("input")))
+            for block in blocks
+            if block.get("type") == "tool_use"
+        ]
+        text = _joined(_text(said, _MESSAGES), map(_called, calls))
+        if text or each.role == "assistant":
+            turns.append(Turn(each.role, text))
+    return turns
+
+
+def responses_turns(given: str | list[dict[str, Any]], instructions: str | None) -> list[Turn]:
+    """The turns of the input of a response; reasoning, text and calls in a row are one turn."""
+    turns = [Turn("system", instructions)] if instructions else []
+    if isinstance(given, str):
+        return [*turns, Turn("user", given)]
+    for item in given:
+        kind = item.get("type", "message")
+        if kind == "function_call":
+            call = _call_item(item)
+            turns = _with_assistant(turns, _called(Call(Function(call.name, call.arguments))))
+        elif kind == "function_call_output":
+            turns.append(Turn("tool", _text(item.get("output"), _RESPONSES)))
+        elif kind == "reasoning":
+            continue
+        elif kind == "message" and item.get("role") == "assistant":
+            turns = _with_assistant(turns, _text(item.get("content"), _RESPONSES))
+        elif kind == "message" and item.get("role") in ("user", "system", "developer"):
+            turns.append(Turn(item["role"], _text(item.get("content"), _RESPONSES)))
+        else:
+            raise ApiError(400, f"Unsupported input item type: {kind}", "input")
+    return turns
+
+
+def _with_assistant(turns: list[Turn], text: str) -> list[Turn]:
+    if turns and turns[-1].role == "assistant":
+        return [*turns[:-1], Turn("assistant", _joined(turns[-1].text, [text]))]
+    return [*turns, Turn("assistant", text)]
+
+
+def _call_item(item: dict[str, Any]) -> CallItem:
+    try:
+        return msgspec.convert(item, CallItem)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, str(error), "input") from None
+
+
+def _called(call: Call) -> str:
+    """A call as the hermes format has it."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {}
+    if not isinstance(arguments, dict):
+        arguments = {}
+    body = json.dumps({"name": call.function.name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def _joined(text: str, more: Iterable[str]) -> str:
+    return "\n".join(part for part in (text, *more) if part)
+
+
+def _text(content: object, fields: Mapping[str, str], between: str = "\n") -> str:
+    """The text of a message's content, whose parts have it in ``fields`` by type; a 400 for other parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ApiError(400, "content must be a string or a list of parts", "messages")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _MEDIA:
+            raise ApiError(400, f"this model is not multimodal: it takes no {kind}", "messages")
+        if not isinstance(kind, str) or kind not in fields:
+            raise ApiError(400, f"Unsupported chat content part type: {kind!r}.", "messages")
+        text = part.get(fields[kind], "" if fields is _MESSAGES else None)
+        if not isinstance(text, str):
+            raise ApiError(400, f"{fields[kind]} of a content part must be a string", "messages")
+        texts.append(text)
+    return between.join(texts)

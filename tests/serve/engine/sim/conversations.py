@@ -1,0 +1,143 @@
+"""Bodies of conversations, whether vLLM takes them for a model of text, and the turns that it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+CALLED = '<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>'
+USE = {"type": "tool_use", "id": "t1", "name": "look", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "42"}
+ITEM = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a": 1}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
+HI = ("user", "hi")
+
+Turns = list[tuple[str, str]] | None
+
+
+def chat(*messages: dict[str, Any], turns: Turns = None, **more: Any) -> tuple[str, dict[str, Any], Turns]:
+    return "/v1/chat/completions", {"messages": list(messages), **more}, turns
+
+
+def part(*parts: Any, turns: Turns = None) -> tuple[str, dict[str, Any], Turns]:
+    return chat({"role": "user", "content": list(parts)}, turns=turns)
+
+
+def claude(*messages: dict[str, Any], turns: Turns = None, **more: Any) -> tuple[str, dict[str, Any], Turns]:
+    return "/v1/messages", {"messages": list(messages), "max_tokens": 4, **more}, turns
+
+
+def block(*blocks: Any, turns: Turns = None) -> tuple[str, dict[str, Any], Turns]:
+    return claude(USER, {"role": "user", "content": list(blocks)}, turns=turns)
+
+
+def items(*given: dict[str, Any], turns: Turns = None, **more: Any) -> tuple[str, dict[str, Any], Turns]:
+    return "/v1/responses", {"input": list(given), **more}, turns
+
+
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+CASES = [
+    chat(
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}]},
+        turns=[HI, ("assistant", CALLED), ("tool", "42")],
+    ),
+    chat(
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "look", "arguments": "{"}}]},
+        turns=[("assistant", CALLED.replace('{"a": 1}', "{}"))],
+    ),
+    chat({"role": "wizard", "content": "x"}, {"role": "user"}, turns=[("wizard", "x"), ("user", "")]),
+    chat({"role": "developer", "content": "x"}, USER, turns=[("developer", "x"), HI]),
+    chat({"role": "assistant", "content": "x", "reasoning": "y"}, USER, turns=[("assistant", "x"), HI]),
+    chat({"content": "x"}),
+    chat({"role": 5, "content": "x"}),
+    chat({"role": "user", "content": 5}),
+    chat({"role": "assistant", "tool_calls": [5]}),
+    chat({"role": "assistant", "tool_calls": [{"id": "1", "type": "custom", "custom": {}}]}),
+    part({"type": "text", "text": "a"}, {"type": "text", "text": "b"}, turns=[("user", "a\nb")]),
+    part(
+        {"type": "thinking", "thinking": "a"}, {"type": "refusal", "refusal": "b"}, turns=[("user", "a\nb")]
+    ),
+    part({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}),
+    part({"type": "odd", "text": "x"}),
+    part({"text": "x"}),
+    part({"type": "text"}),
+    part({"type": "input_text", "text": "x"}),
+    part("x"),
+    part({"type": "tool_result", "content": "x"}),
+    chat(USER, tools=[]),
+    chat(USER, tools=[{"type": "function"}]),
+    chat(USER, tools=[{"type": "custom", "custom": {"name": "x"}}]),
+    chat(USER, tools=[TOOL], tool_choice="odd"),
+    chat(USER, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "other"}}),
+    chat(USER, tool_choice="auto"),
+    claude(
+        USER,
+        {"role": "assistant", "content": [{"type": "text", "text": "I look"}, USE]},
+        {"role": "user", "content": [RESULT, {"type": "text", "text": "go"}]},
+        turns=[HI, ("assistant", f"I look\n{CALLED}"), ("tool", "42"), ("user", "go")],
+    ),
+    claude(
+        USER,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "x", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                USE,
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {**RESULT, "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}
+            ],
+        },
+        turns=[HI, ("assistant", CALLED), ("tool", "4\n2")],
+    ),
+    claude({"role": "system", "content": "x"}, USER, turns=[("system", "x"), HI]),
+    claude(
+        USER,
+        system=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        turns=[("system", "ab"), HI],
+    ),
+    claude(USER, {"role": "assistant", "content": [RESULT]}, turns=[HI, ("assistant", "Tool result: 42")]),
+    block({"type": "tool_result"}, turns=[HI, ("tool", "")]),
+    block({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}),
+    block({"type": "document", "source": {}}),
+    block({"type": "odd"}),
+    block({"text": "x"}),
+    block("x"),
+    claude({"role": "wizard", "content": "x"}),
+    claude({"role": "tool", "content": "x"}),
+    claude({"role": "user"}),
+    claude(USER, thinking={"type": "enabled", "budget_tokens": 5}),
+    claude(USER, tool_choice={"type": "tool"}),
+    claude(USER, tools=[{"name": "x"}]),
+    items(USER, ITEM, OUTPUT, turns=[HI, ("assistant", CALLED), ("tool", "42")]),
+    items(
+        USER,
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look"}]},
+        ITEM,
+        {**OUTPUT, "output": [{"type": "input_text", "text": "42"}]},
+        turns=[HI, ("assistant", f"I look\n{CALLED}"), ("tool", "42")],
+    ),
+    items(
+        {"role": "developer", "content": [{"type": "input_text", "text": "x"}]}, turns=[("developer", "x")]
+    ),
+    items({"role": "wizard", "content": "x"}),
+    items({"type": "odd"}),
+    items({"type": "item_reference", "id": "x"}),
+    items({"type": "function_call", "name": "x"}),
+    items({"role": "user", "content": [{"type": "odd"}]}),
+    items(
+        {
+            "role": "user",
+            "content": [{"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "auto"}],
+        }
+    ),
+]
