@@ -30,6 +30,7 @@ MODULES = {
         "admission/queue",
         "admission/replica_pool_interface",
         "admission/retry",
+        "admission/slot_sharing",
         "admission/suspects",
         "admission/virtual_counters",
         "admission/wait_prediction",

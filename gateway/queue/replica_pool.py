@@ -11,8 +11,9 @@ from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.shared_counters import SharedCounts
-from policy.admission.fairness import has_fair_share
+from policy.admission.affinity_dispatch import has_room
 from policy.admission.queue import Bounds
+from policy.admission.slot_sharing import RANKS, LeftSlots, has_fair_share
 from policy.config.deployment import Deployment
 from policy.errors import TargetError
 from policy.hashing import hash_name
@@ -20,9 +21,8 @@ from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.replica_health import BreakerState
 
-# How long a slot is left to other workers, which look for one every 20 ms, and how often at most.
-YIELD_S = 0.1
-YIELD_EVERY_S = 1.0
+# The slots of a replica whose bound is unknown.
+MANY = 1_000_000
 
 
 @dataclass(eq=False)
@@ -40,7 +40,11 @@ class ModelPool:
 
     def __post_init__(self) -> None:
         self._key = hash_name(f"waits for {self.served.name}")
-        self._yielded_at = -math.inf
+        self._keys = [hash_name(f"waits for {self.served.name}, {rank}") for rank in range(RANKS)]
+        for key in (self._key, *self._keys):  # other workers look for new keys at each beat
+            self.shared.begin(key, 0)
+            self.shared.end(key)
+        self._left = LeftSlots()
         self._begun_by_others = -1
 
     @property
@@ -120,24 +124,40 @@ class ModelPool:
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         self.routers.counted(request, prompt_tokens, output_tokens)
 
-    def queued(self, change: int) -> None:
-        if change > 0:
-            self.shared.begin(self._key, 0)
-        else:
-            self.shared.end(self._key)
+    def queued(self, change: int, rank: int) -> None:
+        for key in (self._key, self._keys[rank]):
+            if change > 0:
+                self.shared.begin(key, 0)
+            else:
+                self.shared.end(key)
 
-    def yields(self, queued: int, at: float) -> bool:
-        """Not for long, nor again soon: the other workers may have no use for the slot."""
-        if self.shared.alone or not (theirs := self.shared.others(self._key)[0]):
+    def granted(self, candidates: list[Candidate], rank: int, waiting: int, at: float) -> list[Candidate]:
+        shared = self.shared
+        if shared.alone or not shared.others(self._key)[0]:
+            return candidates
+        if not self._others_come_first(candidates, rank, waiting):
+            return candidates
+        return [
+            each
+            for each in candidates
+            if has_room(each) and not self._left.leaves(each, shared.others(each.key)[2], at)
+        ]
+
+    def _others_come_first(self, candidates: list[Candidate], rank: int, waiting: int) -> bool:
+        """Whether the next slot is for a request that waits in another worker."""
+        theirs = [self.shared.others(key)[0] for key in self._keys[: rank + 1]]
+        owed = rank - rank % 2
+        if any(theirs[:owed]):  # of a higher priority
+            return True
+        if owed < rank and theirs[owed]:
+            free = sum([each.bound - each.in_flight if each.bound else MANY for each in candidates])
+            return free <= theirs[owed]
+        if not theirs[rank]:
             return False
         running = sum([handle.mine for handle in self.served.handles])
         elsewhere, begun = self._other_workers()
         was_last = begun == self._begun_by_others
-        if not has_fair_share(running, queued, elsewhere, theirs, was_last=was_last):
-            return False
-        if at - self._yielded_at > YIELD_EVERY_S:
-            self._yielded_at = at
-        return at - self._yielded_at < YIELD_S
+        return has_fair_share(running, waiting, elsewhere, theirs[rank], was_last=was_last)
 
     def _other_workers(self) -> tuple[int, int]:
         """How many requests of other workers of this host run, and how many they ever sent."""

@@ -12,8 +12,6 @@ from policy.routing.cost import Candidate
 
 # How many waiting requests are searched for companions.
 WINDOW = 32
-# How many requests may find no replica before the rest is left for later: each choice costs time.
-MOST_MISSES = 4
 # How often a request may be passed by later ones at a replica that could have served it.
 MOST_PASSED = 8
 # How much earlier than in fair order a request may go, in weighted tokens: some requests of common size.
@@ -23,16 +21,29 @@ QUANTUM = 8192.0
 class FreeSlots(NamedTuple):
     """What dispatch asks of the replicas.
 
-    ``choose`` is where a request would go now, if anywhere, given all assignments so far. ``could`` is
-    whether a replica can serve a request at all, room aside. ``runs`` are the adapters in use on one.
+    ``usable`` are those of the ``candidates`` that can serve a request at all, room aside. ``choose`` is
+    where it would go now, if anywhere, given all assignments so far. ``runs`` are the adapters in use on one.
     """
 
+    candidates: list[Candidate]
+    usable: Callable[[Request], list[Candidate]]
     choose: Callable[[Request], Candidate | None]
-    could: Callable[[Request, Candidate], bool]
     runs: Callable[[Candidate], Container[str]]
 
 
-def dispatch(order: Iterator[QueueOrder], room: FreeSlots) -> Iterator[Request]:
+def has_room(candidate: Candidate) -> bool:
+    """Whether the replica takes one more request within its bound, if that is known."""
+    return not candidate.bound or candidate.in_flight < candidate.bound
+
+
+def any_room(candidates: list[Candidate]) -> bool:
+    for each in candidates:  # noqa: SIM110 - for each request: faster than a generator
+        if has_room(each):
+            return True
+    return False
+
+
+def dispatch(order: Iterator[QueueOrder], slots: FreeSlots, without: set[str]) -> Iterator[Request]:
     """The requests that go now to their last choice; the caller takes each slot before it asks for the next.
 
     The first request in the fair ``order`` that any replica can take goes. While that replica has room,
@@ -40,82 +51,103 @@ def dispatch(order: Iterator[QueueOrder], room: FreeSlots) -> Iterator[Request]:
     prefix, then those of an adapter in use there. Then the next in order is the first. A request is passed by
     others at a replica that could have served it at most :data:`MOST_PASSED` times, and by none whose turn is
     more than :data:`QUANTUM` later or whose priority is lower.
+
+    A request that no replica can take now delays none that another one can. Its replicas are closed: later
+    requests fare no better there, except that one whose adapter is in use waits for no loads. Adapters whose
+    requests have no replica left are added to ``without``, for ``order`` to leave them out.
     """
-    window = _Window(order, room)
-    misses = 0
-    while misses < MOST_MISSES and (first := window.next()) is not None:
-        request = window.turns[first].request
-        candidate = room.choose(request)
-        if candidate is None or not window.take(first, candidate):
-            misses += 1
+    window = _Window(order, slots, without)
+    while (first := window.next()) is not None:
+        candidate = slots.choose(first)
+        if candidate is None:
+            window.close(first)
         else:
-            yield request
-            yield from window.companions(request, candidate)
+            yield first
+            yield from window.companions(first, candidate)
 
 
 class _Window:
-    """The ``turns`` that were read so far, by their place in the order; mostly one request is enough."""
+    """The turns that were read and not dispatched; mostly one request is enough."""
 
-    def __init__(self, order: Iterator[QueueOrder], room: FreeSlots) -> None:
+    def __init__(self, order: Iterator[QueueOrder], slots: FreeSlots, without: set[str]) -> None:
         self._order = order
-        self._room = room
-        self.turns: list[QueueOrder] = []
-        self._taken: set[int] = set()
-        self._tried = 0
+        self._slots = slots
+        self._without = without
+        self._turns: list[QueueOrder] = []
+        self._open = list(slots.candidates)
+        # Those that take no request for which they would load an adapter.
+        self._loading: list[Candidate] = []
 
-    def next(self) -> int | None:
-        """The next place that was neither taken nor tried."""
-        while self._tried < WINDOW:
-            if self._tried == len(self.turns):
+    def next(self) -> Request | None:
+        """The next request that a replica with room could serve."""
+        while any_room(self._open):
+            if not self._turns:
                 self._grow(1)
-            if self._tried == len(self.turns):
+            if not self._turns:
                 break
-            place = self._tried
-            self._tried += 1
-            if place not in self._taken:
-                return place
+            request = self._turns.pop(0).request
+            if self._options(request):
+                return request
+            if not request.avoid:
+                self._without.add(request.adapter)
         return None
 
-    def take(self, place: int, candidate: Candidate) -> bool:
-        """Let the request there go to ``candidate``, unless it would pass one that must not be passed."""
-        request, tag = self.turns[place]
+    def close(self, missed: Request) -> None:
+        """No replica took ``missed``: do not try its replicas again."""
+        for each in self._options(missed):
+            if missed.adapter in self._slots.runs(each):
+                self._open.remove(each)
+            else:
+                self._loading.append(each)
+
+    def companions(self, first: Request, candidate: Candidate) -> Iterator[Request]:
+        """The companions of ``first``, as long as the router sends them to ``candidate``."""
+        if not has_room(candidate):
+            return
+        self._grow(WINDOW)
+        running = self._slots.runs(candidate)
+        ranked: list[tuple[int, int, QueueOrder]] = []
+        for place, turn in enumerate(self._turns):
+            kinship = _kinship(first, turn.request, running)
+            if kinship is not None:
+                ranked.append((kinship, place, turn))
+        for _, _, turn in sorted(ranked):
+            if self._slots.choose(turn.request) is not candidate:
+                return
+            if self._may_pass(turn, candidate):
+                self._turns.remove(turn)
+                yield turn.request
+
+    def _may_pass(self, turn: QueueOrder, candidate: Candidate) -> bool:
+        """Whether the turn may be taken there before the earlier ones; they are then counted as passed."""
         passed: list[Request] = []
-        for i in range(place):
-            other, earlier_tag = self.turns[i]
-            if i not in self._taken and self._room.could(other, candidate):
+        for other, tag in self._turns:
+            if other is turn.request:
+                break
+            if candidate in self._slots.usable(other):
                 if (
                     other.passed >= MOST_PASSED
-                    or other.priority is not request.priority
-                    or tag - earlier_tag > QUANTUM
+                    or other.priority is not turn.request.priority
+                    or turn.tag - tag > QUANTUM
                 ):
                     return False
                 passed.append(other)
         for other in passed:
             other.passed += 1
-        self._taken.add(place)
         return True
 
-    def companions(self, first: Request, candidate: Candidate) -> Iterator[Request]:
-        """The companions of ``first``, as long as the router sends them to ``candidate``."""
-        if candidate.bound and candidate.in_flight >= candidate.bound:
-            return
-        self._grow(WINDOW)
-        running = self._room.runs(candidate)
-        ranked: list[tuple[int, int]] = []
-        for place in range(self._tried, len(self.turns)):
-            if place not in self._taken:
-                kinship = _kinship(first, self.turns[place].request, running)
-                if kinship is not None:
-                    ranked.append((kinship, place))
-        for _, place in sorted(ranked):
-            request = self.turns[place].request
-            if self._room.choose(request) is not candidate:
-                return
-            if self.take(place, candidate):
-                yield request
+    def _options(self, request: Request) -> list[Candidate]:
+        """The replicas with room that could serve it and were not closed to it."""
+        return [
+            each
+            for each in self._slots.usable(request)
+            if has_room(each)
+            and each in self._open
+            and (each not in self._loading or request.adapter in self._slots.runs(each))
+        ]
 
     def _grow(self, count: int) -> None:
-        self.turns.extend(islice(self._order, min(count, WINDOW - len(self.turns))))
+        self._turns.extend(islice(self._order, min(count, WINDOW - len(self._turns))))
 
 
 def _kinship(first: Request, other: Request, running: Container[str]) -> int | None:

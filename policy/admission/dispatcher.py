@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Set
-from itertools import islice
 from typing import Generic, TypeVar
 
-from policy.admission.affinity_dispatch import FreeSlots, dispatch
-from policy.admission.fairness import FairQueue, Peers, QueueOrder, ReservedSlots
+from policy.admission.affinity_dispatch import FreeSlots, any_room, dispatch
+from policy.admission.fairness import FairQueue, Peers, QueueOrder
 from policy.admission.queue import Admitted, Queue
 from policy.admission.replica_pool_interface import Replica, ReplicaPool
 from policy.admission.retry import RESULTS, AttemptOutcome, Cause, Rejection, RetryState, retryable
+from policy.admission.slot_sharing import RANKS, rank_of
 from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
@@ -24,8 +24,6 @@ from policy.routing.replica_health import AttemptResult, ReplicaHealth
 from policy.routing.settings import START_SHARE
 from policy.types import Priority
 
-# How many waiting requests, in order, are considered when slots are free.
-MAX_CONSIDERED = 512
 # While a request waits and a replica is ready, the passing of time alone may change what the router predicts.
 OFFER_EVERY_S = 0.02
 # Priorities whose wait is bounded by the SLO; the others wait until their deadline.
@@ -40,12 +38,13 @@ class Ticket(Generic[R]):
     After :meth:`enter` it has a replica, or a rejection, or waits (:attr:`queued`), and the dispatcher's
     ``resolved`` follows. After :meth:`end` it has a rejection, or may :meth:`enter` again, at its old place
     in the queue and uncharged. ``pending`` are its uncached prompt tokens at the replica until the first
-    token, ``new_hashes`` the prefix hashes that are new there, ``quote`` the router's estimate.
+    token, ``new_hashes`` the prefix hashes that are new there, ``quote`` the router's estimate,
+    ``rank`` that of :func:`policy.admission.slot_sharing.rank_of`.
     """
 
     __slots__ = (
         "_admitted", "_counted", "_entered", "_probe", "_retries", "_sent_at", "dispatcher",
-        "expected_wait_s", "new_hashes", "pending", "quote", "rejection", "replica", "request",
+        "expected_wait_s", "new_hashes", "pending", "quote", "rank", "rejection", "replica", "request",
     )  # fmt: skip
 
     def __init__(self, dispatcher: Dispatcher[R], request: Request) -> None:
@@ -62,7 +61,7 @@ class Ticket(Generic[R]):
         self._retries = RetryState()
         self._sent_at: float | None = None
         request.ticket = dispatcher.queue.ticket()
-        dispatcher.reserved.arrived(request.tenant, request.arrived)
+        self.rank = rank_of(request.priority, owed=False)
 
     @property
     def queued(self) -> bool:
@@ -84,14 +83,19 @@ class Ticket(Generic[R]):
             self.rejection = Rejection(Cause.UNAVAILABLE, Refusal.NO_REPLICA)
         elif request.adapter and pool.cannot_load(request.adapter):
             self.rejection = Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED)
-        elif not owner.waiting and not pool.yields(0, at) and owner.choose(self, at):
+        if self.rejection is not None:
+            return
+        candidates = pool.candidates()
+        full = not any_room(candidates)
+        fits = not full and owner.choose(self, owner.usable(request, candidates, at), at)
+        if fits and not owner.waiting:
             self._entered = True
             owner.take_slot(self, at)
             self._admit(at)
         elif request.deadline <= at:
             self.rejection = owner.expired()
         else:
-            self._enqueue(at)
+            self._enqueue(at, full=full, fits=fits)
 
     def began(self, at: float, *, streams: bool = True) -> None:
         """The request was sent to :attr:`replica`; only one that ``streams`` shows its first token."""
@@ -145,7 +149,7 @@ class Ticket(Generic[R]):
             self._give_back(at)
         elif owner.waiting.pop(request.ticket, None) is not None:
             owner.queue.remove(request, at)
-            owner.pool.queued(-1)
+            owner.count_waiting(self, -1)
             owner.changed()
 
     def _admit(self, at: float) -> None:
@@ -156,7 +160,7 @@ class Ticket(Generic[R]):
             self._give_back(at)
             self.rejection = Rejection(Cause.RETRIES_SPENT, Refusal.NO_REPLICA)
 
-    def _enqueue(self, at: float) -> None:
+    def _enqueue(self, at: float, *, full: bool, fits: bool) -> None:
         """Wait, or be rejected on arrival; a request that a replica sent back always finds room."""
         owner, request = self.dispatcher, self.request
         pool, queue = owner.pool, owner.queue
@@ -177,8 +181,8 @@ class Ticket(Generic[R]):
                 pool.bounds(request, len(queue)),
                 at,
                 patience_s=patience_s,
-                full=not owner.has_room(),
-                kept=owner.keeps_slot_for(request.tenant),
+                full=full,
+                fits=fits,
             )
             for displaced in verdict.displaced:
                 owner.reject(displaced, Rejection(Cause.DISPLACED, Refusal.QUEUE_FULL, verdict.retry_after_s))
@@ -189,7 +193,8 @@ class Ticket(Generic[R]):
             self._entered = True
             self.expected_wait_s = verdict.wait_s
         owner.waiting[request.ticket] = self
-        pool.queued(1)
+        self.rank = rank_of(request.priority, owed=queue.is_owed(request))
+        owner.count_waiting(self, 1)
         owner.changed()
 
     def _prefilled(self, at: float) -> None:
@@ -217,7 +222,6 @@ class Ticket(Generic[R]):
             owner.adapter_ended(request.adapter, self.quote.candidate)
         if self._admitted is not None and self._admitted.running:
             owner.queue.ended(self._admitted, at, whole=whole)
-            owner.reserved.ended(request.tenant)
         if owner.waiting:
             owner.changed()
 
@@ -248,11 +252,11 @@ class Dispatcher(Generic[R]):
         self.pool = pool
         self.health = health
         self.queue = Queue(lambda: FairQueue(weight, peers))
-        self.reserved = ReservedSlots(weight)
         self.waiting: dict[int, Ticket[R]] = {}
         self.changed = changed
         self.idle_since = 0.0
         self._resolved = resolved
+        self._ranks = [0] * RANKS
         self._adapters: dict[str, Counter[str]] = {}
 
     def oldest_s(self, at: float) -> float:
@@ -268,33 +272,46 @@ class Dispatcher(Generic[R]):
 
     def offer(self, at: float) -> None:
         """Give free slots to waiting requests."""
-        queue, pool = self.queue, self.pool
+        queue, pool, waiting = self.queue, self.pool, self.waiting
         queue.serve(at, ready=pool.ready)
-        if not queue or not self.has_room() or pool.yields(len(queue), at):
+        candidates = list(pool.candidates()) if waiting else []
+        if not any_room(candidates):
             return
-        waiting = self.waiting
+        serving: dict[str, list[Candidate]] = {}
+
+        def usable(request: Request) -> list[Candidate]:
+            found = serving.get(request.adapter)
+            if request.avoid:
+                return self.usable(request, candidates, at)
+            if found is None:
+                found = serving[request.adapter] = self.usable(request, candidates, at)
+            return found
 
         def choose(request: Request) -> Candidate | None:
             ticket = waiting[request.ticket]
-            if ticket.is_abandoned() or not self.has_room() or not self.choose(ticket, at):
+            if not self.choose(ticket, usable(request), at):
                 return None
             assert ticket.quote is not None
             return ticket.quote.candidate
-
-        def could(request: Request, candidate: Candidate) -> bool:
-            return not request.adapter or pool.serves(candidate, request.adapter)
 
         def adapters(candidate: Candidate) -> Container[str]:
             return {"", *self._adapters.get(candidate.id, ())}
 
         picked = []
-        for request in dispatch(self._in_order(), FreeSlots(choose, could, adapters)):
-            self.take_slot(waiting[request.ticket], at)
+        without: set[str] = set()
+        slots = FreeSlots(candidates, usable, choose, adapters)
+        for request in dispatch(self._in_order(without), slots, without):
+            ticket = waiting[request.ticket]
+            self.take_slot(ticket, at)
             picked.append(request.ticket)
+            if ticket._probe:  # the replica takes no other until this one ends
+                assert ticket.quote is not None
+                candidates.remove(ticket.quote.candidate)
+                serving.clear()
         for number in picked:
             ticket = waiting.pop(number)
             ticket._admit(at)
-            pool.queued(-1)
+            self.count_waiting(ticket, -1)
             self._resolved(ticket)
         if not picked:
             self.idle_since = at
@@ -322,27 +339,31 @@ class Dispatcher(Generic[R]):
         """A request that was taken out of the queue is rejected."""
         ticket = self.waiting.pop(request.ticket)
         ticket.rejection = rejection
-        self.pool.queued(-1)
+        self.count_waiting(ticket, -1)
         self._resolved(ticket)
 
     def expired(self) -> Rejection:
         return Rejection(Cause.DEADLINE, Refusal.DEADLINE if self.pool.candidates() else Refusal.NO_REPLICA)
 
-    def choose(self, ticket: Ticket[R], at: float) -> bool:
-        """Have the router choose a replica for the ticket; returns whether it did."""
-        pool, request = self.pool, ticket.request
-        candidates = pool.candidates()
-        kept = self._kept_from(request.tenant, candidates)
-        if kept < 0:
-            return False
+    def usable(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
+        """The candidates that it may go to, room aside."""
         if request.adapter:
-            candidates = [each for each in candidates if pool.serves(each, request.adapter)]
+            candidates = [each for each in candidates if self.pool.serves(each, request.adapter)]
         if request.avoid:
-            candidates = retryable(request, candidates, pool, at)
-        if kept:
-            candidates = [each for each in candidates if each.bound - each.in_flight > kept]
-        ticket.quote = pool.choose(request, candidates, at)
+            candidates = retryable(request, candidates, self.pool, at)
+        return candidates
+
+    def choose(self, ticket: Ticket[R], usable: list[Candidate], at: float) -> bool:
+        """Have the router choose one of the ``usable`` replicas for the ticket; returns whether it did."""
+        pool, request = self.pool, ticket.request
+        granted = pool.granted(usable, ticket.rank, self._ranks[ticket.rank], at)
+        ticket.quote = pool.choose(request, granted, at)
         return ticket.quote is not None
+
+    def count_waiting(self, ticket: Ticket[R], change: int) -> None:
+        """It waits now (1), or no longer (-1)."""
+        self._ranks[ticket.rank] += change
+        self.pool.queued(change, ticket.rank)
 
     def take_slot(self, ticket: Ticket[R], at: float) -> None:
         """Take a slot of the chosen replica, at once: the next choice depends on it."""
@@ -352,7 +373,6 @@ class Dispatcher(Generic[R]):
         ticket.pending = quote.uncached
         ticket.new_hashes = self.pool.sent(request, quote, at)
         ticket._probe = replica.begin(quote.uncached)
-        self.reserved.began(request.tenant)
         if request.adapter:
             self._adapters.setdefault(quote.candidate.id, Counter())[request.adapter] += 1
 
@@ -365,29 +385,7 @@ class Dispatcher(Generic[R]):
         if not running:
             del self._adapters[candidate.id]
 
-    def has_room(self) -> bool:
-        """Whether any replica takes one more request within its bound."""
-        return any(not each.bound or each.in_flight < each.bound for each in self.pool.candidates())
-
-    def keeps_slot_for(self, tenant: str) -> bool:
-        """Whether a slot is free that is reserved for tenants below their share, such as ``tenant``."""
-        contended = self.reserved.contended and self.has_room()
-        return contended and self._kept_from(tenant, self.pool.candidates()) == 0
-
-    def _kept_from(self, tenant: str, candidates: list[Candidate]) -> int:
-        """How many slots of each replica the tenant leaves to others; -1 if it gets none at present."""
-        if not self.reserved.contended or not all(each.bound for each in candidates):
-            return 0
-        free = sum([max(0, each.bound - each.in_flight) for each in candidates])
-        return self.reserved.kept_from(tenant, free, len(candidates))
-
-    def _in_order(self) -> Iterator[QueueOrder]:
-        """Waiting requests in order, without those of tenants that leave the last slots to others."""
-        denied: set[str] = set()
-        for turn in islice(self.queue.walk(), MAX_CONSIDERED):
-            tenant = turn.request.tenant
-            if tenant not in denied:
-                if self._kept_from(tenant, self.pool.candidates()) >= 0:
-                    yield turn
-                else:  # slots that are taken leave less room, never more
-                    denied.add(tenant)
+    def _in_order(self, without: set[str]) -> Iterator[QueueOrder]:
+        for turn in self.queue.walk(without):
+            if not self.waiting[turn.request.ticket].is_abandoned():
+                yield turn

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -18,11 +16,6 @@ from policy.request import Request
 # Idle tenants beyond these are forgotten; the adapters of each tenant are bounded separately.
 MOST_TENANTS = 4096
 MOST_ADAPTERS = 256
-# A tenant is active for this long after its last request.
-ACTIVE_S = 10.0
-# One slot is reserved, and one more per this many. With one alone, the second of two simultaneous requests
-# (11 % at two per second) waited 57 ms on average on eight slots of 0.4 s.
-ONE_IN = 16
 
 Charge = TypeVar("Charge")
 F = TypeVar("F", bound=VirtualCounter)
@@ -52,8 +45,11 @@ class Discipline(Protocol[Charge]):
     def remove(self, request: Request) -> None:
         """Take it out of the queue."""
 
-    def walk(self) -> Iterator[QueueOrder]:
-        """All waiting requests in the order of service; the queue must not change meanwhile."""
+    def walk(self, without: Container[str] = ()) -> Iterator[QueueOrder]:
+        """All waiting requests in the order of service; the queue must not change meanwhile.
+
+        ``without`` are adapters whose requests may be left out; more may be added during the walk.
+        """
 
     def charge(self, request: Request) -> Charge:
         """Charge a request that begins; one that waited was removed before."""
@@ -63,6 +59,9 @@ class Discipline(Protocol[Charge]):
 
     def ended(self, charge: Charge) -> None:
         """The request no longer runs; called once."""
+
+    def is_owed(self, request: Request) -> bool:
+        """Whether a request, which was added last, goes before those in other workers of this priority."""
 
     def ahead(self, newcomer: Request) -> float:
         """About how many tokens of this priority would be served before ``newcomer``."""
@@ -163,8 +162,8 @@ class FairQueue:
         if not tenant.tokens:
             self._tenants.leave(tenant)
 
-    def walk(self) -> Iterator[QueueOrder]:
-        return _by_turns(self._tenants, _of_tenant)
+    def walk(self, without: Container[str] = ()) -> Iterator[QueueOrder]:
+        return _by_turns(self._tenants, lambda tenant: _of_tenant(tenant, without))
 
     def charge(self, request: Request) -> _Charge:
         tokens = cost(request)
@@ -189,15 +188,21 @@ class FairQueue:
         charge.tenant.running -= 1
         charge.adapter.running -= 1
 
+    def is_owed(self, request: Request) -> bool:
+        """The credit of its tenant covers it: levels differ between workers, but a credit holds in all."""
+        tenant = self._tenants.flow(request.tenant)
+        return tenant.counter + (tenant.tokens - cost(request)) / tenant.weight < tenant.floor
+
     def ahead(self, newcomer: Request) -> float:
-        """Its own backlog at its share of the rate, and what the others are owed; at most all that waits."""
+        """Its own backlog, and what the others are served until its turn; at most all that waits."""
         tenants = self._tenants
         tenant = tenants.find(newcomer.tenant)
         if tenant is None:
             return 0.0
         others = tenants.weight - (tenant.weight if tenant.tokens else 0.0)
-        owed = max(0.0, tenant.counter - tenants.level) * others
-        return min(self.tokens, owed + tenant.tokens * (tenant.weight + others) / tenant.weight)
+        turn = tenant.counter + tenant.tokens / tenant.weight
+        least = next((counter for other, counter in tenants.waiting if other is not tenant), turn)
+        return min(self.tokens, tenant.tokens + max(0.0, turn - least) * others)
 
     def victim(self, newcomer: Request | None) -> Request | None:
         """The youngest request of the tenant with the longest backlog for its weight, if that is another."""
@@ -242,12 +247,16 @@ def cost(request: Request) -> int:
     return tokens if tokens > 1 else 1
 
 
-def _of_tenant(tenant: _Tenant) -> Iterator[Request]:
-    return (turn.request for turn in _by_turns(tenant.adapters, _of_adapter))
+def _of_tenant(tenant: _Tenant, without: Container[str]) -> Iterator[Request]:
+    for turn in _by_turns(tenant.adapters, lambda adapter: _of_adapter(adapter, without)):
+        yield turn.request
 
 
-def _of_adapter(adapter: _Adapter) -> Iterator[Request]:
-    return (request for request, _ in adapter.requests)
+def _of_adapter(adapter: _Adapter, without: Container[str]) -> Iterator[Request]:
+    for request, _ in adapter.requests:
+        if adapter.name in without:
+            return
+        yield request
 
 
 def _by_turns(counters: VirtualCounters[F], of: Callable[[F], Iterator[Request]]) -> Iterator[QueueOrder]:
@@ -268,67 +277,3 @@ def _by_turns(counters: VirtualCounters[F], of: Callable[[F], Iterator[Request]]
         yield QueueOrder(request, tag)
         turns += 1
         heappush(begun, (tag + cost(request) / serving.weight, turns, serving, requests))
-
-
-def has_fair_share(
-    running: int, waiting: int, theirs_running: int, theirs_waiting: int, *, was_last: bool = False
-) -> bool:
-    """Whether a worker leaves the next slot to requests that wait in other workers of its host.
-
-    Slots are shared by all requests, whichever worker they came to; but the worker that frees one is the
-    first to know, and with few slots would keep them all. ``was_last`` is whether it took the last slot,
-    which decides where no request of the others runs.
-    """
-    if not theirs_waiting:
-        return False
-    if not theirs_running:
-        return running > 0 or was_last
-    if not running:
-        return False
-    mine, theirs = running + waiting, theirs_running + theirs_waiting
-    return running + 1 > math.floor((running + theirs_running + 1) * mine / (mine + theirs) + 0.5)
-
-
-class ReservedSlots:
-    """Slots reserved for tenants below their share (``weight``), for one model in one worker.
-
-    In fair order alone a quiet tenant waits until a request of a busy one ends. While more than one tenant is
-    active (``contended``), one that runs more than its share leaves the last slots to the others.
-    """
-
-    def __init__(self, weight: Callable[[str], float]) -> None:
-        self._weight = weight
-        self._active: dict[str, float] = {}
-        self._running: Counter[str] = Counter()
-        self.contended = False
-
-    def arrived(self, tenant: str, at: float) -> None:
-        """A request of ``tenant`` arrived at ``at`` (seconds, monotonic)."""
-        active = self._active
-        active.pop(tenant, None)
-        active[tenant] = at  # the least recent comes first
-        while (oldest := next(iter(active))) != tenant and active[oldest] < at - ACTIVE_S:
-            del active[oldest]
-        self.contended = len(active) > 1
-
-    def began(self, tenant: str) -> None:
-        self._running[tenant] += 1
-
-    def ended(self, tenant: str) -> None:
-        self._running[tenant] -= 1
-        if not self._running[tenant]:
-            del self._running[tenant]
-
-    def kept_from(self, tenant: str, free: int, replicas: int) -> int:
-        """How many of the ``free`` slots ``tenant`` leaves on each replica; -1 if it may take none.
-
-        They are spread over the replicas, so that requests that arrive together do not wait for each other.
-        """
-        if not self.contended:
-            return 0
-        slots = free + self._running.total()
-        weights = sum(self._weight(name) for name in self._active)
-        if self._running[tenant] < slots * self._weight(tenant) / weights:
-            return 0
-        kept = 1 + math.ceil(slots / ONE_IN)
-        return kept // replicas if free > kept else -1

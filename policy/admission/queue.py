@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 from policy.admission.fairness import Discipline, QueueOrder, cost
@@ -93,7 +93,7 @@ class Queue:
         *,
         patience_s: float = math.inf,
         full: bool = False,
-        kept: bool = False,
+        fits: bool = False,
     ) -> Verdict:
         """Queue a request that was never in the queue, or reject it at once.
 
@@ -101,12 +101,13 @@ class Queue:
         ``patience_s`` (half of that where most requests are rejected). The wait is predicted from when a slot
         falls free, where all replicas are ``full``, and from the service rate. The rate does not count
         against the first in the queue: one must be tried, or a bad rate would never be measured again. A
-        request for which a slot was ``kept`` is not rejected so. Beyond ``bounds`` it is rejected as
-        ``queue_full``, unless a request of a lower priority, or of the same priority and a tenant with a
-        longer backlog, makes room. A request that is larger than the limit in bytes may wait alone.
+        request that ``fits`` a free slot, as those before it do not, is not rejected so. Beyond ``bounds`` it
+        is rejected as ``queue_full``, unless a request of a lower priority, or of the same priority and a
+        tenant with a longer backlog, makes room. A request that is larger than the limit in bytes may wait
+        alone.
         """
         wait_s, late_s = None, 0.0
-        if self.ready and not kept:
+        if self.ready and not fits:
             crowd = self._crowds.get(newcomer.tenant, 0.0)
             wait_s, late_s = self._predict(newcomer, at, patience_s * (1.0 - CROWDED * crowd), full=full)
             if len(self._crowds) >= MOST_CROWDS:
@@ -164,11 +165,15 @@ class Queue:
             self._drain.ended(began.request.ticket, at, whole=whole)
             self._classes[began.request.priority].ended(began.charge)
 
-    def walk(self) -> Iterator[QueueOrder]:
-        """All waiting requests in order; the queue must not change meanwhile."""
+    def walk(self, without: Container[str] = ()) -> Iterator[QueueOrder]:
+        """All waiting requests in order, as :meth:`policy.admission.fairness.Discipline.walk`."""
         for queue in self._classes.values():
             if len(queue):
-                yield from queue.walk()
+                yield from queue.walk(without)
+
+    def is_owed(self, request: Request) -> bool:
+        """Whether a request, which was queued last, goes before those of its priority in other workers."""
+        return self._classes[request.priority].is_owed(request)
 
     @property
     def unmeasured(self) -> bool:

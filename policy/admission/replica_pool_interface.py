@@ -81,8 +81,11 @@ class ReplicaPool(Protocol[R_co]):
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         """The engine counted the tokens of the request and its answer."""
 
-    def queued(self, change: int) -> None:
-        """So many requests more (or fewer) wait here, for other workers to see."""
+    def queued(self, change: int, rank: int) -> None:
+        """So many requests of the rank more (or fewer) wait here, for other workers to see."""
 
-    def yields(self, queued: int, at: float) -> bool:
-        """Whether the next slot is left to requests that wait in other workers; ``queued`` wait here."""
+    def granted(self, candidates: list[Candidate], rank: int, waiting: int, at: float) -> list[Candidate]:
+        """Those whose next slot is not left to requests in other workers of this host.
+
+        It is for a request of ``rank``, of which ``waiting`` wait here.
+        """

@@ -2,7 +2,7 @@
 
 Sheng et al., "Fairness in Serving Large Language Models", arXiv 2401.00588. A counter holds the tokens
 that a flow was served, divided by its weight. A flow that comes back after a pause is lifted to the
-least counter of those that wait, so that a pause earns nothing.
+least counter of those that wait, less a credit of at most :data:`CREDIT` for what it left to them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from typing import Generic, TypeVar
 
 from policy.admission.ordered_set import OrderedSet
 
+# In weighted tokens: some requests of common size. Without a credit, as in the paper, the second of two
+# requests that a quiet flow sends at once waits until the busy ones were served as much as the first cost.
+# With one of any size, a flow that slept for an hour would keep the others waiting for as long. Linux's fair
+# scheduler bounds the credit of sleepers in the same way.
+CREDIT = 8192.0
+
 
 class VirtualCounter:
     """One flow. ``tokens`` of it wait, the oldest with ``ticket``; ``running`` requests of it run.
 
-    ``floor`` is where ``counter`` was last lifted to; refunds do not take it below. ``back`` is what was
-    refunded since it last waited, which the next lift leaves to it: otherwise a flow that waits for each
-    answer before its next request would lose its refunds.
+    ``floor`` is the level that it was last lifted to: ``counter`` is at most :data:`CREDIT` below, also after
+    refunds. ``back`` is what was refunded since it last waited, which the next lift leaves to it: otherwise a
+    flow that waits for each answer before its next request would lose its refunds.
     """
 
     __slots__ = ("back", "counter", "floor", "name", "running", "ticket", "tokens", "weight")
@@ -51,21 +57,22 @@ class VirtualCounters(Generic[F]):
 
     @property
     def level(self) -> float:
-        """The counter that a new flow starts from."""
+        """What flows are lifted to; the credit of the first that waits is no part of it."""
         least = self.waiting.least() if self.waiting.puts else None
-        return self._served if least is None else least[1]
+        return self._served if least is None else max(least[1], least[0].floor)
 
     def find(self, name: str) -> F | None:
         return self._flows.get(name)
 
     def flow(self, name: str) -> F:
-        """The flow; a new one starts at the level of those that wait."""
+        """The flow; a new one has its whole credit."""
         flow = self._flows.get(name)
         if flow is None:
             if len(self._flows) >= self._most:
                 self._forget()
             flow = self._flows[name] = self._make(name)
-            flow.counter = flow.floor = self.level
+            flow.floor = self.level
+            flow.counter = flow.floor - CREDIT
         return flow
 
     def join(self, flow: F, ticket: int) -> None:
@@ -83,11 +90,10 @@ class VirtualCounters(Generic[F]):
             self.weight = self.weight - flow.weight if len(self.waiting) else 0.0
 
     def lift(self, flow: F) -> None:
-        """It was idle: it is not owed what the others were served meanwhile."""
-        level = self.level - flow.back
+        """It was idle: it is owed no more than its credit of what the others were served meanwhile."""
+        flow.floor = max(flow.floor, self.level - flow.back)
         flow.back = 0.0
-        flow.counter = max(flow.counter, level)
-        flow.floor = max(flow.floor, min(level, flow.counter))
+        flow.counter = max(flow.counter, flow.floor - CREDIT)
 
     def begin(self, name: str, tokens: int) -> F:
         """A request of the named flow begins and is charged ``tokens``; a flow that was idle is lifted."""
@@ -99,10 +105,9 @@ class VirtualCounters(Generic[F]):
             if waiting:
                 self.lift(flow)
             else:  # the common case of :meth:`lift`, to the tokens served so far
-                counter, level = flow.counter, self._served - flow.back
-                flow.back = 0.0
-                flow.counter = counter = level if level > counter else counter
-                flow.floor = level if level > flow.floor else flow.floor
+                level, flow.back = self._served - flow.back, 0.0
+                flow.floor = level = level if level > flow.floor else flow.floor
+                flow.counter = flow.counter if flow.counter > level - CREDIT else level - CREDIT
         self._served = flow.counter if flow.counter > self._served else self._served
         flow.counter += tokens / flow.weight
         flow.running += 1
@@ -113,7 +118,7 @@ class VirtualCounters(Generic[F]):
     def correct(self, flow: F, tokens: int) -> None:
         """It was charged ``tokens`` too little, or too much if negative."""
         before = flow.counter
-        flow.counter = max(before + tokens / flow.weight, flow.floor)
+        flow.counter = max(before + tokens / flow.weight, flow.floor - CREDIT)
         if flow in self.waiting.puts:
             self.waiting.put(flow, flow.counter, flow.ticket)
         elif tokens < 0:

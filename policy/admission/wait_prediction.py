@@ -18,6 +18,8 @@ PRIOR = 0.33
 LEAST_SHARE = 0.05
 # So many requests in flight are considered one by one; later ends are assumed to come evenly.
 MOST_LOOKED_AT = 128
+# The mean relative deviation of service times (0.74 if exponential) from which on slots fall free evenly.
+EVEN = 0.5
 # One to two blocks of waits are remembered: about one wait in a hundred exceeds them all.
 BLOCK = 64
 # The least margin, as a fraction of the predicted wait: requests of others may still come.
@@ -39,6 +41,7 @@ class ServiceRate:
         self._in_flight = 0
         self._held: dict[int, tuple[float, int]] = {}
         self._stays: float = 0.0
+        self._spread = 0.0
         self.unmeasured = True
 
     def busy(self, at: float, *, waits: bool) -> None:
@@ -66,6 +69,8 @@ class ServiceRate:
         self._in_flight -= tokens
         if whole:
             stayed_s = at - began_at
+            if not self.unmeasured and self._stays:
+                self._spread += 0.1 * (min(1.0, abs(stayed_s / self._stays - 1.0)) - self._spread)
             self._stays += (1.0 if self.unmeasured else 0.1) * (stayed_s - self._stays)
             self.unmeasured = False
 
@@ -87,19 +92,23 @@ class ServiceRate:
     def free_s(self, ahead: float, at: float) -> float:
         """Seconds until a slot falls free for a request with ``ahead`` tokens before it; 0 while unknown.
 
-        All are assumed to have the mean service time: requests that began together end together, and that is
-        when there is a slot, whatever the rate. Those that run longer may end at any time.
+        If all have the mean service time, requests that began together end together, and that is when there
+        is a slot, whatever the rate. The more service times differ, the more evenly slots fall free.
         """
-        if not self._stays:
+        if not self._stays or not self._in_flight:
             return 0.0
+        alike_s = self._alike_s(ahead, at)
+        even_s = self._stays * (ahead / self._in_flight + 1.0 / len(self._held))
+        return alike_s - min(1.0, self._spread / EVEN) * max(0.0, alike_s - even_s)
+
+    def _alike_s(self, ahead: float, at: float) -> float:
+        """:meth:`free_s` with equal service times. Those that run longer may end at any time."""
         last_at, left = at, ahead
         for began_at, tokens in islice(self._held.values(), MOST_LOOKED_AT):
             last_at = began_at
             left -= tokens
             if left < 0.0:
                 return max(0.0, began_at + self._stays - at)
-        if not self._in_flight:
-            return 0.0
         return max(0.0, last_at + self._stays - at) + left * self._stays / self._in_flight
 
 

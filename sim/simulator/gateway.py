@@ -126,11 +126,11 @@ class SimulatedPool:
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         self.answers.learn(output_tokens)
 
-    def queued(self, change: int) -> None:
+    def queued(self, change: int, rank: int) -> None:
         """Nothing to do: there is no other worker."""
 
-    def yields(self, queued: int, at: float) -> bool:
-        return False
+    def granted(self, candidates: list[Candidate], rank: int, waiting: int, at: float) -> list[Candidate]:
+        return candidates
 
 
 class SimulatedGateway:

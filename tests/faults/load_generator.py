@@ -42,16 +42,23 @@ class LoadGenerator:
 
     def __init__(self, url: str, model: str, *, tokens: int, seed: int = 1) -> None:
         self._url = url
-        self._body = {"model": model, "stream": True, "max_tokens": tokens, "ignore_eos": True}
+        self._tokens = tokens
+        self._body = {"model": model, "stream": True, "ignore_eos": True}
         self._rng = random.Random(seed)  # noqa: S311 - arrivals, not secrets
         self._texts = random.Random()  # noqa: S311 - prompts, not secrets
         self._loop = asyncio.get_running_loop()
 
-    async def ask(self, *, retries: int = 0, key: str = "", words: int = 4) -> ClientRequest:
-        """One visit: at most ``retries`` more attempts, each after the time that the refusal named."""
+    async def ask(
+        self, *, retries: int = 0, key: str = "", words: int = 4, varied: bool = False
+    ) -> ClientRequest:
+        """One visit: at most ``retries`` more attempts, each after the time that the refusal named.
+
+        Answers have all the same length, or lengths ``varied`` around it.
+        """
         visit = ClientRequest(self._loop.time())
         content = f"{self._texts.random()}: {'say something ' * (words // 2)}"
-        body = self._body | {"messages": [{"role": "user", "content": content}]}
+        tokens = 1 + round(self._rng.expovariate(1 / self._tokens)) if varied else self._tokens
+        body = self._body | {"max_tokens": tokens, "messages": [{"role": "user", "content": content}]}
         headers = {"connection": "close"} | ({"authorization": f"Bearer {key}"} if key else {})
         for tried in range(1 + retries):
             client = await RawClient.post(self._url, "/v1/chat/completions", body, headers)
@@ -107,13 +114,18 @@ def load_generator(live: Live, seed: int = 1) -> LoadGenerator:
 
 @asynccontextmanager
 async def model_with_slo(
-    root: Path, *, ttft_s: float, keys: Mapping[str, str] | None = None
+    root: Path,
+    *,
+    ttft_s: float,
+    keys: Mapping[str, str] | None = None,
+    slots: int = SLOTS,
+    speed: float = 0.5,
 ) -> AsyncIterator[Live]:
     """A worker whose model has the SLO ``ttft_s``, with a tenant for each of ``keys`` (name to key)."""
     live = Live(root)
     live.models[0] |= {
-        "sim": {"profile": "h100-8b", "speed": 0.5},
-        "shapes": {"small": {"cpus": 1, "max_in_flight": SLOTS}},
+        "sim": {"profile": "h100-8b", "speed": speed},
+        "shapes": {"small": {"cpus": 1, "max_in_flight": slots}},
         "control": {"policy": "static", "slo": {"ttft_p95_s": ttft_s}},
     }
     live.tenants = [

@@ -23,7 +23,6 @@ from policy.admission.retry import AttemptOutcome
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
 from policy.errors import Refusal
-from policy.hashing import hash_name
 from policy.request import Request
 from policy.types import Load, Priority
 from tests.gateway.fake_replica import ready_replica
@@ -33,13 +32,14 @@ MAX_BYTES = 10_000
 
 
 class Queues:
-    """Models with one replica each that takes ``bound`` requests, and their requests."""
+    """Models with ``replicas`` each that take ``bound`` requests, and their requests."""
 
     def __init__(
         self,
         max_queue: int = 1024,
         *,
         bound: int = 1,
+        replicas: int = 1,
         ttft_s: float | None = None,
         weight: Callable[[str], float] = lambda tenant: 1.0,
         shared: SharedCounts = LOCAL,
@@ -58,15 +58,15 @@ class Queues:
             weight=weight,
             shared=shared,
         )
-        self.bound = bound
-        self.alpha, self.beta = self._model("alpha"), self._model("beta")
+        self.alpha, self.beta = (self._model(name, bound, replicas) for name in ("alpha", "beta"))
 
-    def _model(self, name: str) -> ServedModel:
+    def _model(self, name: str, bound: int, replicas: int) -> ServedModel:
         served = ServedModel(name)
-        replica = ready_replica(name, name, load=Load(at=0.0, bound=self.bound))
-        handle = ReplicaHandle(replica, 1.0, None, self._shared)
-        handle.answering = True
-        served.handles.append(handle)
+        for i in range(replicas):
+            replica = ready_replica(f"{name}{i}", name, load=Load(at=0.0, bound=bound))
+            handle = ReplicaHandle(replica, 1.0, None, self._shared, served.health)
+            handle.answering = True
+            served.handles.append(handle)
         return served
 
     def arrive(self, served: ServedModel, size: int = 1, **more: Any) -> Ticket:
@@ -172,6 +172,34 @@ async def test_slots_freed_together_are_granted_in_fair_order() -> None:
     assert quiet.done()
     assert [one.done() for one in busy] == [True, False, False, False]
     await leave(*busy[1:])
+
+
+async def test_requests_for_a_full_replicas_adapter_delay_no_others() -> None:
+    queues = Queues(bound=1, replicas=2)
+    queues.alpha.handles[1].adapters.update(("x",), ())
+    more = {"adapter": "x", "adapter_key": 1, "priority": Priority.CRITICAL}
+    await queues.fill(queues.alpha, **more)
+    waiting = [await queues.ask(queues.arrive(queues.alpha, **more)) for _ in range(600)]
+    fits = await queues.ask(queues.arrive(queues.alpha, priority=Priority.BATCH))
+    assert fits.done()
+    assert not any(task.done() for task in waiting)
+    await leave(*waiting)
+
+
+async def test_one_waiting_request_probes_a_replica_that_was_ejected() -> None:
+    queues = Queues(bound=4, replicas=2)
+    breaker = queues.alpha.handles[0].breaker
+    for _ in range(8):
+        await queues.fill(queues.alpha)
+    for _ in range(4):
+        queues.alpha.handles[0].end()
+    breaker.open(asyncio.get_running_loop().time(), 0.0)
+    waiting = [await queues.ask(queues.arrive(queues.alpha)) for _ in range(2)]
+    breaker.half_open()
+    queues.admission.replica_changed("alpha")
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert [task.done() for task in waiting] == [True, False]
+    await leave(waiting[1])
 
 
 async def test_a_disconnect_at_admission_frees_the_slot() -> None:
@@ -320,18 +348,18 @@ async def test_a_slot_goes_to_the_worker_below_its_fair_share(rows: tuple[Shared
     await leave(waiting[1], there[1])
 
 
-async def test_a_yielded_slot_is_taken_if_no_worker_uses_it(
-    rows: tuple[SharedRows, SharedRows],
-) -> None:
-    queues = Queues(bound=2, shared=rows[0])
+async def test_a_slot_that_is_left_is_taken_if_no_worker_uses_it(rows: tuple[SharedRows, SharedRows]) -> None:
+    queues, others = (Queues(bound=2, shared=row) for row in rows)
+    others.alpha.handles[0].answering = False  # that worker cannot reach the replica
     running = [await queues.fill(queues.alpha) for _ in range(2)]
-    rows[1].begin(hash_name("waits for alpha"), 0)
+    there = await others.ask(others.arrive(others.alpha))
     rows[0].beat()
     waits = await queues.ask(queues.arrive(queues.alpha))
     end(running[0])
     await settled()
     assert not waits.done()
     assert await waits is queues.alpha.handles[0]
+    await leave(there)
 
 
 def test_deadlines_below_the_timers_resolution_are_met() -> None:

@@ -1,4 +1,4 @@
-"""The margin of predicted waits follows their recent errors."""
+"""Predicted waits: when a slot falls free, and a margin that follows recent errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from policy.admission.wait_prediction import BLOCK, LEAST, WaitMargin
+from policy.admission.wait_prediction import BLOCK, LEAST, ServiceRate, WaitMargin
+from policy.types import Priority
 
 DRAWS: list[Callable[[random.Random], float]] = [
     lambda rng: rng.uniform(-1.0, 1.0),
@@ -42,3 +43,20 @@ def test_the_margin_is_the_largest_last_error(waits: list[float], predicted_s: f
     for waited_s in waits:
         margin.learn(1.0, waited_s)
     assert margin.slack_s(predicted_s) == pytest.approx(slack_s)
+
+
+@pytest.mark.parametrize(
+    ("stay", "free_s"),
+    [(lambda rng: 2.0, 2.0), (lambda rng: rng.expovariate(0.5), 0.25)],
+    ids=["alike: together", "exponential: evenly"],
+)
+def test_slots_of_requests_that_began_together_fall_free(
+    stay: Callable[[random.Random], float], free_s: float
+) -> None:
+    rate, rng = ServiceRate(), random.Random(2)  # noqa: S311
+    for i in range(200):
+        rate.began(i, 10, Priority.STANDARD, 0.0, waited=False)
+        rate.ended(i, stay(rng), whole=True)
+    for i in range(8):
+        rate.began(i, 10, Priority.STANDARD, 100.0, waited=False)
+    assert rate.free_s(0.0, 100.0) == pytest.approx(free_s, rel=0.5)
