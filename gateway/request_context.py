@@ -30,6 +30,7 @@ _WANTED = frozenset(
         b"accept",
         b"anthropic-version",
         b"authorization",
+        b"content-encoding",
         b"x-api-key",
         b"x-request-id",
         b"x-request-timeout-s",

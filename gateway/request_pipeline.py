@@ -31,6 +31,7 @@ from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import COALESCED
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
+from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES, Route
 from gateway.protocol.usage import UsageBounds
 from gateway.queue.dynamic_batching import Coalescer
@@ -106,7 +107,8 @@ class Gateway:
         )
         self.fleet = FleetView(secret, self.metrics, shared, rng.random, events)
         self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
-        self.coalescer = Coalescer(self._deliver, self.metrics, log)
+        self._pieces = PieceReader()
+        self.coalescer = Coalescer(self._deliver, self.metrics, log, self._pieces)
         self.spillover = Spillover(self.metrics, log, rng)
         self.capture = CapturePublisher(captures)
         self.listeners = Subscribers(captures, lambda model: self.routes.densities[model].bytes_a_token)
@@ -166,11 +168,13 @@ class Gateway:
         self.access.close()
 
     def body_limit(self, scope: Scope) -> int:
-        """How large the body of a request may be: 0 unless it is for a hot route and its key is valid."""
+        """How large the body of a request may be: 0 unless its route, coding and key are accepted."""
         if scope["path"] not in ROUTES or scope["method"] != "POST":
             return 0
+        headers = dict(scope["headers"])
         try:
-            scope[_ACCOUNT] = self.tenants.of(dict(scope["headers"]))
+            scope[_ACCOUNT] = self.tenants.of(headers)
+            _refuse_compressed(headers)
         except Refused:
             return 0
         return self._limits.max_body_bytes
@@ -190,10 +194,13 @@ class Gateway:
             raw = await call.read()
             # Without it the body was not read, and the answer says why.
             account = scope.get(_ACCOUNT) or self.tenants.of(call.headers)
-            body = bodies.read(raw)
+            _refuse_compressed(call.headers)
+            is_large = len(raw) > bodies.MAX_DECODED
+            body = await bodies.read_large(raw, self._pieces) if is_large else bodies.read(raw)
             call.streaming = body.stream is True
-            patience_s = self._limits.queue_timeout_s
-            served, request = self.intake.take(call, account, body, raw, patience_s=patience_s)
+            served, request = self.intake.take(
+                call, account, body, raw, patience_s=self._limits.queue_timeout_s
+            )
             if account.admin and call.headers.get(_EXPLAIN) == b"1":
                 call.explain = partial(self.routes.explain, request)
             elif call.streaming and route.runner is Runner.GENERATE:
@@ -266,3 +273,10 @@ class Gateway:
         self.tenants.anonymous.counters.requests[refused.reason] += 1
         if self.access.on:
             self.access.unread(refused.reason, refused.status)
+
+
+def _refuse_compressed(headers: dict[bytes, bytes]) -> None:
+    """Refuse a body that is compressed: no OpenAI or Anthropic client does so, and no engine reads it."""
+    coding = headers.get(b"content-encoding")
+    if coding is not None and coding.lower() not in (b"", b"identity"):
+        raise Refused(Refusal.ENCODED, "Compressed bodies are not accepted: send the body as it is.")

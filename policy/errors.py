@@ -96,6 +96,7 @@ class Refusal(StrEnum):
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     TOO_LARGE = "too_large"
+    ENCODED = "unsupported_encoding"
     HEAD_TOO_LARGE = "head_too_large"
     TOO_SLOW = "too_slow"
     UNAUTHORIZED = "unauthorized"

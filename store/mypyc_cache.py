@@ -72,6 +72,7 @@ MODULES = {
         "protocol/errors",
         "protocol/prompt_features",
         "protocol/json_splice",
+        "protocol/json_structure",
         "protocol/model_rewrite",
         "protocol/sse_validator",
         "protocol/usage",

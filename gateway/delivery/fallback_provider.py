@@ -104,7 +104,7 @@ class FallbackProvider:
 
     def outgoing(self, route: Route, name: str, body: Body, raw: bytes) -> UpstreamBody:
         """``raw`` with the provider's model name, usage at the end of streams, and no ``cache_salt``."""
-        edits = [set_model(raw, self.upstream.models[name])]
+        edits = [set_model(raw, body, self.upstream.models[name])]
         if body.cache_salt is not ABSENT:
             edits.append(_without(raw, body.cache_salt))
         return edited_body(route, body, raw, edits)

@@ -16,7 +16,15 @@ from starlette.types import Message
 
 from gateway.http.asgi_exchange import SENT
 from gateway.http.client import ClientConnection
-from gateway.protocol.errors import Refused, adapter_failure, cause_of, denies_model, from_upstream, status_of
+from gateway.protocol.errors import (
+    MAX_ERROR_BYTES,
+    Refused,
+    adapter_failure,
+    cause_of,
+    denies_model,
+    from_upstream,
+    status_of,
+)
 from gateway.protocol.json_decoders import NULL, answer
 from gateway.protocol.model_rewrite import ModelRewrite
 from gateway.protocol.paths import Api
@@ -29,10 +37,9 @@ from policy.errors import Refusal
 from policy.types import Runner
 from policy.wire.headers import REFUSAL_HEADER, REPLICA_HEADER
 
-MAX_ERROR_BYTES = 64 * 1024
 # An answer up to this size is held until it is whole, so that one that breaks, or is no JSON, can be had
-# elsewhere. Longer ones (many vectors) pass as they come.
-MAX_HELD = 4 * 1024 * 1024
+# elsewhere. Longer ones (many vectors) pass as they come. The worst JSON of this size is checked in 12 ms.
+MAX_HELD = 2 * 1024 * 1024
 _REFUSAL, _REPLICA = REFUSAL_HEADER.encode(), REPLICA_HEADER.encode()
 FAILED = "The replica failed to answer the request."
 

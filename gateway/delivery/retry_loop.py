@@ -107,7 +107,7 @@ class RetryLoop:
             self._ticket.end(self._clock(), outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
 
     def _fingerprint(self) -> int:
-        return fingerprint(self._ticket.request.tenant, self._call.route.path, self._raw)
+        return fingerprint(self._ticket.request.tenant, self._call.route.path, self._body, self._raw)
 
     def _runs_alone(self) -> bool:
         """Whether it is suspected to end engines, and is sent to one only; raises if it may not be sent."""

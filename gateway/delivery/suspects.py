@@ -7,6 +7,7 @@ import xxhash
 from msgspec import Raw
 
 from gateway.protocol.errors import Refused
+from gateway.protocol.json_decoders import Body, LargeBody
 from gateway.routing.shared_counters import SharedCounts
 from policy.admission.suspects import Suspects, Suspicion
 from policy.errors import Refusal
@@ -24,11 +25,11 @@ AGAIN_S = 5
 _members = msgspec.json.Decoder(dict[str, Raw])
 
 
-def fingerprint(tenant: str, path: str, raw: bytes) -> int:
+def fingerprint(tenant: str, path: str, body: Body, raw: bytes) -> int:
     """A hash of the request without volatile fields, never 0."""
     digest = xxhash.xxh3_64(f"{tenant}\0{path}".encode())
     try:
-        members = _members.decode(raw)
+        members = body.members if isinstance(body, LargeBody) else _members.decode(raw)
     except ValueError:  # invalid UTF-8 in a name
         digest.update(raw)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from gateway.protocol.body import Body
+from gateway.protocol.body import MAX_DECODED, MAX_DEPTH, MAX_MEMBERS, Body
+from gateway.protocol.json_structure import PieceReader, StructureScan
 from gateway.protocol.paths import Route
 from policy.admission.dynamic_batching import apportion
 from policy.config.deployment import Coalesce
@@ -20,6 +22,8 @@ _ITEMS = {"/v1/embeddings": "data", "/v1/score": "data", "/v1/completions": "cho
 # The routes whose requests may travel together.
 COALESCED = frozenset(_ITEMS)
 _PAIR = ("text_1", "text_2")
+# A larger body is no short one, and would be taken apart in vain.
+MAX_SHARED = 64 * 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -50,9 +54,12 @@ def sub_request_of(
     """The inputs of ``raw`` that can share a call, or ``None`` if it cannot share one.
 
     Shared are embeddings, scores of pairs, and completions of a list of prompts, whole answers of one
-    choice each, with fewer inputs than ``bounds.max_inputs`` of at most ``bounds.max_input_bytes``.
+    choice each, with fewer inputs than ``bounds.max_inputs`` of at most ``bounds.max_input_bytes``, in bodies
+    of at most :data:`MAX_SHARED`.
     """
     if route.path not in _ITEMS or body.stream or body.n not in (None, 1) or not bounds.window_s:
+        return None
+    if len(raw) > MAX_SHARED:
         return None
     fields = _fields_of.decode(raw)
     if route.path == "/v1/score":
@@ -85,24 +92,34 @@ def join(together: Sequence[SubRequest]) -> bytes:
     return b"".join(parts)
 
 
-def split(answer: bytes, together: Sequence[SubRequest], id_: bytes, ids: Sequence[bytes]) -> list[bytes]:
+async def split(
+    answer: bytes, together: Sequence[SubRequest], id_: bytes, ids: Sequence[bytes], pieces: PieceReader
+) -> list[bytes]:
     """The answers of ``together``, in order, from the answer to the joined call.
 
     Items keep their order and count from 0 again. Where the answer's id holds the call's ``id_``, each
     gets its own of ``ids`` in its place. Engines report one usage for the whole call: prompt tokens are
     apportioned by the bytes of the inputs, output tokens by the bytes of the items, by largest
     remainder, so that the parts sum to the whole exactly; other members of a usage are left out.
-    Raises ``ValueError`` for an answer that cannot be split.
+    Raises ``ValueError`` for an answer that cannot be split. A large answer is read in ``pieces``.
     """
-    fields = _fields_of.decode(answer)
     key = _ITEMS[together[0].group[0]]
-    if key not in fields:
-        raise ValueError(f"the answer has no {key}")
-    items = _in_order(fields[key], sum(share.count for share in together))
+    count = sum(share.count for share in together)
+    large = len(answer) > MAX_DECODED
+    fields, raw_items = await _answer_of(answer, key, count, pieces)
+    found: dict[int, dict[str, Raw]] = {}
+    for raw_item in raw_items:
+        item = _fields_of.decode(raw_item)
+        found[msgspec.json.decode(item.get("index", b"-1"), type=int)] = item
+        if large:
+            await asyncio.sleep(0)
+    if len(raw_items) != count or sorted(found) != list(range(count)):
+        raise ValueError(f"the answer's items are not numbered 0 to {count - 1}")
     cut: list[list[Raw]] = []
+    at = 0
     for share in together:
-        cut.append([Raw(_renumbered(fields_, i)) for i, fields_ in enumerate(items[: share.count])])
-        items = items[share.count :]
+        cut.append([Raw(_renumbered(found[at + i], i)) for i in range(share.count)])
+        at += share.count
     usages = _usages(fields["usage"], together, cut) if "usage" in fields else None
     whole_id = msgspec.json.decode(fields["id"], type=str) if "id" in fields else ""
     answers = []
@@ -113,7 +130,32 @@ def split(answer: bytes, together: Sequence[SubRequest], id_: bytes, ids: Sequen
         if usages is not None:
             own_answer["usage"] = usages[place]
         answers.append(msgspec.json.encode(own_answer))
+        if large:
+            await asyncio.sleep(0)
     return answers
+
+
+async def _answer_of(
+    answer: bytes, key: str, count: int, pieces: PieceReader
+) -> tuple[dict[str, Raw], list[Raw]]:
+    """The members of an answer, and the items of that named ``key``, at most ``count``."""
+    if len(answer) <= MAX_DECODED:
+        fields = _fields_of.decode(answer)
+        if key not in fields:
+            raise ValueError(f"the answer has no {key}")
+        return fields, _items_of.decode(fields[key])
+    text = memoryview(answer)
+    members = await pieces.members(StructureScan(answer, MAX_DEPTH, MAX_MEMBERS))
+    spans = {str(member.name, "ascii"): member for member in members}
+    if key not in spans or spans[key].items != count:
+        raise ValueError(f"the answer has no {key} of {count} items")
+    scan = StructureScan(answer, MAX_DEPTH, count, begin=spans[key].begin, end=spans[key].end)
+    items = [text[item.begin : item.end] for item in await pieces.members(scan)]
+    others = [text[span.begin : span.end] for name, span in spans.items() if name != key]
+    if max(map(len, items + others)) > MAX_DECODED:
+        raise ValueError(f"the answer has a part of more than {MAX_DECODED} bytes")
+    fields = {name: Raw(text[span.begin : span.end]) for name, span in spans.items()}
+    return fields, [Raw(item) for item in items]
 
 
 def _inputs(value: Raw | None) -> tuple[Sequence[bytes], str]:
@@ -142,17 +184,6 @@ def _pairs(fields: dict[str, Raw]) -> tuple[tuple[Sequence[bytes], ...], str]:
     return (list(left) * len(right) if len(left) == 1 else left, right), kind
 
 
-def _in_order(value: Raw, count: int) -> list[dict[str, Raw]]:
-    found: dict[int, dict[str, Raw]] = {}
-    items = _items_of.decode(value)
-    for item in items:
-        fields = _fields_of.decode(item)
-        found[msgspec.json.decode(fields.get("index", b"-1"), type=int)] = fields
-    if len(items) != count or sorted(found) != list(range(count)):
-        raise ValueError(f"the answer's items are not numbered 0 to {count - 1}")
-    return [found[i] for i in range(count)]
-
-
 def _renumbered(fields: dict[str, Raw], index: int) -> bytes:
     return msgspec.json.encode({**fields, "index": index})
 
@@ -165,7 +196,7 @@ def _usages(
         return None
     weights = {
         "prompt_tokens": [share.size for share in together],
-        "completion_tokens": [sum(len(bytes(item)) for item in own) for own in cut],
+        "completion_tokens": [sum(len(memoryview(item)) for item in own) for own in cut],
     }
     parts = {
         name: apportion(usage[name], weights[name]) for name in weights if isinstance(usage.get(name), int)

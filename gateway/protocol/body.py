@@ -9,14 +9,28 @@ import msgspec
 from msgspec import Raw
 
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_decoders import ABSENT, BODY, Body
+from gateway.protocol.json_decoders import ABSENT, BODY, LARGE_BODY, RAW_FIELDS, SCALARS, SHORT_FIELDS, Body
+from gateway.protocol.json_structure import (
+    MAX_GAP_BYTES,
+    BoundExceeded,
+    Member,
+    PieceReader,
+    StructureScan,
+    count_items,
+    depth_exceeds,
+)
 from policy.errors import Refusal
 
-__all__ = ["Body", "depth_exceeds", "read"]
+__all__ = ["Body", "read", "read_large"]
 
+# Up to this size a body is decoded at once, in 3 ms at most; a larger one is read in pieces.
+MAX_DECODED = 256 * 1024
 MAX_DEPTH = 64
 MAX_N = 8
 MAX_STOP = 4
+# Of a body that is read in pieces: engines know some eighty parameters; those that are no prompts are short.
+MAX_MEMBERS = 1024
+MAX_FIELD = 64 * 1024
 
 # They steer an engine past what a tenant may decide: scheduling, caches, files, foreign templates.
 STEERING = (
@@ -37,23 +51,72 @@ STEERING = (
 _steering = attrgetter(*STEERING)
 _UNSTEERED = (ABSENT,) * len(STEERING)
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_OBJECT = re.compile(rb"[ \t\r\n]*\{")
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_LEAF = re.compile(rb"\[\]|\{\}")
 
 
 def read(raw: bytes) -> Body:
-    """Decode and check; raises :class:`gateway.protocol.errors.Refused` naming the parameter."""
+    """Decode and check at most :data:`MAX_DECODED` bytes; raises ``Refused`` naming the parameter."""
     try:
         body = BODY.decode(raw)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except ValueError as error:
-        raise Refused(Refusal.BAD_REQUEST, f"The body is not valid JSON: {error}.") from None
+        raise _not_json(error) from None
     except RecursionError:
         raise _too_deep() from None
     if _opens_more_than(raw, MAX_DEPTH) and depth_exceeds(raw, MAX_DEPTH):
         raise _too_deep()
+    _check(body)
+    return body
+
+
+async def read_large(raw: bytes, pieces: PieceReader) -> Body:
+    """As :func:`read`, of a body of any size, which is read in pieces."""
+    if not _OBJECT.match(raw, 0, MAX_GAP_BYTES):
+        raise Refused(Refusal.BAD_REQUEST, "The body is not a JSON object.")
+    try:
+        members = await pieces.members(StructureScan(raw, MAX_DEPTH, MAX_MEMBERS))
+    except BoundExceeded as error:
+        raise Refused(Refusal.BAD_REQUEST, f"The body {error}.") from None
+    except ValueError as error:
+        raise _not_json(error) from None
+    body = _assemble(raw, members)
+    _check(body)
+    return body
+
+
+def _assemble(raw: bytes, members: list[Member]) -> Body:
+    """The body with these ``members``, of which the last of equal names counts."""
+    found = {_name_of(member.name): member for member in members}
+    text = memoryview(raw)
+    values = {name: Raw(text[member.begin : member.end]) for name, member in found.items()}
+    for name in SHORT_FIELDS & values.keys():
+        if len(memoryview(values[name])) > MAX_FIELD:
+            raise Refused(Refusal.BAD_REQUEST, f"{name} takes at most {MAX_FIELD} bytes.", param=name)
+    scalars = [b'"%b":%b' % (name.encode(), bytes(values[name])) for name in SCALARS & values.keys()]
+    try:
+        body = LARGE_BODY.decode(b"{%b}" % b",".join(scalars))
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    for name in RAW_FIELDS & values.keys():
+        setattr(body, name, values[name])
+    body.members = values
+    body.prompts = found["prompt"].items if "prompt" in found else 0
+    return body
+
+
+def _name_of(written: bytes) -> str:
+    """The name of a member; empty if it is invalid, or so long that it was not kept."""
+    try:
+        if b"\\" in written:
+            return msgspec.json.decode(b'"%b"' % written, type=str)
+        return str(written, "utf-8")
+    except ValueError:
+        return ""
+
+
+def _check(body: Body) -> None:
     if (values := _steering(body)) != _UNSTEERED:
         for name, value in zip(STEERING, values, strict=True):
             if value is not ABSENT and _steers(value):
@@ -61,20 +124,6 @@ def read(raw: bytes) -> Body:
     if body.chat_template_kwargs is not ABSENT:
         _check_template_arguments(body.chat_template_kwargs)
     _check_bounds(body)
-    return body
-
-
-def depth_exceeds(raw: bytes, limit: int) -> bool:
-    """Whether valid JSON nests deeper than ``limit``; whole-buffer passes remove the innermost level."""
-    if b"\\" in raw:
-        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    outside = b"".join(raw.split(b'"')[::2])  # of strings, whose quotes are all that is left
-    brackets = outside.translate(None, _NOT_BRACKETS)
-    for _ in range(limit):
-        if not brackets:
-            return False
-        brackets = _LEAF.sub(b"", brackets)
-    return bool(brackets)
 
 
 def _opens_more_than(raw: bytes, limit: int) -> bool:
@@ -92,8 +141,8 @@ def _opens_more_than(raw: bytes, limit: int) -> bool:
 def _check_bounds(body: Body) -> None:
     if body.n is not None and not 1 <= body.n <= MAX_N:
         raise Refused(Refusal.BAD_REQUEST, f"n must be between 1 and {MAX_N}, got {body.n}.", param="n")
-    if body.stop is not ABSENT and bytes(body.stop).lstrip().startswith(b"["):
-        count = len(msgspec.json.decode(body.stop, type=list[Raw]))
+    if body.stop is not ABSENT:
+        count = count_items(bytes(body.stop))
         if count > MAX_STOP:
             raise Refused(
                 Refusal.BAD_REQUEST,
@@ -133,6 +182,10 @@ def _refused_field(name: str) -> Refused:
 
 def _too_deep() -> Refused:
     return Refused(Refusal.BAD_REQUEST, f"The body nests deeper than {MAX_DEPTH} levels.")
+
+
+def _not_json(error: ValueError) -> Refused:
+    return Refused(Refusal.BAD_REQUEST, f"The body is not valid JSON: {error}.")
 
 
 def _invalid(text: str) -> Refused:

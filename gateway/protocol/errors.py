@@ -12,6 +12,8 @@ from gateway.protocol.paths import Api, Route
 from policy.errors import Refusal, TidegateError
 
 MAX_MESSAGE = 2048
+# A longer error of an upstream is not decoded, which would make objects of all that it holds.
+MAX_ERROR_BYTES = 64 * 1024
 MAX_RETRY_AFTER_S = 120
 
 
@@ -34,6 +36,7 @@ TABLE: dict[Refusal, Answer] = {
     Refusal.METHOD_NOT_ALLOWED: Answer(405, "invalid_request_error", "method_not_allowed"),
     Refusal.TOO_SLOW: Answer(408, "invalid_request_error", "request_timeout"),
     Refusal.TOO_LARGE: Answer(413, "invalid_request_error", "request_too_large"),
+    Refusal.ENCODED: Answer(415, "invalid_request_error", "unsupported_encoding"),
     Refusal.HEAD_TOO_LARGE: Answer(431, "invalid_request_error", "head_too_large"),
     Refusal.QUEUE_FULL: Answer(429, "rate_limit_error", "queue_full", 1),
     Refusal.REPLICA_LOST: Answer(500, "server_error", "replica_lost"),
@@ -135,6 +138,8 @@ class Refused(TidegateError):
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
+        if self.reason is Refusal.ENCODED:
+            headers.append((b"accept-encoding", b"identity"))
         if self.final:
             headers.append((b"x-should-retry", b"false"))
         if self.reason is Refusal.TOO_LARGE:
@@ -198,7 +203,7 @@ def denies_model(body: bytes) -> bool:
 def status_of(body: bytes) -> int:
     """The status that an upstream's error names as its integer ``code``; 0 if it names none."""
     try:
-        code = msgspec.json.decode(body)["error"]["code"]
+        code = _decoded(body)["error"]["code"]
     except (ValueError, RecursionError, LookupError, TypeError):
         return 0
     return code if isinstance(code, int) else 0
@@ -207,7 +212,7 @@ def status_of(body: bytes) -> int:
 def read_error(body: bytes) -> tuple[str, str | None, str | None]:
     """Message, param and code (strings only) of whatever an upstream calls an error."""
     try:
-        raw = msgspec.json.decode(body)
+        raw = _decoded(body)
     except (ValueError, RecursionError):
         return "", None, None
     error = raw.get("error", raw) if isinstance(raw, dict) else {}
@@ -222,6 +227,12 @@ def read_error(body: bytes) -> tuple[str, str | None, str | None]:
         _field(param) if isinstance(param, str) else None,
         code if isinstance(code, str) else None,
     )
+
+
+def _decoded(body: bytes) -> Any:
+    if len(body) > MAX_ERROR_BYTES:
+        raise ValueError
+    return msgspec.json.decode(body)
 
 
 def _field(location: str) -> str | None:

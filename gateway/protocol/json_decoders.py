@@ -5,12 +5,17 @@ This module stays uncompiled: msgspec builds its structures from classes at run 
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 from msgspec import Raw
 
+from gateway.protocol.json_structure import count_items
+
 ABSENT = Raw(b"")
 
-_OPEN = ord("[")
+# Several prompts: texts, or lists of token ids.
+_PROMPTS = re.compile(rb"\[[ \t\r\n]*[\"\[]")
 
 
 class Body(msgspec.Struct, gc=False):
@@ -54,13 +59,23 @@ class Body(msgspec.Struct, gc=False):
         return n if self.prompt is ABSENT else n * self._prompts()
 
     def _prompts(self) -> int:
-        raw = self.prompt
-        if memoryview(raw)[0] != _OPEN:
-            return 1
-        prompts: list[Raw] = PROMPTS.decode(raw)
-        if not prompts or bytes(prompts[0]).lstrip()[:1] not in (b'"', b"["):
-            return 1  # one prompt, written as token ids
-        return len(prompts)
+        return self._items() if _PROMPTS.match(memoryview(self.prompt)) else 1
+
+    def _items(self) -> int:
+        return count_items(bytes(self.prompt))
+
+
+class LargeBody(Body, gc=False):
+    """A body that was read in pieces; :func:`gateway.protocol.body.read_large` sets what is no scalar.
+
+    ``members`` are all of its members, ``prompts`` is the number of items in the prompt.
+    """
+
+    members: dict[str, Raw] = {}
+    prompts: int = 0
+
+    def _items(self) -> int:
+        return self.prompts
 
 
 class Named(msgspec.Struct, gc=False):
@@ -70,8 +85,13 @@ class Named(msgspec.Struct, gc=False):
 
 
 BODY = msgspec.json.Decoder(Body)
+LARGE_BODY = msgspec.json.Decoder(LargeBody)
+OPTIONS = msgspec.json.Decoder(dict[str, Raw] | None)
 NAMED = msgspec.json.Decoder(Named)
-PROMPTS = msgspec.json.Decoder(list[Raw])
+# The fields of a body by their types, and those that are no part of a prompt.
+RAW_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is Raw)
+SCALARS = frozenset(Body.__struct_fields__) - RAW_FIELDS
+SHORT_FIELDS = SCALARS | RAW_FIELDS - {"system", "messages", "prompt", "input", "tools"}
 
 NULL = Raw(b"null")
 
@@ -125,6 +145,7 @@ class Answer(msgspec.Struct, gc=False):
     error: Raw = NULL
 
 
+any_json = msgspec.json.Decoder(Raw)
 chunk = msgspec.json.Decoder(Chunk)
 typed = msgspec.json.Decoder(Typed)
 counts = msgspec.json.Decoder(Counts)

@@ -7,17 +7,20 @@ the decoder found, so that equal names in nested objects or texts are never hit.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Raw
 
 from gateway.protocol.body import Body
 from gateway.protocol.buffer_offset import address
-from gateway.protocol.json_decoders import ABSENT, NAMED
+from gateway.protocol.json_decoders import ABSENT, NAMED, OPTIONS, LargeBody
 from gateway.protocol.paths import Route
 
 Buffer = bytes | memoryview
+# What else engines read as a boolean ("off", 0.0) is replaced, so that all is counted.
+_YES = (b"true", b"1", b'"true"')
+_TRUE = Raw(b"true")
 
 
 class Edit(NamedTuple):
@@ -45,23 +48,23 @@ def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
     return Edit(begin, begin, b'"%b":%b,' % (name.encode(), text))
 
 
-def set_model(raw: bytes, name: str) -> Edit:
-    return Edit(*locate(raw, NAMED.decode(raw).model), msgspec.json.encode(name))
+def set_model(raw: bytes, body: Body, name: str) -> Edit:
+    written = body.members["model"] if isinstance(body, LargeBody) else NAMED.decode(raw).model
+    return Edit(*locate(raw, written), msgspec.json.encode(name))
 
 
 def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
     """Have a stream end with its usage; ``None`` if the client asked for that. Usage per chunk is dropped."""
-    options: dict[str, Any] = {}
+    options: dict[str, Raw] = {}
     if stream_options is not ABSENT:
-        decoded = msgspec.json.decode(stream_options)
-        if isinstance(decoded, dict):
-            options = decoded
-        elif decoded is not None:
+        try:
+            options = OPTIONS.decode(stream_options) or {}
+        except ValueError:
             return None  # left to the engine, which refuses it
-    if options.get("include_usage"):
+    if bytes(options.get("include_usage", b"")) in _YES:
         return None
     options.pop("continuous_usage_stats", None)
-    options["include_usage"] = True
+    options["include_usage"] = _TRUE
     return set_member(raw, "stream_options", stream_options, msgspec.json.encode(options))
 
 
@@ -113,7 +116,7 @@ def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, name: str =
     """
     edits = []
     if name and name != body.model:
-        edits.append(set_model(raw, name))
+        edits.append(set_model(raw, body, name))
     if salt and route.runner is not None:  # token counts use no cache
         edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
     return edited_body(route, body, raw, edits)

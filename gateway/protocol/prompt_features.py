@@ -21,6 +21,7 @@ MAX_BYTES = 64 * 1024 * 1024
 BYTES_A_TOKEN = 4.0
 # Bytes of JSON per token, on average, of any text: single bytes at least, escaped words at most.
 LEAST_BYTES_A_TOKEN, MOST_BYTES_A_TOKEN = 1.0, 16.0
+COUNTED_BYTES = 256 * 1024
 
 
 def _boundaries() -> tuple[int, ...]:
@@ -126,11 +127,16 @@ def session_key(session: bytes) -> int:
 
 
 def token_ids(part: memoryview) -> int:
-    """How many token ids ``part`` lists, 0 if it is not a list of numbers (or of lists of them)."""
+    """How many token ids ``part`` lists, 0 if it is not a list of numbers (or of lists of them).
+
+    Of a long list its begin is counted.
+    """
     if len(part) < 2 or part[0] != _OPEN or part[1] == _OBJECT:
         return 0
-    head = bytes(part[:64]).lstrip(b"[ \t\r\n")
-    return bytes(part).count(b",") + 1 if head[:1].isdigit() else 0
+    begin = bytes(part[:COUNTED_BYTES])
+    if not begin[:64].lstrip(b"[ \t\r\n")[:1].isdigit():
+        return 0
+    return (begin.count(b",") + 1) * len(part) // len(begin)
 
 
 def _chain(seed: int, parts: Sequence[memoryview], ends: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from policy.request import Request
 
 # An answer up to this size is decoded whole; of a longer one (vectors, long texts) only its end is read.
 MAX_DECODED = 16 * 1024
+# Members named so that are tried, from the last.
+MAX_CANDIDATES = 4
 _KEY = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*\{')
 # The longest tokens are runs of 128 spaces. A template adds a system prompt and the format of tools; prompts
 # with media or an engine's own tools have tokens that no byte of the request accounts for, or the reverse.
@@ -83,6 +85,8 @@ _scanner = json.JSONDecoder()
 
 def read_usage(raw: bytes | Raw) -> Usage | None:
     """The usage object ``raw``; ``None`` if it is none or not understood."""
+    if len(memoryview(raw)) > MAX_DECODED:
+        return None
     try:
         decoded = counts.decode(raw)
     except (ValueError, RecursionError):
@@ -100,7 +104,10 @@ def read_usage(raw: bytes | Raw) -> Usage | None:
 
 
 def usage_inside(raw: bytes | Raw) -> Usage | None:
-    """The usage of an object that holds one under ``usage``."""
+    """The usage of an object that holds one under ``usage``; of a long object, in its end."""
+    text = memoryview(raw)
+    if len(text) > MAX_DECODED:
+        return _last_usage(bytes(text[-MAX_DECODED:]))
     try:
         decoded = answer.decode(raw)
     except (ValueError, RecursionError):
@@ -112,8 +119,12 @@ def usage_of_answer(end: bytes) -> Usage | None:
     """The usage of a JSON answer (``end`` is all or its last part): the last one that counts tokens."""
     if len(end) <= MAX_DECODED and end.lstrip().startswith(b"{") and (found := usage_inside(end)):
         return found
-    for match in reversed(list(_KEY.finditer(end[-MAX_DECODED:]))):
-        text = end[-MAX_DECODED:][match.end() - 1 :].decode("utf-8", "replace")
+    return _last_usage(end[-MAX_DECODED:])
+
+
+def _last_usage(end: bytes) -> Usage | None:
+    for match in list(_KEY.finditer(end))[: -MAX_CANDIDATES - 1 : -1]:
+        text = end[match.end() - 1 :].decode("utf-8", "replace")
         try:
             _, length = _scanner.raw_decode(text)
         except (ValueError, RecursionError):

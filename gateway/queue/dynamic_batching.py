@@ -14,6 +14,7 @@ from gateway.http.asgi_exchange import SENT
 from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import SubRequest, join, split, sub_request_of
 from gateway.protocol.errors import Refused
+from gateway.protocol.json_structure import PieceReader
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
@@ -25,6 +26,8 @@ from policy.wire.headers import REPLICA_HEADER
 
 # The timer's clock has a coarser tick than a window, and may fire a hair early.
 _TICK_S = 0.001
+# The largest answer of a shared call that is split: 256 vectors of 4096 numbers as text.
+MAX_ANSWER = 16 * 1024 * 1024
 # A shared call counts as one of the two attempts that may begin a request.
 _ONE_TRY = 1
 _REPLICA = REPLICA_HEADER.encode()
@@ -49,10 +52,11 @@ Deliver = Callable[[Call, ServedModel, Request, bodies.Body, bytes], Awaitable[N
 class Coalescer:
     """The coalescing windows of one worker. ``deliver`` serves one call or raises its refusal."""
 
-    def __init__(self, deliver: Deliver, metrics: Metrics, log: Log) -> None:
+    def __init__(self, deliver: Deliver, metrics: Metrics, log: Log, pieces: PieceReader) -> None:
         self._deliver = deliver
         self._metrics = metrics
         self._log = log
+        self._pieces = pieces
         self._windows: BatchingWindows[_Member] = BatchingWindows()
         self._calls: dict[Batch[_Member], asyncio.Task[Sequence[bytes | None]]] = {}
         self._loop = asyncio.get_running_loop()
@@ -162,8 +166,11 @@ class Coalescer:
         inbox = _Inbox()
         call = Call(first.call.route, {"headers": []}, inbox.receive, inbox.send, first.call.deadlines)
         call.adapter = first.call.adapter
-        await self._deliver(call, first.served, request, bodies.read(raw), raw)
-        answers = split(inbox.answer(), shares, call.upstream_id, [m.call.upstream_id for m in members])
+        is_large = len(raw) > bodies.MAX_DECODED
+        body = await bodies.read_large(raw, self._pieces) if is_large else bodies.read(raw)
+        await self._deliver(call, first.served, request, body, raw)
+        ids = [member.call.upstream_id for member in members]
+        answers = await split(inbox.answer(), shares, call.upstream_id, ids, self._pieces)
         meter = self._metrics.model(first.served.name)
         meter.coalesced_calls += 1
         meter.coalesced_requests += len(members)
@@ -207,6 +214,7 @@ class _Inbox:
     def __init__(self) -> None:
         self._status = 0
         self._parts: list[bytes] = []
+        self._size = 0
         self._complete = False
 
     async def receive(self) -> Message:
@@ -216,7 +224,10 @@ class _Inbox:
         if message["type"] == "http.response.start":
             self._status = message["status"]
         else:
-            self._parts.append(message.get("body", b""))
+            part: bytes = message.get("body", b"")
+            self._size += len(part)
+            if self._size <= MAX_ANSWER:
+                self._parts.append(part)
             self._complete = not message.get("more_body", False)
         return SENT
 
@@ -224,6 +235,8 @@ class _Inbox:
         """The body of a complete answer of status 200; raises ``ValueError`` for any other."""
         if self._status != 200 or not self._complete:
             raise ValueError(f"the shared call ended with status {self._status}")
+        if self._size > MAX_ANSWER:
+            raise ValueError(f"the answer of the shared call has more than {MAX_ANSWER} bytes")
         return b"".join(self._parts)
 
 

@@ -25,6 +25,8 @@ PROBE_TIMEOUT_S = 2.0
 LIST_EVERY_S = 10.0
 # The most names of models that are shown for a server that does not serve ours.
 MAX_NAMES = 5
+# Of a list of models, which is decoded in one turn of the event loop.
+MAX_LISTING = 1024 * 1024
 
 
 class _Listed(msgspec.Struct):
@@ -114,8 +116,13 @@ class ExternalPoller:
     async def _models_of(self, server: ExternalServer, key: bytes) -> list[_Listed]:
         """What the server lists; raises ``OSError``, ``httpx.HTTPError`` or :class:`_NotServed`."""
         headers = {"authorization": f"Bearer {key.decode()}"} if key else {}
-        answer = await self._client(server.ca_file).get(f"{server.base}/v1/models", headers=headers)
-        status = answer.status_code
+        url, client = f"{server.base}/v1/models", self._client(server.ca_file)
+        async with client.stream("GET", url, headers={**headers, "accept-encoding": "identity"}) as answer:
+            status, body = answer.status_code, b""
+            async for part in answer.aiter_raw():
+                body += part
+                if len(body) > MAX_LISTING:
+                    raise _NotServed(f"its answer to GET /v1/models has more than {MAX_LISTING} bytes")
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             named = server.key_file or server.key_env
             wanted = f"refuses the API key of {named}" if key else "wants an API key: set key_file or key_env"
@@ -123,7 +130,7 @@ class ExternalPoller:
         if status != httpx.codes.OK:
             raise _NotServed(f"answers {status} to GET /v1/models")
         try:
-            return msgspec.json.decode(answer.content, type=_Models).data
+            return msgspec.json.decode(body, type=_Models).data
         except (ValueError, RecursionError):
             raise _NotServed("its answer to GET /v1/models is not a list of models") from None
 

@@ -85,6 +85,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, server: _Server) -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
+        self._parts: list[bytes] = []
         self.exchange: Exchange | None = None
         self.transport: asyncio.Transport
 
@@ -114,11 +115,12 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         assert self.exchange is not None
-        self.exchange.body += body
+        self._parts.append(body)
 
     def on_message_complete(self) -> None:
         assert self.exchange is not None
         self.exchange.method = self._parser.get_method().decode()
+        self.exchange.body, self._parts = b"".join(self._parts), []
         self._server.take(self.exchange)
 
 

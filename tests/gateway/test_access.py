@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 from collections.abc import AsyncIterator
@@ -80,6 +81,7 @@ async def test_requests_without_a_valid_key_are_401_and_reach_no_replica(shared:
         ("POST /v1/models", WEB, 9, 405),
         ("GET /v1/models", WEB, 9, 200),
         ("POST /v1/chat/completions", WEB, 99_999_999, 413),
+        ("POST /v1/chat/completions", f"{WEB}\r\ncontent-encoding: gzip", 9_999_999, 415),
         ("POST /v1/chat/completions", WEB, 9, 100),
     ],
 )
@@ -91,6 +93,17 @@ async def test_route_key_and_size_are_checked_before_the_body_is_read(
     writer.write(f"{head}\r\nexpect: 100-continue\r\n\r\n".encode())
     assert (await reader.readline()).split()[1] == str(status).encode()
     writer.close()
+
+
+async def test_a_compressed_body_is_refused_by_name(shared: Stack) -> None:
+    headers = bearer(WEB, **{"content-encoding": "GZIP"})
+    answer = await shared.http.post("/v1/chat/completions", content=gzip.compress(b"{}"), headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+    assert answer.headers["accept-encoding"] == "identity"
+    replica = await shared.serve("a")
+    headers["content-encoding"] = "identity"
+    assert (await shared.http.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code == 200
+    assert len(replica.hits) == 1
 
 
 async def test_a_key_is_accepted_in_either_header_and_not_forwarded(shared: Stack) -> None:

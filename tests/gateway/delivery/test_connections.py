@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from gateway.delivery.relay import MAX_HELD, Relay
 from gateway.http.asgi_exchange import SENT
-from gateway.http.client import ClientConnection, ConnectionPool
+from gateway.http.client import TLS_SLICE, ClientConnection, ConnectionPool
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.sse_validator import ChatValidator
 from gateway.protocol.usage import Usage
@@ -34,13 +34,14 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-e
 class Wire:
     """A transport that records its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tls: bool = False) -> None:
+        self.tls = tls
         self.reading = True
         self.closed = False
         self.written = b""
 
-    def get_extra_info(self, name: str) -> None:
-        return None
+    def get_extra_info(self, name: str) -> object:
+        return self if name == "ssl_object" and self.tls else None
 
     def is_closing(self) -> bool:
         return self.closed
@@ -121,13 +122,32 @@ async def _no_message() -> Message:
 
 
 @pytest.fixture
-def line() -> Line:
+def line(request: pytest.FixtureRequest) -> Line:
     pool = ConnectionPool("http://replica:1", 1.0)
     line = Line(pool, ClientConnection(pool))
-    line.wire = Wire()
+    line.wire = Wire(tls=getattr(request, "param", False))
     line.connection.connection_made(cast("asyncio.Transport", line.wire))
     pool.give(line.connection)
     return line
+
+
+@pytest.mark.parametrize("line", [True], indirect=True)
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_large_request_over_tls_is_written_in_slices(line: Line, *, whole: bool) -> None:
+    """A connection of which the server has not read the whole request serves no other one."""
+    body = bytes(range(256)) * (2 * TLS_SLICE // 256) + b"end"
+    asked = await line.ask(Client().send, [memoryview(body)[:9], memoryview(body)[9:]])
+    line.connection.pause_writing()
+    await asyncio.sleep(0)
+    assert len(line.wire.written) <= TLS_SLICE + 9
+    if whole:
+        line.connection.resume_writing()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert line.wire.written == b"head" + body
+    line.answer()
+    assert await asked is AttemptOutcome.SERVED
+    assert line.wire.closed is not whole
 
 
 async def test_a_client_slow_at_the_last_byte_does_not_block_the_next_request(line: Line) -> None:
@@ -233,6 +253,7 @@ async def test_a_pooled_connection_resumes_reading(line: Line) -> None:
     line.answer(LONG_HEAD + LONG[:-2])
     assert not line.wire.reading
     line.connection.data_received(LONG[-2:])  # read by the transport before the pause
+    await asyncio.sleep(0)  # a long read is the last of its turn
     assert line.wire.reading
     assert line.pool.take() is line.connection
     assert await asked is AttemptOutcome.SERVED

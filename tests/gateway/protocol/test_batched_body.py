@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import SubRequest, join, split, sub_request_of
+from gateway.protocol.body import MAX_DECODED
+from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
 from policy.config.deployment import Coalesce
 from policy.types import Runner
@@ -104,9 +106,13 @@ def item(index: Any) -> dict[str, Any]:
     return {"index": index, "embedding": [float(index)]}
 
 
-def test_an_answer_is_split_by_index_in_any_order() -> None:
+@pytest.mark.parametrize("indent", [None, MAX_DECODED // 32])
+async def test_an_answer_is_split_by_index_in_any_order(indent: int | None) -> None:
+    """A large one is read in pieces."""
     answer = {"id": "embd-SHARED", "data": [item(2), item(0), item(1)], "usage": {"prompt_tokens": 9}}
-    one, other = map(json.loads, split(json.dumps(answer).encode(), two(), b"SHARED", [b"one", b"other"]))
+    whole = json.dumps(answer, indent=indent).encode()
+    parts = await split(whole, two(), b"SHARED", [b"one", b"other"], PieceReader())
+    one, other = map(json.loads, parts)
     assert one == {"id": "embd-one", "data": [item(0)], "usage": {"prompt_tokens": 4}}
     assert other["id"] == "embd-other"
     assert [entry["embedding"] for entry in other["data"]] == [[1.0], [2.0]]
@@ -115,11 +121,12 @@ def test_an_answer_is_split_by_index_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("usage", [..., None])
-def test_an_answer_without_usage_is_split_without(usage: Any) -> None:
+async def test_an_answer_without_usage_is_split_without(usage: Any) -> None:
     answer: dict[str, Any] = {"data": [item(0), item(1), item(2)]}
     if usage is not ...:
         answer["usage"] = usage
-    for part in map(json.loads, split(json.dumps(answer).encode(), two(), b"S", [b"o", b"t"])):
+    parts = await split(json.dumps(answer).encode(), two(), b"S", [b"o", b"t"], PieceReader())
+    for part in map(json.loads, parts):
         assert set(part) == set(answer)
         assert part.get("usage") is None
 
@@ -138,9 +145,9 @@ DATA: tuple[Any, ...] = (
     "answer",
     [*(json.dumps({"data": data}).encode() for data in DATA), b"", b"[]", b"{}", b'{"data":[', b"\xff"],
 )
-def test_an_answer_that_does_not_fit_is_not_split(answer: bytes) -> None:
+async def test_an_answer_that_does_not_fit_is_not_split(answer: bytes) -> None:
     with pytest.raises(ValueError):
-        split(answer, two(), b"S", [b"o", b"t"])
+        await split(answer, two(), b"S", [b"o", b"t"], PieceReader())
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -166,7 +173,7 @@ async def same_as_alone(client: httpx.AsyncClient, path: str, bodies_: list[dict
     assert len(shares) == len(bodies_)
     whole = await ask(client, path, join(shares), "shared")
     ids = [f"own-{i}".encode() for i in range(len(bodies_))]
-    parts = [msgspec.json.decode(part) for part in split(whole, shares, b"shared", ids)]
+    parts = [msgspec.json.decode(part) for part in await split(whole, shares, b"shared", ids, PieceReader())]
     used = [part.pop("usage") for part in parts]
     spent = msgspec.json.decode(whole)["usage"]
     for name in used[0]:

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gateway.protocol.body import depth_exceeds
-from gateway.protocol.sse_validator import ChatValidator, MessagesValidator, ResponsesValidator, SseValidator
+from gateway.protocol.errors import MAX_ERROR_BYTES
+from gateway.protocol.sse_validator import (
+    MAX_EVENT_BYTES,
+    MAX_EVENTS,
+    MAX_LINES,
+    ChatValidator,
+    MessagesValidator,
+    ResponsesValidator,
+    SseValidator,
+)
 from gateway.protocol.usage import Usage
 from tests.gateway.fake_replica import DONE, STREAM, event
 
@@ -113,6 +121,21 @@ def test_an_event_of_an_unknown_form_passes() -> None:
         assert tail.feed(data) == data
 
 
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"data: " + b"1" * MAX_EVENT_BYTES, "too large"),
+        (b"data:\n" * (MAX_LINES + 1) + b"\n", "too many lines"),
+        (b":\n\n" * (MAX_EVENTS + 1), "too many events"),
+        (b'data: {"error":{"message":"boom","x":"%b"}}\n\n' % (b"x" * MAX_ERROR_BYTES), "reported an error"),
+    ],
+)
+def test_an_event_that_is_dear_to_read_ends_its_stream(data: bytes, why: str) -> None:
+    tail = ChatValidator(1)
+    assert why.encode() in tail.feed(data)
+    assert tail.closed
+
+
 def test_a_comment_must_be_text() -> None:
     assert b"stream_broken" in ChatValidator(1).feed(b": \xff\n\n")
 
@@ -194,17 +217,6 @@ def test_an_anthropic_error_ends_its_stream() -> None:
     out = tail.feed(b'event: error\ndata: {"type":"error","error":{"message":"boom"}}\n\n')
     assert out.startswith(b"event: error\n")
     assert tail.failed
-
-
-@given(
-    st.recursive(st.just("x"), lambda inner: st.lists(inner, max_size=3), max_leaves=20), st.integers(1, 6)
-)
-def test_depth_is_that_of_the_nesting(value: object, limit: int) -> None:
-    def depth(value: object) -> int:
-        return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
-
-    raw = json.dumps({"a": value, 'quo"te[[[[[': "[[[[[[[\\"}).encode()
-    assert depth_exceeds(raw, limit) is (depth(value) + 1 > limit)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_only_edited_members_change_in_a_body(
 ) -> None:
     raw, content = given_body
     body = read(raw)
-    edits = [set_model(raw, 'o"ther'), set_member(raw, "cache_salt", body.cache_salt, b'"salt"')]
+    edits = [set_model(raw, body, 'o"ther'), set_member(raw, "cache_salt", body.cache_salt, b'"salt"')]
     forced = force_usage(raw, body.stream_options)
     if forced is not None:
         edits.append(forced)
@@ -85,7 +85,8 @@ def test_an_edit_changes_no_other_byte(given_body: tuple[bytes, dict[str, Any]])
 
 def test_an_escaped_name_is_the_same_name() -> None:
     raw = b'{"m\\u006fdel":"x","stream_\\u006fptions":{}}'
-    edits = [set_model(raw, "y"), force_usage(raw, read(raw).stream_options)]
+    body = read(raw)
+    edits = [set_model(raw, body, "y"), force_usage(raw, body.stream_options)]
     edited = b"".join(splice(raw, [edit for edit in edits if edit is not None]))
     assert json.loads(edited) == {"model": "y", "stream_options": {"include_usage": True}}
 

@@ -15,6 +15,7 @@ from gateway.protocol.paths import ROUTES
 from gateway.protocol.prompt_features import (
     BLOCK_BYTES,
     BOUNDARIES,
+    COUNTED_BYTES,
     BytesPerToken,
     PromptHash,
     adapter_key,
@@ -103,6 +104,9 @@ def test_token_ids_are_counted_and_not_estimated() -> None:
     assert exact.depths[-1] <= 2000
     assert token_ids(memoryview(b"[[1, 2], [3]]")) == 3
     assert token_ids(memoryview(b'["1, 2", "3"]')) == 0
+    many = json.dumps(ids * 300).encode()
+    assert len(many) > COUNTED_BYTES
+    assert token_ids(memoryview(many)) == pytest.approx(600_000, rel=0.01)
 
 
 def test_pooling_prompts_have_a_length_and_no_prefix() -> None:

@@ -14,6 +14,7 @@ from starlette.types import Message
 from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import sub_request_of
 from gateway.protocol.errors import Refused
+from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.usage import Usage
 from gateway.queue.dynamic_batching import Coalescer
@@ -36,7 +37,7 @@ class Site:
     def __init__(self, **bounds: Any) -> None:
         self.metrics = Metrics()
         self.logged = io.StringIO()
-        self.coalescer = Coalescer(self._deliver, self.metrics, Log(0, self.logged))
+        self.coalescer = Coalescer(self._deliver, self.metrics, Log(0, self.logged), PieceReader())
         self.bounds = Coalesce(**{"window_s": 0.02, **bounds})
         self.sent: list[list[str]] = []
         self.requests: list[Request] = []

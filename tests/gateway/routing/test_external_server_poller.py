@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from gateway.routing import external_server_poller
-from gateway.routing.external_server_poller import ExternalPoller
+from gateway.routing.external_server_poller import MAX_LISTING, ExternalPoller
 from gateway.routing.fleet import FleetView
 from gateway.routing.replica_handle import ServerAccess
 from policy.deployment_file.parse import parse
@@ -125,6 +125,8 @@ OTHERS = json.dumps({"data": [{"id": name} for name in "bcdefghi"]}).encode()
         ({"key_file": "/nowhere"}, 200, LISTING, "the key file cannot be read: No such file or directory"),
         ({}, 500, b"", "answers 500 to GET /v1/models"),
         ({}, 200, b"<html>", "its answer to GET /v1/models is not a list of models"),
+        ({}, 200, b" " * (MAX_LISTING + 1),
+         f"its answer to GET /v1/models has more than {MAX_LISTING} bytes"),
     ],
 )  # fmt: skip
 async def test_a_server_that_does_not_serve_the_model_has_a_reason(

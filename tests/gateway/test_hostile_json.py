@@ -1,0 +1,281 @@
+"""Bodies of clients and answers of replicas that are made to be dear: none may stall the other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from gateway.protocol.body import MAX_DECODED
+from tests.gateway.fake_replica import Answer, Exchange, FakeReplica
+from tests.gateway.worker import PATIENCE_S, Stack, until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+MB = 1024 * 1024
+# 20 ms on a core of its own; the tests beside this one take the caches.
+LONGEST_S = 0.05
+CHAT, TEXT, RESPONSES, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
+EVENTS = "text/event-stream"
+
+
+class Made(NamedTuple):
+    """``unit`` repeated up to a size, between ``before`` and ``after``."""
+
+    before: bytes
+    unit: bytes
+    after: bytes
+
+    def of(self, size: int) -> bytes:
+        return (
+            self.before
+            + self.unit * ((size - len(self.before) - len(self.after)) // len(self.unit))
+            + self.after
+        )
+
+
+def member(name: str, begin: bytes, unit: bytes, end: bytes, model: str = "alpha") -> Made:
+    return Made(b'{"model":"%b","%b":%b' % (model.encode(), name.encode(), begin), unit, end + b"}")
+
+
+DEEP = b",%b1%b" % (b"[" * 60, b"]" * 60)
+DEEP_OBJECTS = b",%b1%b" % (b'{"":' * 60, b"}" * 60)
+# By kind: path, status of the answer, body.
+BODIES: dict[str, tuple[str, int, Made]] = {
+    "lists 62 deep": (CHAT, 200, member("x", b"[1", DEEP, b"]")),
+    "objects 62 deep": (CHAT, 200, member("x", b"[1", DEEP_OBJECTS, b"]")),
+    "lists 200 deep": (CHAT, 400, member("x", b"[1", b",%b%b" % (b"[" * 200, b"]" * 200), b"]")),
+    "one list in another": (CHAT, 400, member("x", b"", b"[", b"")),
+    "one object in another": (CHAT, 400, member("x", b"", b'{"":', b"")),
+    "closing brackets": (CHAT, 400, member("x", b"[", b"]", b"")),
+    "brackets in texts": (CHAT, 200, member("x", b'[""', b',"[[[[[["', b"]")),
+    "empty lists": (CHAT, 200, member("x", b"[1", b",[]", b"]")),
+    "empty objects": (CHAT, 200, member("x", b"[1", b",{}", b"]")),
+    "empty texts": (CHAT, 200, member("x", b"[1", b',""', b"]")),
+    "short texts": (CHAT, 200, member("x", b"[1", b',"abcd"', b"]")),
+    "texts": (CHAT, 200, member("x", b"[1", b',"%b"' % (b"a" * 30), b"]")),
+    "digits": (CHAT, 200, member("x", b"[1", b",1", b"]")),
+    "floats": (CHAT, 200, member("x", b"[1", b",-1.5e-3", b"]")),
+    "long numbers": (CHAT, 200, member("x", b"[1", b"," + b"1" * 9999, b"]")),
+    "words": (CHAT, 200, member("x", b"[1", b",null", b"]")),
+    "one number": (CHAT, 400, member("x", b"", b"1", b"")),
+    "space": (CHAT, 400, member("x", b"[", b" ", b"]")),
+    "space between": (CHAT, 200, member("x", b"[1", b"," + b" " * 9999 + b"1", b"]")),
+    "space before": (CHAT, 400, Made(b"", b"\n", b'{"model":"alpha"}')),
+    "one text": (CHAT, 200, member("x", b'"', b"a", b'"')),
+    "newlines": (CHAT, 200, member("x", b'"', rb"\n", b'"')),
+    "quotes": (CHAT, 200, member("x", b'"', rb"\"", b'"')),
+    "backslashes": (CHAT, 200, member("x", b'"', rb"\\", b'"')),
+    "escapes": (CHAT, 200, member("x", b'"', rb"\u00e9", b'"')),
+    "surrogates": (CHAT, 200, member("x", b'"', rb"\ud83d\ude00", b'"')),
+    "lone surrogates": (CHAT, 400, member("x", b'"', rb"\ude00\ud83d", b'"')),
+    "sparse escapes": (CHAT, 200, member("x", b'"', rb"\n" + b"a" * 17, b'"')),
+    "not ASCII": (CHAT, 200, member("x", b'"', "é😀".encode(), b'"')),
+    "control characters": (CHAT, 400, member("x", b'"', b"\n", b'"')),
+    "bare quotes": (CHAT, 400, Made(b"", b'"', b"")),
+    "zeros": (CHAT, 400, Made(b"", b"\0", b"")),
+    "UTF-16": (CHAT, 400, Made(b"", '{"a":1}'.encode("utf-16-le"), b"")),
+    "open text": (CHAT, 400, member("x", b'"', b"a", b"")),
+    "no end": (CHAT, 400, member("x", b"[1", b",[1]", b"")),
+    "comma at the end": (CHAT, 400, member("x", b"[1", b",[1]", b",]")),
+    "two objects": (CHAT, 400, Made(b'{"model":"alpha"}', b'{"a":1}', b"")),
+    "members": (CHAT, 400, Made(b'{"model":"alpha"', b',"abc":1', b"}")),
+    "equal members": (CHAT, 400, Made(b'{"model":"alpha"', b',"n":1', b"}")),
+    "members of a member": (CHAT, 200, member("x", b'{"a":1', b',"abc":1', b"}")),
+    "long name": (CHAT, 200, Made(b'{"model":"alpha","', b"a", b'":1}')),
+    "long escaped name": (CHAT, 200, Made(b'{"model":"alpha","', rb"\u0061", b'":1}')),
+    "long model": (CHAT, 400, Made(b'{"model":"', b"a", b'"}')),
+    "long n": (CHAT, 400, member("n", b"", b"1", b"")),
+    "list for n": (CHAT, 400, member("n", b"[1", b",1", b"]")),
+    "stops": (TEXT, 400, member("stop", b'[""', b',""', b"]")),
+    "long stop": (TEXT, 400, member("stop", b'"', b"a", b'"')),
+    "stream options": (CHAT, 400, member("stream_options", b'{"a":1', b',"abc":1', b"}")),
+    "template arguments": (CHAT, 400, member("chat_template_kwargs", b'{"a":1', b',"abc":1', b"}")),
+    "long salt": (CHAT, 400, member("cache_salt", b'"', b"a", b'"')),
+    "long priority": (CHAT, 400, member("priority", b"[1", b",1", b"]")),
+    "messages": (CHAT, 200, member("messages", b"[{}", b',{"role":"user","content":"a"}', b"]")),
+    "empty messages": (CHAT, 200, member("messages", b"[{}", b",{}", b"]")),
+    "image": (CHAT, 200, member("messages", b'[{"role":"user","content":"', b"QUJD", b'"}]')),
+    "tools": (CHAT, 200, member("tools", b"[{}", b',{"type":"function"}', b"]")),
+    "system": ("/v1/messages", 200, member("system", b'"', b"a", b'"')),
+    "prompts": (TEXT, 200, member("prompt", b'[""', b',""', b"]")),
+    "prompts of ids": (TEXT, 200, member("prompt", b"[[]", b",[1]", b"]")),
+    "ids": (TEXT, 200, member("prompt", b"[1", b",1", b"]")),
+    "input items": (RESPONSES, 200, member("input", b"[{}", b",{}", b"]")),
+    "inputs": (VECTORS, 200, member("input", b'[""', b',""', b"]", "vectors")),
+    "inputs of ids": (VECTORS, 200, member("input", b"[[]", b",[1]", b"]", "vectors")),
+    "pairs": ("/v1/score", 200, member("text_1", b'"a","text_2":[""', b',""', b"]", "vectors")),
+    "documents": ("/v1/rerank", 200, member("documents", b'[""', b',""', b"]", "vectors")),
+    "tokens": ("/v1/detokenize", 200, member("tokens", b"[1", b",1", b"]")),
+}
+# Of these, bodies that are decoded at once have another status.
+SMALL = {
+    **dict.fromkeys(("one number", "space", "space before", "members", "equal members"), 200),
+    **dict.fromkeys(("long stop", "stream options", "template arguments", "long salt"), 200),
+    "long model": 404,
+}
+# By kind: content type, status of the answer, body.
+ANSWERS: dict[str, tuple[str, int, Made]] = {
+    "deep": ("application/json", 200, Made(b'{"x":[1', DEEP, b"]}")),
+    "objects": ("application/json", 200, Made(b'{"x":[1', b",{}", b"]}")),
+    "floats": ("application/json", 200, Made(b'{"x":[1', b",0.0123", b"]}")),
+    "texts": ("application/json", 200, Made(b'{"x":[1', b',"\xc3\xa9"', b"]}")),
+    "usages": ("application/json", 200, Made(b'{"x":[1', b',{"usage":{"a":1}}', b"]}")),
+    "nested usages": ("application/json", 200, Made(b"", b'{"usage":', b"")),
+    "long error": ("application/json", 200, Made(b'{"error":{"x":[1', b",[]", b"]}}")),
+    "status 400": ("application/json", 400, Made(b'{"error":{"x":[1', b",[]", b"]}}")),
+    "status 500": ("application/json", 500, Made(b'{"error":{"x":[1', b",[]", b"]}}")),
+    "event": (EVENTS, 200, Made(b'data: {"x":[1', DEEP, b"]}\n\n")),
+    "event of choices": (EVENTS, 200, Made(b'data: {"choices":[{}', b',{"index":1}', b"]}\n\n")),
+    "event of usage": (EVENTS, 200, Made(b'data: {"usage":{"x":[1', b",{}", b"]}}\n\n")),
+    "event of another type": (EVENTS, 200, Made(b'data: {"choices":"","x":[1', b",[]", b"]}\n\n")),
+    "event of an error": (EVENTS, 200, Made(b'data: {"error":{"x":[1', b",[]", b"]}}\n\n")),
+    "lines of data": (EVENTS, 200, Made(b"", b"data:\n", b"\n")),
+    "lines of CR": (EVENTS, 200, Made(b"", b"data:\r", b"\r")),
+    "events": (EVENTS, 200, Made(b"", b'data: {"choices":[]}\n\n', b"")),
+    "tiny events": (EVENTS, 200, Made(b"", b"data:1\n\n", b"")),
+    "empty events": (EVENTS, 200, Made(b"", b"\n\n", b"")),
+    "comments": (EVENTS, 200, Made(b"", b":\n\n", b"")),
+    "long comment": (EVENTS, 200, Made(b": ", b"a", b"\n\n")),
+}
+
+# Asks a worker without a pause, and says for each line of its input how long the worker was busy at most
+# between a question and its answer: in CPU time, which other processes do not add to.
+HEARTBEAT = """
+import select, socket, sys, time
+port, pid = map(int, sys.argv[1:])
+clock = (~pid << 3) | 2
+body = b'{"model":"nobody"}'
+head = b"POST /v1/chat/completions HTTP/1.1\\r\\nhost: a\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body)
+sock = socket.create_connection(("127.0.0.1", port))
+sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+longest = 0.0
+while True:
+    before = time.clock_gettime(clock)
+    sock.sendall(head + body)
+    answer = sock.recv(65536)
+    longest = max(longest, time.clock_gettime(clock) - before)
+    assert answer.startswith(b"HTTP/1.1 404") and answer.endswith(b"}"), answer
+    if select.select([sys.stdin], [], [], 0)[0]:
+        if not sys.stdin.readline():
+            break
+        print(longest, flush=True)
+        longest = 0.0
+"""
+
+
+class Heartbeat:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def longest_s(self) -> float:
+        """The longest stall since the last call."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(b"\n")
+        return float(await asyncio.wait_for(self._process.stdout.readline(), PATIENCE_S))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replicas(shared: Stack) -> list[FakeReplica]:
+    made = [await shared.replica("writes"), await shared.replica("embeds", model="vectors")]
+    await shared.ready(*made)
+    return made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def heartbeat(shared: Stack) -> AsyncIterator[Heartbeat]:
+    port, pid = shared.client_socket.getsockname()[1], shared.workers[0].pid
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HEARTBEAT, str(port), str(pid),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    yield Heartbeat(process)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert await process.wait() == 0
+
+
+SIZES = [
+    200_000,
+    300_000,
+    pytest.param(MB, marks=pytest.mark.long),
+    pytest.param(16 * MB, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_no_body_of_a_client_stalls_the_others(
+    shared: Stack, replicas: list[FakeReplica], heartbeat: Heartbeat, size: int
+) -> None:
+    for replica in replicas:
+        replica.answer = whole(b"{}", 200, "application/json")
+    found = {}
+    for kind, (path, _, made) in BODIES.items():
+        answer = await shared.http.post(path, content=made.of(size))
+        found[kind] = answer.status_code, await heartbeat.longest_s()
+    expected = {kind: status for kind, (_, status, _) in BODIES.items()}
+    if size <= MAX_DECODED:
+        expected |= SMALL
+    assert {kind: status for kind, (status, _) in found.items()} == expected
+    if size >= MB:
+        assert {kind: stall_s for kind, (_, stall_s) in found.items() if stall_s > LONGEST_S} == {}
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_no_answer_of_a_replica_stalls_the_others(
+    shared: Stack, replicas: list[FakeReplica], heartbeat: Heartbeat, size: int
+) -> None:
+    found = {}
+    for kind, (content_type, status, made) in ANSWERS.items():
+        replicas[0].answer = whole(made.of(size), status, content_type)
+        answer = await shared.chat(stream=content_type == EVENTS)
+        found[kind] = answer.status_code, await heartbeat.longest_s()
+    if size >= MB:
+        assert {kind: stall_s for kind, (_, stall_s) in found.items() if stall_s > LONGEST_S} == {}
+
+
+def whole(body: bytes, status: int, content_type: str) -> Answer:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.reply(body, status=status, content_type=content_type)
+
+    return answer
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("unit", [b",0.0123", DEEP, b',"\\u00e9"'])
+async def test_no_answer_to_a_shared_call_stalls_the_others(
+    shared: Stack, replicas: list[FakeReplica], heartbeat: Heartbeat, size: int, unit: bytes
+) -> None:
+    """Two requests wait for a third one, and share a call, whose answer is split."""
+    count = 32
+    let_go = asyncio.Event()
+    vector = Made(b'{"index":%d,"embedding":[1', unit, b"]}")
+
+    async def embed(exchange: Exchange) -> None:
+        inputs = exchange.json["input"]
+        if len(inputs) == 1:
+            await let_go.wait()
+        items = [vector.of(size // (2 * count)) % i for i in range(len(inputs))]
+        await exchange.reply(b'{"data":[%b]}' % b",".join(items))
+
+    replicas[1].answer = embed
+    replicas[1].hits.clear()
+
+    async def ask(inputs: int) -> httpx.Response:
+        return await shared.http.post(VECTORS, json={"model": "vectors", "input": ["a"] * inputs})
+
+    first = asyncio.create_task(ask(1))
+    await until(lambda: len(replicas[1].hits) == 1)
+    answers = await asyncio.gather(ask(count - 1), ask(count))
+    let_go.set()
+    await first
+    assert [hit.json["input"] for hit in replicas[1].hits[1:]] == [["a"] * (2 * count - 1)]
+    assert [len(answer.json()["data"]) for answer in answers] == [count - 1, count]
+    stall_s = await heartbeat.longest_s()
+    if size >= MB:
+        assert stall_s < LONGEST_S
