@@ -2,6 +2,8 @@
 
 Data goes to the client by callback in the same turn of the event loop. httpx takes 3 ms a request, twenty
 times the budget.
+
+This module is over 400 lines: the state of a connection decides what each read and each end of it means.
 """
 
 from __future__ import annotations
