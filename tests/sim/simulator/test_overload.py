@@ -74,8 +74,8 @@ def sized(trace: Iterator[Arrival], prompt: int) -> Iterator[Arrival]:
     return (arrival._replace(input_tokens=prompt) for arrival in trace)
 
 
-# No slot is kept free: of few slots, one falls free every 0.2 s, which is as long as the light tenant's prompts
-# take, and a request waits for two of them.
+# No slot is kept free: of few slots, one falls free every 0.2 s, as long as the light tenant's prompts take,
+# and a request waits for two of them.
 FEW = deployment(), of("light", 0.5, 0, 240.0), of("heavy", 10.0, 10, 240.0), 2.2
 MANY = (
     deployment("h100-8b", 16),
