@@ -35,7 +35,8 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     54     sim/simulator/test_overload.py::test_a_tenant_,
            faults/test_overload.py::test_54_
     55     gateway/http/test_server.py::test_invalid_requests_,
-           gateway/protocol/test_paths.py::test_a_body_over_, gateway/protocol/test_events.py::test_depth_
+           gateway/protocol/test_paths.py::test_a_body_over_,
+           gateway/protocol/test_json_structure.py::test_members_depth_
     56     gateway/http/test_server.py::test_slow_senders_
     57     faults/test_schema.py::test_57_
     58     gateway/test_worker.py::test_the_log_holds_nothing_
