@@ -19,8 +19,10 @@ PRICE = 4.5  # beyond the edge: enough to leave a warm home in spite of the pref
 # The edge, the excess over the mean from which a share is too large: a fixed part, the deviation by chance,
 # and what the next prefixes may still even out.
 SLACK = 0.03
-CHANCE = 1.0
-FIRST = 16.0
+CHANCE = 0.8
+FIRST = 8.0
+# A prefix helps if its traffic is at least this part of the excess.
+HELPS = 0.7
 # Beyond this many edges, requests leave even if others are already being moved.
 FLIGHT = 2.5
 # Caches are kept even too, since their size is often unknown: the multiple of the mean number of homes from
@@ -147,7 +149,8 @@ class Share:
     """The recent load of one replica in requests, and the number of its homes.
 
     ``due`` is both together per weight, as of the last balance. ``takers`` are the shares of replicas that
-    got copies of prefixes from here, with the part of the mean load that each takes.
+    got copies of prefixes from here, with the part of the mean load that each can take, and the mean load by
+    which that would have evened the load.
     """
 
     __slots__ = ("due", "homes", "load", "seen", "takers", "weight")
@@ -157,7 +160,7 @@ class Share:
         self.load = 0.0
         self.homes = 0.0
         self.due = 0.0
-        self.takers: list[tuple[Share, float]] = []
+        self.takers: list[tuple[Share, float, float]] = []
         self.weight = 1.0
 
     def take(self, begun: int) -> None:
@@ -165,6 +168,16 @@ class Share:
         if begun > self.seen >= 0:
             self.load += begun - self.seen
         self.seen = begun
+
+
+def add_taker(share: Share, taker: Share, part: float, present: Sequence[Share]) -> None:
+    """``taker`` got a copy of a prefix that makes up ``part`` of the mean load of ``present``.
+
+    Once it had the time to even the load, it relieves no further: its prefix may have moved as a whole.
+    """
+    mean = sum([other.load for other in present]) / sum([other.weight for other in present])
+    until = mean + (share.load / share.weight - mean) / part if part else mean
+    share.takers = [*share.takers[-3:], (taker, part, until)]
 
 
 class Balance(NamedTuple):
@@ -183,8 +196,8 @@ class Balance(NamedTuple):
         """The price of one more request at a replica with ``share``.
 
         It is small below the edge. Above it, a warm home becomes dearer than a cold prefill elsewhere for a
-        prefix whose traffic (``leverage``, in mean loads) is at least the excess, unless the takers of
-        earlier copies already cover the excess.
+        prefix whose traffic (``leverage``, in mean loads) helps against the excess, unless the takers of
+        earlier copies already cover it.
         """
         fair = share.weight * self.load
         if fair <= 0.0:
@@ -196,8 +209,8 @@ class Balance(NamedTuple):
         if over <= edge:
             return LEAN * over
         least = share.load * (1.0 - 0.5 * edge)
-        relief = sum(part for taker, part in share.takers if taker.load < least)
-        if relief >= over or leverage < over:
+        relief = sum(part for taker, part, until in share.takers if taker.load < least and self.load < until)
+        if relief >= over or leverage < HELPS * over:
             return LEAN * over + PRICE * max(0.0, over / edge - FLIGHT)
         return LEAN * over + PRICE
 
@@ -227,6 +240,7 @@ def balance_of(shares: Sequence[Share], worth: float = 1.0) -> Balance:
         for share in shares:
             share.load *= 0.5
             share.homes *= 0.5
+            share.takers = [(taker, part, 0.5 * until) for taker, part, until in share.takers]
         return balance_of(shares, worth)
     fair = (total + worth * homes) / weights
     return Balance(total / weights, least, LEAN_NEW / fair if fair > 0.0 else 0.0, homes / weights)

@@ -15,7 +15,7 @@ from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import step_table_of
 from policy.hashing import rendezvous
 from policy.request import Request
-from policy.routing.cache_affinity import Popularity, balance_of
+from policy.routing.cache_affinity import Popularity, add_taker, balance_of
 from policy.routing.cost import Candidate, CostEstimate, CostModel, Row
 from policy.routing.prediction_correction import InterTokenGaps
 from policy.routing.replica_state import ReplicaState
@@ -290,7 +290,8 @@ class Router:
                 continue
             if depth := held.depth(prefix, at):
                 part = self._popular.share(prefix[depth - 1]) * len(self._sites)
-                site.share.takers = [*site.share.takers[-3:], (taker.share, part)]
+                present = [other.share for other in self._sites.values()]
+                add_taker(site.share, taker.share, part, present)
 
     def _keeps_pace(self, candidate: Candidate, site: ReplicaState) -> bool:
         return self._gaps.factor * _next_step_s(candidate, site) <= self.settings.itl_s

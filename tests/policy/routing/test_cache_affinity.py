@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.hashing import rendezvous
-from policy.routing.cache_affinity import Popularity, Share, Slots, balance_of, crowd_price
+from policy.routing.cache_affinity import (
+    Popularity,
+    Share,
+    Slots,
+    add_taker,
+    balance_of,
+    crowd_price,
+)
 
 REPLICAS = [0x1111_2222_3333_4444 * i + 7 for i in range(1, 6)]
 
@@ -123,8 +130,11 @@ def test_above_the_bound_a_warm_home_costs_more_than_a_cold_prefill() -> None:
 
 def test_copies_that_take_over_traffic_suspend_the_price() -> None:
     uneven = shares(500, 400, 400, 380)
-    uneven[0].takers = [(uneven[3], 1.0)]
+    add_taker(uneven[0], uneven[3], 1.0, uneven)  # 80 above the mean of 420: even at 500
     assert balance_of(uneven).share_price(uneven[0], leverage=1.0) < 1.0
+    grown = shares(600, 480, 480, 480)
+    grown[0].takers = uneven[0].takers
+    assert balance_of(grown).share_price(grown[0], leverage=1.0) > 2.0, "the copy had its time"
     uneven[1].load = uneven[2].load = 340.0
     uneven[3].load = 500.0
     assert balance_of(uneven).share_price(uneven[0], leverage=1.0) > 2.0, "the taker is overloaded itself"
