@@ -91,15 +91,15 @@ def _assemble(raw: bytes, members: list[Member]) -> Body:
     found = {_name_of(member.name): member for member in members}
     text = memoryview(raw)
     values = {name: Raw(text[member.begin : member.end]) for name, member in found.items()}
-    for name in SHORT_FIELDS & values.keys():
+    for name in SHORT_FIELDS.intersection(values):
         if len(memoryview(values[name])) > MAX_FIELD:
             raise Refused(Refusal.BAD_REQUEST, f"{name} takes at most {MAX_FIELD} bytes.", param=name)
-    scalars = [b'"%b":%b' % (name.encode(), bytes(values[name])) for name in SCALARS & values.keys()]
+    scalars = [b'"%b":%b' % (name.encode(), bytes(values[name])) for name in SCALARS.intersection(values)]
     try:
         body = LARGE_BODY.decode(b"{%b}" % b",".join(scalars))
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
-    for name in RAW_FIELDS & values.keys():
+    for name in RAW_FIELDS.intersection(values):
         setattr(body, name, values[name])
     body.members = values
     body.prompts = found["prompt"].items if "prompt" in found else 0
