@@ -70,8 +70,9 @@ async def test_a_request_is_retried_after_comments_or_rejected_by_an_event(stack
     fails, serves = await stack.replica("fails"), await stack.replica("serves")
 
     async def fail(exchange: Exchange) -> None:
-        await exchange.reply(b"{}", status=500)
         stack.controller.set(fails, serves)
+        await stack.reaches(2, "tidegate_replicas_up", model="alpha")
+        await exchange.reply(b"{}", status=500)
 
     fails.answer, serves.answer = fail, stream(OK + DONE)
     body = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}], "stream": True}
