@@ -195,9 +195,8 @@ async def heartbeat(shared: Stack) -> AsyncIterator[Heartbeat]:
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     yield Heartbeat(process)
-    assert process.stdin is not None
-    process.stdin.close()
-    assert await process.wait() == 0
+    await process.communicate()  # it reads to the end: else the transport is closed by a later collection
+    assert process.returncode == 0
 
 
 SIZES = [
