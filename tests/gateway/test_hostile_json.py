@@ -245,6 +245,7 @@ def whole(body: bytes, status: int, content_type: str) -> Answer:
     return answer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("unit", [b",0.0123", DEEP, b',"\\u00e9"'])
 async def test_no_answer_to_a_shared_call_stalls_the_others(
