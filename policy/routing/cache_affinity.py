@@ -175,7 +175,7 @@ def add_taker(share: Share, taker: Share, part: float, present: Sequence[Share])
 
     Once it had the time to even the load, it relieves no further: its prefix may have moved as a whole.
     """
-    mean = sum([other.load for other in present]) / sum([other.weight for other in present])
+    mean = math.fsum(other.load for other in present) / math.fsum(other.weight for other in present)
     until = mean + (share.load / share.weight - mean) / part if part else mean
     share.takers = [*share.takers[-3:], (taker, part, until)]
 

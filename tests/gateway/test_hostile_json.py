@@ -195,7 +195,8 @@ async def heartbeat(shared: Stack) -> AsyncIterator[Heartbeat]:
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     yield Heartbeat(process)
-    await process.communicate()  # it reads to the end: else the transport is closed by a later collection
+    # To the end of its output: else its transport is closed by a later collection.
+    await process.communicate(b"")
     assert process.returncode == 0
 
 
