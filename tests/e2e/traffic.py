@@ -69,8 +69,12 @@ class Traffic:
 
     @property
     def replicas(self) -> set[str]:
-        """The replicas that have served."""
-        return {o.replica for o in self.outcomes if not o.problem}
+        """The replicas that have served, as far as the answers name them.
+
+        The head of a stream that waits longer than ``gateway.sse_keepalive_s`` is sent before its replica is
+        chosen.
+        """
+        return {o.replica for o in self.outcomes if o.replica and not o.problem}
 
     def _client(self, number: int) -> None:
         with httpx.Client(base_url=self.stack.base_url, timeout=PATIENCE_S, trust_env=False) as client:
