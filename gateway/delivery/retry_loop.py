@@ -23,8 +23,8 @@ from policy.errors import Refusal
 from policy.types import EngineKind, Runner
 from policy.wire.headers import PREFILL_HEADER, PREFIX_HEADER
 
-# What becomes of the requests on a replica that dies, or hangs.
-_LOSSES = frozenset({AttemptOutcome.LOST, AttemptOutcome.BROKEN, AttemptOutcome.SILENT})
+# What becomes of the requests on a replica that dies.
+_LOSSES = frozenset({AttemptOutcome.LOST, AttemptOutcome.BROKEN})
 # Prefix hashes that a request's head carries for other hosts, 17 bytes each.
 MAX_NEW_HASHES = 64
 

@@ -85,8 +85,6 @@ class Probes:
                 stuck.append(handle)
         # All are ejected before the first request moves: it must not go from one to the next.
         ejected = [handle for handle in stuck if served.health.stalled(handle.breaker, at)]
-        for handle in ejected:
-            handle.died()
         for handle in stuck:
             others = any(other.admissible for other in served.handles)
             if handle in ejected or (others and not handle.admissible):

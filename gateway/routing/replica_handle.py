@@ -284,7 +284,7 @@ class ReplicaHandle:
         self._reach()
 
     def died(self) -> None:
-        """It ended without having drained, or hangs."""
+        """It ended without having drained."""
         self._events.died(self.model, self.view.key)
 
     def refused(self, reason: Refusal) -> None:

@@ -48,7 +48,7 @@ class Suspects:
             self._drop(next(iter(self._losses)))
 
     def died(self, replica: int, at: float) -> None:
-        """The replica with this key died, or hangs."""
+        """The replica with this key died."""
         self._forget(at)
         known = self._deaths.setdefault(replica, [])
         if not known or at - known[-1] > SAME_DEATH_S:
