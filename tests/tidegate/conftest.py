@@ -76,6 +76,15 @@ def until(true: Callable[[], Any], what: str, within_s: float = 120.0) -> Any:
     return value
 
 
+class Command(subprocess.Popen[str]):
+    """A process that a failed assertion in its ``with`` block ends, instead of waiting for its end."""
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, *rest)
+
+
 @dataclass(frozen=True)
 class Site:
     """One state directory and one deployment file."""
@@ -112,10 +121,10 @@ class Site:
         assert (code, err) == (0, "")
         return out
 
-    def popen(self, *arguments: str) -> subprocess.Popen[str]:
+    def popen(self, *arguments: str) -> Command:
         environment = {**os.environ, "TIDEGATE_STATE_DIR": str(self.state)}
         environment.pop("RAY_ADDRESS", None)
-        return subprocess.Popen(
+        return Command(
             [sys.executable, "-m", "tidegate", *arguments],
             cwd=ROOT,
             env=environment,
