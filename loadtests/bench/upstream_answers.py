@@ -52,7 +52,7 @@ BODY = json.dumps(
         "created": 1700000000,
         "model": "alpha",
         "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}],
-        "usage": _usage(27, 1),
+        "usage": _usage(2048, 1),  # possible for prompts of any size here: gateways may check it
     },
     separators=(",", ":"),
 ).encode()
