@@ -22,8 +22,8 @@ from gateway.control.report_sender import Reporter, ReportSender
 from gateway.http.server import Server
 from gateway.http.upload_budget import UploadBudget
 from gateway.request_pipeline import Gateway
+from gateway.routing.active_health_checks import Probes
 from gateway.routing.external_server_poller import ExternalPoller
-from gateway.routing.outlier_detection import Probes
 from gateway.routing.shared_counters import BEAT_EVERY_S, SharedRows
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.structured_log import LibraryHandler, Log

@@ -45,7 +45,7 @@ MODULES = {
         "routing/replica_state",
         "routing/router",
         "routing/settings",
-        "signals/model_counters",
+        "signals/worker_counters",
         "stats/histogram",
         "stats/windows",
     ),

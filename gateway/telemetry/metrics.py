@@ -21,7 +21,7 @@ from gateway.telemetry.adapter_metrics import AdapterMetrics
 from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts, publish_total
 from gateway.telemetry.tenant_metrics import NONE, TenantMetrics
 from policy.routing.replica_health import HealthCounters
-from policy.signals.model_counters import WorkerCounters
+from policy.signals.worker_counters import WorkerCounters
 from policy.stats.histogram import GAPS, SECONDS, HistogramCounter
 from policy.types import Priority
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from policy.config.deployment import ModelSpec
-from policy.config.revision_changes import digest as digest_of
+from policy.config.engine_revision import digest as digest_of
 from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import LayerKey

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from policy.config.deployment import ModelSpec
-from policy.config.revision_changes import engine_inputs
+from policy.config.engine_revision import engine_inputs
 from policy.engine.online_calibration import Calibration, Fit, State, slowness
 from policy.engine.performance_model import EngineModel
 from policy.engine.step_samples import StepSample

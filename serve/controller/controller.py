@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.revision_changes import digest
+from policy.config.engine_revision import digest
 from policy.deployment_file.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError
 from policy.scaling.decision_types import Override

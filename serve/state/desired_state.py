@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from policy.config.deployment import Deployment, ModelSpec, Replicas
-from policy.config.revision_changes import built_shapes, digest, same_engines, used_shapes
+from policy.config.engine_revision import built_shapes, digest, same_engines, used_shapes
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.errors import TargetError
 from policy.scaling.decision_types import Override

@@ -18,7 +18,7 @@ from policy.request import AnswerLength, Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Router
 from policy.routing.settings import settings_of
-from policy.signals.model_counters import WorkerCounters
+from policy.signals.worker_counters import WorkerCounters
 from policy.wire.capture import BLOCK_TOKENS
 from policy.wire.reports import ModelReport
 from sim.arrival_stream import Arrival

@@ -11,9 +11,9 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.conversation import Content, Message, anthropic_turns, prompt_of
+from serve.engine.sim.chat_template import Content, Message, anthropic_turns, prompt_of
 from serve.engine.sim.generation_service import Positive, Sampling, Service, call_id, request_id
-from serve.engine.sim.http_messages import ApiError, answer, event, read, respond
+from serve.engine.sim.http_exchange import ApiError, answer, event, read, respond
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.tool_calls import Definition, Tools
 

@@ -17,7 +17,7 @@ from policy.types import Runner
 from serve.engine.sim.anthropic_messages import messages
 from serve.engine.sim.completions import chat, completions, detokenize, tokenize
 from serve.engine.sim.generation_service import Service
-from serve.engine.sim.http_messages import answer, on_error
+from serve.engine.sim.http_exchange import answer, on_error
 from serve.engine.sim.pooling import embeddings, rerank, score
 from serve.engine.sim.responses_api import responses
 

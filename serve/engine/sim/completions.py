@@ -12,9 +12,9 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.conversation import Message, chat_turns, prompt_of
+from serve.engine.sim.chat_template import Message, chat_turns, prompt_of
 from serve.engine.sim.generation_service import Positive, Sampling, Service, call_id, now, request_id
-from serve.engine.sim.http_messages import DONE, ApiError, answer, event, read, respond
+from serve.engine.sim.http_exchange import DONE, ApiError, answer, event, read, respond
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Output, Prompt, mix, token_bytes, token_id
 from serve.engine.sim.tool_calls import Tool, Tools, tools_of

@@ -13,7 +13,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from policy.types import Runner
-from serve.engine.sim.http_messages import ApiError
+from serve.engine.sim.http_exchange import ApiError
 from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.step_loop import Generation, StepLoop
 from serve.engine.sim.text import Output, Prompt, call, natural_length, seed_of, write

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from serve.engine.sim.completions import Prompts, prompts_of
 from serve.engine.sim.generation_service import Service, now, request_id
-from serve.engine.sim.http_messages import ApiError, read, respond
+from serve.engine.sim.http_exchange import ApiError, read, respond
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Prompt
 

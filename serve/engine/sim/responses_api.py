@@ -11,9 +11,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.conversation import prompt_of, responses_turns
+from serve.engine.sim.chat_template import prompt_of, responses_turns
 from serve.engine.sim.generation_service import Positive, Sampling, Service, call_id, now, request_id
-from serve.engine.sim.http_messages import ApiError, event, read, respond
+from serve.engine.sim.http_exchange import ApiError, event, read, respond
 from serve.engine.sim.text import Output
 from serve.engine.sim.tool_calls import Definition, Tools
 

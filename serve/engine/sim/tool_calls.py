@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from serve.engine.sim.http_messages import ApiError
+from serve.engine.sim.http_exchange import ApiError
 from serve.engine.sim.text import mix, words
 
 _DEPTH = 8

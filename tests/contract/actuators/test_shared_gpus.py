@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from policy.config.deployment import Deployment
-from policy.config.revision_changes import digest
+from policy.config.engine_revision import digest
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import LayerKey
 from policy.types import Replica, ReplicaPhase

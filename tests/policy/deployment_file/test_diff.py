@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.config.deployment import Deployment
-from policy.config.revision_changes import same_engines, used_shapes
+from policy.config.engine_revision import same_engines, used_shapes
 from policy.deployment_file.diff import Effect, diff
 from policy.deployment_file.parse import parse
 from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from policy.config.deployment import ModelSpec
-from policy.config.revision_changes import digest
+from policy.config.engine_revision import digest
 from policy.scaling.transition_steps import LayerKey
 from serve.actuator.interface import Held
 from serve.state.desired_state import DesiredMode, Target, first_target, found_target

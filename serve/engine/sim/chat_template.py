@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from serve.engine.sim.http_messages import ApiError
+from serve.engine.sim.http_exchange import ApiError
 from serve.engine.sim.text import Prompt
 
 Content = str | list[dict[str, Any]] | None
