@@ -82,6 +82,8 @@ class FileHandler(logging.Handler):
             self._log.write(self.format(record).encode() + b"\n")
         except OSError:  # a full disk loses lines
             return
+        except Exception:  # noqa: BLE001 - as Python's handlers: a record that cannot be formatted
+            self.handleError(record)
 
     def close(self) -> None:
         self._log.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import psutil
@@ -14,6 +15,8 @@ settings.register_profile(
 )
 settings.load_profile("tests")
 BUSY_PERCENT = 40.0
+# A shell ignores it in what it runs in the background, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

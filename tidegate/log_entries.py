@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -70,8 +71,10 @@ def _parse(raw: str, now: float) -> _Line:
     if match := _VLLM.fullmatch(raw):
         return _Line(_without_year(match["at"], now), match["level"].lower(), (match["text"],))
     if match := _PYTHON.fullmatch(raw):
-        at = datetime.fromisoformat(match["at"].replace(",", ".")).astimezone().timestamp()
-        return _Line(at, (match["level"] or "info").lower(), (match["text"],))
+        level = (match["level"] or "info").lower()
+        with suppress(ValueError):  # it only looked like an instant
+            at = datetime.fromisoformat(match["at"].replace(",", ".")).astimezone().timestamp()
+            return _Line(at, level, (match["text"],))
     if match := _UVICORN.fullmatch(raw):
         return _Line(None, match["level"].lower(), (match["text"],))
     return _Line(None, "error" if _CRASH.match(raw) else None, (raw,))
@@ -83,10 +86,11 @@ def _own(raw: str) -> _Line | None:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
         at, level = datetime.fromisoformat(fields["at"]).timestamp(), fields["level"]
         first, *others = str(fields["event"]).splitlines() or [""]
+        places = [f"  {place}" for place in fields.get("traceback", ())]
+        LEVELS.index(level)
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
         return None
     shown = [f"{key}={_value(value)}" for key, value in fields.items() if _is_shown(key, value)]
-    places = [f"  {place}" for place in fields.get("traceback", ())]
     return _Line(at, level, (" ".join([first, *shown]), *others, *places))
 
 

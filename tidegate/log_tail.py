@@ -20,8 +20,8 @@ def tail(path: Path, lines: int | None, *, since: float = 0.0, level: str = LEVE
     for file in (path, *(path.with_name(f"{path.name}.{i}") for i in range(1, KEPT + 1))):
         size = _BLOCK_BYTES
         while (read := _read_end(file, size)) is not None:
-            text, rest = read
-            block = entries(path.stem, text.splitlines(), file.stat().st_mtime)
+            lines_read, written_at, rest = read
+            block = entries(path.stem, lines_read, written_at)
             wanted = [entry for entry in block if entry.at >= since and is_at_least(entry, level)]
             enough = lines is not None and len(wanted) + len(found) >= lines
             older = bool(block) and block[0].at < since
@@ -38,15 +38,20 @@ def is_at_least(entry: Entry, level: str) -> bool:
     return LEVELS.index(entry.level) >= LEVELS.index(level)
 
 
-def _read_end(path: Path, max_bytes: int) -> tuple[str, bool] | None:
-    """The last whole lines within ``max_bytes``, and whether there are earlier ones; no file is ``None``."""
+def _read_end(path: Path, max_bytes: int) -> tuple[list[str], float, bool] | None:
+    """The last whole lines within ``max_bytes``, when the last was written, and whether others precede.
+
+    ``None`` if there is no file.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - max_bytes))
             if size > max_bytes:
                 file.readline()  # a part of a line
-            return file.read().decode(errors="replace"), size > max_bytes
+            lines = file.read().removesuffix(b"\n").split(b"\n")
+            found = [line.decode(errors="replace") for line in lines if line or len(lines) > 1]
+            return found, os.fstat(file.fileno()).st_mtime, size > max_bytes
     except FileNotFoundError:
         return None
 

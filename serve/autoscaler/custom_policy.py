@@ -96,7 +96,7 @@ class GuardedPolicy:
         try:
             return _checked(self._call(view, memory) if self.alone else self.policy.decide(view, memory))
         except Exception as raised:  # noqa: BLE001 - no error may stop the control loop
-            return None, f"raised {_describe(raised)}{_place(raised)}"
+            return None, f"raised {_describe(raised)}{_place(raised, type(self.policy).__module__)}"
 
     def _call(self, view: View, memory: Any) -> Any:
         """The result of the policy; raises its errors, and ``TimeoutError``."""
@@ -173,10 +173,14 @@ def _imported(name: str) -> Any:
         return module
 
 
-def _place(error: BaseException) -> str:
-    """The line of the user's code that raised ``error``; empty for errors of this module."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return "" if last.filename == __file__ else f" ({Path(last.filename).name}:{last.lineno})"
+def _place(error: BaseException, module: str) -> str:
+    """The last line of ``module``, the policy's, on the way to ``error``; empty if it was not reached."""
+    places = [
+        f" ({Path(frame.f_code.co_filename).name}:{line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") == module
+    ]
+    return places[-1] if places else ""
 
 
 def _describe(error: BaseException) -> str:

@@ -38,6 +38,14 @@ def local(*parts: int) -> float:
         ("Traceback (most recent call last):", NOW, "error", "Traceback (most recent call last):"),
         ('{"message": "not ours"}', NOW, "info", '{"message": "not ours"}'),
         ("{", NOW, "info", "{"),
+        *(
+            (foreign, NOW, "info", foreign)
+            for foreign in (
+                '{"at":"2026-01-02T09:00:00+00:00","level":"warn","event":"not ours"}',
+                '{"at":"2026-01-02T09:00:00+00:00","level":"info","event":"not ours","traceback":null}',
+                "2026-13-45 99:99:99,123 no time",
+            )
+        ),
         ("", NOW, "info", ""),
     ],
 )  # fmt: skip

@@ -26,12 +26,19 @@ def stored_deployment(state: StateDir) -> Deployment:
 
 
 def controller_client(state: StateDir) -> ControllerClient:
-    """A client of the running deployment's controller.
+    """A client of the running deployment's controller, which outlives the supervisor on a joined cluster.
 
     Raises :class:`policy.errors.Unreachable` if nothing is running, :class:`policy.errors.TargetError` for
     external models alone.
     """
-    deployment = parse(SupervisorClient(state).status().document)
+    try:
+        deployment = parse(SupervisorClient(state).status().document)
+    except Unreachable:
+        if not state.deployment_path.exists():
+            raise
+        deployment = stored_deployment(state)
+        if deployment.cluster.address == "local":
+            raise
     if not deployment.needs_controller:
         raise TargetError("every model is external: Tidegate deploys no replicas here")
     return ControllerClient(deployment.cluster.controller, state.secret())

@@ -55,8 +55,10 @@ def gateway_fleet(gateway: GatewayConfig, token: str) -> GatewayFleet | None:
         return None
 
 
-def summary(model: str, servers: Iterable[Replica]) -> str:
-    """How many of the servers serve the ``model``."""
+def summary(model: str, servers: Iterable[Replica] | None) -> str:
+    """How many of the servers serve the ``model``; ``None`` if no gateway worker said."""
+    if servers is None:
+        return "no gateway worker answers on the admin port"
     states = [server.state for server in servers if server.model == model]
     if not states:
         return "its servers were not probed yet"
@@ -64,6 +66,10 @@ def summary(model: str, servers: Iterable[Replica]) -> str:
     return f"served by {states.count(ReplicaPhase.READY) or 'none'} of {len(states)} {noun}"
 
 
-def reasons(model: str, servers: Iterable[Replica]) -> list[str]:
+def reasons(model: str, servers: Iterable[Replica] | None) -> list[str]:
     """Each server that does not serve the ``model``, with the reason."""
-    return [f"{server.url}: {server.reason}" for server in servers if server.model == model and server.reason]
+    return [
+        f"{server.url}: {server.reason}"
+        for server in servers or ()
+        if server.model == model and server.reason
+    ]

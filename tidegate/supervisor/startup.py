@@ -227,7 +227,7 @@ class Startup:
             missing = [
                 name
                 for name in models
-                if not any(s.model == name and s.state is ReplicaPhase.READY for s in servers)
+                if not any(s.model == name and s.state is ReplicaPhase.READY for s in servers or ())
             ]
             lines = {name: external_servers.reasons(name, servers) for name in models}
             if not missing:
@@ -236,7 +236,8 @@ class Startup:
                     for line in lines[name]:
                         self.progress.emit(Event(kind="note", message=f"{name}: {line}"))
                 return
-            self.progress.step("server", "; ".join(f"{name}: {', '.join(lines[name])}" for name in missing))
+            said = {name: lines[name] or [external_servers.summary(name, servers)] for name in missing}
+            self.progress.step("server", "; ".join(f"{name}: {', '.join(said[name])}" for name in missing))
             check_alive(self.workers)
             if clock() >= deadline:
                 text = "".join(
@@ -249,9 +250,9 @@ class Startup:
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _known_servers(self) -> tuple[Replica, ...]:
+    def _known_servers(self) -> tuple[Replica, ...] | None:
         fleet = external_servers.gateway_fleet(self.deployment.gateway, self.state.admin_token())
-        return fleet.servers(self.deployment, 0.0) if fleet is not None else ()
+        return fleet.servers(self.deployment, 0.0) if fleet is not None else None
 
     async def _until(
         self, step: str, check: Callable[[], Awaitable[str | None]], *needed: Child, poll_s: float = _POLL_S

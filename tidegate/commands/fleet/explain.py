@@ -70,11 +70,11 @@ def explain(state: StateDir, model: str | None, last: int | None, at: float | No
         _print([some for some in decisions.values() if some], time.time())
     if missing := [name for name, some in decisions.items() if not some]:
         now, names = time.time(), ", ".join(missing)
-        if at is not None or log.first_at is None:
+        if at is not None or log.first_at is None or log.first_at <= now:
             when = "" if at is None else f" before {clock(at, now)}"
             warn(f"tidegate: no decision on {names}{when} is known")
         else:
-            warn(f"tidegate: first decision on {names} in {max(1, math.ceil(log.first_at - now))} s")
+            warn(f"tidegate: first decision on {names} in {math.ceil(log.first_at - now)} s")
         sys.exit(Exit.FAILED)
 
 

@@ -71,7 +71,7 @@ def gather(state: StateDir, at: float) -> StatusData:
     fleet = msgspec.structs.replace(fleet, replicas=fleet.replicas + servers)
     if not models:
         models = _last_known(deployment, fleet)
-    models += tuple(_external(name, servers) for name in external)
+    models += tuple(_external(name, servers if gateway is not None else None) for name in external)
     return StatusData(
         state_dir=str(state.root),
         at=at,
@@ -84,9 +84,9 @@ def gather(state: StateDir, at: float) -> StatusData:
     )
 
 
-def _external(name: str, servers: Sequence[Replica]) -> ModelStatus:
+def _external(name: str, servers: Sequence[Replica] | None) -> ModelStatus:
     """An external model; its note says how many of its servers serve it, unless all do."""
-    mine = [server for server in servers if server.model == name]
+    mine = [server for server in servers or () if server.model == name]
     ready = sum(server.state is ReplicaPhase.READY for server in mine)
     return ModelStatus(
         name=name,
@@ -97,7 +97,7 @@ def _external(name: str, servers: Sequence[Replica]) -> ModelStatus:
         target=0,
         ready=ready,
         phase="external",
-        note="" if ready and ready == len(mine) else summary(name, mine),
+        note="" if ready and ready == len(mine) else summary(name, servers),
     )
 
 
