@@ -1,4 +1,4 @@
-"""The token that a command sends to an admin port: the state directory's does not leave this machine."""
+"""What commands know of a deployment: its controller, and the admin token, which stays on this machine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from policy.errors import Unreachable
+from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
-from tests.policy.example_documents import EXTERNAL
-from tidegate.commands.deployment_context import admin_token
+from tests.policy.example_documents import EXTERNAL, GOOD
+from tidegate.commands.deployment_context import admin_token, controller_client
 
 
 @pytest.mark.parametrize(
@@ -29,3 +31,15 @@ def test_the_token_for_a_url(
     state.save(state.deployment_path, {**EXTERNAL, "gateway": {"admin_host": "ops.example"}})
     own = state.admin_token()
     assert admin_token(state, f"http://{host}:8081") == (own if sent == "own" else sent)
+
+
+def test_the_controller_of_a_joined_cluster_outlives_the_supervisor(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    state.save(state.deployment_path, GOOD)
+    with pytest.raises(Unreachable, match="Nothing is running"):
+        controller_client(state)
+    state.save(
+        state.deployment_path,
+        {**GOOD, "cluster": {"address": "10.0.0.1:6379", "controller": "10.0.0.1:7070"}},
+    )
+    assert isinstance(controller_client(state), ControllerClient)

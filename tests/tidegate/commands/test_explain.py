@@ -394,6 +394,8 @@ def test_with_a_controller_its_goal_shows_the_outcome(run: Run, monkeypatch: pyt
     result = run((), "sim")
     assert result.exit_code == 1
     assert re.fullmatch(r"tidegate: first decision on sim in [1-4] s\n", result.stderr)
+    controller.status = lambda: SimpleNamespace(models=[goal], epoch=time.time() - 3600.0)
+    assert run((), "sim").stderr == "tidegate: no decision on sim is known\n"
 
 
 @pytest.mark.parametrize(
