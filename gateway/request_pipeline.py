@@ -162,10 +162,10 @@ class Gateway:
         self.tenants.share()
         self.metrics.publish()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.fleet.close()
         self.publish()
-        self.access.close()
+        await self.access.close()
 
     def body_limit(self, scope: Scope) -> int:
         """How large the body of a request may be: 0 unless its route, coding and key are accepted."""
@@ -267,12 +267,14 @@ class Gateway:
                 if (adapter := call.adapter) is not None:
                     self.metrics.adapters.of(adapter.model, adapter.name).tokens.count(usage)
 
-    def count_refused(self, refused: Refused) -> None:
-        """Count a request that was rejected before it could be read."""
+    def count_refused(self, refused: Refused, scope: Scope | None, request_id: bytes) -> None:
+        """Count a request that was rejected before it was read; ``scope`` if its head was."""
+        account: TenantAccount = (scope or {}).get(_ACCOUNT, self.tenants.anonymous)
         self.metrics.no_model.requests[NONE, refused.reason] += 1
-        self.tenants.anonymous.counters.requests[refused.reason] += 1
+        account.counters.requests[refused.reason] += 1
         if self.access.on:
-            self.access.unread(refused.reason, refused.status)
+            name, reason = account.name, refused.reason
+            self.access.unread(request_id, tenant=name, status=refused.status, outcome=reason)
 
 
 def _refuse_compressed(headers: dict[bytes, bytes]) -> None:

@@ -152,7 +152,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     for task in background.tasks.values():
         task.cancel()
     await sender.close()
-    gateway.close()
+    await gateway.close()
     shared.close()
     log.info("worker_stopped")
 

@@ -43,12 +43,14 @@ class RotatingLog:
                 self.write(data)
 
     def _rotate(self) -> None:
-        self._file.close()
         for index in range(KEPT, 0, -1):
             older = self._path if index == 1 else self._numbered(index - 1)
             if older.exists():
                 older.replace(self._numbered(index))
-        self._file = self._path.open("ab", buffering=0)
+        # The former file is closed last: without a new one, the next write tries again.
+        opened = self._path.open("ab", buffering=0)
+        self._file.close()
+        self._file = opened
 
     def _numbered(self, index: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{index}")

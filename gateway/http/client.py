@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -400,9 +400,15 @@ def encode_chunk(data: bytes) -> bytes | None:
 
 
 def is_local_fault(error: BaseException | None) -> bool:
-    """Whether the root cause of ``error`` is a resource that this machine lacks."""
+    """Whether a cause of ``error`` is a resource that this machine lacks."""
+    return any(isinstance(each, OSError) and each.errno in LOCAL_FAULTS for each in causes(error))
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """``error`` and what caused it; of a group, the causes of all its errors."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in LOCAL_FAULTS:
-            return True
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for each in error.exceptions:
+                yield from causes(each)
         error = error.__cause__ or error.__context__
-    return False

@@ -560,12 +560,15 @@ class ServerConnection:
         if self.ended or self._active is not None or self._ahead:
             return
         self.ended = True
-        self._server.refused(refused)
+        scope = self._scope
+        headers = dict(scope["headers"]) if scope is not None else {}
+        request_id, _ = request_ids(headers.get(b"x-request-id"))
+        self._server.refused(refused, scope, request_id)
         anthropic = is_anthropic(self._url.partition(b"?")[0].decode("latin-1"))
         body = refused.body(anthropic=anthropic)
-        headers = refused.headers() + id_headers(request_ids(None)[0], anthropic=anthropic)
+        head = refused.headers() + id_headers(request_id, anthropic=anthropic)
         exchange = Exchange(self, b"", keep=False, http_1_1=True, headless=False)
-        exchange.send({"type": "http.response.start", "status": refused.status, "headers": headers})
+        exchange.send({"type": "http.response.start", "status": refused.status, "headers": head})
         exchange.send({"type": "http.response.body", "body": body})
         self._linger()
 

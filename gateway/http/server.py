@@ -48,14 +48,15 @@ class Server:
     """All connections of the client port. ``now`` is the loop's time at the last sweep.
 
     ``body_limit`` is called with each head: how large its body may be. With 0 the app serves it at once,
-    without its body if it has one. ``on_refused`` is called with each refusal before the app.
+    without its body if it has one. ``on_refused`` is called with each refusal before the app, the
+    request's scope if its head was read, and its id.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         body_limit: Callable[[Scope], int],
-        on_refused: Callable[[Refused], None],
+        on_refused: Callable[[Refused, Scope | None, bytes], None],
         peers: Peers,
         uploads: UploadBudget,
         *,

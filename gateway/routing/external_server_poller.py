@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import httpx
 import msgspec
 
-from gateway.http.client import is_local_fault
+from gateway.http.client import causes, is_local_fault
 from gateway.routing.fleet import FleetView, external_replica
 from gateway.routing.replica_handle import ServerAccess
 from policy.config.deployment import Deployment, ExternalServer, ModelSpec
@@ -160,7 +160,7 @@ def _cause(error: BaseException) -> str:
     """The reason for a server that gave no answer."""
     if isinstance(error, httpx.TimeoutException):
         return f"no answer within {PROBE_TIMEOUT_S:g} s"
-    cause = next((each for each in _chain(error) if isinstance(each, OSError) and each.errno), None)
+    cause = next((each for each in causes(error) if isinstance(each, OSError) and each.errno), None)
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {cause.verify_message}"
     if isinstance(cause, ssl.SSLError):
@@ -168,12 +168,3 @@ def _cause(error: BaseException) -> str:
     if cause is None or cause.errno is None:
         return str(error) or type(error).__name__
     return os.strerror(cause.errno).lower() if cause.errno > 0 else str(cause.strerror).lower()
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """``error`` and what caused it."""
-    while error is not None:
-        yield error
-        if isinstance(error, BaseExceptionGroup):
-            yield from error.exceptions
-        error = error.__cause__ or error.__context__

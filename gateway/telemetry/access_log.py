@@ -33,6 +33,7 @@ class AccessLog:
         self._waiting: list[bytes] = []
         self._lost = 0
         self._file: RotatingLog | None = None
+        self._writing = asyncio.Lock()
 
     def call(self, call: Call, model: str, tenant: str, seconds: float) -> None:
         """Log a call of a hot route that took ``seconds``; ``model`` and ``tenant`` are empty if unknown."""
@@ -70,14 +71,32 @@ class AccessLog:
         }
         self._add(fields)
 
-    def unread(self, outcome: str, status: int) -> None:
+    def unread(self, request_id: bytes, *, tenant: str, status: int, outcome: str) -> None:
         """Log a request that was refused before it was read."""
-        self._add({"worker": self._worker, "status": status, "outcome": outcome})
+        fields: dict[str, Field] = {
+            "worker": self._worker,
+            "request_id": request_id.decode(),
+            "tenant": tenant or None,
+            "status": status,
+            "outcome": outcome,
+        }
+        self._add(fields)
 
     async def run(self) -> None:
         """Write what waits, twice a second, until cancelled."""
         while True:
             await asyncio.sleep(WRITE_EVERY_S)
+            # A thread goes on when this is cancelled: `close` waits for it.
+            await asyncio.shield(self._write_waiting())
+
+    async def close(self) -> None:
+        """Write what is left."""
+        await self._write_waiting()
+        if self._file is not None:
+            self._file.close()
+
+    async def _write_waiting(self) -> None:
+        async with self._writing:
             if self._waiting:
                 waiting, self._waiting = self._waiting, []
                 # In a thread: a disk may be busy for longer than a stream can wait.
@@ -86,13 +105,6 @@ class AccessLog:
             if self._lost:
                 self._on_lost(self._lost)
                 self._lost = 0
-
-    def close(self) -> None:
-        """Write what is left."""
-        if self._waiting:
-            self._write(self._waiting)
-        if self._file is not None:
-            self._file.close()
 
     def _add(self, fields: dict[str, Field]) -> None:
         if len(self._waiting) < MOST_WAITING:

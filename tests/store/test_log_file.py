@@ -52,6 +52,17 @@ def test_a_reopened_log_is_continued_up_to_its_size_limit(path: Path, log: Rotat
     again.close()
 
 
+def test_a_log_that_could_not_rotate_is_written_when_it_can(path: Path, log: RotatingLog) -> None:
+    log.write(b"000000")
+    away = path.parent.rename(path.parent.with_name("away"))
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            log.write(b"111111")
+    away.rename(path.parent)
+    log.write(b"222222")
+    assert contents(path) == {"x.log": b"222222", "x.log.1": b"000000"}
+
+
 async def test_a_full_disk_loses_lines_without_blocking(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RotatingLog(path)
     source = asyncio.StreamReader()

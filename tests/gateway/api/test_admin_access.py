@@ -136,6 +136,7 @@ async def test_a_request_with_two_hosts_or_none_is_refused_but_for_http_1_0(port
         ("localhost:8081", "http://localhost:3000", 403),
         ("localhost:8081", "http://evil.example", 403),
         ("localhost:8081", "null", 403),
+        ("localhost:8081", "http://[abc", 403),
         # A name of another site that resolves to this machine: Origin and Host agree.
         ("evil.example:8081", "http://evil.example:8081", 403),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import socket
 import struct
@@ -15,7 +16,7 @@ from starlette.types import Message
 
 from gateway.delivery.relay import MAX_HELD, Relay
 from gateway.http.asgi_exchange import SENT
-from gateway.http.client import TLS_SLICE, ClientConnection, ConnectionPool
+from gateway.http.client import TLS_SLICE, ClientConnection, ConnectionPool, is_local_fault
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.sse_validator import ChatValidator
 from gateway.protocol.usage import Usage
@@ -319,3 +320,11 @@ async def test_a_connection_is_stale_if_it_was_closed_before_the_request_arrived
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             peer.close()
         assert await asked is (AttemptOutcome.STALE if stale and kept else AttemptOutcome.LOST)
+
+
+def test_a_lack_of_descriptors_for_one_of_two_addresses_is_no_fault_of_the_server() -> None:
+    refused, lacking = ConnectionRefusedError(errno.ECONNREFUSED, ""), OSError(errno.EMFILE, "")
+    for errors, local in (([refused, lacking], True), ([refused, refused], False)):
+        failed = OSError("All connection attempts failed")
+        failed.__cause__ = ExceptionGroup("", errors)
+        assert is_local_fault(failed) is local
