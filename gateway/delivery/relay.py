@@ -336,7 +336,9 @@ class Relay:
         self._connection.resume(self)
 
     def _ended_well(self) -> bool:
-        return self._stream and not self._validator.failed
+        """Whether the replica did its part: an error that it reports may be the request's own."""
+        validator = self._validator
+        return self._stream and (not validator.failed or 400 <= status_of(validator.error) < 500)
 
     def _account(self) -> None:
         """Count the tokens of the answer, as far as it came."""

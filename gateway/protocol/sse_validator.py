@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from gateway.protocol.errors import Refused, read_error
+from gateway.protocol.errors import Refused, read_error, status_of
 from gateway.protocol.json_decoders import NULL, Typed, any_json, chunk, typed
 from gateway.protocol.paths import Api
 from gateway.protocol.usage import Usage, read_usage, usage_inside
@@ -232,4 +232,6 @@ def _is_text(data: bytes) -> bool:
 
 def _relayed_error(payload: bytes) -> Refused:
     message, param, code = read_error(payload)
-    return Refused(Refusal.STREAM_BROKEN, message or "The replica reported an error.", param=param, code=code)
+    # An engine may find only after some tokens that a request cannot be served.
+    reason = Refusal.BAD_REQUEST if 400 <= status_of(payload) < 500 else Refusal.STREAM_BROKEN
+    return Refused(reason, message or "The replica reported an error.", param=param, code=code)

@@ -1,6 +1,6 @@
 """vLLM as an engine: its ``AsyncLLM`` and its own OpenAI app, in this process.
 
-The only module that imports vLLM. Source of the calls: vLLM's
+With :mod:`serve.engine.vllm_cpu` the only module that imports vLLM. Source of the calls: vLLM's
 ``entrypoints/launchers/api_server/entry.py`` (0.32), whose server we replace by our guard's.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 import types
-from collections.abc import Callable
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,13 +21,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from policy.engine.performance_model import Limits, Timing
@@ -38,8 +37,6 @@ from serve.engine.step_stats import StepStats
 
 # Poll interval while the last request of an adapter ends.
 LEAVING_S = 0.01
-# Poll interval of an idle core for the worker's answer, in case it is not woken.
-LOOK_MS = 2
 
 
 class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
@@ -101,35 +98,57 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
         """vLLM's hook after start-up; unused."""
 
 
-class SleepingExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM ships no types
-    """vLLM's executor for CPUs, except that its engine core sleeps while the worker computes.
+class NoToken(GenerationError):  # type: ignore[misc]  # vLLM ships no types
+    """The constraints of a request's output allow no further token; vLLM itself answers 500."""
 
-    vLLM's own executor busy-waits for the answer on cores that also compute. On two cores a step with one
-    request took 67 ms with busy-waiting and 61 ms without, with twelve requests 128 and 103 ms. vLLM has no
-    argument to change that.
-    """
-
-    def _init_executor(self) -> None:
-        super()._init_executor()
-        for queue in self.response_mqs:
-            condition = queue._spin_condition
-            condition.busy_loop_s = 0.0
-            # A wake-up is sometimes lost; vLLM itself polls again after some seconds.
-            condition.wait = partial(_rest, condition.wait)
-
-
-def _rest(wait: Callable[[int], None], timeout_ms: int) -> None:
-    wait(min(timeout_ms, LOOK_MS))
+    def __init__(self) -> None:
+        super().__init__("the structured output and the other parameters allow no further token")
+        self.status_code = HTTPStatus.BAD_REQUEST
 
 
 class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
-    """``AsyncLLM``, except that it refuses requests that would end it; those of every endpoint come here."""
+    """``AsyncLLM``, except that it refuses requests that would end it, and all that it refuses at once.
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's entrance of a request; a refusal is an answer of 400 that names the parameter."""
-        if isinstance(params, SamplingParams):
-            check(params, adapters=self.vllm_config.lora_config is not None)
-        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+    A refusal is an answer of 400 that names the parameter. vLLM itself validates parameters when the answer
+    is first read: a stream is open by then, and two of its APIs have no way to say in it what is wrong.
+    """
+
+    def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """vLLM's entrance of a request to generate."""
+        self.refuse(sampling_params)
+        outputs = super().generate(prompt, sampling_params, *args, **kwargs)
+        return outputs if sampling_params.structured_outputs is None else constrained(outputs)
+
+    def refuse(self, params: Any) -> None:
+        """Raise :class:`VLLMValidationError` for parameters that the engine cannot or must not serve."""
+        config = self.vllm_config
+        check(params, adapters=config.lora_config is not None)
+        params.verify(
+            config.model_config,
+            config.speculative_config,
+            config.structured_outputs_config,
+            self.input_processor.tokenizer,
+        )
+
+
+async def constrained(outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
+    """The ``outputs`` of a request with a grammar; raises :class:`NoToken` where that allows no token."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            if any(each.finish_reason == "error" for each in output.outputs):
+                raise NoToken
+            yield output
+
+
+def refuse_early(responses: Any, llm: CheckedLLM) -> None:
+    """Have vLLM's responses API refuse parameters before it opens a stream, as its other APIs do."""
+    generate = responses._generate_with_builtin_tools
+
+    def checked(*, sampling_params: Any, **kwargs: Any) -> Any:
+        llm.refuse(sampling_params)
+        return generate(sampling_params=sampling_params, **kwargs)
+
+    responses._generate_with_builtin_tools = checked
 
 
 def check(params: Any, *, adapters: bool) -> None:
@@ -333,8 +352,14 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     """Build the engine and its app; takes as long as vLLM needs to load the weights."""
     args = arguments(spec)
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    if spec.cpus and engine_args.distributed_executor_backend is None:
-        engine_args.distributed_executor_backend = SleepingExecutor
+    if spec.cpus:
+        # A build for GPUs may lack what these derive from.
+        from serve.engine.vllm_cpu import SeedingWorker, SleepingExecutor  # noqa: PLC0415
+
+        if engine_args.distributed_executor_backend is None:
+            engine_args.distributed_executor_backend = SleepingExecutor
+        if engine_args.worker_cls == "auto":
+            engine_args.worker_cls = f"{SeedingWorker.__module__}.{SeedingWorker.__qualname__}"
     loggers: list[StepLogger] = []
 
     def stat_logger(vllm_config: Any, engine_index: int) -> StepLogger:
@@ -345,6 +370,8 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     tasks = await llm.get_supported_tasks()
     app = build_app(args, supported_tasks=tasks, model_config=llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
+    if (responses := getattr(app.state, "openai_serving_responses", None)) is not None:
+        refuse_early(responses, llm)
     # vLLM's error handler stops the server when the engine dies; this server ends by itself.
     app.state.server = types.SimpleNamespace()
     return VLLMEngine(llm, app, loggers[0], managed=spec.adapter_slots > 0)

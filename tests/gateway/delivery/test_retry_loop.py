@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.gateway.fake_replica import ANSWER, Exchange, FakeReplica, answer_json, hold
+from tests.gateway.fake_replica import ANSWER, Exchange, FakeReplica, answer_json, event, hold
 from tests.gateway.worker import Stack, model, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -83,6 +83,33 @@ async def test_an_ejected_replica_returns_after_a_canary(ejecting: Stack) -> Non
     assert await ejecting.metric("tidegate_ejections_total", model=fails.model) == 1
     assert await ejecting.metric("tidegate_probes_total", model=fails.model, outcome="good") == 1
     assert await ejecting.metric("tidegate_probes_total", model=fails.model, outcome="bad") >= 1
+
+
+@pytest.mark.parametrize(("status", "ejections"), [(400, 0), (500, 1)])
+async def test_what_a_request_makes_impossible_counts_against_no_replica(
+    ejecting: Stack, status: int, ejections: int
+) -> None:
+    stops, other = await fleet(ejecting, 2)
+    read = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.head("text/event-stream")
+        await exchange.chunk(event("a"))
+        await read.wait()
+        await exchange.chunk(b'data: {"error": {"message": "no token", "code": %d}}\n\n' % status)
+
+    stops.answer = answer
+    await busy(ejecting, other, 6)
+    for _ in range(3):
+        read.clear()
+        body = {"model": stops.model, "messages": [], "stream": True}
+        async with ejecting.http.stream("POST", "/v1/chat/completions", json=body) as stream:
+            text = ""
+            async for piece in stream.aiter_text():
+                text += piece
+                read.set()
+        assert ('"invalid_request_error"' in text) == (status == 400)
+    assert await ejecting.metric("tidegate_ejections_total", model=stops.model) == ejections
 
 
 def chats(replica: FakeReplica) -> list[Exchange]:

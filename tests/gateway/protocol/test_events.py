@@ -188,12 +188,15 @@ def test_each_api_has_its_usage_format() -> None:
 
 
 @pytest.mark.parametrize("space", [b"", b" "])
-def test_an_error_is_sent_once_in_our_envelope(space: bytes) -> None:
+@pytest.mark.parametrize(
+    ("status", "sent"), [(b"500", b'"code":"stream_broken"'), (b"400", b'"type":"invalid_request_error"')]
+)
+def test_an_error_is_sent_once_in_our_envelope(space: bytes, status: bytes, sent: bytes) -> None:
     tail = ChatValidator(1)
-    out = tail.feed(b"data:" + space + b'{"error":{"message":"boom","code":500}}\n\n' + DONE)
+    out = tail.feed(b"data:" + space + b'{"error":{"message":"boom","code":%b}}\n\n' % status + DONE)
     assert out.count(b"boom") == 1
     assert b"DONE" not in out
-    assert b'"code":"stream_broken"' in out
+    assert sent in out
     assert tail.failed
     assert tail.end(clean=True) is None
 

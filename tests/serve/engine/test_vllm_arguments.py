@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_the_engine_core_on_cpus_sleeps_until_its_worker_answers(
 ) -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
 
-    from serve.engine.vllm import LOOK_MS, MultiprocExecutor, SleepingExecutor  # noqa: PLC0415
+    from serve.engine.vllm_cpu import LOOK_MS, MultiprocExecutor, SleepingExecutor  # noqa: PLC0415
 
     waits: list[int | None] = []
     conditions: list[Any] = [SpinCondition.__new__(SpinCondition) for _ in range(2)]
@@ -263,3 +264,85 @@ def test_parameters_that_end_an_engine_are_refused(
     check(params, adapters=adapters)
     # The engine computes them unless nobody asked for them.
     assert not adapters or params.prompt_logprobs is None
+
+
+async def test_parameters_are_refused_before_a_stream_is_open() -> None:
+    from vllm.config import StructuredOutputsConfig  # noqa: PLC0415
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses  # noqa: PLC0415
+    from vllm.exceptions import VLLMValidationError  # noqa: PLC0415
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams  # noqa: PLC0415
+
+    from serve.engine.vllm import CheckedLLM, refuse_early  # noqa: PLC0415
+
+    class Responses:
+        async def _generate_with_builtin_tools(self, *, sampling_params: Any, **others: Any) -> Any:
+            yield sampling_params, others
+
+    llm = CheckedLLM.__new__(CheckedLLM)
+    model = SimpleNamespace(max_logprobs=20, is_diffusion=False, get_vocab_size=lambda: 100)
+    llm.vllm_config = SimpleNamespace(
+        lora_config=None,
+        model_config=model,
+        speculative_config=None,
+        structured_outputs_config=StructuredOutputsConfig(),
+    )
+    llm.input_processor = SimpleNamespace(tokenizer=object())
+    responses: Any = Responses()
+    refuse_early(responses, llm)
+    for params in (
+        SamplingParams(stop_token_ids=[100]),
+        SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "x"})),
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a" * 5000)),
+    ):
+        with pytest.raises(VLLMValidationError):
+            llm.generate("hi", params, "1")
+        with pytest.raises(VLLMValidationError):
+            responses._generate_with_builtin_tools(request_id="1", sampling_params=params)
+    params = SamplingParams()
+    passed = responses._generate_with_builtin_tools(request_id="1", sampling_params=params)
+    assert [each async for each in passed] == [(params, {"request_id": "1"})]
+    # vLLM has the method, and calls it with names.
+    assert (
+        "sampling_params" in inspect.signature(OpenAIServingResponses._generate_with_builtin_tools).parameters
+    )
+
+
+async def test_a_grammar_without_a_next_token_is_the_requests_error() -> None:
+    from vllm.entrypoints.serve.exception_handling.error_response import (  # noqa: PLC0415
+        create_error_response,
+    )
+
+    from serve.engine.vllm import NoToken, constrained  # noqa: PLC0415
+
+    ended = False
+
+    async def outputs() -> AsyncGenerator[Any, None]:
+        nonlocal ended
+        try:
+            for reason in (None, "error"):
+                yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])
+        finally:
+            ended = True
+
+    served = constrained(outputs())
+    await anext(served)
+    with pytest.raises(NoToken) as refused:
+        await anext(served)
+    assert ended
+    assert create_error_response(refused.value).error.code == 400
+
+
+def test_a_discarded_token_leaves_the_generator_of_its_request_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from serve.engine.vllm_cpu import CPUWorker, SeedingWorker  # noqa: PLC0415
+
+    generators = {0: "complete", 2: "partial"}
+    worker = SeedingWorker.__new__(SeedingWorker)
+    worker.model_runner = SimpleNamespace(
+        input_batch=SimpleNamespace(generators=generators),
+        discard_request_mask=SimpleNamespace(np=[False, True, True, True]),
+    )
+    monkeypatch.setattr(CPUWorker, "sample_tokens", lambda self, grammar: (grammar, dict(generators)))
+    assert worker.sample_tokens("grammar") == ("grammar", {0: "complete"})
+    assert generators == {0: "complete", 2: "partial"}
