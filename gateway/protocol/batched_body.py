@@ -61,7 +61,10 @@ def sub_request_of(
         return None
     if len(raw) > MAX_SHARED:
         return None
-    fields = _fields_of.decode(raw)
+    try:
+        fields = _fields_of.decode(raw)
+    except ValueError:  # invalid UTF-8 in a name: the engine refuses it
+        return None
     if route.path == "/v1/score":
         names: tuple[str, ...] = _PAIR
         inputs, kind = _pairs(fields)
