@@ -103,7 +103,7 @@ class _Checked(httpx.BaseTransport):
         for address in others:
             try:
                 return self._send(request, address, extensions)
-            except httpx.ConnectError:
+            except (httpx.ConnectError, httpx.ConnectTimeout):
                 continue
         return self._send(request, last, extensions)
 

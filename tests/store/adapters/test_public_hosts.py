@@ -7,10 +7,11 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from store.adapters.fetch import fetch
-from store.adapters.public_hosts import PublicHosts, is_public
+from store.adapters.public_hosts import PublicHosts, client, is_public
 from tests.store.adapters.making import files
 from tests.store.adapters.test_fetch import Site, job, refused, served
 
@@ -91,6 +92,21 @@ def test_the_connection_is_made_to_the_address_that_was_checked(
         given = job(tmp_path, site.url.replace("127.0.0.1", "evil.example"))
         fetch(given._replace(hosts=PublicHosts(["127.0.0.1"])))
         assert (len(site.ranges), answers) == (1, ["169.254.169.254"])
+
+
+class _TwoAddresses(PublicHosts):
+    def resolve(self, host: str, port: int) -> list[str]:
+        return ["127.0.0.2", "127.0.0.1"]
+
+
+def test_the_next_address_is_tried_where_packets_to_one_are_dropped() -> None:
+    with served(Site()) as site, socket.socket() as full, socket.socket() as first:
+        # A full backlog: the kernel drops further connection requests.
+        full.bind(("127.0.0.2", httpx.URL(site.url).port))
+        full.listen(0)
+        first.connect(full.getsockname())
+        with client(_TwoAddresses(()), httpx.Timeout(60, connect=0.2)) as http:
+            assert http.get(site.url).is_success
 
 
 @pytest.mark.parametrize(
