@@ -33,21 +33,22 @@ def excess(wanted: StructuredOutputs) -> str | None:
     text = given.encode() if isinstance(given, str) else msgspec.json.encode(given)
     if len(text) > MAX_BYTES:
         return f"a grammar ({_SOURCES}) must have at most {MAX_BYTES} bytes, this one has {len(text)}"
-    longest = max((len(pattern) for pattern in _patterns(wanted, text)), default=0)
+    longest = max((len(pattern) for pattern in _patterns(wanted, len(text))), default=0)
     if longest > MAX_PATTERN:
         return f"a pattern ({_SOURCES}) must have at most {MAX_PATTERN} characters, this one has {longest}"
     return None
 
 
-def _patterns(wanted: StructuredOutputs, text: bytes) -> Iterator[str]:
+def _patterns(wanted: StructuredOutputs, size: int) -> Iterator[str]:
     """The regular expressions of ``wanted``; those of a schema or tag are its strings under some names."""
     if wanted.regex is not None:
         yield wanted.regex
-    if len(text) > MAX_PATTERN and (wanted.json or wanted.structural_tag):
-        yield from _in(_decoded(text))
+    schema = wanted.json or wanted.structural_tag
+    if size > MAX_PATTERN and schema:
+        yield from _in(_decoded(schema) if isinstance(schema, str) else schema)
 
 
-def _decoded(text: bytes) -> Any:
+def _decoded(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
