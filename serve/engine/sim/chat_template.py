@@ -40,7 +40,7 @@ _SILENT = frozenset({"thinking", "redacted_thinking", "tool_use", "tool_result",
 
 
 class Function(msgspec.Struct, frozen=True):
-    """A call as it was made; arguments that are no JSON object count as none."""
+    """A function and its arguments, as the model wrote them."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -86,7 +86,13 @@ def prompt_of(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) ->
 def chat_turns(messages: Iterable[Message]) -> list[Turn]:
     """The turns of a chat."""
     return [
-        Turn(each.role, _joined(_text(each.content, _CHAT), map(_called, each.tool_calls or ())))
+        Turn(
+            each.role,
+            _joined(
+                _text(each.content, _CHAT),
+                [_called(call.function.name, call.function.arguments) for call in each.tool_calls or ()],
+            ),
+        )
         for each in messages
     ]
 
@@ -107,11 +113,11 @@ def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
         else:
             said += [{"type": "text", "text": f"Tool result: {block.get('content')}"} for block in results]
         calls = [
-            Call(Function(str(block.get("name", "")), block.get("input")))
+            _called(str(block.get("name", "")), block.get("input"))
             for block in blocks
             if block.get("type") == "tool_use"
         ]
-        text = _joined(_text(said, _MESSAGES), map(_called, calls))
+        text = _joined(_text(said, _MESSAGES), calls)
         if text or each.role == "assistant":
             turns.append(Turn(each.role, text))
     return turns
@@ -126,7 +132,7 @@ def responses_turns(given: str | list[dict[str, Any]], instructions: str | None)
         kind = item.get("type", "message")
         if kind == "function_call":
             call = _call_item(item)
-            turns = _with_assistant(turns, _called(Call(Function(call.name, call.arguments))))
+            turns = _with_assistant(turns, _called(call.name, call.arguments))
         elif kind == "function_call_output":
             turns.append(Turn("tool", _text(item.get("output"), _RESPONSES)))
         elif kind == "reasoning":
@@ -153,9 +159,8 @@ def _call_item(item: dict[str, Any]) -> CallItem:
         raise ApiError(400, str(error), "input") from None
 
 
-def _called(call: Call) -> str:
-    """A call as the hermes format has it."""
-    arguments: Any = call.function.arguments
+def _called(name: str, arguments: Any) -> str:
+    """A call as the hermes format has it; arguments that are no JSON object count as none."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -163,7 +168,7 @@ def _called(call: Call) -> str:
             arguments = {}
     if not isinstance(arguments, dict):
         arguments = {}
-    body = json.dumps({"name": call.function.name, "arguments": arguments})
+    body = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{body}\n</tool_call>"
 
 

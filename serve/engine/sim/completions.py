@@ -165,18 +165,17 @@ async def chat(service: Service, request: Request) -> Response:
     echoed = turns[-1].text if body.echo and turns[-1].role == "assistant" else ""
 
     def called(output: Output, arguments: str) -> dict[str, Any]:
-        """A call of a tool; its arguments may come in parts, of which the first has its name."""
-        return {"index": 0, "function": {"name": output.tool, "arguments": arguments}, "type": "function"}
+        """A call of a tool; in a stream its arguments follow in parts."""
+        function = {"name": output.tool, "arguments": arguments}
+        return {"id": call_id(), "function": function, "type": "function"}
 
     def choice(_: Prompt, output: Output) -> dict[str, Any]:
-        calls = [{"id": call_id(), **called(output, output.text)}] if output.tool else []
-        for call in calls:
-            del call["index"]
+        text = echoed + ("" if output.tool else output.text)
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": None if output.tool and not echoed else echoed + ("" if output.tool else output.text),
+            "content": text if text or not output.tool else None,
             "refusal": None,
-            "tool_calls": calls,
+            "tool_calls": [called(output, output.text)] if output.tool else [],
         }
         return {"message": message, "logprobs": _chat_logprobs(body, output.deltas, 0)}
 
@@ -185,7 +184,7 @@ async def chat(service: Service, request: Request) -> Response:
         if echoed:
             deltas.append({"content": echoed})
         if output.tool:
-            deltas.append({"tool_calls": [{"id": call_id(), **called(output, "")}]})
+            deltas.append({"tool_calls": [{"index": 0, **called(output, "")}]})
         return [{"delta": delta, "logprobs": None} for delta in deltas]
 
     def chunk(_: Prompt, output: Output, position: int) -> dict[str, Any]:
