@@ -147,9 +147,11 @@ class Predictive(Section, frozen=True):
         }
         most = max(terms, key=lambda term: terms[term])
         need = terms[most]
-        behind = _backlog(view, demand, mu)
+        # One request after the other is within an SLO near the latencies of an idle replica.
+        drain = max(mu, 1.0 / view.idle.e2e_s) if view.idle and _near_idle(view) else mu
+        behind = _backlog(view, demand, drain)
         if behind:
-            terms["queue"] = per_replica(behind / self.drain_s, mu)
+            terms["queue"] = per_replica(behind / self.drain_s, drain)
             need += terms["queue"]
         if behind and _late(view, demand) and not (view.idle and view.idle.missed(view.slo)):
             terms["late"] = useful(view.supply.serving + 1.0, recent, view)
@@ -217,14 +219,19 @@ def useful(replicas: float, rate: float, view: View) -> float:
     With an SLO near the latencies of an idle replica, the capacity of one goes to 0, and the count without
     this bound to infinity.
     """
-    if view.idle is None or view.capability.mu >= NEAR_IDLE * view.capability.mu_max:
+    if view.idle is None or not _near_idle(view):
         return replicas
-    # Decodes do not delay the first token of others, unless they are many.
-    occupied_s = view.idle.ttft_s if view.slo.itl_p95_s is None else view.idle.e2e_s
-    load = rate * occupied_s
-    if replicas <= load:
+    # A replica that decodes is not idle.
+    load = rate * view.idle.e2e_s
+    # Erlang's recursion takes more than ``load`` steps.
+    if replicas <= load or load >= view.most:
         return replicas
     return min(replicas, float(replicas_to_find_one_idle(load, max(1.0 - view.slo.attainment, LEAST_BUSY))))
+
+
+def _near_idle(view: View) -> bool:
+    """Whether the SLO is near the latencies of an idle replica."""
+    return view.capability.mu < NEAR_IDLE * view.capability.mu_max
 
 
 def _pace(slowness: float) -> float:

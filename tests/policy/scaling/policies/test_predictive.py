@@ -232,15 +232,15 @@ def test_memory_is_bounded_and_the_reason_names_the_need() -> None:
 IDLE = IdleLatency(ttft_s=1.0, itl_s=0.02, e2e_s=3.0)
 
 
+# Three serve one of the three requests per second: in 30 s 60 more wait, which 12 drain in 15 s.
 @pytest.mark.parametrize(
-    ("slo", "most"),
-    [(SloConfig(ttft_p95_s=1.1), 9), (SloConfig(ttft_p95_s=1.1, itl_p95_s=0.03), 19)],
+    ("count", "queued", "most"), [(3, 0, 19), (3, 1, 19 + 13), (19, 0, 19), (19, 1, 19)]
 )
-def test_no_more_replicas_than_let_each_request_find_an_idle_one(slo: SloConfig, most: int) -> None:
+def test_no_more_replicas_than_let_each_request_find_an_idle_one(count: int, queued: int, most: int) -> None:
     """Near the latencies of an idle replica, the capacity within the SLO is next to nothing."""
-    edge = Capability(mu=0.01, mu_max=0.5)
-    found = decide(demand(3.0), count=3, capability=edge, slo=slo, idle=IDLE, most=300)
-    assert found.count == most
+    edge, slo = Capability(mu=0.01, mu_max=0.5), SloConfig(ttft_p95_s=1.1)
+    seen = demand(3.0, queued=queued)
+    assert decide(seen, count=count, capability=edge, slo=slo, idle=IDLE, most=300).count == most
 
 
 def test_late_first_tokens_add_no_replica_where_the_mean_request_alone_is_late() -> None:
