@@ -207,27 +207,34 @@ class SignalAggregator:
 
 
 def _mean_lengths(lately: Sequence[float], last: Sequence[ModelReport]) -> tuple[float, float]:
-    """The mean tokens of a prompt and of an answer, by the sums ``lately``; 0 before the first request.
+    """The mean tokens of a prompt and of an answer, by the sums ``lately``; 0 without a request in these.
 
-    Few ended requests are filled up with assumed ones. A burst of long requests is seen before any of them
+    Few ended requests are filled up with those that ended before, as the workers' totals ``last`` have them,
+    and those with assumed ones. A burst of long requests is seen before any of them
     ends: prompts as they arrive, answers as they grow. In a steady state as many tokens are produced per
     ended request as an answer has; while none has ended, the running streams are taken to be half done.
     """
     arrived, ended = lately[_ARRIVED], lately[_ENDED]
     if not arrived and not ended:
         return 0.0, 0.0
-    assumed = max(0.0, ASSUMED_REQUESTS - ended)
+    total = sum(one.ended for one in last)
+    missing = max(0.0, ASSUMED_REQUESTS - ended)
+    before = min(missing, max(0.0, total - ended))
+    assumed = missing - before
+    prompts = sum(one.input_tokens for one in last)
+    answers = sum(one.output_tokens for one in last)
 
-    def mean(assumed_tokens: float, tokens: float) -> float:
-        return (assumed * assumed_tokens + tokens) / (assumed + ended)
+    def mean(assumed_tokens: float, all_tokens: int, tokens: float) -> float:
+        past = before * all_tokens / total if total else 0.0
+        return (assumed * assumed_tokens + past + tokens) / (missing + ended)
 
-    inputs = mean(ASSUMED_INPUT_TOKENS, lately[_INPUT])
-    outputs = mean(ASSUMED_OUTPUT_TOKENS, lately[_OUTPUT])
+    inputs = mean(ASSUMED_INPUT_TOKENS, prompts, lately[_INPUT])
+    outputs = mean(ASSUMED_OUTPUT_TOKENS, answers, lately[_OUTPUT])
     if arrived >= ASSUMED_REQUESTS:
         inputs = max(inputs, lately[_ASKED] / arrived / NOTICEABLE)
     if running := sum(one.running for one in last):
         half_done = 2.0 * sum(one.running_tokens for one in last) / running
-        produced = mean(ASSUMED_OUTPUT_TOKENS, lately[_PRODUCED])
+        produced = mean(ASSUMED_OUTPUT_TOKENS, answers, lately[_PRODUCED])
         outputs = max(outputs, min(produced, half_done) / NOTICEABLE)
     return inputs, outputs
 

@@ -241,6 +241,19 @@ def test_a_probe_of_one_token_is_not_taken_for_the_load() -> None:
     assert (seen.input_tokens, seen.output_tokens) == pytest.approx((15 * 512 / 16, 15 * 128 / 16), abs=1)
 
 
+def test_sparse_requests_have_their_lengths_after_the_first_sixteen() -> None:
+    """Five requests in ten minutes: the first ones are averaged with assumed lengths, later ones are not."""
+    worker = Worker()
+    worker.report_at(T)
+    means = []
+    for i in range(1, 41):
+        worker.report_at(T + 120 * i, arrived=1, ended=1, input_tokens=20_000, output_tokens=1_000)
+        seen = demand(worker.aggregator, T + 120 * i)
+        means.append((seen.input_tokens, seen.output_tokens))
+    assert means[0] == pytest.approx(((15 * 512 + 20_000) / 16, (15 * 128 + 1_000) / 16))
+    assert means[15:] == [pytest.approx((20_000.0, 1_000.0))] * 25
+
+
 @pytest.mark.parametrize("before", [0, 600])
 def test_a_burst_of_long_requests_is_seen_before_one_of_them_ends(before: int) -> None:
     worker = Worker()
