@@ -24,7 +24,7 @@ from policy.config.control import SloConfig
 from policy.engine.performance_model import Timing
 from policy.wire.capture import BLOCK_TOKENS
 from sim.arrival_stream import Arrival
-from sim.oracle.problem import Problem
+from sim.oracle.problem import ROUNDING, Problem
 from sim.simulator.run_record import Floats
 
 
@@ -89,7 +89,7 @@ def least_problem(
     mine = (tokens.at >= since) & (tokens.at < until)
     work, answers = work[mine], tokens.answers[mine]
     bins = ((tokens.at[mine] - since) / shape.bin_s).astype(np.int64)
-    missed = int((1.0 - slo.attainment) * len(work))
+    missed = int((1.0 - slo.attainment) * len(work) + ROUNDING)
     heaviest = float(np.sort(work)[len(work) - missed :].sum())
     gap_s = math.inf if slo.itl_p95_s is None else slo.itl_p95_s
     lasts_s = (wait_s if slo.ttft_p95_s is None else slo.ttft_p95_s) + gap_s * float(answers.max() - 1.0)

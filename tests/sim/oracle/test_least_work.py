@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from policy.config.control import SloConfig
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.engine.builtin_profiles import shipped
@@ -14,7 +15,8 @@ from policy.engine.performance_model import Timing
 from policy.scaling.policies.static import Static
 from sim.arrival_stream import Arrival
 from sim.benchmarks.policies.benchmark_setup import MODEL
-from sim.oracle.least_work import least_work, tokens_of
+from sim.oracle.least_work import least_problem, least_work, tokens_of
+from sim.oracle.problem import Problem
 from sim.simulator.run import simulate
 from sim.simulator.run_record import Outcome
 
@@ -72,3 +74,12 @@ def test_the_work_of_any_part_is_bounded_by_what_it_takes_alone() -> None:
     for part in (slice(0, 20), slice(50, 180), slice(10, None, 7)):
         assert whole[part].sum() <= least_work(timing, tokens_of(arrivals[part])).sum() * (1 + 1e-9)
     assert np.all(whole > 0)
+
+
+@pytest.mark.parametrize(("attainment", "served"), [(0.9, 9), (0.91, 10), (0.89, 9), (1.0, 10)])
+def test_as_many_requests_may_be_missed_as_the_slo_allows(attainment: float, served: int) -> None:
+    tokens = tokens_of([Arrival(float(i), 100, 10) for i in range(10)])
+    shape = Problem(demand=np.zeros(1), bin_s=10.0, mu=1.0)
+    slo = SloConfig(attainment=attainment)
+    least = least_problem(tokens, np.ones(10), slo, since=0.0, until=10.0, wait_s=0.0, shape=shape)
+    assert least.attainment * 10 == pytest.approx(served)
