@@ -233,9 +233,7 @@ IDLE = IdleLatency(ttft_s=1.0, itl_s=0.02, e2e_s=3.0)
 
 
 # Three serve one of the three requests per second: in 30 s 60 more wait, which 12 drain in 15 s.
-@pytest.mark.parametrize(
-    ("count", "queued", "most"), [(3, 0, 19), (3, 1, 19 + 13), (19, 0, 19), (19, 1, 19)]
-)
+@pytest.mark.parametrize(("count", "queued", "most"), [(3, 0, 19), (3, 1, 19 + 13), (19, 0, 19), (19, 1, 19)])
 def test_no_more_replicas_than_let_each_request_find_an_idle_one(count: int, queued: int, most: int) -> None:
     """Near the latencies of an idle replica, the capacity within the SLO is next to nothing."""
     edge, slo = Capability(mu=0.01, mu_max=0.5), SloConfig(ttft_p95_s=1.1)
