@@ -12,6 +12,7 @@ from gateway.protocol.body import Body
 from gateway.protocol.json_decoders import ABSENT
 from gateway.protocol.json_splice import Edit, UpstreamBody, edited_body, locate, set_model
 from gateway.protocol.paths import Route
+from gateway.protocol.prompt_features import limit_of
 from gateway.protocol.usage import Usage
 from gateway.request_context import Call
 from gateway.telemetry.structured_log import Log
@@ -76,8 +77,7 @@ class FallbackProvider:
         prompt = request.prompt_tokens or request.size // BYTES_PER_TOKEN
         output = 0
         if route.runner is Runner.GENERATE:
-            stated = body.max_completion_tokens or body.max_tokens or body.max_output_tokens
-            output = (stated or ASSUMED_OUTPUT_TOKENS) * body.choices
+            output = (limit_of(body) or ASSUMED_OUTPUT_TOKENS) * body.choices
         return self.spend_cap.hold(cost(self.upstream.price, prompt, output), at)
 
     def bill(self, hold: Reservation, usage: Usage | None) -> float:

@@ -42,9 +42,9 @@ class RetryLoop:
         self._body = body
         self._raw = raw
         self._salt = salt
-        self._outgoing = self._body_for(ticket.request.adapter)
         self._meter = meter
         self._suspects = suspects
+        self._hash = 0
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
@@ -107,7 +107,10 @@ class RetryLoop:
             self._ticket.end(self._clock(), outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
 
     def _fingerprint(self) -> int:
-        return fingerprint(self._ticket.request.tenant, self._call.route.path, self._body, self._raw)
+        if not self._hash:  # all of the body is read for it
+            tenant, path = self._ticket.request.tenant, self._call.route.path
+            self._hash = fingerprint(tenant, path, self._body, self._raw)
+        return self._hash
 
     def _runs_alone(self) -> bool:
         """Whether it is suspected to end engines, and is sent to one only; raises if it may not be sent."""
@@ -121,11 +124,9 @@ class RetryLoop:
 
         Raises :class:`gateway.protocol.errors.Refused` when this machine can open no connection.
         """
-        outgoing = self._outgoing
-        rewrite: ModelRewrite | None = None
-        if replica.their_model and not self._ticket.request.adapter:
-            outgoing = self._body_for(replica.their_model)
-            rewrite = ModelRewrite(replica.their_model, self._body.model)
+        adapter, theirs = self._ticket.request.adapter, replica.their_model
+        outgoing = self._body_for(adapter or theirs)
+        rewrite = ModelRewrite(theirs, self._body.model) if theirs and not adapter else None
         head = self._head(replica, outgoing.size)
         connection = replica.pool.take()
         while True:
@@ -138,7 +139,7 @@ class RetryLoop:
                             Refusal.EXHAUSTED, "The gateway can open no more connections."
                         ) from error
                     return AttemptOutcome.UNREACHABLE, None
-            relay = self._relay(replica, connection, rewrite)
+            relay = self._relay(replica, connection, rewrite, strip_usage=outgoing.counts)
             try:
                 outcome = await relay.run(head, outgoing.parts)
             finally:
@@ -150,7 +151,7 @@ class RetryLoop:
             if died and await _accepts_connections(replica):
                 relay.refused = Refused(Refusal.UPSTREAM_FAILED, "The replica closed the connection.")
                 outcome = AttemptOutcome.DROPPED
-            elif relay.reason is Refusal.UNKNOWN_MODEL and self._ticket.request.adapter:
+            elif relay.reason is Refusal.UNKNOWN_MODEL and adapter:
                 outcome = AttemptOutcome.DENIED  # it lacks the adapter, whatever else it serves
             return outcome, relay
 
@@ -159,10 +160,11 @@ class RetryLoop:
         return upstream_body(self._call.route, self._body, self._raw, self._salt, name)
 
     def _relay(
-        self, replica: ReplicaHandle, connection: ClientConnection, rewrite: ModelRewrite | None
-    ) -> Relay:
+        self, replica: ReplicaHandle, connection: ClientConnection, rewrite: ModelRewrite | None, *,
+        strip_usage: bool,
+    ) -> Relay:  # fmt: skip
         """An attempt on ``connection``, which the watchdog observes."""
-        validator = validator_of(self._call.route, self._body, strip_usage=self._outgoing.counts)
+        validator = validator_of(self._call.route, self._body, strip_usage=strip_usage)
         relay = Relay(self._call, connection, validator, self._meter, self._first, rewrite=rewrite)
         self._ticket.began(self._clock(), streams=relay.streams)
         replica.relays.add(relay)
@@ -197,8 +199,8 @@ async def _accepts_connections(replica: ReplicaHandle) -> bool:
     """Whether the replica lives on after a connection of it died; the new one is kept."""
     try:
         replica.pool.give(await replica.pool.connect())
-    except OSError:
-        return False
+    except OSError as error:
+        return is_local_fault(error)
     return True
 
 

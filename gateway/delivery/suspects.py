@@ -48,7 +48,7 @@ class SuspectRequests:
     def __init__(self, shared: SharedCounts) -> None:
         self._suspects = Suspects()
         self._shared = shared
-        self._alone = 0
+        self._one_runs = False
         self.some = False
 
     def lost(self, request: int, replica: int, at: float) -> None:
@@ -83,15 +83,15 @@ class SuspectRequests:
                 "Two engines died while they served this request. It is refused for some minutes.",
                 final=True,
             )
-        if self._alone:
+        if self._one_runs:
             raise Refused(
                 Refusal.OVERLOADED,
                 "Engines died while they served this request and others: they are tried one by one.",
                 retry_after_s=AGAIN_S,
             )
-        self._alone = request
+        self._one_runs = True
         return True
 
     def end(self) -> None:
         """The request that ran alone has ended."""
-        self._alone = 0
+        self._one_runs = False

@@ -45,6 +45,7 @@ class ModelPool:
             self.shared.begin(key, 0)
             self.shared.end(key)
         self._left = LeftSlots()
+        self._handles: dict[str, ReplicaHandle] = {}
         self._begun_by_others = -1
 
     @property
@@ -89,10 +90,11 @@ class ModelPool:
         ]
 
     def replica(self, candidate: Candidate) -> ReplicaHandle:
-        for handle in self.served.handles:
-            if handle.view is candidate:
-                return handle
-        raise KeyError(candidate.id)
+        handle = self._handles.get(candidate.id)
+        if handle is None or handle.view is not candidate:
+            self._handles = {each.id: each for each in self.served.handles}
+            handle = self._handles[candidate.id]
+        return handle
 
     def serves(self, candidate: Candidate, adapter: str) -> bool:
         return not adapter or self.replica(candidate).adapters.serves(adapter)

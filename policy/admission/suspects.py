@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from enum import StrEnum
 
@@ -31,6 +32,7 @@ class Suspects:
     """
 
     def __init__(self) -> None:
+        # By the instant of the last loss or death, the oldest first.
         self._losses: dict[int, list[tuple[int, float]]] = {}
         self._served: dict[int, float] = {}
         self._deaths: dict[int, list[float]] = {}
@@ -42,7 +44,9 @@ class Suspects:
     def lost(self, fingerprint: int, replica: int, at: float) -> None:
         """A request got no answer, or a broken one, from the replica with this key."""
         self._forget(at)
-        self._losses.setdefault(fingerprint, []).append((replica, at))
+        losses = self._losses.pop(fingerprint, [])
+        losses.append((replica, at))
+        self._losses[fingerprint] = losses
         self._count += 1
         while self._count > MAX_LOSSES:
             self._drop(next(iter(self._losses)))
@@ -53,6 +57,7 @@ class Suspects:
         known = self._deaths.setdefault(replica, [])
         if not known or at - known[-1] > SAME_DEATH_S:
             known.append(at)
+            self._deaths[replica] = self._deaths.pop(replica)
 
     def served(self, fingerprint: int, at: float) -> None:
         """Such a request had its whole answer."""
@@ -62,6 +67,8 @@ class Suspects:
     def suspicion(self, fingerprint: int, at: float) -> Suspicion:
         """What is held against such a request at ``at``."""
         self._forget(at)
+        if len(self._losses.get(fingerprint, ())) < 2:
+            return Suspicion.NONE
         own = self._deaths_of(fingerprint, self._served.get(fingerprint, 0.0))
         if len(own) < 2:
             return Suspicion.NONE
@@ -78,10 +85,10 @@ class Suspects:
         for replica, at in self._losses.get(fingerprint, ()):
             if at < since:
                 continue
-            for died_at in self._deaths.get(replica, ()):
-                if abs(at - died_at) <= SAME_DEATH_S:
-                    found[replica, died_at] += 1
-                    break
+            deaths = [(abs(at - died_at), died_at) for died_at in self._deaths.get(replica, ())]
+            apart_s, died_at = min(deaths, default=(math.inf, 0.0))
+            if apart_s <= SAME_DEATH_S:
+                found[replica, died_at] += 1
         return found
 
     def _drop(self, fingerprint: int) -> None:
@@ -90,7 +97,13 @@ class Suspects:
 
     def _forget(self, at: float) -> None:
         """Drop what is too old to count."""
-        for fingerprint in [key for key, lost in self._losses.items() if at - lost[-1][1] > FORGOTTEN_S]:
+        while self._losses:
+            fingerprint = next(iter(self._losses))
+            if at - self._losses[fingerprint][-1][1] <= FORGOTTEN_S:
+                break
             self._drop(fingerprint)
-        for replica in [key for key, died in self._deaths.items() if at - died[-1] > FORGOTTEN_S]:
+        while self._deaths:
+            replica = next(iter(self._deaths))
+            if at - self._deaths[replica][-1] <= FORGOTTEN_S:
+                break
             del self._deaths[replica]

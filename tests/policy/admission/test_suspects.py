@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.admission.suspects import FORGOTTEN_S, MAX_LOSSES, REFUSED_S, Suspects, Suspicion
+from policy.admission.suspects import FORGOTTEN_S, MAX_LOSSES, REFUSED_S, SAME_DEATH_S, Suspects, Suspicion
 
 NONE, ALONE, GUILTY = Suspicion
 
@@ -82,3 +82,21 @@ def test_the_number_of_losses_is_bounded() -> None:
     time = Timeline()
     time.death(1, *range(10 * MAX_LOSSES))
     assert len(time.suspects) == MAX_LOSSES
+
+
+def test_a_request_that_ends_engines_again_and_again_is_kept() -> None:
+    """Between its deaths more requests are lost than are kept."""
+    time = Timeline()
+    for replica in range(8):
+        time.death(replica, 7, *range(1000 * replica + 100, 1000 * replica + 400))
+        assert time.of(7) == [NONE if replica == 0 else GUILTY]
+
+
+def test_a_loss_counts_for_the_nearest_death() -> None:
+    time = Timeline()
+    for apart_s in (60.0, SAME_DEATH_S + 0.1):
+        time.at += apart_s
+        time.suspects.died(1, time.at)
+    time.suspects.lost(7, 1, time.at - SAME_DEATH_S - 0.1)
+    time.suspects.lost(7, 1, time.at - 0.1)
+    assert time.of(7) == [GUILTY]
