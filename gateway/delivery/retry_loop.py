@@ -196,7 +196,10 @@ class RetryLoop:
 
 
 async def _accepts_connections(replica: ReplicaHandle) -> bool:
-    """Whether the replica lives on after a connection of it died; the new one is kept."""
+    """Whether the replica lives on after a connection of it died; the new one is kept.
+
+    So it is assumed where this machine can open none: its own lack says nothing of the replica.
+    """
     try:
         replica.pool.give(await replica.pool.connect())
     except OSError as error:

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from tests.faults import faults
 from tests.faults.harness import Harness
+from tests.gateway.fake_replica import Exchange
 from tests.gateway.worker import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
@@ -83,6 +84,29 @@ async def test_38_a_worker_without_file_descriptors_refuses_and_recovers(harness
         assert (await harness.ask(model, stream=True)).status == 200
         assert set(await after.outcomes()) <= {"ok", "exhausted"}
     assert worker.returncode is None
+
+
+async def test_38_a_lost_connection_is_no_death_while_descriptors_lack(harness: Harness) -> None:
+    worker = await harness.start_worker()
+    model = harness.fresh_model()
+    (one,) = await harness.fleet(model, 1)
+    lacking = asyncio.Event()
+
+    async def reset(exchange: Exchange) -> None:
+        await lacking.wait()
+        exchange.reset()
+
+    one.usual = reset
+    async with harness.expect(model, {"exhausted": 1}, attempts=1):
+        client = await harness.post(model)
+        await until(lambda: bool(one.open), "the request has arrived")
+        with limited(worker.pid, resource.RLIMIT_NOFILE, 3):
+            lacking.set()
+            while await client.read():
+                pass
+        assert client.reply.status == 503
+        (sample,) = await harness.samples("tidegate_upstream_attempts_total", model=model)
+        assert sample == ({"model": model, "outcome": "dropped"}, 1.0)
 
 
 async def test_38_a_full_disk_does_not_stop_requests(harness: Harness) -> None:
