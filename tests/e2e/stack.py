@@ -136,11 +136,11 @@ class Stack:
 
 
 @contextmanager
-def running(document: dict[str, Any]) -> Iterator[Stack]:
+def running(document: dict[str, Any], *flags: str) -> Iterator[Stack]:
     """A deployment of ``document``, started, and stopped in the end."""
     # Ray puts unix sockets below its directory, and their paths are short.
     with tempfile.TemporaryDirectory(prefix="tg-") as folder:
-        stack = Stack(Path(folder), document)
+        stack = Stack(Path(folder), document, *flags)
         try:
             stack.up()
             yield stack
