@@ -140,13 +140,14 @@ class OracleCosts(msgspec.Struct, frozen=True, kw_only=True):
     """At one start-up time, means over the seeds: the bound, the plan on paper, and the plan's run.
 
     ``mu`` is the capacity per replica that the plan assumes, ``replicas`` its mean replica count. ``target``
-    is the attainment at which policies are compared: the SLO's, or the best of a plan where none attains it.
+    is the attainment at which policies are compared: the SLO's, or the best of a plan where none attains it,
+    which has no bound.
     """
 
     lead_s: float
     target: float
     mu: float
-    lower_gpu_hours: float
+    lower_gpu_hours: float | None
     plan_gpu_hours: float
     gpu_hours: float
     attainment: float
@@ -193,14 +194,16 @@ def _oracle(results: Sequence[TrialResult]) -> OracleCosts:
         attained = fmean(result.score.attainment for result in same)
         found.append((fmean(result.score.gpu_hours for result in same), attained, same))
     most = max(attained for _, attained, _ in found)
-    target = min(results[0].trial.setup.attainment, math.floor(most * 1e4) / 1e4)
+    promised = results[0].trial.setup.attainment
+    target = min(promised, math.floor(most * 1e4) / 1e4)
     hours, attained, same = min((each for each in found if each[1] >= target), key=lambda each: each[0])
     stretch = same[0].trial.setup.stretch
     return OracleCosts(
         lead_s=same[0].trial.lead_s,
         target=target,
         mu=same[0].trial.mu,
-        lower_gpu_hours=fmean(result.lower_hours for result in same),
+        # The bound is of runs that attain the SLO: others may undercut it.
+        lower_gpu_hours=fmean(result.lower_hours for result in same) if target == promised else None,
         plan_gpu_hours=fmean(result.plan_hours for result in same),
         gpu_hours=hours,
         attainment=attained,
@@ -230,7 +233,9 @@ def _standing(
         oracle_ratio=None if hours is None else hours / oracle.gpu_hours,
         least_ratio=min(ratios, default=None),
         most_ratio=max(ratios, default=None),
-        lower_ratio=None if hours is None else hours / oracle.lower_gpu_hours,
+        lower_ratio=None
+        if hours is None or oracle.lower_gpu_hours is None
+        else hours / oracle.lower_gpu_hours,
         dominated=None if ours is None or name == OURS else hours is None or ours < hours,
         setting=shown.setting,
         attainment=shown.attainment,
@@ -249,7 +254,7 @@ def _regret(mine: Sequence[TrialResult], hours: float, oracle: OracleCosts) -> R
     """The mean over the seeds; ``forecast`` includes what the plan's run takes above the plan on paper."""
     parts = []
     for trial in {result.trial.seed: result.trial for result in mine}.values():
-        setup = trial.setup
+        setup = replace(trial.setup, attainment=oracle.target)
         arrivals = setup.arrivals(trial.factor, trial.seed)
         asked = setup.problem(arrivals, oracle.mu, trial.lead_s, since=setup.stretch.since)
         parts.append(split(hours * HOUR_S, asked))

@@ -162,6 +162,9 @@ def _ranking_title(score: PolicyScore) -> str:
 def _print_ranking(score: PolicyScore, promised: float) -> None:
     number = "{:.2f}".format
     for oracle in score.table.oracles:
+        lower = optional(oracle.lower_gpu_hours, ", lower bound {:.2f}".format) or ""
+        missed = f"\nno plan attains {promised:.2%}: all compared at {oracle.target:.2%}"
+        note = missed if oracle.target < promised else ""
         rows = table(
             [ranking for ranking in score.table.standings if ranking.lead_s == oracle.lead_s],
             ("policy", lambda ranking: ranking.policy),
@@ -184,12 +187,7 @@ def _print_ranking(score: PolicyScore, promised: float) -> None:
             (">rounding up, GPU-h", lambda ranking: _regret_h(ranking, "integrality_s")),
             title=f"{_ranking_title(score)}, start-up time {oracle.lead_s:g} s\n"
             f"offline optimum: {oracle.gpu_hours:.2f} GPU-hours simulated ({oracle.plan_gpu_hours:.2f} "
-            f"planned, lower bound {oracle.lower_gpu_hours:.2f}), {oracle.replicas:.1f} replicas, "
-            f"{oracle.attainment:.2%} attainment"
-            + (
-                f"\nno plan attains {promised:.2%}: all compared at {oracle.target:.2%}"
-                * (oracle.target < promised)
-            ),
+            f"planned{lower}), {oracle.replicas:.1f} replicas, {oracle.attainment:.2%} attainment{note}",
         )
         console().print(rows)
 

@@ -136,6 +136,8 @@ def test_policies_are_compared_at_what_a_plan_attains_where_none_meets_the_slo(t
     )
     assert (table.oracles[0].target, table.oracles[0].gpu_hours) == (0.9881, 3.0)
     assert table.standings[0].oracle_ratio == pytest.approx(1.1)
+    # The bound of runs that attain the SLO does not hold for those that miss it.
+    assert (table.oracles[0].lower_gpu_hours, table.standings[0].lower_ratio) == (None, None)
 
 
 @pytest.mark.slow
