@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -42,8 +43,8 @@ _FREE = msgspec.convert(
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """GPU-hours of a trace (core-hours without GPUs); ``None`` where unknown.
 
-    No plan uses less than ``lower_gpu_hours``; its replicas may be fractions held until the last arrival, so
-    it is 0 where all requests arrive at once. ``achievable_gpu_hours`` are those of a clairvoyant plan of
+    No plan uses less than ``lower_gpu_hours``; its replicas may be fractions held until the last arrival, and
+    take at least the least work of the requests. ``achievable_gpu_hours`` are those of a clairvoyant plan of
     whole replicas that met the SLO in the simulator. ``why`` explains missing values.
     """
 
@@ -61,7 +62,9 @@ def bounds_of(
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Bounds:
-    """The bounds of all models together, at the cost of a few runs; ``progress`` gets what is tried.
+    """The bounds of all models together; ``progress`` gets what is tried.
+
+    Each mode is measured and planned at up to eight capacity factors, each of which takes several runs.
 
     The achievable plan keeps to one mode. Raises :class:`policy.errors.TargetError`, with the reason, where
     no plan meets the SLO.
@@ -165,16 +168,10 @@ class _Oracle:
         return best
 
     def _held_s(self, mode: _Mode) -> float:
-        best = math.inf
-        for factor in UPRATES:
-            if (held_s := self._held_at(mode, factor)) == math.inf:
-                break
-            best = min(best, held_s)
-        if best == math.inf:
-            best = next(
-                (held_s for each in DERATES if (held_s := self._held_at(mode, each)) < math.inf), best
-            )
-        return best
+        tried = takewhile(math.isfinite, (self._held_at(mode, factor) for factor in UPRATES))
+        if (best := min(tried, default=math.inf)) < math.inf:
+            return best
+        return next(filter(math.isfinite, (self._held_at(mode, factor) for factor in DERATES)), math.inf)
 
     def _held_at(self, mode: _Mode, factor: float) -> float:
         """Device-seconds of the plan at ``factor`` times the capacity, infinite where it misses the SLO."""

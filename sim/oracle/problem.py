@@ -67,8 +67,7 @@ class Problem:
 
     def infeasible(self) -> TargetError:
         """The error that ``most`` replicas cannot serve enough."""
-        served = f"{self.attainment:g} of the requests"
-        return TargetError(f"{self.most} replicas of {self.mu:g} requests per second cannot serve {served}")
+        return TargetError(f"{self.most} replicas cannot serve {self.attainment:g} of the demand")
 
 
 def bin_arrivals(at: Floats, bin_s: float, since: float, until: float) -> Floats:

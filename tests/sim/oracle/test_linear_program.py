@@ -61,7 +61,7 @@ def test_the_bound_keeps_the_replica_limits() -> None:
 
 
 def test_too_few_replicas_are_refused() -> None:
-    with pytest.raises(TargetError, match=r"2 replicas of 2 requests per second cannot serve 0\.99"):
+    with pytest.raises(TargetError, match=r"2 replicas cannot serve 0\.99 of"):
         lower_bound(problem([10, 30, 10], attainment=0.99, most=2))
 
 
