@@ -68,7 +68,6 @@ def test_tables_show_the_basis_of_each_number(document: Path) -> None:
     result = run(document, *f"--rps 4 --input 500 --output 40 {more}".split(), *SMALL)
     assert result.exit_code == 0, result.output
     for words in (
-        "chat, 4 requests/s, cv 1, seed 0",
         "Fewest GPUs of each type, best first by cost",
         "1 replica with 1 x h100 each, and 1 spare",
         "Purchase schedule",
@@ -80,6 +79,7 @@ def test_tables_show_the_basis_of_each_number(document: Path) -> None:
         "assumed: data sheets: 700 W a card",
     ):
         assert words in result.stdout
+    assert result.output.count("chat, 4 requests/s, cv 1, seed 0") == 1
 
 
 @pytest.mark.slow

@@ -36,9 +36,7 @@ def assumptions(spec: ModelSpec, found: Sequence[Candidate], ask: PlanRequest) -
 
 
 def tables(plan: Plan) -> Iterator[Table | Text]:
-    """The parts of ``plan`` in reading order."""
-    slo = SloConfig(ttft_p95_s=plan.ttft_p95_s, itl_p95_s=plan.itl_p95_s, attainment=plan.attainment)
-    yield Text(describe_load(plan.model, plan.load, plan.seed, plan.demand, slo))
+    """The parts of ``plan`` in reading order, after its load and assumptions."""
     yield _options(plan)
     best = plan.options[0]
     if best.replicas is None:
