@@ -54,8 +54,8 @@ from policy.types import Runner
 from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER
 from store.api_keys import own_key
 
-# The key of the scope for the account, which is looked up before the body is read.
-_ACCOUNT = "tidegate.account"
+# The keys of the scope for what the head tells: the account, and why the request is refused.
+_ACCOUNT, _REFUSED = "tidegate.account", "tidegate.refused"
 _CANARY, _EXPLAIN = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode()
 
 
@@ -175,9 +175,15 @@ class Gateway:
         try:
             scope[_ACCOUNT] = self.tenants.of(headers)
             _refuse_compressed(headers)
-        except Refused:
+            scope[_REFUSED] = None
+        except Refused as refused:
+            scope[_REFUSED] = refused
             return 0
         return self._limits.max_body_bytes
+
+    def _account(self, scope: Scope) -> TenantAccount:
+        account: TenantAccount = scope.get(_ACCOUNT, self.tenants.anonymous)
+        return account
 
     def upload_limits(self) -> tuple[int, int]:
         """How many bytes of unfinished requests are held, of all clients and of one address."""
@@ -189,12 +195,11 @@ class Gateway:
         """The pipeline: one call from its first byte to its last, counted in any case."""
         began = monotonic()
         call = Call(route, scope, receive, send, self.deadlines)
-        meter, account = self.metrics.no_model, self.tenants.anonymous
+        meter, account = self.metrics.no_model, self._account(scope)
         try:
             raw = await call.read()
-            # Without it the body was not read, and the answer says why.
-            account = scope.get(_ACCOUNT) or self.tenants.of(call.headers)
-            _refuse_compressed(call.headers)
+            if (refusal := scope[_REFUSED]) is not None:
+                raise refusal
             is_large = len(raw) > bodies.MAX_DECODED
             body = await bodies.read_large(raw, self._pieces) if is_large else bodies.read(raw)
             call.streaming = body.stream is True
@@ -269,7 +274,7 @@ class Gateway:
 
     def count_refused(self, refused: Refused, scope: Scope | None, request_id: bytes) -> None:
         """Count a request that was rejected before it was read; ``scope`` if its head was."""
-        account: TenantAccount = (scope or {}).get(_ACCOUNT, self.tenants.anonymous)
+        account = self._account(scope or {})
         self.metrics.no_model.requests[NONE, refused.reason] += 1
         account.counters.requests[refused.reason] += 1
         if self.access.on:

@@ -16,13 +16,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.protocol.errors import Refused
 from policy.config.deployment import GatewayConfig
+from policy.config.ports import WILDCARDS
 from policy.errors import Refusal
 
 # Served without the token: probes and Prometheus, and the schema, which has no data. `/docs/` are its files.
 OPEN = frozenset({"/livez", "/readyz", "/metrics", "/openapi.json", "/docs"})
 _OPEN_FILES = "/docs/"
 
-_WILDCARDS = ("", "0.0.0.0", "::")
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?")
 
 
@@ -91,4 +91,4 @@ class AdminAccess:
         except ValueError:
             return False
         # Only a name can be made to resolve to this machine: an address leads to who has it.
-        return address.is_loopback or own in _WILDCARDS
+        return address.is_loopback or own in WILDCARDS

@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.http.internal_client import internal_client
 from gateway.queue.model_queues import Admission
-from gateway.telemetry.metrics import Metrics, ModelCounters
+from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.types import EngineKind
@@ -35,15 +35,15 @@ Send = Callable[[bytes], Awaitable[None]]
 class Reporter:
     """Reports of one worker.
 
-    ``send`` posts a report, which may be lost: the next one contains its totals. ``running`` tells the
-    running streams of a model and their tokens so far.
+    ``send`` posts a report, which may be lost: the next one contains its totals. ``running`` tells by
+    model the running streams and their tokens so far.
     """
 
     metrics: Metrics
     admission: Admission
     deployment: Callable[[], Deployment]
     send: Send
-    running: Callable[[ModelCounters], tuple[int, int]]
+    running: Callable[[], dict[str, tuple[int, int]]]
 
     def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
@@ -69,13 +69,13 @@ class Reporter:
 
     def report(self, *, last: bool = False) -> GatewayReport:
         self._number += 1
-        deployment = self.deployment()
+        deployment, running = self.deployment(), self.running()
         return GatewayReport(
             worker=self._worker,
             number=self._number,
             since_s=self._clock() - self._began,
             models={
-                spec.name: self._model(spec.name)
+                spec.name: self._model(spec.name, running.get(spec.name, (0, 0)))
                 for spec in deployment.models
                 if spec.engine is not EngineKind.EXTERNAL
             },
@@ -96,13 +96,13 @@ class Reporter:
         self.admission.woken.clear()
         return True
 
-    def _model(self, name: str) -> ModelReport:
+    def _model(self, name: str, running: tuple[int, int]) -> ModelReport:
         meter = self.metrics.model(name)
         return meter.totals.report(
             in_flight=meter.in_flight,
             queued=sum(meter.queue.depth.values()),
             oldest_s=self.admission.oldest_s(name),
-            running=self.running(meter),
+            running=running,
         )
 
 

@@ -29,7 +29,7 @@ from gateway.protocol.json_decoders import NULL, answer
 from gateway.protocol.model_rewrite import ModelRewrite
 from gateway.protocol.paths import Api
 from gateway.protocol.sse_validator import SseValidator
-from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer
+from gateway.protocol.usage import MAX_USAGE_BYTES, Usage, usage_of_answer
 from gateway.request_context import STREAM_HEADERS, Call
 from gateway.telemetry.metrics import ModelCounters
 from policy.admission.retry import AttemptOutcome
@@ -214,7 +214,7 @@ class Relay:
             self._commit([] if length is None else [(b"content-length", length)])
         elif self._rewrite is not None:
             data = self._rewrite.feed(data, complete=complete)
-        self._end = data if not self._end else (self._end + data)[-MAX_DECODED:]
+        self._end = data if not self._end else (self._end + data)[-MAX_USAGE_BYTES:]
         if complete:
             self._call.answered = True
         self._put({"type": "http.response.body", "body": data, "more_body": not complete})

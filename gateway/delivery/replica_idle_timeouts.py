@@ -11,7 +11,6 @@ from policy.config.deployment import GatewayConfig
 
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
-    from gateway.telemetry.metrics import ModelCounters
 
 SWEEP_EVERY_S = 0.1
 
@@ -36,10 +35,14 @@ class IdleTimeouts:
             await asyncio.sleep(min(SWEEP_EVERY_S, shortest / 4))
             self.sweep(monotonic())
 
-    def running(self, meter: ModelCounters) -> tuple[int, int]:
-        """The streams of one model that have begun, and the tokens (one an event) that they have produced."""
-        begun = [each.events for each in self.attempts if each.begun and each.meter is meter]
-        return len(begun), sum(begun)
+    def running(self) -> dict[str, tuple[int, int]]:
+        """By model, the streams that have begun, and the tokens (one an event) that they have produced."""
+        found: dict[str, tuple[int, int]] = {}
+        for each in self.attempts:
+            if each.begun:
+                streams, tokens = found.get(each.meter.model, (0, 0))
+                found[each.meter.model] = (streams + 1, tokens + each.events)
+        return found
 
     def sweep(self, now: float) -> None:
         """End the attempts that were silent for too long."""

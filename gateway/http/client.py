@@ -324,6 +324,7 @@ class ConnectionPool:
         self.host = parts.hostname or "127.0.0.1"
         self._secure = parts.scheme == "https"
         self._ca_file: str | None = None
+        self._ca_changed_ns = 0
         self._tls: ssl.SSLContext | None = None
         self.port = parts.port or (443 if self._secure else 80)
         self.host_header = parts.netloc.rpartition("@")[2].encode()
@@ -366,10 +367,13 @@ class ConnectionPool:
         if connection in self._idle:
             self._idle.remove(connection)
 
-    def trust(self, ca_file: str | None) -> None:
-        """Verify certificates with those in ``ca_file`` (``None``: the system's), on new connections."""
-        if ca_file != self._ca_file:
-            self._ca_file, self._tls = ca_file, None
+    def trust(self, ca_file: str | None, changed_ns: int) -> None:
+        """Verify certificates with those in ``ca_file`` (``None``: the system's), on new connections.
+
+        It is read again when ``changed_ns``, the time of its last change, is another.
+        """
+        if ca_file != self._ca_file or changed_ns != self._ca_changed_ns:
+            self._ca_file, self._ca_changed_ns, self._tls = ca_file, changed_ns, None
             self._drop_idle()
 
     def close(self) -> None:

@@ -251,11 +251,7 @@ class ServerConnection:
         if not self._limit:
             self._size += len(body)
             return
-        if self._parts:
-            self._keep(body)
-        else:
-            self._parts.append(body)
-            self._size = len(body)
+        self._keep(body)
         if self._size > self._limit:
             self._refused = self._too_large()
 

@@ -97,7 +97,7 @@ class UploadBudget:
                 self._relieve(everyone, upload)
             if own.held > own.half:
                 self._relieve(own, upload)
-        elif self._waiting:
+        elif grown < 0 and self._waiting:
             self._let_waiting_go_on()
 
     def end(self, upload: Upload) -> None:

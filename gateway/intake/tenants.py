@@ -47,9 +47,8 @@ class Tenants:
     """The accounts of the current deployment; without tenants every request is the anonymous one's.
 
     ``salt_secret`` makes the cache salts; ``own_key`` is Tidegate's own, of no tenant. ``anonymous`` counts
-    requests without a tenant. Keys are digested for
-    each request (under a microsecond), so that none is kept in memory and a revoked one ends with its
-    deployment.
+    requests without a tenant. Keys are digested for each request (under a microsecond), so that none is kept
+    in memory and a revoked one ends with its deployment.
     """
 
     def __init__(

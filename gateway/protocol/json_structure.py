@@ -171,7 +171,7 @@ class StructureScan:
         self._cut(begin)
         return False
 
-    def _cut(self, begin: int) -> bool:
+    def _cut(self, begin: int) -> None:
         """Check the piece from ``begin`` on; what follows takes over its open brackets."""
         objects, levels = self._objects, range(self._depth)
         opening = b"".join([b'{"":' if objects >> level & 1 else b"[" for level in reversed(levels)])
@@ -184,7 +184,6 @@ class StructureScan:
             ended, begun = b'"', opening + b'"'
         self._check(begin, self._at, ended + closing)
         self._before = begun
-        return False
 
     def _end_member(self, end: int) -> None:
         raw, begin = self._raw, self._value

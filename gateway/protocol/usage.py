@@ -14,7 +14,7 @@ from gateway.protocol.prompt_features import BOUNDARIES, limit_of
 from policy.request import Request
 
 # An answer up to this size is decoded whole; of a longer one (vectors, long texts) only its end is read.
-MAX_DECODED = 16 * 1024
+MAX_USAGE_BYTES = 16 * 1024
 # Members named so that are tried, from the last.
 MAX_CANDIDATES = 4
 _KEY = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*\{')
@@ -85,7 +85,7 @@ _scanner = json.JSONDecoder()
 
 def read_usage(raw: bytes | Raw) -> Usage | None:
     """The usage object ``raw``; ``None`` if it is none or not understood."""
-    if len(memoryview(raw)) > MAX_DECODED:
+    if len(memoryview(raw)) > MAX_USAGE_BYTES:
         return None
     try:
         decoded = counts.decode(raw)
@@ -106,8 +106,8 @@ def read_usage(raw: bytes | Raw) -> Usage | None:
 def usage_inside(raw: bytes | Raw) -> Usage | None:
     """The usage of an object that holds one under ``usage``; of a long object, in its end."""
     text = memoryview(raw)
-    if len(text) > MAX_DECODED:
-        return _last_usage(bytes(text[-MAX_DECODED:]))
+    if len(text) > MAX_USAGE_BYTES:
+        return _last_usage(bytes(text[-MAX_USAGE_BYTES:]))
     try:
         decoded = answer.decode(raw)
     except (ValueError, RecursionError):
@@ -117,9 +117,9 @@ def usage_inside(raw: bytes | Raw) -> Usage | None:
 
 def usage_of_answer(end: bytes) -> Usage | None:
     """The usage of a JSON answer (``end`` is all or its last part): the last one that counts tokens."""
-    if len(end) <= MAX_DECODED and end.lstrip().startswith(b"{") and (found := usage_inside(end)):
+    if len(end) <= MAX_USAGE_BYTES and end.lstrip().startswith(b"{") and (found := usage_inside(end)):
         return found
-    return _last_usage(end[-MAX_DECODED:])
+    return _last_usage(end[-MAX_USAGE_BYTES:])
 
 
 def _last_usage(end: bytes) -> Usage | None:

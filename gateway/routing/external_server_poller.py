@@ -7,6 +7,7 @@ import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -60,13 +61,16 @@ class ExternalPoller:
     def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._answers: dict[tuple[str, str], _Answer] = {}
-        # By the certificates that they trust.
-        self._clients: dict[str | None, httpx.AsyncClient] = {}
+        # By the file with the certificates that they trust, and when it was changed.
+        self._clients: dict[tuple[str | None, int], httpx.AsyncClient] = {}
 
     async def run(self) -> None:
         try:
             while True:
                 specs = [spec for spec in self.deployment().models if spec.engine is EngineKind.EXTERNAL]
+                used = {(each.ca_file, _changed_ns(each.ca_file)) for spec in specs for each in spec.servers}
+                for unused in self._clients.keys() - used:
+                    await self._clients.pop(unused).aclose()
                 await asyncio.gather(*map(self._probe_model, specs))
                 await asyncio.sleep(PROBE_EVERY_S)
         finally:
@@ -82,7 +86,8 @@ class ExternalPoller:
     async def _probe(self, model: str, server: ExternalServer) -> _Answer:
         base, theirs = server.base, server.model or model
         key, problem = read_key(server.key_file, server.key_env)
-        access = ServerAccess(key, server.ca_file, "" if theirs == model else theirs)
+        changed_ns = _changed_ns(server.ca_file)
+        access = ServerAccess(key, server.ca_file, "" if theirs == model else theirs, changed_ns)
         at, reads = self._clock(), self.view.reads(model, base)
         last = self._answers.pop((model, base), None)
         if last is not None and last.access != access:
@@ -94,7 +99,7 @@ class ExternalPoller:
         listed: list[_Listed] = []
         if not problem:
             try:
-                listed = await self._models_of(server, key)
+                listed = await self._models_of(server, key, changed_ns)
             except (httpx.HTTPError, OSError) as error:
                 # A lack of resources on this machine is no failure of the server.
                 if last is not None and is_local_fault(error) and self.view.is_answering(model, base):
@@ -113,10 +118,10 @@ class ExternalPoller:
             self._answers[model, base] = answer
         return answer
 
-    async def _models_of(self, server: ExternalServer, key: bytes) -> list[_Listed]:
+    async def _models_of(self, server: ExternalServer, key: bytes, changed_ns: int) -> list[_Listed]:
         """What the server lists; raises ``OSError``, ``httpx.HTTPError`` or :class:`_NotServed`."""
         headers = {"authorization": f"Bearer {key.decode()}"} if key else {}
-        url, client = f"{server.base}/v1/models", self._client(server.ca_file)
+        url, client = f"{server.base}/v1/models", self._client(server.ca_file, changed_ns)
         async with client.stream("GET", url, headers={**headers, "accept-encoding": "identity"}) as answer:
             status, body = answer.status_code, b""
             async for part in answer.aiter_raw():
@@ -134,14 +139,21 @@ class ExternalPoller:
         except (ValueError, RecursionError):
             raise _NotServed("its answer to GET /v1/models is not a list of models") from None
 
-    def _client(self, ca_file: str | None) -> httpx.AsyncClient:
+    def _client(self, ca_file: str | None, changed_ns: int) -> httpx.AsyncClient:
         """The client for servers with certificates by ``ca_file``; raises ``OSError`` if it is unusable."""
-        if ca_file not in self._clients:
-            trusted = ssl.create_default_context(cafile=ca_file)
-            self._clients[ca_file] = httpx.AsyncClient(
-                timeout=PROBE_TIMEOUT_S, trust_env=False, verify=trusted
-            )
-        return self._clients[ca_file]
+        trusts = ca_file, changed_ns
+        if trusts not in self._clients:
+            verify = ssl.create_default_context(cafile=ca_file)
+            self._clients[trusts] = httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False, verify=verify)
+        return self._clients[trusts]
+
+
+def _changed_ns(path: str | None) -> int:
+    """When the file was changed; 0 without one, or if it cannot be read."""
+    try:
+        return 0 if path is None else Path(path).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 class _NotServed(Exception):

@@ -59,12 +59,14 @@ NO_EVENTS = FleetEvents()
 class ServerAccess(NamedTuple):
     """How to send requests to an external server.
 
-    The API ``key``, the ``ca_file`` that verifies its certificate, its name for the ``model`` (empty: ours).
+    The API ``key``, the ``ca_file`` that verifies its certificate, its name for the ``model`` (empty: ours),
+    and when the ``ca_file`` was changed.
     """
 
     key: bytes = b""
     ca_file: str | None = None
     model: str = ""
+    ca_changed_ns: int = 0
 
 
 class UnobservedPrefill:
@@ -78,13 +80,11 @@ class UnobservedPrefill:
 class ReplicaHandle:
     """One replica as seen from one worker: its connections, its reported load and what was sent since.
 
-    ``label`` names it to clients.
-
-    ``answering`` is whether the replica can be reached, ``open`` whether it reports that it takes requests,
-    ``full`` whether it refused one for lack of room; all follow its load stream, or a probe where there is
-    none (external). The results of attempts move ``breaker``, through ``health``. ``relays`` are the attempts
-    of this worker that run there. ``adapters`` are its adapters, ``their_model`` is its name for the model if
-    that is not ours. ``silent`` is whether its load stream
+    ``label`` names it to clients. ``answering`` is whether the replica can be reached, ``open`` whether it
+    reports that it takes requests, ``full`` whether it refused one for lack of room; all follow its load
+    stream, or a probe where there is none (external). The results of attempts move ``breaker``, through
+    ``health``. ``relays`` are the attempts of this worker that run there. ``adapters`` are its adapters,
+    ``their_model`` is its name for the model if that is not ours. ``silent`` is whether its load stream
     hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
     loop time. ``contradicting_answers`` counts those whose token counts were impossible for their requests.
     """
@@ -147,7 +147,7 @@ class ReplicaHandle:
     def ask_by(self, access: ServerAccess) -> None:
         """Send requests to this external server as ``access`` says."""
         self.their_model = access.model
-        self.pool.trust(access.ca_file)
+        self.pool.trust(access.ca_file, access.ca_changed_ns)
         self.constant_head = self._fixed_head
         if access.key:
             self.constant_head += b"authorization: Bearer %b\r\n" % access.key

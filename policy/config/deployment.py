@@ -264,12 +264,11 @@ class GatewayConfig(Section, frozen=True):
 
     ``admin_allowed_hosts`` are names by which the admin port may be called, beside its own address.
     ``cors`` are the origins whose web pages may use the client port. ``access_log`` writes a line for each
-    request.
-    ``priority`` is that of all requests without tenants. ``queue_timeout_s`` is the default deadline of a
-    request. ``first_token_timeout_s`` and ``inter_token_timeout_s`` bound the silence of a replica before and
-    after a stream's first event, ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how
-    long a replica may have requests and move none of them. ``sse_keepalive_s`` is the time between
-    comments to the client of a stream that waits, 0 for none.
+    request. ``priority`` is that of all requests without tenants. ``queue_timeout_s`` is the default deadline
+    of a request. ``first_token_timeout_s`` and ``inter_token_timeout_s`` bound the silence of a replica
+    before and after a stream's first event, ``answer_timeout_s`` the time to a whole answer,
+    ``progress_timeout_s`` how long a replica may have requests and move none of them. ``sse_keepalive_s`` is
+    the time between comments to the client of a stream that waits, 0 for none.
     """
 
     host: str = "127.0.0.1"

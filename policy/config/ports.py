@@ -18,7 +18,8 @@ _RESERVED = {
     f"{RAY_AGENT}, which Ray's dashboard agent takes": (RAY_AGENT, RAY_AGENT),
 }
 _LOOPBACK = "127.0.0.1"
-_WILDCARDS = frozenset({"0.0.0.0", "::", ""})
+# Hosts by which all addresses of the machine are bound.
+WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 
 class Listener(NamedTuple):
@@ -30,8 +31,8 @@ class Listener(NamedTuple):
 
     def clashes_with(self, other: Listener) -> bool:
         """Whether both cannot be bound on one machine."""
-        mine, its = (each.host.replace("localhost", _LOOPBACK) for each in (self, other))
-        return self.port == other.port and (mine == its or mine in _WILDCARDS or its in _WILDCARDS)
+        mine, its = (_LOOPBACK if each.host == "localhost" else each.host for each in (self, other))
+        return self.port == other.port and (mine == its or mine in WILDCARDS or its in WILDCARDS)
 
 
 def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
@@ -41,10 +42,11 @@ def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
         Listener("gateway.port", gateway.host, gateway.port),
         Listener("gateway.admin_port", gateway.admin_host, gateway.admin_port),
     ]
-    if deployment.needs_controller and (not ray or cluster.address == "local"):
+    starts_ray = ray and _starts_ray(deployment)
+    if starts_ray or (deployment.needs_controller and not ray):
         host, _, port = cluster.controller.rpartition(":")
         found.append(Listener("cluster.controller", host.strip("[]"), int(port)))
-        if ray:
+        if starts_ray:
             # The GCS binds every interface, whatever its address option says.
             found.append(Listener("cluster.gcs_port", "0.0.0.0", cluster.gcs_port))
             found.append(Listener("cluster.dashboard_port", _LOOPBACK, cluster.dashboard_port))
@@ -54,14 +56,18 @@ def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
 def check_ports(deployment: Deployment) -> None:
     """Check the ports against each other and Ray's; raises :class:`policy.errors.ConfigError`."""
     found = listeners(deployment, ray=True)
+    reserved = _RESERVED if _starts_ray(deployment) else {}
     for i, listener in enumerate(found):
         path, port = listener.path, listener.port
         for other in found[:i]:
             expected = f"a port other than {other.path} = {other.port}"
             require(not listener.clashes_with(other), path, port, expected)
-        if len(found) == 2:  # no Ray here
-            continue
-        for taken, (first, last) in _RESERVED.items():
+        for taken, (first, last) in reserved.items():
             # A worker skips a port that is bound, as the gateway's are before the head starts.
             skipped = (first, last) == RAY_WORKERS and path.startswith("gateway.")
             require(skipped or not first <= port <= last, path, port, f"a port other than {taken}")
+
+
+def _starts_ray(deployment: Deployment) -> bool:
+    """Whether a Ray head is started on this machine, where Ray is used."""
+    return deployment.needs_controller and deployment.cluster.address == "local"

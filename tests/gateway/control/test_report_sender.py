@@ -87,7 +87,7 @@ class Site:
         self.late_s = late_s
         self.clock = asyncio.get_running_loop().time
         self.reporter = Reporter(
-            self.metrics, self.admission, lambda: self.deployment, self._send, lambda _: (2, 50)
+            self.metrics, self.admission, lambda: self.deployment, self._send, lambda: {"m": (2, 50)}
         )
         self.served = ServedModel("m")
         self.running = asyncio.create_task(self.reporter.run())

@@ -17,6 +17,8 @@ class Silent:
         self.begun = begun
         self.sent_at = self.quiet_since = 0.0
         self.alive = alive
+        self.events = 0
+        self.meter = SimpleNamespace(model="")
         self.expired: list[float] = []
 
     def has_progressed(self) -> bool:
@@ -48,3 +50,11 @@ def test_each_kind_of_silence_has_its_timeout(deadlines: IdleTimeouts, attempt: 
     assert attempt.expired == []
     deadlines.sweep(limit + 0.1)
     assert attempt.expired == [limit]
+
+
+def test_running_streams_and_their_tokens_are_counted_by_model(deadlines: IdleTimeouts) -> None:
+    for model, begun, events in (("a", True, 3), ("a", True, 4), ("a", False, 0), ("b", True, 1)):
+        stream = Silent(begun=begun)
+        stream.events, stream.meter = events, SimpleNamespace(model=model)
+        deadlines.attempts.add(stream)
+    assert deadlines.running() == {"a": (2, 7), "b": (1, 1)}

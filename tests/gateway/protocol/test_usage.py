@@ -12,20 +12,27 @@ from hypothesis import strategies as st
 from gateway.protocol import body as bodies
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.prompt_features import BytesPerToken, parts_of, seed_of
-from gateway.protocol.usage import MAX_DECODED, Usage, UsageBounds, read_usage, usage_inside, usage_of_answer
+from gateway.protocol.usage import (
+    MAX_USAGE_BYTES,
+    Usage,
+    UsageBounds,
+    read_usage,
+    usage_inside,
+    usage_of_answer,
+)
 from policy.request import Request
 
 COUNTS = {"prompt_tokens": 5, "total_tokens": 7, "completion_tokens": 2}
 
 
-@pytest.mark.parametrize("size", [10, MAX_DECODED, 4 * MAX_DECODED])
+@pytest.mark.parametrize("size", [10, MAX_USAGE_BYTES, 4 * MAX_USAGE_BYTES])
 @given(st.sampled_from(["", '"usage":{"prompt_tokens":1}', "\\", "é}{"]), st.booleans())
 def test_usage_is_found_at_the_end_of_an_answer(size: int, text: str, spaced: bool) -> None:
     answer = {"text": text * 9 + "x" * size + text, "usage": COUNTS, "kv_transfer_params": None, "y": text}
     raw = json.dumps(answer, indent=1 if spaced else None, ensure_ascii=False).encode()
     assert usage_of_answer(raw) == usage_inside(raw) == Usage(5, 0, 2)
     if size > 1000:
-        assert usage_of_answer(raw[-MAX_DECODED:]) == Usage(5, 0, 2)
+        assert usage_of_answer(raw[-MAX_USAGE_BYTES:]) == Usage(5, 0, 2)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from gateway.http.client import ConnectionPool
 from gateway.routing import external_server_poller
 from gateway.routing.external_server_poller import MAX_LISTING, ExternalPoller
 from gateway.routing.fleet import FleetView
@@ -158,7 +160,40 @@ async def test_the_key_is_sent_and_the_certificate_verified_by_its_own_file(tmp_
     await server.stop()
     ((replica, access, _),) = trusts.turns
     assert (replica.reason, replica.id) == ("", f"127.0.0.1:{server.port}")
-    assert access == ServerAccess(b"sk-1", str(certificate), "c")
+    assert access == ServerAccess(b"sk-1", str(certificate), "c", certificate.stat().st_mtime_ns)
     assert [hit.headers.get("authorization") for hit in server.hits] == ["Bearer sk-1"]
     assert "certificate is not trusted" in doubts.turns[0][0].reason
     assert "TLS" in broken.turns[0][0].reason
+
+
+async def test_a_renewed_certificate_file_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
+    certificate = tmp_path / "ca.pem"
+    server = await serving((200, LISTING), tls=certify(certificate))
+    renewed = certificate.read_bytes()
+    certify(certificate)
+    pool = ConnectionPool(server.url, 60.0)
+
+    class Renewing(View):
+        def set_external(
+            self, name: str, servers: list[tuple[Replica, ServerAccess]], max_model_len: int | None
+        ) -> None:
+            super().set_external(name, servers, max_model_len)
+            if len(self.turns) == 1:
+                certificate.write_bytes(renewed)
+                os.utime(certificate, ns=(1, 1))
+
+    former = certificate.stat().st_mtime_ns
+    pool.trust(str(certificate), former)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        await pool.connect()
+    view = Renewing(turns=2)
+    await probe(view, {"url": server.url, "ca_file": str(certificate)})
+    (before, doubted, _), (after, trusted, _) = view.turns[:2]
+    assert ("certificate is not trusted" in before.reason, after.reason) == (True, "")
+    assert (doubted.ca_changed_ns, trusted.ca_changed_ns) == (former, 1)
+    pool.trust(str(certificate), trusted.ca_changed_ns)
+    (await pool.connect()).kill()
+    await server.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.config.ports import listeners
+from policy.config.ports import Listener, listeners
 from policy.deployment_file.parse import parse
 from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
 from tidegate.supervisor import preflight, readiness
@@ -31,6 +31,8 @@ def test_the_ports_of_a_deployment_are_known_before_the_start() -> None:
     ]
     external = parse({"models": [{"name": "e", "engine": "external", "urls": ["http://h:1"]}]})
     assert len(listeners(external, ray=True)) == 2
+    named, other = Listener("a", "localhost.example", 1), Listener("b", "127.0.0.1.example", 1)
+    assert not named.clashes_with(other)
 
 
 def test_memory_counts_weights_cache_and_engine_per_replica() -> None:
