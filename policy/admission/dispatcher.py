@@ -277,14 +277,13 @@ class Dispatcher(Generic[R]):
         candidates = list(pool.candidates()) if waiting else []
         if not any_room(candidates):
             return
-        serving: dict[str, list[Candidate]] = {}
+        serving: dict[tuple[str, frozenset[str]], list[Candidate]] = {}
 
         def usable(request: Request) -> list[Candidate]:
-            found = serving.get(request.adapter)
-            if request.avoid:
-                return self.usable(request, candidates, at)
+            key = (request.adapter, frozenset(request.avoid))
+            found = serving.get(key)
             if found is None:
-                found = serving[request.adapter] = self.usable(request, candidates, at)
+                found = serving[key] = self.usable(request, candidates, at)
             return found
 
         def choose(request: Request) -> Candidate | None:

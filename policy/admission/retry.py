@@ -178,7 +178,8 @@ def retryable(
     if not untried:
         return candidates
     best = [each for each in untried if pool.replica(each).breaker.in_good_standing(at)] or untried
-    return [each for each in candidates if each in best]
+    ids = {each.id for each in best}
+    return [each for each in candidates if each.id in ids]
 
 
 def _untried(request: Request, candidates: list[Candidate], pool: ReplicaPool[Replica]) -> list[Candidate]:
