@@ -48,6 +48,8 @@ STEERING = (
     "prompt_logprobs",
     "chat_template",
 )
+# vLLM reads these before it validates them, and fails on other types, as if the replica were at fault.
+_LIST, _LIST_OR_NULL, _OBJECT_OR_NULL = b"[", b"[n", b"{n"
 _steering = attrgetter(*STEERING)
 _UNSTEERED = (ABSENT,) * len(STEERING)
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
@@ -121,9 +123,18 @@ def _check(body: Body) -> None:
         for name, value in zip(STEERING, values, strict=True):
             if value is not ABSENT and _steers(value):
                 raise _refused_field(name)
+    _check_type("messages", body.messages, _LIST)
+    _check_type("tools", body.tools, _LIST_OR_NULL)
+    _check_type("structured_outputs", body.structured_outputs, _OBJECT_OR_NULL)
     if body.chat_template_kwargs is not ABSENT:
         _check_template_arguments(body.chat_template_kwargs)
     _check_bounds(body)
+
+
+def _check_type(name: str, value: Raw, begins: bytes) -> None:
+    if value is not ABSENT and memoryview(value)[0] not in begins:
+        kind = "a list" if _LIST in begins else "an object"
+        raise Refused(Refusal.BAD_REQUEST, f"{name} must be {kind}.", param=name)
 
 
 def _opens_more_than(raw: bytes, limit: int) -> bool:

@@ -33,6 +33,7 @@ class Body(msgspec.Struct, gc=False):
     prompt: Raw = ABSENT
     input: Raw = ABSENT
     tools: Raw = ABSENT
+    structured_outputs: Raw = ABSENT
     stream_options: Raw = ABSENT
     cache_salt: Raw = ABSENT
     previous_response_id: Raw = ABSENT
@@ -91,7 +92,7 @@ NAMED = msgspec.json.Decoder(Named)
 # The fields of a body by their types, and those that are no part of a prompt.
 RAW_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is Raw)
 SCALARS = frozenset(Body.__struct_fields__) - RAW_FIELDS
-SHORT_FIELDS = SCALARS | RAW_FIELDS - {"system", "messages", "prompt", "input", "tools"}
+SHORT_FIELDS = SCALARS | RAW_FIELDS - {"system", "messages", "prompt", "input", "tools", "structured_outputs"}
 
 NULL = Raw(b"null")
 

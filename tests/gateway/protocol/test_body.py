@@ -61,6 +61,8 @@ def test_fields_are_read_in_any_notation(field: bytes) -> None:
         b'{"model":"m","n":1.5}',
         b'{"model":"m","stop":["","","","",""]}', b'{"model":"m","prior\\u0069ty":1}',
         b'{"model":"m","chat_template_kwargs":{"chat_template":"x"}}', b'{"model":"m","background":true}',
+        b'{"model":"m","messages":null}', b'{"model":"m","tools": 5}',
+        b'{"model":"m","structured_outputs":[]}',
         b'{"model":"m","x":%b1%b}' % (b"[" * 64, b"]" * 64),
     ],
 )  # fmt: skip

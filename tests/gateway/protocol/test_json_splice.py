@@ -25,7 +25,7 @@ from gateway.protocol.json_splice import (
 from gateway.protocol.paths import ROUTES
 
 TEXTS = st.sampled_from(["x", '"model":"y"', 'stream_options":{}', "{[", "é", "\\", '\\"cache_salt\\":1'])
-NAMES = st.sampled_from(["model", "stream_options", "cache_salt", "messages", "a", '{"', "é"])
+NAMES = st.sampled_from(["model", "stream_options", "cache_salt", "system", "a", '{"', "é"])
 VALUES = st.recursive(
     TEXTS | st.integers() | st.none() | st.booleans(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
@@ -103,7 +103,7 @@ def test_invalid_stream_options_are_left_to_the_engine() -> None:
 
 
 def test_a_large_body_is_not_copied() -> None:
-    raw = b'{"model":"x","messages":"' + b"a" * 1000 + b'"}'
+    raw = b'{"model":"x","system":"' + b"a" * 1000 + b'"}'
     parts = splice(raw, [set_member(raw, "cache_salt", ABSENT, b'"s"')])
     assert [part.obj is raw for part in parts if isinstance(part, memoryview)] == [True, True]
 
