@@ -38,6 +38,7 @@ MODULES = {
         "hashing",
         "request",
         "routing/cache_affinity",
+        "routing/concurrency_limit",
         "routing/cost",
         "routing/replica_health",
         "routing/prediction_correction",

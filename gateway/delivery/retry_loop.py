@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, time
 
 from gateway.delivery.relay import Relay
 from gateway.delivery.suspects import SuspectRequests, fingerprint
@@ -20,6 +20,7 @@ from gateway.routing.replica_handle import ReplicaHandle
 from gateway.telemetry.metrics import ModelCounters
 from policy.admission.retry import MAX_BEGUN, AttemptOutcome
 from policy.errors import Refusal
+from policy.routing.concurrency_limit import ConcurrencyLimit
 from policy.types import EngineKind, Runner
 from policy.wire.headers import PREFILL_HEADER, PREFIX_HEADER
 
@@ -46,6 +47,7 @@ class RetryLoop:
         self._suspects = suspects
         self._hash = 0
         self._clock = asyncio.get_running_loop().time
+        self._limit: ConcurrencyLimit | None = None
 
     async def run(self) -> None:
         """Serve the call; raises :class:`gateway.protocol.errors.Refused` with its client's error."""
@@ -168,10 +170,14 @@ class RetryLoop:
         relay = Relay(self._call, connection, validator, self._meter, self._first, rewrite=rewrite)
         self._ticket.began(self._clock(), streams=relay.streams)
         replica.relays.add(relay)
+        self._limit = replica.limit
         return relay
 
     def _first(self) -> None:
-        self._ticket.first(monotonic())
+        now = monotonic()
+        self._ticket.first(now)
+        if self._limit is not None and self._call.streaming:
+            self._limit.first(now - self._call.sent_at, time())
 
     def _head(self, replica: ReplicaHandle, size: int) -> bytes:
         """The head of a request of ``size`` bytes: of the client's headers only those listed here."""

@@ -1,9 +1,10 @@
-"""Polls external servers: whether they answer, and whether they serve the model."""
+"""Polls external servers: whether they answer, whether they serve the model, and how long their queue is."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from gateway.http.client import causes, is_local_fault
 from gateway.routing.fleet import FleetView, external_replica
 from gateway.routing.replica_handle import ServerAccess
 from policy.config.deployment import Deployment, ExternalServer, ModelSpec
+from policy.routing.concurrency_limit import ServerQueue
 from policy.types import EngineKind, Replica
 from store.api_keys import read_key
 
@@ -26,8 +28,11 @@ PROBE_TIMEOUT_S = 2.0
 LIST_EVERY_S = 10.0
 # The most names of models that are shown for a server that does not serve ours.
 MAX_NAMES = 5
-# Of a list of models, which is decoded in one turn of the event loop.
+# Of an answer, which is decoded in one turn of the event loop.
 MAX_LISTING = 1024 * 1024
+# How often a server with requests in flight is asked for its queue, and one without vLLM's metrics for them.
+READ_EVERY_S, METRICS_EVERY_S = 1.0, 10.0
+_QUEUE = re.compile(rb"vllm:num_requests_(running|waiting)(?:\{.*\})? ([0-9.]+(?:e[+-]?[0-9]+)?)\s")
 
 
 class _Listed(msgspec.Struct):
@@ -61,21 +66,57 @@ class ExternalPoller:
     def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._answers: dict[tuple[str, str], _Answer] = {}
+        # When servers without metrics are asked for them again.
+        self._metrics_due: dict[str, float] = {}
         # By the file with the certificates that they trust, and when it was changed.
         self._clients: dict[tuple[str | None, int], httpx.AsyncClient] = {}
 
     async def run(self) -> None:
         try:
-            while True:
-                specs = [spec for spec in self.deployment().models if spec.engine is EngineKind.EXTERNAL]
-                used = {(each.ca_file, _changed_ns(each.ca_file)) for spec in specs for each in spec.servers}
-                for unused in self._clients.keys() - used:
-                    await self._clients.pop(unused).aclose()
-                await asyncio.gather(*map(self._probe_model, specs))
-                await asyncio.sleep(PROBE_EVERY_S)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._probe_models())
+                group.create_task(self._read_queues())
         finally:
             for client in self._clients.values():
                 await client.aclose()
+
+    @property
+    def _specs(self) -> list[ModelSpec]:
+        return [spec for spec in self.deployment().models if spec.engine is EngineKind.EXTERNAL]
+
+    async def _probe_models(self) -> None:
+        while True:
+            specs = self._specs
+            used = {(each.ca_file, _changed_ns(each.ca_file)) for spec in specs for each in spec.servers}
+            for unused in self._clients.keys() - used:
+                await self._clients.pop(unused).aclose()
+            await asyncio.gather(*map(self._probe_model, specs))
+            await asyncio.sleep(PROBE_EVERY_S)
+
+    async def _read_queues(self) -> None:
+        while True:
+            await asyncio.sleep(READ_EVERY_S)
+            busy = [
+                self._read_queue(spec.name, server)
+                for spec in self._specs
+                for server in spec.servers
+                if self.view.learns_bound(spec.name, server.base)
+            ]
+            await asyncio.gather(*busy)
+
+    async def _read_queue(self, model: str, server: ExternalServer) -> None:
+        """Learn the server's bound from its queue, if it has vLLM's metrics."""
+        queue: ServerQueue | None = None
+        if self._clock() >= self._metrics_due.get(server.base, 0.0):
+            try:
+                key, _ = read_key(server.key_file, server.key_env)
+                _, body = await self._get(server, "/metrics", key, _changed_ns(server.ca_file))
+                queue = _queue_of(body)
+            except (httpx.HTTPError, OSError, _NotServed):
+                pass
+            if queue is None:
+                self._metrics_due[server.base] = self._clock() + METRICS_EVERY_S
+        self.view.learn_bound(model, server.base, queue)
 
     async def _probe_model(self, spec: ModelSpec) -> None:
         found = await asyncio.gather(*(self._probe(spec.name, server) for server in spec.servers))
@@ -86,8 +127,8 @@ class ExternalPoller:
     async def _probe(self, model: str, server: ExternalServer) -> _Answer:
         base, theirs = server.base, server.model or model
         key, problem = read_key(server.key_file, server.key_env)
-        changed_ns = _changed_ns(server.ca_file)
-        access = ServerAccess(key, server.ca_file, "" if theirs == model else theirs, changed_ns)
+        name, changed_ns = "" if theirs == model else theirs, _changed_ns(server.ca_file)
+        access = ServerAccess(key, server.ca_file, name, changed_ns, server.max_in_flight)
         at, reads = self._clock(), self.view.reads(model, base)
         last = self._answers.pop((model, base), None)
         if last is not None and last.access != access:
@@ -120,14 +161,7 @@ class ExternalPoller:
 
     async def _models_of(self, server: ExternalServer, key: bytes, changed_ns: int) -> list[_Listed]:
         """What the server lists; raises ``OSError``, ``httpx.HTTPError`` or :class:`_NotServed`."""
-        headers = {"authorization": f"Bearer {key.decode()}"} if key else {}
-        url, client = f"{server.base}/v1/models", self._client(server.ca_file, changed_ns)
-        async with client.stream("GET", url, headers={**headers, "accept-encoding": "identity"}) as answer:
-            status, body = answer.status_code, b""
-            async for part in answer.aiter_raw():
-                body += part
-                if len(body) > MAX_LISTING:
-                    raise _NotServed(f"its answer to GET /v1/models has more than {MAX_LISTING} bytes")
+        status, body = await self._get(server, "/v1/models", key, changed_ns)
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             named = server.key_file or server.key_env
             wanted = f"refuses the API key of {named}" if key else "wants an API key: set key_file or key_env"
@@ -138,6 +172,18 @@ class ExternalPoller:
             return msgspec.json.decode(body, type=_Models).data
         except (ValueError, RecursionError):
             raise _NotServed("its answer to GET /v1/models is not a list of models") from None
+
+    async def _get(self, server: ExternalServer, path: str, key: bytes, changed_ns: int) -> tuple[int, bytes]:
+        """Status and body of an answer; raises ``OSError``, ``httpx.HTTPError`` or :class:`_NotServed`."""
+        headers = {"authorization": f"Bearer {key.decode()}"} if key else {}
+        url, client = server.base + path, self._client(server.ca_file, changed_ns)
+        async with client.stream("GET", url, headers={**headers, "accept-encoding": "identity"}) as answer:
+            body = b""
+            async for part in answer.aiter_raw():
+                body += part
+                if len(body) > MAX_LISTING:
+                    raise _NotServed(f"its answer to GET {path} has more than {MAX_LISTING} bytes")
+            return answer.status_code, body
 
     def _client(self, ca_file: str | None, changed_ns: int) -> httpx.AsyncClient:
         """The client for servers with certificates by ``ca_file``; raises ``OSError`` if it is unusable."""
@@ -158,6 +204,15 @@ def _changed_ns(path: str | None) -> int:
 
 class _NotServed(Exception):
     """The server answers, but does not serve the model; the message is the reason."""
+
+
+def _queue_of(metrics: bytes) -> ServerQueue | None:
+    """The sums over vLLM's engines; ``None`` where they are missing."""
+    counts = {b"running": 0.0, b"waiting": 0.0}
+    found = _QUEUE.findall(metrics)
+    for name, count in found:
+        counts[name] += float(count)
+    return ServerQueue(*counts.values()) if {name for name, _ in found} == counts.keys() else None
 
 
 def _others(theirs: str, listed: list[_Listed]) -> str:

@@ -11,6 +11,7 @@ from gateway.routing.replica_handle import NO_EVENTS, FleetEvents, ReplicaHandle
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment, Eject, Retry
+from policy.routing.concurrency_limit import ServerQueue
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaPhase, Runner
 
@@ -202,6 +203,20 @@ class FleetView:
         return (
             handle.pool.reads if handle is not None and handle.answering and not handle.breaker.streak else 0
         )
+
+    def learns_bound(self, model: str, url: str) -> bool:
+        """Whether the bound of the server of ``model`` at ``url`` is learned, and requests run there."""
+        handle = self._at(model, url)
+        return handle is not None and handle.limit is not None and handle.in_flight > 0
+
+    def learn_bound(self, model: str, url: str, queue: ServerQueue | None) -> None:
+        """Take what the server of ``model`` at ``url`` reports of its queue, if it does."""
+        handle = self._at(model, url)
+        if handle is not None:
+            bound = handle.view.bound
+            handle.learn_bound(queue)
+            if handle.view.bound > bound:
+                self.replica_changed(self._served[model])
 
     def set_external(
         self, name: str, servers: list[tuple[Replica, ServerAccess]], max_model_len: int | None

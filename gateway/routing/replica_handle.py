@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from math import inf
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.http.client import ConnectionPool
@@ -15,6 +15,7 @@ from gateway.routing.loaded_adapters import LoadedAdapters
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from policy.errors import Refusal
 from policy.hashing import hash_name
+from policy.routing.concurrency_limit import ConcurrencyLimit, ServerQueue
 from policy.routing.cost import Candidate
 from policy.routing.replica_health import BreakerState, HealthCounters, ReplicaHealth, Watchdog
 from policy.types import Replica, ReplicaPhase
@@ -60,13 +61,14 @@ class ServerAccess(NamedTuple):
     """How to send requests to an external server.
 
     The API ``key``, the ``ca_file`` that verifies its certificate, its name for the ``model`` (empty: ours),
-    and when the ``ca_file`` was changed.
+    when the ``ca_file`` was changed, and the most requests in flight there (``None``: learned).
     """
 
     key: bytes = b""
     ca_file: str | None = None
     model: str = ""
     ca_changed_ns: int = 0
+    max_in_flight: int | None = None
 
 
 class UnobservedPrefill:
@@ -87,6 +89,7 @@ class ReplicaHandle:
     ``their_model`` is its name for the model if that is not ours. ``silent`` is whether its load stream
     hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
     loop time. ``contradicting_answers`` counts those whose token counts were impossible for their requests.
+    ``limit`` learns the bound of an external server, unless it is configured.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class ReplicaHandle:
         self.lost_at: float | None = None
         self.probe_at = 0.0
         self.contradicting_answers = 0
+        self.limit: ConcurrencyLimit | None = None
         self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
         self.mine = 0
         self._events = events
@@ -151,6 +155,28 @@ class ReplicaHandle:
         self.constant_head = self._fixed_head
         if access.key:
             self.constant_head += b"authorization: Bearer %b\r\n" % access.key
+        if access.max_in_flight is not None:
+            self.limit = None
+            self.view.bound = access.max_in_flight
+        elif self.limit is None:
+            self.limit = ConcurrencyLimit(time())
+            self.view.bound = self.limit.limit
+
+    def learn_bound(self, queue: ServerQueue | None) -> None:
+        """Follow the queue that this external server reports, or without a report the delays of its streams.
+
+        Delays say nothing where most requests are no streams.
+        """
+        limit = self.limit
+        if limit is None:
+            return
+        if queue is not None:
+            limit.follow(queue, self.in_flight, time())
+        else:
+            begun = [relay.begun for relay in self.relays if relay.streams]
+            if 2 * len(begun) >= self.mine:
+                limit.estimate(begun.count(False), len(begun), self.in_flight, time())
+        self.view.bound = limit.limit
 
     @property
     def admissible(self) -> bool:

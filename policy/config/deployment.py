@@ -137,7 +137,7 @@ class ExternalServer(Section, frozen=True):
 
     ``model`` is its name for the model, if it differs from ours. The API key is in ``key_file``, or in the
     environment variable ``key_env`` of the gateway. ``ca_file`` contains the certificates that its own is
-    verified with, instead of the system's.
+    verified with, instead of the system's. ``max_in_flight`` bounds its requests; it is learned if ``None``.
     """
 
     url: str
@@ -145,6 +145,7 @@ class ExternalServer(Section, frozen=True):
     key_file: str | None = None
     key_env: str | None = None
     ca_file: str | None = None
+    max_in_flight: Annotated[int, Meta(ge=1, le=65_536)] | None = None
 
     @property
     def base(self) -> str:

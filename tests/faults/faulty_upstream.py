@@ -105,6 +105,8 @@ class FaultyUpstream(FakeReplica):
         elif exchange.path == "/v1/models":
             listed = {"object": "list", "data": [{"id": self.model, "object": "model"}]}
             await exchange.reply(json.dumps(listed).encode())
+        elif exchange.path == "/metrics":
+            await exchange.reply(b"{}", status=404)
         else:
             await self._dispatch(exchange)
 

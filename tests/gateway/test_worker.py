@@ -91,6 +91,8 @@ async def external(stack: Stack, *listed: dict[str, Any], tls: ssl.SSLContext | 
     async def answer(exchange: Exchange) -> None:
         if exchange.path == "/v1/models":
             await exchange.reply(json.dumps({"data": listed}).encode())
+        elif exchange.path == "/metrics":
+            await exchange.reply(b"{}", status=404)
         elif exchange.json.get("stream"):
             await stream(STREAM.replace(b'"alpha"', b'"theirs"'))(exchange)
         else:

@@ -168,6 +168,9 @@ async def external(stack: Stack, count: int) -> list[FakeReplica]:
             if exchange.path == "/v1/models":
                 await exchange.reply(b'{"data":[{"id":"alpha"}]}')
                 return
+            if exchange.path == "/metrics":
+                await exchange.reply(b"{}", status=404)
+                return
             server.hits.append(exchange)
             await server.answer(exchange)
 

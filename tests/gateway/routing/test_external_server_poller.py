@@ -46,6 +46,9 @@ class View:
     def is_answering(self, model: str, url: str) -> bool:
         return False
 
+    def learns_bound(self, model: str, url: str) -> bool:
+        return False
+
     def set_external(
         self, name: str, servers: list[tuple[Replica, ServerAccess]], max_model_len: int | None
     ) -> None:

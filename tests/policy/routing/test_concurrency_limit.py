@@ -1,0 +1,122 @@
+"""In closed loop with a simulated server: it is kept full, and its own queue stays short."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from policy.routing.concurrency_limit import ConcurrencyLimit, ServerQueue
+
+DEMAND, SECONDS = 1000, 240
+
+
+class Found(NamedTuple):
+    """``bounds`` of all gateways and the server's ``waiting`` requests, second by second."""
+
+    served: int
+    bounds: list[int]
+    waiting: list[int]
+
+    def settled(self, since: int) -> tuple[float, float]:
+        """Means of bound and waiting from this second on."""
+        count = len(self.bounds[since:])
+        return sum(self.bounds[since:]) / count, sum(self.waiting[since:]) / count
+
+
+class Site:
+    """Gateways that always have :data:`DEMAND` requests, before a server with ``slots`` at an instant."""
+
+    def __init__(self, slots: Callable[[float], int], gateways: int, *, limited: bool = True) -> None:
+        self.slots = slots
+        self.limits = [ConcurrencyLimit(0.0) for _ in range(gateways)]
+        self.in_flight, self.unanswered = [0] * gateways, [0] * gateways
+        self.queue: deque[tuple[int, float]] = deque()
+        self.running = 0
+        self.limited = limited
+
+    def run(self, *, metrics: bool, service_s: tuple[float, float]) -> Found:
+        rng = random.Random(3)  # noqa: S311 - a workload
+        found = Found(0, [], [])
+        ends: list[tuple[float, int, str, int, float]] = [
+            (1.0 + 0.3 * i, i, "read", i, 0.0) for i in range(len(self.limits))
+        ]
+        at = served = number = 0.0
+        while at < SECONDS:
+            for i, limit in enumerate(self.limits):
+                free = (limit.limit if self.limited else DEMAND) - self.in_flight[i]
+                self.queue += [(i, at)] * free
+                self.in_flight[i] += max(0, free)
+                self.unanswered[i] += max(0, free)
+            while self.queue and self.running < self.slots(at):
+                i, sent = self.queue.popleft()
+                self.running += 1
+                number += 2
+                first = at + rng.uniform(0.02, 0.04)
+                heapq.heappush(ends, (first, int(number), "first", i, first - sent))
+                heapq.heappush(ends, (first + rng.uniform(*service_s), int(number) + 1, "end", i, 0.0))
+            at, _, kind, i, delay_s = heapq.heappop(ends)
+            if kind == "first":
+                self.unanswered[i] -= 1
+                self.limits[i].first(delay_s, at)
+            elif kind == "end":
+                self.in_flight[i] -= 1
+                self.running -= 1
+                served += 1
+            else:
+                if metrics:
+                    self.limits[i].follow(ServerQueue(self.running, len(self.queue)), self.in_flight[i], at)
+                else:
+                    self.limits[i].estimate(self.unanswered[i], self.in_flight[i], self.in_flight[i], at)
+                number += 2
+                heapq.heappush(ends, (at + 1.0, int(number), "read", i, 0.0))
+                if i == 0:
+                    found.bounds.append(sum(limit.limit for limit in self.limits))
+                    found.waiting.append(len(self.queue))
+        return found._replace(served=int(served))
+
+
+def changes(at: float) -> int:
+    return 64 if at < 60 else 128 if at < 140 else 32
+
+
+@pytest.mark.parametrize("metrics", [True, False], ids=["metrics", "delays"])
+@pytest.mark.parametrize(
+    ("slots", "service_s", "last", "gateways"),
+    [
+        (lambda _: 8, (0.5, 1.5), 8, 1),
+        (lambda _: 64, (0.5, 1.5), 64, 1),
+        (lambda _: 64, (3.0, 15.0), 64, 1),
+        (lambda _: 600, (0.5, 1.5), 600, 1),
+        (changes, (0.5, 1.5), 32, 1),
+        (lambda _: 64, (0.5, 1.5), 64, 2),
+    ],
+    ids=["few", "usual", "long answers", "many", "changing", "two gateways"],
+)
+def test_the_server_is_kept_full_with_a_short_queue(
+    slots: Callable[[float], int],
+    service_s: tuple[float, float],
+    last: int,
+    gateways: int,
+    metrics: bool,
+) -> None:
+    found = Site(slots, gateways).run(metrics=metrics, service_s=service_s)
+    unbounded = Site(slots, gateways, limited=False).run(metrics=metrics, service_s=service_s)
+    assert found.served >= 0.97 * unbounded.served
+    bound, waiting = found.settled(180)
+    # Gateways without the server's metrics do not know of each other's requests.
+    most = 1.0 if gateways > 1 and not metrics else 0.1
+    assert 0.9 * last <= bound <= (1 + most) * last + 2
+    assert waiting <= most * last + 2
+
+
+def test_an_idle_bound_stays() -> None:
+    limit = ConcurrencyLimit(0.0)
+    for at in range(1, 300):
+        limit.follow(ServerQueue(10.0, 0.0), 10, float(at))
+        limit.estimate(0, 10, 10, at + 0.5)
+    assert limit.limit == 256
