@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -72,30 +73,87 @@ def tools_of(tools: list[Tool] | None, choice: str | dict[str, Any] | None) -> T
     return Tools([tool.function for tool in tools or ()], wanted)
 
 
-def instance(schema: Mapping[str, Any], seed: int, depth: int = 0) -> Any:
-    """A value that fits ``schema`` where it uses only the common keywords; seeds give different ones."""
+def instance(
+    schema: Mapping[str, Any], seed: int, root: Mapping[str, Any] | None = None, depth: int = 0
+) -> Any:
+    """A value that fits ``schema`` where it uses only the common keywords; seeds give different ones.
+
+    References lead into ``root``, or else into ``schema``. Deep in a value the optional ones are not
+    followed: recursive models end.
+    """
+    root = schema if root is None else root
     seed = mix(seed + depth + 1)
+    if depth < _DEPTH and isinstance(reference := schema.get("$ref"), str):
+        return instance(_target(reference, root), seed, root, depth + 1)
     if "const" in schema:
         return schema["const"]
+    deep = depth >= _DEPTH // 2
     for name in ("enum", "anyOf", "oneOf"):
         if isinstance(options := schema.get(name), list) and options:
+            if deep and name != "enum":
+                options = [each for each in options if "$ref" not in _schema(each)] or options
             option = options[seed % len(options)]
-            return option if name == "enum" else instance(_schema(option), seed, depth)
+            return option if name == "enum" else instance(_schema(option), seed, root, depth)
     kind = schema.get("type", "object")
     if isinstance(kind, list):
         kind = kind[0] if kind else "null"
     if kind == "object" and depth < _DEPTH:
         properties = schema.get("properties")
-        items = properties.items() if isinstance(properties, dict) else ()
+        fields = properties.items() if isinstance(properties, dict) else ()
         return {
-            key: instance(_schema(value), seed + index, depth + 1) for index, (key, value) in enumerate(items)
+            key: instance(_schema(value), seed + index, root, depth + 1)
+            for index, (key, value) in enumerate(fields)
         }
-    if kind == "array" and depth < _DEPTH:
-        return [instance(_schema(schema.get("items")), seed, depth + 1)]
-    least = schema.get("minimum", 0)
-    numbers = {"integer": int(least) + seed % 10, "number": least + seed % 100 / 10}
-    others: dict[str, Any] = {"string": words(seed, 3), "boolean": seed % 2 == 0, "object": {}, "array": []}
-    return {**numbers, **others}.get(kind) if isinstance(kind, str) else None
+    if kind == "array":
+        items = _schema(schema.get("items"))
+        if depth >= _DEPTH or (deep and "$ref" in items):
+            return []
+        return [instance(items, seed, root, depth + 1)]
+    match kind:
+        case "integer":
+            return _integer(schema, seed)
+        case "number":
+            return _number(schema, seed)
+        case "string":
+            return words(seed, 3)
+        case "boolean":
+            return seed % 2 == 0
+        case "object":
+            return {}
+    return None
+
+
+def _integer(schema: Mapping[str, Any], seed: int) -> int:
+    above = [math.floor(bound) + 1 for bound in _bounds(schema, "exclusiveMinimum")]
+    below = [math.ceil(bound) - 1 for bound in _bounds(schema, "exclusiveMaximum")]
+    above += [math.ceil(bound) for bound in _bounds(schema, "minimum")]
+    below += [math.floor(bound) for bound in _bounds(schema, "maximum")]
+    least = max(above, default=min([0, *below]))
+    most = min(below, default=least + 9)
+    return least + seed % max(1, most - least + 1)
+
+
+def _number(schema: Mapping[str, Any], seed: int) -> float:
+    below = _bounds(schema, "maximum", "exclusiveMaximum")
+    least = max(
+        _bounds(schema, "minimum", "exclusiveMinimum"), default=min([0.0, *(bound - 1 for bound in below)])
+    )
+    most = min(below, default=least + 9)
+    return least + (most - least) * (1 + seed % 99) / 100  # within exclusive bounds, too
+
+
+def _bounds(schema: Mapping[str, Any], *names: str) -> list[float]:
+    """Those of the bounds ``names`` that are numbers: in old drafts an exclusive bound is a flag."""
+    given = (schema.get(name) for name in names)
+    return [value for value in given if isinstance(value, int | float) and not isinstance(value, bool)]
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a reference such as ``#/$defs/City`` leads to; a string's if it leads nowhere."""
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(part) if isinstance(found, dict) else None
+    return _schema(found)
 
 
 def _schema(value: object) -> Mapping[str, Any]:
