@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -240,12 +241,13 @@ async def completions(service: Service, request: Request) -> Response:
     # With echo and no tokens the prompt is the answer, although an engine generates one token.
     only_echo = body.max_tokens == 0
 
+    pieces_of = functools.cache(_pieces)  # once per prompt, not for every token
+
     def shown(prompt: Prompt, output: Output, start: int, end: int) -> dict[str, Any]:
-        before = _pieces(prompt) if body.echo and start == 0 else []
-        tokens = [*before, *([] if only_echo else output.deltas[start:end])]
-        ahead = len(_pieces(prompt)) if body.echo and start else 0
-        offset = len("".join([*_pieces(prompt)[:ahead], *output.deltas[:start]]))
-        return {"text": "".join(tokens), "logprobs": _logprobs(body, tokens, ahead + start, offset)}
+        echoed = pieces_of(prompt) if body.echo else []
+        tokens = [*([] if start else echoed), *([] if only_echo else output.deltas[start:end])]
+        before = [*echoed, *output.deltas[:start]] if start and body.logprobs is not None else []
+        return {"text": "".join(tokens), "logprobs": _logprobs(body, tokens, before)}
 
     def choice(prompt: Prompt, output: Output) -> dict[str, Any]:
         return shown(prompt, output, 0, len(output.deltas))
@@ -283,10 +285,11 @@ def prompts_of(given: Prompts, param: str) -> list[Prompt]:
     return prompts
 
 
-def _logprobs(body: CompletionRequest, tokens: list[str], start: int, offset: int) -> dict[str, Any] | None:
-    """Of the tokens from position ``start`` on; the first token of a prompt has none."""
+def _logprobs(body: CompletionRequest, tokens: list[str], before: list[str]) -> dict[str, Any] | None:
+    """Of the tokens that follow those ``before``; the first token of a prompt has none."""
     if body.logprobs is None:
         return None
+    start = len(before)
     positions = range(start, start + len(tokens))
     unknown = 1 if body.echo and start == 0 else 0
     return {
@@ -298,7 +301,7 @@ def _logprobs(body: CompletionRequest, tokens: list[str], start: int, offset: in
             else {token + "'" * rank: _logprob(position, rank) for rank in range(max(1, body.logprobs))}
             for position, token in zip(positions, tokens, strict=True)
         ],
-        "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=offset)),
+        "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=sum(map(len, before)))),
     }
 
 

@@ -43,9 +43,12 @@ def token_bytes(number: int) -> bytes:
     return number.to_bytes(size + 1)[1:]
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class Prompt:
-    """A prompt: its tokens (or token ids of another tokenizer) and the bytes that seed its answer."""
+    """A prompt: its tokens (or token ids of another tokenizer) and the bytes that seed its answer.
+
+    It is compared and hashed by identity, whatever its length.
+    """
 
     tokens: Sequence[bytes | int]
     digest: bytes

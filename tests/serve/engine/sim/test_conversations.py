@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
 import importlib
 import json
+import pstats
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,6 +137,18 @@ async def test_an_echo_has_log_probabilities_where_an_engine_survives_it(adapter
         assert [value is None for value in found["token_logprobs"]] == [True] + [False] * (
             len(found["tokens"]) - 1
         )
+
+
+async def test_a_streamed_token_costs_the_same_after_any_prompt() -> None:
+    async def calls(prompt: str) -> int:
+        ask = {"prompt": prompt, "echo": True, "max_tokens": 50, "ignore_eos": True, "stream": True}
+        async with engine_of(spec(max_model_len=4096)) as engine, client_of(engine) as client:
+            with cProfile.Profile() as profile:
+                assert (await client.post("/v1/completions", json=ask)).status_code == 200
+        stats: Any = pstats.Stats(profile)
+        return int(stats.total_calls)
+
+    assert await calls("tide " * 2000) - await calls("tide") < 10 * 2000, "decoded once, not 50 times"
 
 
 async def test_a_chat_echoes_the_beginning_of_its_answer() -> None:
