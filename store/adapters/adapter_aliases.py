@@ -265,10 +265,20 @@ def _added(name: str, split: Split, number: int, percent: float) -> Split:
 
 
 def _way_back(split: Split, past: Sequence[Split]) -> int | None:
-    """The place in ``past`` of the split that a rollback returns to."""
+    """The place in ``past`` of the split that a rollback returns to.
+
+    It gives the newest version in use less than now, and none to a newer one, which was taken out before.
+    """
     newest = max(number for number, _ in split)
     now = _share(split, newest)
-    return next((place for place in reversed(range(len(past))) if _share(past[place], newest) < now), None)
+    return next(
+        (
+            place
+            for place in reversed(range(len(past)))
+            if max(number for number, _ in past[place]) <= newest and _share(past[place], newest) < now
+        ),
+        None,
+    )
 
 
 def _share(split: Split, number: int) -> float:
