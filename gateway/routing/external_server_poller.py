@@ -32,7 +32,11 @@ MAX_NAMES = 5
 MAX_LISTING = 1024 * 1024
 # How often a server with requests in flight is asked for its queue, and one without vLLM's metrics for them.
 READ_EVERY_S, METRICS_EVERY_S = 1.0, 10.0
-_QUEUE = re.compile(rb"vllm:num_requests_(running|waiting)(?:\{.*\})? ([0-9.]+(?:e[+-]?[0-9]+)?)\s")
+# Only what is a finite number: the server may write anything, and labels end with their line.
+_QUEUE = re.compile(
+    rb"^vllm:num_requests_(running|waiting)(?:\{[^\n]*\})? ([0-9]{1,9}(?:\.[0-9]{1,9})?(?:e\+?0?[0-9])?)\s",
+    re.MULTILINE,
+)
 
 
 class _Listed(msgspec.Struct):

@@ -17,6 +17,7 @@ from gateway.routing.external_server_poller import MAX_LISTING, ExternalPoller
 from gateway.routing.fleet import FleetView
 from gateway.routing.replica_handle import ServerAccess
 from policy.deployment_file.parse import parse
+from policy.routing.concurrency_limit import ServerQueue
 from policy.types import Replica, ReplicaPhase
 from tests.gateway.certificate import certify
 from tests.gateway.fake_replica import Exchange
@@ -56,6 +57,21 @@ class View:
         self.turns.append((replica, access, max_model_len))
         if len(self.turns) == self._turns:
             self.enough.set()
+
+
+class Busy(View):
+    """A fleet whose server has requests in flight; its first ``queues`` are enough."""
+
+    def __init__(self) -> None:
+        super().__init__(turns=-1)
+        self.queues: list[ServerQueue | None] = []
+
+    def learns_bound(self, model: str, url: str) -> bool:
+        return not self.queues
+
+    def learn_bound(self, model: str, url: str, queue: ServerQueue | None) -> None:
+        self.queues.append(queue)
+        self.enough.set()
 
 
 async def probe(view: View, server: str | dict[str, Any]) -> None:
@@ -167,6 +183,39 @@ async def test_the_key_is_sent_and_the_certificate_verified_by_its_own_file(tmp_
     assert [hit.headers.get("authorization") for hit in server.hits] == ["Bearer sk-1"]
     assert "certificate is not trusted" in doubts.turns[0][0].reason
     assert "TLS" in broken.turns[0][0].reason
+
+
+GAUGES = "vllm:num_requests_running{0} {1}\nvllm:num_requests_waiting{0} {2}\n"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "queue"),
+    [
+        (GAUGES.format("", "3.0", "1"), ServerQueue(3.0, 1.0)),
+        (2 * GAUGES.format('{engine="0",model_name="a}b"}', "1e1", "2.5e+01"), ServerQueue(20.0, 50.0)),
+        ("vllm:num_requests_running 1\n", None),
+        (GAUGES.format("", "1.2.3", "0"), None),
+        (GAUGES.format("", "1e999", "0"), None),
+        (GAUGES.format("", "NaN", "+Inf"), None),
+        (GAUGES.format("", "9" * 400, "0"), None),
+        ("vllm:num_requests_running{" * 40_000, None),
+    ],
+    ids=["plain", "two engines", "one gauge", "no number", "overflow", "not finite", "too long", "one line"],
+)
+async def test_a_queue_is_read_from_well_formed_metrics_alone(
+    monkeypatch: pytest.MonkeyPatch, metrics: str, queue: ServerQueue | None
+) -> None:
+    monkeypatch.setattr(external_server_poller, "READ_EVERY_S", 0.01)
+    view, server = Busy(), FakeUpstream()
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.reply(metrics.encode() if exchange.path == "/metrics" else LISTING)
+
+    server.answer = answer
+    await server.start()
+    await probe(view, server.url)
+    await server.stop()
+    assert view.queues == [queue]
 
 
 async def test_a_renewed_certificate_file_is_read_again(
