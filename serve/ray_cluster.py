@@ -72,6 +72,8 @@ def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], di
         "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", str(temp_dir(state)),
         "--disable-usage-stats",
     ]  # fmt: skip
+    if cluster.simulated_gpus is not None:
+        argv += ["--num-gpus", str(cluster.simulated_gpus)]
     # The supervisor deletes all applications before it ends the head, so nothing is left to drain.
     return argv, environment(deployment, state) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 
@@ -115,11 +117,7 @@ def start(deployment: Deployment, state: StateDir) -> None:
     from serve.controller import ray_actor as ray_controller  # noqa: PLC0415  # imports Ray
 
     _print(step="controller", message=f"starting at {deployment.cluster.controller}")
-    # A cluster that was joined may have several nodes: engines listen on their node's address.
-    loopback = deployment.cluster.address == "local"
-    pid, existed = ray_controller.ensure(
-        state, deployment.cluster.controller, dashboard, token, loopback=loopback
-    )
+    pid, existed = ray_controller.ensure(state, deployment.cluster, dashboard, token)
     if existed:
         # It outlived its supervisor and has an older deployment.
         _print(step="controller", message="handing it the document")
@@ -152,7 +150,7 @@ def stop(deployment: Deployment, state: StateDir) -> None:
     # The actor first: it would deploy deleted applications again.
     ray_controller.remove(state)
     _print(step="ray", message="deleting applications")
-    asyncio.run(_end_all(RayActuator(state, deployment.cluster.controller, dashboard, token)))
+    asyncio.run(_end_all(RayActuator(state, deployment.cluster, dashboard, token)))
 
 
 async def _end_all(actuator: Actuator) -> None:

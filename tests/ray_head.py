@@ -23,6 +23,7 @@ from tests.ports import free_ports
 from tests.serve.sim_documents import document
 
 START_S = 240.0
+SIMULATED_GPUS = 8
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class RayHead:
 def ray_head(root: Path) -> Iterator[RayHead]:
     """Start a head with its state directory at ``root``; end it and all that it started."""
     gcs, dashboard, controller, client, agent = free_ports(5)
-    cluster = {"gcs_port": gcs, "dashboard_port": dashboard, "controller": f"127.0.0.1:{controller}"}
+    ports = {"gcs_port": gcs, "dashboard_port": dashboard, "controller": f"127.0.0.1:{controller}"}
+    cluster = {**ports, "simulated_gpus": SIMULATED_GPUS}
     head = RayHead(StateDir(root).ensure(), parse(document(cluster=cluster)))
     argv, env = head_command(head.deployment, head.state)
     # Two more ports that a second head on this machine may not share with the first.

@@ -215,7 +215,9 @@ class Budget(Section, frozen=True):
 class Cluster(Section, frozen=True):
     """The Ray cluster, and where the controller listens.
 
-    ``address: local`` starts a Ray head at ``node_ip``; any other address joins that cluster.
+    ``address: local`` starts a Ray head at ``node_ip``; any other address joins that cluster. With
+    ``simulated_gpus`` simulated engines take the GPUs of their shapes, as real ones do: the local head has
+    this many, and the nodes of another cluster those that they were started with.
     """
 
     address: str = "local"
@@ -223,6 +225,7 @@ class Cluster(Section, frozen=True):
     dashboard_port: UnprivilegedPort = 8265
     gcs_port: UnprivilegedPort = 6379
     node_ip: str = "127.0.0.1"
+    simulated_gpus: Positive | None = None
 
 
 class Coalesce(Section, frozen=True):

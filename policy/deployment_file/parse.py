@@ -237,6 +237,13 @@ def _check_cluster(deployment: Deployment) -> None:
     reached = not joined or not _loopback(cluster.controller) or _loopback(cluster.address)
     expected = f"HOST:PORT that every node of cluster.address = {cluster.address!r} reaches"
     require(reached, "cluster.controller", cluster.controller, expected)
+    real = [f"models.{spec.name}" for spec in deployment.models if spec.engine is EngineKind.VLLM]
+    require(
+        cluster.simulated_gpus is None or not real,
+        "cluster.simulated_gpus",
+        cluster.simulated_gpus,
+        f"none beside {', '.join(real)}, whose engine is not simulated",
+    )
 
 
 def _loopback(address: str) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 from ray import serve as ray_serve
 from ray.serve.api import RunTarget
 
-from policy.config.deployment import ModelSpec
+from policy.config.deployment import Cluster, ModelSpec
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import LayerKey
@@ -52,13 +52,10 @@ class RayActuator:
 
     name = "ray"
 
-    def __init__(
-        self, state: StateDir, controller: str, dashboard: str, token: str, *, loopback: bool = True
-    ) -> None:
+    def __init__(self, state: StateDir, cluster: Cluster, dashboard: str, token: str) -> None:
         self._state = state
         self._id = deployment_id(state)
-        self._controller = controller
-        self._loopback = loopback
+        self._cluster = cluster
         self._applications: dict[LayerKey, str] = {}
         self._http = httpx.AsyncClient(
             base_url=f"http://{dashboard}",
@@ -81,11 +78,13 @@ class RayActuator:
         if key in await self.layers():
             return
         drain_s, group = model.control.mode.drain_timeout_s, gpu_group_of(model)
-        spec = host_spec(key, model, weights, self._state, self._controller, self._loopback)
+        # A cluster that was joined may have several nodes: engines listen on their node's address.
+        loopback = self._cluster.address == "local"
+        spec = host_spec(key, model, weights, self._state, self._cluster.controller, loopback)
         deployment = ray_serve.deployment(
             name=DEPLOYMENT,
             num_replicas=count,
-            ray_actor_options=required_resources(model, model.shapes[key.shape]),
+            ray_actor_options=required_resources(model, model.shapes[key.shape], self._cluster),
             max_ongoing_requests=1,
             health_check_period_s=2.0,
             # In a shared GPU group the engines of the shapes start one shape after the other.

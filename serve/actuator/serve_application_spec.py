@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from policy.config.deployment import ModelSpec, Shape
+from policy.config.deployment import Cluster, ModelSpec, Shape
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.scaling.transition_steps import CPU_OVERCOMMIT, LayerKey
 from policy.types import EngineKind
@@ -73,15 +73,13 @@ def missing_resources(deployment: Mapping[str, Any]) -> str:
     return f"no node has room for {len(waiting)} of {found['each']}: {found['free']} is free"
 
 
-def required_resources(model: ModelSpec, shape: Shape) -> dict[str, Any]:
+def required_resources(model: ModelSpec, shape: Shape, cluster: Cluster) -> dict[str, Any]:
     """The resources that a host requests of Ray.
 
-    It requests fractions of cores, so that two shapes can overlap during a switch. Simulated GPUs need none.
+    It requests fractions of cores, so that two shapes can overlap during a switch.
     """
+    group = gpu_group_of(model)
+    gpus, cpus = (shape.gpus, shape.cpus) if group is None else (group.gpus, group.cpus)
     if model.engine is EngineKind.SIM:
-        return {"num_cpus": SIM_CPUS}
-    if (group := gpu_group_of(model)) is not None:
-        return {"num_gpus": group.gpus, "num_cpus": group.cpus}
-    if shape.gpus:
-        return {"num_gpus": shape.gpus, "num_cpus": shape.cpus}
-    return {"num_cpus": shape.cpus / CPU_OVERCOMMIT}
+        return {"num_gpus": gpus if cluster.simulated_gpus else 0, "num_cpus": SIM_CPUS}
+    return {"num_gpus": gpus, "num_cpus": cpus if gpus else cpus / CPU_OVERCOMMIT}

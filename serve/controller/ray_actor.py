@@ -11,6 +11,7 @@ import ray
 import uvloop
 from ray.actor import ActorHandle
 
+from policy.config.deployment import Cluster
 from serve.actuator.ray import RayActuator, deployment_id
 from serve.controller.process import serve_controller
 from store.log_file import RotatingLog
@@ -25,13 +26,13 @@ NAMESPACE = "tidegate"
 class ControllerActor:
     """Runs the controller on a thread of its own: Ray runs ``__init__`` again after a crash."""
 
-    def __init__(self, state_dir: str, address: str, dashboard: str, token: str, loopback: bool) -> None:
+    def __init__(self, state_dir: str, cluster: Cluster, dashboard: str, token: str) -> None:
         state = StateDir(Path(state_dir))
-        actuator = RayActuator(state, address, dashboard, token, loopback=loopback)
+        actuator = RayActuator(state, cluster, dashboard, token)
         # In the state directory, as without Ray: Ray's own file of this process is elsewhere, by its pid.
         log_to(FileHandler(RotatingLog(state.logs / "controller.log")))
         self._thread = threading.Thread(
-            target=self._run, args=(actuator, state, address), name="controller", daemon=True
+            target=self._run, args=(actuator, state, cluster.controller), name="controller", daemon=True
         )
         self._thread.start()
 
@@ -49,14 +50,14 @@ class ControllerActor:
         return os.getpid()
 
 
-def ensure(state: StateDir, address: str, dashboard: str, token: str, *, loopback: bool) -> tuple[int, bool]:
+def ensure(state: StateDir, cluster: Cluster, dashboard: str, token: str) -> tuple[int, bool]:
     """Make the actor unless it exists; returns its process id, and whether it existed."""
     existed = _find(state) is not None
     pinned = {"node:__internal_head__": 0.001}
     actor_class = ray.remote(num_cpus=0, max_restarts=-1, resources=pinned)(ControllerActor)
     actor = actor_class.options(
         name=_name(state), namespace=NAMESPACE, lifetime="detached", get_if_exists=True
-    ).remote(str(state.root), address, dashboard, token, loopback)
+    ).remote(str(state.root), cluster, dashboard, token)
     return int(ray.get(actor.ping.remote())), existed
 
 

@@ -51,8 +51,10 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         dashboard, token = request.getfixturevalue("ray_joined")
         from serve.actuator.ray import RayActuator  # noqa: PLC0415 - Ray is loaded by joining
 
-        state, controller = head.state, head.deployment.cluster.controller
-        made = Backend(lambda: RayActuator(state, controller, dashboard, token), controller, state.secret())
+        state, cluster = head.state, head.deployment.cluster
+        made = Backend(
+            lambda: RayActuator(state, cluster, dashboard, token), cluster.controller, state.secret()
+        )
     else:
         state, controller = StateDir(tmp_path / "local").ensure(), f"127.0.0.1:{free_ports(1)[0]}"
         made = Backend(lambda: LocalActuator(state, controller), controller, state.secret())

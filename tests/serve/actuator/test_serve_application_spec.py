@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from policy.config.deployment import Cluster
 from policy.scaling.transition_steps import LayerKey
 from serve.actuator.interface import Held
 from serve.actuator.serve_application_spec import (
@@ -84,10 +85,17 @@ def test_a_shared_gpu_group_requires_its_gpus_once_and_the_cores_of_all_engines(
         shapes={"large": {"gpus": 8, "tensor_parallel": 8, "cpus": 10}, "small": {"gpus": 1, "cpus": 2}},
     )
     spec = deployment(model).models[0]
-    assert required_resources(spec, spec.shapes["large"]) == {"num_gpus": 8, "num_cpus": 16}
+    assert required_resources(spec, spec.shapes["large"], Cluster()) == {"num_gpus": 8, "num_cpus": 16}
     model["control"]["mode"]["sleep"] = "never"
     separate = deployment(model).models[0]
-    assert required_resources(separate, separate.shapes["small"]) == {"num_gpus": 1, "num_cpus": 2}
+    assert required_resources(separate, separate.shapes["small"], Cluster()) == {"num_gpus": 1, "num_cpus": 2}
+
+
+def test_simulated_engines_require_simulated_gpus_alone() -> None:
+    spec = deployment(sim_model(shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}})).models[0]
+    for announced, gpus in ((None, 0), (8, 1)):
+        cluster = Cluster(simulated_gpus=announced)
+        assert required_resources(spec, spec.shapes["small"], cluster)["num_gpus"] == gpus
 
 
 async def test_the_status_names_missing_resources(plane: Plane) -> None:
