@@ -44,6 +44,9 @@ _FIXED = {
     "store": "the database is opened at the start",
 }
 
+# What a new generation of a shared GPU group means, unless there are GPUs for both.
+_SHARED = "its shapes share GPUs: requests wait while the old generation drains and the new one starts"
+
 
 def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
     """Every value that differs, in the order of the file."""
@@ -53,6 +56,9 @@ def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
     rebuilt = tuple(
         path for name in before.keys() & after.keys() for path in _rebuilt(before[name], after[name])
     )
+    shared = tuple(
+        f"models[{name}]." for name in before.keys() & after.keys() if gpu_group_of(after[name]) is not None
+    )
     fixed = _FIXED
     if old.needs_controller != new.needs_controller:
         engines = (f"models[{name}].engine" for name in before)
@@ -60,12 +66,13 @@ def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
     changes = []
     for path, *values in _leaves("", _plain(old), _plain(new)):
         was, becomes = (model and model["engine"] for model in values) if path in whole else values
-        effect = Effect.LIVE
+        effect, why = Effect.LIVE, fixed.get(path, "")
         if path in fixed:
             effect = Effect.RESTART
         elif f"{path}.".startswith(rebuilt) and ".adapters.sources[" not in path:
             effect = Effect.NEW_GENERATION
-        changes.append(Change(path, was, becomes, effect, fixed.get(path, "")))
+            why = _SHARED * path.startswith(shared)
+        changes.append(Change(path, was, becomes, effect, why))
     return tuple(changes)
 
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import msgspec
 
 from policy.config.deployment import Budget, Deployment, ModelSpec
-from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
+from policy.config.shapes_on_shared_gpus import GpuGroup
 from policy.engine.builtin_profiles import price_of
 from policy.engine.performance_model import Timing
 from policy.errors import SwitchRefused
 from policy.scaling.decision_types import Memory, ModeOption, Override, Situation
 from policy.scaling.resources import Resources, summed, total
-from policy.scaling.transition_steps import Goal, Layer, LayerKey, Rollout, leaving_layer
+from policy.scaling.transition_steps import Goal, Layer, LayerKey, Rollout, SharedGpus, leaving_layer
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 
@@ -41,7 +41,8 @@ class ObservedModel(NamedTuple):
     """What is desired of a model (``replicas`` of ``mode``, in the layer ``key``) and what it has.
 
     ``footprints`` are the resources of one replica of each layer, ``others`` those that all other models hold
-    of the ``budget``. ``gap`` allows the switch that is under way to fall below ``min_healthy`` replicas.
+    of the ``budget``, ``groups`` the shared GPU groups by generation. ``gap`` allows the switch that is under
+    way to fall below ``min_healthy`` replicas.
     """
 
     spec: ModelSpec
@@ -52,13 +53,21 @@ class ObservedModel(NamedTuple):
     footprints: Mapping[LayerKey, Resources]
     budget: Budget
     others: Resources
+    groups: Mapping[int, GpuGroup] = {}
     gap: bool = False
 
     def rollout(self, extra: int = 0) -> Rollout:
         """The steps to what is desired, with ``extra`` replicas while one is replaced."""
         healthy = min(self.spec.control.scale.min_healthy, self.replicas)
         goal = Goal(key=self.key, count=self.replicas + extra, min_healthy=healthy, gap=self.gap)
-        return Rollout(goal, self.layers, self.footprints, self.bounds())
+        groups = tuple(
+            SharedGpus(
+                Resources(group.gpus, group.cpus),
+                frozenset(LayerKey(self.key.model, shape, generation) for shape in group.engines),
+            )
+            for generation, group in self.groups.items()
+        )
+        return Rollout(goal, self.layers, self.footprints, self.bounds(), groups)
 
     def in_mode(self, mode: str, count: int) -> ObservedModel:
         """The same model with ``count`` replicas of ``mode`` desired."""
@@ -66,17 +75,8 @@ class ObservedModel(NamedTuple):
         return self._replace(mode=mode, key=key, replicas=count, gap=False)
 
     def bounds(self) -> Resources:
-        """What the model may hold: the budget less the others' share, or the GPUs of its shared group."""
-        bounds = total(self.budget).plus(self.others, -1)
-        group = gpu_group_of(self.spec)
-        if group is not None and self.key.shape in group.engines:
-            leaving = sum(
-                layer.occupied * self.footprints[key].gpus
-                for key, layer in self.layers.items()
-                if key.generation != self.key.generation
-            )
-            bounds = bounds._replace(gpus=min(bounds.gpus, leaving + group.gpus))
-        return bounds
+        """What the model may hold: the budget less the others' share."""
+        return total(self.budget).plus(self.others, -1)
 
     def check_gap(self, start_s: float, queue_s: float) -> bool:
         """Whether the switch leaves a gap, which the queue can hold.

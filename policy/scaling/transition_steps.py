@@ -6,7 +6,7 @@ from what is observed, so a restarted controller continues a switch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -74,16 +74,25 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     gap: bool = False
 
 
+class SharedGpus(NamedTuple):
+    """A shared GPU group: the ``amount`` is taken as a whole while any of its ``layers`` has replicas."""
+
+    amount: Resources
+    layers: frozenset[LayerKey]
+
+
 class Rollout(NamedTuple):
     """The steps to a ``goal`` from the observed ``layers`` of its model.
 
     ``footprints`` are the resources of one replica of each layer, ``bounds`` what the model may hold in all.
+    The replicas of a layer in one of the ``groups`` take their resources within the group.
     """
 
     goal: Goal
     layers: Mapping[LayerKey, Layer]
     footprints: Mapping[LayerKey, Resources]
     bounds: Resources
+    groups: tuple[SharedGpus, ...] = ()
 
     @property
     def target(self) -> Layer:
@@ -116,12 +125,27 @@ class Rollout(NamedTuple):
 
     def _room(self) -> int:
         """How many more replicas of the goal's layer fit now."""
-        each = self.footprints[self.goal.key]
-        used = summed(Resources().plus(self.footprints[key], of.occupied) for key, of in self.layers.items())
+        each, group = self.footprints[self.goal.key], self._group_of(self.goal.key)
+        taken = [other.amount for other in self.groups if other != group and self._taken(other.layers).gpus]
+        shared = frozenset[LayerKey]().union(*(group.layers for group in self.groups))
+        used = summed([*taken, self._taken(self.layers.keys() - shared)])
         free = self.bounds._replace(cpus=CPU_OVERCOMMIT * self.bounds.cpus).plus(used, -1)
+        if group is not None:
+            inside = self._taken(group.layers)
+            if not inside.gpus and not free.holds(group.amount):
+                return 0
+            return Resources(group.amount.gpus - inside.gpus).holds(Resources(each.gpus))
         # A layer alone must not overcommit: it stays so after the others have drained.
         own = self.bounds.plus(each, -self.target.occupied)
         return min(free.holds(each), own.holds(each))
+
+    def _taken(self, keys: Collection[LayerKey]) -> Resources:
+        """What the replicas of these layers take."""
+        layers = ((self.footprints[key], of.occupied) for key, of in self.layers.items() if key in keys)
+        return summed(Resources().plus(each, count) for each, count in layers)
+
+    def _group_of(self, key: LayerKey) -> SharedGpus | None:
+        return next((group for group in self.groups if key in group.layers), None)
 
     def _scale_down_others(self) -> dict[LayerKey, int]:
         """Shrink the others by half, or until one new replica fits, less to stay healthy; else not at all.

@@ -352,7 +352,7 @@ class Controller:
             target = target.reached()
             self._set_target(name, target)
         elif target.fallback is not None:
-            timeout_s = target.spec.control.start_timeout_s
+            timeout_s = self._observed.start_timeout_s(target)
             if failed := verdict(layer, self.autoscaler.at - target.since, timeout_s):
                 reason = self._observed.reason(target.key()) or failed
                 target = target.back(f"rolled back from {target.aim}: {reason}", self.autoscaler.at)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from policy.config.deployment import Budget, Deployment
-from policy.config.shapes_on_shared_gpus import gpu_group_of
+from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
 from policy.scaling.model_observation import ObservedModel, held_by
 from policy.scaling.resources import Resources, summed
 from policy.scaling.start_times import StartTimes
@@ -43,12 +43,10 @@ class ObservedState:
         if self.starts.note(replica, at):
             # Only a new success clears failures: other replicas of the layer may be serving.
             self._failed.pop(key, None)
-        if replica.state is ReplicaPhase.READY:
+        if replica.state in (ReplicaPhase.READY, ReplicaPhase.ASLEEP):
+            # An engine that sleeps is started again when it is needed: earlier failures do not count.
             if replica.start_s is not None and replica.start_path is not StartPath.SLEEPING:
                 self._start_s[key] = replica.start_s
-        elif replica.state is ReplicaPhase.ASLEEP:
-            # An engine that sleeps is started again when it is needed.
-            return
         elif replica.failures and (
             replica.state is ReplicaPhase.STARTING or replica.failures >= MAX_FAILURES
         ):
@@ -134,6 +132,7 @@ class ObservedState:
             footprints=self._footprints(target),
             budget=budget,
             others=summed(others),
+            groups=_groups(target),
             gap=target.gap,
         )
 
@@ -142,9 +141,21 @@ class ObservedState:
 
         Raises :class:`policy.errors.SwitchRefused` when the queue cannot.
         """
-        start_s = self.start_s(proposed.key(), proposed.spec.control.assumed_start_s)
+        assumed_s = proposed.spec.control.assumed_start_s
+        start_s = sum(self.start_s(key, assumed_s) for key in self._started_in_turn(proposed))
         model = self.model(proposed, deployment.budget)
         return model.check_gap(start_s, deployment.gateway.queue_timeout_s)
+
+    def start_timeout_s(self, target: Target) -> float:
+        """How long the layer of ``target`` may take until its replicas are ready."""
+        return target.spec.control.start_timeout_s * len(self._started_in_turn(target))
+
+    def _started_in_turn(self, target: Target) -> list[LayerKey]:
+        """The layers that start one after the other for ``target``: all of a shared GPU group that is new."""
+        key, group = target.key(), _groups(target).get(target.aim.generation)
+        if group is None or key.shape not in group.engines or self._sleeps(key):
+            return [key]
+        return [LayerKey(key.model, shape, key.generation) for shape in group.engines]
 
     def _footprints(self, target: Target) -> dict[LayerKey, Resources]:
         """What one replica takes, for every layer that ``target`` knows or that still runs."""
@@ -159,9 +170,11 @@ class ObservedState:
     def _held(self, model: str) -> Resources:
         target = self.targets.get(model)
         asleep = {key.generation for key, held in self.held.items() if key.model == model and held.sleeps}
-        groups = {
-            generation: group
-            for generation, spec in target.specs.items()
-            if generation in asleep and (group := gpu_group_of(spec)) is not None
-        }
+        groups = {generation: group for generation, group in _groups(target).items() if generation in asleep}
         return held_by(self.layers(model), self._footprints(target), groups)
+
+
+def _groups(target: Target) -> dict[int, GpuGroup]:
+    """The shared GPU groups of ``target`` by generation."""
+    groups = {generation: gpu_group_of(spec) for generation, spec in target.specs.items()}
+    return {generation: group for generation, group in groups.items() if group is not None}

@@ -40,6 +40,8 @@ class SwitchCourse:
         self.memory = Memory()
         self.settled = True
         self.gap = False
+        group = gpu_group_of(spec)
+        self.groups = {} if group is None else {GENERATION: group}
         self.footprints = {
             LayerKey(spec.name, name, GENERATION): Resources(shape.gpus, shape.cpus)
             for name, shape in spec.shapes.items()
@@ -51,9 +53,7 @@ class SwitchCourse:
 
     def held(self) -> Resources:
         """What the replicas of the model hold."""
-        group = gpu_group_of(self.spec)
-        groups = {} if group is None else {GENERATION: group}
-        return held_by(self.fleet.layers(), self.footprints, groups)
+        return held_by(self.fleet.layers(), self.footprints, self.groups)
 
 
 class SimulatedController:
@@ -174,6 +174,7 @@ class SimulatedController:
             footprints=course.footprints,
             budget=self._deployment.budget,
             others=summed(others),
+            groups=course.groups,
             gap=course.gap,
         )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from policy.errors import SwitchRefused
 from policy.scaling.transition_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
@@ -16,7 +17,8 @@ from tests.serve.sim_documents import document, sim_model
 ASLEEP, DRAINING, STARTING = ReplicaPhase.ASLEEP, ReplicaPhase.DRAINING, ReplicaPhase.STARTING
 NEW_LARGE = LayerKey("m", "large", 2)
 GPUS = 4
-WAKE_S = 0.5  # of an engine in memory
+START_S, WAKE_S = 1.0, 0.5  # of an engine in memory
+CONTROL: dict[str, Any] = {"policy": "static", "mode": {"drain_timeout_s": 10}, "start_timeout_s": 60}
 
 
 def written(gpus: int | None = GPUS, **over: Any) -> dict[str, Any]:
@@ -27,7 +29,7 @@ def written(gpus: int | None = GPUS, **over: Any) -> dict[str, Any]:
             "single-large": {"shape": "large", "replicas": 1},
             "multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 4}},
         },
-        "control": {"policy": "static", "mode": {"drain_timeout_s": 10}, "start_timeout_s": 60},
+        "control": CONTROL,
     }
     return document(sim_model(**model | over), budget={"gpus": gpus})
 
@@ -80,8 +82,8 @@ async def test_the_lead_time_of_a_switch_is_a_wake(plane: Plane) -> None:
         WAKE_S,
         WAKE_S,
     )
-    # Of another generation there is no engine to wake.
-    assert observed.start_s(NEW_LARGE, 60.0) == 60.0
+    # Of another generation there is no engine to wake; it starts as that of this one did.
+    assert observed.start_s(NEW_LARGE, 60.0) == START_S
 
 
 async def test_a_shape_that_cannot_be_woken_is_rolled_back(plane: Plane) -> None:
@@ -114,6 +116,35 @@ async def test_a_new_revision_has_its_own_group(plane: Plane, gpus: int) -> None
     assert set(plane.cluster.held) == {NEW_LARGE}
     # With room for both no request waits; without it the old group frees its GPUs.
     assert fewest == (1 if gpus > GPUS else 0)
+
+
+@pytest.mark.parametrize(("gpus", "counts"), [(GPUS, {4, 0}), (2 * GPUS, {4})])
+async def test_a_new_revision_gives_up_all_small_replicas_or_none(
+    plane: Plane, gpus: int, counts: set[int]
+) -> None:
+    await up(plane, gpus)
+    plane.controller.mode("m", "multi-replica")
+    plane.controller.scale("m", 4)
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 4}
+    plane.controller.apply(written(gpus, sim={"profile": "sim-small", "wake_s": 1.0, "seed": 7}))
+    serving = set()
+    for _ in range(20):
+        await plane.ticks(1)
+        serving.add(sum(plane.counts(READY).values()))
+        serving.discard(8)
+    assert serving == counts
+    assert plane.counts(READY) == {NEW_SMALL: 4}
+
+
+async def test_the_start_of_a_group_is_that_of_all_its_shapes(plane: Plane) -> None:
+    await up(plane)
+    plane.cluster.slow = True
+    new = written(sim={"profile": "sim-small", "wake_s": 1.0, "seed": 7})
+    # An engine takes 1 s, and both shapes start in turn.
+    with pytest.raises(SwitchRefused, match="about 2 s"):
+        plane.controller.apply(new | {"gateway": {"queue_timeout_s": 1.5}})
+    plane.controller.apply(new | {"gateway": {"queue_timeout_s": 2}})
 
 
 async def test_a_failed_new_revision_gives_the_gpus_back(plane: Plane) -> None:

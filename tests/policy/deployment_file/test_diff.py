@@ -14,6 +14,7 @@ from policy.config.engine_revision import same_engines, used_shapes
 from policy.deployment_file.diff import Effect, diff
 from policy.deployment_file.parse import parse
 from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
+from tests.serve.sim_documents import sim_model
 
 Row = tuple[str, Any, Effect]
 CHANGES: list[Row] = [
@@ -202,3 +203,18 @@ def test_the_first_deployed_model_needs_a_restart() -> None:
     external = parse(changed(EXTERNAL, "budget", GOOD["budget"]))
     assert [change.effect for change in diff(external, both)] == [Effect.RESTART]
     assert [change.effect for change in diff(both, external)] == [Effect.RESTART]
+
+
+def test_a_new_generation_on_shared_gpus_says_that_requests_wait() -> None:
+    model = sim_model(
+        sim={"profile": "sim-small", "wake_s": 1.0},
+        shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}},
+        modes={
+            "single-large": {"shape": "large", "replicas": 1},
+            "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}},
+        },
+    )
+    document = {"models": [model]}
+    (change,) = diff(parse(document), parse(changed(document, "models[0].sim.seed", 7)))
+    assert change.effect is Effect.NEW_GENERATION
+    assert "requests wait" in change.why

@@ -20,6 +20,7 @@ from policy.scaling.transition_steps import (
     Layer,
     LayerKey,
     Rollout,
+    SharedGpus,
     verdict,
 )
 
@@ -31,6 +32,12 @@ ENOUGH_TICKS = 400
 
 def gpu_shapes(large: int, small: int) -> dict[LayerKey, Resources]:
     return {key: Resources(gpus=large if key.shape == "large" else small) for key in KEYS}
+
+
+def shared(gpus: int) -> tuple[SharedGpus, ...]:
+    """Both shapes of each generation in a group of so many GPUs."""
+    generations = ({LARGE, SMALL}, {NEW_LARGE, NEW_SMALL})
+    return tuple(SharedGpus(Resources(gpus=gpus), frozenset(layers)) for layers in generations)
 
 
 def cpu_shapes(large: int, small: int) -> dict[LayerKey, Resources]:
@@ -61,6 +68,7 @@ class Cluster:
     wanted: dict[LayerKey, int] = field(default_factory=dict)
     replicas: dict[LayerKey, list[Played]] = field(default_factory=dict)
     timeline: list[dict[str, int]] = field(default_factory=list)
+    groups: tuple[SharedGpus, ...] = ()
 
     def run(self, **counts: int) -> Cluster:
         """Let ``counts`` replicas of each shape, all of them ready, exist, and no others."""
@@ -84,7 +92,7 @@ class Cluster:
 
     def rollout(self) -> Rollout:
         bounds = total(Budget(gpus=self.gpus, cpus=self.cpus))
-        return Rollout(self.goal, self.layers(), self.footprints, bounds)
+        return Rollout(self.goal, self.layers(), self.footprints, bounds, self.groups)
 
     def tick(self) -> None:
         """One step of the plan, then one tick of every replica."""
@@ -103,10 +111,17 @@ class Cluster:
         return sum(self._count(key, "ready") for key in self.replicas)
 
     def used(self, resource: str) -> int:
-        """What all replicas hold, draining ones included."""
-        return sum(
-            len(replicas) * getattr(self.footprints[key], resource) for key, replicas in self.replicas.items()
-        )
+        """What all replicas hold, draining ones included; a group with any replica holds all that it has."""
+        taken = {
+            key: len(replicas) * getattr(self.footprints[key], resource)
+            for key, replicas in self.replicas.items()
+        }
+        for group in self.groups:
+            inside = sum(taken.pop(key, 0) for key in group.layers)
+            amount = getattr(group.amount, resource)
+            assert inside <= amount
+            taken[min(group.layers)] = amount if inside else 0
+        return sum(taken.values())
 
     def reached(self) -> bool:
         alone = all(not replicas for key, replicas in self.replicas.items() if key != self.goal.key)
@@ -157,6 +172,13 @@ def clusters(draw: st.DrawFn) -> Cluster:
         left -= counts[name] * each[key]
     key = draw(st.sampled_from(KEYS))
     count = draw(st.integers(0, budget // each[key]))
+    groups: tuple[SharedGpus, ...] = ()
+    if shapes is gpu_shapes and not large % small and draw(st.booleans()):
+        # Each generation on the GPUs of one large replica, one of the generations and one shape at first.
+        groups, gpus = shared(large), {"large": large, "large2": large, "small": small, "small2": small}
+        first = draw(st.sampled_from(sorted(counts)))
+        counts = {first: min(counts[first], large // gpus[first])}
+        count = min(count, large // each[key])
     goal = Goal(
         key=key,
         count=count,
@@ -170,6 +192,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         cpus=budget if shapes is cpu_shapes else None,
         random=draw(st.randoms(use_true_random=False)),
         fail=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        groups=groups,
     ).run(**counts)
 
 
@@ -250,6 +273,14 @@ def test_a_new_generation_of_the_same_shape_rolls_over_scarce_gpus() -> None:
     old = [counts["small"] for counts in timeline(cluster)]
     assert [count for count in range(8, -1, -1) if count in old] == [4, 2, 1, 0]
     assert old == sorted(old, reverse=True)
+
+
+@pytest.mark.parametrize(("gpus", "old"), [(8, [0]), (15, [0]), (16, [8, 0])])
+def test_a_new_generation_of_a_shared_group_takes_all_its_gpus_or_none(gpus: int, old: list[int]) -> None:
+    goal = Goal(key=NEW_SMALL, count=8, gap=True)
+    steps = timeline(Cluster(goal, gpu_shapes(8, 1), gpus=gpus, groups=shared(8)).run(small=8))
+    assert list(dict.fromkeys(counts["small"] for counts in steps)) == old
+    assert {counts["small2"] for counts in steps} == ({0, 8} if len(old) == 1 else {8})
 
 
 def test_one_of_two_old_layers_is_scaled_down_first() -> None:

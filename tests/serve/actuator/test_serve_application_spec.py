@@ -92,7 +92,9 @@ def test_a_shared_gpu_group_requires_its_gpus_once_and_the_cores_of_all_engines(
 
 
 def test_simulated_engines_require_simulated_gpus_alone() -> None:
-    spec = deployment(sim_model(shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}})).models[0]
+    spec = deployment(
+        sim_model(shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}})
+    ).models[0]
     for announced, gpus in ((None, 0), (8, 1)):
         cluster = Cluster(simulated_gpus=announced)
         assert required_resources(spec, spec.shapes["small"], cluster)["num_gpus"] == gpus

@@ -182,6 +182,9 @@ def _print_changes(changes: tuple[Change, ...]) -> None:
             ("takes effect", lambda change: _EFFECTS[change.effect]),
         )
     )
+    for why in dict.fromkeys(change.why for change in changes if change.effect is Effect.NEW_GENERATION):
+        if why:
+            click.echo(why)
 
 
 def _masked(change: Change) -> dict[str, Any]:
