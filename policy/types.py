@@ -82,7 +82,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
     ``url`` is empty until the engine listens. ``generation`` numbers the configuration it was built from,
     ``incarnation`` counts restarts of its engine in place, ``failures`` consecutive failed ones. ``start_s``
-    is the duration of the last start, by ``start_path``, ``wake_s`` that of the last wake-up.
+    is the duration of the last start, by ``start_path``, ``wake_s`` that of the last wake-up. ``cards`` are
+    its GPUs in a shared GPU group, by position.
     """
 
     id: str
@@ -102,6 +103,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 0
     max_model_len: int | None = None
     wake_s: float | None = None
+    cards: tuple[int, ...] = ()
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from policy.types import Replica
@@ -66,14 +68,29 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     power: PowerReport | None = None
 
 
+class GpuOrder(StrEnum):
+    """What an engine of a shared GPU group does.
+
+    ``SERVE``: wake or start, and serve. ``MEASURE``: the same, but measure the time of a wake-up before the
+    first request. ``WAIT``: others start first; then it serves. ``PREPARE``: start if it is not started,
+    measure a wake-up, and sleep. ``SLEEP``: drain and sleep; a start ends.
+    """
+
+    SERVE = "serve"
+    MEASURE = "measure"
+    WAIT = "wait"
+    PREPARE = "prepare"
+    SLEEP = "sleep"
+
+
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """The controller's answer to a heartbeat.
 
-    ``hold`` are the adapters planned for the replica, the most valuable first. ``awake`` is, for a shared GPU
-    group, the desired number of awake engines of each shape. ``None`` leaves the last value in force. A
-    ``leave`` that is not empty is the reason why the replica must drain and be replaced.
+    ``hold`` are the adapters planned for the replica, the most valuable first. ``gpus`` is for an engine of a
+    shared GPU group. ``None`` leaves the last value in force. A ``leave`` that is not empty is the reason why
+    the replica must drain and be replaced.
     """
 
     hold: tuple[AdapterRef, ...] | None = None
-    awake: dict[str, int] | None = None
+    gpus: GpuOrder | None = None
     leave: str = ""

@@ -20,6 +20,7 @@ from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
 from serve.actuator.interface import Held, host_spec
+from serve.host.gpu_group_host import Assignment
 from serve.host.weight_verification import Weights
 from store.log_file import RotatingLog
 from store.os_process import end_all, find, started_at, terminate
@@ -180,7 +181,7 @@ class LocalActuator:
         record = msgspec.structs.replace(record, processes=(*record.processes, process))
         self._put(record)
         assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(spec) + b"\n")
+        child.stdin.write(msgspec.json.encode(Assignment(spec=spec, replica=replica)) + b"\n")
         child.stdin.close()
         return record
 

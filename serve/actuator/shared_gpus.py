@@ -1,13 +1,14 @@
 """Layers of a shared GPU group, over any actuator: only the group is deployed, and counts are orders to it.
 
 For the actuator below, a group is one replica of the largest shape. The number of engines of each layer that
-are awake is stored on disk first, and then sent in every answer to a heartbeat.
+are awake is stored on disk first; the answers to heartbeats are the orders of the engines.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,8 +16,10 @@ from policy.config.deployment import ModelSpec
 from policy.config.engine_revision import digest as digest_of
 from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
-from policy.scaling.transition_steps import LayerKey
-from policy.types import Replica
+from policy.scaling.gpu_group_orders import GroupEngine, chosen_engines, is_prepared, orders
+from policy.scaling.transition_steps import MAX_FAILURES, LayerKey
+from policy.types import Replica, ReplicaPhase
+from policy.wire.heartbeat import GpuOrder
 from serve.actuator.interface import Actuator, Held
 from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
@@ -24,16 +27,24 @@ from store.state_dir import StateDir
 log = logging.getLogger("tidegate.controller")
 
 
+class EngineKey(NamedTuple):
+    """An engine of a group, whichever process runs it."""
+
+    layer: LayerKey
+    cards: tuple[int, ...]
+
+
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A group and its layer ``key`` in the actuator below; ``wanted`` is the awake count of each shape.
 
-    A group without layers is being deleted.
+    A group without layers is being deleted. ``served`` is whether an engine of it was ready once.
     """
 
     key: LayerKey
     plan: GpuGroup
     wanted: dict[str, int]
     digests: dict[str, str]
+    served: bool = False
 
 
 class SharedGpuActuator:
@@ -42,20 +53,51 @@ class SharedGpuActuator:
     A group whose engines are all asleep keeps its GPUs, unless another revision of its model needs them.
     """
 
-    def __init__(self, actuator: Actuator, state: StateDir) -> None:
+    def __init__(
+        self, actuator: Actuator, state: StateDir, replicas: Callable[[LayerKey], Sequence[Replica]]
+    ) -> None:
+        """``replicas`` returns the replicas of a layer, as their heartbeats describe them."""
         self.name = actuator.name
         self._inner = actuator
         self._state = state
+        self._replicas = replicas
+        # The replicas that were last ordered to serve, and the engines whose last starts failed.
+        self._chosen: set[str] = set()
+        self._failed: set[EngineKey] = set()
         self._path = state.root / "beds.json"
         self._records = {record.key: record for record in self._read()}
 
-    def awake(self, replica: Replica) -> dict[str, int] | None:
-        """The desired awake count of each shape in the group of ``replica``, if it is in one."""
+    def order(self, replica: Replica) -> GpuOrder | None:
+        """What a replica that sent a heartbeat does with its GPUs, if it is in a group."""
         key = LayerKey.of(replica)
         record = self._of(key)
-        if record is None or replica.shape not in record.plan.engines:
+        if record is None:
             return None
-        return {shape: record.wanted.get(shape, 0) for shape in record.plan.engines}
+        if replica.failures >= MAX_FAILURES:
+            self._failed.add(EngineKey(key, replica.cards))
+        elif replica.state is ReplicaPhase.READY or is_prepared(replica):
+            self._failed.discard(EngineKey(key, replica.cards))
+        if replica.state is ReplicaPhase.READY and not record.served:
+            record = msgspec.structs.replace(record, served=True)
+            self._put(record)
+        keys = (LayerKey(key.model, shape, key.generation) for shape in record.plan.engines)
+        engines = [self._engine(each) for key in keys for each in self._replicas(key)]
+        awake = {shape: record.wanted.get(shape, 0) for shape in record.plan.engines}
+        found = orders(engines, awake, starting=not record.served)
+        self._chosen -= found.keys()
+        self._chosen |= {engine.id for engine in chosen_engines(engines, awake)}
+        return found.get(replica.id)
+
+    def _engine(self, replica: Replica) -> GroupEngine:
+        return GroupEngine(
+            replica.id,
+            replica.shape,
+            replica.cards,
+            serving=replica.state is ReplicaPhase.READY,
+            chosen=replica.id in self._chosen,
+            prepared=is_prepared(replica),
+            failed=EngineKey(LayerKey.of(replica), replica.cards) in self._failed,
+        )
 
     async def layers(self) -> Mapping[LayerKey, Held]:
         inner = dict(await self._inner.layers())
@@ -114,6 +156,9 @@ class SharedGpuActuator:
             return
         if key.shape not in record.wanted or record.key not in await self._inner.layers():
             raise ActuatorFailed(f"there is no layer {key} to scale")
+        if not record.wanted[key.shape]:
+            # Wanted anew: earlier failures do not count.
+            self._failed = {engine for engine in self._failed if engine.layer != key}
         self._put(msgspec.structs.replace(record, wanted=record.wanted | {key.shape: count}))
         if count:
             await self._free(record.key)

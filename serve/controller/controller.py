@@ -69,7 +69,6 @@ class Controller:
         wall: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
-        self._actuator = SharedGpuActuator(actuator, state)
         self._state = state
         self._pid = pid
         self._wall = wall
@@ -80,6 +79,7 @@ class Controller:
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._targets = Targets(state, self._event)
         self.registry = ReplicaRegistry(self._epoch)
+        self._actuator = SharedGpuActuator(actuator, state, self.registry.of)
         self.aggregator = SignalAggregator()
         self.subscribers = StepSubscribers()
         self._observed = ObservedState(self.registry, self._targets)
@@ -135,7 +135,7 @@ class Controller:
             if self._observed.is_short(LayerKey.of(replica)):
                 self.autoscaler.decide_soon(replica.model)
         orders, leave = self.adapters.beat(beat), self._replacement.leave(replica)
-        return replace(orders, awake=self._actuator.awake(replica), leave=leave)
+        return replace(orders, gpus=self._actuator.order(replica), leave=leave)
 
     def signals(self, report: GatewayReport) -> None:
         """Take the counts that a gateway worker reports."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 
 import msgspec
 
@@ -42,12 +42,14 @@ class EngineProcess:
         self._log_pump = asyncio.create_task(log.pump(process.stdout))
 
     @classmethod
-    async def start(cls, environment: Mapping[str, str], log: RotatingLog) -> EngineProcess:
+    async def start(
+        cls, environment: Mapping[str, str], log: RotatingLog, inherited: Collection[int] = ()
+    ) -> EngineProcess:
         """Start a process, which waits for its specification as the first :meth:`command`.
 
-        ``environment`` is added to the one of this process.
+        ``environment`` is added to the one of this process; the ``inherited`` file descriptors stay open.
         """
-        inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         own = {
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1",
             # A redirect could leave the domains of `allowed_media_domains`.
@@ -58,7 +60,8 @@ class EngineProcess:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "serve.engine.main", "--events", str(write),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT, pass_fds=(write,), env={**inherited, **own, **environment},
+                stderr=asyncio.subprocess.STDOUT, pass_fds=(write, *inherited),
+                env={**kept, **own, **environment},
                 start_new_session=True,
             )  # fmt: skip
         except BaseException:

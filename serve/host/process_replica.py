@@ -1,7 +1,7 @@
-"""A replica host as a process of this machine: ``tidegate run --no-ray``.
+"""A replica host as a process of its own: without Ray, and for each engine of a shared GPU group.
 
 Its argument is the replica's id. Standard input carries one JSON line, the
-:class:`serve.host.replica_host.HostSpec`. SIGTERM drains and ends it.
+:class:`serve.host.gpu_group_host.Assignment`. SIGTERM drains and ends it.
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ import asyncio
 import logging
 import signal
 import sys
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
 
+from serve.host.gpu_group_host import Assignment, host_of, until_unheld
 from serve.host.heartbeat import send_heartbeats
-from serve.host.replica_host import HostSpec
-from serve.host.shared_gpu_host import host_of
 from store.log_lines import log_to
 
 
-async def _run(spec: HostSpec, replica: str) -> int:
+async def _run(assignment: Assignment) -> int:
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
-    host = host_of(spec, replica=replica, address="127.0.0.1", node="local")
+    host = host_of(assignment)
     beating = asyncio.create_task(send_heartbeats(host.replicas))
     # A start that fails loses the host.
     starting = asyncio.create_task(host.start())
-    ends = {asyncio.create_task(event.wait()) for event in (stopping, host.lost)}
+    ends: set[asyncio.Task[Any]] = {asyncio.create_task(event.wait()) for event in (stopping, host.lost)}
+    if assignment.slot is not None:
+        ends.add(asyncio.create_task(until_unheld(Path(assignment.folder))))
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     code = int(not stopping.is_set())
     for task in (starting, *ends):
@@ -43,8 +46,8 @@ async def _run(spec: HostSpec, replica: str) -> int:
 def main() -> None:
     """Entry point of the process."""
     log_to(logging.StreamHandler())
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=HostSpec)
-    sys.exit(uvloop.run(_run(spec, sys.argv[1])))
+    assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
+    sys.exit(uvloop.run(_run(assignment)))
 
 
 if __name__ == "__main__":

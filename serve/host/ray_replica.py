@@ -9,9 +9,9 @@ import ray
 from ray import serve as ray_serve
 
 from policy.errors import EngineFailed
+from serve.host.gpu_group_host import Assignment, host_of
 from serve.host.heartbeat import send_heartbeats
 from serve.host.replica_host import HostSpec
-from serve.host.shared_gpu_host import host_of
 from serve.host.version_check import Versions, installed, refuse_other
 
 
@@ -30,10 +30,12 @@ class RayHost:
         unique = ray_serve.get_replica_context().replica_id.unique_id
         name = spec.model.name.replace("/", ".")
         self._host = host_of(
-            spec,
-            replica=f"{name}-{spec.shape}-g{spec.generation}-{unique}",
-            address="127.0.0.1" if spec.loopback else ray.util.get_node_ip_address(),
-            node=ray.get_runtime_context().get_node_id()[:8],
+            Assignment(
+                spec=spec,
+                replica=f"{name}-{spec.shape}-g{spec.generation}-{unique}",
+                address="127.0.0.1" if spec.loopback else ray.util.get_node_ip_address(),
+                node=ray.get_runtime_context().get_node_id()[:8],
+            )
         )
         self._beating: asyncio.Task[None] | None = None
         self._started: asyncio.Task[None] | None = None

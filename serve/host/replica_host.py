@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from policy.errors import EngineFailed, TidegateError
 from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S
 from policy.stats.backoff import Backoff, failures_after
 from policy.types import Load, Replica, ReplicaPhase, StartPath
-from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
+from policy.wire.heartbeat import AdapterRef, AdapterUse, GpuOrder, Heartbeat, Orders
 from policy.wire.reports import EngineReport, PowerReport
 from serve.async_waiting import wait_at_most
 from serve.engine.interface import EngineSpec
@@ -59,11 +58,12 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
 class GpuAccess:
     """When a host's engine may use its GPUs: this one always may, as no other engine uses them.
 
-    :class:`serve.host.shared_gpu_host.SleepingEngine` shares them with others. ``visible`` is the value of
-    ``CUDA_VISIBLE_DEVICES`` for an engine that shares GPUs.
+    :class:`serve.host.sleeping_engine.SleepingEngine` shares them with others. ``visible`` is the value of
+    ``CUDA_VISIBLE_DEVICES`` for an engine that shares GPUs; it inherits the file ``descriptors``.
     """
 
     visible: str | None = None
+    descriptors: tuple[int, ...] = ()
 
     async def acquire(self) -> None:
         """Return when the engine may be started."""
@@ -77,12 +77,8 @@ class GpuAccess:
     def reported(self, phase: ReplicaPhase) -> None:
         """The engine's own phase, with each of its load lines."""
 
-    def ordered(self, awake: Mapping[str, int]) -> None:
-        """The controller's order how many engines of each shape are awake."""
-
-    async def may_retry(self) -> bool:
-        """After too many failures in a row: return when it may be started again; false to give up."""
-        return False
+    def ordered(self, order: GpuOrder) -> None:
+        """The controller's order what to do with the GPUs."""
 
     def phase(self, replica: Replica) -> ReplicaPhase:
         """The state of ``replica`` as heartbeats report it."""
@@ -164,8 +160,8 @@ class ReplicaHost:
         if orders.hold is not None and orders.hold != self._hold:
             self._hold = orders.hold
             self.command(b"hold " + msgspec.json.encode(self._hold))
-        if orders.awake is not None:
-            self._gpus.ordered(orders.awake)
+        if orders.gpus is not None:
+            self._gpus.ordered(orders.gpus)
 
     async def start(self) -> None:
         """Return when the engine is ready; raises :class:`EngineFailed` after too many failures in a row."""
@@ -254,7 +250,7 @@ class ReplicaHost:
                 url="", load=Load(at=time.time()), failures=failures, incarnation=self.replica.incarnation + 1
             )
             self._become(ReplicaPhase.STARTING, reason)
-            if failures >= MAX_FAILURES and not await self._gpus.may_retry():
+            if failures >= MAX_FAILURES:
                 self.lost.set()
                 return
             await asyncio.sleep(RESTART_BACKOFF.delay_s(self.replica.failures))
@@ -288,7 +284,9 @@ class ReplicaHost:
 
     async def _run_engine(self, weights: str) -> None:
         """Run an engine process until it ends; raises :class:`EngineFailed` with the reason."""
-        process = self._process = await EngineProcess.start(self._environment(), self._log)
+        process = self._process = await EngineProcess.start(
+            self._environment(), self._log, self._gpus.descriptors
+        )
         self.update(pid=process.pid)
         failed = ""
         try:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from policy.config.deployment import Budget, Deployment
 from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
+from policy.scaling.gpu_group_orders import is_prepared
 from policy.scaling.model_observation import ObservedModel, held_by
 from policy.scaling.resources import Resources, summed
 from policy.scaling.start_times import StartTimes
@@ -77,7 +78,9 @@ class ObservedState:
         return self.starts.lead_s(key.model, key.shape, assumed_s, sleeps=self._sleeps(key))
 
     def _sleeps(self, key: LayerKey) -> bool:
-        return key in self.held and self.held[key].sleeps
+        """Whether there are engines to wake."""
+        group = key in self.held and self.held[key].sleeps
+        return group and any(map(is_prepared, self.registry.of(key)))
 
     def is_short(self, key: LayerKey) -> bool:
         """Whether a replica of the layer is missing that was not scaled down."""
@@ -153,7 +156,8 @@ class ObservedState:
     def _started_in_turn(self, target: Target) -> list[LayerKey]:
         """The layers that start one after the other for ``target``: all of a shared GPU group that is new."""
         key, group = target.key(), _groups(target).get(target.aim.generation)
-        if group is None or key.shape not in group.engines or self._sleeps(key):
+        placed = key in self.held and self.held[key].sleeps
+        if group is None or key.shape not in group.engines or placed:
             return [key]
         return [LayerKey(key.model, shape, key.generation) for shape in group.engines]
 

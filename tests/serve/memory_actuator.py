@@ -13,7 +13,7 @@ from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import MAX_FAILURES, LayerKey
 from policy.types import Load, Replica, ReplicaPhase, StartPath
-from policy.wire.heartbeat import Orders
+from policy.wire.heartbeat import GpuOrder, Orders
 from serve.actuator.interface import Held
 from serve.host.weight_verification import Weights
 
@@ -35,7 +35,7 @@ class MemoryCluster:
     held: dict[LayerKey, Held] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
     groups: dict[LayerKey, GpuGroup] = field(default_factory=dict)
-    _awake: dict[LayerKey, dict[str, int]] = field(default_factory=dict)
+    _orders: dict[str, GpuOrder] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def of(self, key: LayerKey, *states: ReplicaPhase) -> list[Replica]:
@@ -90,24 +90,25 @@ class MemoryCluster:
             for replica in engines:
                 self._become(replica, ReplicaPhase.STOPPED)
         elif not engines:
-            for shape, count in self.groups[key].engines.items():
-                for _ in range(count):
-                    self._start(LayerKey(key.model, shape, key.generation), ReplicaPhase.ASLEEP)
+            group = self.groups[key]
+            for shape, count in group.engines.items():
+                gpus = group.gpus // count
+                for index in range(count):
+                    cards = tuple(range(index * gpus, (index + 1) * gpus))
+                    self._start(LayerKey(key.model, shape, key.generation), ReplicaPhase.ASLEEP, cards)
 
     def _follow_orders(self, key: LayerKey) -> None:
         """Follow the last orders of a group: first sleep, then wake-ups that are not blocked."""
-        awake = self._awake.get(key, {})
-        for shape in self.groups[key].engines:
-            engines = self.of(LayerKey(key.model, shape, key.generation), *ReplicaPhase)
-            for replica in engines[awake.get(shape, 0) :]:
-                if replica.state is ReplicaPhase.STARTING:
-                    self._become(replica, ReplicaPhase.ASLEEP)
-                elif replica.state is ReplicaPhase.READY:
-                    self._become(replica, ReplicaPhase.DRAINING)
-            for replica in engines[: awake.get(shape, 0)]:
-                if replica.state is ReplicaPhase.ASLEEP:
-                    woken = {"start_s": replica.wake_s, "start_path": StartPath.SLEEPING}
-                    self._become(msgspec.structs.replace(replica, **woken), ReplicaPhase.STARTING)
+        engines = [replica for replica in self.replicas.values() if self._group(replica) == key]
+        serves = {each.id for each in engines if self._orders.get(each.id) is GpuOrder.SERVE}
+        for replica in engines:
+            if replica.id not in serves and replica.state is ReplicaPhase.STARTING:
+                self._become(replica, ReplicaPhase.ASLEEP)
+            elif replica.id not in serves and replica.state is ReplicaPhase.READY:
+                self._become(replica, ReplicaPhase.DRAINING)
+            elif replica.id in serves and replica.state is ReplicaPhase.ASLEEP:
+                woken = {"start_s": replica.wake_s, "start_path": StartPath.SLEEPING}
+                self._become(msgspec.structs.replace(replica, **woken), ReplicaPhase.STARTING)
         if not self.slow:
             self.drained()
             self.ready()
@@ -127,7 +128,9 @@ class MemoryCluster:
                 return key
         return None
 
-    def _start(self, key: LayerKey, state: ReplicaPhase = ReplicaPhase.STARTING) -> None:
+    def _start(
+        self, key: LayerKey, state: ReplicaPhase = ReplicaPhase.STARTING, cards: tuple[int, ...] = ()
+    ) -> None:
         number = next(self._ids)
         model, shape, generation = _parts(key)
         replica = Replica(
@@ -139,7 +142,9 @@ class MemoryCluster:
             load=Load(at=0.0),
             pid=number,
             start_s=1.0,
-            wake_s=None if state is ReplicaPhase.STARTING else 0.5,
+            url="http://127.0.0.1:1" if cards else "",
+            wake_s=0.5 if cards else None,
+            cards=cards,
         )
         self._become(replica, state)
 
@@ -162,7 +167,7 @@ class MemoryCluster:
         self._send_heartbeat(replica)
 
     def _send_heartbeat(self, replica: Replica) -> None:
-        orders, key = self.beat(replica), self._group(replica)
+        orders = self.beat(replica)
         if orders is not None and orders.leave and self.replicas.get(replica.id) == replica:
             if replica.state is ReplicaPhase.READY:
                 left = msgspec.structs.replace(replica, reason=orders.leave)
@@ -170,8 +175,8 @@ class MemoryCluster:
                 if not self.slow:
                     self.drained()
             return
-        if key is not None and orders is not None and orders.awake is not None:
-            self._awake[key] = orders.awake
+        if orders is not None and orders.gpus is not None:
+            self._orders[replica.id] = orders.gpus
 
 
 class MemoryActuator:

@@ -9,7 +9,7 @@ import pytest
 from policy.errors import SwitchRefused
 from policy.scaling.transition_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
-from policy.wire.heartbeat import Heartbeat
+from policy.wire.heartbeat import GpuOrder, Heartbeat
 from tests.serve.memory_actuator import MemoryCluster
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -212,7 +212,7 @@ async def test_orders_go_to_every_engine_of_the_group_only(plane: Plane) -> None
     await up(plane)
     for replica in list(plane.cluster.replicas.values()):
         orders = plane.controller.beat(Heartbeat(replica=replica))
-        assert orders.awake == {"large": 1, "small": 0}
+        assert orders.gpus is (GpuOrder.SERVE if replica.shape == "large" else GpuOrder.SLEEP)
     other_replica = Replica(
         id="x",
         model="m",
@@ -221,4 +221,4 @@ async def test_orders_go_to_every_engine_of_the_group_only(plane: Plane) -> None
         state=STARTING,
         load=next(iter(plane.cluster.replicas.values())).load,
     )
-    assert plane.controller.beat(Heartbeat(replica=other_replica)).awake is None
+    assert plane.controller.beat(Heartbeat(replica=other_replica)).gpus is None

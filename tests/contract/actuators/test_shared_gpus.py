@@ -42,7 +42,10 @@ class GroupSite(Site[SharedGpuActuator]):
     """A site whose heartbeats are answered with the engines that are to be awake."""
 
     def orders(self, replica: Replica) -> Orders:
-        return Orders(awake=self.actuator.awake(replica))
+        return Orders(gpus=self.actuator.order(replica))
+
+    def of(self, key: LayerKey) -> list[Replica]:
+        return [replica for replica in list(self.replicas.values()) if LayerKey.of(replica) == key]
 
     def digest(self, key: LayerKey) -> str:
         return digest(self.deployment.models[0], key.shape) + "weights"
@@ -65,7 +68,11 @@ class GroupSite(Site[SharedGpuActuator]):
 async def site(backend: Backend, tmp_path: Path) -> AsyncIterator[GroupSite]:
     # The group's state must not outlive the test; that of a Ray backend does.
     state = StateDir(tmp_path / "group").ensure()
-    site = GroupSite(backend, lambda: SharedGpuActuator(backend.make(), state), sharing(backend.controller))
+    site = GroupSite(
+        backend,
+        lambda: SharedGpuActuator(backend.make(), state, lambda key: site.of(key)),  # noqa: PLW0108 - it is set later
+        sharing(backend.controller),
+    )
     yield site
     await site.actuator.stop()
     await site.actuator.close()
@@ -179,7 +186,7 @@ async def test_a_model_without_a_shared_group_uses_the_inner_actuator(site: Grou
     await site.actuator.scale(key, 1)
     assert summary(await site.actuator.layers()) == {key: (1, "d", False)}
     (replica,) = site.replicas.values()
-    assert site.actuator.awake(replica) is None
+    assert site.actuator.order(replica) is None
     await site.actuator.delete(key)
     assert await site.actuator.layers() == {}
 

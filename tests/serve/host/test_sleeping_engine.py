@@ -1,11 +1,12 @@
-"""A shared GPU group of real engine processes: starts, sleep, wake-ups and failures."""
+"""Engines that share GPUs, in real processes: starts, sleep, wake-ups and failures."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,19 @@ import httpx
 import psutil
 import pytest
 
-from policy.errors import EngineFailed
+from policy.config.shapes_on_shared_gpus import cards, gpu_group_of
+from policy.scaling.gpu_group_orders import GroupEngine, is_prepared, orders
+from policy.scaling.transition_steps import MAX_FAILURES
 from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
-from serve.host import shared_gpu_host
-from serve.host.replica_host import ReplicaHost
-from serve.host.shared_gpu_host import SharedGpuHost, host_of
+from serve.host.gpu_locks import GpuLocks
+from serve.host.replica_host import HostSpec
+from serve.host.sleeping_engine import EngineSlot, SleepingEngine
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.process
 ASLEEP, READY, DRAINING = ReplicaPhase.ASLEEP, ReplicaPhase.READY, ReplicaPhase.DRAINING
-Make = Callable[..., SharedGpuHost]
 
 
 def model(**over: Any) -> dict[str, Any]:
@@ -40,37 +42,97 @@ def model(**over: Any) -> dict[str, Any]:
     return sim_model(**written | over)
 
 
-@pytest.fixture
-async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
-    monkeypatch.setattr(shared_gpu_host, "FIRST_ORDERS_S", 0.1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    made: list[SharedGpuHost] = []
+class Group:
+    """The engines of one group, and a controller that answers their heartbeats."""
 
-    def group(**over: Any) -> SharedGpuHost:
-        spec = host_spec(deployment(model(**over)).models[0], tmp_path, "large")
-        host = host_of(spec, replica="m-large-g1-x", address="127.0.0.1", node="local")
-        assert isinstance(host, SharedGpuHost)
-        made.append(host)
-        return host
+    def __init__(self, spec: HostSpec, folder: Path) -> None:
+        plan = gpu_group_of(spec.model)
+        assert plan is not None
+        self.awake: Mapping[str, int] = dict.fromkeys(plan.engines, 0)
+        self.served = False
+        self.failed: set[str] = set()
+        self.engines = []
+        for shape, count in plan.engines.items():
+            for index in range(count):
+                places = tuple(cards(spec.model.shapes[shape], index))
+                slot = EngineSlot(cards=places, visible=tuple("57"[place] for place in places))
+                self.engines.append(
+                    SleepingEngine(
+                        host_spec(spec.model, folder, shape), slot, GpuLocks(folder, slot.visible),
+                        replica=f"m-{shape}-{index}", address="127.0.0.1", node="local",
+                    )
+                )  # fmt: skip
+        self._answering: asyncio.Task[None] | None = None
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return [engine.host.snapshot() for engine in self.engines]
+
+    def order(self, awake: Mapping[str, int]) -> None:
+        """Set how many engines of each shape are awake, and answer heartbeats with it."""
+        self.awake = awake
+        self._answer()
+        if self._answering is None:
+            for engine in self.engines:
+                engine.host.begin()
+            self._answering = asyncio.create_task(self._keep_answering())
+
+    async def _keep_answering(self) -> None:
+        while True:
+            self._answer()
+            await asyncio.sleep(0.01)
+
+    def _answer(self) -> None:
+        replicas = self.replicas
+        self.served = self.served or any(replica.state is READY for replica in replicas)
+        self.failed |= {replica.id for replica in replicas if replica.failures >= MAX_FAILURES}
+        found = orders([self._seen(each) for each in replicas], self.awake, starting=not self.served)
+        for engine in self.engines:
+            engine.host.obey(Orders(gpus=found[engine.host.replica.id]))
+
+    def _seen(self, replica: Replica) -> GroupEngine:
+        return GroupEngine(
+            replica.id, replica.shape, replica.cards, serving=replica.state is READY,
+            prepared=is_prepared(replica), failed=replica.id in self.failed,
+        )  # fmt: skip
+
+    async def stop(self) -> None:
+        if self._answering is not None:
+            self._answering.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._answering
+        await asyncio.gather(*(engine.host.stop() for engine in self.engines))
+
+
+Make = Callable[..., Group]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    made: list[Group] = []
+
+    def group(**over: Any) -> Group:
+        made.append(Group(host_spec(deployment(model(**over)).models[0], tmp_path, "large"), tmp_path))
+        return made[-1]
 
     yield group
     for one in made:
         await one.stop()
 
 
-def states(group: SharedGpuHost) -> dict[str, ReplicaPhase]:
+def states(group: Group) -> dict[str, ReplicaPhase]:
     return {replica.id: replica.state for replica in snapshots(group)}
 
 
-def snapshots(group: SharedGpuHost) -> list[Replica]:
-    return [host.snapshot() for host in group.replicas]
+def snapshots(group: Group) -> list[Replica]:
+    return group.replicas
 
 
-def of(group: SharedGpuHost, shape: str) -> list[Replica]:
+def of(group: Group, shape: str) -> list[Replica]:
     return [replica for replica in snapshots(group) if replica.shape == shape]
 
 
-async def until(group: SharedGpuHost, true: Callable[[], object]) -> None:
+async def until(group: Group, true: Callable[[], object]) -> None:
     """Wait, and check that engines of two shapes are never awake together."""
     async with asyncio.timeout(WITHIN_S):
         while not true():
@@ -79,7 +141,7 @@ async def until(group: SharedGpuHost, true: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def serves(group: SharedGpuHost, shape: str, count: int) -> Callable[[], bool]:
+def serves(group: Group, shape: str, count: int) -> Callable[[], bool]:
     """Whether ``count`` engines of the shape are ready, and all others asleep."""
     return lambda: (
         sum(replica.state is READY for replica in of(group, shape)) == count
@@ -87,22 +149,19 @@ def serves(group: SharedGpuHost, shape: str, count: int) -> Callable[[], bool]:
     )
 
 
-def test_a_model_without_a_group_has_a_host_of_one_engine(tmp_path: Path) -> None:
-    spec = host_spec(deployment(sim_model()).models[0], tmp_path)
-    host = host_of(spec, replica="r", address="127.0.0.1", node="local")
-    assert isinstance(host, ReplicaHost)
-    assert host.replicas == (host,)
-    host._log.close()
+async def up(group: Group, **awake: int) -> None:
+    ((shape, count),) = awake.items()
+    group.order({"large": 0, "small": 0} | awake)
+    await until(group, serves(group, shape, count))
 
 
 async def test_every_engine_is_started_and_only_wanted_ones_are_awake(make: Make) -> None:
     group = make()
     group.order({"large": 1, "small": 0})
     assert states(group) == {
-        "m-large-g1-x": ReplicaPhase.STARTING, "m-small-g1-x-0": ASLEEP, "m-small-g1-x-1": ASLEEP,
+        "m-large-0": ReplicaPhase.STARTING, "m-small-0": ASLEEP, "m-small-1": ASLEEP,
     }  # fmt: skip
-    await group.start()
-    assert serves(group, "large", 1)()
+    await up(group, large=1)
     # All of them run, those of one shape on their own GPUs, with a measured wake time.
     pids = [replica.pid for replica in snapshots(group)]
     visible_gpus = [psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for pid in pids]
@@ -112,19 +171,9 @@ async def test_every_engine_is_started_and_only_wanted_ones_are_awake(make: Make
     assert (large.start_path, large.incarnation) == (StartPath.CACHED, 0)
 
 
-async def test_without_orders_all_engines_are_put_to_sleep(make: Make) -> None:
-    group = make()
-    await group.start()
-    assert set(states(group).values()) == {ASLEEP}
-    group.replicas[1].obey(Orders(awake={"large": 0, "small": 1}))
-    await until(group, serves(group, "small", 1))
-    assert of(group, "small")[0].start_path is StartPath.SLEEPING
-
-
 async def test_a_switch_of_shapes_cuts_no_stream(make: Make) -> None:
     group = make(sim={"profile": "sim-small", "speed": 0.2, "wake_s": 0.05})
-    group.order({"large": 1, "small": 0})
-    await group.start()
+    await up(group, large=1)
     (large,) = of(group, "large")
     pids = {replica.pid for replica in snapshots(group)}
     async with client(large.url) as http:
@@ -155,8 +204,7 @@ async def test_a_switch_of_shapes_cuts_no_stream(make: Make) -> None:
 
 async def test_a_switch_cancelled_during_the_drain_continues_to_serve(make: Make) -> None:
     group = make(sim={"profile": "sim-small", "speed": 0.05, "wake_s": 0.05})
-    group.order({"large": 1, "small": 0})
-    await group.start()
+    await up(group, large=1)
     (large,) = of(group, "large")
     async with (
         client(large.url) as http,
@@ -179,8 +227,7 @@ async def test_requests_past_the_drain_timeout_are_cut(make: Make) -> None:
         sim={"profile": "sim-small", "speed": 0.02, "wake_s": 0.0},
         control={"mode": {"drain_timeout_s": 0.3}},
     )
-    group.order({"large": 1, "small": 0})
-    await group.start()
+    await up(group, large=1)
     (large,) = of(group, "large")
     async with client(large.url) as http:
         with pytest.raises(httpx.RemoteProtocolError):
@@ -194,35 +241,18 @@ async def test_requests_past_the_drain_timeout_are_cut(make: Make) -> None:
     assert of(group, "large")[0].pid == large.pid
 
 
-async def test_a_shape_that_cannot_start_stops_no_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shape_that_cannot_start_stops_no_other(make: Make) -> None:
     broken = {"gpus": 1, "engine_args": {"max_num_seqs": "many"}}
     group = make(shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": broken})
-    group.order({"large": 1, "small": 0})
-    await group.start()
-    assert serves(group, "large", 1)()
-    assert all("max_num_seqs" in replica.reason for replica in of(group, "small"))
-    group.order({"large": 0, "small": 2})
-    # It is retried, and fails often enough for the controller to go back.
-    await until(group, lambda: all(replica.failures >= 3 for replica in of(group, "small")))
-    assert not group.lost.is_set()
-    group.order({"large": 1, "small": 0})
-    await until(group, serves(group, "large", 1))
-    assert not group.lost.is_set()
-
-
-async def test_a_group_without_an_engine_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_gpu_host, "LOST_S", 2.0)
-    group = make(engine_args={"max_num_seqs": "many"})
-    group.order({"large": 1, "small": 0})
-    with pytest.raises(EngineFailed, match="max_num_seqs"):
-        await group.start()
-    assert group.lost.is_set()
+    await up(group, large=1)
+    assert all("max_num_seqs" in engine.host.replica.reason for engine in group.engines[1:])
+    # Their hosts are to be replaced.
+    assert [engine.host.lost.is_set() for engine in group.engines] == [False, True, True]
 
 
 async def test_an_engine_killed_asleep_is_started_again_when_wanted(make: Make) -> None:
     group = make()
-    group.order({"large": 1, "small": 0})
-    await group.start()
+    await up(group, large=1)
     before = of(group, "small")
     os.kill(before[0].pid, signal.SIGKILL)
     await until(group, lambda: of(group, "small")[0].incarnation == 1)
@@ -239,21 +269,12 @@ async def test_an_engine_killed_asleep_is_started_again_when_wanted(make: Make) 
 
 async def test_an_engine_killed_awake_restarts_in_place(make: Make) -> None:
     group = make()
-    group.order({"large": 0, "small": 1})
-    await group.start()
-    first = of(group, "small")[0]
-    assert first.state is READY
-    os.kill(first.pid, signal.SIGKILL)
-    await until(group, lambda: of(group, "small")[0].incarnation == 1 and serves(group, "small", 1)())
+    await up(group, small=1)
+    (served,) = (replica for replica in group.replicas if replica.state is READY)
 
+    def restarted() -> bool:
+        now = next(replica for replica in group.replicas if replica.id == served.id)
+        return now.incarnation == 1 and serves(group, "small", 1)()
 
-async def test_draining_and_stopping_leave_no_process(make: Make) -> None:
-    group = make()
-    group.order({"large": 0, "small": 1})
-    await group.start()
-    pids = [replica.pid for replica in snapshots(group)]
-    async with asyncio.timeout(WITHIN_S):
-        await group.drain()
-    await group.stop()
-    assert set(states(group).values()) == {ReplicaPhase.STOPPED}
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    os.kill(served.pid, signal.SIGKILL)
+    await until(group, restarted)

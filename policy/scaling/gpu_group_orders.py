@@ -1,0 +1,83 @@
+"""Which engines of a shared GPU group serve, and which may start so that they can be woken later.
+
+Engines that share a GPU are never awake together: each host locks its GPUs while its engine uses them. When a
+group is first started, the engines that do not serve start first and go to sleep. After a failure those that
+are to serve start first; the others wait until their GPUs are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from policy.types import Replica
+from policy.wire.heartbeat import GpuOrder
+
+
+def is_prepared(replica: Replica) -> bool:
+    """Whether its engine runs, and has slept and woken once."""
+    return bool(replica.url) and replica.wake_s is not None
+
+
+class GroupEngine(NamedTuple):
+    """One engine, on the GPUs ``cards`` of the group.
+
+    ``chosen`` is whether it was last ordered to serve, ``prepared`` whether its process is there with a known
+    wake time, ``failed`` whether its last starts failed.
+    """
+
+    id: str
+    shape: str
+    cards: tuple[int, ...]
+    serving: bool = False
+    chosen: bool = False
+    prepared: bool = False
+    failed: bool = False
+
+
+def chosen_engines(engines: Iterable[GroupEngine], awake: Mapping[str, int]) -> list[GroupEngine]:
+    """The engines that serve: as many of each shape as ``awake`` says.
+
+    Those that serve stay, then come those that were chosen before, and prepared ones; failed ones are last.
+    """
+
+    def rank(engine: GroupEngine) -> tuple[bool, bool, bool, bool, tuple[int, ...], str]:
+        return (
+            engine.failed,
+            not engine.serving,
+            not engine.chosen,
+            not engine.prepared,
+            engine.cards,
+            engine.id,
+        )
+
+    ordered = sorted(engines, key=rank)
+    return [
+        engine
+        for shape, count in awake.items()
+        for engine in [each for each in ordered if each.shape == shape][:count]
+    ]
+
+
+def orders(
+    engines: Sequence[GroupEngine], awake: Mapping[str, int], *, starting: bool
+) -> dict[str, GpuOrder]:
+    """The order of each engine by id; ``starting`` while no engine of the group has served yet."""
+    chosen = chosen_engines(engines, awake)
+    found: dict[str, GpuOrder] = {}
+    for engine in engines:
+        sharing = [other for other in engines if other is not engine and _share(engine, other)]
+        if engine not in chosen:
+            waits = any(other in chosen and not (starting and not other.serving) for other in sharing)
+            found[engine.id] = GpuOrder.SLEEP if waits or engine.prepared else GpuOrder.PREPARE
+        elif starting and not engine.prepared:
+            first = [other for other in sharing if other not in chosen]
+            waits = not all(other.prepared or other.failed for other in first)
+            found[engine.id] = GpuOrder.WAIT if waits else GpuOrder.MEASURE
+        else:
+            found[engine.id] = GpuOrder.SERVE
+    return found
+
+
+def _share(one: GroupEngine, other: GroupEngine) -> bool:
+    return not set(one.cards).isdisjoint(other.cards)
