@@ -15,6 +15,7 @@ from policy.deployment_file.parse import parse
 from policy.engine.performance_model_file import model_file
 from policy.errors import ConfigError
 from serve.autoscaler.custom_policy import beside
+from store.wall_clock import is_time_zone
 from store.yaml_file import read_yaml
 
 # Listening addresses depend on the environment: loopback inside a container is unreachable.
@@ -40,7 +41,7 @@ def load(path: Path, *, ray: bool = True) -> Document:
     path = path.resolve()
     raw = read_yaml(path, "models")
     _embed_model_files(raw, path.parent)
-    parse(raw)  # from here on the types are valid
+    _check_time_zones(parse(raw))  # from here on the types are valid
     _absolute_paths(raw, path.parent)
     address = os.environ.get("RAY_ADDRESS") if ray else None
     if address and raw.get("cluster", {}).get("address", "local") == "local":
@@ -49,6 +50,14 @@ def load(path: Path, *, ray: bool = True) -> Document:
         if host := os.environ.get(variable):
             raw["gateway"] = {**raw.get("gateway", {}), key: host}
     return Document(raw=raw, deployment=parse(raw))
+
+
+def _check_time_zones(deployment: Deployment) -> None:
+    for i, spec in enumerate(deployment.models):
+        for j, schedule in enumerate(spec.control.scale.schedules):
+            if not is_time_zone(schedule.timezone):
+                path = f"models[{i}].control.scale.schedules[{j}].timezone"
+                raise ConfigError(path, schedule.timezone, "a time zone, as in Europe/Berlin")
 
 
 def _embed_model_files(raw: dict[str, Any], folder: Path) -> None:

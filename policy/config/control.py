@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from policy.config.cron import is_between
+
 Count = Annotated[int, Meta(ge=0, le=4096)]
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -36,19 +38,52 @@ class SloConfig(Section, frozen=True):
     attainment: Fraction = 0.99
 
 
+class Schedule(Section, frozen=True):
+    """At least ``min`` and at most ``max`` replicas from each time of ``start`` to the next of ``end``.
+
+    Both are cron expressions on the wall clock of ``timezone``. Of schedules in force at once the highest
+    ``min`` and the lowest ``max`` apply; ``min`` goes before ``max``.
+    """
+
+    start: str
+    end: str
+    timezone: str = "UTC"
+    min: Count | None = None
+    max: Positive | None = None
+
+    def in_force(self, wall_s: float) -> bool:
+        """Whether it applies at ``wall_s``: seconds since 1970-01-01 00:00 on the clock of its time zone."""
+        return is_between(self.start, self.end, wall_s)
+
+
+class Rate(Section, frozen=True):
+    """At most so many changes in any ``period_s``: ``replicas``, or a ``fraction`` of those at its start."""
+
+    period_s: Annotated[float, Meta(gt=0, le=3600)]
+    replicas: Count | None = None
+    fraction: Annotated[float, Meta(gt=0, le=100)] | None = None
+
+
 class ScaleConfig(Section, frozen=True):
     """Limits of scaling.
 
     A decision adds at most ``max_step_up`` times the current replica count (min. 1) and removes at most the
     fraction ``max_step_down`` of it. A replica is removed after it was not needed for ``hold_s``; ``auto`` is
-    the longer of a minute and the start-up time. ``min_healthy`` replicas stay ready during changes. A model
-    whose mode allows zero replicas has none after ``zero_after_s`` without a request, unless a request within
-    the start-up time is more probable than ``standby``.
+    the longer of a minute and the start-up time; one is added after it was needed for ``hold_up_s``. Of the
+    ``rates_up`` and ``rates_down`` the one that allows the most applies. ``spare`` replicas are kept beyond
+    the need, and ``schedules`` bound the count by time of day. ``min_healthy`` replicas stay ready during
+    changes. A model whose mode allows zero replicas has none after ``zero_after_s`` without a request, unless
+    a request within the start-up time is more probable than ``standby``.
     """
 
     max_step_up: Annotated[float, Meta(gt=0, le=100)] = 1.0
     max_step_down: Annotated[float, Meta(gt=0, le=1)] = 0.5
     hold_s: Seconds | Literal["auto"] = "auto"
+    hold_up_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    rates_up: tuple[Rate, ...] = ()
+    rates_down: tuple[Rate, ...] = ()
+    spare: Count = 0
+    schedules: tuple[Schedule, ...] = ()
     min_healthy: Count = 1
     zero_after_s: Seconds | None = None
     standby: Fraction = 0.5

@@ -8,7 +8,9 @@ from ipaddress import ip_network
 from typing import Any
 from urllib.parse import urlsplit
 
+from policy.config.control import ScaleConfig
 from policy.config.convert import convert, require
+from policy.config.cron import cron
 from policy.config.deployment import (
     ENTRY_NAME,
     FORBIDDEN_ENV,
@@ -107,6 +109,7 @@ def _check_deployed(path: str, spec: ModelSpec, deployment: Deployment) -> None:
         _check_shape(f"{path}.shapes.{name}", name, shape, deployment.budget)
     for name, mode in spec.modes.items():
         _check_mode(f"{path}.modes.{name}", name, mode, spec, deployment.budget)
+    _check_scale(f"{path}.control.scale", spec.control.scale, spec)
     _check_affordable(spec, deployment.budget)
     known = f"one of the modes: {', '.join(spec.modes)}"
     require(spec.mode is None or spec.mode in spec.modes, f"{path}.mode", spec.mode, known)
@@ -142,6 +145,27 @@ def _check_mode(path: str, name: str, mode: Mode, spec: ModelSpec, budget: Budge
         if limit is not None and each * most > limit:
             expected = f"at most {limit // each}: each needs {each} of budget.{key} = {limit}"
             raise ConfigError(f"{path}.replicas", most, expected)
+
+
+def _check_scale(path: str, scale: ScaleConfig, spec: ModelSpec) -> None:
+    bounds = [mode.bounds for mode in spec.modes.values()]
+    least, most = max(each.min for each in bounds), max(each.max for each in bounds)
+    for i, schedule in enumerate(scale.schedules):
+        at = f"{path}.schedules[{i}]"
+        for key in ("start", "end"):
+            try:
+                cron(text := getattr(schedule, key))
+            except ValueError as error:
+                raise ConfigError(f"{at}.{key}", text, str(error)) from None
+        low, high = schedule.min, schedule.max
+        require(low is not None or high is not None, at, None, "min or max")
+        require(low is None or low <= most, f"{at}.min", low, f"at most {most}, the largest replicas.max")
+        expected = f"at least {max(least, low or 0)}: replicas.min and the min of the schedule go before it"
+        require(high is None or high >= max(least, low or 0), f"{at}.max", high, expected)
+    for key in ("rates_up", "rates_down"):
+        for i, rate in enumerate(getattr(scale, key)):
+            one = (rate.replicas is None) != (rate.fraction is None)
+            require(one, f"{path}.{key}[{i}]", rate.replicas, "exactly one of replicas and fraction")
 
 
 def _check_affordable(spec: ModelSpec, budget: Budget) -> None:

@@ -21,9 +21,26 @@ from policy.engine.replica_capacity import Capability, capability, idle_latency
 from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS
 from policy.scaling.budget_allocation import Claim, allocate, alone, attainable, held, spare
 from policy.scaling.decision_types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
-from policy.scaling.guardrails import GuardrailTrace, limit, low_since, override_in_force, requested
+from policy.scaling.guardrails import (
+    GuardrailTrace,
+    bound_of_policy,
+    changed,
+    high_since,
+    limit,
+    low_since,
+    override_in_force,
+    proposed,
+    requested,
+    scheduled,
+)
 from policy.scaling.resources import Resources
-from policy.scaling.serving_mode_selection import ModeComparison, Verdict, expected, expected_peak
+from policy.scaling.serving_mode_selection import (
+    ModeComparison,
+    Verdict,
+    describe_switch,
+    expected,
+    expected_peak,
+)
 from policy.scaling.view import Policy, Proposal, View
 from policy.signals.types import Demand
 
@@ -139,10 +156,13 @@ class _ModelDecision:
         if override is not None and override.mode != situation.mode:
             self._switch(next(there for there in self.verdict.outlooks if there.mode == override.mode))
         elif better is not None and override is not None:
-            saving = f"{better.mode} would cost {self.verdict.gain:.0%} less"
-            self.notes.append(f"{saving}, but the mode is set manually")
+            self.notes.append(f"{self._benefit(better)}, but the mode is set manually")
         elif better is not None and situation.count and self.course.count:
             self._switch(better)
+
+    def _benefit(self, there: ModeForecast) -> str:
+        here = next(each for each in self.verdict.outlooks if each.mode == self.option.mode)
+        return describe_switch(self.situation, here, there)
 
     def _switch(self, there: ModeForecast) -> None:
         self.to = next(option for option in self.situation.rungs if option.mode == there.mode)
@@ -166,7 +186,7 @@ class _ModelDecision:
                 note += ", so lower priorities are scaled down"
         self.notes.append(note)
         self.to = None
-        self.course = requested(self.situation, self.option, self.proposal.count)
+        self.course = proposed(self.situation, self.option, self.proposal)
 
     def conclude(self, granted: int) -> tuple[Decision, Memory]:
         """The decision with ``granted`` replicas, and the memory for the next."""
@@ -197,6 +217,7 @@ class _ModelDecision:
         before = situation.memory
         # A dry run changes nothing.
         switched = self.to is not None and not situation.guard.dry_run
+        unchanged = self.to is not None or decision.dry_run
         memory = Memory(
             at=situation.at,
             policy=self.proposal.memory,
@@ -207,6 +228,8 @@ class _ModelDecision:
             else {}
             if switched
             else before.low_since,
+            high_since={} if switched else high_since(course, situation),
+            changed=() if switched else before.changed if unchanged else changed(course, situation),
             better_since={} if switched else self.verdict.better_since,
             switched_at=situation.at if switched or _still_switches(situation) else before.switched_at,
             starved_since=_since(before.starved_since, situation.at) if starved else None,
@@ -223,14 +246,18 @@ class _ModelDecision:
 
     def _reason(self, option: ModeOption, by_load: bool, short: float) -> str:
         parts = slo_misses(self.situation)
-        if by_load:
-            saving = f"{self.verdict.gain:.0%} less than {self.option.mode}"
-            parts.append(f"{option.mode} is predicted to cost {saving}")
+        clips = self.course.clips
+        if by_load and self.verdict.to is not None:
+            parts.append(self._benefit(self.verdict.to))
         elif self.to is not None:
             parts.append(f"{option.mode} is set manually")
         else:
-            parts.append(f"wants {self.proposal.count}: {self.proposal.reason}")
-        parts += [f"{self._limited(clip)} by {clip.rule}: {clip.why}" for clip in self.course.clips]
+            if self.situation.count == 0 < self.course.count:
+                parts.append("wakes from zero")
+            bound = bound_of_policy(self.situation, option, self.proposal)
+            parts.append(f"wants {bound.was if bound else self.proposal.count}: {self.proposal.reason}")
+            clips = [bound, *clips] if bound else clips
+        parts += [f"{self._limited(clip)} by {clip.rule}: {clip.why}" for clip in clips]
         parts += self.notes
         if self.course.asleep and self.course.asleep not in parts[-1]:
             parts.append(self.course.asleep)
@@ -283,7 +310,7 @@ def _current_memory(situation: Situation) -> Memory:
         return Memory(switched_at=None if memory.switched_at is None else min(memory.switched_at, at))
     if at - memory.at > situation.tick_s + situation.guard.stale_s:
         return msgspec.structs.replace(
-            memory, low_since={}, better_since={}, starved_since=None, waits_since=None
+            memory, low_since={}, high_since={}, better_since={}, starved_since=None, waits_since=None
         )
     return memory
 
@@ -291,22 +318,25 @@ def _current_memory(situation: Situation) -> Memory:
 def _propose(situation: Situation, policies: ModelPolicies) -> _ModelDecision:
     """The proposals of the policies, and what the model requests of the budget."""
     memory = _current_memory(situation)
-    situation = msgspec.structs.replace(situation, memory=memory)
+    situation = scheduled(msgspec.structs.replace(situation, memory=memory))
     workload = workload_of(situation.signals.demand)
     option = next(option for option in situation.rungs if option.mode == situation.mode)
     capabilities = {
         each.mode: capability(each.timing, workload, situation.slo, error=each.error, version=each.version)
         for each in situation.rungs
     }
+    # Spare replicas are none of the policies' business: they would take them for a reason to scale down.
+    supply, count = situation.supply, max(0, situation.count - situation.scale.spare)
+    serving = min(supply.serving, max(count, supply.serving - situation.scale.spare))
     view = View(
         at=situation.at,
         tick_s=situation.tick_s,
         model=situation.model,
         mode=situation.mode,
-        count=situation.count,
+        count=count,
         least=option.least,
         most=option.most,
-        supply=situation.supply,
+        supply=msgspec.structs.replace(supply, serving=serving),
         signals=situation.signals,
         capability=capabilities[option.mode],
         lead_s=option.lead_s,
@@ -324,7 +354,7 @@ def _propose(situation: Situation, policies: ModelPolicies) -> _ModelDecision:
         proposal=proposal,
         shadow=None if policies.shadow is None else policies.shadow.decide(view, memory.shadow),
         others={name: policy.decide(view, memory.others.get(name)) for name, policy in others},
-        course=requested(situation, option, proposal.count),
+        course=proposed(situation, option, proposal),
     )
 
 

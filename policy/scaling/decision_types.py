@@ -19,10 +19,13 @@ class Guardrail(StrEnum):
     """The rules that limit the count of a policy, in the order in which they apply."""
 
     OVERRIDE = "override"
+    SPARE = "spare"
     STALENESS = "staleness"
     MIN_HEALTHY = "min_healthy"
+    SCHEDULE = "schedule"
     BUDGET = "budget"
     STEP = "step"
+    RATE = "rate"
     HOLD = "hold"
 
 
@@ -71,9 +74,11 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     It has the memories of the live policy, of the ``shadow`` and of the ``others`` by name. ``low_since``:
     since when each lower count would have been enough (an instant holds for its count and those above).
-    ``better_since``: since when each other mode has a sufficient predicted saving. ``switched_at``: the last
-    mode switch. ``starved_since``: since when budgets leave too few replicas. ``waits_since``: since when a
-    switch waits for resources of lower priorities.
+    ``high_since``: since when each higher count is needed (an instant holds for its count and those below).
+    ``changed``: the last changes of the count with their instants, where rates limit them. ``better_since``:
+    since when each other mode has a sufficient predicted saving. ``switched_at``: the last mode switch.
+    ``starved_since``: since when budgets leave too few replicas. ``waits_since``: since when a switch waits
+    for resources of lower priorities.
     """
 
     at: float | None = None
@@ -81,6 +86,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     shadow: Any = None
     others: dict[str, Any] = {}
     low_since: dict[int, float] = {}
+    high_since: dict[int, float] = {}
+    changed: tuple[tuple[float, int], ...] = ()
     better_since: dict[str, float] = {}
     switched_at: float | None = None
     starved_since: float | None = None
@@ -92,7 +99,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     ``mode`` and ``count`` are the desired ones, ``settled`` once reached with no other layer left;
     ``leaving`` counts the remaining replicas of other layers by mode. A request waits in a gateway for at
-    most ``queue_s``. With ``overflow``, fallback providers may take what the fleet cannot.
+    most ``queue_s``. With ``overflow``, fallback providers may take what the fleet cannot. ``wall_clocks``
+    has the time of each time zone of the schedules, in seconds since 1970-01-01 00:00 there.
     """
 
     at: float
@@ -114,6 +122,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     overflow: bool = False
     override: Override | None = None
     memory: Memory = Memory()
+    wall_clocks: dict[str, float] = {}
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,17 +1,24 @@
 """The guardrails that limit the count of a policy.
 
-OVERRIDE, STALENESS, MIN_HEALTHY, then BUDGET over all models, STEP, HOLD. Each rule that changes the count
-leaves a :class:`policy.scaling.decision_types.Limit`. A manual override replaces the policy's count and
-ignores stale signals, steps and holds, but not bounds, ``min_healthy`` and budgets.
+SPARE, OVERRIDE, STALENESS, MIN_HEALTHY, SCHEDULE, then BUDGET over all models, STEP, RATE, HOLD. Each rule
+that changes the count leaves a :class:`policy.scaling.decision_types.Limit`. A manual override replaces the
+policy's count and ignores stale signals, steps, rates and holds, but not bounds, ``min_healthy`` and budgets.
+Schedules change the bounds of the modes: no step, rate or hold delays them, as with the bounds of
+Kubernetes' Horizontal Pod Autoscaler.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from policy.config.control import Rate, Schedule
 from policy.scaling.decision_types import Guardrail, Limit, ModeOption, Override, Situation
 from policy.scaling.transition_steps import MAX_FAILURES
+from policy.scaling.view import Proposal
 
 # The minimum of ``hold_s: auto``.
 HOLD_S = 60.0
@@ -42,6 +49,39 @@ class GuardrailTrace:
         if count != self.count:
             self.clips.append(Limit(rule=rule, was=self.count, now=count, why=why))
             self.count = count
+
+
+def schedules_in_force(situation: Situation) -> list[tuple[str, Schedule]]:
+    """The schedules that apply now, with their keys in the deployment file."""
+    schedules = enumerate(situation.scale.schedules)
+    return [
+        (f"scale.schedules[{i}]", each)
+        for i, each in schedules
+        if each.in_force(situation.wall_clocks.get(each.timezone, situation.at))
+    ]
+
+
+def scheduled(situation: Situation) -> Situation:
+    """The situation with modes whose bounds are those of the schedules in force, within their own."""
+    now = [schedule for _, schedule in schedules_in_force(situation)]
+    floor = max((each.min for each in now if each.min is not None), default=0)
+    ceiling = min((each.max for each in now if each.max is not None), default=math.inf)
+    rungs = []
+    for rung in situation.rungs if now else ():
+        least = max(rung.least, min(floor, rung.most))
+        most = max(least, int(min(ceiling, rung.most)))
+        rungs.append(msgspec.structs.replace(rung, least=least, most=most))
+    return msgspec.structs.replace(situation, rungs=tuple(rungs)) if rungs else situation
+
+
+def bound_of_policy(situation: Situation, rung: ModeOption, proposal: Proposal) -> Limit | None:
+    """The bound of ``rung`` that the policy applied to its count itself; ``None`` if it applied none."""
+    if proposal.unbounded is None:
+        return None
+    rule, why = _most(situation, rung) if proposal.count < proposal.unbounded else _least(situation, rung)
+    if proposal.count > max(rung.least, proposal.unbounded):
+        why = "requests wait or run"
+    return Limit(rule=rule, was=proposal.unbounded, now=proposal.count, why=why)
 
 
 def override_in_force(situation: Situation) -> Override | None:
@@ -106,12 +146,26 @@ def scale_to_zero(situation: Situation, rung: ModeOption) -> str:
     )
 
 
-def requested(situation: Situation, rung: ModeOption, proposed: int) -> GuardrailTrace:
-    """The count after OVERRIDE, STALENESS and MIN_HEALTHY: what the model requests of the budgets.
+def proposed(situation: Situation, rung: ModeOption, proposal: Proposal) -> GuardrailTrace:
+    """As :func:`requested`, for the ``proposal`` of a policy in the current mode, with the spare replicas."""
+    spare = situation.scale.spare
+    most = min(proposal.count + spare, rung.most)
+    why = f"scale.spare keeps {spare} ready beyond the need"
+    more = Limit(rule=Guardrail.SPARE, was=proposal.count, now=most, why=why)
+    if more.now <= more.was:
+        return requested(situation, rung, proposal.count)
+    return requested(situation, rung, more.now, (more,))
 
-    ``rung`` is the current mode, or that of a switch, which has no replicas yet.
+
+def requested(
+    situation: Situation, rung: ModeOption, count: int, clips: Sequence[Limit] = ()
+) -> GuardrailTrace:
+    """The count after OVERRIDE, STALENESS, MIN_HEALTHY and SCHEDULE: what the model requests of the budgets.
+
+    ``rung`` is the current mode, or that of a switch, which has no replicas yet. ``clips`` are the changes
+    so far.
     """
-    course = GuardrailTrace(proposed, since=situation.at)
+    course = GuardrailTrace(count, since=situation.at, clips=[*clips])
     there = situation.count if rung.mode == situation.mode else 0
     override = override_in_force(situation)
     if override is not None and override.count is not None and override.mode == rung.mode:
@@ -127,32 +181,46 @@ def requested(situation: Situation, rung: ModeOption, proposed: int) -> Guardrai
         if situation.signals.demand is not None and not stale:
             course.since -= situation.signals.demand.idle_s
     else:
-        course.floor, why = _healthy(situation, rung, course)
-        course.limit(Guardrail.MIN_HEALTHY, max(course.count, course.floor), why)
+        course.floor, rule, why = _healthy(situation, rung, course)
+        course.limit(rule, max(course.count, course.floor), why)
     course.enough = course.count
-    course.limit(Guardrail.BUDGET, min(course.count, rung.most), f"{rung.mode} has at most {rung.most}")
+    rule, why = _most(situation, rung)
+    course.limit(rule, min(course.count, rung.most), why)
     if not course.by_hand and (stale or unsettled(situation)):
         course.floor = max(course.floor, min(there, course.count))
     return course
 
 
 def limit(course: GuardrailTrace, situation: Situation, rung: ModeOption, granted: int) -> None:
-    """Apply BUDGET with ``granted`` replicas, STEP and HOLD; the last two only within a mode."""
+    """Apply BUDGET with ``granted`` replicas, STEP, RATE and HOLD; the last three only within a mode."""
     was = situation.count
-    # Replicas whose resources other models get are not held.
-    most = granted if granted < course.count else was
+    # Replicas whose resources other models get, and those above the bounds of a schedule, are not held.
+    ceiling = rung.most if _most(situation, rung)[0] is Guardrail.SCHEDULE else max(was, rung.most)
+    most = min(granted if granted < course.count else was, ceiling)
     course.limit(Guardrail.BUDGET, min(course.count, granted), f"the budget leaves {granted}")
     if course.by_hand or rung.mode != situation.mode:
         return
     scale, failures = situation.scale, situation.supply.failures
+    # A schedule's least count is reached at once, as the most is.
+    at_once = _least(situation, rung)[0] is Guardrail.SCHEDULE
+    least, floor = min(course.count, rung.least * at_once), min(course.count, max(course.floor, was))
     up = max(1, math.ceil(scale.max_step_up * was - ROUNDING))
-    if course.count > was + up:
-        course.limit(Guardrail.STEP, was + up, f"at most {up} more per decision")
+    if course.count > max(was + up, least):
+        course.limit(Guardrail.STEP, max(was + up, least), f"at most {up} more per decision")
     if course.count > was > 0 and failures >= MAX_FAILURES:
         course.limit(Guardrail.STEP, was, f"{failures} starts in a row failed")
     down = max(1, math.floor(scale.max_step_down * was + ROUNDING))
-    if course.count < was - down:
-        course.limit(Guardrail.STEP, was - down, f"at most {down} fewer per decision")
+    if course.count < min(was - down, ceiling):
+        course.limit(Guardrail.STEP, min(was - down, ceiling), f"at most {down} fewer per decision")
+    if course.count > was and scale.rates_up:
+        allowed, why = _allowed(situation, scale.rates_up, 1)
+        course.limit(Guardrail.RATE, min(course.count, max(was + allowed, floor)), why)
+    if course.count > was and scale.hold_up_s:
+        needed, why = _needed(course, situation)
+        course.limit(Guardrail.HOLD, min(course.count, max(needed, floor)), why)
+    if course.count < min(was, most) and scale.rates_down:
+        allowed, why = _allowed(situation, scale.rates_down, -1)
+        course.limit(Guardrail.RATE, max(course.count, min(was - allowed, most)), why)
     if course.count < min(was, most):
         kept, why = _held(course, situation, rung)
         course.limit(Guardrail.HOLD, max(course.count, min(kept, most)), why)
@@ -172,17 +240,91 @@ def low_since(course: GuardrailTrace, situation: Situation) -> dict[int, float]:
     return {count: at for count, at in sorted({course.enough: since, **kept}.items()) if count < top}
 
 
-def _healthy(situation: Situation, rung: ModeOption, course: GuardrailTrace) -> tuple[int, str]:
-    """The minimum count, and why."""
+def high_since(course: GuardrailTrace, situation: Situation) -> dict[int, float]:
+    """Since when each count above the next one is needed, where ``hold_up_s`` asks; as :func:`low_since`."""
+    if course.by_hand or not situation.scale.hold_up_s:
+        return {}
+    since = _since_needed(course, situation)
+    kept = {count: at for count, at in situation.memory.high_since.items() if at < since}
+    return {count: at for count, at in sorted({**kept, course.enough: since}.items()) if count > course.count}
+
+
+def changed(course: GuardrailTrace, situation: Situation) -> tuple[tuple[float, int], ...]:
+    """The changes of the count that are within the period of a rate, with this one."""
+    longest_s = max((each.period_s for each in _rates(situation)), default=0.0)
+    now = (situation.at, course.count - situation.count)
+    changes = (*situation.memory.changed, now)
+    return tuple((at, change) for at, change in changes if change and situation.at - at < longest_s)
+
+
+def _rates(situation: Situation) -> tuple[Rate, ...]:
+    return (*situation.scale.rates_up, *situation.scale.rates_down)
+
+
+def _allowed(situation: Situation, rates: Sequence[Rate], sign: int) -> tuple[int, str]:
+    """How many more replicas may be added (``sign`` 1) or removed (-1) now, and why.
+
+    Of several rates the one that allows the most counts, as with ``selectPolicy: Max`` of Kubernetes'
+    Horizontal Pod Autoscaler. Other than there, what was taken back counts too, so that no period has more.
+    """
+    found = []
+    what = "rates_up" if sign > 0 else "rates_down"
+    for i, rate in enumerate(rates):
+        within = [change for at, change in situation.memory.changed if situation.at - at < rate.period_s]
+        made = sum(max(0, sign * change) for change in within)
+        part = (rate.fraction or 0.0) * (situation.count - sum(within))
+        whole = math.ceil(part - ROUNDING) if sign > 0 else math.floor(part + ROUNDING)
+        each = max(1, whole) if rate.replicas is None else rate.replicas
+        why = f"{made} of {each} in {rate.period_s:g} s (scale.{what}[{i}])"
+        found.append((max(0, each - made), why))
+    allowed, why = max(found, key=lambda pair: pair[0])
+    # A model at zero is woken all the same.
+    return max(allowed, int(sign > 0 and situation.count == 0)), why
+
+
+def _since_needed(course: GuardrailTrace, situation: Situation) -> float:
+    """Since when at least as many as now are needed."""
+    before = situation.memory.high_since
+    return min((at for count, at in before.items() if count >= course.enough), default=situation.at)
+
+
+def _needed(course: GuardrailTrace, situation: Situation) -> tuple[int, str]:
+    """The count that was needed for all of hold_up_s, and why."""
+    hold_s, since = situation.scale.hold_up_s, _since_needed(course, situation)
+    highs = {**situation.memory.high_since, course.enough: since}
+    long = [count for count, at in highs.items() if situation.at - at >= hold_s and count <= course.enough]
+    why = f"{course.enough} needed for {situation.at - since:.0f} of {hold_s:g} s (scale.hold_up_s)"
+    return max([situation.count + int(situation.count == 0), *long]), why
+
+
+def _least(situation: Situation, rung: ModeOption) -> tuple[Guardrail, str]:
+    """The rule and the reason for the least count of a mode."""
+    for key, schedule in schedules_in_force(situation):
+        if schedule.min is not None and min(schedule.min, rung.most) == rung.least:
+            return Guardrail.SCHEDULE, f"{key} has at least {schedule.min}"
+    return Guardrail.MIN_HEALTHY, f"{rung.mode} has at least {rung.least}"
+
+
+def _most(situation: Situation, rung: ModeOption) -> tuple[Guardrail, str]:
+    """The rule and the reason for the largest count of a mode."""
+    for key, schedule in schedules_in_force(situation):
+        if schedule.max == rung.most:
+            return Guardrail.SCHEDULE, f"{key} has at most {schedule.max}"
+    return Guardrail.BUDGET, f"{rung.mode} has at most {rung.most}"
+
+
+def _healthy(situation: Situation, rung: ModeOption, course: GuardrailTrace) -> tuple[int, Guardrail, str]:
+    """The minimum count, its rule, and why."""
     if course.by_hand and course.count == 0 == rung.least:
-        return 0, ""
+        return 0, Guardrail.MIN_HEALTHY, ""
     demand, scale = situation.signals.demand, situation.scale
     queued = demand.queued if demand is not None else 0
+    healthy = Guardrail.MIN_HEALTHY
     return max(
-        (int(queued > 0 and situation.count == 0), f"{queued} queued and no replica"),
-        (min(max(scale.min_healthy, 1), rung.most), f"scale.min_healthy is {scale.min_healthy}"),
-        (rung.least, f"{rung.mode} has at least {rung.least}"),
-        key=lambda pair: pair[0],
+        (int(queued > 0 and situation.count == 0), healthy, f"{queued} queued and no replica"),
+        (min(max(scale.min_healthy, 1), rung.most), healthy, f"scale.min_healthy is {scale.min_healthy}"),
+        (rung.least, *_least(situation, rung)),
+        key=lambda found: found[0],
     )
 
 

@@ -126,8 +126,12 @@ class ObservedModel(NamedTuple):
         settled: bool,
         memory: Memory,
         override: Override | None = None,
+        wall_clock: Callable[[str], float],
     ) -> Situation:
-        """All that the decision at ``at`` may depend on; ``settled`` once the desired state was reached."""
+        """All that the decision at ``at`` may depend on; ``settled`` once the desired state was reached.
+
+        ``wall_clock`` returns the present time of a time zone, in seconds since 1970-01-01 00:00 there.
+        """
         name, control = self.spec.name, self.spec.control
         leaving = leaving_layer(self.spec, self.layers, self.key)
         return Situation(
@@ -150,6 +154,7 @@ class ObservedModel(NamedTuple):
             overflow=any(name in upstream.models for upstream in deployment.upstreams),
             override=override,
             memory=memory,
+            wall_clocks={each.timezone: wall_clock(each.timezone) for each in control.scale.schedules},
         )
 
 

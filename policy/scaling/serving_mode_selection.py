@@ -24,7 +24,7 @@ from policy.engine.replica_capacity import FULL, Capability, ExpectedLatency, la
 from policy.scaling.decision_types import ModeForecast, ModeOption, Situation
 from policy.scaling.forecast import likely
 from policy.scaling.guardrails import metrics_stale, unsettled
-from policy.scaling.resources import Resources
+from policy.scaling.resources import ROUNDING, Resources
 from policy.scaling.transition_steps import Goal, Layer, LayerKey, Rollout
 
 # The percentile of the latencies that an SLO bounds.
@@ -164,7 +164,7 @@ class ModeComparison:
         able = self.capabilities[option.mode]
         mu = (able.mu or able.mu_max * FULL) / (1 + min(able.error, MOST_ERROR))
         needed = math.ceil(rate / mu - 1e-9) if mu > 0 else most
-        count = min(max(least, needed), most)
+        count = min(max(least, needed + situation.scale.spare), most)
         each = msgspec.structs.replace(self.workload, lam=rate / max(1, count))
         latency = latency_at(option.timing, each, situation.slo)
         missed = _missed(situation.slo, latency) if rate > 0 or count else 0.0
@@ -254,13 +254,46 @@ class ModeComparison:
         return f"{served}: others wait for {waits_s:.0f} s"
 
 
-def _price(options: tuple[ModeOption, ...]) -> dict[str, float]:
-    """The cost of one replica of each mode, all in one unit."""
-    for cost in ("cost_per_h", "gpus", "cpus"):
+def _priced(options: tuple[ModeOption, ...]) -> tuple[str, dict[str, float]]:
+    """The unit of cost, and the cost of one replica of each mode in it."""
+    for unit, cost in (("cost", "cost_per_h"), ("GPUs", "gpus"), ("cores", "cpus")):
         prices = {option.mode: float(getattr(option, cost)) for option in options}
         if all(prices.values()) or (cost == "gpus" and any(prices.values())):
-            return prices
-    return dict.fromkeys((option.mode for option in options), 1.0)
+            return unit, prices
+    return "replicas", dict.fromkeys((option.mode for option in options), 1.0)
+
+
+def _price(options: tuple[ModeOption, ...]) -> dict[str, float]:
+    """The cost of one replica of each mode, all in one unit."""
+    return _priced(options)[1]
+
+
+def describe_switch(situation: Situation, here: ModeForecast, there: ModeForecast) -> str:
+    """What a switch from ``here`` to ``there`` is predicted to bring, and what it takes.
+
+    The cost of a mode that misses the SLO is no price, so it is not said to be saved.
+    """
+    unit, price = _priced(situation.rungs)
+    now, then = (price.get(each.mode, 0.0) * each.count for each in (here, there))
+    if not now or now == then:
+        takes = f"for {'the same' if now else f'{then:.3g}'} {unit}"
+    else:
+        share = f"{then / now:.3g} times" if then > now else f"{then / now:.0%} of"
+        takes = f"for {share} the {unit} ({now:.3g} -> {then:.3g})"
+    met = f"({here.met:.0%} -> {there.met:.0%})"
+    has_slo = situation.slo.ttft_p95_s is not None or situation.slo.itl_p95_s is not None
+    if here.cost <= now * (1 + ROUNDING):
+        brings = (
+            f"cost {1 - there.cost / here.cost:.0%} less than {here.mode}" if here.cost else "cost no more"
+        )
+    elif here.ttft_s is None or not has_slo:
+        keeps_up = there.ttft_s is not None
+        brings = f"{'keep up with the load' if keeps_up else 'serve more'}, which {here.mode} cannot"
+    elif there.cost > then * (1 + ROUNDING):
+        brings = f"miss the SLO less {met}"
+    else:
+        brings = f"meet the SLO {met}"
+    return f"{there.mode} is predicted to {brings}, {takes}"
 
 
 def is_known(option: ModeOption) -> bool:

@@ -31,9 +31,10 @@ class Supply(msgspec.Struct, frozen=True, kw_only=True):
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """One model at ``at`` (Unix seconds), at least ``tick_s`` after the last decision.
 
-    ``count`` is the desired replica count of its mode, ``least`` and ``most`` its bounds. ``lead_s`` is the
-    start-up time of a replica by the quickest path. A request waits in a gateway for at most ``queue_s``.
-    ``idle`` are the latencies of the mean request on an idle replica, if they are known.
+    ``count`` is the desired replica count of its mode, without spare ones, which ``supply`` does not count as
+    serving either; ``least`` and ``most`` are its bounds. ``lead_s`` is the start-up time of a replica by the
+    quickest path. A request waits in a gateway for at most ``queue_s``. ``idle`` are the latencies of the
+    mean request on an idle replica, if they are known.
     """
 
     at: float
@@ -63,6 +64,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         """``count`` within the bounds of the mode, and at least 1 while there is demand."""
         return max(self.least, min(max(count, 1 if self.has_demand else 0), self.most))
 
+    def unbounded(self, count: int) -> int | None:
+        """``count`` where :meth:`within` changes it: for the ``unbounded`` count of a proposal."""
+        return None if self.within(count) == count else count
+
     def hold(self, memory: Any, why: str) -> Proposal:
         """Keep the current count: the proposal of a policy without usable signals."""
         return Proposal(count=self.count, reason=why, memory=memory)
@@ -73,7 +78,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
     ``terms`` are the counts that its terms ask for. ``forecast`` is the predicted rate (requests per second)
     when a replica started now is ready, ``forecast_high`` its upper bound; ``None`` without a forecast.
-    A ``fixed`` count does not depend on the load, so the mode does not either.
+    A ``fixed`` count does not depend on the load, so the mode does not either. ``unbounded`` is the count
+    before the bounds of the mode, where the policy applied these itself.
     """
 
     count: int
@@ -83,6 +89,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     forecast_high: float | None = None
     memory: Any = None
     fixed: bool = False
+    unbounded: int | None = None
 
 
 class Policy(Protocol):

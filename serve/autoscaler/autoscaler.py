@@ -252,8 +252,7 @@ class Autoscaler:
             memories = self._kept.memories | {decision.model: memory}
             self._kept = replace(self._kept, memories=memories)
             return
-        gain = f" (predicted saving {decision.gain:.0%})" if decision.gain is not None else ""
-        self.event(f"{decision.model}: {self.decided_by(decision.model)}: {decision.reason}{gain}")
+        self.event(f"{decision.model}: {self.decided_by(decision.model)}: {decision.reason}")
         promise = expected_gain(decision, situation)
         self._modes[decision.model] = decision.mode
         self.set_target(decision.model, replace(proposed, gap=gap, promise=promise))
@@ -267,7 +266,7 @@ class Autoscaler:
             if found is not None:
                 self.journal.put(found)
                 self.event(
-                    f"{name}: {found.was} -> {found.mode}: predicted saving {found.promised:.0%},"
+                    f"{name}: {found.was} -> {found.mode}: predicted gain {found.promised:.0%},"
                     f" measured {found.measured:.0%};"
                     f" {found.met_before:.1%} of requests met the SLO before, {found.met:.1%} since"
                 )

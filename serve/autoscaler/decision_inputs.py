@@ -24,6 +24,7 @@ from policy.wire.heartbeat import Heartbeat
 from serve.autoscaler.live_model_fitting import CalibrationStore
 from serve.state.desired_state import Target, Targets
 from serve.state.observed_state import ObservedState
+from store.wall_clock import wall_clock_s
 
 # The 95th percentile of the power of a replica's GPUs over this many samples counts against the budget.
 LOOKS = 120
@@ -63,6 +64,7 @@ class SituationBuilder:
         return seen.situation(
             deployment, rungs, supply, signals,
             at=at, settled=target.settled, memory=memory, override=target.override(at),
+            wall_clock=lambda zone: wall_clock_s(zone, at),
         )  # fmt: skip
 
     def note(self, beat: Heartbeat) -> None:

@@ -21,6 +21,7 @@ from policy.scaling.view import Policy, Supply, View
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
 from sim.simulator.fleet import Fleet
+from store.wall_clock import wall_clock_s
 
 # A simulated deployment is never changed: its replicas are all of one generation.
 GENERATION = 1
@@ -65,8 +66,11 @@ class SimulatedController:
         fleets: Mapping[str, Fleet],
         policies: Mapping[str, Policy],
         aggregator: SignalAggregator,
+        starts_at: float = 0.0,
     ) -> None:
+        """``starts_at`` is the beginning of the run in Unix seconds."""
         self._deployment = deployment
+        self._starts_at = starts_at
         self._aggregator = aggregator
         self._policies = {name: ModelPolicies(live=policy) for name, policy in policies.items()}
         self.courses = {spec.name: SwitchCourse(spec, fleets[spec.name]) for spec in deployment.models}
@@ -187,8 +191,10 @@ class SimulatedController:
         signals = signals_of(self._aggregator.signals(name, at), mine, fleet.slowness)
         supply = fleet.supply(course.key, here.lead_s, at)
         return model.situation(
-            self._deployment, options, supply, signals, at=at, settled=course.settled, memory=course.memory
-        )
+            self._deployment, options, supply, signals,
+            at=at, settled=course.settled, memory=course.memory,
+            wall_clock=lambda zone: wall_clock_s(zone, self._starts_at + at),
+        )  # fmt: skip
 
     def _facts(self, course: SwitchCourse, mode: str) -> ReplicaFacts:
         name, budget = course.spec.modes[mode].shape, self._deployment.budget

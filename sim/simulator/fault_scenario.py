@@ -1,8 +1,9 @@
-"""Fault scenarios of a simulation, read from YAML: start-up times, crashes and slowdowns."""
+"""Scenarios of a simulation, read from YAML: its time of day, start-up times, crashes and slowdowns."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -39,11 +40,13 @@ class Slowdown(Section, frozen=True):
 class Scenario(Section, frozen=True):
     """Start-up times (seconds from start to ready) by path, and faults.
 
+    The trace begins at ``starts_at``, which scaling schedules follow: a Monday at midnight by default.
     ``None`` is the model's ``assumed_start_s`` (a wake: a tenth of it). The first start of a shape is a cold
     one, later ones find the weights cached. ``spread`` is the standard deviation of a start as a part of its
     mean. ``adapter_load_s`` holds up the steps of a replica.
     """
 
+    starts_at: Annotated[datetime, Meta(tz=True)] = datetime(2024, 1, 1, tzinfo=UTC)
     cold_s: _Seconds | None = None
     cached_s: _Seconds | None = None
     sleeping_s: _Seconds | None = None

@@ -96,7 +96,9 @@ class _Run:
             for spec in deployment.models
             if spec.adapters is not None
         }
-        self._controller = SimulatedController(deployment, self._fleets, policies, self._aggregator)
+        self._controller = SimulatedController(
+            deployment, self._fleets, policies, self._aggregator, scenario.starts_at.timestamp()
+        )
         self._spend_caps = {each.name: SpendCap(each.cost_cap_per_h) for each in deployment.upstreams}
         self._record = Record(ends_at=0.0, requests={}, spans=self._spans)
         self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._gateways}

@@ -24,7 +24,10 @@ JOURNALS = Path(__file__).parent / "journals"
 def without_prose(made: Decision) -> Decision:
     """The decision with all that is not a number, a name of a mode or of a rule left out."""
     proposals = [made.proposal, made.shadow]
-    proposal, shadow = (each and msgspec.structs.replace(each, reason="") for each in proposals)
+    # What a policy wanted beyond the bounds was not recorded then: it is shown, and decides nothing.
+    proposal, shadow = (
+        each and msgspec.structs.replace(each, reason="", unbounded=None) for each in proposals
+    )
     return msgspec.structs.replace(
         made,
         reason="",

@@ -12,6 +12,8 @@ from tidegate.deployment_file import load
 
 EXTERNAL = "models: [{name: e, engine: external, urls: ['http://127.0.0.1:8000']}]\n"
 
+NIGHT = "{start: 0 22 * * *, end: 0 6 * * *, timezone: Berlin, max: 1}"
+
 
 def vllm(source: str, more: str = "") -> str:
     return f"""
@@ -49,6 +51,11 @@ def write(folder: Path, text: str) -> Path:
         *(("a: 1\n\tb: 2\n", ":2:1", "valid YAML"), ("a: 1\n---\nb: 2\n", ":2:1", "valid YAML")),
         ("", "deployment.yaml", "a mapping"),
         (EXTERNAL + "budgett: {}\n", "budgett", "did you mean 'budget'"),
+        (
+            vllm("package:x", f"control: {{scale: {{schedules: [{NIGHT}]}}}}"),
+            "models[0].control.scale.schedules[0].timezone",
+            "a time zone",
+        ),
     ],
 )
 def test_errors_name_the_file_and_the_key(tmp_path: Path, text: str, where: str, expected: str) -> None:

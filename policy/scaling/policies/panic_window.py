@@ -56,19 +56,24 @@ class PanicWindow(Section, frozen=True):
         elif panic is not None and view.at > panic.panic_at + STABLE_S:
             panic = None
         if panic is None:
-            count = view.within(self._paced(stable, ready))
+            count = self._paced(stable, ready)
             said = f"{demand.concurrency.last_60_s:.4g} concurrent requests over 60 s"
-            return Proposal(count=count, reason=f"{said}, target {target:.4g} per replica", terms=terms)
+            return Proposal(
+                count=view.within(count),
+                reason=f"{said}, target {target:.4g} per replica",
+                terms=terms,
+                unbounded=view.unbounded(count),
+            )
         wanted = max(self._paced(stable, ready), self._paced(short, ready), view.count)
         if wanted > panic.most:
             panic = PanicWindowState(view.at, wanted)
-        count = view.within(panic.most)
         said = f"panic: {demand.concurrency.last_6_s:.4g} concurrent requests over 6 s"
         return Proposal(
-            count=count,
+            count=view.within(panic.most),
             reason=f"{said}, target {target:.4g} for each of {ready} ready replicas",
             terms=terms,
             memory=encode_state(panic),
+            unbounded=view.unbounded(panic.most),
         )
 
     def _paced(self, wanted: float, ready: int) -> int:

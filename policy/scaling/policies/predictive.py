@@ -159,13 +159,15 @@ class Predictive(Section, frozen=True):
                 most, need = "late", terms["late"]
         if whole(need) > view.count:
             left = msgspec.structs.replace(left, reluctance=damping.after_scale_up())
+        count = self._changed(view, need, damping.spare)
         return Proposal(
-            count=view.within(self._changed(view, need, damping.spare)),
+            count=view.within(count),
             reason=_describe(most, terms[most], view, high) + (f", {demand.queued} queued" if behind else ""),
             terms=terms,
             forecast=forecast,
             forecast_high=high,
             memory=encode_state(left),
+            unbounded=view.unbounded(count),
         )
 
     def _forecast(self, view: View, demand: Demand, series: Series | None) -> tuple[Series, float, float]:

@@ -18,6 +18,10 @@ class Static(Section, frozen=True):
         wanted = view.count if self.replicas is None else self.replicas
         count = max(view.least, min(wanted, view.most))
         reason = f"{wanted} as now" if self.replicas is None else f"{wanted} configured"
-        if count != wanted:
-            reason += f", {count} within the bounds of the mode"
-        return Proposal(count=count, reason=reason, terms={"replicas": float(wanted)}, fixed=True)
+        return Proposal(
+            count=count,
+            reason=reason,
+            terms={"replicas": float(wanted)},
+            fixed=True,
+            unbounded=None if count == wanted else wanted,
+        )

@@ -121,4 +121,5 @@ class TargetTracking(Section, frozen=True):
 
     def _proposal(self, view: View, count: int, needed: float, found: str) -> Proposal:
         reason, terms = f"{self.metric} is {found}", {str(self.metric): needed}
-        return Proposal(count=view.within(count), reason=reason, terms=terms)
+        unbounded = view.unbounded(count)
+        return Proposal(count=view.within(count), reason=reason, terms=terms, unbounded=unbounded)

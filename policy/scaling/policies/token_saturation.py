@@ -119,6 +119,7 @@ class TokenSaturation(Section, frozen=True):
             reason=f"{full.demand:.0f} tokens in use or queued, {full.each:.0f} per replica",
             terms={"required": up, "enough": down},
             memory=encode_state(sample),
+            unbounded=view.unbounded(count),
         )
 
 

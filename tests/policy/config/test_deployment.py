@@ -17,8 +17,15 @@ from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
 
 DEPLOYMENTS = sorted((Path(__file__).parents[3] / "deployments").glob("*.yaml"))
 
+NIGHT = {"start": "0 22 * * *", "end": "0 6 * * *"}
+SCALE = "models[0].control.scale"
 REFUSED = [
     # changed at, to, refused at, expectation
+    (SCALE, {"schedules": [NIGHT | {"end": "0 6 * *"}]}, f"{SCALE}.schedules[0].end", "five fields"),
+    (SCALE, {"schedules": [NIGHT]}, f"{SCALE}.schedules[0]", "min or max"),
+    (SCALE, {"schedules": [NIGHT | {"min": 99}]}, f"{SCALE}.schedules[0].min", "the largest replicas.max"),
+    (SCALE, {"schedules": [NIGHT | {"min": 2, "max": 1}]}, f"{SCALE}.schedules[0].max", "at least 2"),
+    (SCALE, {"rates_up": [{"period_s": 60}]}, f"{SCALE}.rates_up[0]", "exactly one of replicas and fraction"),
     ("modells", [], "modells", "did you mean 'models'"),
     ("models", [], "models", "length >= 1"),
     ("models", "m", "models", "array"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +286,17 @@ def test_a_trace_for_several_models_must_name_the_model() -> None:
         run(two, iter(named))
     both = run(two, iter([Arrival(0.0, 10, 10, model="b"), Arrival(1.0, 10, 10)]))
     assert [len(both.requests[name]) for name in ("a", "b")] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_schedule_holds_by_the_clock_of_its_time_zone() -> None:
+    morning = {"start": "0 8 * * *", "end": "5 8 * * *", "timezone": "Europe/Berlin", "min": 4}
+    scale = {"schedules": [morning], "hold_s": 10}
+    starts_at = datetime.fromisoformat("2024-07-01T05:55:00+00:00")
+    made = run(
+        deployment(control={"scale": scale}), arrivals(0.2, 900), scenario=Scenario(starts_at=starts_at)
+    )
+    counts = [(at, decision.count) for at, decision in made.decisions if at >= 299]
+    raised = next(at for at, count in counts if count == 4)
+    lowered = next(at for at, count in counts if at > raised and count < 4)
+    assert 300 <= raised <= 305 and 600 <= lowered <= 620

@@ -89,9 +89,10 @@ def wants(count: int, now: int, rule: Guardrail | None = None, **over: Any) -> D
             "SLO missed: ITL p95 111 ms > 50 ms; wants 7 replicas, capped at 6 (budget)",
         ),
         (
-            with_demand(), wants(6, 6, proposal=Proposal(count=6, reason="", terms={"forecast": 6.4})),
-            "TTFT p95 1.32 s > 1.00 s; wants 7 replicas, capped at 6 (the maximum of multi-replica)",
+            with_demand(), wants(6, 6, proposal=Proposal(count=6, reason="", unbounded=7)),
+            "TTFT p95 1.32 s > 1.00 s; wants 7 replicas, capped at 6 (budget)",
         ),
+        (with_demand(**FAST), wants(2, 2, was_count=0), "wakes from zero: scales to 2 replicas"),
         (
             with_demand(ttft=quantiles(1.0001), itl=quantiles(0.0502)), wants(6, 4, Guardrail.STEP),
             "TTFT p95 1.000 s > 1.00 s, ITL p95 50.2 ms > 50 ms; wants 6 replicas, limited to 4 (step)",
@@ -242,10 +243,10 @@ def review(measured: float) -> SwitchOutcome:
             decision(dry_run=True), {}, Aftermath("multi-replica", 2), None,
             "not applied (control.guard.dry_run)",
         ),
-        (SWITCH, {}, SWITCHED, None, "applied; predicted saving of the switch: 31% of the cost"),
+        (SWITCH, {}, SWITCHED, None, "applied; predicted gain of the switch: 31%"),
         (
             SWITCH, {}, SWITCHED, review(-0.1),
-            "applied; predicted saving of the switch: 31% of the cost, measured: -10%; 90.0% of requests"
+            "applied; predicted gain of the switch: 31%, measured: -10%; 90.0% of requests"
             " within the SLO before, 99.0% since",
         ),
         (decision(short=1.25), {}, DONE, None, "applied; 1.25/s exceed the capacity"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -14,8 +13,8 @@ from rich.text import Text
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability, idle_latency
 from policy.scaling.decide import workload_of
-from policy.scaling.decision_types import Decision, Guardrail, Override, Situation
-from policy.scaling.guardrails import override_in_force
+from policy.scaling.decision_types import Decision, Guardrail, Limit, Override, Situation
+from policy.scaling.guardrails import bound_of_policy, override_in_force, scheduled
 from policy.scaling.view import Proposal
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample
 from serve.controller_api_schema import LoggedDecision
@@ -30,11 +29,14 @@ _SLOW = 1.2
 # Phases of a model that has not reached its goal yet.
 _IN_PROGRESS = ("starting", "switching", "giving way")
 _LIMITED = {
+    Guardrail.SPARE: "raised to",
     Guardrail.OVERRIDE: "overridden to",
     Guardrail.STALENESS: "kept at",
     Guardrail.MIN_HEALTHY: "kept at",
+    Guardrail.SCHEDULE: "bounded to",
     Guardrail.BUDGET: "capped at",
     Guardrail.STEP: "limited to",
+    Guardrail.RATE: "limited to",
     Guardrail.HOLD: "kept at",
 }
 
@@ -98,20 +100,23 @@ def _scaling(situation: Situation, decision: Decision) -> str:
     count = decision.count
     if decision.mode != decision.was_mode:
         return f"switches from {decision.was_mode} x {decision.was_count} to {decision.mode} x {count}"
-    terms = decision.proposal.terms.values()
-    desired = max(decision.proposal.count, math.ceil(max(terms, default=0.0) - 1e-9))
-    most = next((option.most for option in situation.rungs if option.mode == decision.mode), count)
-    if desired > decision.proposal.count and decision.proposal.count < most:
-        # Not the mode's maximum: the policy chose the count itself.
-        desired = decision.proposal.count
-    if desired != count:
-        rule = decision.clips[-1].rule if decision.clips else None
-        limited = _LIMITED[rule] if rule is not None else "capped at"
-        reason = str(rule) if rule is not None else f"the maximum of {decision.mode}"
-        return f"wants {plural(desired, 'replica')}, {limited} {count} ({reason})"
+    clips = _limits(situation, decision)
+    if clips and clips[0].was != count:
+        rule = clips[-1].rule
+        return f"wants {plural(clips[0].was, 'replica')}, {_LIMITED[rule]} {count} ({rule})"
+    if decision.was_count == 0 < count:
+        return f"wakes from zero: scales to {plural(count, 'replica')}"
     if decision.changes:
         return f"scales from {decision.was_count} to {plural(count, 'replica')}"
     return f"keeps {plural(count, 'replica')}"
+
+
+def _limits(situation: Situation, decision: Decision) -> list[Limit]:
+    """The bound that the policy applied itself, and what changed its count after that."""
+    bounded = scheduled(situation)
+    option = next((each for each in bounded.rungs if each.mode == decision.was_mode), None)
+    own = option and bound_of_policy(bounded, option, decision.proposal)
+    return [*([own] if own and decision.mode == decision.was_mode else []), *decision.clips]
 
 
 def _unserved(situation: Situation, decision: Decision) -> str:
@@ -157,6 +162,8 @@ def _sections(
         yield "latency", _latency(signals.demand, slo)
         yield "requests", _lengths(signals.demand)
     yield "supply", _supply(situation)
+    if drains := _draining(situation, decision):
+        yield "draining", drains
     if signals.replicas:
         yield "replicas", *_replicas(signals.replicas, situation.guard.stale_s)
     yield "capacity", _capacity(decision.capability, decision.was_mode, slo)
@@ -165,7 +172,7 @@ def _sections(
     yield "policy", *_proposal(decision.proposal)
     limits = [
         Text.assemble((str(limit.rule), "bold"), f" {limit.was} -> {limit.now}: {limit.why}")
-        for limit in decision.clips
+        for limit in _limits(situation, decision)
     ]
     yield "limits", *(limits or [Text("none applied")])
     if len(decision.outlooks) > 1:
@@ -193,7 +200,7 @@ def _outcome(logged: LoggedDecision, after: Aftermath | None, now: float) -> Tex
     else:
         text.append("not applied; see the events in `tidegate status --json`", style="yellow")
     if decision.gain is not None:
-        text.append(f"; predicted saving of the switch: {decision.gain:.0%} of the cost", style="green")
+        text.append(f"; predicted gain of the switch: {decision.gain:.0%}", style="green")
     if (review := logged.outcome) is not None:
         text.append(
             f", measured: {review.measured:.0%}; {_share(review.met_before)} of requests within the SLO"
@@ -262,6 +269,16 @@ def _supply(situation: Situation) -> Text:
     if supply.failures:
         text.append(f"; {supply.failures} starts failed in a row", style="red")
     return text
+
+
+def _draining(situation: Situation, decision: Decision) -> str:
+    """The replicas that a switch leaves behind, and how long their requests have."""
+    leaving = dict(situation.leaving)
+    if decision.mode != decision.was_mode and not decision.dry_run:
+        leaving[decision.was_mode] = decision.was_count
+    replicas = ", ".join(f"{plural(count, 'replica')} of {mode}" for mode, count in sorted(leaving.items()))
+    limit = f"whose requests have {age(situation.switching.drain_timeout_s)} to end (mode.drain_timeout_s)"
+    return f"{replicas}, {limit}" if replicas else ""
 
 
 def _replicas(replicas: Sequence[ReplicaSample], stale_s: float) -> Iterable[Text]:
