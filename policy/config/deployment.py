@@ -19,14 +19,6 @@ ENTRY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SHAPE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 MODES = ("single-large", "multi-replica")
 
-# Arguments that Tidegate sets: the guard owns the port and the secret, the shape owns the GPUs.
-OWNED_ENGINE_ARGS = frozenset(
-    {
-        "model", "tokenizer", "served_model_name", "host", "port", "uds", "api_key", "root_path",
-        "middleware", "ssl_keyfile", "ssl_certfile", "tensor_parallel_size", "runner", "headless",
-        "hf_token", "data_parallel_size", "enable_server_load_tracking", "allowed_origins",
-    }
-)  # fmt: skip
 # Development routes, unauthenticated loading, or metrics on another port.
 FORBIDDEN_ENV = frozenset(
     {

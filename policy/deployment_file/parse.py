@@ -16,7 +16,6 @@ from policy.config.deployment import (
     FORBIDDEN_ENV,
     MODES,
     NAME,
-    OWNED_ENGINE_ARGS,
     SHAPE_NAME,
     AdapterSource,
     Budget,
@@ -28,6 +27,7 @@ from policy.config.deployment import (
     Tenant,
     Upstream,
 )
+from policy.config.engine_arguments import expected_instead
 from policy.config.ports import check_ports
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
@@ -186,10 +186,8 @@ def _check_affordable(spec: ModelSpec, budget: Budget) -> None:
 
 def _check_engine_args(path: str, args: Mapping[str, Any]) -> None:
     for key, value in args.items():
-        owned = key.replace("-", "_") in OWNED_ENGINE_ARGS
-        require(not owned, f"{path}.{key}", value, "an argument that Tidegate does not set itself")
-        snake_case = re.fullmatch(r"[a-z][a-z0-9_]*", key)
-        require(snake_case, f"{path}.{key}", value, "a name of an engine argument in snake_case")
+        expected = expected_instead(key, value)
+        require(not expected, f"{path}.{key}", value, expected)
 
 
 def _check_adapters(path: str, spec: ModelSpec, models: set[str], tenants: Collection[str]) -> None:

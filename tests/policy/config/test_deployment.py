@@ -66,6 +66,12 @@ REFUSED = [
     ("models[0].engine_args", {"port": 80}, "models[0].engine_args.port", "does not set itself"),
     ("models[0].engine_args", {"api-key": "x"}, "models[0].engine_args.api-key", "does not set itself"),
     ("models[0].engine_args", {"max-model-len": 1}, "models[0].engine_args.max-model-len", "snake_case"),
+    ("models[0].engine_args", {"max_num_seq": 1}, "models[0].engine_args.max_num_seq", "mean 'max_num_seqs'"),
+    ("models[0].engine_args", {"frobnicate": 1}, "models[0].engine_args.frobnicate", "an argument of vLLM"),
+    ("models[0].engine_args", {"config": "f.yaml"}, "models[0].engine_args.config", "does not set itself"),
+    *(("models[0].engine_args", {name: value}, f"models[0].engine_args.{name}", "one engine on one node")
+      for name, value in [("pipeline_parallel_size", 2), ("nnodes", 2), ("data_parallel_size_local", 2),
+                          ("node_rank", 0), ("distributed_executor_backend", "ray")]),
     ("models[0].shapes.large.engine_args", {"model": "x"},
      "models[0].shapes.large.engine_args.model", "does not set itself"),
     ("models[0].env", {"VLLM_SERVER_DEV_MODE": "1"}, "models[0].env.VLLM_SERVER_DEV_MODE", "does not guard"),
@@ -252,6 +258,16 @@ def test_an_external_engine_has_slots_but_loads_nothing() -> None:
     spec = parse(changed(EXTERNAL, "models[0].adapters", {"slots_per_replica": 4})).model("e")
     assert spec.adapters is not None
     assert spec.adapters.slots_per_replica == 4
+
+
+def test_engine_arguments_may_say_what_a_replica_on_one_node_has() -> None:
+    one = {
+        "pipeline_parallel_size": 1,
+        "nnodes": 1,
+        "distributed_executor_backend": "mp",
+        "master_addr": None,
+    }
+    assert parse(changed(GOOD, "models[0].engine_args", one)).models[0].engine_args == one
 
 
 @pytest.mark.parametrize("at", ["models[0].engine_args", "models[0].shapes.small.engine_args"])
