@@ -133,6 +133,9 @@ def _roofline(device: _Device, size: _Size) -> Profile:
     )
 
 
+# vLLM's defaults for its API server on CPUs.
+_CPU_BATCHED_TOKENS, _CPU_SEQS = 2048, 128
+
 # Decode on one core: 15 tok/s at 1 request, 37 at 4, 55 at 16, 65 at 32, met within 7 % with about
 # 100 context tokens each. One core against two, alone: 15.5 and 20.9 tok/s, which splits a step into
 # 31 ms that do not scale and 33 ms that do. A 100-token prompt: 0.35 s on one core. A 1,450-token
@@ -141,6 +144,7 @@ def _roofline(device: _Device, size: _Size) -> Profile:
 _CPU = Profile(
     name="cpu-smollm2-135m",
     model=EngineModel(o=0.021, w=0.033, c=3.16e-3, g=2e-5, r=0.0104, layers=30),
+    # Not vLLM's default of tokens, but the one of deployments/smollm2-cpu.yaml.
     # 1 GiB of KV cache at 46,080 bytes a token (30 layers, 3 heads of 64, float32), in blocks of 16.
     base_limits=Limits(max_num_batched_tokens=128, max_num_seqs=128, kv_tokens=int(_GIB / 46_080) // 16 * 16),
     max_model_len=2048,
@@ -216,12 +220,33 @@ def shipped(spec: ModelSpec, shape: Shape) -> Timing:
     if spec.engine is EngineKind.SIM and timing.model is not None and spec.profile is None:
         timing = msgspec.structs.replace(timing, model=timing.model.faster(spec.sim.speed))
     args = {**spec.engine_args, **shape.engine_args}
-    given = {
-        key: args[key] for key in ("max_num_batched_tokens", "max_num_seqs") if _is_positive(args.get(key))
-    }
-    limits = msgspec.structs.replace(timing.limits, **given)
+    limits = timing.limits
+    if spec.engine is EngineKind.VLLM and not shape.gpus and not isinstance(name, Mapping):
+        limits = msgspec.structs.replace(
+            limits, max_num_batched_tokens=_CPU_BATCHED_TOKENS, max_num_seqs=_CPU_SEQS
+        )
+    length = _positive(args, "max_model_len") or (None if name is None else profile(name).max_model_len)
+    limits = batch_limits(limits, args, length)
     seats = min(limits.max_num_seqs, shape.max_in_flight)
     return msgspec.structs.replace(timing, limits=msgspec.structs.replace(limits, max_num_seqs=seats))
+
+
+def batch_limits(defaults: Limits, args: Mapping[str, Any], max_model_len: int | None) -> Limits:
+    """The limits of an engine with the engine arguments ``args``; ``defaults`` are those of its device.
+
+    Source: ``EngineArgs._set_default_max_num_seqs_and_batched_tokens_args`` of vLLM 0.32.
+    """
+    times = 2 if args.get("performance_mode") == "throughput" else 1
+    given_tokens, given_seqs = _positive(args, "max_num_batched_tokens"), _positive(args, "max_num_seqs")
+    tokens = given_tokens or defaults.max_num_batched_tokens * times
+    seqs = given_seqs or defaults.max_num_seqs * times
+    if given_tokens is None and max_model_len is not None:
+        if args.get("enable_chunked_prefill") is False:
+            tokens = max(tokens, max_model_len)
+        tokens = min(tokens, seqs * max_model_len)
+    if given_seqs is None:
+        seqs = min(seqs, tokens)
+    return msgspec.structs.replace(defaults, max_num_batched_tokens=tokens, max_num_seqs=seqs)
 
 
 def max_request_tokens(spec: ModelSpec, shape: Shape) -> int | None:
@@ -229,8 +254,8 @@ def max_request_tokens(spec: ModelSpec, shape: Shape) -> int | None:
 
     From the deployment file, otherwise from the profile and its KV capacity; ``None`` if unknown.
     """
-    given = {**spec.engine_args, **shape.engine_args}.get("max_model_len")
-    if isinstance(given, int) and given > 0:
+    given = _positive({**spec.engine_args, **shape.engine_args}, "max_model_len")
+    if given is not None:
         return given
     name = spec.timed_by
     if name is None:
@@ -238,8 +263,9 @@ def max_request_tokens(spec: ModelSpec, shape: Shape) -> int | None:
     return min(profile(name).max_model_len, shipped(spec, shape).limits.kv_tokens or sys.maxsize)
 
 
-def _is_positive(given: object) -> bool:
-    return isinstance(given, int) and given > 0
+def _positive(args: Mapping[str, Any], key: str) -> int | None:
+    given = args.get(key)
+    return given if isinstance(given, int) and given > 0 else None
 
 
 def price_of(shape: Shape, budget: Budget) -> float:

@@ -1,6 +1,6 @@
 """vLLM as an engine: its ``AsyncLLM`` and its own OpenAI app, in this process.
 
-With :mod:`serve.engine.vllm_cpu` the only module that imports vLLM. Source of the calls: vLLM's
+With the other ``vllm_*`` modules the only one that imports vLLM. Source of the calls: vLLM's
 ``entrypoints/launchers/api_server/entry.py`` (0.32), whose server we replace by our guard's.
 """
 
@@ -13,17 +13,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
-from vllm.config.lora import MaxLoRARanks
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -34,6 +31,7 @@ from policy.errors import AdapterRefused, EngineFailed
 from serve.engine.grammar_limits import excess
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.step_stats import StepStats
+from serve.engine.vllm_arguments import USAGE, arguments, configuration
 
 # Poll interval while the last request of an adapter ends.
 LEAVING_S = 0.01
@@ -288,85 +286,26 @@ class VLLMEngine:
         self._llm.shutdown()
 
 
-# vLLM would fetch the media of a request from any URL, also from addresses that only this machine reaches.
-_DEFAULTS = {"allowed_media_domains": ["engine-args-allowed-media-domains-is-not-set.invalid"]}
-
-
-def arguments(spec: EngineSpec) -> Any:
-    """vLLM's parsed arguments for ``spec``; raises :class:`EngineFailed` with vLLM's message.
-
-    The arguments pass through vLLM's own command-line parser, so the same values are refused, and nested
-    configurations become the objects that it expects.
-    """
-    parser = make_arg_parser(FlexibleArgumentParser())
-
-    def refuse(message: str) -> None:
-        raise EngineFailed(f"engine_args: {message}")
-
-    parser.error = refuse
-    owned = {
-        "model": spec.weights,
-        "served_model_name": spec.model,
-        "tensor_parallel_size": spec.tensor_parallel,
-        "runner": str(spec.runner),
-        # Routers learn from the cached tokens of each prompt.
-        "enable_prompt_tokens_details": True,
-        # Prompts are private and must not be logged; the gateway counts requests.
-        "enable_log_requests": False,
-        # Needed for the tokens scheduled in each step.
-        "enable_logging_iteration_details": True,
-        "disable_uvicorn_access_log": True,
-    }
-    if spec.sleeps:
-        owned["enable_sleep_mode"] = True
-    if spec.adapter_slots:
-        # With as many adapters in host memory as slots vLLM never evicts one. It would reload an evicted
-        # one from its files, within a step, and fail if they are gone.
-        static = spec.engine_args.get("lora_modules") or []
-        owned |= {
-            "enable_lora": True,
-            "max_loras": spec.adapter_slots + len(static if isinstance(static, list) else [static]),
-            "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= spec.max_rank),
-        }
-    args = parser.parse_args(
-        [word for item in {**_DEFAULTS, **spec.engine_args, **owned}.items() for word in _flag(*item)]
-    )
-    validate_parsed_serve_args(args)
-    return args
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{flag[2:]}"]
-    if isinstance(value, dict):
-        return [flag, msgspec.json.encode(value).decode()]
-    if isinstance(value, list):
-        return [flag, *(msgspec.json.encode(v).decode() if isinstance(v, dict) else str(v) for v in value)]
-    return [flag, str(value)]
-
-
 async def create(spec: EngineSpec) -> VLLMEngine:
     """Build the engine and its app; takes as long as vLLM needs to load the weights."""
+    cli_env_setup()
     args = arguments(spec)
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    if spec.cpus:
-        # A build for GPUs may lack what these derive from.
-        from serve.engine.vllm_cpu import SeedingWorker, SleepingExecutor  # noqa: PLC0415
-
-        if engine_args.distributed_executor_backend is None:
-            engine_args.distributed_executor_backend = SleepingExecutor
-        if engine_args.worker_cls == "auto":
-            engine_args.worker_cls = f"{SeedingWorker.__module__}.{SeedingWorker.__qualname__}"
+    config = configuration(spec, args)
     loggers: list[StepLogger] = []
 
     def stat_logger(vllm_config: Any, engine_index: int) -> StepLogger:
         loggers.append(StepLogger(vllm_config, engine_index))
         return loggers[-1]
 
-    llm = CheckedLLM.from_engine_args(engine_args, stat_loggers=[stat_logger])
+    llm = CheckedLLM.from_vllm_config(
+        config,
+        usage_context=USAGE,
+        stat_loggers=[stat_logger],
+        aggregate_engine_logging=args.aggregate_engine_logging,
+        disable_log_stats=args.disable_log_stats,
+    )
+    # The media with which vLLM warmed up.
+    await llm.reset_mm_cache()
     tasks = await llm.get_supported_tasks()
     app = build_app(args, supported_tasks=tasks, model_config=llm.model_config)
     await init_app_state(llm, app.state, args, tasks)

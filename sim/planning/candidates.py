@@ -56,7 +56,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
             timed = {"sim": msgspec.structs.replace(spec.sim, profile=self.profile)}
         return msgspec.structs.replace(
             spec,
-            engine=EngineKind.SIM,
+            engine=EngineKind.SIM if spec.engine is EngineKind.EXTERNAL else spec.engine,
             urls=(),
             shapes={_SHAPE: self.shape},
             modes={mode: Mode(shape=_SHAPE, replicas=count)},

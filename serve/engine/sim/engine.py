@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from policy.engine.builtin_profiles import profile
+from policy.engine.builtin_profiles import batch_limits, profile
 from policy.engine.performance_model import BLOCK, Timing
 from policy.engine.prefix_cache import PrefixCache
 from policy.engine.step_samples import StepSample
@@ -49,12 +49,9 @@ class SimEngine:
         timing = profile(spec.sim.profile, "sim.profile")
         degree = spec.cpus or spec.tensor_parallel
         limits = timing.limits(degree)
-        limits = msgspec.structs.replace(
-            limits,
-            kv_tokens=BLOCK * (args.num_gpu_blocks_override or 0) or limits.kv_tokens,
-            max_num_batched_tokens=args.max_num_batched_tokens or limits.max_num_batched_tokens,
-            max_num_seqs=args.max_num_seqs or limits.max_num_seqs,
-        )
+        if args.num_gpu_blocks_override is not None:
+            limits = msgspec.structs.replace(limits, kv_tokens=BLOCK * args.num_gpu_blocks_override)
+        limits = batch_limits(limits, spec.engine_args, args.max_model_len or timing.max_model_len)
         if args.max_model_len is not None and args.max_model_len > limits.kv_tokens:
             raise EngineFailed(
                 f"max_model_len {args.max_model_len} is larger than the {limits.kv_tokens} tokens of KV cache"

@@ -47,6 +47,22 @@ def test_engine_arguments_limit_concurrency() -> None:
     assert of(shapes=shapes).limits.max_num_seqs == 3
 
 
+@pytest.mark.parametrize(
+    ("args", "limits"),
+    [
+        ({}, (2048, 256)),
+        ({"max_num_batched_tokens": 64}, (64, 64)),
+        ({"performance_mode": "throughput"}, (4096, 512)),
+        ({"enable_chunked_prefill": False}, (8192, 256)),
+        ({"max_model_len": 16, "max_num_seqs": 2}, (32, 2)),
+    ],
+)
+def test_limits_follow_engine_arguments_as_in_vllm(args: dict[str, Any], limits: tuple[int, int]) -> None:
+    shapes = {"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 1024}}
+    found = of(engine_args=args, shapes=shapes).limits
+    assert (found.max_num_batched_tokens, found.max_num_seqs) == limits
+
+
 async def test_reported_timing_replaces_the_profile(plane: Plane) -> None:
     await plane.ready(document(sim_model(control={"tick_s": 1})))
     (replica,) = plane.cluster.replicas.values()

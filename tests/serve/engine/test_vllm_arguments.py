@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import os
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +17,13 @@ import msgspec
 import pytest
 import yaml
 
+from policy.config.deployment import ModelSpec, Shape
+from policy.config.engine_arguments import KNOWN, VLLM
+from policy.engine.builtin_profiles import shipped
 from policy.errors import EngineFailed
 from policy.types import EngineKind, Runner
 from serve.engine.interface import EngineSpec
+from serve.host.version_check import installed
 from tests.e2e.stack import ROOT
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -30,7 +39,7 @@ def spec(engine_args: dict[str, Any], runner: Runner = Runner.GENERATE) -> Engin
 
 
 def test_shipped_deployments_have_valid_engine_arguments() -> None:
-    from serve.engine.vllm import arguments  # noqa: PLC0415 - vLLM takes seconds to import
+    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415 - vLLM takes seconds to import
 
     for path in sorted((ROOT / "deployments").glob("*.yaml")):
         for model in yaml.safe_load(path.read_text())["models"]:
@@ -39,8 +48,100 @@ def test_shipped_deployments_have_valid_engine_arguments() -> None:
                     arguments(spec({**model.get("engine_args", {}), **shape.get("engine_args", {})}))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("card", "given", "limits"),
+    [
+        (("cpu", "", 0, 0), {}, [2048, 128]),
+        (("cuda", "NVIDIA H100 80GB HBM3", 79.6, 9), {}, [8192, 1024]),
+        (("cuda", "NVIDIA A100-SXM4-80GB", 80, 8), {"performance_mode": "throughput"}, [4096, 512]),
+        (("cuda", "NVIDIA B200", 178, 10), {"max_num_batched_tokens": 512}, [512, 512]),
+        (("rocm", "AMD_Instinct_MI300X", 192, 9), {}, [16384, 1024]),
+    ],
+)
+def test_engines_are_configured_as_by_vllm_serve(
+    card: tuple[str, str, float, int], given: dict[str, Any], limits: list[int], tmp_path: Path
+) -> None:
+    kind, name, gib, major = card
+    words = [kind, name, str(int(gib * 2**30)), str(major), json.dumps(given), str(tmp_path)]
+    command = [sys.executable, "-m", "tests.serve.engine.engine_defaults", *words]
+    output = subprocess.run(command, check=True, capture_output=True, timeout=300, cwd=ROOT).stdout
+    found = json.loads(output.splitlines()[-1])
+    own = {*found["set"], "instance_id"}
+    if kind == "cpu":
+        own |= {"distributed_executor_backend", "worker_cls"}
+    assert {path for path in found["different"] if path.rpartition(".")[2] not in own} == set()
+    assert found["compared"] > 800
+    assert found["limits"] == limits
+
+
+@pytest.mark.parametrize(
+    ("profiled", "name", "gib"),
+    [
+        ("h100-8b", "NVIDIA H100 80GB HBM3", 79.6),
+        ("h200-70b", "NVIDIA H200", 140.4),
+        ("a100-8b", "NVIDIA A100-SXM4-80GB", 80),
+        ("l4-8b", "NVIDIA L4", 22.5),
+        (None, "cpu", 0),
+    ],
+)
+def test_profiles_have_the_batch_limits_of_the_engine(
+    profiled: str | None, name: str, gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine import arg_utils  # noqa: PLC0415
+
+    from serve.engine.vllm_arguments import USAGE  # noqa: PLC0415
+
+    platform = SimpleNamespace(
+        get_device_total_memory=lambda: int(gib * 2**30),
+        get_device_name=lambda: name,
+        is_tpu=lambda: False,
+        is_cpu=lambda: name == "cpu",
+    )
+    monkeypatch.setattr(arg_utils, "current_platform", platform)
+    tokens, seqs = arg_utils.EngineArgs.get_batch_defaults(world_size=1)
+    shape = Shape(gpus=8, tensor_parallel=8) if profiled else Shape(cpus=8)
+    shape = msgspec.structs.replace(shape, max_in_flight=4096)
+    for model in (profiled, "cpu-smollm2-135m" if profiled is None else profiled):
+        limits = shipped(ModelSpec(name="m", profile=model), shape).limits
+        assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (tokens[USAGE], seqs[USAGE])
+
+
+def test_the_known_arguments_are_those_of_the_installed_vllm() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: PLC0415
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+
+    flags = [
+        flag for each in make_arg_parser(FlexibleArgumentParser())._actions for flag in each.option_strings
+    ]
+    names = {flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")}
+    assert {name for name in names if not name.startswith("no_")} - {"help"} == KNOWN
+    assert installed().vllm == VLLM
+
+
+@pytest.mark.parametrize(
+    ("package", "base", "argument"),
+    [
+        ("tool_parsers", "ToolParser", "tool_parser_plugin"),
+        ("reasoning", "ReasoningParser", "reasoning_parser_plugin"),
+    ],
+)
+def test_plugins_with_parsers_are_imported(package: str, base: str, argument: str, tmp_path: Path) -> None:
+    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
+
+    manager = getattr(importlib.import_module(f"vllm.{package}"), f"{base}Manager")
+    plugin = tmp_path / f"{package}_of_ours.py"
+    plugin.write_text(
+        f"from vllm.{package} import {base}, {base}Manager\n"
+        f"@{base}Manager.register_module('ours')\nclass Ours({base}): ...\n"
+    )
+    assert "ours" not in manager.list_registered()
+    arguments(spec({argument: str(plugin)}))
+    assert "ours" in manager.list_registered()
+
+
 def test_own_arguments_take_precedence_and_nested_ones_become_objects() -> None:
-    from serve.engine.vllm import arguments  # noqa: PLC0415
+    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
 
     given = {"max_model_len": 512, "enforce_eager": True, "generation_config": None, "hf_overrides": {"a": 1}}
     args = arguments(spec(given, Runner.POOLING))
@@ -51,7 +152,7 @@ def test_own_arguments_take_precedence_and_nested_ones_become_objects() -> None:
 
 
 def test_adapter_slots_become_max_loras() -> None:
-    from serve.engine.vllm import arguments  # noqa: PLC0415
+    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
 
     changed = msgspec.structs.replace(
         spec({"lora_modules": ["sql=/adapters/sql"]}), adapter_slots=4, max_rank=12
@@ -70,7 +171,7 @@ def test_media_of_a_request_is_fetched_from_listed_hosts_alone(
 ) -> None:
     from vllm.multimodal.media.connector import MediaConnector  # noqa: PLC0415
 
-    from serve.engine.vllm import arguments  # noqa: PLC0415
+    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
 
     allowed = arguments(spec({"allowed_media_domains": domains} if domains else {})).allowed_media_domains
     asked: list[str] = []
@@ -88,10 +189,12 @@ def test_media_of_a_request_is_fetched_from_listed_hosts_alone(
         ({"no_such_argument": 1}, "no-such-argument"),
         ({"max_num_seqs": "many"}, "max-num-seqs"),
         ({"dtype": "float3"}, "dtype"),
+        ({"enable_auto_tool_choice": True, "tool_call_parser": "lama"}, "invalid tool call parser: lama"),
+        ({"enable_auto_tool_choice": True}, "requires --tool-call-parser"),
     ],
 )
 def test_an_invalid_argument_is_refused_with_vllms_message(given: dict[str, Any], message: str) -> None:
-    from serve.engine.vllm import arguments  # noqa: PLC0415
+    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
 
     with pytest.raises(EngineFailed, match=message):
         arguments(spec(given))
@@ -150,16 +253,55 @@ def test_the_step_logger_counts_and_times_steps() -> None:
 
 
 def test_iteration_details_are_always_logged() -> None:
-    from serve.engine.vllm import arguments  # noqa: PLC0415
+    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
 
     assert arguments(spec({"enable_logging_iteration_details": False})).enable_logging_iteration_details
 
 
 def test_sleep_mode_is_enabled_for_shared_gpus_only() -> None:
-    from serve.engine.vllm import arguments  # noqa: PLC0415
+    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
 
     assert arguments(spec({})).enable_sleep_mode is False
     assert arguments(msgspec.structs.replace(spec({}), sleeps=True)).enable_sleep_mode is True
+
+
+async def test_an_engine_starts_as_that_of_vllms_own_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from serve.engine import vllm as module  # noqa: PLC0415
+    from serve.engine.vllm_arguments import USAGE  # noqa: PLC0415
+
+    made: list[tuple[Any, Any]] = []
+    awaited: list[str] = []
+
+    class Started(Llm):
+        @classmethod
+        def from_vllm_config(
+            cls, config: Any, *, usage_context: Any, stat_loggers: list[Any], **_: Any
+        ) -> Any:
+            made.append((config, usage_context))
+            stat_loggers[0](SimpleNamespace(), 0)
+            return cls()
+
+        async def reset_mm_cache(self) -> None:
+            awaited.append("reset")
+
+        async def get_supported_tasks(self) -> tuple[str, ...]:
+            return ("generate",)
+
+    async def init(llm: Any, state: Any, *_: Any) -> None:
+        awaited.append("app")
+        state.openai_serving_models = SimpleNamespace(lora_requests={})
+
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    monkeypatch.setattr(module, "configuration", lambda spec, args: "configuration")
+    monkeypatch.setattr(module, "CheckedLLM", Started)
+    monkeypatch.setattr(module, "build_app", lambda *_, **__: SimpleNamespace(state=SimpleNamespace()))
+    monkeypatch.setattr(module, "init_app_state", init)
+    await module.create(spec({}))
+    assert made == [("configuration", USAGE)]
+    assert awaited == ["reset", "app"]
+    assert os.environ.pop("VLLM_WORKER_MULTIPROC_METHOD") == "spawn"
 
 
 class Llm:

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.config.deployment import Deployment, Price
+from policy.config.deployment import Deployment, ModelSpec, Price, Shape
 from policy.deployment_file.parse import parse
 from policy.engine.builtin_profiles import shipped
 from policy.engine.performance_model import Workload
 from policy.engine.power import power_model_of
 from policy.errors import ConfigError
+from policy.types import EngineKind
 from sim.arrival_stream import Arrival
 from sim.planning.candidates import Basis, candidates
 from sim.planning.demand import (
@@ -86,6 +87,13 @@ def test_a_device_too_slow_for_a_single_request_is_not_tried() -> None:
     started: list[str] = []
     (candidate,) = candidates(document.models[0], ["l4"], [1])
     assert fewest_of(trials(document, generated(5.0, 10.0), started), candidate, 1000) is None and not started
+
+
+@pytest.mark.parametrize(("engine", "tokens"), [(EngineKind.VLLM, 2048), (EngineKind.SIM, 128)])
+def test_a_candidate_has_the_batch_of_the_engine_that_is_deployed(engine: EngineKind, tokens: int) -> None:
+    model = ModelSpec(name="m", engine=engine, profile="cpu-smollm2-135m", shapes={"s": Shape(cpus=1)})
+    (candidate,) = candidates(model, ["cpu"], [1])
+    assert shipped(candidate.of(model, 1), candidate.shape).limits.max_num_batched_tokens == tokens
 
 
 @pytest.mark.slow
