@@ -16,6 +16,7 @@ from pathlib import Path
 import uvloop
 
 from store import mypyc_cache
+from store.os_process import allow_connections
 from store.state_dir import StateDir
 
 # glibc's names for what mallopt sets.
@@ -62,7 +63,6 @@ def main() -> None:
     given = parser.parse_args()
     fast = mypyc_cache.use()
     # Only now: what it imports is either compiled or not.
-    from gateway.http.server import allow_connections  # noqa: PLC0415
     from gateway.telemetry.metrics import DIRECTORY_VARIABLE  # noqa: PLC0415
     from gateway.worker import work  # noqa: PLC0415
 

@@ -1,10 +1,14 @@
-"""Processes of the operating system: found again by id and start time, and ended by SIGTERM, then SIGKILL."""
+"""Processes of the operating system: found again by id and start time, and ended by SIGTERM, then SIGKILL.
+
+Also the limit of descriptors of this process.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Collection
@@ -16,6 +20,14 @@ import psutil
 _SAME_START_S = 2.0
 _KILL_S = 5.0
 _POLL_S = 0.02
+MAX_DESCRIPTORS = 65_536
+
+
+def allow_connections() -> None:
+    """Raise this process's soft limit of descriptors to the hard one, up to :data:`MAX_DESCRIPTORS`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def started_at(pid: int) -> float | None:

@@ -26,7 +26,6 @@ SWEEP_EVERY_S = 1.0
 FINAL_GRACE_S = 1.0
 # For files and the admin port; all other descriptors are shared by clients and their replica connections.
 SPARE_DESCRIPTORS = 64
-MAX_DESCRIPTORS = 65_536
 
 
 class ServerTimeouts(NamedTuple):
@@ -168,13 +167,6 @@ class Server:
             connection.sweep(now)
         self.uploads.sweep(self._sweep_every_s)
         self._timer = self._loop.call_later(self._sweep_every_s, self._sweep)
-
-
-def allow_connections() -> None:
-    """Raise this process's soft limit of descriptors to the hard one, up to :data:`MAX_DESCRIPTORS`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def connections_within_limit() -> int:

@@ -43,6 +43,7 @@ from serve.engine.sleep import SleepControl
 from serve.gpu_metrics import devices, product_name
 from serve.http import HttpServer
 from store.log_lines import log_to
+from store.os_process import allow_connections
 from store.state_dir import listen
 
 MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim.engine"}
@@ -255,6 +256,8 @@ def main() -> None:
     """Entry point: ``python -m serve.engine.main --events FD``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, required=True)
+    # A request is a connection, and the usual limit of 1,024 is below the bound of many shapes.
+    allow_connections()
     # The engine has its own form for the rest.
     log_to(logging.StreamHandler(), "tidegate")
     try:

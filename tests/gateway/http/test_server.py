@@ -24,10 +24,8 @@ from starlette.types import Receive, Scope, Send
 from gateway.http.asgi_exchange import SENT, Exchange
 from gateway.http.connection import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIECE, ServerConnection
 from gateway.http.server import (
-    MAX_DESCRIPTORS,
     Server,
     ServerTimeouts,
-    allow_connections,
     connections_within_limit,
 )
 from gateway.http.upload_budget import UploadBudget
@@ -699,16 +697,6 @@ async def test_a_drain_timeout_lets_a_stream_end_with_an_error(port: Port) -> No
     draining = asyncio.create_task(port.server.drain(0.02))
     assert b" cut\r\n0\r\n\r\n" in await reader.read()
     await draining
-
-
-def test_a_low_limit_of_descriptors_is_raised() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-    try:
-        allow_connections()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, MAX_DESCRIPTORS)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_clients_leave_descriptors_for_replicas() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from serve.engine.main import Event
 from serve.host.replica_host import HostSpec, ReplicaHost
 from serve.host.weight_verification import Weights
 from store.model_weights.prepare import Origin
+from store.os_process import MAX_DESCRIPTORS
 from store.preparation_progress import Prepared, Progress, Report
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
@@ -78,6 +80,17 @@ async def test_host_is_ready_after_the_canary(make: Make) -> None:
     assert (await until(host, lambda r: r.load.tokens > 0)).load.in_flight == 0
     async with client(host.snapshot().url) as http:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
+
+
+async def test_an_engine_may_have_more_connections_than_its_parent(make: Make) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    host = make()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        await host.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert psutil.Process(host.snapshot().pid).rlimit(psutil.RLIMIT_NOFILE)[0] == min(hard, MAX_DESCRIPTORS)
 
 
 async def test_adapter_usage_is_reported_once_and_waiting_counts_with_each_heartbeat(make: Make) -> None:
