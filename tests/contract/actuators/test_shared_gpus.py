@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from policy.config.deployment import Deployment
@@ -16,6 +18,7 @@ from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Orders
 from serve.actuator.interface import Held
 from serve.actuator.shared_gpus import SharedGpuActuator
+from serve.host.gpu_locks import open_lock, try_lock
 from store.state_dir import StateDir
 from tests.contract.actuators.site import Backend, Site
 from tests.serve.memory_actuator import MemoryActuator
@@ -148,6 +151,52 @@ async def test_generations_use_the_gpus_of_a_group_one_after_another(site: Group
     await site.actuator.scale(LARGE, 1)
     await site.until(lambda: len(site.layer(LARGE, READY)) == 1 and not site.layer(new, ASLEEP))
     assert not old & set(site.layer(LARGE, READY).values())
+
+
+def held(engine: int) -> bool:
+    """Whether some process holds the group of this engine process."""
+    host = psutil.Process(engine).parent()
+    assert host is not None
+    (root,) = {Path(file.path).parents[1] for file in host.open_files() if "/locks-" in file.path}
+    leases = [open_lock(path) for path in root.glob("*/held.lock")]
+    try:
+        return not any(try_lock(lease, shared=True) for lease in leases)
+    finally:
+        for lease in leases:
+            os.close(lease)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("local", marks=pytest.mark.process),
+        pytest.param("ray", marks=[pytest.mark.process, pytest.mark.ray]),
+    ],
+    indirect=True,
+)
+async def test_a_kill_ends_at_most_one_engine(site: GroupSite) -> None:
+    await site.deploy(2, SMALL)
+    engines = await site.awake(0, 2)
+    (replica, first), (_, other) = site.layer(SMALL, READY).items()
+    (large,) = site.layer(LARGE).values()
+    host = psutil.Process(first).parent()
+    assert host is not None
+    holder = host.parent()
+    assert holder is not None
+    host.kill()
+    host.wait()
+    # As the controller does once its port refuses connections.
+    del site.replicas[replica]
+    after = await site.awake(0, 2)
+    assert {other, large} < after
+    holder.kill()
+    await site.until(lambda: not held(other))
+    await site.until(lambda: held(other))
+    assert await site.awake(0, 2) == after
+    await site.actuator.scale(SMALL, 0)
+    await site.actuator.scale(LARGE, 1)
+    assert await site.awake(1, 0) == after
+    assert first not in after and first in engines
 
 
 @IN_MEMORY
