@@ -23,7 +23,8 @@ class GroupEngine(NamedTuple):
     """One engine, on the GPUs ``cards`` of the group.
 
     ``chosen`` is whether it was last ordered to serve, ``prepared`` whether its process is there with a known
-    wake time, ``failed`` whether its last starts failed.
+    wake time, ``failed`` whether its last starts failed, ``unhealthy`` whether one of its GPUs fails or is
+    throttled.
     """
 
     id: str
@@ -33,17 +34,20 @@ class GroupEngine(NamedTuple):
     chosen: bool = False
     prepared: bool = False
     failed: bool = False
+    unhealthy: bool = False
 
 
 def chosen_engines(engines: Iterable[GroupEngine], awake: Mapping[str, int]) -> list[GroupEngine]:
     """The engines that serve: as many of each shape as ``awake`` says.
 
-    Those that serve stay, then come those that were chosen before, and prepared ones; failed ones are last.
+    Those that serve stay, then come those that were chosen before, and prepared ones; unhealthy and failed
+    ones are last.
     """
 
-    def rank(engine: GroupEngine) -> tuple[bool, bool, bool, bool, tuple[int, ...], str]:
+    def rank(engine: GroupEngine) -> tuple[bool, bool, bool, bool, bool, tuple[int, ...], str]:
         return (
             engine.failed,
+            engine.unhealthy,
             not engine.serving,
             not engine.chosen,
             not engine.prepared,

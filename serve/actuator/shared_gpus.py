@@ -54,13 +54,21 @@ class SharedGpuActuator:
     """
 
     def __init__(
-        self, actuator: Actuator, state: StateDir, replicas: Callable[[LayerKey], Sequence[Replica]]
+        self,
+        actuator: Actuator,
+        state: StateDir,
+        replicas: Callable[[LayerKey], Sequence[Replica]],
+        is_unhealthy: Callable[[Replica], bool] = lambda replica: False,
     ) -> None:
-        """``replicas`` returns the replicas of a layer, as their heartbeats describe them."""
+        """``replicas`` returns the replicas of a layer, as their heartbeats describe them.
+
+        Of a replica with a GPU that ``is_unhealthy``, another one serves in its place if there is any.
+        """
         self.name = actuator.name
         self._inner = actuator
         self._state = state
         self._replicas = replicas
+        self._is_unhealthy = is_unhealthy
         # The replicas that were last ordered to serve, and the engines whose last starts failed.
         self._chosen: set[str] = set()
         self._failed: set[EngineKey] = set()
@@ -97,6 +105,7 @@ class SharedGpuActuator:
             chosen=replica.id in self._chosen,
             prepared=is_prepared(replica),
             failed=EngineKey(LayerKey.of(replica), replica.cards) in self._failed,
+            unhealthy=self._is_unhealthy(replica),
         )
 
     async def layers(self) -> Mapping[LayerKey, Held]:

@@ -49,6 +49,11 @@ class ReplicaReplacement:
         plan = self._plans.get(replica.model)
         return plan.why if plan is not None and plan.leaves == replica.id else ""
 
+    def is_unhealthy(self, replica: Replica) -> bool:
+        """Whether a GPU of the replica fails or is throttled."""
+        health = self._health.get(replica.id)
+        return health is not None and gpu_fault_replacement.condition(health, self.now()) is not None
+
     def note(self, model: str) -> str:
         """A note for operators about the GPUs of the model, or an empty string."""
         return self._plans[model].note if model in self._plans else ""
@@ -59,13 +64,15 @@ class ReplicaReplacement:
         before, slots = self._plans.get(model, ReplacementPlan()), self._slots(target, at)
         if before == ReplacementPlan() and not any(slot.condition for slot in slots):
             return 0
-        group = gpu_group_of(target.spec)
-        if not target.aim.count or (group is not None and target.aim.shape in group.engines):
-            after = ReplacementPlan(note=_group_note(slots) if target.aim.count else "")
-        else:
-            # Checked only if a replacement may begin: it looks at every model.
-            room = not before.replica and has_room()
+        if target.aim.count:
+            # The successor of an engine in a shared GPU group has the same GPUs. Else room is checked only if a
+            # replacement may begin: it looks at every model.
+            group = gpu_group_of(target.spec)
+            alone = group is None or target.aim.shape not in group.engines
+            room = alone and not before.replica and has_room()
             after = gpu_fault_replacement.step(before, self._state(target, slots, room, at))
+        else:
+            after = ReplacementPlan()
         self._plans[model] = after
         self._announce(model, before, after)
         return int(after.more)
@@ -100,10 +107,3 @@ class ReplicaReplacement:
             self.event(f"{model}: {after.replica} drains: {after.why}")
         if not after.replica and after.note and after.note.partition(";")[0] != before.note.partition(";")[0]:
             self.event(f"{model}: {after.note}")
-
-
-def _group_note(slots: list[Slot]) -> str:
-    worst = next((slot for slot in slots if slot.condition is not None), None)
-    if worst is None or worst.condition is None:
-        return ""
-    return f"{worst.id}: {worst.condition.why}; kept: replicas of a shared GPU group are not replaced"

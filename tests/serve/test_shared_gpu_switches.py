@@ -10,6 +10,7 @@ from policy.errors import SwitchRefused
 from policy.scaling.transition_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import GpuOrder, Heartbeat
+from policy.wire.reports import PowerReport
 from tests.serve.memory_actuator import MemoryCluster
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -206,6 +207,17 @@ async def test_a_removed_model_removes_its_group(plane: Plane) -> None:
     assert {replica.model for replica in plane.cluster.replicas.values()} == {"other"}
     assert plane.state.load(plane.state.root / "beds.json", list[Any]) == []
     assert [status.name for status in plane.controller.status().models] == ["other"]
+
+
+async def test_an_engine_on_a_failed_gpu_sleeps_while_another_serves(plane: Plane) -> None:
+    await up(plane)
+    plane.controller.mode("m", "multi-replica")
+    await plane.ticks()
+    first, second = plane.cluster.of(SMALL, READY)
+    plane.power_reports[first.id] = PowerReport(watts=0.0, xid=79, card="GPU 0")
+    await plane.ticks()
+    serving = {replica.id for replica in plane.cluster.of(SMALL, READY)}
+    assert len(serving) == 2 and second.id in serving and first.id not in serving
 
 
 async def test_orders_go_to_every_engine_of_the_group_only(plane: Plane) -> None:
