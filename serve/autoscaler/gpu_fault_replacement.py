@@ -65,7 +65,7 @@ class ReplicaReplacement:
         if before == ReplacementPlan() and not any(slot.condition for slot in slots):
             return 0
         if target.aim.count:
-            # The successor of an engine in a shared GPU group has the same GPUs. Else room is checked only if a
+            # In a shared GPU group the successor has the same GPUs. Else room is checked only if a
             # replacement may begin: it looks at every model.
             group = gpu_group_of(target.spec)
             alone = group is None or target.aim.shape not in group.engines
