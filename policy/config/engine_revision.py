@@ -16,20 +16,15 @@ from policy.types import EngineKind
 def engine_inputs(spec: ModelSpec) -> dict[str, Any]:
     """The configuration that is fixed when an engine starts, by the keys of the deployment file.
 
-    ``token_file`` is left out: it only fetches weights. The timeouts are fixed for the life of a host. Of
-    adapters only slots, rank and size limits are fixed. Engines of a shared GPU group are built with sleep
-    mode.
+    ``token_file`` is left out: it only fetches weights. So are timeouts: hosts take new ones while they
+    run. Of adapters only slots, rank and size limits are fixed. Engines of a shared GPU group are built with
+    sleep mode.
     """
     source = "sim" if spec.engine is EngineKind.SIM else "source"
     whole = msgspec.to_builtins(spec)
     made: dict[str, Any] = {key: whole[key] for key in ("engine", "runner", "engine_args", "env", source)}
-    control = whole["control"]
-    made["control"] = {
-        "mode": {"drain_timeout_s": control["mode"]["drain_timeout_s"]},
-        "progress_timeout_s": control["progress_timeout_s"],
-    }
     if (group := gpu_group_of(spec)) is not None:
-        made["control"]["mode"]["sleep"] = list(group.engines)
+        made["control"] = {"mode": {"sleep": list(group.engines)}}
     if spec.adapters is not None:
         made["adapters"] = {
             key: whole["adapters"][key] for key in ("slots_per_replica", "max_rank", "max_bytes")

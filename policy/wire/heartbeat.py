@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
+from policy.config.control import ControlConfig
 from policy.types import Replica
 from policy.wire.adapter_catalog import served_name
 from policy.wire.reports import EngineReport, PowerReport
@@ -83,14 +84,41 @@ class GpuOrder(StrEnum):
     SLEEP = "sleep"
 
 
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """The timeouts of a host that change while its engine runs; names as in the deployment file."""
+
+    drain_timeout_s: float
+    progress_timeout_s: float
+    start_timeout_s: float
+
+    @classmethod
+    def of(cls, control: ControlConfig) -> Timeouts:
+        """Those of a deployment file."""
+        return cls(
+            drain_timeout_s=control.mode.drain_timeout_s,
+            progress_timeout_s=control.progress_timeout_s,
+            start_timeout_s=control.start_timeout_s,
+        )
+
+    def within(self, control: ControlConfig) -> ControlConfig:
+        """``control`` with these timeouts."""
+        return msgspec.structs.replace(
+            control,
+            mode=msgspec.structs.replace(control.mode, drain_timeout_s=self.drain_timeout_s),
+            progress_timeout_s=self.progress_timeout_s,
+            start_timeout_s=self.start_timeout_s,
+        )
+
+
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """The controller's answer to a heartbeat.
 
     ``hold`` are the adapters planned for the replica, the most valuable first. ``gpus`` is for an engine of a
-    shared GPU group. ``None`` leaves the last value in force. A ``leave`` that is not empty is the reason why
-    the replica must drain and be replaced.
+    shared GPU group. ``timeouts`` are those of the configuration in force. ``None`` leaves the last value in
+    force. A ``leave`` that is not empty is the reason why the replica must drain and be replaced.
     """
 
     hold: tuple[AdapterRef, ...] | None = None
     gpus: GpuOrder | None = None
+    timeouts: Timeouts | None = None
     leave: str = ""

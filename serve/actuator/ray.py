@@ -37,6 +37,8 @@ from store.state_dir import StateDir
 BEFORE_HOOK_S = 0.1
 
 AFTER_DRAIN_S = 15.0
+# The drain timeout may be raised to this while replicas run; Serve's own limit is fixed at deployment.
+LIVE_DRAIN_S = 600.0
 
 
 def deployment_id(state: StateDir) -> str:
@@ -90,7 +92,7 @@ class RayActuator:
             # In a shared GPU group the engines of the shapes start one shape after the other.
             health_check_timeout_s=model.control.start_timeout_s * (len(group.engines) if group else 1),
             graceful_shutdown_wait_loop_s=BEFORE_HOOK_S,
-            graceful_shutdown_timeout_s=drain_s + AFTER_DRAIN_S,
+            graceful_shutdown_timeout_s=max(drain_s, LIVE_DRAIN_S) + AFTER_DRAIN_S,
         )
         application = deployment(RayHost).bind(msgspec.json.encode(spec))
         target = RunTarget(

@@ -24,7 +24,7 @@ from policy.scaling.decision_types import Override
 from policy.scaling.transition_steps import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
 from policy.types import Fleet, Replica
-from policy.wire.heartbeat import Heartbeat, Orders
+from policy.wire.heartbeat import Heartbeat, Orders, Timeouts
 from policy.wire.reports import GatewayReport
 from serve.actuator.interface import Actuator, Held
 from serve.actuator.shared_gpus import SharedGpuActuator
@@ -135,7 +135,9 @@ class Controller:
             if self._observed.is_short(LayerKey.of(replica)):
                 self.autoscaler.decide_soon(replica.model)
         orders, leave = self.adapters.beat(beat), self._replacement.leave(replica)
-        return replace(orders, gpus=self._actuator.order(replica), leave=leave)
+        spec = self._spec_of(replica)
+        timeouts = None if spec is None else Timeouts.of(spec.control)
+        return replace(orders, gpus=self._actuator.order(replica), timeouts=timeouts, leave=leave)
 
     def signals(self, report: GatewayReport) -> None:
         """Take the counts that a gateway worker reports."""
@@ -394,11 +396,15 @@ class Controller:
             self._event(f"{model}: target {target.aim}")
         self._wake.set()
 
+    def _spec_of(self, replica: Replica) -> ModelSpec | None:
+        """The configuration of the replica's revision."""
+        if replica.model not in self._targets.names():
+            return None
+        return self._targets.get(replica.model).specs.get(replica.generation)
+
     def _adapter_slots(self, replica: Replica) -> int:
         """How many adapters a replica can load at once, by its revision."""
-        if replica.model not in self._targets.names():
-            return 0
-        spec = self._targets.get(replica.model).specs.get(replica.generation)
+        spec = self._spec_of(replica)
         return spec.adapters.slots_per_replica if spec is not None and spec.adapters is not None else 0
 
     def _lost(self, replica: Replica) -> None:

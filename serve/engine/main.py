@@ -1,9 +1,9 @@
 """The engine process: it builds the engine, serves it behind the guard, and reports to its host.
 
 The first line of standard input is the :class:`serve.engine.interface.EngineSpec`. Later lines are commands:
-``drain``, ``sleep`` with the seconds to drain, ``wake``, and ``hold`` with a JSON list of
-:class:`policy.wire.heartbeat.AdapterRef`. End of file means that the host is gone: the whole process group
-is killed. Events are JSON lines on the file descriptor ``--events``.
+``drain``, ``sleep`` with the seconds to drain, ``wake``, ``progress`` with a new progress timeout, and
+``hold`` with a JSON list of :class:`policy.wire.heartbeat.AdapterRef`. End of file means that the host is
+gone: the whole process group is killed. Events are JSON lines on the file descriptor ``--events``.
 """
 
 from __future__ import annotations
@@ -115,11 +115,13 @@ async def _follow_commands(
             sleep_control.sleep(float(given))
         elif command == b"wake":
             sleep_control.wake()
+        elif command == b"progress":
+            sleep_control.timeout_s = float(given)
     # The host is gone, so the engine's own processes must be killed here.
     os.killpg(0, signal.SIGKILL)
 
 
-async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
+async def _watch(engine: Engine, guard: Guard, timeout_s: Callable[[], float]) -> None:
     progress = Progress(time.monotonic())
     while True:
         await asyncio.sleep(CHECK_S)
@@ -127,7 +129,7 @@ async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
         stats = engine.stats()
         patience = FIRST_STEPS if guard.state is ReplicaPhase.STARTING else 1
         busy = stats.running + stats.waiting > 0
-        progress.check(stats.steps, busy, time.monotonic(), patience * timeout_s)
+        progress.check(stats.steps, busy, time.monotonic(), patience * timeout_s())
 
 
 async def _report(
@@ -194,14 +196,14 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
         engine,
         guard,
         adapters,
-        lambda: run_canary(url, spec, spec.progress_timeout_s),
+        lambda: run_canary(url, spec, sleep_control.timeout_s),
         spec.progress_timeout_s,
     )
     tasks = {
         asyncio.create_task(server.serve(sockets=[sock])),
         asyncio.create_task(adapters.run()),
         asyncio.create_task(_follow_commands(stdin, guard, adapters, sleep_control)),
-        asyncio.create_task(_watch(engine, guard, spec.progress_timeout_s)),
+        asyncio.create_task(_watch(engine, guard, lambda: sleep_control.timeout_s)),
         asyncio.create_task(_report(engine, guard, adapters, report_event, describe_machine(spec))),
     }
     preparing = asyncio.create_task(_prepare(url, spec, adapters))

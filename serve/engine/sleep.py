@@ -22,7 +22,7 @@ class SleepControl:
     """Puts one ready engine to sleep and wakes it, by the last command.
 
     ``warm`` sends it a canary. Sleeping and waking may take the engine ``timeout_s`` each; after that it
-    fails, because a stuck engine holds GPUs that others wait for.
+    fails, because a stuck engine holds GPUs that others wait for. The time may change.
     """
 
     engine: Engine

@@ -1,4 +1,7 @@
-"""The replica host: it owns a replica's resources and supervises its engine, a child process."""
+"""The replica host: it owns a replica's resources and supervises its engine, a child process.
+
+This module is over 400 lines: the life of an engine is one state machine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,15 @@ from policy.errors import EngineFailed, TidegateError
 from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S
 from policy.stats.backoff import Backoff, failures_after
 from policy.types import Load, Replica, ReplicaPhase, StartPath
-from policy.wire.heartbeat import AdapterRef, AdapterUse, GpuOrder, Heartbeat, Orders
+from policy.wire.heartbeat import (
+    HEARTBEAT_PERIOD_S,
+    AdapterRef,
+    AdapterUse,
+    GpuOrder,
+    Heartbeat,
+    Orders,
+    Timeouts,
+)
 from policy.wire.reports import EngineReport, PowerReport
 from serve.async_waiting import wait_at_most
 from serve.engine.interface import EngineSpec
@@ -160,8 +171,17 @@ class ReplicaHost:
         if orders.hold is not None and orders.hold != self._hold:
             self._hold = orders.hold
             self.command(b"hold " + msgspec.json.encode(self._hold))
+        if orders.timeouts is not None and orders.timeouts != Timeouts.of(self.spec.model.control):
+            self._take(orders.timeouts)
         if orders.gpus is not None:
             self._gpus.ordered(orders.gpus)
+
+    def _take(self, timeouts: Timeouts) -> None:
+        """Put new timeouts into force, also in the engine that runs."""
+        model = self.spec.model
+        model = msgspec.structs.replace(model, control=timeouts.within(model.control))
+        self.spec = msgspec.structs.replace(self.spec, model=model)
+        self.command(f"progress {timeouts.progress_timeout_s}".encode())
 
     async def start(self) -> None:
         """Return when the engine is ready; raises :class:`EngineFailed` after too many failures in a row."""
@@ -182,7 +202,13 @@ class ReplicaHost:
             return
         self._become(ReplicaPhase.DRAINING, why)
         self.command(b"drain")
-        await wait_at_most(self._drained, self.spec.model.control.mode.drain_timeout_s)
+        began = time.monotonic()
+        while not self._drained.is_set():
+            left_s = began + self.spec.model.control.mode.drain_timeout_s - time.monotonic()
+            if left_s <= 0:
+                return
+            # The timeout may change meanwhile.
+            await wait_at_most(self._drained, min(left_s, HEARTBEAT_PERIOD_S))
 
     async def stop(self) -> None:
         """End the engine and everything that it started."""
@@ -292,8 +318,9 @@ class ReplicaHost:
         try:
             process.command(msgspec.json.encode(self._engine_spec(weights)))
             # Once it listens, an engine reports every second.
-            silence_s = self.spec.model.control.progress_timeout_s
-            async for event in process.events(lambda: silence_s if self.replica.url else None):
+            async for event in process.events(
+                lambda: self.spec.model.control.progress_timeout_s if self.replica.url else None
+            ):
                 failed = self.receive(event) or failed
             raise EngineFailed(failed or f"the engine ended with {await process.wait()}")
         finally:

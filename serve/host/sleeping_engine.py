@@ -42,7 +42,6 @@ class SleepingEngine(GpuAccess):
         self.host = ReplicaHost(spec, replica=replica, address=address, node=node, gpus=self)
         self.host.update(cards=slot.cards)
         self._locks = locks
-        self._control = spec.model.control
         self._order = GpuOrder.SLEEP
         # The phase that the engine reported, and whether it was ordered to sleep since it last served.
         self._engine_phase: ReplicaPhase | None = None
@@ -81,7 +80,7 @@ class SleepingEngine(GpuAccess):
             await self._wait(RETRY_S if self._order in _STARTING else None)
         self.host.update(start_path=StartPath.CACHED)
         # A start that takes too long occupies GPUs that others wait for.
-        self._late = asyncio.get_running_loop().call_later(self._control.start_timeout_s, self._kill_late)
+        self._late = asyncio.get_running_loop().call_later(self.host.spec.model.control.start_timeout_s, self._kill_late)
 
     def changed(self) -> None:
         if self.host.replica.state is ReplicaPhase.READY and self._following is None:
@@ -119,7 +118,7 @@ class SleepingEngine(GpuAccess):
     async def _fall_asleep(self) -> bool:
         """Drain and sleep; returns false if it was ordered to serve meanwhile, and does."""
         self._sleeps = True
-        self.host.command(f"sleep {self._control.mode.drain_timeout_s if self._served else 0.0}".encode())
+        self.host.command(f"sleep {self.host.spec.model.control.mode.drain_timeout_s if self._served else 0.0}".encode())
         self._notify()
         await self._until(lambda: self._engine_phase is ReplicaPhase.ASLEEP or self._serves)
         if self._engine_phase is ReplicaPhase.ASLEEP:

@@ -30,11 +30,11 @@ CHANGES: list[Row] = [
     ("models[0].token_file", "/t", Effect.LIVE),
     ("models[0].mode", "multi-replica", Effect.LIVE),
     ("models[0].modes.multi-replica.replicas.max", 1, Effect.LIVE),
+    # Running hosts take new timeouts.
     *(
-        (f"models[0].control.{timeout}", 9.0, Effect.NEW_GENERATION)
-        for timeout in ("mode.drain_timeout_s", "progress_timeout_s")
+        (f"models[0].control.{timeout}", 9.0, Effect.LIVE)
+        for timeout in ("mode.drain_timeout_s", "progress_timeout_s", "start_timeout_s")
     ),
-    ("models[0].control.start_timeout_s", 9.0, Effect.LIVE),
     ("budget.cpus", 4, Effect.LIVE),
     ("gateway.queue_timeout_s", 9.0, Effect.LIVE),
     ("gateway.port", 9000, Effect.RESTART),

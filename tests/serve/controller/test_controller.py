@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from policy.errors import ConfigError, SwitchRefused, TargetError
+from policy.scaling.transition_steps import LayerKey
 from policy.types import ReplicaPhase
+from policy.wire.heartbeat import Heartbeat, Timeouts
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 
@@ -140,3 +142,14 @@ async def test_generation_with_too_long_a_gap_is_refused(plane: Plane) -> None:
     written = plane.state.load(plane.state.deployment_path, dict[str, Any])
     assert written is not None
     assert "multi-replica" in written["models"][0]["modes"]
+
+
+async def test_new_timeouts_reach_running_replicas_without_a_new_generation(plane: Plane) -> None:
+    await plane.ready(document())
+    control = {"mode": {"drain_timeout_s": 77}, "progress_timeout_s": 7, "start_timeout_s": 60}
+    plane.controller.apply(document(sim_model(control=control)))
+    await plane.ticks()
+    (replica,) = plane.cluster.replicas.values()
+    assert LayerKey.of(replica) == SMALL
+    timeouts = plane.controller.beat(Heartbeat(replica=replica)).timeouts
+    assert timeouts == Timeouts(drain_timeout_s=77, progress_timeout_s=7, start_timeout_s=60)

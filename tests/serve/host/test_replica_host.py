@@ -18,7 +18,7 @@ from policy.engine.step_samples import StepSample
 from policy.errors import EngineFailed
 from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S
 from policy.types import Load, Replica, ReplicaPhase, StartPath
-from policy.wire.heartbeat import AdapterUse
+from policy.wire.heartbeat import AdapterUse, Orders, Timeouts
 from policy.wire.load_stream import LoadLine
 from policy.wire.reports import EngineReport
 from serve.engine.main import Event
@@ -54,6 +54,11 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     for one in made:
         if one.snapshot().state is not ReplicaPhase.STOPPED:
             await one.stop()
+
+
+def timeouts(**over: float) -> Timeouts:
+    given = {"drain_timeout_s": 60.0, "progress_timeout_s": 60.0, "start_timeout_s": 60.0}
+    return Timeouts(**given | over)
 
 
 async def until(host: ReplicaHost, true: Callable[[Replica], bool]) -> Replica:
@@ -234,7 +239,7 @@ async def test_draining_waits_for_streams_and_refuses_new_requests(make: Make) -
     assert host.snapshot().state is ReplicaPhase.STOPPED
 
 
-@pytest.mark.parametrize("ends_by", ["deadline", "death"])
+@pytest.mark.parametrize("ends_by", ["deadline", "order", "death"])
 async def test_draining_ends_at_its_timeout_or_with_its_engine(make: Make, ends_by: str) -> None:
     timeout_s = 0.05 if ends_by == "deadline" else 3600.0
     sim = {"profile": "sim-small", "speed": 0.001}
@@ -246,9 +251,23 @@ async def test_draining_ends_at_its_timeout_or_with_its_engine(make: Make, ends_
         if ends_by == "death":
             await until(host, lambda r: r.state is ReplicaPhase.DRAINING)
             os.kill(host.snapshot().pid, signal.SIGKILL)
+        elif ends_by == "order":
+            await until(host, lambda r: r.state is ReplicaPhase.DRAINING)
+            host.obey(Orders(timeouts=timeouts(drain_timeout_s=0.05)))
         async with asyncio.timeout(WITHIN_S):
             await draining
         assert ends_by == "death" or host.snapshot().load.in_flight == 1
+
+
+async def test_a_running_engine_takes_a_new_progress_timeout(make: Make) -> None:
+    # One step takes a minute.
+    host = make(sim={"profile": "sim-small", "speed": 0.0005})
+    starting = asyncio.ensure_future(host.start())
+    await until(host, lambda r: r.pid != 0)
+    host.obey(Orders(timeouts=timeouts(progress_timeout_s=0.1)))
+    failed = await until(host, lambda r: r.failures > 0)
+    assert "no engine step" in failed.reason or "the canary" in failed.reason
+    starting.cancel()
 
 
 @pytest.mark.parametrize("when", ["starting", "ready"])
