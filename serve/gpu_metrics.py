@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import math
 import operator
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -29,8 +30,9 @@ REASONS = {
 }
 
 
-def devices(gpus: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The indices or UUIDs of the GPUs that an engine with this environment uses, at most ``gpus``."""
+def devices(gpus: float, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The indices or UUIDs of the GPUs that an engine with this environment uses, at most ``gpus``, rounded up."""
+    gpus = math.ceil(gpus)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     named = [str(i) for i in range(gpus)] if visible is None else visible.split(",")
     return tuple(name.strip() for name in named if name.strip())[:gpus]

@@ -34,17 +34,35 @@ FORBIDDEN_ENV = frozenset(
 )
 
 Port = Annotated[int, Meta(ge=1, le=65_535)]
+# A number of whole GPUs, or a fraction of one.
+Gpus = Annotated[int, Meta(ge=0, le=64)] | Annotated[float, Meta(gt=0, lt=1)]
 UnprivilegedPort = Annotated[int, Meta(ge=1024, le=65_535)]
 
 
 class Shape(Section, frozen=True):
-    """The specification of a replica: whole GPUs or CPU cores, and engine arguments added to the model's."""
+    """The specification of a replica: GPUs or CPU cores, and engine arguments added to the model's.
 
-    gpus: Annotated[int, Meta(ge=0, le=64)] = 0
+    Replicas with a fraction of a GPU share one. Ray places a replica on a node with GPUs of its
+    ``accelerator_type``, if that is not empty, and with its custom ``resources``.
+    """
+
+    gpus: Gpus = 0
     cpus: Annotated[int, Meta(ge=0, le=1024)] = 0
+    accelerator_type: str = ""
+    resources: dict[str, Annotated[float, Meta(gt=0)]] = {}
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     max_in_flight: Annotated[int, Meta(ge=1, le=65_536)] = 256
     engine_args: dict[str, Any] = {}
+
+    @property
+    def degree(self) -> Gpus:
+        """Over how many GPUs or cores the engine is spread; a fraction of one GPU is that part of it."""
+        return self.gpus or max(1, self.cpus)
+
+    @property
+    def share(self) -> float:
+        """The part of each of its GPUs that a replica has."""
+        return min(1.0, self.gpus or 1.0)
 
 
 class Replicas(Section, frozen=True):

@@ -28,8 +28,8 @@ class GpuGroup(msgspec.Struct, frozen=True, kw_only=True):
 def gpu_group_of(spec: ModelSpec) -> GpuGroup | None:
     """The GPU group of each generation of ``spec``; ``None`` if engines start and stop instead.
 
-    Requirements: engines with sleep mode; modes with different shapes, all with GPUs whose number divides
-    that of the largest; no mode needs more GPUs than the largest shape has.
+    Requirements: engines with sleep mode; modes with different shapes, all with whole GPUs whose number
+    divides that of the largest; no mode needs more GPUs than the largest shape has.
     """
     if spec.control.mode.sleep == "never" or not _can_sleep(spec):
         return None
@@ -37,21 +37,22 @@ def gpu_group_of(spec: ModelSpec) -> GpuGroup | None:
     known = (mode.shape for mode in spec.modes.values() if mode.shape in spec.shapes)
     shapes = {name: spec.shapes[name] for name in known}
     ordered = sorted(shapes, key=lambda name: (-shapes[name].gpus, name))
-    if len(ordered) < 2 or not all(shape.gpus for shape in shapes.values()):
+    if len(ordered) < 2 or any(shape.gpus < 1 for shape in shapes.values()):
         return None
-    gpus = shapes[ordered[0]].gpus
+    gpus = int(shapes[ordered[0]].gpus)
     if any(gpus % shape.gpus for shape in shapes.values()):
         return None
     if any(mode.bounds.max * shapes[mode.shape].gpus > gpus for mode in spec.modes.values()):
         return None
-    engines = {name: gpus // shapes[name].gpus for name in ordered}
+    engines = {name: gpus // int(shapes[name].gpus) for name in ordered}
     cpus = max(count * shapes[name].cpus for name, count in engines.items())
     return GpuGroup(engines=engines, gpus=gpus, cpus=cpus)
 
 
 def cards(shape: Shape, index: int) -> range:
     """The GPUs of the group that engine ``index`` of ``shape`` uses."""
-    return range(index * shape.gpus, (index + 1) * shape.gpus)
+    gpus = int(shape.gpus)
+    return range(index * gpus, (index + 1) * gpus)
 
 
 def _can_sleep(spec: ModelSpec) -> bool:

@@ -32,6 +32,7 @@ from policy.config.ports import check_ports
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
+from policy.scaling.resources import ROUNDING
 from policy.types import EngineKind
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -41,6 +42,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::\
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9A-Fa-f:]+")
 _HUB = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?")
 # The section ``adapters`` sets them.
+_RAY_RESOURCES = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 _ADAPTER_ENGINE_ARGS = frozenset({"enable_lora", "max_loras", "max_lora_rank"})
 
 
@@ -114,6 +116,8 @@ def _check_deployed(path: str, spec: ModelSpec, deployment: Deployment) -> None:
     known = f"one of the modes: {', '.join(spec.modes)}"
     require(spec.mode is None or spec.mode in spec.modes, f"{path}.mode", spec.mode, known)
     _check_engine_args(f"{path}.engine_args", spec.engine_args)
+    for name, shape in spec.shapes.items():
+        _check_memory_share(path, name, shape, spec)
     for key, value in spec.env.items():
         expected = "a variable that Tidegate does not guard or set"
         require(key not in FORBIDDEN_ENV, f"{path}.env.{key}", value, expected)
@@ -122,9 +126,16 @@ def _check_deployed(path: str, spec: ModelSpec, deployment: Deployment) -> None:
 def _check_shape(path: str, name: str, shape: Shape, budget: Budget) -> None:
     require(SHAPE_NAME.fullmatch(name), path, name, f"a shape name that matches {SHAPE_NAME.pattern}")
     ranks, gpus = shape.tensor_parallel, shape.gpus
-    expected = f"{gpus}, one rank per GPU of the shape" if gpus else "1 for a shape without GPUs"
-    require(ranks == (gpus or 1), f"{path}.tensor_parallel", ranks, expected)
-    require(gpus or shape.cpus, path, {"gpus": 0, "cpus": 0}, "gpus or cpus of at least 1")
+    alone = "1 for a fraction of a GPU" if gpus else "1 for a shape without GPUs"
+    expected = f"{gpus}, one rank per GPU of the shape" if gpus >= 1 else alone
+    require(ranks == (gpus if gpus >= 1 else 1), f"{path}.tensor_parallel", ranks, expected)
+    require(gpus or shape.cpus, path, {"gpus": 0, "cpus": 0}, "gpus, or cpus of at least 1")
+    typed = gpus or not shape.accelerator_type
+    require(typed, f"{path}.accelerator_type", shape.accelerator_type, "none for a shape without GPUs")
+    for resource, amount in shape.resources.items():
+        named = resource and resource not in _RAY_RESOURCES and "accelerator_type" not in resource
+        expected = "a custom resource of the nodes; GPUs, cores and accelerator_type have keys of their own"
+        require(named, f"{path}.resources.{resource}", amount, expected)
     for key in ("gpus", "cpus"):
         limit, value = getattr(budget, key), getattr(shape, key)
         within = limit is None or value <= limit
@@ -142,8 +153,8 @@ def _check_mode(path: str, name: str, mode: Mode, spec: ModelSpec, budget: Budge
     require(one, f"{path}.replicas", most, "1: single-large is one replica")
     for key in ("gpus", "cpus"):
         limit, each = getattr(budget, key), getattr(spec.shapes[mode.shape], key)
-        if limit is not None and each * most > limit:
-            expected = f"at most {limit // each}: each needs {each} of budget.{key} = {limit}"
+        if limit is not None and (fits := int(limit / each + ROUNDING) if each else most) < most:
+            expected = f"at most {fits}: each needs {each} of budget.{key} = {limit}"
             raise ConfigError(f"{path}.replicas", most, expected)
 
 
@@ -166,6 +177,18 @@ def _check_scale(path: str, scale: ScaleConfig, spec: ModelSpec) -> None:
         for i, rate in enumerate(getattr(scale, key)):
             one = (rate.replicas is None) != (rate.fraction is None)
             require(one, f"{path}.{key}[{i}]", rate.replicas, "exactly one of replicas and fraction")
+
+
+def _check_memory_share(path: str, name: str, shape: Shape, spec: ModelSpec) -> None:
+    """Refuse engines with a fraction of a GPU that would take more than this part of its memory."""
+    key = "gpu_memory_utilization"
+    for at, args in ((f"{path}.shapes.{name}", shape.engine_args), (path, spec.engine_args)):
+        if key in args:
+            given = args[key]
+            fits = shape.share == 1 or (isinstance(given, float | int) and given <= shape.share)
+            expected = f"at most {shape.gpus:g}, the fraction of a GPU of shapes.{name}"
+            require(fits, f"{at}.engine_args.{key}", given, expected)
+            return
 
 
 def _check_affordable(spec: ModelSpec, budget: Budget) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from policy.config.deployment import Budget, ModelSpec, Shape
+from policy.config.deployment import Budget, Gpus, ModelSpec, Shape
 from policy.engine.performance_model import EngineModel, KvMemory, Limits, Timing
 from policy.engine.performance_model_file import model_file
 from policy.engine.prefill_estimate import GENERIC
@@ -40,7 +40,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     assumed: bool
 
-    def limits(self, degree: int) -> Limits:
+    def limits(self, degree: Gpus) -> Limits:
         """The limits of one replica on ``degree`` devices.
 
         Raises :class:`policy.errors.ConfigError` when the weights leave no room for KV cache.
@@ -48,11 +48,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         kv = self.base_limits.kv_tokens
         if self.memory is not None and degree != self.kv_degree:
             kv = self.memory.replica_tokens(degree)
+        elif degree < 1:
+            kv = int(kv * degree)
         if kv <= 0:
             raise ConfigError("tensor_parallel", degree, f"a degree at which {self.name} fits in memory")
         return msgspec.structs.replace(self.base_limits, kv_tokens=kv)
 
-    def timing(self, degree: int) -> Timing:
+    def timing(self, degree: Gpus) -> Timing:
         """Limits and engine model of one replica on ``degree`` devices; raises as :meth:`limits`."""
         return Timing(limits=self.limits(degree), model=self.model.at_degree(degree))
 
@@ -211,12 +213,11 @@ def _calibrated(given: Mapping[str, Any], where: str) -> Profile:
 def shipped(spec: ModelSpec, shape: Shape) -> Timing:
     """The timing of a replica of ``shape`` by its profile, before any calibration."""
     name = spec.timed_by
-    degree = shape.tensor_parallel if shape.gpus else max(1, shape.cpus)
     timing = GENERIC
     if name is not None:
         found = profile(name)
         with suppress(ConfigError):  # by its profile the model does not fit, but it runs
-            timing = found.timing(degree)
+            timing = found.timing(shape.degree)
     if spec.engine is EngineKind.SIM and timing.model is not None and spec.profile is None:
         timing = msgspec.structs.replace(timing, model=timing.model.faster(spec.sim.speed))
     args = {**spec.engine_args, **shape.engine_args}

@@ -46,8 +46,12 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
         if self.o + self.w <= 0 or self.degree < 1:
             raise ValueError("a step takes time (o + w > 0), on at least one device (degree >= 1)")
 
-    def at_degree(self, degree: int) -> EngineModel:
-        return msgspec.structs.replace(self, degree=degree)
+    def at_degree(self, degree: float) -> EngineModel:
+        """The same on ``degree`` devices; a fraction of one gets this part of its time."""
+        if degree < 1:
+            w, c, g = self.w / degree, self.c / degree, self.g / degree
+            return msgspec.structs.replace(self, w=w, c=c, g=g, degree=1)
+        return msgspec.structs.replace(self, degree=int(degree))
 
     def as_one_device(self) -> EngineModel:
         """The engine model at degree 1 with the same step times, within 3 %: all-reduce counts as compute."""
@@ -156,7 +160,11 @@ class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_token: float
     usable: float = 0.9
 
-    def replica_tokens(self, degree: int) -> int:
-        """KV tokens of one replica on ``degree`` devices, in whole blocks; 0 when the weights do not fit."""
-        room = degree * (self.usable * self.device_bytes - self.overhead_bytes) - self.weights_bytes
+    def replica_tokens(self, degree: float) -> int:
+        """KV tokens of one replica on ``degree`` devices, in whole blocks; 0 when the weights do not fit.
+
+        A fraction of a device has that part of its memory, and all of the overhead.
+        """
+        each = self.usable * min(1, degree) * self.device_bytes - self.overhead_bytes
+        room = max(1, degree) * each - self.weights_bytes
         return max(0, int(room / self.bytes_per_token) // BLOCK * BLOCK)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
+from policy.config.deployment import Gpus
 from policy.engine.performance_model import Timing
 from policy.engine.replica_capacity import Capability
 from policy.scaling.resources import Resources
@@ -42,7 +43,7 @@ class ModeOption(msgspec.Struct, frozen=True, kw_only=True):
     least: int
     most: int
     timing: Timing
-    gpus: int = 0
+    gpus: Gpus = 0
     cpus: int = 0
     watts: float = 0.0
     cost_per_h: float = 0.0

@@ -74,12 +74,22 @@ def missing_resources(deployment: Mapping[str, Any]) -> str:
 
 
 def required_resources(model: ModelSpec, shape: Shape, cluster: Cluster) -> dict[str, Any]:
-    """The resources that a host requests of Ray.
+    """The resources that a host requests of Ray, as options of its actor.
 
     It requests fractions of cores, so that two shapes can overlap during a switch.
     """
     group = gpu_group_of(model)
+    needed: dict[str, Any]
     gpus, cpus = (shape.gpus, shape.cpus) if group is None else (group.gpus, group.cpus)
-    if model.engine is EngineKind.SIM:
-        return {"num_gpus": gpus if cluster.simulated_gpus else 0, "num_cpus": SIM_CPUS}
-    return {"num_gpus": gpus, "num_cpus": cpus if gpus else cpus / CPU_OVERCOMMIT}
+    simulated = model.engine is EngineKind.SIM
+    if simulated and not cluster.simulated_gpus:
+        return {"num_gpus": 0, "num_cpus": SIM_CPUS}
+    needed = {
+        "num_gpus": gpus,
+        "num_cpus": SIM_CPUS if simulated else cpus if gpus else cpus / CPU_OVERCOMMIT,
+    }
+    if shape.accelerator_type:
+        needed["accelerator_type"] = shape.accelerator_type
+    if shape.resources:
+        needed["resources"] = dict(shape.resources)
+    return needed

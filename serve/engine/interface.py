@@ -42,7 +42,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The specification of an engine process, sent as one JSON line on its standard input.
 
     ``host`` is the address to listen on, ``bound`` the maximum number of concurrent requests, ``weights`` a
-    local directory (empty for the simulated engine), ``cpus`` the cores of a shape without GPUs. With
+    local directory (empty for the simulated engine), ``share`` the part of each GPU that is its own, ``cpus``
+    the cores of a shape without GPUs. With
     ``adapter_slots`` of 0 no adapters are served; otherwise of rank ``max_rank`` at most. Their files are
     found by digest in the directories ``blobs``, or pulled from the ``controller`` into the last of them, up
     to ``max_bytes``. Adapters of ``hold`` are loaded before the first request. An engine that ``sleeps``
@@ -57,6 +58,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     bound: int
     weights: str = ""
     tensor_parallel: int = 1
+    share: float = 1.0
     cpus: int = 0
     engine_args: dict[str, Any] = {}
     sim: Sim = Sim()

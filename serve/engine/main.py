@@ -227,7 +227,9 @@ def describe_machine(
         return f"simulated: {spec.sim.profile} at {spec.sim.speed:g} times its speed"
     if spec.cpus:
         return f"{spec.cpus} of {os.cpu_count()} cores of {_cpu(cpuinfo)}"
-    return f"{spec.tensor_parallel} x {product_name(devices(spec.tensor_parallel, environment))}"
+    return (
+        f"{spec.share * spec.tensor_parallel:g} x {product_name(devices(spec.tensor_parallel, environment))}"
+    )
 
 
 def _cpu(cpuinfo: Path) -> str:

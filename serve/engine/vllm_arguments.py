@@ -29,7 +29,10 @@ from serve.engine.interface import EngineSpec
 USAGE = UsageContext.OPENAI_API_SERVER
 
 # vLLM would fetch the media of a request from any URL, also from addresses that only this machine reaches.
-DEFAULTS = {"allowed_media_domains": ["engine-args-allowed-media-domains-is-not-set.invalid"]}
+DEFAULTS: dict[str, Any] = {"allowed_media_domains": ["engine-args-allowed-media-domains-is-not-set.invalid"]}
+
+# Of an engine's fraction of a GPU; the rest is for what vLLM does not count, such as its CUDA context.
+MEMORY_OF_SHARE = 0.9
 
 
 def own_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -73,7 +76,8 @@ def arguments(spec: EngineSpec) -> Any:
         raise EngineFailed(f"engine_args: {message}")
 
     parser.error = refuse
-    given = {**DEFAULTS, **spec.engine_args, **own_arguments(spec)}
+    shared = {"gpu_memory_utilization": MEMORY_OF_SHARE * spec.share} if spec.share < 1 else {}
+    given = {**DEFAULTS, **shared, **spec.engine_args, **own_arguments(spec)}
     args = parser.parse_args([word for item in given.items() for word in _flag(*item)])
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)

@@ -374,6 +374,7 @@ class ReplicaHost:
             bound=shape.max_in_flight,
             weights=weights,
             tensor_parallel=shape.tensor_parallel,
+            share=shape.share,
             cpus=0 if shape.gpus else shape.cpus,
             engine_args={**model.engine_args, **shape.engine_args},
             sim=model.sim,
@@ -390,6 +391,12 @@ class ReplicaHost:
 
     async def _watch_cards(self) -> None:
         async for power in watch(devices(self._shape.gpus, os.environ | self._environment())):
+            share = self._shape.share
+            if power is not None and share < 1:
+                # The others on the card report their own part.
+                parts = {"watts": share * power.watts, "joules": share * power.joules}
+                self._power = msgspec.structs.replace(power, **parts)
+                continue
             self._power = power
 
     def _environment(self) -> dict[str, str]:

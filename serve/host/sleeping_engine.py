@@ -80,7 +80,9 @@ class SleepingEngine(GpuAccess):
             await self._wait(RETRY_S if self._order in _STARTING else None)
         self.host.update(start_path=StartPath.CACHED)
         # A start that takes too long occupies GPUs that others wait for.
-        self._late = asyncio.get_running_loop().call_later(self.host.spec.model.control.start_timeout_s, self._kill_late)
+        self._late = asyncio.get_running_loop().call_later(
+            self.host.spec.model.control.start_timeout_s, self._kill_late
+        )
 
     def changed(self) -> None:
         if self.host.replica.state is ReplicaPhase.READY and self._following is None:
@@ -118,7 +120,9 @@ class SleepingEngine(GpuAccess):
     async def _fall_asleep(self) -> bool:
         """Drain and sleep; returns false if it was ordered to serve meanwhile, and does."""
         self._sleeps = True
-        self.host.command(f"sleep {self.host.spec.model.control.mode.drain_timeout_s if self._served else 0.0}".encode())
+        self.host.command(
+            f"sleep {self.host.spec.model.control.mode.drain_timeout_s if self._served else 0.0}".encode()
+        )
         self._notify()
         await self._until(lambda: self._engine_phase is ReplicaPhase.ASLEEP or self._serves)
         if self._engine_phase is ReplicaPhase.ASLEEP:

@@ -16,6 +16,7 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.engine.builtin_profiles import shipped
 from policy.errors import TargetError
+from policy.scaling.resources import ROUNDING
 from sim.arrival_stream import Arrival
 from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, verify
 from sim.oracle.least_work import least_problem, least_work, tokens_of
@@ -87,7 +88,7 @@ class _Mode(NamedTuple):
 
     name: str
     rate: float
-    devices: int
+    devices: float
     least: int
     most: int
 
@@ -115,7 +116,7 @@ class _Oracle:
             room = budget.gpus if shape.gpus else budget.cpus
             most = mode.bounds.max
             if room is not None:
-                most = min(most, room // max(1, shape.gpus or shape.cpus))
+                most = min(most, int(room / shape.degree + ROUNDING))
             self.progress(f"{self.spec.name}: what a replica of {name} attains")
             try:
                 rate = attained_rate(
@@ -139,8 +140,8 @@ class _Oracle:
         ]
         limits = replace(
             self._problem(modes[0]),
-            least=min(each.least * each.devices for each in modes),
-            most=max(each.most * each.devices for each in modes),
+            least=math.floor(min(each.least * each.devices for each in modes)),
+            most=math.ceil(max(each.most * each.devices for each in modes)),
         )
         work, until = np.min(costs, axis=0), limits.bins * limits.bin_s
         wait_s, slo = self.deployment.gateway.queue_timeout_s, spec.control.slo

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from policy.config.deployment import Mode, ModelSpec, Shape
+from policy.config.deployment import Gpus, Mode, ModelSpec, Shape
 from policy.engine.builtin_profiles import PROFILES, kind_and_size, profile
 from policy.engine.performance_model_file import model_file
 from policy.errors import ConfigError
@@ -37,7 +37,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     profile: str | dict[str, Any]
-    degree: int
+    degree: Gpus
     device: Literal["gpu", "core"]
     shape: Shape
     basis: Basis
@@ -46,7 +46,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Its short name: h100 x 2."""
-        return f"{self.kind} x {self.degree}"
+        return f"{self.kind} x {self.degree:g}"
 
     def of(self, spec: ModelSpec, count: int) -> ModelSpec:
         """``spec`` with ``count`` replicas of this shape and no others, timed by its profile."""
@@ -107,8 +107,10 @@ def _of_kind(
 ) -> list[Candidate]:
     found = profile(given)
     fitted_at = None if isinstance(given, str) else model_file(given, "profile").degree
-    written = {_degree(shape): shape for shape in spec.shapes.values() if bool(shape.gpus) is not cores}
-    tried = degrees or sorted({*(CORE_DEGREES if cores else GPU_DEGREES), *written})
+    written: dict[Gpus, Shape] = {
+        shape.degree: shape for shape in spec.shapes.values() if bool(shape.gpus) is not cores
+    }
+    tried: Sequence[Gpus] = degrees or sorted({*(CORE_DEGREES if cores else GPU_DEGREES), *written})
     made = []
     for degree in tried:
         try:
@@ -129,14 +131,10 @@ def _of_kind(
                     like,
                     gpus=0 if cores else degree,
                     cpus=degree if cores else 0,
-                    tensor_parallel=1 if cores else degree,
+                    tensor_parallel=1 if cores else max(1, int(degree)),
                 ),
                 basis=basis,
                 source=found.source,
             )
         )
     return made
-
-
-def _degree(shape: Shape) -> int:
-    return shape.gpus or max(1, shape.cpus)

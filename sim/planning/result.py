@@ -22,7 +22,7 @@ class Need(NamedTuple):
     """``devices`` are needed at ``factor`` times today's load."""
 
     factor: float
-    devices: int
+    devices: float
 
 
 class Addition(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class Addition(msgspec.Struct, frozen=True, kw_only=True):
     order_month: float
     factor: float
     modules: int
-    devices: int
+    devices: float
 
 
 def schedule(needs: Sequence[Need], growth: float, module: int, lead_weeks: float) -> list[Addition]:
@@ -94,7 +94,7 @@ class GrowthStep(msgspec.Struct, frozen=True, kw_only=True):
 
     factor: float
     replicas: int
-    devices: int
+    devices: float
     peak_w: float
     heat_btu_per_h: float
     cost_per_h: float | None
@@ -136,7 +136,7 @@ class Overflow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     replicas: int
-    devices: int
+    devices: float
     bought: OverflowResult
     owned_per_h: float | None
     total_per_h: float | None

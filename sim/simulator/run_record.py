@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from policy.config.deployment import Gpus
 from policy.scaling.decision_types import Decision
 from policy.types import StartPath
 
@@ -80,7 +81,7 @@ class Span:
     model: str
     mode: str
     shape: str
-    gpus: int
+    gpus: Gpus
     cpus: int
     path: StartPath
     asked_at: float

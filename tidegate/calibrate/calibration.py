@@ -151,7 +151,7 @@ def served_shape(
 
 def _of(spec: ModelSpec, shape: str, ready: list[Replica]) -> ServedShape:
     made = spec.shapes[shape]
-    degree = made.tensor_parallel if made.gpus else max(1, made.cpus)
+    degree = max(1, int(made.degree))
     timing = shipped(spec, made)
     prior = timing.model
     assert prior is not None

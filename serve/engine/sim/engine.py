@@ -47,7 +47,7 @@ class SimEngine:
         except msgspec.ValidationError as error:
             raise EngineFailed(f"engine_args: {error}") from None
         timing = profile(spec.sim.profile, "sim.profile")
-        degree = spec.cpus or spec.tensor_parallel
+        degree = spec.cpus or (spec.tensor_parallel if spec.share == 1 else spec.share)
         limits = timing.limits(degree)
         if args.num_gpu_blocks_override is not None:
             limits = msgspec.structs.replace(limits, kv_tokens=BLOCK * args.num_gpu_blocks_override)

@@ -8,9 +8,12 @@ import msgspec
 import pytest
 
 from policy.config.deployment import Cluster
+from policy.config.shapes_on_shared_gpus import gpu_group_of
+from policy.engine.builtin_profiles import shipped
 from policy.scaling.transition_steps import LayerKey
 from serve.actuator.interface import Held
 from serve.actuator.serve_application_spec import (
+    SIM_CPUS,
     application_name,
     held_layers,
     missing_resources,
@@ -98,6 +101,24 @@ def test_simulated_engines_require_simulated_gpus_alone() -> None:
     for announced, gpus in ((None, 0), (8, 1)):
         cluster = Cluster(simulated_gpus=announced)
         assert required_resources(spec, spec.shapes["small"], cluster)["num_gpus"] == gpus
+
+
+def test_a_shape_may_have_a_fraction_of_a_gpu_of_a_type_and_custom_resources() -> None:
+    small = {"gpus": 0.25, "accelerator_type": "L4", "resources": {"fast_disk": 1}}
+    model = sim_model(
+        shapes={"large": {"gpus": 1}, "small": small}, sim={"profile": "sim-small", "wake_s": 1.0}
+    )
+    spec = deployment(model).models[0]
+    assert required_resources(spec, spec.shapes["small"], Cluster(simulated_gpus=8)) == {
+        "num_gpus": 0.25, "num_cpus": SIM_CPUS, "accelerator_type": "L4", "resources": {"fast_disk": 1.0}
+    }  # fmt: skip
+    # Parts of a GPU cannot take turns with the whole of it.
+    assert gpu_group_of(spec) is None
+    # A part has that part of the time and of the memory.
+    whole, part = (shipped(spec, spec.shapes[name]) for name in ("large", "small"))
+    assert whole.model is not None and part.model is not None
+    assert part.model.w == 4 * whole.model.w
+    assert 0 < part.limits.kv_tokens <= whole.limits.kv_tokens / 4
 
 
 async def test_the_status_names_missing_resources(plane: Plane) -> None:

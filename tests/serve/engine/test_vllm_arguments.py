@@ -488,3 +488,13 @@ def test_a_discarded_token_leaves_the_generator_of_its_request_as_it_was(
     monkeypatch.setattr(CPUWorker, "sample_tokens", lambda self, grammar: (grammar, dict(generators)))
     assert worker.sample_tokens("grammar") == ("grammar", {0: "complete"})
     assert generators == {0: "complete", 2: "partial"}
+
+
+@pytest.mark.parametrize(("given", "used"), [({}, 0.225), ({"gpu_memory_utilization": 0.2}, 0.2)])
+def test_an_engine_with_a_fraction_of_a_gpu_takes_less_than_that_of_its_memory(
+    given: dict[str, Any], used: float
+) -> None:
+    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
+
+    args = arguments(msgspec.structs.replace(spec(given), share=0.25))
+    assert args.gpu_memory_utilization == pytest.approx(used)
