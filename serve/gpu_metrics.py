@@ -31,7 +31,7 @@ REASONS = {
 
 
 def devices(gpus: float, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The indices or UUIDs of the GPUs that an engine with this environment uses, at most ``gpus``, rounded up."""
+    """The indices or UUIDs of the GPUs that an engine with this environment uses; a part of one is one."""
     gpus = math.ceil(gpus)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     named = [str(i) for i in range(gpus)] if visible is None else visible.split(",")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from policy.config.convert import require
@@ -18,6 +19,7 @@ _RESERVED = {
     f"{RAY_AGENT}, which Ray's dashboard agent takes": (RAY_AGENT, RAY_AGENT),
 }
 _LOOPBACK = "127.0.0.1"
+_LOOPBACK_V4 = re.compile(r"127(\.\d{1,3}){3}")
 # Hosts by which all addresses of the machine are bound.
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
@@ -71,3 +73,13 @@ def check_ports(deployment: Deployment) -> None:
 def _starts_ray(deployment: Deployment) -> bool:
     """Whether a Ray head is started on this machine, where Ray is used."""
     return deployment.needs_controller and deployment.cluster.address == "local"
+
+
+def open_to_all(deployment: Deployment) -> bool:
+    """Whether other machines may use the client port without a key."""
+    return not deployment.tenants and not is_loopback(deployment.gateway.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    return host in ("localhost", "::1") or _LOOPBACK_V4.fullmatch(host) is not None

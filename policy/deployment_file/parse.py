@@ -28,7 +28,7 @@ from policy.config.deployment import (
     Upstream,
 )
 from policy.config.engine_arguments import expected_instead
-from policy.config.ports import check_ports
+from policy.config.ports import check_ports, is_loopback
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
@@ -293,7 +293,7 @@ def _check_cluster(deployment: Deployment) -> None:
 
 def _loopback(address: str) -> bool:
     host = address.rpartition("/")[2].rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
+    return is_loopback(host)
 
 
 def _check_gateway(deployment: Deployment) -> None:

@@ -18,14 +18,16 @@ from store.state_dir import StateDir
 class Held(msgspec.Struct, frozen=True, kw_only=True):
     """A layer as the actuator holds it: its desired count, and in ``trouble`` why starts fail.
 
-    ``waits`` says which resources its replicas wait for. ``retry_at`` is the next start (Unix seconds) after
-    failed ones, if known. The replicas of a layer that ``sleeps`` exist: they are woken and put to sleep.
+    ``waits`` says which resources its replicas wait for, of which ``unplaced`` have none yet. ``retry_at`` is
+    the next start (Unix seconds) after failed ones, if known. The replicas of a layer that ``sleeps`` exist:
+    they are woken and put to sleep.
     """
 
     wanted: int
     digest: str = ""
     trouble: str = ""
     waits: str = ""
+    unplaced: int = 0
     retry_at: float | None = None
     sleeps: bool = False
 

@@ -1,25 +1,28 @@
 """The actuator of one machine: each replica host is a process of its own (``--no-ray``).
 
 Each host has its own session and is recorded on disk, so that a restarted controller finds it again and a
-stop leaves no process behind.
+stop leaves no process behind. A host has GPUs of its own, from its start until its process has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from policy.config.deployment import ModelSpec
+from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
+from serve.actuator.gpu_cards import Grant, choose
 from serve.actuator.interface import Held, host_spec
+from serve.actuator.serve_application_spec import required_resources
 from serve.host.gpu_group_host import Assignment
 from serve.host.weight_verification import Weights
 from store.log_file import RotatingLog
@@ -32,12 +35,13 @@ BACKOFF = Backoff(0.5, 30.0, factor=4.0)
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """A host process; ``created`` distinguishes it from a later one with the same id."""
+    """A host process and its ``gpus``; ``created`` distinguishes it from a later one with the same id."""
 
     pid: int
     created: float
     replica: str
     leaving: bool = False
+    gpus: Grant = Grant()
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,9 +63,11 @@ class LocalActuator:
 
     name = "local"
 
-    def __init__(self, state: StateDir, controller: str) -> None:
+    def __init__(self, state: StateDir, cluster: Cluster, cards: Sequence[str] = ()) -> None:
+        """``cards`` are the GPUs of this machine that hosts may use."""
         self._state = state
-        self._controller = controller
+        self._cluster = cluster
+        self._cards = tuple(cards)
         self._path = state.root / "hosts.json"
         self._log = RotatingLog(state.logs / "hosts.log")
         self._records: dict[LayerKey, Record] = {
@@ -80,6 +86,8 @@ class LocalActuator:
                 wanted=record.wanted,
                 digest=record.digest,
                 trouble=f"{record.failures} hosts in a row failed" if record.failures >= MAX_FAILURES else "",
+                waits=self._waits(record),
+                unplaced=self._unplaced(record),
                 retry_at=record.retry_at if record.failures and record.retry_at > time.time() else None,
             )
             for key, record in records.items()
@@ -157,7 +165,9 @@ class LocalActuator:
             # A clock that was set back must not delay a start for longer than the back-off.
             if time.time() < record.retry_at <= time.time() + BACKOFF.max_s:
                 break
-            record = await self._start(record)
+            if (gpus := self._granted(record)) is None:
+                break
+            record = await self._start(record, gpus)
         # The newest are removed first: the oldest has the warmest caches.
         removed = staying[record.wanted :]
         for process in removed:
@@ -166,18 +176,48 @@ class LocalActuator:
         kept = tuple(msgspec.structs.replace(p, leaving=p.leaving or p in removed) for p in record.processes)
         self._put(msgspec.structs.replace(record, processes=kept))
 
-    async def _start(self, record: Record) -> Record:
+    def _granted(self, record: Record) -> Grant | None:
+        """GPUs for another host of the layer; ``None`` while too few are free."""
+        needed = self._needed(record)
+        held = (process.gpus for each in self._records.values() for process in each.processes)
+        return choose(needed, self._cards, held) if needed else Grant()
+
+    def _needed(self, record: Record) -> float:
+        shape = record.model.shapes[record.key.shape]
+        return float(required_resources(record.model, shape, self._cluster)["num_gpus"])
+
+    def _unplaced(self, record: Record) -> int:
+        """How many hosts of the layer wait for GPUs."""
+        missing = record.wanted - sum(not process.leaving for process in record.processes)
+        return missing if missing > 0 and self._granted(record) is None else 0
+
+    def _waits(self, record: Record) -> str:
+        if not (missing := self._unplaced(record)):
+            return ""
+        of = (
+            f"the {len(self._cards)} GPUs of this machine"
+            if self._cards
+            else "this machine, where none was found"
+        )
+        return (
+            f"{missing} of {record.key.shape} wait: {self._needed(record):g} GPUs each are not free of {of}"
+        )
+
+    async def _start(self, record: Record, gpus: Grant) -> Record:
         key = record.key
         replica = f"{key.model.replace('/', '.')}-{key.shape}-g{key.generation}-{secrets.token_hex(3)}"
-        spec = host_spec(key, record.model, record.weights, self._state, self._controller, loopback=True)
+        spec = host_spec(
+            key, record.model, record.weights, self._state, self._cluster.controller, loopback=True
+        )
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "serve.host.process_replica", replica, stdin=asyncio.subprocess.PIPE,
             stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
+            env=os.environ | _visible(gpus),
         )  # fmt: skip
         # A process that ended at once has no start time; the next call counts it as failed.
         created = started_at(child.pid) or 0.0
         self._children[child.pid] = child
-        process = Process(pid=child.pid, created=created, replica=replica)
+        process = Process(pid=child.pid, created=created, replica=replica, gpus=gpus)
         record = msgspec.structs.replace(record, processes=(*record.processes, process))
         self._put(record)
         assert child.stdin is not None
@@ -192,3 +232,11 @@ class LocalActuator:
 
     def _save(self) -> None:
         self._state.save(self._path, list(self._records.values()))
+
+
+def _visible(gpus: Grant) -> dict[str, str]:
+    """The environment variables that show a host its GPUs."""
+    if not gpus.cards:
+        return {}
+    # NVML counts GPUs in this order; by default CUDA begins with the fastest.
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus.cards), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

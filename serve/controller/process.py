@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 
 from policy.deployment_file.parse import parse
+from serve.actuator.gpu_cards import cards_of_machine
 from serve.actuator.interface import Actuator
 from serve.actuator.local import LocalActuator
 from serve.controller.controller import Controller
@@ -74,7 +75,7 @@ def _open_adapters(state: StateDir) -> AdapterStore:
 
 async def _run(state: StateDir) -> None:
     deployment = parse(state.load(state.deployment_path, dict[str, object]))
-    actuator = LocalActuator(state, deployment.cluster.controller)
+    actuator = LocalActuator(state, deployment.cluster, cards_of_machine(deployment.cluster, os.environ))
     serving = asyncio.create_task(serve_controller(actuator, state, deployment.cluster.controller))
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):

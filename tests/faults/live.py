@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
+from policy.config.deployment import Cluster
 from policy.wire.headers import SECRET_HEADER
 from serve.actuator.local import LocalActuator
 from store.state_dir import StateDir
@@ -115,7 +116,7 @@ class Live(Harness):
         for record in self.state.load(self.root / "hosts.json", list[dict[str, Any]]) or []:
             for host in record["processes"]:
                 _resume(host["pid"])
-        actuator = LocalActuator(self.state, "")
+        actuator = LocalActuator(self.state, Cluster(controller=""))
         await actuator.stop()
         await actuator.close()
         await super().close()

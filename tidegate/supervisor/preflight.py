@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from policy.config.deployment import Deployment, ModelSpec
+from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.errors import PreconditionFailed
 from policy.types import EngineKind
 from store.state_dir import listen
@@ -52,16 +53,25 @@ def foreign_ray(ours: Collection[int]) -> str | None:
 
 
 def memory_problem(deployment: Deployment, weights: Mapping[str, int], available: int) -> str | None:
-    """An error if the first CPU replicas do not fit in ``available`` bytes; ``weights`` has bytes by model.
+    """An error if the first engines do not fit in ``available`` bytes; ``weights`` has bytes by model.
 
-    Per replica: 1.5 times the weights, the KV cache (``VLLM_CPU_KVCACHE_SPACE``, in GiB), 2 GiB.
+    Per CPU replica: 1.5 times the weights, the KV cache (``VLLM_CPU_KVCACHE_SPACE``, in GiB), 2 GiB. Of a
+    shared GPU group all engines but one may sleep, each with its weights in host memory.
     """
     parts = []
     total = 0.0
     for spec in deployment.models:
+        size = weights.get(spec.name, 0)
+        if size and spec.engine is EngineKind.VLLM and (group := gpu_group_of(spec)) is not None:
+            asleep = sum(group.engines.values()) - 1
+            total += asleep * size
+            parts.append(
+                f"{asleep} x {size / _GIB:.1f} GiB for the weights of sleeping engines of {spec.name}"
+                " (control.mode.sleep: never starts and stops engines instead)"
+            )
         if not (count := _cpu_replicas(spec)):
             continue
-        size, kv = weights.get(spec.name, 0), _kv_bytes(spec)
+        kv = _kv_bytes(spec)
         each = size * _WEIGHTS_FACTOR + kv + _ENGINE_BYTES
         total += count * each
         parts.append(

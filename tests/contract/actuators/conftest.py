@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from policy.config.deployment import Cluster
 from serve.actuator.local import LocalActuator
 from serve.ray_cluster import join
 from store.state_dir import StateDir
@@ -57,6 +58,8 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         )
     else:
         state, controller = StateDir(tmp_path / "local").ensure(), f"127.0.0.1:{free_ports(1)[0]}"
-        made = Backend(lambda: LocalActuator(state, controller), controller, state.secret())
+        made = Backend(
+            lambda: LocalActuator(state, Cluster(controller=controller)), controller, state.secret()
+        )
     with heartbeat_server(made):
         yield made

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from policy.config.deployment import Cluster
 from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S, LayerKey
 from serve.actuator import local
 from serve.actuator.local import LocalActuator
@@ -43,7 +44,7 @@ async def actuator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> AsyncIterator[LocalActuator]:
     run(monkeypatch, tmp_path, "false")
-    made = LocalActuator(StateDir(tmp_path).ensure(), "127.0.0.1:1")
+    made = LocalActuator(StateDir(tmp_path).ensure(), Cluster(controller="127.0.0.1:1"))
     yield made
     await made.stop()
     await made.close()

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from policy.config.deployment import Cluster
 from policy.errors import Unreachable
 from policy.types import Replica, ReplicaPhase
 from serve.actuator.local import LocalActuator
@@ -93,7 +94,7 @@ def local(tmp_path: Path) -> Iterator[Local]:
 
 
 async def _end_hosts(state: StateDir) -> None:
-    actuator = LocalActuator(state, "")
+    actuator = LocalActuator(state, Cluster(controller=""))
     await actuator.stop()
     await actuator.close()
 

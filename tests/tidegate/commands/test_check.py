@@ -176,3 +176,15 @@ def test_policies_in_the_documentation_are_valid(tmp_path: Path, code: str, wher
     assert done.exit_code == 0, done.output
     assert "scaled by " in done.output
     assert f"{name}: " in done.output
+
+
+@pytest.mark.parametrize(
+    ("host", "tenants", "warned"), [("0.0.0.0", 0, True), ("0.0.0.0", 1, False), ("::1", 0, False)]
+)
+def test_an_api_that_is_open_to_other_machines_without_keys_is_warned_of(
+    tmp_path: Path, host: str, tenants: int, warned: bool
+) -> None:
+    path = write(tmp_path)
+    keys = [{"name": "t", "keys_sha256": ["a" * 64]}][:tenants]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"gateway": {"host": host}, "tenants": keys}))
+    assert ("without a key" in check(path).output) is warned

@@ -51,6 +51,17 @@ def test_memory_is_checked_only_for_cpu_engines_here() -> None:
     assert preflight.memory_problem(deployment(engine="sim", source="", env={}), {}, 0) is None
 
 
+def test_memory_counts_the_weights_of_engines_that_sleep() -> None:
+    shapes = {"large": {"gpus": 4, "tensor_parallel": 4}, "small": {"gpus": 1}}
+    small = {"shape": "small", "replicas": {"min": 1, "max": 4}}
+    modes = {"single-large": {"shape": "large"}, "multi-replica": small}
+    group, gib = deployment(shapes=shapes, modes=modes, env={}), 1024**3
+    assert preflight.memory_problem(group, {"m": 2 * gib}, 8 * gib) is None
+    problem = preflight.memory_problem(group, {"m": 2 * gib}, 8 * gib - 1)
+    assert problem is not None
+    assert "4 x 2.0 GiB for the weights of sleeping engines of m" in problem
+
+
 def replica(state: ReplicaPhase, reason: str = "") -> Replica:
     return Replica(
         id="m-1", model="m", shape="small", generation=1, state=state, load=Load(at=0.0), reason=reason

@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from policy.config.deployment import ModelSpec
+from policy.config.ports import open_to_all
 from policy.deployment_file.diff import Change, Effect, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TidegateError
@@ -75,6 +76,11 @@ def check(_state: StateDir, file: Path, as_json: bool) -> None:
             raise
         print_json({"ok": False, "path": error.path, "value": error.value, "expected": error.expected})
         sys.exit(Exit.INVALID)
+    if open_to_all(deployment):
+        warn(
+            f"tidegate: gateway.host {deployment.gateway.host}: other machines may use the API without a key;"
+            " add tenants (`tidegate keys new`), or use 127.0.0.1"
+        )
     models = [
         {"name": spec.name, "engine": spec.engine, "mode": spec.first_mode, "decides": scaling[spec.name]}
         for spec in deployment.models
