@@ -95,7 +95,7 @@ async def test_every_host_has_gpus_of_its_own_until_its_process_has_ended(
     assert (await again.layers())[LARGE].waits
     await again.close()
     await actuator.scale(SMALL, 0)
-    while (await actuator.layers())[LARGE].waits:
+    while (await actuator.layers())[LARGE].waits:  # noqa: ASYNC110 - a process ends
         await asyncio.sleep(0.01)
     assert "0,1,2,3" in await seen(tmp_path, 3)
 
