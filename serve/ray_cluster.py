@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from policy.config.deployment import Deployment
-from policy.config.ports import RAY_AGENT, RAY_CLIENT_SERVER, RAY_WORKERS
+from policy.config.ports import RAY_WORKERS
 from policy.deployment_file.parse import parse
 from policy.errors import TidegateError, Unreachable
 from serve.actuator.interface import Actuator
@@ -64,18 +64,21 @@ def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], di
     """
     cluster = deployment.cluster
     argv = [
-        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
-        "--node-ip-address", cluster.node_ip, "--port", str(cluster.gcs_port),
-        "--dashboard-host", "127.0.0.1", "--dashboard-port", str(cluster.dashboard_port),
-        "--dashboard-agent-listen-port", str(RAY_AGENT), "--ray-client-server-port", str(RAY_CLIENT_SERVER),
-        "--min-worker-port", str(RAY_WORKERS[0]), "--max-worker-port", str(RAY_WORKERS[1]),
-        "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", str(temp_dir(state)),
-        "--disable-usage-stats",
+        sys.executable, "-m", "serve.ray_head", "--node-ip", cluster.node_ip,
+        "--gcs-port", str(cluster.gcs_port), "--dashboard-port", str(cluster.dashboard_port),
+        "--worker-ports", *map(str, RAY_WORKERS), "--object-store-memory", str(OBJECT_STORE_BYTES),
+        "--temp-dir", str(temp_dir(state)),
     ]  # fmt: skip
     if cluster.simulated_gpus is not None:
         argv += ["--num-gpus", str(cluster.simulated_gpus)]
-    # The supervisor deletes all applications before it ends the head, so nothing is left to drain.
-    return argv, environment(deployment, state) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    if cluster.redis_address is not None:
+        argv += ["--redis-address", cluster.redis_address]
+    return argv, environment(deployment, state) | {
+        # The supervisor deletes all applications before it ends the head, so nothing is left to drain.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        # Several deployments can share a Redis.
+        "RAY_external_storage_namespace": temp_dir(state).name,
+    }
 
 
 def address(deployment: Deployment) -> str:

@@ -32,18 +32,21 @@ class RayHead:
 
     state: StateDir
     deployment: Deployment
+    process: subprocess.Popen[bytes]
+
+    def processes(self) -> list[psutil.Process]:
+        """What the head has started, without itself."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
 
 @contextmanager
-def ray_head(root: Path) -> Iterator[RayHead]:
+def ray_head(root: Path, **cluster: object) -> Iterator[RayHead]:
     """Start a head with its state directory at ``root``; end it and all that it started."""
-    gcs, dashboard, controller, client, agent = free_ports(5)
+    gcs, dashboard, controller = free_ports(3)
     ports = {"gcs_port": gcs, "dashboard_port": dashboard, "controller": f"127.0.0.1:{controller}"}
-    cluster = {**ports, "simulated_gpus": SIMULATED_GPUS}
-    head = RayHead(StateDir(root).ensure(), parse(document(cluster=cluster)))
-    argv, env = head_command(head.deployment, head.state)
-    # Two more ports that a second head on this machine may not share with the first.
-    argv += ["--ray-client-server-port", str(client), "--dashboard-agent-listen-port", str(agent)]
+    cluster = {**ports, "simulated_gpus": SIMULATED_GPUS, **cluster}
+    state, deployment = StateDir(root).ensure(), parse(document(cluster=cluster))
+    argv, env = head_command(deployment, state)
     argv += ["--num-cpus", "8"]
     with (root / "head.log").open("wb") as log:
         process = subprocess.Popen(
@@ -51,10 +54,10 @@ def ray_head(root: Path) -> Iterator[RayHead]:
         )
     try:
         _await_port(dashboard, process, root / "head.log")
-        yield head
+        yield RayHead(state, deployment, process)
     finally:
         _end(process)
-        shutil.rmtree(temp_dir(head.state), ignore_errors=True)
+        shutil.rmtree(temp_dir(state), ignore_errors=True)
 
 
 def _await_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

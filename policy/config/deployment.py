@@ -227,7 +227,8 @@ class Cluster(Section, frozen=True):
 
     ``address: local`` starts a Ray head at ``node_ip``; any other address joins that cluster. With
     ``simulated_gpus`` simulated engines take the GPUs of their shapes, as real ones do: the local head has
-    this many, and the nodes of another cluster those that they were started with.
+    this many, and the nodes of another cluster those that they were started with. With ``redis_address`` the
+    GCS of the local head keeps its state there, and can be restarted under running replicas.
     """
 
     address: str = "local"
@@ -235,6 +236,7 @@ class Cluster(Section, frozen=True):
     dashboard_port: UnprivilegedPort = 8265
     gcs_port: UnprivilegedPort = 6379
     node_ip: str = "127.0.0.1"
+    redis_address: str | None = None
     simulated_gpus: Positive | None = None
 
 

@@ -8,16 +8,9 @@ from typing import NamedTuple
 from policy.config.convert import require
 from policy.config.deployment import Deployment
 
-# Ray's own defaults, which the head is started with.
-RAY_CLIENT_SERVER = 10_001
+# Ray's own default, which the head is started with.
 RAY_WORKERS = (10_002, 19_999)
-RAY_AGENT = 52_365
 
-_RESERVED = {
-    f"{RAY_CLIENT_SERVER}, which Ray's client server takes": (RAY_CLIENT_SERVER, RAY_CLIENT_SERVER),
-    f"{RAY_WORKERS[0]} to {RAY_WORKERS[1]}, which Ray's workers take": RAY_WORKERS,
-    f"{RAY_AGENT}, which Ray's dashboard agent takes": (RAY_AGENT, RAY_AGENT),
-}
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_V4 = re.compile(r"127(\.\d{1,3}){3}")
 # Hosts by which all addresses of the machine are bound.
@@ -58,16 +51,16 @@ def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
 def check_ports(deployment: Deployment) -> None:
     """Check the ports against each other and Ray's; raises :class:`policy.errors.ConfigError`."""
     found = listeners(deployment, ray=True)
-    reserved = _RESERVED if _starts_ray(deployment) else {}
+    first, last = RAY_WORKERS
+    starts_ray = _starts_ray(deployment)
     for i, listener in enumerate(found):
         path, port = listener.path, listener.port
         for other in found[:i]:
             expected = f"a port other than {other.path} = {other.port}"
             require(not listener.clashes_with(other), path, port, expected)
-        for taken, (first, last) in reserved.items():
-            # A worker skips a port that is bound, as the gateway's are before the head starts.
-            skipped = (first, last) == RAY_WORKERS and path.startswith("gateway.")
-            require(skipped or not first <= port <= last, path, port, f"a port other than {taken}")
+        # A worker skips a port that is bound, as the gateway's are before the head starts.
+        workers = starts_ray and not path.startswith("gateway.") and first <= port <= last
+        require(not workers, path, port, f"a port other than {first} to {last}, which Ray's workers take")
 
 
 def _starts_ray(deployment: Deployment) -> bool:

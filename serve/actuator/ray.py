@@ -22,6 +22,7 @@ from policy.config.deployment import Cluster, ModelSpec
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import LayerKey
+from policy.stats.backoff import Backoff
 from serve.actuator.interface import Held, host_spec
 from serve.actuator.serve_application_spec import (
     DEPLOYMENT,
@@ -32,6 +33,9 @@ from serve.actuator.serve_application_spec import (
 from serve.host.ray_replica import RayHost
 from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
+
+# Serve's API takes 20 ms of its controller and its dashboard: unchanged, it is asked ever less often.
+ASK = Backoff(0.2, 2.0)
 
 # Serve waits this long before a replica's shutdown hook; the hook is what refuses new requests.
 BEFORE_HOOK_S = 0.1
@@ -59,6 +63,11 @@ class RayActuator:
         self._id = deployment_id(state)
         self._cluster = cluster
         self._applications: dict[LayerKey, str] = {}
+        # By application: the counts of deployed layers that Serve does not list in full yet.
+        self._deploying: dict[str, int] = {}
+        self._held: dict[LayerKey, Held] = {}
+        self._same = 0
+        self._ask_at = 0.0
         self._http = httpx.AsyncClient(
             base_url=f"http://{dashboard}",
             headers={"authorization": f"Bearer {token}"},
@@ -67,17 +76,35 @@ class RayActuator:
         )
 
     async def layers(self) -> Mapping[LayerKey, Held]:
+        """As Serve reported last: asked after each change of ours, and by :data:`ASK` while all is the same.
+
+        What else happens to a layer, such as failed starts, is known two seconds late at most.
+        """
+        now = asyncio.get_running_loop().time()
+        if now >= self._ask_at:
+            before, found = self._held, await self._ask()
+            self._same = self._same + 1 if found == before else 1
+            self._ask_at = now + ASK.delay_s(self._same)
+        return self._held
+
+    async def _ask(self) -> Mapping[LayerKey, Held]:
         answer = await self._call("GET", "/api/serve/applications/")
-        found: dict[LayerKey, Held] = {}
-        for key, name, held in held_layers(answer, self._id):
+        for name, application in answer["applications"].items():
+            if application["deployments"]:
+                self._deploying.pop(name, None)
+        self._held = {}
+        for key, name, held in held_layers(answer, self._id, self._deploying):
             self._applications[key] = name
-            found[key] = held
-        return found
+            self._held[key] = held
+        return self._held
+
+    def _changed(self) -> None:
+        self._same, self._ask_at = 0, 0.0
 
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
     ) -> None:
-        if key in await self.layers():
+        if key in await self._ask():
             return
         drain_s, group = model.control.mode.drain_timeout_s, gpu_group_of(model)
         # A cluster that was joined may have several nodes: engines listen on their node's address.
@@ -94,34 +121,41 @@ class RayActuator:
             graceful_shutdown_wait_loop_s=BEFORE_HOOK_S,
             graceful_shutdown_timeout_s=max(drain_s, LIVE_DRAIN_S) + AFTER_DRAIN_S,
         )
-        application = deployment(RayHost).bind(msgspec.json.encode(spec))
+        # Ray's own version of each deploy is random: to repeat one would replace every replica.
+        versioned = deployment(RayHost).options(version=digest, _internal=True)
+        name = application_name(self._id, key, digest)
         target = RunTarget(
-            target=application,
-            name=application_name(self._id, key, digest),
+            target=versioned.bind(msgspec.json.encode(spec)),
+            name=name,
             route_prefix=None,
             external_scaler_enabled=True,
         )
+        self._deploying[name] = count
+        self._changed()
         await asyncio.to_thread(_deploy, target)
 
     async def scale(self, key: LayerKey, count: int) -> None:
         if key not in self._applications:
-            await self.layers()
+            await self._ask()
         name = self._applications.get(key)
         if name is None:
             raise ActuatorFailed(f"there is no layer {key} to scale")
         path = f"/api/v1/applications/{quote(name, safe='')}/deployments/{DEPLOYMENT}/scale"
+        self._changed()
         await self._call("POST", path, {"target_num_replicas": count})
 
     async def delete(self, key: LayerKey) -> None:
-        await self.layers()
+        await self._ask()
         name = self._applications.pop(key, None)
         if name is not None:
+            self._changed()
             await asyncio.to_thread(ray_serve.delete, name, _blocking=False)
 
     async def stop(self) -> None:
-        await self.layers()
+        await self._ask()
         names = list(self._applications.values())
         self._applications.clear()
+        self._changed()
         for name in names:
             await asyncio.to_thread(ray_serve.delete, name, _blocking=True)
 

@@ -35,18 +35,25 @@ def application_name(deployment: str, key: LayerKey, digest: str) -> str:
     return f"tidegate-{deployment}+{key.model.replace('/', '@')}+{key.shape}+g{key.generation}-{digest}"
 
 
-def held_layers(answer: Mapping[str, Any], deployment_id: str) -> Iterator[tuple[LayerKey, str, Held]]:
+def held_layers(
+    answer: Mapping[str, Any], deployment_id: str, deploying: Mapping[str, int]
+) -> Iterator[tuple[LayerKey, str, Held]]:
     """The layers of a deployment with their application names, of an answer of ``/api/serve/applications/``.
 
+    Serve lists an application before its deployment: until then its count is that of ``deploying``, by name.
     Source of the fields: ``ray.serve.schema.ServeInstanceDetails``, Ray 2.60.
     """
     for name, application in answer["applications"].items():
         match = _NAME.fullmatch(name)
         if match is None or match["deployment"] != deployment_id:
             continue
-        deployment = application["deployments"].get(DEPLOYMENT)
-        if deployment is None or application["status"] in ("DELETING", "NOT_STARTED"):
+        if application["status"] in ("DELETING", "NOT_STARTED"):
             continue
+        # A controller that was restarted meanwhile knows no count; a layer is deployed with at least one.
+        undeployed = {
+            "target_num_replicas": deploying.get(name, 1), "message": application["message"], "replicas": [],
+        }  # fmt: skip
+        deployment = application["deployments"].get(DEPLOYMENT, undeployed)
         key = LayerKey(match["model"].replace("@", "/"), match["shape"], int(match["generation"]))
         yield (
             key,

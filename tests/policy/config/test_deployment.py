@@ -97,13 +97,11 @@ REFUSED = [
     ("gateway.port", 8081, "gateway.admin_port", "other than gateway.port = 8081"),
     ("gateway", {"port": 8081, "host": "0.0.0.0"}, "gateway.admin_port", "other than gateway.port = 8081"),
     ("gateway.port", 7070, "cluster.controller", "other than gateway.port = 7070"),
-    ("gateway.admin_port", 52_365, "gateway.admin_port", "which Ray's dashboard agent takes"),
     ("gateway.admin_port", 65_536, "gateway.admin_port", "<= 65535"),
     ("cluster.gcs_port", 16_379, "cluster.gcs_port", "other than 10002 to 19999, which Ray's workers take"),
     ("cluster.gcs_port", 8265, "cluster.dashboard_port", "other than cluster.gcs_port = 8265"),
     ("cluster.gcs_port", 80, "cluster.gcs_port", ">= 1024"),
     ("cluster.dashboard_port", 19_999, "cluster.dashboard_port", "which Ray's workers take"),
-    ("cluster.dashboard_port", 10_001, "cluster.dashboard_port", "which Ray's client server takes"),
     ("cluster.controller", "localhost:8080", "cluster.controller", "other than gateway.port = 8080"),
     ("cluster.controller", "127.0.0.1:10002", "cluster.controller", "which Ray's workers take"),
     *(("gateway.admin_allowed_hosts", ["ops", host], "gateway.admin_allowed_hosts[1]", "without a port")

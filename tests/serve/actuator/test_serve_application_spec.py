@@ -60,23 +60,37 @@ def test_only_live_applications_of_this_deployment_are_its_layers() -> None:
     key = LayerKey("org/m", "small", 3)
 
     def application(status: str, **deployments: Any) -> dict[str, Any]:
-        return {"status": status, "deployments": deployments}
+        return {"status": status, "message": "of the application", "deployments": deployments}
 
     name = application_name("d", key, "f00")
+    deploying = [LayerKey("m", "large", generation) for generation in (2, 3)]
+    refused = LayerKey("m", "large", 4)
     broken = application_name("d", LayerKey("m", "large", 1), "bad")
     answer = {
         "applications": {
             name: application("RUNNING", replica=reported("STARTING", None)),
             broken: application("DEPLOY_FAILED", replica=reported("STOPPING", None)),
             application_name("d", key, "d"): application("DELETING", replica=reported("STOPPING", None)),
-            application_name("d", key, "e"): application("DEPLOYING"),
+            **{application_name("d", at, "e"): application("DEPLOYING") for at in deploying},
+            application_name("d", refused, "e"): application("DEPLOY_FAILED"),
             application_name("other", key, "f"): application("RUNNING", replica=reported("RUNNING", "n")),
             "of another program": application("RUNNING", replica=reported("RUNNING", "n")),
         }
     }
-    assert list(held_layers(answer, "d")) == [
+    # Serve does not list the deployments of these yet; the count of the second one is not known.
+    counts = {application_name("d", deploying[0], "e"): 4}
+    assert list(held_layers(answer, "d", counts)) == [
         (key, name, Held(wanted=2, digest="f00", waits=MISSING)),
         (LayerKey("m", "large", 1), broken, Held(wanted=2, digest="bad", trouble=MESSAGE)),
+        *(
+            (at, application_name("d", at, "e"), Held(wanted=wanted, digest="e"))
+            for at, wanted in zip(deploying, (4, 1), strict=True)
+        ),
+        (
+            refused,
+            application_name("d", refused, "e"),
+            Held(wanted=1, digest="e", trouble="of the application"),
+        ),
     ]
 
 
