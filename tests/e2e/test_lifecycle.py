@@ -47,6 +47,7 @@ def decided(stack: Stack) -> Iterator[Stack]:
         yield stack
 
 
+@pytest.mark.usefixtures("idle_cores")
 def test_the_load_switches_the_mode_without_interrupting_a_stream(decided: Stack) -> None:
     """One client is served fastest by one replica on both cores; many clients by a replica on each."""
     stack = decided

@@ -103,8 +103,8 @@ async def live(tmp_path: Path) -> AsyncIterator[Live]:
 
 @pytest_asyncio.fixture
 async def slow_live(tmp_path: Path) -> AsyncIterator[Live]:
-    """So many slots that one falls free sooner than a prompt is computed."""
-    async with model_with_slo(tmp_path, ttft_s=2.0, keys=KEYS, slots=16, speed=0.25) as live:
+    """So many slots that one falls free much sooner than a prompt is computed."""
+    async with model_with_slo(tmp_path, ttft_s=2.0, keys=KEYS, slots=32, speed=0.25) as live:
         yield live
 
 
@@ -123,7 +123,7 @@ async def test_54_tenants_with_ten_to_one_demand_get_equal_service(live: Live) -
 
 
 async def test_54_a_tenant_over_its_share_barely_delays_another_tenant(slow_live: Live) -> None:
-    """A light prompt of some 2,000 tokens takes the engine 0.25 s; one of 32 slots falls free every 30 ms."""
+    """A light prompt of some 2,000 tokens takes the engine 0.25 s; one of 64 slots falls free every 15 ms."""
     seconds = 120.0
 
     def light() -> Awaitable[list[ClientRequest]]:
