@@ -13,6 +13,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``decided_by`` is the policy, or ``by hand`` with an ``override``. ``reason``, ``capability`` of one
     replica, ``forecast`` (requests per second) and ``dry_run`` (only logged) are of the last decision.
+    While it is ``resolving``, the weights of the revision are read, which may make a new one.
     ``barred`` maps modes that failed to the instant (Unix seconds) until which load does not switch to them.
     """
 
@@ -25,6 +26,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     ready: int
     phase: str
     note: str = ""
+    resolving: bool = False
     decided_by: str = ""
     override: Override | None = None
     decided_at: float | None = None

@@ -25,6 +25,7 @@ class Exit(IntEnum):
     REFUSED = 5
     PRECONDITION = 6
     INACCURATE = 7
+    ROLLED_BACK = 8
     INTERRUPTED = 130
 
 
@@ -37,6 +38,7 @@ MEANINGS = {
     Exit.REFUSED: "refused: replica count, mode switch, adapter, or a change that needs down and up",
     Exit.PRECONDITION: "precondition not met: port, memory, another Ray cluster, or external servers",
     Exit.INACCURATE: "calibration written, but its error is high",
+    Exit.ROLLED_BACK: "applied and rolled back: the new revision did not start (apply --wait)",
     Exit.INTERRUPTED: "interrupted",
 }
 

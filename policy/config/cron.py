@@ -73,8 +73,8 @@ def cron(text: str) -> Cron:
         for field, kind in zip(fields, _FIELDS, strict=True)
     ]
     minutes, hours, days, months, weekdays = values
-    # As in crontab(5): two day fields that are both restricted are alternatives.
-    either = not fields[2].startswith("*") and not fields[4].startswith("*")
+    # Two day fields that are both restricted are alternatives. A step restricts, as in Kubernetes and KEDA.
+    either = not {fields[2], fields[4]} & {"*", "*/1"}
     if not either and all(min(days) > _LONGEST_MONTHS[month - 1] for month in months):
         raise ValueError("a day that its months have")
     return Cron(minutes, hours, days, months, frozenset(day % 7 for day in weekdays), either)

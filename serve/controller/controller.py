@@ -416,7 +416,9 @@ class Controller:
 
     def _model_status(self, name: str) -> ModelStatus:
         note = self._replacement.note(name)
-        return model_status(self._targets.get(name), self._observed, self.autoscaler, note)
+        target = self._targets.get(name)
+        resolving = self._weights.pending(target)
+        return model_status(target, self._observed, self.autoscaler, note, resolving=resolving)
 
     def _event(self, text: str) -> None:
         if not self._events or not self._events[-1].endswith(text):

@@ -15,7 +15,12 @@ from serve.state.observed_state import ObservedState
 
 
 def model_status(
-    target: Target, observed: ObservedState, autoscaler: Autoscaler, replacement_note: str = ""
+    target: Target,
+    observed: ObservedState,
+    autoscaler: Autoscaler,
+    replacement_note: str = "",
+    *,
+    resolving: bool = False,
 ) -> ModelStatus:
     """The status of one model and its last decision."""
     name, key, at = target.spec.name, target.key(), autoscaler.at
@@ -32,6 +37,7 @@ def model_status(
         ready=layers.get(key, Layer()).ready,
         phase=phase(target, layers),
         note="; ".join(note for note in (_note(target, observed), again, replacement_note) if note),
+        resolving=resolving,
         decided_by=autoscaler.decided_by(name),
         override=target.override(at),
         barred={mode: block.until for mode, block in target.barred.items() if block.until > at},

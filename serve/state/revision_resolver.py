@@ -33,6 +33,12 @@ class GenerationWeights:
         self.resolver.forget(model)
         self._applied.add(model)
 
+    def pending(self, target: Target) -> bool:
+        """Whether the weights of ``target`` are still to be resolved."""
+        known = target.weights.get(target.aim.generation)
+        again = known is not None and known.origin is Origin.DIRECTORY and target.spec.name in self._applied
+        return again or not target.weights_known
+
     def resolve(self, target: Target, deployment: Deployment, now: float) -> Target:
         """``target`` with the weights of its desired generation; unchanged while they are not known.
 
@@ -40,9 +46,9 @@ class GenerationWeights:
         as a failed start.
         """
         name, known = target.spec.name, target.weights.get(target.aim.generation)
-        again = known is not None and known.origin is Origin.DIRECTORY and name in self._applied
-        if target.weights_known and not again:
+        if not self.pending(target):
             return target
+        again = target.weights_known
         try:
             found = self.resolver.weights(target.spec)
         except ModelUnavailable as error:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import msgspec
 
-from policy.config.deployment import ModelSpec
+from policy.config.deployment import Deployment, ModelSpec
 from policy.config.ports import open_to_all
 from policy.deployment_file.diff import Change, Effect, diff
 from policy.deployment_file.parse import parse
@@ -22,9 +22,11 @@ from serve.autoscaler.policies import policies_for, policies_of
 from serve.autoscaler.policy_rehearsal import rehearse
 from store.state_dir import StateDir
 from tidegate import deployment_file
+from tidegate.commands.deployment.rollout import follow
+from tidegate.commands.deployment_context import controller_client
 from tidegate.commands.options import as_json, file_argument
 from tidegate.commands.terminal import console, print_json, table, warn
-from tidegate.commands.units import latency
+from tidegate.commands.units import duration, latency
 from tidegate.exit_codes import Exit
 from tidegate.redaction import redact
 from tidegate.supervisor.control_socket import SupervisorClient
@@ -125,15 +127,54 @@ def _scaling(spec: ModelSpec) -> str:
 @file_argument
 @click.option("--dry-run", is_flag=True, help="Only show the changes.")
 @click.option("--watch", is_flag=True, help="Apply FILE again after each save, until Ctrl-C.")
+@click.option(
+    "--wait", is_flag=True,
+    help="Return once each model is ready; the exit code says whether one was rolled back.",
+)  # fmt: skip
+@click.option(
+    "--timeout", "timeout_s", metavar="DURATION", type=duration,
+    help="Longest --wait, e.g. 90s, 30m or 2h; default: twice the longest control.start_timeout_s.",
+)  # fmt: skip
 @as_json
 @click.pass_obj
-def apply(state: StateDir, file: Path, dry_run: bool, watch: bool, as_json: bool) -> None:
+def apply(
+    state: StateDir,
+    *,
+    file: Path,
+    dry_run: bool,
+    watch: bool,
+    wait: bool,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    if wait and (watch or dry_run):
+        raise click.UsageError("--wait is for one apply: leave out --watch and --dry-run")
+    if timeout_s is not None and not wait:
+        raise click.UsageError("--timeout is that of --wait")
     client = SupervisorClient(state)
     if watch:
         client.status()  # fails if nothing is running
         _watch(client, file, dry_run, as_json)
     elif not _apply(client, file, dry_run, as_json):
         sys.exit(Exit.REFUSED)
+    elif wait:
+        _wait(state, parse(client.status().document), timeout_s, as_json)
+
+
+def _wait(state: StateDir, deployment: Deployment, timeout_s: float | None, as_json: bool) -> None:
+    """Follow the models that Tidegate deploys until they are ready; exits with what came of it."""
+    deployed = {spec.name: spec for spec in deployment.models if spec.modes}
+    if not deployed:
+        return
+    if timeout_s is None:
+        timeout_s = 2 * max(spec.control.start_timeout_s for spec in deployed.values())
+    outcome, models = follow(controller_client(state), deployed, timeout_s, warn if as_json else click.echo)
+    if as_json:
+        print_json({"outcome": outcome.name.lower(), "models": models})
+    if outcome is Exit.FAILED:
+        warn(f"tidegate: not ready after {timeout_s:g} s; it goes on (see tidegate status)")
+    if outcome is not Exit.OK:
+        sys.exit(outcome)
 
 
 def _watch(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> None:

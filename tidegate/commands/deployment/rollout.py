@@ -1,0 +1,72 @@
+"""Follows an applied deployment until each model is ready or rolled back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from serve.controller_api_schema import ControllerStatus, ModelStatus
+from tidegate.exit_codes import Exit
+
+_POLL_S = 0.25
+# Phases in which a target was reached; replicas that leave or come back are no part of it.
+_REACHED = ("steady", "idle", "draining the old", "recovering")
+
+
+class Controller(Protocol):
+    """Where the status comes from."""
+
+    def status(self) -> ControllerStatus: ...
+
+
+class Rollout(NamedTuple):
+    """How it ended: ``OK``, ``ROLLED_BACK``, or ``FAILED`` after the time-out, with the last status."""
+
+    outcome: Exit
+    models: tuple[ModelStatus, ...]
+
+
+def follow(
+    controller: Controller,
+    names: Collection[str],
+    timeout_s: float,
+    show: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Rollout:
+    """Wait for the models ``names`` for at most ``timeout_s``; ``show`` gets a line for each change."""
+    lines: dict[str, str] = {}
+    newest: dict[str, int] = {}
+    deadline = clock() + timeout_s
+    while True:
+        models = tuple(model for model in controller.status().models if model.name in names)
+        for model in models:
+            newest[model.name] = max(model.generation, newest.get(model.name, 0))
+            if lines.get(model.name) != (line := describe(model)):
+                lines[model.name] = line
+                show(line)
+        done = len(models) == len(names) and all(_is_reached(model) for model in models)
+        if done or clock() >= deadline:
+            failed = Exit.OK if done else Exit.FAILED
+            return Rollout(Exit.ROLLED_BACK if _rolled_back(models, newest) else failed, models)
+        sleep(_POLL_S)
+
+
+def describe(model: ModelStatus) -> str:
+    """The progress of a model in one line."""
+    phase = "reading its weights" if model.resolving else model.phase
+    line = f"{model.name}: {model.mode}, revision {model.generation}, {model.ready} of {model.target} ready"
+    return f"{line}, {phase}" + (f" ({model.note})" if model.note else "")
+
+
+def _is_reached(model: ModelStatus) -> bool:
+    return model.phase in _REACHED and not model.resolving
+
+
+def _rolled_back(models: Sequence[ModelStatus], newest: dict[str, int]) -> bool:
+    """Whether a model has an older revision than it had, or says that it was rolled back."""
+    return any(
+        model.generation < newest[model.name] or model.note.startswith("rolled back from") for model in models
+    )
