@@ -1,7 +1,8 @@
 """The Ray cluster: the head that the supervisor runs, and ``start`` and ``stop`` of a deployment on it.
 
 ``python -m serve.ray_cluster start --state DIR`` starts the controller, or hands the deployment on disk to
-the running one; ``stop`` deletes this deployment's applications and actor, and nothing else on the cluster.
+the running one; ``restart`` kills a controller that hangs, and Ray starts it again; ``stop`` deletes this
+deployment's applications and actor, and nothing else on the cluster.
 """
 
 from __future__ import annotations
@@ -144,6 +145,14 @@ def _hand_over(address: str, state: StateDir) -> None:
                 time.sleep(0.5)
 
 
+def restart(deployment: Deployment, state: StateDir) -> None:
+    """Restart the controller actor."""
+    join(deployment, state)
+    from serve.controller import ray_actor as ray_controller  # noqa: PLC0415  # imports Ray
+
+    ray_controller.restart(state)
+
+
 def stop(deployment: Deployment, state: StateDir) -> None:
     """Delete the deployment's actor and applications."""
     dashboard, token = join(deployment, state)
@@ -164,13 +173,13 @@ async def _end_all(actuator: Actuator) -> None:
 def main() -> None:
     """Entry point; prints JSON lines, exits 1 with ``{"error": ...}`` when it fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=("start", "stop"))
+    parser.add_argument("action", choices=("start", "restart", "stop"))
     parser.add_argument("--state", type=Path, required=True)
     given = parser.parse_args()
     state = StateDir(given.state)
     try:
         deployment = parse(state.load(state.deployment_path, dict[str, object]))
-        {"start": start, "stop": stop}[given.action](deployment, state)
+        {"start": start, "restart": restart, "stop": stop}[given.action](deployment, state)
     except TidegateError as error:
         _print(error=str(error))
         sys.exit(1)

@@ -129,6 +129,13 @@ class StateDir:
     deployment_path = _Under("deployment.json")
     # The controller's targets and revisions.
     targets_path = _Under("targets.json")
+    # The replica hosts of a controller without Ray.
+    hosts_path = _Under("hosts.json")
+    # The shared GPU groups, and how many engines of each shape are awake. Earlier versions wrote the second.
+    gpu_groups_path = _Under("gpu-groups.json")
+    old_gpu_groups_path = _Under("beds.json")
+    # The runs of the controller that ended soon, and their last error.
+    controller_run_path = _Under("controller-run.json")
     # The log of the controller's decisions, one JSON object per line.
     decisions_path = _Under("decisions.jsonl")
     # The state of the scaling policies.

@@ -68,7 +68,7 @@ class LocalActuator:
         self._state = state
         self._cluster = cluster
         self._cards = tuple(cards)
-        self._path = state.root / "hosts.json"
+        self._path = state.hosts_path
         self._log = RotatingLog(state.logs / "hosts.log")
         self._records: dict[LayerKey, Record] = {
             record.key: record for record in state.load(self._path, list[Record]) or []

@@ -72,7 +72,6 @@ class SharedGpuActuator:
         # The replicas that were last ordered to serve, and the engines whose last starts failed.
         self._chosen: set[str] = set()
         self._failed: set[EngineKey] = set()
-        self._path = state.root / "beds.json"
         self._records = {record.key: record for record in self._read()}
 
     def order(self, replica: Replica) -> GpuOrder | None:
@@ -125,16 +124,18 @@ class SharedGpuActuator:
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
     ) -> None:
-        plan, record = gpu_group_of(model), self._of(key)
-        if record is None and (plan is None or key.shape not in plan.engines):
-            await self._free(key)
-            await self._inner.deploy(key, model, weights, digest, count)
-            return
+        record = self._of(key)
         there = record is not None and record.key in await self._inner.layers()
-        if record is not None and there and key.shape in record.wanted:
-            return
         if record is None or not there:
-            assert plan is not None
+            if record is not None:
+                # The group itself is gone, and the model may have no group now.
+                del self._records[record.key]
+                self._save()
+            plan = gpu_group_of(model)
+            if plan is None or key.shape not in plan.engines:
+                await self._free(key)
+                await self._inner.deploy(key, model, weights, digest, count)
+                return
             # The digest of the shape is followed by that of the weights.
             of_weights = digest[len(digest_of(model, key.shape)) :]
             record = GroupRecord(
@@ -143,6 +144,8 @@ class SharedGpuActuator:
                 wanted=dict.fromkeys(plan.engines, 0),
                 digests={shape: digest_of(model, shape) + of_weights for shape in plan.engines},
             )
+        elif key.shape in record.wanted:
+            return
         self._put(
             msgspec.structs.replace(
                 record,
@@ -225,12 +228,17 @@ class SharedGpuActuator:
         self._save()
 
     def _save(self) -> None:
-        self._state.save(self._path, list(self._records.values()))
+        self._state.save(self._state.gpu_groups_path, list(self._records.values()))
+        self._state.old_gpu_groups_path.unlink(missing_ok=True)
 
     def _read(self) -> list[GroupRecord]:
-        try:
-            return self._state.load(self._path, list[GroupRecord]) or []
-        except msgspec.DecodeError as error:
-            # Written by another version: the groups continue as single replicas of the largest shape.
-            log.warning("%s cannot be read: %s", self._path, error)
-            return []
+        for path in (self._state.gpu_groups_path, self._state.old_gpu_groups_path):
+            try:
+                found = self._state.load(path, list[GroupRecord])
+            except msgspec.DecodeError as error:
+                # Written by another version: the groups continue as single replicas of the largest shape.
+                log.warning("%s cannot be read: %s", path, error)
+                return []
+            if found is not None:
+                return found
+        return []

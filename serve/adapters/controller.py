@@ -19,6 +19,7 @@ from serve.adapters.placement_loop import AdapterPlacement
 from serve.adapters.reconcile_declared import DeclaredAdapters
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.async_waiting import wait_at_most
+from serve.state.model_failures import ModelFailures
 from serve.state.replica_registry import ReplicaRegistry
 from store.state_dir import StateDir
 
@@ -43,6 +44,7 @@ class AdapterController:
     wall: Callable[[], float]
     monotonic: Callable[[], float]
     event: Callable[[str], None]
+    failures: ModelFailures
 
     def __post_init__(self) -> None:
         self.changed = asyncio.Event()
@@ -76,7 +78,8 @@ class AdapterController:
             self._demand.keep(replicas)
             self._placement.keep(self.library.catalog.models, replicas)
         for model in due:
-            self._plan(model, now)
+            with self.failures.recorded(model, "adapter placement"):
+                self._plan(model, now)
 
     def status(self) -> AdaptersStatus:
         """The status of all adapters."""
@@ -100,10 +103,10 @@ class AdapterController:
     async def run(self) -> None:
         """Reconcile declared adapters and delete unused files, until cancelled."""
         clear_at = self.monotonic() + CLEAR_S
-        await self.library.open()
         while True:
             self.changed.clear()
             try:
+                await self.library.open()
                 await self.declared.step()
                 if self.monotonic() >= clear_at:
                     clear_at = self.monotonic() + CLEAR_S

@@ -30,6 +30,7 @@ from serve.autoscaler.live_model_fitting import CalibrationStore
 from serve.autoscaler.mode_switch_evaluation import expected_gain, review
 from serve.autoscaler.policies import MadePolicies, restore_policies
 from serve.state.desired_state import Target, Targets, wanted_models
+from serve.state.model_failures import ModelFailures
 from serve.state.observed_state import ObservedState
 from store.state_dir import StateDir
 
@@ -50,6 +51,7 @@ class KeptState(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(eq=False)
 class Autoscaler:
     """One for all models. ``set_target`` sets a target, ``wake`` starts the controller's next tick at once.
+    ``failures`` records a failure of one model, for which no decision is made then.
 
     ``now`` are the seconds of a clock that never goes back; ``epoch`` is the Unix time at its 0.
     """
@@ -63,6 +65,7 @@ class Autoscaler:
     set_target: Callable[[str, Target], None]
     wake: Callable[[], None]
     event: Callable[[str], None]
+    failures: ModelFailures
     latest: dict[str, Decision] = field(default_factory=dict, init=False)
     _policies: dict[str, MadePolicies] = field(default_factory=dict, init=False)
     _changed: set[str] = field(default_factory=set, init=False)
@@ -145,14 +148,14 @@ class Autoscaler:
         self._changed -= names
         self._urgent -= names
         at, revision = self.at, self._revision
-        memories = {name: self._memory(name, at) for name in names}
-        instances = {name: self._policies[name].instances for name in names}
-        policies = {name: self._policies[name].chosen for name in names}
-        situations = {}
+        situations: dict[str, Situation] = {}
         for name in names:
-            situations[name] = self.situations.situation(name, deployment, memories[name], at)
+            with self.failures.recorded(name, "observation"):
+                situations[name] = self.situations.situation(name, deployment, self._memory(name, at), at)
             # Each takes a millisecond: a hundred in a row would delay heartbeats.
             await asyncio.sleep(0)
+        instances = {name: self._policies[name].instances for name in situations}
+        policies = {name: self._policies[name].chosen for name in situations}
         asked = DecisionRound(at=at, policies=policies, situations=situations, budget=deployment.budget)
         self._running = asyncio.create_task(self._round(asked, instances, deployment, revision))
         await asyncio.wait({self._running}, timeout=PATIENCE_S)
@@ -197,13 +200,14 @@ class Autoscaler:
             return
         for name, decision in decisions.items():
             if name in self.targets.names():
-                self._carry_out(made.situations[name], decision, deployment)
+                with self.failures.recorded(name, "decision"):
+                    self._carry_out(made.situations[name], decision, deployment)
 
     def _decide(self, asked: DecisionRound, instances: Mapping[str, ModelPolicies]) -> DecisionRound:
         """Decide on exactly what the journal records, and save the memory; runs in a thread."""
         self._calibrations.learn(self.now())
         made = msgspec.json.decode(msgspec.json.encode(asked), type=DecisionRound)
-        decided = decide_all(made.situations, made.budget, instances)
+        decided = self._decided(made, instances)
         memories = self._kept.memories | {name: memory for name, (_, memory) in decided.items()}
         policies = self._kept.policies | made.policies
         # Models that were removed are forgotten.
@@ -219,7 +223,24 @@ class Autoscaler:
             log.warning("%s: %s", self.state.memory_path, error)
         self._kept = kept
         decisions = {name: decision for name, (decision, _) in decided.items()}
-        return replace(made, decisions=decisions)
+        situations = {name: made.situations[name] for name in decisions}
+        return replace(made, situations=situations, decisions=decisions)
+
+    def _decided(
+        self, made: DecisionRound, instances: Mapping[str, ModelPolicies]
+    ) -> dict[str, tuple[Decision, Memory]]:
+        """The decisions, after an error without the models that cause it; their counts stay."""
+        try:
+            return decide_all(made.situations, made.budget, instances)
+        except Exception:
+            able: dict[str, Situation] = {}
+            for name, situation in made.situations.items():
+                with self.failures.recorded(name, "decision"):
+                    decide_all({name: situation}, made.budget, instances)
+                    able[name] = situation
+            if len(able) == len(made.situations):
+                raise
+            return decide_all(able, made.budget, instances)
 
     def _carry_out(self, situation: Situation, decision: Decision, deployment: Deployment) -> None:
         name, target = decision.model, self.targets.get(decision.model)
@@ -260,18 +281,22 @@ class Autoscaler:
     def _review_switches(self, deployment: Deployment) -> None:
         """Report the measured saving of each switch made by load, beside the predicted one."""
         for name in self._names(deployment):
-            target, at = self.targets.get(name), self.at
-            situation = partial(self.situations.situation, name, deployment, Memory(), at)
-            promise, found = review(target, at, situation)
-            if found is not None:
-                self.journal.put(found)
-                self.event(
-                    f"{name}: {found.was} -> {found.mode}: predicted gain {found.promised:.0%},"
-                    f" measured {found.measured:.0%};"
-                    f" {found.met_before:.1%} of requests met the SLO before, {found.met:.1%} since"
-                )
-            if promise != target.promise:
-                self.targets.put(name, replace(target, promise=promise))
+            with self.failures.recorded(name, "review of a switch"):
+                self._review_switch(name, deployment)
+
+    def _review_switch(self, name: str, deployment: Deployment) -> None:
+        target, at = self.targets.get(name), self.at
+        situation = partial(self.situations.situation, name, deployment, Memory(), at)
+        promise, found = review(target, at, situation)
+        if found is not None:
+            self.journal.put(found)
+            self.event(
+                f"{name}: {found.was} -> {found.mode}: predicted gain {found.promised:.0%},"
+                f" measured {found.measured:.0%};"
+                f" {found.met_before:.1%} of requests met the SLO before, {found.met:.1%} since"
+            )
+        if promise != target.promise:
+            self.targets.put(name, replace(target, promise=promise))
 
     def _end_overrides(self) -> None:
         """Clear manual overrides whose duration is over."""

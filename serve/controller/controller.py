@@ -39,6 +39,7 @@ from serve.controller.model_status import fleet_models, model_status
 from serve.controller_api_schema import ControllerStatus, ModelStatus
 from serve.host.weight_verification import Resolver
 from serve.state.desired_state import Target, Targets, first_target, found_target, wanted_models
+from serve.state.model_failures import ModelFailures, describe
 from serve.state.observed_state import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
 from serve.state.revision_resolver import GenerationWeights
@@ -77,6 +78,7 @@ class Controller:
         self._listen_until = monotonic() + LISTEN_S
         self._all_reported = asyncio.Event()
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
+        self._failures = ModelFailures(self._event)
         self._targets = Targets(state, self._event)
         self.registry = ReplicaRegistry(self._epoch)
         self.aggregator = SignalAggregator()
@@ -90,11 +92,12 @@ class Controller:
         self.autoscaler = Autoscaler(
             state, self._targets, self._observed, self.aggregator,
             now=monotonic, epoch=self._epoch - monotonic(),
-            set_target=self._set_target, wake=self._wake.set, event=self._event,
+            set_target=self._set_target, wake=self._wake.set, event=self._event, failures=self._failures,
         )  # fmt: skip
         self.adapters = AdapterController(
             open_adapters, self.registry, state, self._epoch,
             slots=self._adapter_slots, wall=wall, monotonic=monotonic, event=self._event,
+            failures=self._failures,
         )  # fmt: skip
         self.adapters.declare(self._deployment, applied=False)
 
@@ -123,21 +126,26 @@ class Controller:
 
     def beat(self, beat: Heartbeat) -> Orders:
         """Take a heartbeat of a replica host; returns its orders."""
-        replica = beat.replica
-        self._observed.note(replica, self._monotonic())
-        self.aggregator.take_beat(beat, self._monotonic())
-        self.autoscaler.situations.note(beat)
-        self._replacement.beat(beat)
-        self.subscribers.publish(beat)
-        if self.registry.put(replica, self._monotonic()):
-            self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
-            self._wake.set()
-            if self._observed.is_short(LayerKey.of(replica)):
-                self.autoscaler.decide_soon(replica.model)
-        orders, leave = self.adapters.beat(beat), self._replacement.leave(replica)
+        replica, orders = beat.replica, Orders()
+        # First: a replica whose heartbeats were refused would be given up.
+        changed = self.registry.put(replica, self._monotonic())
+        with self._failures.recorded(replica.model, "heartbeat"):
+            self._observed.note(replica, self._monotonic())
+            self.aggregator.take_beat(beat, self._monotonic())
+            self.autoscaler.situations.note(beat)
+            self._replacement.beat(beat)
+            self.subscribers.publish(beat)
+            if changed:
+                self._event(
+                    f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else "")
+                )
+                self._wake.set()
+                if self._observed.is_short(LayerKey.of(replica)):
+                    self.autoscaler.decide_soon(replica.model)
+            orders = replace(self.adapters.beat(beat), gpus=self._actuator.order(replica))
         spec = self._spec_of(replica)
         timeouts = None if spec is None else Timeouts.of(spec.control)
-        return replace(orders, gpus=self._actuator.order(replica), timeouts=timeouts, leave=leave)
+        return replace(orders, timeouts=timeouts, leave=self._replacement.leave(replica))
 
     def signals(self, report: GatewayReport) -> None:
         """Take the counts that a gateway worker reports."""
@@ -230,9 +238,13 @@ class Controller:
             while True:
                 try:
                     await self.tick()
-                except (TidegateError, OSError) as error:
-                    # OSError: a full disk must not stop the control loop.
-                    self._event(str(error))
+                except Exception as error:
+                    # Nothing stops the control loop: a full disk, a cluster that is away, or a fault of ours.
+                    if not isinstance(error, (TidegateError, OSError)):
+                        log.exception("a tick failed")
+                    self._event(describe(error))
+                    await asyncio.sleep(RETRY_S)
+                if self._failures.take():
                     await asyncio.sleep(RETRY_S)
                 await wait_at_most(self._wake, TICK_S)
                 self._wake.clear()
@@ -255,10 +267,11 @@ class Controller:
                 self._targets.put(spec.name, target)
             elif digest(spec) != self._targets.get(spec.name).rejected:
                 # A rolled back revision is tried again only when it is applied again.
-                try:
-                    self._set_target(spec.name, self._adopted(spec, self._deployment))
-                except SwitchRefused as refused:
-                    self._event(str(refused))
+                with self._failures.recorded(spec.name, "restoring the target"):
+                    try:
+                        self._set_target(spec.name, self._adopted(spec, self._deployment))
+                    except SwitchRefused as refused:
+                        self._event(str(refused))
 
     async def _layers_once_known(self) -> Mapping[LayerKey, Held]:
         while True:
@@ -269,25 +282,17 @@ class Controller:
                 await asyncio.sleep(RETRY_S)
 
     async def tick(self) -> None:
-        """Observe, decide, and take one step for each model.
-
-        Raises the first :class:`TidegateError` or ``OSError``, after the other models had their step.
-        """
+        """Observe, decide, and take one step for each model. A model's failure is part of its status."""
         if self._targets.unsaved:
             self._targets.save()
         self._observed.held = await self._actuator.layers()
-        errors: list[Exception] = []
         if self._has_listened():
             await self.autoscaler.tick(self._deployment)
             for name in self._targets.names():
-                try:
+                with self._failures.recorded(name, "control step"):
                     await self._tick_model(name)
-                except (TidegateError, OSError) as error:
-                    errors.append(error)
-        self.registry.set_models(fleet_models(self._targets, self._observed))
+        self.registry.set_models(fleet_models(self._targets, self._observed, self._failures))
         self.adapters.place()
-        if errors:
-            raise errors[0]
 
     def _has_listened(self) -> bool:
         """Whether running replicas had the time to report: without data nothing is changed."""
@@ -340,6 +345,7 @@ class Controller:
                 await self._actuator.delete(key)
         if not self._deployed(name) and not layers:
             self._targets.drop(name)
+            self._failures.forget(name)
             return
         target = self._targets.get(name)
         if (pruned := target.pruned(layers)) != target:
@@ -415,10 +421,10 @@ class Controller:
         return None if for_s is None else self.autoscaler.at + for_s
 
     def _model_status(self, name: str) -> ModelStatus:
-        note = self._replacement.note(name)
+        notes = (self._failures.note(name), self._replacement.note(name))
         target = self._targets.get(name)
         resolving = self._weights.pending(target)
-        return model_status(target, self._observed, self.autoscaler, note, resolving=resolving)
+        return model_status(target, self._observed, self.autoscaler, notes, resolving=resolving)
 
     def _event(self, text: str) -> None:
         if not self._events or not self._events[-1].endswith(text):

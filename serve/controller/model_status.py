@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -11,6 +11,7 @@ from policy.types import Model
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.controller_api_schema import ModelStatus
 from serve.state.desired_state import Target, Targets
+from serve.state.model_failures import ModelFailures
 from serve.state.observed_state import ObservedState
 
 
@@ -18,11 +19,11 @@ def model_status(
     target: Target,
     observed: ObservedState,
     autoscaler: Autoscaler,
-    replacement_note: str = "",
+    notes: Sequence[str] = (),
     *,
     resolving: bool = False,
 ) -> ModelStatus:
-    """The status of one model and its last decision."""
+    """The status of one model and its last decision; ``notes`` are of other parts of the controller."""
     name, key, at = target.spec.name, target.key(), autoscaler.at
     layers, held = observed.layers(name), observed.held.get(key)
     retry_at = held.retry_at if held is not None else None
@@ -36,7 +37,7 @@ def model_status(
         target=target.aim.count,
         ready=layers.get(key, Layer()).ready,
         phase=phase(target, layers),
-        note="; ".join(note for note in (_note(target, observed), again, replacement_note) if note),
+        note="; ".join(filter(None, (_note(target, observed), again, *notes))),
         resolving=resolving,
         decided_by=autoscaler.decided_by(name),
         override=target.override(at),
@@ -55,7 +56,7 @@ def model_status(
     )
 
 
-def fleet_models(targets: Targets, observed: ObservedState) -> Iterator[Model]:
+def fleet_models(targets: Targets, observed: ObservedState, failures: ModelFailures) -> Iterator[Model]:
     """The models of a fleet snapshot."""
     for name in targets.names():
         target = targets.get(name)
@@ -71,7 +72,7 @@ def fleet_models(targets: Targets, observed: ObservedState) -> Iterator[Model]:
             target=aim.count,
             generation=aim.generation,
             created=int(target.created),
-            note=_note(target, observed),
+            note="; ".join(filter(None, (_note(target, observed), failures.note(name)))),
         )
 
 

@@ -21,6 +21,7 @@ from serve.actuator.interface import Actuator
 from serve.actuator.local import LocalActuator
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
+from serve.controller.run_record import record_error, record_start
 from serve.http import HttpServer
 from store.log_lines import log_to
 from store.state_dir import StateDir, listen
@@ -74,6 +75,8 @@ def _open_adapters(state: StateDir) -> AdapterStore:
 
 
 async def _run(state: StateDir) -> None:
+    # The supervisor waits between restarts.
+    record_start(state, time.time())
     deployment = parse(state.load(state.deployment_path, dict[str, object]))
     actuator = LocalActuator(state, deployment.cluster, cards_of_machine(deployment.cluster, os.environ))
     serving = asyncio.create_task(serve_controller(actuator, state, deployment.cluster.controller))
@@ -96,7 +99,12 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True)
     given = parser.parse_args()
     log_to(logging.StreamHandler())
-    uvloop.run(_run(StateDir(given.state)))
+    state = StateDir(given.state)
+    try:
+        uvloop.run(_run(state))
+    except Exception as error:
+        record_error(state, error)
+        raise
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 import ray
@@ -14,6 +15,7 @@ from ray.actor import ActorHandle
 from policy.config.deployment import Cluster
 from serve.actuator.ray import RayActuator, deployment_id
 from serve.controller.process import serve_controller
+from serve.controller.run_record import record_error, record_start
 from store.log_file import RotatingLog
 from store.log_lines import FileHandler, log_to
 from store.state_dir import StateDir
@@ -24,7 +26,7 @@ NAMESPACE = "tidegate"
 
 
 class ControllerActor:
-    """Runs the controller on a thread of its own: Ray runs ``__init__`` again after a crash."""
+    """Runs the controller on a thread of its own: Ray runs ``__init__`` again after a crash, at once."""
 
     def __init__(self, state_dir: str, cluster: Cluster, dashboard: str, token: str) -> None:
         state = StateDir(Path(state_dir))
@@ -38,9 +40,11 @@ class ControllerActor:
 
     def _run(self, actuator: RayActuator, state: StateDir, address: str) -> None:
         try:
+            time.sleep(record_start(state, time.time()))
             uvloop.run(serve_controller(actuator, state, address))
-        except BaseException:
+        except BaseException as error:
             log.exception("the controller failed")
+            record_error(state, error)
         finally:
             # A controller that ended is restarted by Ray only if its process ends.
             os._exit(1)
@@ -59,6 +63,12 @@ def ensure(state: StateDir, cluster: Cluster, dashboard: str, token: str) -> tup
         name=_name(state), namespace=NAMESPACE, lifetime="detached", get_if_exists=True
     ).remote(str(state.root), cluster, dashboard, token)
     return int(ray.get(actor.ping.remote())), existed
+
+
+def restart(state: StateDir) -> None:
+    """Kill the actor, which Ray restarts; one that is stopped is killed by its raylet after some seconds."""
+    if (actor := _find(state)) is not None:
+        ray.kill(actor, no_restart=False)
 
 
 def remove(state: StateDir) -> None:

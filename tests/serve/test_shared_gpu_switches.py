@@ -205,7 +205,7 @@ async def test_a_removed_model_removes_its_group(plane: Plane) -> None:
     plane.controller.apply(document(sim_model("other")))
     await plane.ticks(20)
     assert {replica.model for replica in plane.cluster.replicas.values()} == {"other"}
-    assert plane.state.load(plane.state.root / "beds.json", list[Any]) == []
+    assert plane.state.load(plane.state.gpu_groups_path, list[Any]) == []
     assert [status.name for status in plane.controller.status().models] == ["other"]
 
 

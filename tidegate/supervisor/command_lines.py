@@ -55,7 +55,10 @@ def ray_head(deployment: Deployment, state: StateDir) -> ProcessSpec:
 
 
 def cluster(state: StateDir, verb: str) -> ProcessSpec:
-    """``start`` makes sure that the controller actor exists, ``stop`` deletes our applications."""
+    """``start`` makes sure that the controller actor exists, ``restart`` kills one that hangs.
+
+    ``stop`` deletes our applications.
+    """
     return ProcessSpec(
         name="cluster",
         argv=_python("serve.ray_cluster", verb, "--state", str(state.root)),

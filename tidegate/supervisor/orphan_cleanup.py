@@ -36,8 +36,11 @@ def remove_leftovers(state: StateDir, report: Callable[[str], None]) -> bool:
 
 
 def forget_targets(state: StateDir) -> None:
-    """Delete the targets and the hosts: after an orderly stop the next start follows the deployment file."""
-    for path in (state.targets_path, state.root / "hosts.json"):
+    """Delete what the controller keeps: after an orderly stop the next start follows the deployment file."""
+    for path in (
+        *(state.targets_path, state.hosts_path, state.controller_run_path),
+        *(state.gpu_groups_path, state.old_gpu_groups_path),
+    ):
         path.unlink(missing_ok=True)
 
 

@@ -10,8 +10,11 @@ import msgspec
 
 from policy.config.deployment import Deployment
 from policy.errors import EngineFailed
+from policy.scaling.transition_steps import MAX_FAILURES
 from policy.types import EngineKind, Fleet, ReplicaPhase, Runner
 from policy.wire.headers import CANARY_HEADER
+from serve.controller.run_record import last_run
+from store.state_dir import StateDir
 
 _POLL_S = 2.0
 # A first request can wait for a long engine step.
@@ -51,6 +54,16 @@ def waiting_for(deployment: Deployment, fleet: Fleet) -> list[str]:
         states = ", ".join(f"{replica.id} {replica.state}" for replica in replicas) or "no replica yet"
         missing.append(f"{spec.name}: {states}" + (f" ({notes[0]})" if notes else ""))
     return missing
+
+
+def without_controller(state: StateDir) -> str:
+    """What is waited for while no controller answers; raises ``EngineFailed`` if it keeps failing."""
+    run = last_run(state)
+    if run is None or not run.error:
+        return "waiting for the controller"
+    if run.failures >= MAX_FAILURES:
+        raise EngineFailed(str(run))
+    return f"waiting for the controller ({run.error})"
 
 
 def gateway_missing(deployment: Deployment, key: str) -> str | None:

@@ -202,7 +202,7 @@ class Startup:
             fleet = EMPTY_FLEET
         missing = readiness.waiting_for(self.deployment, fleet)
         if fleet is EMPTY_FLEET and missing:
-            return "waiting for the controller"
+            return readiness.without_controller(self.state)
         self._idle = readiness.idle(self.deployment, fleet)
         return "; ".join(missing) or None
 

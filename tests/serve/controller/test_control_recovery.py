@@ -12,6 +12,8 @@ import pytest
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import LayerKey
 from serve.actuator.interface import Held
+from serve.autoscaler import autoscaler
+from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.controller import controller
 from serve.controller.controller import LISTEN_S
 from tests.serve.memory_actuator import MemoryActuator
@@ -99,21 +101,54 @@ async def test_a_restarted_controller_waits_a_bounded_time_for_heartbeats(plane:
     assert plane.cluster.held[SMALL].wanted == 2
 
 
-async def test_failing_deploy_stops_no_other_model(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    deploy = MemoryActuator.deploy
+FAULT = AssertionError("no")
 
-    async def refuse(self: MemoryActuator, key: LayerKey, *rest: Any) -> None:
-        if key.model == "m":
-            raise ActuatorFailed("no")
-        await deploy(self, key, *rest)
 
-    monkeypatch.setattr(MemoryActuator, "deploy", refuse)
-    await plane.up(document(sim_model(), sim_model("other")))
-    for _ in range(3):
-        with pytest.raises(ActuatorFailed, match="no"):
-            await plane.controller.tick()
-    assert plane.counts(READY) == {LayerKey("other", "small", 1): 1}
-    assert [model.name for model in plane.controller.fleet().models] == ["m", "other"]
+@pytest.mark.parametrize("error", [ActuatorFailed("no"), FAULT], ids=["foreseen", "fault"])
+@pytest.mark.parametrize(
+    ("owner", "method", "fails", "part"),
+    [
+        (MemoryActuator, "deploy", lambda _, key, *__: key.model == "m", "control step"),
+        (SituationBuilder, "situation", lambda _, name, *__: name == "m", "observation"),
+        (SituationBuilder, "note", lambda _, beat: beat.replica.model == "m", "heartbeat"),
+        (autoscaler, "decide_all", lambda situations, *_: "m" in situations, "decision"),
+    ],
+)
+async def test_a_failure_of_one_model_stops_no_other(  # noqa: PLR0917 - a table
+    plane: Plane,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    owner: object,
+    method: str,
+    fails: Callable[..., bool],
+    part: str,
+) -> None:
+    original = getattr(owner, method)
+
+    def fail(*given: Any) -> Any:
+        if fails(*given):
+            raise error
+        return original(*given)
+
+    async def decide() -> None:
+        for name in ("m", "other"):
+            plane.controller.autoscaler.decide_soon(name, urgent=True)
+        await plane.ticks()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, fail)
+        await plane.ready(document(sim_model(), sim_model("other")))
+        await decide()
+        assert plane.counts(READY)[LayerKey("other", "small", 1)] == 1
+        failed, other = plane.controller.status().models
+        assert f"{part} failed: {'' if error is not FAULT else 'AssertionError: '}no" in failed.note
+        assert "test_control_recovery.py" in failed.note or error is not FAULT
+        assert other.note == ""
+        assert plane.controller.fleet().models[0].note == failed.note
+        assert "other" in plane.controller.autoscaler.latest
+    await decide()
+    assert plane.counts(READY) == {SMALL: 1, LayerKey("other", "small", 1): 1}
+    assert plane.note() == ""
 
 
 def around_delete(
@@ -153,7 +188,9 @@ async def test_model_applied_again_during_its_delete(plane: Plane, monkeypatch: 
 DOWN, FULL = ActuatorFailed("Serve's API does not answer"), OSError(errno.ENOSPC, "no space left on device")
 
 
-@pytest.mark.parametrize("failures", [(DOWN, DOWN), (None, FULL)], ids=["cluster", "disk"])
+@pytest.mark.parametrize(
+    "failures", [(DOWN, DOWN), (None, FULL), (None, FAULT)], ids=["cluster", "disk", "fault"]
+)
 async def test_the_control_loop_continues_after_errors(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, failures: tuple[Exception | None, ...]
 ) -> None:
@@ -170,7 +207,7 @@ async def test_the_control_loop_continues_after_errors(
     running = asyncio.ensure_future(plane.controller.run())
     while not plane.counts(READY):  # noqa: ASYNC110 - the test's own timeout bounds it
         await asyncio.sleep(0.001)
-    assert any(event.endswith(str(failures[-1])) for event in plane.controller.status().events)
+    assert any(str(failures[-1]) in event for event in plane.controller.status().events)
     running.cancel()
     await asyncio.wait([running])
     assert running.cancelled()

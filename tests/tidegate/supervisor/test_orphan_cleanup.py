@@ -36,12 +36,18 @@ class Site:
 
     def left(self, model: object, cluster: dict[str, str], *recorded: str) -> None:
         self.state.save(self.state.deployment_path, {"models": [model], "cluster": cluster})
-        self.state.save(self.state.targets_path, {})
-        self.state.save(self.state.root / "hosts.json", [])
+        for path in self.kept:
+            self.state.save(path, {})
         pid = self.child.pid
         living = RecordedProcess(name=recorded[0], pid=pid, created_at=psutil.Process(pid).create_time())
         dead = [RecordedProcess(name=name, pid=2**22 + 1, created_at=1.0) for name in recorded[1:]]
         self.state.save(self.state.processes_path, [living, *dead])
+
+    @property
+    def kept(self) -> list[Path]:
+        """What the controller keeps until an orderly stop."""
+        names = ("targets", "hosts", "gpu-groups", "beds", "controller-run")
+        return [self.state.root / f"{name}.json" for name in names]
 
     def tool(self, state: StateDir, verb: str) -> ProcessSpec:
         code = (
@@ -75,8 +81,7 @@ def test_down_cleans_a_joined_cluster_and_clears_the_record(site: Site) -> None:
     assert "10.0.0.1:6379" in done.output
     assert site.calls.read_text() == "stop"
     assert site.child.wait(5) != 0
-    assert not site.state.targets_path.exists()
-    assert not (site.state.root / "hosts.json").exists()
+    assert not any(path.exists() for path in site.kept)
     # Everything has ended: a second `down` does not contact the cluster.
     assert site.down().output == "Nothing is running.\n"
     assert site.calls.read_text() == "stop"

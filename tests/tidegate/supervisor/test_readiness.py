@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from policy.config.ports import Listener, listeners
 from policy.deployment_file.parse import parse
+from policy.errors import EngineFailed
 from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
+from serve.controller.run_record import record_error, record_start
+from store.state_dir import StateDir
 from tidegate.supervisor import preflight, readiness
 
 
@@ -96,3 +101,15 @@ def test_readiness_follows_the_controllers_targets() -> None:
 )
 def test_wildcard_addresses_are_reachable_on_loopback(host: str, url: str) -> None:
     assert readiness.endpoint(host, 80) == url
+
+
+def test_a_controller_that_keeps_failing_is_shown_with_its_error(tmp_path: Path) -> None:
+    state = StateDir(tmp_path).ensure()
+    shown = []
+    with pytest.raises(EngineFailed, match="the controller ended 3 times: ValueError: no such"):
+        while True:
+            record_start(state, 1000.0)
+            shown.append(readiness.without_controller(state))
+            record_error(state, ValueError("no such thing"))
+    waiting = "waiting for the controller"
+    assert shown == [waiting, *2 * [f"{waiting} (ValueError: no such thing)"]]
