@@ -63,10 +63,13 @@ def end_all(processes: Collection[psutil.Process], grace_s: float) -> tuple[psut
     return _wait(processes, _KILL_S)
 
 
-async def end_child(process: asyncio.subprocess.Process, grace_s: float, *, group: bool = False) -> None:
-    """SIGTERM to a child, SIGKILL after ``grace_s`` seconds; returns once it was collected.
+async def end_child(
+    process: asyncio.subprocess.Process, grace_s: float, *, group: bool = False, kill_s: float = _KILL_S
+) -> bool:
+    """SIGTERM to a child, SIGKILL after ``grace_s`` seconds; returns whether it ended.
 
-    With ``group`` the rest of the process group that it leads is killed, too.
+    One in an uninterruptible call does not end; it is waited for ``kill_s`` seconds. With ``group`` the rest
+    of the process group that it leads is killed, too.
     """
     if process.returncode is None:
         process.terminate()
@@ -78,7 +81,10 @@ async def end_child(process: asyncio.subprocess.Process, grace_s: float, *, grou
             os.killpg(process.pid, signal.SIGKILL)
         elif process.returncode is None:
             process.kill()
-    await process.wait()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(kill_s):
+            await process.wait()
+    return process.returncode is not None
 
 
 def _wait(processes: Collection[psutil.Process], timeout_s: float) -> tuple[psutil.Process, ...]:

@@ -42,6 +42,11 @@ def host_spec(  # noqa: PLR0917
     )  # fmt: skip
 
 
+def same_host(host: str, replica: str) -> bool:
+    """Whether ``replica`` runs on the host with this id: engines of a group have the last part of its id."""
+    return host.rpartition("-")[2] in replica.split("-")
+
+
 class Actuator(Protocol):
     """Creates, scales and deletes layers.
 
@@ -64,6 +69,12 @@ class Actuator(Protocol):
 
     async def scale(self, key: LayerKey, count: int) -> None:
         """Set the count of an existing layer, 0 allowed; removed replicas drain first."""
+
+    async def kill(self, key: LayerKey, replica: str) -> None:
+        """Kill the host of a replica of the layer, which hangs; another one is started in its place.
+
+        No effect if there is no such host.
+        """
 
     async def delete(self, key: LayerKey) -> None:
         """Delete the layer; no effect if it does not exist."""

@@ -21,7 +21,7 @@ from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
 from serve.actuator.gpu_cards import Grant, choose
-from serve.actuator.interface import Held, host_spec
+from serve.actuator.interface import Held, host_spec, same_host
 from serve.actuator.serve_application_spec import required_resources
 from serve.host.gpu_group_host import Assignment
 from serve.host.weight_verification import Weights
@@ -119,6 +119,15 @@ class LocalActuator:
                 record = msgspec.structs.replace(record, failures=0, retry_at=0.0)
             self._put(record)
             await self._reconcile(key)
+
+    async def kill(self, key: LayerKey, replica: str) -> None:
+        async with self._lock:
+            record = self._records.get(key)
+            for process in record.processes if record is not None else ():
+                found = find(process.pid, process.created)
+                if same_host(process.replica, replica) and found is not None:
+                    # Its engine ends too: its standard input closes.
+                    found.kill()
 
     async def delete(self, key: LayerKey) -> None:
         async with self._lock:

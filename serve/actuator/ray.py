@@ -15,15 +15,15 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
+import ray
 from ray import serve as ray_serve
 from ray.serve.api import RunTarget
 
 from policy.config.deployment import Cluster, ModelSpec
-from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import LayerKey
 from policy.stats.backoff import Backoff
-from serve.actuator.interface import Held, host_spec
+from serve.actuator.interface import Held, host_spec, same_host
 from serve.actuator.serve_application_spec import (
     DEPLOYMENT,
     application_name,
@@ -37,12 +37,18 @@ from store.state_dir import StateDir
 # Serve's API takes 20 ms of its controller and its dashboard: unchanged, it is asked ever less often.
 ASK = Backoff(0.2, 2.0)
 
+# Of Serve's replica actors: ``ray.serve._private.constants``, Ray 2.60.
+SERVE_NAMESPACE = "serve"
+
 # Serve waits this long before a replica's shutdown hook; the hook is what refuses new requests.
 BEFORE_HOOK_S = 0.1
 
 AFTER_DRAIN_S = 15.0
 # The drain timeout may be raised to this while replicas run; Serve's own limit is fixed at deployment.
 LIVE_DRAIN_S = 600.0
+
+# Serve replaces a replica after three such checks. The controller is quicker, as long as it runs.
+HEALTH_CHECK_TIMEOUT_S = 10.0
 
 
 def deployment_id(state: StateDir) -> str:
@@ -106,7 +112,7 @@ class RayActuator:
     ) -> None:
         if key in await self._ask():
             return
-        drain_s, group = model.control.mode.drain_timeout_s, gpu_group_of(model)
+        drain_s = model.control.mode.drain_timeout_s
         # A cluster that was joined may have several nodes: engines listen on their node's address.
         loopback = self._cluster.address == "local"
         spec = host_spec(key, model, weights, self._state, self._cluster.controller, loopback)
@@ -116,8 +122,8 @@ class RayActuator:
             ray_actor_options=required_resources(model, model.shapes[key.shape], self._cluster),
             max_ongoing_requests=1,
             health_check_period_s=2.0,
-            # In a shared GPU group the engines of the shapes start one shape after the other.
-            health_check_timeout_s=model.control.start_timeout_s * (len(group.engines) if group else 1),
+            # Serve waits for the check that ends a start without this limit; later ones return at once.
+            health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
             graceful_shutdown_wait_loop_s=BEFORE_HOOK_S,
             graceful_shutdown_timeout_s=max(drain_s, LIVE_DRAIN_S) + AFTER_DRAIN_S,
         )
@@ -143,6 +149,18 @@ class RayActuator:
         path = f"/api/v1/applications/{quote(name, safe='')}/deployments/{DEPLOYMENT}/scale"
         self._changed()
         await self._call("POST", path, {"target_num_replicas": count})
+
+    async def kill(self, key: LayerKey, replica: str) -> None:
+        if key not in self._applications:
+            await self._ask()
+        answer = await self._call("GET", "/api/serve/applications/")
+        application = answer["applications"].get(self._applications.get(key))
+        if application is None or DEPLOYMENT not in application["deployments"]:
+            return
+        self._changed()
+        for host in application["deployments"][DEPLOYMENT]["replicas"]:
+            if same_host(host["replica_id"], replica):
+                await asyncio.to_thread(_kill, host["actor_name"])
 
     async def delete(self, key: LayerKey) -> None:
         await self._ask()
@@ -170,6 +188,14 @@ class RayActuator:
         if answer.status_code != httpx.codes.OK:
             raise ActuatorFailed(f"Serve's API answered {answer.status_code}: {answer.text[:300]}")
         return answer.json()
+
+
+def _kill(actor: str) -> None:
+    try:
+        # A process that is stopped does not take the request: after some seconds its raylet kills it.
+        ray.kill(ray.get_actor(actor, namespace=SERVE_NAMESPACE))
+    except ValueError:
+        return  # It has ended.
 
 
 def _deploy(target: RunTarget) -> None:

@@ -176,6 +176,10 @@ class SharedGpuActuator:
             await self._free(record.key)
             await self._inner.scale(record.key, 1)
 
+    async def kill(self, key: LayerKey, replica: str) -> None:
+        record = self._of(key)
+        await self._inner.kill(key if record is None else record.key, replica)
+
     async def delete(self, key: LayerKey) -> None:
         record = self._of(key)
         if record is None:

@@ -55,6 +55,16 @@ class ControllerClient:
         """Close the connections."""
         self._http.close()
 
+    def hangs(self) -> bool:
+        """Whether there is a controller that does not answer in time; where none listens there is none."""
+        try:
+            self._http.get("/livez")
+        except (httpx.ReadTimeout, httpx.WriteTimeout):
+            return True
+        except httpx.HTTPError:
+            return False
+        return False
+
     def fleet(self) -> Fleet:
         """The current snapshot."""
         return self._call("GET", FLEET, None, Fleet)

@@ -231,7 +231,7 @@ class Controller:
         """Run ticks until cancelled."""
         await self.rebuild()
         probing = asyncio.create_task(
-            probe_silent(self.registry, self._state.secret(), self._lost, self._monotonic)
+            probe_silent(self.registry, self._state.secret(), self._lost, self._hung, self._monotonic)
         )
         adapting = asyncio.create_task(self.adapters.run())
         try:
@@ -416,6 +416,11 @@ class Controller:
     def _lost(self, replica: Replica) -> None:
         self._event(f"{replica.id}: gone")
         self.autoscaler.decide_soon(replica.model)
+
+    async def _hung(self, replica: Replica) -> None:
+        self._event(f"{replica.id}: its host hangs and is replaced")
+        with self._failures.recorded(replica.model, "replacing a host that hangs"):
+            await self._actuator.kill(LayerKey.of(replica), replica.id)
 
     def _until(self, for_s: float | None) -> float | None:
         return None if for_s is None else self.autoscaler.at + for_s

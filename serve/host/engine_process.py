@@ -108,11 +108,16 @@ class EngineProcess:
             transport.close()
 
     async def wait(self) -> str:
-        """How it ended: its signal or exit code."""
-        code = await self._process.wait()
+        """How it ended: its signal or exit code, once its events have ended."""
+        try:
+            async with asyncio.timeout(KILL_AFTER_S):
+                code = await self._process.wait()
+        except TimeoutError:
+            return "no exit code"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    async def end(self) -> None:
-        """End it and its children."""
-        await end_child(self._process, KILL_AFTER_S, group=True)
+    async def end(self) -> bool:
+        """End it and its children, within a bounded time; returns whether it ended."""
+        ended = await end_child(self._process, KILL_AFTER_S, group=True)
         self._log_pump.cancel()
+        return ended

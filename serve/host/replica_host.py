@@ -114,10 +114,11 @@ class ReplicaHost:
         prepare: Prepare = prepare_weights,
         stable_s: float = STABLE_S,
         gpus: GpuAccess | None = None,
+        engine: type[EngineProcess] = EngineProcess,
     ) -> None:
         """``core_claims`` is the file of this node's core claims, ``prepare`` fetches weights.
 
-        An engine that lived for ``stable_s`` seconds ends a row of failures.
+        An engine that lived for ``stable_s`` seconds ends a row of failures. ``engine`` runs its process.
         """
         self.spec = spec
         self.replica = Replica(
@@ -132,6 +133,7 @@ class ReplicaHost:
         self._prepare = prepare
         self._stable_s = stable_s
         self._gpus = gpus or GpuAccess()
+        self._engine_process = engine
         self._hold: tuple[AdapterRef, ...] = ()
         self._uses: list[AdapterUse] = []
         self._waiting: tuple[AdapterUse, ...] = ()
@@ -141,6 +143,8 @@ class ReplicaHost:
         self._began = 0.0
         self._ready_at: float | None = None
         self._process: EngineProcess | None = None
+        # Why the host cannot go on: an engine process that does not end.
+        self._stuck = ""
         self._cores: tuple[int, ...] = ()
         self._log = _log_of(Path(spec.state_dir), f"replica-{replica}.log")
         self._task: asyncio.Task[None] | None = None
@@ -260,26 +264,35 @@ class ReplicaHost:
             self._began, self._ready_at = time.monotonic(), None
             try:
                 await self._run_engine(await self._prepare_weights())
-                reason = "the engine ended"
             except (TidegateError, OSError) as error:
-                reason = str(error)
+                self._failed(str(error))
             finally:
-                self._gpus.released()
+                # GPUs of a process that does not end stay in use.
+                if not self._stuck:
+                    self._gpus.released()
+            if self._stuck:
+                self._become(self.replica.state, self._stuck)
             if self.replica.state is ReplicaPhase.DRAINING:
                 self._drained.set()
                 return
-            # Time before ready does not count: a slow start that fails is another failure of the row.
-            lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-            failures = failures_after(self.replica.failures, lived_s, self._stable_s)
-            self._waiting = ()
-            self.update(
-                url="", load=Load(at=time.time()), failures=failures, incarnation=self.replica.incarnation + 1
-            )
-            self._become(ReplicaPhase.STARTING, reason)
-            if failures >= MAX_FAILURES:
+            failures = self.replica.failures
+            if self._stuck or failures >= MAX_FAILURES:
                 self.lost.set()
                 return
-            await asyncio.sleep(RESTART_BACKOFF.delay_s(self.replica.failures))
+            await asyncio.sleep(RESTART_BACKOFF.delay_s(failures))
+
+    def _failed(self, reason: str) -> None:
+        """The engine does not serve any more; one that drained until now keeps its state."""
+        if self.replica.state is ReplicaPhase.DRAINING:
+            return
+        # Time before ready does not count: a slow start that fails is another failure of the row.
+        lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+        failures = failures_after(self.replica.failures, lived_s, self._stable_s)
+        self._waiting = ()
+        self.update(
+            url="", load=Load(at=time.time()), failures=failures, incarnation=self.replica.incarnation + 1
+        )
+        self._become(ReplicaPhase.STARTING, reason)
 
     async def _prepare_weights(self) -> str:
         """The directory of the weights on this node, and this node's cores; empty without weights."""
@@ -309,8 +322,8 @@ class ReplicaHost:
         return str(prepared.path)
 
     async def _run_engine(self, weights: str) -> None:
-        """Run an engine process until it ends; raises :class:`EngineFailed` with the reason."""
-        process = self._process = await EngineProcess.start(
+        """Run an engine process until it ends. Its failure is reported before its end is waited for."""
+        process = self._process = await self._engine_process.start(
             self._environment(), self._log, self._gpus.descriptors
         )
         self.update(pid=process.pid)
@@ -322,9 +335,12 @@ class ReplicaHost:
                 lambda: self.spec.model.control.progress_timeout_s if self.replica.url else None
             ):
                 failed = self.receive(event) or failed
-            raise EngineFailed(failed or f"the engine ended with {await process.wait()}")
+            self._failed(failed or f"the engine ended with {await process.wait()}")
+        except (TidegateError, OSError) as error:
+            self._failed(str(error))
         finally:
-            await process.end()
+            if not await process.end():
+                self._stuck = f"{self.replica.reason}; its process {process.pid} does not end after SIGKILL"
 
     def receive(self, event: Event) -> str:
         """Take an event of the engine; returns the error that it reports."""

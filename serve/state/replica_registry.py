@@ -14,6 +14,9 @@ from serve.state.versioned_watch import Revision
 # does not empty the fleet.
 SILENT_S = 1.2
 GONE_S = 10.0
+# The host of a replica that is silent for so long hangs and is replaced. A start does not count: hosts send
+# heartbeats while they prepare weights, and while their engines start.
+HUNG_S = 20.0
 
 
 # Everything but the load and the loaded adapters, which change all the time.
@@ -33,11 +36,14 @@ class ReplicaRegistry:
         self._epoch = epoch
         self.revision = Revision()
         self._entries: dict[str, _Entry] = {}
+        # Replicas that were given up: their hosts may hang.
+        self._gone: dict[str, _Entry] = {}
         self._models: tuple[Model, ...] = ()
 
     def put(self, replica: Replica, now: float) -> bool:
         """Take a heartbeat; returns whether more than its load, and what it has loaded, changed."""
         old = self._entries.get(replica.id)
+        self._gone.pop(replica.id, None)
         if replica.state is ReplicaPhase.STOPPED:
             return self._remove(replica.id)
         self._entries[replica.id] = _Entry(replica, now)
@@ -56,8 +62,20 @@ class ReplicaRegistry:
         if entry is None or entry.replica is not replica:
             return False
         if refused or now - entry.seen > GONE_S:
+            self._gone[replica.id] = entry
             return self._remove(replica.id)
         return False
+
+    def take_hung(self, now: float) -> list[Replica]:
+        """Replicas that were given up and are silent for so long that their hosts hang, each once."""
+        hung = {name: entry.replica for name, entry in self._gone.items() if now - entry.seen > HUNG_S}
+        self._gone = {name: entry for name, entry in self._gone.items() if name not in hung}
+        return list(hung.values())
+
+    def not_heard_until(self, now: float) -> None:
+        """Nothing was heard until ``now`` because this process did not run: no silence counts."""
+        for entry in (*self._entries.values(), *self._gone.values()):
+            entry.seen = now
 
     def set_models(self, models: Iterable[Model]) -> None:
         """Replace the descriptions of the models."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,12 +15,15 @@ from typing import Any
 
 import httpx
 import msgspec
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from policy.errors import Unreachable
 from serve.controller.client import ControllerClient
+from serve.controller.run_record import last_run
 from serve.ray_cluster import token_path
+from store.os_process import find
 from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.ray_head import RayHead
@@ -46,6 +51,13 @@ class Tenant:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
+
+    def pid(self) -> int:
+        """That of the controller, 0 while none answers."""
+        try:
+            return self.client.status().pid
+        except Unreachable:
+            return 0
 
     def ready(self, *models: str) -> set[str]:
         def found() -> bool:
@@ -121,3 +133,51 @@ def test_a_controller_without_its_supervisor_reads_the_stored_document(
     after = one.ready("m", "other")
     # The same controller and the same replica continue.
     assert before < after
+
+
+@pytest.fixture
+def running(tenants: tuple[Tenant, Tenant]) -> Tenant:
+    one, _ = tenants
+    one.write()
+    one.command("start")
+    one.ready("m")
+    return one
+
+
+def test_a_stopped_controller_is_restarted_on_command(running: Tenant) -> None:
+    (replica,) = running.client.fleet().replicas
+    pid = running.client.status().pid
+    os.kill(pid, signal.SIGSTOP)
+    running.command("restart")
+    until(lambda: running.pid() not in (0, pid))
+    running.ready("m")
+    assert [(r.id, r.pid) for r in running.client.fleet().replicas] == [(replica.id, replica.pid)]
+
+
+def test_a_stopped_host_is_replaced(running: Tenant) -> None:
+    """Its start may take a minute; that it hangs is noticed in much less."""
+    (replica,) = running.client.fleet().replicas
+    stopped_at = time.monotonic()
+    psutil.Process(psutil.Process(replica.pid).ppid()).suspend()
+    until(lambda: replica.id not in [r.id for r in running.client.fleet().replicas])
+    running.ready("m")
+    assert find(replica.pid) is None
+    assert time.monotonic() - stopped_at < 60.0
+
+
+def test_a_controller_that_fails_is_restarted_with_backoff(running: Tenant) -> None:
+    document = running.state.deployment_path.read_bytes()
+    running.state.deployment_path.write_text("{")
+    os.kill(running.client.status().pid, signal.SIGKILL)
+
+    def failures() -> int:
+        run = last_run(running.state)
+        return 0 if run is None or "DecodeError" not in run.error else run.failures
+
+    until(lambda: failures() >= 3)
+    began, before = time.monotonic(), failures()
+    until(lambda: failures() >= before + 3)
+    # Waits of at least 0.4, 0.8 and 1.6 s, where Ray alone restarts it at once.
+    assert time.monotonic() - began >= 2.0
+    running.state.deployment_path.write_bytes(document)
+    running.ready("m")

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from serve.state.replica_registry import HUNG_S
+from store.os_process import find
 from tests.faults import faults
 from tests.faults.harness import Harness
 from tests.faults.live import MODEL, Live, host_of, send
@@ -23,6 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 FIRST_S = 5.0
 PROGRESS_S = 2.0
 OUT_S = 2.0
+START_S = 15.0
 GATEWAY = {
     "connect_timeout_s": 0.5,
     "first_token_timeout_s": FIRST_S,
@@ -96,6 +99,25 @@ async def test_25_requests_on_a_stopped_engine_are_served_elsewhere(live: Live) 
 @pytest.mark.timeout(400)
 async def test_25_an_engine_stopped_for_a_minute_serves_again(live: Live) -> None:
     await stop_an_engine(live, 50.0)  # its own host would restart it after 60 s
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+async def test_25_a_stopped_host_is_replaced(live: Live) -> None:
+    """A host that hangs sends no heartbeats; its engine goes on until both are replaced."""
+    fleet = await live.settle(2)
+    victim = min(fleet)
+    async with live.expect(MODEL) as after:
+        stopped_at = send(host_of(fleet[victim]["pid"]), signal.SIGSTOP)
+
+        async def replaced() -> bool:
+            return len(await live.replicas_ready()) == 2 and victim not in await live.replicas_ready()
+
+        await until(replaced, "another host is ready")
+        assert time.monotonic() - stopped_at <= HUNG_S + START_S + after.stalls.seconds
+        assert find(fleet[victim]["pid"]) is None
+        await live.settle(2)
+        assert (await live.ask(MODEL, max_tokens=2)).status == 200
 
 
 async def test_26_a_healthy_replica_that_answers_nothing_is_ejected(harness: Harness, model: str) -> None:

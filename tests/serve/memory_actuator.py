@@ -208,6 +208,11 @@ class MemoryActuator:
         self._cluster.held[key] = msgspec.structs.replace(self._cluster.held[key], wanted=count, trouble="")
         self._cluster.settle(key)
 
+    async def kill(self, key: LayerKey, replica: str) -> None:
+        self._answer()
+        if self._cluster.replicas.pop(replica, None) is not None:
+            self._cluster.settle(key)
+
     async def delete(self, key: LayerKey) -> None:
         if key in await self.layers():
             await self.scale(key, 0)

@@ -220,6 +220,20 @@ async def test_an_engine_on_a_failed_gpu_sleeps_while_another_serves(plane: Plan
     assert len(serving) == 2 and second.id in serving and first.id not in serving
 
 
+@pytest.mark.parametrize("name", ["gpu-groups.json", "beds.json"])
+async def test_a_record_without_its_group_is_dropped(plane: Plane, name: str) -> None:
+    """A `down` of an earlier version left it, and the model has no shared group any more."""
+    await up(plane)
+    plane.state.gpu_groups_path.rename(plane.state.root / name)
+    plane.state.targets_path.unlink()
+    for there in (plane.cluster.held, plane.cluster.replicas, plane.cluster.groups):
+        there.clear()
+    plane.state.save(plane.state.deployment_path, document())
+    await plane.restart()
+    await plane.ticks()
+    assert (plane.counts(READY), plane.note()) == ({SMALL: 1}, "")
+
+
 async def test_orders_go_to_every_engine_of_the_group_only(plane: Plane) -> None:
     await up(plane)
     for replica in list(plane.cluster.replicas.values()):

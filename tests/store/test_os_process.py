@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
@@ -51,5 +52,25 @@ async def test_a_child_is_collected(group: bool) -> None:
     )
     assert child.stdout is not None
     await child.stdout.readline()
-    await end_child(child, 0.1, group=group)
+    assert await end_child(child, 0.1, group=group)
     assert child.returncode == -9
+
+
+async def test_a_child_that_does_not_end_is_waited_for_a_bounded_time() -> None:
+    sent: list[str] = []
+
+    class Uninterruptible:
+        returncode = None
+
+        def terminate(self) -> None:
+            sent.append("SIGTERM")
+
+        def kill(self) -> None:
+            sent.append("SIGKILL")
+
+        async def wait(self) -> None:
+            await asyncio.Event().wait()
+
+    child = cast("asyncio.subprocess.Process", Uninterruptible())
+    assert not await end_child(child, 0.01, kill_s=0.01)
+    assert sent == ["SIGTERM", "SIGKILL"]

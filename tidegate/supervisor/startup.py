@@ -165,6 +165,15 @@ class Startup:
             why = last.error or f"exit status {code}"
             raise EngineFailed(f"the controller did not start: {why}{log_end(self.state, 'cluster')}")
 
+    async def restart_controller(self) -> None:
+        """Kill the controller, which is started again by its supervisor or by Ray."""
+        if self.controller is not None:
+            self.controller.kill()
+            return
+        code, last = await self._run_tool(command_lines.cluster(self.state, "restart"), "ray")
+        if code:
+            raise EngineFailed(last.error or f"exit status {code}{log_end(self.state, 'cluster')}")
+
     async def _recover_head(self) -> None:
         """End the daemons that a killed head left on its ports, and start a controller on the new head."""
         self.record.snapshot()

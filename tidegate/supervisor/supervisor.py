@@ -21,6 +21,7 @@ from tidegate.deployment_file import Document
 from tidegate.exit_codes import Exit, exit_of
 from tidegate.supervisor import control_socket, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, log_end
+from tidegate.supervisor.controller_watch import TIMEOUT_S, watch_controller
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.orphan_cleanup import forget_targets, leave_cluster
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, adopt_orphans
@@ -168,15 +169,25 @@ class Supervisor:
         self._state.metrics_dir.mkdir(mode=0o700)
         start = asyncio.create_task(self._start.run())
         stopped = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({start, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not start.done():
-            start.cancel()
-            await asyncio.gather(start, return_exceptions=True)
-            return
-        start.result()
-        self._phase = "ready"
-        self._progress.emit(Event(kind="ready", message=self.status().endpoint))
-        await stopped
+        watching = asyncio.create_task(self._watch_controller())
+        try:
+            await asyncio.wait({start, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not start.done():
+                start.cancel()
+                await asyncio.gather(start, return_exceptions=True)
+                return
+            start.result()
+            self._phase = "ready"
+            self._progress.emit(Event(kind="ready", message=self.status().endpoint))
+            await stopped
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch_controller(self) -> None:
+        if self._deployment.needs_controller:
+            with contextlib.closing(self._controller(TIMEOUT_S)) as client:
+                await watch_controller(client.hangs, self._start.restart_controller, self._note)
 
     async def _end(self) -> bool:
         """Stop the gateway workers (with drain), the controller and its replicas, the Ray head, and the rest.

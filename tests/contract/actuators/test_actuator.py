@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
+import psutil
 import pytest
 
 from policy.errors import ActuatorFailed
@@ -128,3 +129,18 @@ async def test_the_replica_ordered_to_leave_is_the_one_removed(site: Site[Actuat
     assert set(await site.ready(1, KEY)) == {successor}
     assert site.phases[failed][-2:] == [ReplicaPhase.DRAINING, ReplicaPhase.STOPPED]
     assert site.phases[successor][-1] is ReplicaPhase.READY
+
+
+async def test_a_host_that_hangs_is_killed_and_replaced(site: Site[Actuator]) -> None:
+    await site.deploy(2, KEY)
+    before = await site.ready(2, KEY)
+    victim = min(before)
+    if site.backend.cluster is None:
+        psutil.Process(psutil.Process(before[victim]).ppid()).suspend()
+    await site.actuator.kill(KEY, victim)
+    await site.actuator.kill(KEY, "no-such-replica")
+    # It said nothing more.
+    site.replicas.pop(victim, None)
+    after = await site.ready(2, KEY)
+    assert before.keys() - after.keys() == {victim}
+    await site.until(lambda: site.backend.cluster is not None or not psutil.pid_exists(before[victim]))

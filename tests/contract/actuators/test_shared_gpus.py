@@ -248,23 +248,3 @@ async def test_a_start_failure_is_reported_for_every_layer_of_the_group(site: Gr
     site.backend.cluster.held[LARGE] = msgspec.structs.replace(held, trouble="no GPUs", retry_at=5.0)
     layers = await site.actuator.layers()
     assert [(held.trouble, held.retry_at) for held in layers.values()] == [("no GPUs", 5.0)] * 2
-
-
-@IN_MEMORY
-@pytest.mark.parametrize("name", ["gpu-groups.json", "beds.json"])
-async def test_a_record_without_its_group_is_dropped(site: GroupSite, tmp_path: Path, name: str) -> None:
-    """What a `down` left, of a model that has no shared group any more."""
-    await site.deploy(1, LARGE)
-    await site.awake(1, 0)
-    state = StateDir(tmp_path / "group")
-    written = state.gpu_groups_path.read_bytes()
-    await site.backend.make().stop()
-    state.gpu_groups_path.unlink()
-    (state.root / name).write_bytes(written)
-    await site.restart()
-    site.deployment = deployment()
-    await site.deploy(1, SMALL)
-    await site.ready(1, SMALL)
-    assert await site.actuator.layers() == {SMALL: Held(wanted=1, digest=site.digest(SMALL))}
-    await site.restart()
-    assert site.actuator.awake(next(iter(site.replicas.values()))) is None

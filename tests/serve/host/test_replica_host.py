@@ -22,6 +22,7 @@ from policy.wire.heartbeat import AdapterUse, Orders, Timeouts
 from policy.wire.load_stream import LoadLine
 from policy.wire.reports import EngineReport
 from serve.engine.main import Event
+from serve.host.engine_process import EngineProcess
 from serve.host.replica_host import HostSpec, ReplicaHost
 from serve.host.weight_verification import Weights
 from store.model_weights.prepare import Origin
@@ -45,9 +46,11 @@ def host_of(spec: HostSpec, folder: Path, replica: str = "r", **options: Any) ->
 async def make(tmp_path: Path) -> AsyncIterator[Make]:
     made: list[ReplicaHost] = []
 
-    def host(stable_s: float = STABLE_S, **over: Any) -> ReplicaHost:
+    def host(
+        stable_s: float = STABLE_S, engine: type[EngineProcess] = EngineProcess, **over: Any
+    ) -> ReplicaHost:
         spec = host_spec(deployment(sim_model(**over)).models[0], tmp_path)
-        made.append(host_of(spec, tmp_path, replica=f"r{len(made)}", stable_s=stable_s))
+        made.append(host_of(spec, tmp_path, replica=f"r{len(made)}", stable_s=stable_s, engine=engine))
         return made[-1]
 
     yield host
@@ -281,3 +284,27 @@ async def test_stopping_leaves_no_process(make: Make, when: str) -> None:
     assert not psutil.pid_exists(pid)
     await asyncio.gather(starting, return_exceptions=True)
     assert not [p for p in psutil.Process().children() if "serve.engine.main" in p.cmdline()]
+
+
+async def test_an_engine_that_cannot_be_killed_is_not_ready_and_its_host_is_given_up(make: Make) -> None:
+    seen: list[tuple[ReplicaPhase, str]] = []
+
+    class Unkillable(EngineProcess):
+        async def end(self) -> bool:
+            """As if it were in an uninterruptible call."""
+            seen.append((host.snapshot().state, host.snapshot().url))
+            await super().end()
+            return False
+
+    host = make(engine=Unkillable)
+    await host.start()
+    os.kill(host.snapshot().pid, signal.SIGKILL)
+    async with asyncio.timeout(WITHIN_S):
+        await host.lost.wait()
+    # Before its end was waited for.
+    assert seen == [(ReplicaPhase.STARTING, "")]
+    pid = host.snapshot().pid
+    reason = f"the engine ended with signal SIGKILL; its process {pid} does not end after SIGKILL"
+    assert host.snapshot().reason == reason
+    await host.stop()
+    assert (host.snapshot().state, host.snapshot().reason) == (ReplicaPhase.STOPPED, reason)

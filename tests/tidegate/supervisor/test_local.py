@@ -87,6 +87,15 @@ def test_a_killed_controller_is_restarted_with_its_fleet(sim: Site) -> None:
     until(lambda: [replica["id"] for replica in ready(sim)] == before, "the same fleet")
 
 
+@pytest.mark.long
+def test_a_stopped_controller_is_restarted_with_its_fleet(sim: Site) -> None:
+    before = [replica["id"] for replica in ready(sim)]
+    pid = sim.workers()["controller"]
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: sim.workers()["controller"] not in (0, pid), "a new controller")
+    until(lambda: [replica["id"] for replica in ready(sim)] == before, "the same fleet")
+
+
 def test_apply_changes_what_the_controller_allows(sim: Site) -> None:
     changed = json.loads(sim.file.read_text())
     changed["models"][0]["modes"]["multi-replica"]["replicas"]["max"] = 2
