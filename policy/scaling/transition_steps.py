@@ -41,6 +41,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """An observed layer: its desired count, and its replicas by state.
 
     ``failures`` counts failed starts in a row; ``broken`` means that the cluster gave up on it.
+    ``unplaced`` replicas wait although their resources are free in sum: no single node has them.
     """
 
     wanted: int = 0
@@ -49,6 +50,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     draining: int = 0
     failures: int = 0
     broken: bool = False
+    unplaced: int = 0
 
     @property
     def occupied(self) -> int:
@@ -121,6 +123,8 @@ class Rollout(NamedTuple):
         counts[goal.key] = min(goal.count, target.wanted + self._room())
         grows = counts[goal.key] > target.wanted or target.starting or target.ready < target.wanted
         leaving = any(layer.occupied > layer.wanted for layer in self.layers.values())
+        if target.unplaced and not leaving:
+            return counts | self._give_way()
         return counts if grows or leaving else counts | self._scale_down_others()
 
     def _room(self) -> int:
@@ -147,29 +151,46 @@ class Rollout(NamedTuple):
     def _group_of(self, key: LayerKey) -> SharedGpus | None:
         return next((group for group in self.groups if key in group.layers), None)
 
-    def _scale_down_others(self) -> dict[LayerKey, int]:
-        """Shrink the others by half, or until one new replica fits, less to stay healthy; else not at all.
+    def _healthy(self, keep: Mapping[LayerKey, int]) -> int:
+        """How many replicas serve when the others are scaled to ``keep``.
 
         Each replica that leaves is assumed to serve: the actuator chooses which.
         """
-        goal, others = self.goal, self.others
+        left = (max(0, layer.serving - layer.wanted + keep[key]) for key, layer in self.others.items())
+        return self.target.ready + sum(left)
 
-        def healthy(keep: Mapping[LayerKey, int]) -> int:
-            left = (max(0, layer.serving - layer.wanted + keep[key]) for key, layer in others.items())
-            return self.target.ready + sum(left)
+    def _fewer(self, keep: Mapping[LayerKey, int]) -> dict[LayerKey, int]:
+        """The counts less one: first of layers without a ready replica, then of the largest."""
+        _, _, key = max((not self.others[key].ready, count, key) for key, count in keep.items() if count)
+        return {**keep, key: keep[key] - 1}
+
+    def _give_way(self) -> dict[LayerKey, int]:
+        """Shrink the others by what one new replica needs, or less to stay healthy."""
+        goal, each = self.goal, self.footprints[self.goal.key]
+        now = {key: layer.wanted for key, layer in self.others.items()}
+        keep, floor = now, 0 if goal.gap else min(goal.min_healthy, self._healthy(now))
+        while any(keep.values()):
+            freed = summed(Resources().plus(self.footprints[key], now[key] - keep[key]) for key in now)
+            fewer = self._fewer(keep)
+            if freed.holds(each) or self._healthy(fewer) < floor:
+                break
+            keep = fewer
+        return keep
+
+    def _scale_down_others(self) -> dict[LayerKey, int]:
+        """Shrink the others by half, or until one new replica fits, less to stay healthy; else not at all."""
+        goal, others = self.goal, self.others
 
         def room(keep: Mapping[LayerKey, int]) -> int:
             after = {key: Layer(wanted=count) for key, count in keep.items()} | {goal.key: self.target}
             return self._replace(layers=after)._room()
 
         keep = {key: layer.wanted for key, layer in others.items()}
-        floor = 0 if goal.gap else min(goal.min_healthy, healthy(keep))
+        floor = 0 if goal.gap else min(goal.min_healthy, self._healthy(keep))
         half = sum(keep.values()) // 2
         while any(keep.values()) and (sum(keep.values()) > half or not room(keep)):
-            # First layers without a ready replica, then the largest.
-            _, _, key = max((not others[key].ready, count, key) for key, count in keep.items() if count)
-            fewer = keep | {key: keep[key] - 1}
-            if healthy(fewer) < floor:
+            fewer = self._fewer(keep)
+            if self._healthy(fewer) < floor:
                 break
             keep = fewer
         return keep if room(keep) else {}

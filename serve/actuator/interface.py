@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -13,6 +13,17 @@ from serve.host.replica_host import HostSpec
 from serve.host.version_check import installed
 from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """All resources of one node by Ray's names; of each that is not named it has ``others``."""
+
+    resources: Mapping[str, float]
+    others: float = 0.0
+
+    def has(self, name: str) -> float:
+        """How much of a resource it has, in use or not."""
+        return self.resources.get(name, self.others)
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +69,9 @@ class Actuator(Protocol):
 
     async def layers(self) -> Mapping[LayerKey, Held]:
         """The layers that exist, also those of a predecessor of this process."""
+
+    async def nodes(self) -> Sequence[Node]:
+        """The nodes that replicas may be placed on; none if that is not known."""
 
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int

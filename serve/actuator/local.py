@@ -21,7 +21,8 @@ from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
 from serve.actuator.gpu_cards import Grant, choose
-from serve.actuator.interface import Held, host_spec, same_host
+from serve.actuator.interface import Held, Node, host_spec, same_host
+from serve.actuator.node_capacity import machine
 from serve.actuator.serve_application_spec import required_resources
 from serve.host.gpu_group_host import Assignment
 from serve.host.weight_verification import Weights
@@ -93,6 +94,9 @@ class LocalActuator:
             for key, record in records.items()
             if not record.deleted
         }
+
+    async def nodes(self) -> Sequence[Node]:
+        return machine(self._cards)
 
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -23,7 +23,7 @@ from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import LayerKey
 from policy.stats.backoff import Backoff
-from serve.actuator.interface import Held, host_spec, same_host
+from serve.actuator.interface import Held, Node, host_spec, same_host
 from serve.actuator.serve_application_spec import (
     DEPLOYMENT,
     application_name,
@@ -32,6 +32,7 @@ from serve.actuator.serve_application_spec import (
 )
 from serve.host.ray_replica import RayHost
 from serve.host.weight_verification import Weights
+from serve.ray_cluster import node_sizes
 from store.state_dir import StateDir
 
 # Serve's API takes 20 ms of its controller and its dashboard: unchanged, it is asked ever less often.
@@ -106,6 +107,9 @@ class RayActuator:
 
     def _changed(self) -> None:
         self._same, self._ask_at = 0, 0.0
+
+    async def nodes(self) -> Sequence[Node]:
+        return await asyncio.to_thread(node_sizes)
 
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int

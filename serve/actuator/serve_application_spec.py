@@ -63,21 +63,24 @@ def held_layers(
                 digest=match["digest"],
                 trouble=deployment["message"] if application["status"] in _BROKEN else "",
                 waits=missing_resources(deployment),
+                unplaced=unplaced(deployment) if missing_resources(deployment) else 0,
             ),
         )
 
 
 def missing_resources(deployment: Mapping[str, Any]) -> str:
     """Why replicas of a deployment wait for a node, empty if none does."""
-    waiting = [
-        replica
-        for replica in deployment["replicas"]
-        if replica["state"] == "STARTING" and not replica.get("node_id")
-    ]
+    waiting = unplaced(deployment)
     found = _RESOURCES.search(deployment["message"])
     if not waiting or found is None:
         return ""
-    return f"no node has room for {len(waiting)} of {found['each']}: {found['free']} is free"
+    return f"no node has room for {waiting} of {found['each']}: {found['free']} is free"
+
+
+def unplaced(deployment: Mapping[str, Any]) -> int:
+    """How many replicas of a deployment are on no node yet."""
+    replicas = deployment["replicas"]
+    return sum(each["state"] == "STARTING" and not each.get("node_id") for each in replicas)
 
 
 def required_resources(model: ModelSpec, shape: Shape, cluster: Cluster) -> dict[str, Any]:

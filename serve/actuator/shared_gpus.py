@@ -20,7 +20,7 @@ from policy.scaling.gpu_group_orders import GroupEngine, chosen_engines, is_prep
 from policy.scaling.transition_steps import MAX_FAILURES, LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import GpuOrder
-from serve.actuator.interface import Actuator, Held
+from serve.actuator.interface import Actuator, Held, Node
 from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
 
@@ -120,6 +120,9 @@ class SharedGpuActuator:
                         held, wanted=wanted, digest=record.digests[shape], sleeps=held.wanted > 0
                     )
         return inner | found
+
+    async def nodes(self) -> Sequence[Node]:
+        return await self._inner.nodes()
 
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int

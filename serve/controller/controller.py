@@ -27,6 +27,7 @@ from policy.types import Fleet, Replica
 from policy.wire.heartbeat import Heartbeat, Orders, Timeouts
 from policy.wire.reports import GatewayReport
 from serve.actuator.interface import Actuator, Held
+from serve.actuator.node_capacity import check_placeable
 from serve.actuator.shared_gpus import SharedGpuActuator
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import wait_at_most
@@ -201,6 +202,10 @@ class Controller:
     def prepare(self, document: dict[str, object]) -> dict[str, MadePolicies]:
         """The slow part of :meth:`apply`; raises :class:`ConfigError`. Not for an event loop."""
         return make_policies(parse(document), self._event)
+
+    async def check_placeable(self, document: dict[str, object]) -> None:
+        """Raise :class:`ConfigError` for a shape that is larger than any node."""
+        check_placeable(parse(document), await self._actuator.nodes())
 
     def apply(
         self, document: dict[str, object], policies: dict[str, MadePolicies] | None = None

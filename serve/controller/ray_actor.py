@@ -16,6 +16,7 @@ from policy.config.deployment import Cluster
 from serve.actuator.ray import RayActuator, deployment_id
 from serve.controller.process import serve_controller
 from serve.controller.run_record import record_error, record_start
+from serve.ray_cluster import SERVE_ENVIRONMENT
 from store.log_file import RotatingLog
 from store.log_lines import FileHandler, log_to
 from store.state_dir import StateDir
@@ -58,9 +59,15 @@ def ensure(state: StateDir, cluster: Cluster, dashboard: str, token: str) -> tup
     """Make the actor unless it exists; returns its process id, and whether it existed."""
     existed = _find(state) is not None
     pinned = {"node:__internal_head__": 0.001}
+    # Serve's controller is started by this actor and inherits its environment; a local head has it already.
+    inherited = None if cluster.address == "local" else {"env_vars": SERVE_ENVIRONMENT}
     actor_class = ray.remote(num_cpus=0, max_restarts=-1, resources=pinned)(ControllerActor)
     actor = actor_class.options(
-        name=_name(state), namespace=NAMESPACE, lifetime="detached", get_if_exists=True
+        name=_name(state),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        runtime_env=inherited,
     ).remote(str(state.root), cluster, dashboard, token)
     return int(ray.get(actor.ping.remote())), existed
 

@@ -104,6 +104,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
     async def apply(request: Request) -> Response:
         document = msgspec.json.decode(await request.body(), type=dict[str, object])
         policies = await run_in_thread(lambda: controller.prepare(document), "apply")
+        await controller.check_placeable(document)
         return json_answer(controller.apply(document, policies))
 
     async def decisions(request: Request) -> Response:

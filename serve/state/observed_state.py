@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +19,9 @@ from policy.types import Replica, ReplicaPhase, StartPath
 from serve.actuator.interface import Held
 from serve.state.desired_state import Target, Targets
 from serve.state.replica_registry import ReplicaRegistry
+
+# How long the cluster may take to place a waiting replica once another has left, and to say so.
+PLACED_S = 5.0
 
 
 class _FailedStarts(NamedTuple):
@@ -37,10 +41,16 @@ class ObservedState:
     held: Mapping[LayerKey, Held] = field(default_factory=dict, init=False)
     _failed: dict[LayerKey, _FailedStarts] = field(default_factory=dict, init=False)
     _start_s: dict[LayerKey, float] = field(default_factory=dict, init=False)
+    # The last heartbeat of any replica, and of one that left, by model.
+    _seen_at: float = field(default=0.0, init=False)
+    _left_at: dict[str, float] = field(default_factory=dict, init=False)
 
     def note(self, replica: Replica, at: float) -> None:
         """Learn from a heartbeat how long a start took, or why it failed."""
         key = LayerKey.of(replica)
+        self._seen_at = at
+        if replica.state in (ReplicaPhase.DRAINING, ReplicaPhase.STOPPED):
+            self._left_at[replica.model] = at
         if self.starts.note(replica, at):
             # Only a new success clears failures: other replicas of the layer may be serving.
             self._failed.pop(key, None)
@@ -96,6 +106,7 @@ class ObservedState:
         held = self.held.get(key)
         states = [replica.state for replica in self.registry.of(key)]
         failed = self._failed.get(key)
+        left_at = self._left_at.get(key.model, -math.inf)
         return Layer(
             wanted=held.wanted if held else 0,
             starting=states.count(ReplicaPhase.STARTING),
@@ -103,6 +114,7 @@ class ObservedState:
             draining=states.count(ReplicaPhase.DRAINING),
             failures=failed.times if failed else 0,
             broken=bool(held and held.trouble),
+            unplaced=held.unplaced if held and self._seen_at - left_at > PLACED_S else 0,
         )
 
     def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:

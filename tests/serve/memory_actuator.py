@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,7 +14,7 @@ from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import MAX_FAILURES, LayerKey
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import GpuOrder, Orders
-from serve.actuator.interface import Held
+from serve.actuator.interface import Held, Node
 from serve.host.weight_verification import Weights
 
 
@@ -32,6 +32,7 @@ class MemoryCluster:
     slow: bool = False
     failing: dict[LayerKey, str] = field(default_factory=dict)
     down: str = ""
+    nodes: tuple[Node, ...] = ()
     held: dict[LayerKey, Held] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
     groups: dict[LayerKey, GpuGroup] = field(default_factory=dict)
@@ -190,6 +191,9 @@ class MemoryActuator:
     async def layers(self) -> Mapping[LayerKey, Held]:
         self._answer()
         return dict(self._cluster.held)
+
+    async def nodes(self) -> Sequence[Node]:
+        return self._cluster.nodes
 
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from policy.config.ports import listeners
 from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, TidegateError, Unreachable
 from policy.types import EMPTY_FLEET, EngineKind, Replica, ReplicaPhase
 from serve import ray_cluster
+from serve.actuator.gpu_cards import cards_of_machine
+from serve.actuator.node_capacity import check_placeable, machine
 from serve.controller.client import ControllerClient
 from store.api_keys import own_key
 from store.state_dir import StateDir
@@ -87,6 +90,8 @@ class Startup:
             ours = {entry.pid for entry in self.record.living()}
             if (foreign := preflight.foreign_ray(ours)) is not None:
                 problems.append(foreign)
+        if not self.ray:
+            check_placeable(self.deployment, machine(cards_of_machine(self.deployment.cluster, os.environ)))
         available = preflight.available_memory()
         sizes = {
             spec.name: preflight.weights_bytes(Path(spec.source))

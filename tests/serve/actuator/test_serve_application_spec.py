@@ -80,7 +80,7 @@ def test_only_live_applications_of_this_deployment_are_its_layers() -> None:
     # Serve does not list the deployments of these yet; the count of the second one is not known.
     counts = {application_name("d", deploying[0], "e"): 4}
     assert list(held_layers(answer, "d", counts)) == [
-        (key, name, Held(wanted=2, digest="f00", waits=MISSING)),
+        (key, name, Held(wanted=2, digest="f00", waits=MISSING, unplaced=1)),
         (LayerKey("m", "large", 1), broken, Held(wanted=2, digest="bad", trouble=MESSAGE)),
         *(
             (at, application_name("d", at, "e"), Held(wanted=wanted, digest="e"))
