@@ -282,6 +282,16 @@ def _check_cluster(deployment: Deployment) -> None:
     reached = not joined or not _loopback(cluster.controller) or _loopback(cluster.address)
     expected = f"HOST:PORT that every node of cluster.address = {cluster.address!r} reaches"
     require(reached, "cluster.controller", cluster.controller, expected)
+    if cluster.simulated_gpus is not None and cluster.address == "local":
+        for i, spec in enumerate(deployment.models):
+            for name, shape in spec.shapes.items():
+                at, expected = f"models[{i}].shapes.{name}.gpus", "at most cluster.simulated_gpus = "
+                require(
+                    shape.gpus <= cluster.simulated_gpus,
+                    at,
+                    shape.gpus,
+                    f"{expected}{cluster.simulated_gpus}",
+                )
     real = [f"models.{spec.name}" for spec in deployment.models if spec.engine is EngineKind.VLLM]
     require(
         cluster.simulated_gpus is None or not real,

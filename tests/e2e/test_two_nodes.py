@@ -15,7 +15,6 @@ import httpx
 import psutil
 import pytest
 
-from policy.types import Replica
 from tests.e2e.stack import Stack, eventually
 from tests.e2e.traffic import Traffic
 from tests.ports import free_ports
@@ -40,7 +39,16 @@ def _cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     gcs, dashboard, client = free_ports(3)
     address = f"{HEAD}:{gcs}"
-    common = ["--block", "--num-cpus", "1", "--object-store-memory", "100000000", "--disable-usage-stats"]
+    common = [
+        "--block",
+        "--num-cpus",
+        "1",
+        "--num-gpus",
+        "4",
+        "--object-store-memory",
+        "100000000",
+        "--disable-usage-stats",
+    ]
     head = ["--head", "--node-ip-address", HEAD, "--port", str(gcs), "--dashboard-port", str(dashboard)]
     head += ["--temp-dir", str(folder / "ray"), "--ray-client-server-port", str(client)]
     node = ["--address", address, "--node-ip-address", NODE]
@@ -65,7 +73,7 @@ def _cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("supervised", [True, False], ids=["orderly", "supervisor killed"])
-def test_replicas_spread_over_nodes_and_end_with_down(cluster: str, tmp_path: Path, supervised: bool) -> None:
+def test_replicas_fill_one_node_then_another_and_end(cluster: str, tmp_path: Path, supervised: bool) -> None:
     (port,) = free_ports(1)
     document = {
         "models": [
@@ -73,18 +81,35 @@ def test_replicas_spread_over_nodes_and_end_with_down(cluster: str, tmp_path: Pa
                 "name": "sim",
                 "engine": "sim",
                 "sim": {"profile": "sim-small"},
-                "shapes": {"small": {"cpus": 1}},
-                "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 8}}},
+                "shapes": {"small": {"gpus": 1}, "large": {"gpus": 4, "tensor_parallel": 4}},
+                "modes": {
+                    "multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 8}},
+                    "single-large": {"shape": "large"},
+                },
+                "control": {"policy": "static"},
             }
         ]
     }
     stack = Stack(tmp_path, document)
-    stack.document["cluster"] |= {"address": cluster, "controller": f"{HEAD}:{port}"}
+    joined = {"address": cluster, "controller": f"{HEAD}:{port}", "simulated_gpus": 8}
+    stack.document["cluster"] |= joined
     stack.write()
     try:
         stack.up()
-        replicas = on_both_nodes(stack)
+        stack.steady("sim", 2)
+        small = stack.replicas("sim")
+        assert len({replica.node for replica in small}) == 1
+        # They left the other node whole.
+        assert stack.run("mode", "sim", "single-large").returncode == 0
+        stack.steady("sim", 1)
+        (large,) = stack.replicas("sim")
+        assert large.node != small[0].node
+        assert stack.run("mode", "sim", "multi-replica").returncode == 0
+        assert stack.run("scale", "sim", "5").returncode == 0
+        stack.steady("sim", 5)
+        replicas = stack.replicas("sim")
         assert len({replica.node for replica in replicas}) == 2
+        assert {httpx.URL(replica.url).host for replica in replicas} == {HEAD, NODE}
         with Traffic(stack, "sim", clients=2, max_tokens=8) as traffic:
             eventually(lambda: traffic.replicas == {replica.id for replica in replicas}, 240)
         assert not traffic.problems
@@ -97,16 +122,6 @@ def test_replicas_spread_over_nodes_and_end_with_down(cluster: str, tmp_path: Pa
     eventually(lambda: not any(psutil.pid_exists(replica.pid) for replica in replicas), 60)
     # The cluster is not ours: it goes on.
     assert any("raylet" in name for name in (p.name() for p in psutil.process_iter()))
-
-
-def on_both_nodes(stack: Stack) -> list[Replica]:
-    for count in range(2, 9):
-        assert stack.run("scale", "sim", str(count)).returncode == 0
-        stack.steady("sim", count)
-        replicas = stack.replicas("sim")
-        if {httpx.URL(replica.url).host for replica in replicas} == {HEAD, NODE}:
-            return replicas
-    raise AssertionError(f"eight replicas on one node: {replicas}")
 
 
 def _wait_for_raylet(process: subprocess.Popen[bytes]) -> None:

@@ -59,6 +59,8 @@ def test_a_shape_that_no_node_has_room_for_is_refused(
 def test_without_ray_only_gpus_are_counted() -> None:
     four = machine(("0", "1", "2", "3"))
     check_placeable(deployment(gpus(4, accelerator_type="H100", cpus=999), cluster=SIMULATED), four)
+    with pytest.raises(ConfigError, match="simulated_gpus = 4"):
+        deployment(gpus(5), cluster={"simulated_gpus": 4})
     with pytest.raises(ConfigError, match="at most 4"):
         check_placeable(deployment(gpus(5), cluster=SIMULATED), four)
 
@@ -68,7 +70,8 @@ async def test_an_apply_with_a_shape_larger_than_any_node_changes_nothing(plane:
     plane.cluster.nodes = NODES
     async with plane.client() as http:
         answer = await http.post("/apply", json=document(gpus(8), cluster=SIMULATED))
-    assert (answer.status_code, answer.json()["path"]) == (409, "models[0].shapes.large.gpus")
+    assert answer.status_code == 409
+    assert "models[0].shapes.large.gpus" in answer.text
     assert plane.counts() == {SMALL: 1}
 
 
