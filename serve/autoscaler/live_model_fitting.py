@@ -178,7 +178,7 @@ def _is_fitted(known: _CalibratedModel, spec: ModelSpec) -> bool:
 def _engine(spec: ModelSpec, shape: str) -> str:
     """Eight hex digits of a digest of all that the speed of an engine may depend on."""
     made = engine_inputs(spec)
-    # The drain timeout does not change the speed.
-    del made["control"]
+    # Sleep mode does not change the speed.
+    made.pop("control", None)
     data = msgspec.json.encode((made, spec.shapes.get(shape)), order="deterministic")
     return hashlib.sha256(data).hexdigest()[:8]
