@@ -24,21 +24,14 @@ from policy.config.deployment import Deployment
 from policy.config.ports import RAY_WORKERS
 from policy.deployment_file.parse import parse
 from policy.errors import TidegateError, Unreachable
-from serve.actuator.interface import Actuator, Node
-from serve.actuator.node_capacity import check_placeable
+from serve.actuator.interface import Actuator
+from serve.actuator.node_capacity import check_placeable, node_sizes
+from serve.actuator.serve_application_spec import SERVE_ENVIRONMENT
 from serve.controller.client import ControllerClient
 from store.state_dir import StateDir, own_directory, write_atomic
 
 # Tidegate passes no objects through Ray; its store only holds Ray's own few.
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
-# The environment of Serve's controller. By default it spreads replicas over nodes, which leaves no node with
-# room for a large one. Where it packs them it would also move running replicas off a node after a while: an
-# engine is not restarted for that. It says after so many seconds that a replica waits for a node.
-SERVE_ENVIRONMENT = {
-    "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY": "1",
-    "RAY_SERVE_NODE_COMPACTION_DELAY_S": "1e12",
-    "RAY_SERVE_SLOW_STARTUP_WARNING_S": "5",
-}
 # How long a controller that exists may take to answer.
 ANSWER_S = 30.0
 
@@ -121,16 +114,6 @@ def join(deployment: Deployment, state: StateDir) -> tuple[str, str]:
     if not context.dashboard_url:
         raise Unreachable(f"Ray at {address(deployment)} has no dashboard, which carries Serve's scale API")
     return context.dashboard_url, token
-
-
-def node_sizes() -> tuple[Node, ...]:
-    """The nodes of the cluster that this process has joined; none if an autoscaler may add others. Blocks."""
-    import ray  # noqa: PLC0415  # see `join`
-    from ray._private.state import state as cluster_state  # noqa: PLC0415
-
-    if cluster_state.get_max_resources_from_cluster_config() is not None:
-        return ()
-    return tuple(Node(resources=node["Resources"]) for node in ray.nodes() if node["Alive"])
 
 
 def start(deployment: Deployment, state: StateDir) -> None:

@@ -46,3 +46,13 @@ def _listed(nodes: Sequence[Node], needed: Mapping[str, float]) -> str:
 def machine(cards: Sequence[str]) -> tuple[Node, ...]:
     """The only node without Ray, by its GPUs: all else is not counted. None if no GPU was found."""
     return (Node(resources={"GPU": float(len(cards))}, others=math.inf),) if cards else ()
+
+
+def node_sizes() -> tuple[Node, ...]:
+    """The nodes of the cluster that this process has joined; none if an autoscaler may add others. Blocks."""
+    import ray  # noqa: PLC0415  # only what has joined a cluster may load Ray
+    from ray._private.state import state as cluster_state  # noqa: PLC0415
+
+    if cluster_state.get_max_resources_from_cluster_config() is not None:
+        return ()
+    return tuple(Node(resources=node["Resources"]) for node in ray.nodes() if node["Alive"])

@@ -24,6 +24,7 @@ from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import LayerKey
 from policy.stats.backoff import Backoff
 from serve.actuator.interface import Held, Node, host_spec, same_host
+from serve.actuator.node_capacity import node_sizes
 from serve.actuator.serve_application_spec import (
     DEPLOYMENT,
     application_name,
@@ -32,7 +33,6 @@ from serve.actuator.serve_application_spec import (
 )
 from serve.host.ray_replica import RayHost
 from serve.host.weight_verification import Weights
-from serve.ray_cluster import node_sizes
 from store.state_dir import StateDir
 
 # Serve's API takes 20 ms of its controller and its dashboard: unchanged, it is asked ever less often.

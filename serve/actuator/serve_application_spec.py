@@ -30,6 +30,15 @@ _RESOURCES = re.compile(r"each replica: (?P<each>\{.*?\}), total resources avail
 
 SIM_CPUS = 0.01
 
+# The environment of Serve's controller. By default it spreads replicas over nodes, which leaves no node with
+# room for a large one. Where it packs them it would also move running replicas off a node after a while: an
+# engine is not restarted for that. It says after so many seconds that a replica waits for a node.
+SERVE_ENVIRONMENT = {
+    "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY": "1",
+    "RAY_SERVE_NODE_COMPACTION_DELAY_S": "1e12",
+    "RAY_SERVE_SLOW_STARTUP_WARNING_S": "5",
+}
+
 
 def application_name(deployment: str, key: LayerKey, digest: str) -> str:
     return f"tidegate-{deployment}+{key.model.replace('/', '@')}+{key.shape}+g{key.generation}-{digest}"

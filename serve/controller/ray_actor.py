@@ -14,9 +14,9 @@ from ray.actor import ActorHandle
 
 from policy.config.deployment import Cluster
 from serve.actuator.ray import RayActuator, deployment_id
+from serve.actuator.serve_application_spec import SERVE_ENVIRONMENT
 from serve.controller.process import serve_controller
 from serve.controller.run_record import record_error, record_start
-from serve.ray_cluster import SERVE_ENVIRONMENT
 from store.log_file import RotatingLog
 from store.log_lines import FileHandler, log_to
 from store.state_dir import StateDir
