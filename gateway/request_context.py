@@ -13,6 +13,7 @@ from gateway.protocol.errors import Refused
 from gateway.protocol.paths import Api, Route
 from gateway.protocol.usage import Usage, UsageBounds
 from policy.errors import Refusal
+from policy.types import Priority
 from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER, REPLICA_HEADER
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ class Call:
     (``by_fallback``), at ``sent_at``. ``first_byte_at`` (streams only), ``last_event_at``: the first and last
     event of its answer. ``events``: their number up to the one that finishes it. ``usage``: the tokens of an
     answer that has ended, within ``usage_bounds``; ``contradiction``: which of the engine's counts is not.
-    ``explain`` yields the routing decision, if an admin requested it. ``probe``: our own, of which nothing is
-    learned. ``adapter``: the version that it names. ``exchange``: the client's, on the client port.
+    ``explain`` yields the routing decision, if an admin requested it. ``priority``: that of its tenant.
+    ``probe``: our own, of which nothing is learned. ``adapter``: the version that it names. ``exchange``:
+    the client's, on the client port.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Call:
         self.headers = {name: value for name, value in scope["headers"] if name in _WANTED}
         self.request_id, self.upstream_id = request_ids(self.headers.get(b"x-request-id"))
         self.streaming = False
+        self.priority = Priority.STANDARD
         self.probe = False
         self.started = False
         self.only_opened = False

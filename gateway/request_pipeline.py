@@ -137,7 +137,7 @@ class Gateway:
         self.catalog.read(deployment)
         self.spillover.read(deployment)
         for spec in deployment.models:
-            self.metrics.model(spec.name).totals.set_slo(spec.control.slo)
+            self.metrics.model(spec.name).totals.set_slo(spec.control)
 
     def not_ready(self) -> list[str]:
         """The reasons why this worker should not be sent requests; empty when it is ready."""
@@ -210,7 +210,7 @@ class Gateway:
                 call.explain = partial(self.routes.explain, request)
             elif call.streaming and route.runner is Runner.GENERATE:
                 self.keepalive.watch(call, began)
-            meter = self.metrics.model(served.name)
+            meter, call.priority = self.metrics.model(served.name), request.priority
             call.probe = call.headers.get(_CANARY) == b"1" and self.tenants.is_own(call.headers)
             meter.arrive(request.prompt_tokens, probe=call.probe)
             account.in_flight += 1

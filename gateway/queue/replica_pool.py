@@ -20,6 +20,7 @@ from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.replica_health import BreakerState
+from policy.types import Priority
 
 # The slots of a replica whose bound is unknown.
 MANY = 1_000_000
@@ -56,10 +57,9 @@ class ModelPool:
     def down(self) -> bool:
         return self.served.down
 
-    @property
-    def ttft_slo_s(self) -> float | None:
+    def ttft_slo_s(self, priority: Priority) -> float | None:
         try:
-            return self.deployment().model(self.served.name).control.slo.ttft_p95_s
+            return self.deployment().model(self.served.name).control.slo_of(priority).ttft_p95_s
         except TargetError:  # the controller still has the model, the deployment no longer
             return None
 

@@ -136,7 +136,7 @@ class ModelCounters(HealthCounters):
         if first_at is not None:
             self.ttft.add(first_at - began)
             if own:
-                self.totals.ttft.add(first_at - began)
+                self.totals.first_token(first_at - began, call.priority)
         if call.outcome == "ok":
             self.e2e.add(ended - began)
             if own:
@@ -144,7 +144,7 @@ class ModelCounters(HealthCounters):
                 if (usage := call.usage) is not None:
                     self.totals.count_tokens(usage.prompt, usage.cached, usage.completion)
             if first_at is not None:
-                self.served_stream(first_at - began, call.mean_gap_s, own)
+                self.served_stream(first_at - began, call.mean_gap_s, call.priority, own=own)
         elif call.outcome in NO_ROOM:
             self.totals.refused += 1
 
@@ -154,11 +154,13 @@ class ModelCounters(HealthCounters):
         if actual_s > 0.0:
             self.ttft_error_part.add(abs(predicted_s - actual_s) / actual_s)
 
-    def served_stream(self, ttft_s: float, mean_gap_s: float, own: bool = True) -> None:
+    def served_stream(
+        self, ttft_s: float, mean_gap_s: float, priority: Priority = Priority.STANDARD, *, own: bool = True
+    ) -> None:
         """Count a served stream in the buckets of both of its latencies."""
         self.streams[_edge(SECONDS, ttft_s), _edge(GAPS, mean_gap_s)] += 1
         if own:
-            self.totals.judge(ttft_s, mean_gap_s)
+            self.totals.judge(ttft_s, mean_gap_s, priority)
 
 
 def _edge(bounds: tuple[float, ...], value: float) -> str:

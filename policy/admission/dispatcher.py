@@ -168,7 +168,7 @@ class Ticket(Generic[R]):
         if self._entered:
             queue.put_back(request, at)
         else:
-            patience_s, slo_s = math.inf, pool.ttft_slo_s
+            patience_s, slo_s = math.inf, pool.ttft_slo_s(request.priority)
             if slo_s is not None and request.priority in _BOUND_BY_SLO:
                 patience_s = START_SHARE * slo_s
                 # The SLO does not cover the start of a first replica.

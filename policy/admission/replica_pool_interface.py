@@ -8,6 +8,7 @@ from policy.admission.queue import Bounds
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.replica_health import Breaker
+from policy.types import Priority
 
 
 class Replica(Protocol):
@@ -40,9 +41,8 @@ class ReplicaPool(Protocol[R_co]):
     def down(self) -> bool:
         """Whether the fleet has no replica of the model that is ready."""
 
-    @property
-    def ttft_slo_s(self) -> float | None:
-        """The TTFT SLO of the model in seconds."""
+    def ttft_slo_s(self, priority: Priority) -> float | None:
+        """The TTFT SLO of the model for requests of ``priority``, in seconds."""
 
     def bounds(self, request: Request, queued: int) -> Bounds:
         """How much may wait for the model when ``request`` comes while ``queued`` others wait."""

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from policy.config.cron import is_between
+from policy.types import Priority
 
 Count = Annotated[int, Meta(ge=0, le=4096)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -118,12 +119,14 @@ class GuardConfig(Section, frozen=True):
 class ControlConfig(Section, frozen=True):
     """Scaling of one model: SLO, policy and limits.
 
-    ``policy`` decides every ``tick_s``; ``shadow`` is evaluated for comparison only. ``assumed_start_s`` is
-    used as start-up time of a shape that never ran.
+    ``slo_by_priority`` replaces ``slo`` for requests of these priorities. ``policy`` decides every
+    ``tick_s``; ``shadow`` is evaluated for comparison only. ``assumed_start_s`` is used as start-up time of a
+    shape that never ran.
     """
 
     tick_s: Annotated[float, Meta(ge=0.2, le=300)] = 5.0
     slo: SloConfig = SloConfig()
+    slo_by_priority: dict[str, SloConfig] = {}
     policy: Choice = "predictive"
     shadow: Choice | None = None
     scale: ScaleConfig = ScaleConfig()
@@ -132,3 +135,19 @@ class ControlConfig(Section, frozen=True):
     start_timeout_s: Seconds = 600.0
     assumed_start_s: Seconds = 60.0
     progress_timeout_s: Seconds = 60.0
+
+    def slo_of(self, priority: Priority) -> SloConfig:
+        """The SLO of the requests of one priority."""
+        return self.slo_by_priority.get(priority, self.slo)
+
+    @property
+    def strictest_slo(self) -> SloConfig:
+        """The strictest targets of any priority: replicas run requests of all of them side by side."""
+        if not self.slo_by_priority:
+            return self.slo
+        slos = [self.slo_of(priority) for priority in Priority]
+        return SloConfig(
+            ttft_p95_s=min((each.ttft_p95_s for each in slos if each.ttft_p95_s is not None), default=None),
+            itl_p95_s=min((each.itl_p95_s for each in slos if each.itl_p95_s is not None), default=None),
+            attainment=max(each.attainment for each in slos),
+        )

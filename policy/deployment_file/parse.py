@@ -8,6 +8,8 @@ from ipaddress import ip_network
 from typing import Any
 from urllib.parse import urlsplit
 
+from msgspec import to_builtins
+
 from policy.config.control import ScaleConfig
 from policy.config.convert import convert, require
 from policy.config.cron import cron
@@ -33,7 +35,7 @@ from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
 from policy.scaling.resources import ROUNDING
-from policy.types import EngineKind
+from policy.types import EngineKind, Priority
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _VISIBLE = re.compile(r"[!-~]+")
@@ -62,6 +64,9 @@ def parse(document: object) -> Deployment:
         profile(spec.sim.profile, f"{path}.sim.profile")
         if spec.profile is not None:
             profile(spec.profile, f"{path}.profile")
+        for name, slo in spec.control.slo_by_priority.items():
+            at, known = f"{path}.control.slo_by_priority.{name}", f"one of: {', '.join(Priority)}"
+            require(name in list(Priority), at, to_builtins(slo), known)
         choose(f"{path}.control.policy", spec.control.policy)
         if spec.control.shadow is not None:
             choose(f"{path}.control.shadow", spec.control.shadow)

@@ -33,7 +33,7 @@ class Settings:
 
 
 def settings_of(spec: ModelSpec) -> Settings:
-    slo = spec.control.slo
+    slo = spec.control.strictest_slo
     return Settings(
         assumed=_assumed(spec),
         start_s=math.inf if slo.ttft_p95_s is None else START_SHARE * slo.ttft_p95_s,

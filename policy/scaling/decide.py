@@ -15,6 +15,7 @@ from functools import partial
 
 import msgspec
 
+from policy.config.control import SloConfig
 from policy.config.deployment import Budget
 from policy.engine.performance_model import Workload
 from policy.engine.replica_capacity import Capability, capability, idle_latency
@@ -35,6 +36,7 @@ from policy.scaling.guardrails import (
 )
 from policy.scaling.resources import Resources
 from policy.scaling.serving_mode_selection import (
+    PERCENTILE,
     ModeComparison,
     Verdict,
     describe_switch,
@@ -42,7 +44,8 @@ from policy.scaling.serving_mode_selection import (
     expected_peak,
 )
 from policy.scaling.view import Policy, Proposal, View
-from policy.signals.types import Demand
+from policy.signals.types import Demand, Shares
+from policy.types import Priority
 
 # How long a count or a switch must lack resources before a lower priority is scaled down for it: a replica
 # that is drained for a short peak takes a whole start to come back.
@@ -277,11 +280,28 @@ def slo_misses(situation: Situation) -> list[str]:
     demand, slo = situation.signals.demand, situation.slo
     if demand is None:
         return []
+    if situation.slo_by_priority:
+        return [
+            miss
+            for priority, shares in demand.by_priority.items()
+            if (wanted := situation.slo_by_priority.get(priority)) is not None
+            for miss in _misses_of(priority, shares.met, wanted)
+        ]
     measured = (("TTFT", demand.ttft, slo.ttft_p95_s), ("ITL", demand.itl, slo.itl_p95_s))
     return [
         f"SLO missed: {name} p95 {latency.p95 * 1e3:.0f} ms > {target_s * 1e3:.0f} ms"
         for name, latency, target_s in measured
         if latency is not None and target_s is not None and latency.p95 > target_s
+    ]
+
+
+def _misses_of(priority: Priority, met: Shares, slo: SloConfig) -> list[str]:
+    """The targets that fewer requests of one priority met than they are for."""
+    measured = (("TTFT", met.ttft, slo.ttft_p95_s), ("ITL", met.itl, slo.itl_p95_s))
+    return [
+        f"SLO of {priority} missed: {name} within {target_s * 1e3:.0f} ms for {share:.0%} < {PERCENTILE:.0%}"
+        for name, share, target_s in measured
+        if target_s is not None and share < PERCENTILE
     ]
 
 

@@ -14,6 +14,7 @@ from policy.engine.replica_capacity import Capability
 from policy.scaling.resources import Resources
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Signals
+from policy.types import Priority
 
 
 class Guardrail(StrEnum):
@@ -102,6 +103,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     ``leaving`` counts the remaining replicas of other layers by mode. A request waits in a gateway for at
     most ``queue_s``. With ``overflow``, fallback providers may take what the fleet cannot. ``wall_clocks``
     has the time of each time zone of the schedules, in seconds since 1970-01-01 00:00 there.
+    ``slo`` has the strictest targets of those in ``slo_by_priority``, which has all priorities or none.
     """
 
     at: float
@@ -124,6 +126,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     override: Override | None = None
     memory: Memory = Memory()
     wall_clocks: dict[str, float] = {}
+    slo_by_priority: dict[Priority, SloConfig] = {}
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from policy.scaling.resources import Resources, summed, total
 from policy.scaling.transition_steps import Goal, Layer, LayerKey, Rollout, SharedGpus, leaving_layer
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
+from policy.types import Priority
 
 
 class ReplicaFacts(NamedTuple):
@@ -145,7 +146,7 @@ class ObservedModel(NamedTuple):
             rungs=rungs,
             supply=supply,
             signals=signals,
-            slo=control.slo,
+            slo=control.strictest_slo,
             scale=control.scale,
             switching=control.mode,
             guard=control.guard,
@@ -154,6 +155,9 @@ class ObservedModel(NamedTuple):
             overflow=any(name in upstream.models for upstream in deployment.upstreams),
             override=override,
             memory=memory,
+            slo_by_priority={each: control.slo_of(each) for each in Priority}
+            if control.slo_by_priority
+            else {},
             wall_clocks={each.timezone: wall_clock(each.timezone) for each in control.scale.schedules},
         )
 

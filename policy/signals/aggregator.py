@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS, ASSUMED_REQUESTS
 from policy.signals.heartbeat_metrics import ReplicaMetrics
-from policy.signals.types import Demand, LatencyQuantiles, Rates, Shares, Signals
+from policy.signals.types import Demand, LatencyQuantiles, PriorityShares, Rates, Shares, Signals
 from policy.stats.histogram import BUCKETS, quantile
 from policy.stats.windows import Count, RateBins
+from policy.types import Priority
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import GatewayReport, ModelReport
+from policy.wire.reports import GatewayReport, ModelReport, PriorityReport
 
 # A worker without a report for this long, while others report, is not counted.
 SILENT_S = 10.0
@@ -43,6 +44,7 @@ _RATES = (
 _JUDGED = tuple(enumerate(("judged", "met_ttft", "met_itl", "met_both")))
 _DURATIONS = tuple((len(_JUDGED) + i * BUCKETS, name) for i, name in enumerate(("ttft", "itl", "e2e")))
 _NOTHING = ModelReport()
+_NONE_JUDGED = PriorityReport()
 
 
 @dataclass(slots=True)
@@ -63,11 +65,12 @@ class _Worker:
 class _Model:
     """The counts of one model by all workers: ten minutes of rates, a minute of durations."""
 
-    __slots__ = ("demand_at", "last_at", "minute", "rates")
+    __slots__ = ("by_priority", "demand_at", "last_at", "minute", "rates")
 
     def __init__(self, at: float) -> None:
         self.rates = RateBins(600, 9)
         self.minute = RateBins(60, len(_JUDGED) + len(_DURATIONS) * BUCKETS)
+        self.by_priority: dict[Priority, RateBins] = {}
         self.last_at = self.demand_at = at
 
     def count(self, was: ModelReport, now: ModelReport, level: float, begin: float, at: float) -> None:
@@ -80,6 +83,10 @@ class _Model:
         durations = [*_growth(_JUDGED, was, now), *_histogram_growth(was, now)]
         if durations:
             self.minute.spread(begin, at, durations)
+        for priority, totals in now.by_priority.items():
+            if grown := [*_growth(_JUDGED, was.by_priority.get(priority, _NONE_JUDGED), totals)]:
+                bins = self.by_priority.setdefault(priority, RateBins(60, len(_JUDGED)))
+                bins.spread(begin, at, grown)
         if now.arrived > was.arrived or now.in_flight:
             self.demand_at = at
         self.last_at = at
@@ -171,6 +178,7 @@ class SignalAggregator:
             output_tokens=outputs,
             hit=min(1.0, lately[_CACHED] / lately[_INPUT]) if lately[_INPUT] else 0.0,
             idle_s=end - model.demand_at,
+            by_priority=_shares_by_priority(model, end),
         )
 
     def _rates(self, model: _Model, reporting: Sequence[_Worker], level: int) -> Iterator[Rates]:
@@ -239,7 +247,19 @@ def _mean_lengths(lately: Sequence[float], last: Sequence[ModelReport]) -> tuple
     return inputs, outputs
 
 
-def _growth(kinds: Iterable[tuple[int, str]], was: ModelReport, now: ModelReport) -> Iterator[Count]:
+def _shares_by_priority(model: _Model, end: float) -> dict[Priority, PriorityShares]:
+    """What met the SLO of each priority of which a stream ended in the last minute."""
+    sums = {priority: bins.sums(end - 60.0, end) for priority, bins in sorted(model.by_priority.items())}
+    return {
+        priority: PriorityShares(judged=round(judged[0]), met=_shares(*judged))
+        for priority, judged in sums.items()
+        if judged[0]
+    }
+
+
+def _growth(
+    kinds: Iterable[tuple[int, str]], was: ModelReport | PriorityReport, now: ModelReport | PriorityReport
+) -> Iterator[Count]:
     """The growth of each of these totals."""
     for kind, name in kinds:
         if (more := getattr(now, name) - getattr(was, name)) > 0:

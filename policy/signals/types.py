@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from policy.types import Priority
+
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the last 6 to 600 seconds, of a rate per second or of a level."""
@@ -35,6 +37,13 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
     both: float = 1.0
 
 
+class PriorityShares(msgspec.Struct, frozen=True, kw_only=True):
+    """The ``judged`` streams of one priority in the last minute, and the fractions that met its SLO."""
+
+    judged: int
+    met: Shares
+
+
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one model as seen by all gateways; the oldest report in it is ``age_s`` old.
 
@@ -43,7 +52,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     fraction ``hit`` was cached) and ``output_tokens`` are means per request over the last minute, or up to
     ten minutes if fewer than 300 have ended; 0 before the first request. Few ended requests are filled up
     with assumed ones, and running ones count as far as they exceed the mean. ``idle_s`` is the time without
-    requests.
+    requests. ``by_priority`` has what met the SLO of each priority, where these have their own; ``ttft`` is
+    then of those with the strictest target.
     """
 
     age_s: float
@@ -60,6 +70,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: float = 0.0
     hit: float = 0.0
     idle_s: float = 0.0
+    by_priority: dict[Priority, PriorityShares] = {}
 
 
 class ReplicaSample(msgspec.Struct, frozen=True, kw_only=True):

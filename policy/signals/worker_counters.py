@@ -5,14 +5,34 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
-from policy.config.control import SloConfig
+from policy.config.control import ControlConfig, SloConfig
 from policy.stats.histogram import BOUNDS, HistogramCounter
-from policy.wire.reports import ModelReport
+from policy.types import Priority
+from policy.wire.reports import ModelReport, PriorityReport
 
 _TOTALS = (
     "arrived", "arrived_tokens", "refused", "ended", "input_tokens", "cached_tokens", "output_tokens",
     "judged", "met_ttft", "met_itl", "met_both",
 )  # fmt: skip
+
+
+class Judge:
+    """The limits of an SLO, and the totals of the streams that were judged by it."""
+
+    def __init__(self, slo: SloConfig) -> None:
+        self.judged = self.met_ttft = self.met_itl = self.met_both = 0
+        self.set_slo(slo)
+
+    def set_slo(self, slo: SloConfig) -> None:
+        """Judge by this SLO from now on."""
+        self.ttft_s = inf if slo.ttft_p95_s is None else slo.ttft_p95_s
+        self.itl_s = inf if slo.itl_p95_s is None else slo.itl_p95_s
+
+    def report(self) -> PriorityReport:
+        """The totals."""
+        return PriorityReport(
+            judged=self.judged, met_ttft=self.met_ttft, met_itl=self.met_itl, met_both=self.met_both
+        )
 
 
 class WorkerCounters:
@@ -22,7 +42,9 @@ class WorkerCounters:
     """
 
     def __init__(self) -> None:
-        self._ttft_limit_s = self._itl_limit_s = inf
+        self._limit = Judge(SloConfig())
+        self._by_priority: dict[Priority, Judge] = {}
+        self._looser: frozenset[Priority] = frozenset()
         self.arrived = self.arrived_tokens = self.refused = self.ended = 0
         self.input_tokens = self.cached_tokens = self.output_tokens = 0
         self.judged = self.met_ttft = self.met_itl = self.met_both = 0
@@ -30,10 +52,14 @@ class WorkerCounters:
         self.itl = HistogramCounter(BOUNDS)
         self.e2e = HistogramCounter(BOUNDS)
 
-    def set_slo(self, slo: SloConfig) -> None:
-        """Judge by this SLO from now on."""
-        self._ttft_limit_s = inf if slo.ttft_p95_s is None else slo.ttft_p95_s
-        self._itl_limit_s = inf if slo.itl_p95_s is None else slo.itl_p95_s
+    def set_slo(self, control: ControlConfig) -> None:
+        """Judge by its SLOs from now on."""
+        self._limit.set_slo(control.slo)
+        strictest_s = control.strictest_slo.ttft_p95_s
+        own = Priority if control.slo_by_priority or self._by_priority else ()
+        for priority in own:
+            self._by_priority.setdefault(priority, Judge(control.slo)).set_slo(control.slo_of(priority))
+        self._looser = frozenset(each for each in own if control.slo_of(each).ttft_p95_s != strictest_s)
 
     def arrive(self, prompt_tokens: int) -> None:
         """Count a request with its estimated prompt tokens."""
@@ -51,17 +77,28 @@ class WorkerCounters:
         self.cached_tokens += cached
         self.output_tokens += output
 
-    def judge(self, ttft_s: float, gap_s: float) -> None:
+    def first_token(self, ttft_s: float, priority: Priority) -> None:
+        """Count a first token, unless its priority has a looser target than others."""
+        if priority not in self._looser:
+            self.ttft.add(ttft_s)
+
+    def judge(self, ttft_s: float, gap_s: float, priority: Priority) -> None:
         """Judge a complete stream; ``gap_s`` is the mean time between its events, 0 for a single one."""
         if gap_s > 0.0:
             self.itl.add(gap_s)
+        limit = self._by_priority[priority] if self._by_priority else self._limit
+        on_time, steady = ttft_s <= limit.ttft_s, gap_s <= limit.itl_s
         self.judged += 1
-        if ttft_s <= self._ttft_limit_s:
+        limit.judged += 1
+        if on_time:
             self.met_ttft += 1
-            if gap_s <= self._itl_limit_s:
+            limit.met_ttft += 1
+            if steady:
                 self.met_both += 1
-        if gap_s <= self._itl_limit_s:
+                limit.met_both += 1
+        if steady:
             self.met_itl += 1
+            limit.met_itl += 1
 
     def report(
         self, *, in_flight: int, queued: int, oldest_s: float, running: tuple[int, int]
@@ -76,4 +113,5 @@ class WorkerCounters:
             in_flight=in_flight,
             running=running[0],
             running_tokens=running[1],
+            by_priority={priority: judge.report() for priority, judge in self._by_priority.items()},
         )

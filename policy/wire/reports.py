@@ -7,8 +7,18 @@ import msgspec
 from policy.engine.performance_model import Timing
 from policy.engine.step_samples import StepSample
 from policy.stats.histogram import BUCKETS
+from policy.types import Priority
 
 NONE = (0,) * BUCKETS
+
+
+class PriorityReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The streams of one priority that were ``judged``, and how many of them were within its SLO."""
+
+    judged: int = 0
+    met_ttft: int = 0
+    met_itl: int = 0
+    met_both: int = 0
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -20,7 +30,9 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     far. ``ttft``, ``itl`` (the mean gap of a stream)
     and ``e2e`` count durations in the buckets of :mod:`policy.stats.histogram`, the first two of streams
     only. ``met_ttft``, ``met_itl`` and ``met_both`` of ``judged`` streams were within the SLO as it was when
-    they ended. ``in_flight`` requests are in the gateway, ``queued`` of them without a replica.
+    they ended; ``by_priority`` has these where priorities have SLOs of their own, and ``ttft`` is then of
+    those with the strictest target. ``in_flight`` requests are in the gateway, ``queued`` of them without a
+    replica.
     """
 
     arrived: int = 0
@@ -42,6 +54,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     in_flight: int = 0
     running: int = 0
     running_tokens: int = 0
+    by_priority: dict[Priority, PriorityReport] = {}
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):

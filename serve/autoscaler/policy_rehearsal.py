@@ -48,7 +48,7 @@ def sample_views(spec: ModelSpec) -> Iterator[View]:
             signals=signals,
             capability=Capability(mu=2.0, mu_max=3.0, kv_tokens=100_000, seats=64),
             lead_s=spec.control.assumed_start_s,
-            slo=spec.control.slo,
+            slo=spec.control.strictest_slo,
         )
 
 

@@ -217,7 +217,7 @@ def _needed(course: SwitchCourse, rate: float, shape: tuple[float, float]) -> in
     count = max(spec.modes[course.mode].bounds.min, 1 if rate else 0)
     if inputs:
         load = msgspec.structs.replace(workload_of(None), input_tokens=inputs, output_tokens=outputs)
-        able = capability(course.fleet.timing(course.key.shape), load, spec.control.slo)
+        able = capability(course.fleet.timing(course.key.shape), load, spec.control.strictest_slo)
         if mu := able.mu or able.mu_max:
             count = max(count, math.ceil(rate / mu))
     return count

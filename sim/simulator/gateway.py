@@ -19,6 +19,7 @@ from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Router
 from policy.routing.settings import settings_of
 from policy.signals.worker_counters import WorkerCounters
+from policy.types import Priority
 from policy.wire.capture import BLOCK_TOKENS
 from policy.wire.reports import ModelReport
 from sim.arrival_stream import Arrival
@@ -71,7 +72,7 @@ class SimulatedPool:
     ) -> None:
         self.router = Router(settings_of(fleet.spec))
         self.answers = AnswerLength()
-        self.ttft_slo_s = fleet.spec.control.slo.ttft_p95_s
+        self._control = fleet.spec.control
         self._limits = deployment.gateway
         self._fleet = fleet
         self._rng = rng
@@ -84,6 +85,9 @@ class SimulatedPool:
     @property
     def down(self) -> bool:
         return not self._fleet.serving
+
+    def ttft_slo_s(self, priority: Priority) -> float | None:
+        return self._control.slo_of(priority).ttft_p95_s
 
     def bounds(self, request: Request, queued: int) -> Bounds:
         elsewhere = self._queued_elsewhere()
@@ -150,7 +154,7 @@ class SimulatedGateway:
     ) -> None:
         self.spec = spec = fleet.spec
         self.totals = WorkerCounters()
-        self.totals.set_slo(spec.control.slo)
+        self.totals.set_slo(spec.control)
         self.in_flight = 0
         self._gateway = deployment.gateway
         self._tenants = {tenant.name: tenant for tenant in deployment.tenants}
@@ -195,10 +199,10 @@ class SimulatedGateway:
         ticket.end(at, AttemptOutcome.SERVED, tokens, gap_s=gap_s)
         totals = self.totals
         ttft_s, e2e_s = ticket.first_at - ticket.request.arrived, at - ticket.request.arrived
-        totals.ttft.add(ttft_s)
+        totals.first_token(ttft_s, ticket.request.priority)
         totals.end(e2e_s)
         totals.count_tokens(arrival.input_tokens, ticket.cached_tokens, arrival.output_tokens)
-        totals.judge(ttft_s, gap_s)
+        totals.judge(ttft_s, gap_s, ticket.request.priority)
         self._leave(ticket, Outcome.SERVED, at)
 
     def broken(self, ticket: SimulatedTicket, at: float) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from policy.config.control import SloConfig
+from policy.config.control import ControlConfig
+from policy.types import Priority
 from sim.simulator.gateway import SimulatedTicket
 from sim.simulator.run_record import Outcome, Requests
 
@@ -21,12 +22,18 @@ _COLUMNS = {
 }  # fmt: skip
 
 
+def _limit(target_s: float | None) -> float:
+    return math.inf if target_s is None else target_s
+
+
 class RequestLog:
     """One model's requests, 58 bytes each. Rows are numbered in the order of arrival."""
 
-    def __init__(self, slo: SloConfig) -> None:
-        self._most_ttft_s = math.inf if slo.ttft_p95_s is None else slo.ttft_p95_s
-        self._most_gap_s = math.inf if slo.itl_p95_s is None else slo.itl_p95_s
+    def __init__(self, control: ControlConfig) -> None:
+        slos = {priority: control.slo_of(priority) for priority in Priority}
+        self._limits = {
+            priority: (_limit(slo.ttft_p95_s), _limit(slo.itl_p95_s)) for priority, slo in slos.items()
+        }
         self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in _COLUMNS.items()}
 
     def arrived(self, at: float, input_tokens: int, output_tokens: int) -> int:
@@ -55,7 +62,8 @@ class RequestLog:
         columns["e2e_s"][row] = at - came
         if ticket.arrival.output_tokens > 1:
             columns["itl_s"][row] = gap_s
-        columns["met"][row] = met = ttft_s <= self._most_ttft_s and gap_s <= self._most_gap_s
+        most_ttft_s, most_gap_s = self._limits[ticket.request.priority]
+        columns["met"][row] = met = ttft_s <= most_ttft_s and gap_s <= most_gap_s
         return met
 
     def requests(self) -> Requests:

@@ -90,7 +90,7 @@ class _Run:
             gateway = SimulatedGateway(deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere)
             self._fleets[spec.name] = fleet
             self._gateways[spec.name] = gateway
-            self._ledgers[spec.name] = RequestLog(spec.control.slo)
+            self._ledgers[spec.name] = RequestLog(spec.control)
         self._placements = {
             spec.name: SimulatedPlacement(scenario.adapter_load_s, self._gateways[spec.name].adapter_key)
             for spec in deployment.models

@@ -22,7 +22,7 @@ from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import ModelRouters
 from gateway.telemetry.metrics import Metrics, ModelCounters
 from gateway.telemetry.structured_log import Log
-from policy.config.control import SloConfig
+from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import Refusal
 from policy.request import Request
@@ -120,7 +120,7 @@ class Site:
 async def test_each_outcome_is_counted_once() -> None:
     site = Site()
     meter = site.metrics.model("m")
-    meter.totals.set_slo(SLO)
+    meter.totals.set_slo(ControlConfig(slo=SLO))
     ended(meter, ttft_s=0.5, gap_s=0.01, usage=Usage(100, 40, 11))
     ended(meter, ttft_s=3.0, gap_s=0.01, usage=Usage(100, 0, 11))
     ended(meter, ttft_s=0.5, gap_s=0.2)
@@ -164,7 +164,7 @@ async def test_a_stream_is_judged_by_the_slo_at_its_end() -> None:
     meter = site.metrics.model("m")
     ended(meter, ttft_s=50.0, gap_s=5.0)
     assert (site.report().judged, site.report().met_both) == (1, 1)
-    meter.totals.set_slo(SloConfig(ttft_p95_s=1.0))
+    meter.totals.set_slo(ControlConfig(slo=SloConfig(ttft_p95_s=1.0)))
     ended(meter, ttft_s=50.0, gap_s=5.0)
     assert (site.report().judged, site.report().met_ttft, site.report().met_itl) == (2, 1, 2)
     meter.served_stream(0.1, 0.0)  # a single event has no gap

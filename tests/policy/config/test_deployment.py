@@ -18,10 +18,11 @@ from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
 DEPLOYMENTS = sorted((Path(__file__).parents[3] / "deployments").glob("*.yaml"))
 
 NIGHT = {"start": "0 22 * * *", "end": "0 6 * * *"}
-SCALE = "models[0].control.scale"
+SCALE, BY_PRIORITY = "models[0].control.scale", "models[0].control.slo_by_priority"
 REFUSED = [
     # changed at, to, refused at, expectation
     (SCALE, {"schedules": [NIGHT | {"end": "0 6 * *"}]}, f"{SCALE}.schedules[0].end", "five fields"),
+    (BY_PRIORITY, {"hurry": {}}, f"{BY_PRIORITY}.hurry", "one of: critical, standard"),
     (SCALE, {"schedules": [NIGHT]}, f"{SCALE}.schedules[0]", "min or max"),
     (SCALE, {"schedules": [NIGHT | {"min": 99}]}, f"{SCALE}.schedules[0].min", "the largest replicas.max"),
     (SCALE, {"schedules": [NIGHT | {"min": 2, "max": 1}]}, f"{SCALE}.schedules[0].max", "at least 2"),

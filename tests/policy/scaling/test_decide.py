@@ -19,7 +19,8 @@ from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, Memory, Override, Situation
 from policy.scaling.policies.registry import NAMES, choose, make
 from policy.scaling.view import Supply
-from policy.signals.types import Rates, Signals
+from policy.signals.types import PriorityShares, Rates, Shares, Signals
+from policy.types import Priority
 from tests.policy.control_play import (
     BOTH,
     LARGE,
@@ -356,3 +357,14 @@ def test_delays_restart_after_a_time_without_decisions() -> None:
     assert set(after.low_since.values()) == set(after.better_since.values()) == {back.at}
     soon = msgspec.structs.replace(given, at=given.at + 15, memory=memory)
     assert set(decide(soon, 1)[1].low_since.values()) == {given.at}
+
+
+def test_a_decision_names_the_priority_that_misses_its_slo() -> None:
+    slos = {Priority.CRITICAL: SloConfig(ttft_p95_s=0.5), Priority.BATCH: SloConfig(ttft_p95_s=30.0)}
+    shares = {
+        Priority.CRITICAL: PriorityShares(judged=100, met=Shares(ttft=0.91)),
+        Priority.BATCH: PriorityShares(judged=900, met=Shares(ttft=0.96)),
+    }
+    signals = Signals(demand=demand(1.0, by_priority=shares), replicas=figures(1))
+    reason = decide(situation(slo_by_priority=slos, signals=signals), 1)[0].reason
+    assert reason == "SLO of critical missed: TTFT within 500 ms for 91% < 95%; wants 1: 1 wanted"

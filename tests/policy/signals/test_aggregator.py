@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policy.config.control import ControlConfig, SloConfig
 from policy.signals.aggregator import KEPT_S, SignalAggregator
 from policy.signals.types import Demand, Rates
+from policy.signals.worker_counters import WorkerCounters
 from policy.stats.histogram import BUCKETS, bucket_of, quantile
+from policy.types import Priority
 from policy.wire.reports import GatewayReport, ModelReport
 
 T = 1000.0
@@ -362,3 +365,21 @@ def test_quantiles_of_many_workers_are_those_of_one(seen: list[tuple[int, float]
     assert {0.5: merged.p50, 0.9: merged.p90, 0.95: merged.p95, 0.99: merged.p99}[part] == pytest.approx(
         whole
     )
+
+
+def test_each_priority_is_judged_by_its_own_slo() -> None:
+    counters = WorkerCounters()
+    strict, loose = SloConfig(ttft_p95_s=0.5), SloConfig(ttft_p95_s=9.0)
+    counters.set_slo(ControlConfig(slo=loose, slo_by_priority={Priority.CRITICAL: strict}))
+    for priority, ttft_s in ((Priority.CRITICAL, 0.4), (Priority.CRITICAL, 2.0), (Priority.BATCH, 5.0)):
+        counters.first_token(ttft_s, priority)
+        counters.judge(ttft_s, 0.0, priority)
+    aggregator = SignalAggregator()
+    totals = counters.report(in_flight=0, queued=0, oldest_s=0.0, running=(0, 0))
+    aggregator.take(GatewayReport(worker="w", number=0, since_s=1.0, models={"m": totals}), T)
+    demand = aggregator.signals("m", T).demand
+    assert demand is not None and demand.ttft is not None
+    found = {priority: (each.judged, each.met.ttft) for priority, each in demand.by_priority.items()}
+    assert found == {Priority.CRITICAL: (2, 0.5), Priority.BATCH: (1, 1.0)}
+    assert demand.met.ttft == pytest.approx(2 / 3)
+    assert demand.ttft.count == 2, "latencies are compared with the strictest target, which batch has not"

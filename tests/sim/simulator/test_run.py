@@ -300,3 +300,27 @@ def test_a_schedule_holds_by_the_clock_of_its_time_zone() -> None:
     raised = next(at for at, count in counts if count == 4)
     lowered = next(at for at, count in counts if at > raised and count < 4)
     assert 300 <= raised <= 305 and 600 <= lowered <= 620
+
+
+@pytest.mark.slow
+def test_requests_are_admitted_and_judged_by_the_slo_of_their_priority() -> None:
+    """Two tenants overload a replica: the one with a loose SLO waits where it was refused."""
+
+    def shares(by_priority: dict[str, Any]) -> list[float]:
+        tenants = [
+            {"name": name, "keys_sha256": [digit * 64], "priority": name}
+            for name, digit in (("standard", "a"), ("sheddable", "b"))
+        ]
+        document = deployment(
+            control={"slo": {"ttft_p95_s": 1.0}, "slo_by_priority": by_priority}, tenants=tenants,
+            gateway={"queue_timeout_s": 120},
+        )  # fmt: skip
+        trace = [
+            arrival._replace(tenant=("standard", "sheddable")[i % 2])
+            for i, arrival in enumerate(arrivals(3.0, 120))
+        ]
+        made = run(document, iter(trace), {"static": {"replicas": 1}}).requests["m"]
+        return [float((made.outcome[i::2] == Outcome.SERVED).mean()) for i in (0, 1)]
+
+    assert shares({})[1] < 0.9
+    assert shares({"sheddable": {"ttft_p95_s": 100.0}})[1] == 1.0

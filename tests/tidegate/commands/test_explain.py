@@ -22,7 +22,8 @@ from policy.engine.replica_capacity import Capability
 from policy.errors import TargetError, Unreachable
 from policy.scaling.decision_types import Decision, Guardrail, Limit, Situation
 from policy.scaling.view import Proposal, Supply
-from policy.signals.types import Shares, Signals
+from policy.signals.types import PriorityShares, Shares, Signals
+from policy.types import Priority
 from serve.autoscaler.decision_journal import DecisionRound, Journal
 from serve.controller_api_schema import LoggedDecision, SwitchOutcome
 from store.state_dir import StateDir
@@ -412,3 +413,16 @@ def test_invalid_options_and_instants_are_refused(run: Run, words: str, code: in
     result = run(LOG, *words.split())
     assert result.exit_code == code
     assert message in result.output
+
+
+def test_each_priority_with_an_slo_of_its_own_has_a_line() -> None:
+    slos = {Priority.CRITICAL: SloConfig(ttft_p95_s=0.5), Priority.BATCH: SloConfig()}
+    met = {Priority.CRITICAL: Shares(ttft=0.9, both=0.9), Priority.BATCH: Shares()}
+    shares = {each: PriorityShares(judged=40, met=found) for each, found in met.items()}
+    there = msgspec.structs.replace(with_demand(by_priority=shares), slo_by_priority=slos)
+    assert str(verdict(LoggedDecision(situation=there, decision=wants(4, 4)), NOW)).startswith(
+        "sim  SLO of critical missed: TTFT within 500 ms for 90% < 95%; keeps 4 replicas"
+    )
+    shown = section("latency", wants(4, 4), there)
+    assert "critical: 90.0% of 40 streams within its SLO (TTFT 500 ms)" in shown
+    assert "batch: 100.0% of 40 streams within its SLO (no target)" in shown

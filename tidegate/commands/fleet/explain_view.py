@@ -12,7 +12,7 @@ from rich.text import Text
 
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability, idle_latency
-from policy.scaling.decide import workload_of
+from policy.scaling.decide import slo_misses, workload_of
 from policy.scaling.decision_types import Decision, Guardrail, Limit, Override, Situation
 from policy.scaling.guardrails import bound_of_policy, override_in_force, scheduled
 from policy.scaling.view import Proposal
@@ -72,6 +72,9 @@ def _state(situation: Situation, now: float) -> tuple[str, str]:
         return f"Idle: no requests in {age(demand.idle_s)}", ""
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
         return f"No SLO set: {rate(demand.arrivals.last_20_s)} requests", ""
+    if situation.slo_by_priority and demand.by_priority:
+        missed = slo_misses(situation)
+        return ("; ".join(missed), "red") if missed else ("SLO of each priority met", "green")
     latencies = (("TTFT", demand.ttft, slo.ttft_p95_s), ("ITL", demand.itl, slo.itl_p95_s))
     measured = [
         (name, quantiles.p95, limit)
@@ -80,8 +83,8 @@ def _state(situation: Situation, now: float) -> tuple[str, str]:
     ]
     if not measured:
         return "SLO not measured yet", ""
-    if missed := [each for each in measured if each[1] > each[2]]:
-        return f"SLO missed: {', '.join(_compared(*each, '>') for each in missed)}", "red"
+    if late := [each for each in measured if each[1] > each[2]]:
+        return f"SLO missed: {', '.join(_compared(*each, '>') for each in late)}", "red"
     if demand.met.both < slo.attainment:
         share, target = _share(demand.met.both), _share(slo.attainment)
         return f"SLO missed: {share} of requests within the latency targets < {target}", "red"
@@ -159,7 +162,7 @@ def _sections(
     yield "outcome", _outcome(logged, after, now)
     yield "demand", *_demand(signals.demand, situation.guard.stale_s)
     if signals.demand is not None:
-        yield "latency", _latency(signals.demand, slo)
+        yield "latency", _latency(signals.demand, slo), *_by_priority(situation, signals.demand)
         yield "requests", _lengths(signals.demand)
     yield "supply", _supply(situation)
     if drains := _draining(situation, decision):
@@ -237,6 +240,18 @@ def _latency(demand: Demand, slo: SloConfig) -> Text:
         text.append(_share(demand.met.both), style="" if demand.met.both >= slo.attainment else "red")
         text.append(f" of requests within the SLO (target {slo.attainment * 100:.4g}%)")
     return text
+
+
+def _by_priority(situation: Situation, demand: Demand) -> Iterable[Text]:
+    for priority, shares in demand.by_priority.items():
+        slo = situation.slo_by_priority.get(priority)
+        if slo is None:
+            continue
+        style = "" if shares.met.both >= slo.attainment else "red"
+        text = Text.assemble(f"{priority}: ", (_share(shares.met.both), style))
+        targets = (("TTFT", slo.ttft_p95_s), ("ITL", slo.itl_p95_s))
+        limits = ", ".join(f"{name} {latency(limit)}" for name, limit in targets if limit is not None)
+        yield text.append(f" of {plural(shares.judged, 'stream')} within its SLO ({limits or 'no target'})")
 
 
 def _quantile(name: str, measured: LatencyQuantiles | None, slo_s: float | None) -> Text:
