@@ -35,6 +35,8 @@ GRACE_S = 10.0
 UNHELD_S = 60.0
 UNHELD_LOOK_S = 1.0
 _LEASE = "held.lock"
+# A host shows every second that it is not stopped or blocked; one that did not for so long is killed.
+SIGN_OF_LIFE_S, HUNG_S = 1.0, 15.0
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +59,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     shape: str
     index: int
     made_of: str
+    replica: str = ""
     pid: int = 0
     created: float = 0.0
     failures: int = 0
@@ -90,6 +93,8 @@ class GpuGroupHost:
         self._path = self._folder / "members.json"
         self._members: dict[tuple[str, int], Member] = {}
         self._children: dict[int, asyncio.subprocess.Process] = {}
+        # By replica: its last sign of life, and when that was noticed.
+        self._signs: dict[str, tuple[int, float]] = {}
         self._supervising: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -118,6 +123,7 @@ class GpuGroupHost:
         if self._supervising is not None:
             self._supervising.cancel()
         await asyncio.to_thread(end_all, self._processes(), 0.0)
+        await asyncio.gather(*(child.wait() for child in self._children.values()))
         self._path.unlink(missing_ok=True)
         os.close(self._lease)
         self._log.close()
@@ -153,28 +159,44 @@ class GpuGroupHost:
                 await asyncio.to_thread(end_all, [process], GRACE_S)
             member, process = Member(shape=shape, index=index, made_of=made_of), None
         if process is not None:
+            if self._is_hung(member.replica):
+                process.kill()
             return member
         if member.pid:
+            self._signs.pop(member.replica, None)
+            sign_of_life(self._folder, member.replica).unlink(missing_ok=True)
             failures = failures_after(member.failures, now - member.created, STABLE_S)
             retry_at = now + BACKOFF.delay_s(failures)
             member = msgspec.structs.replace(member, pid=0, failures=failures, retry_at=retry_at)
         if now < member.retry_at <= now + BACKOFF.max_s:
             return member
-        pid, created = await self._start(assignment)
-        return msgspec.structs.replace(member, pid=pid, created=created)
+        name = f"{_plain(self.spec.model.name)}-{shape}-g{self.spec.generation}-{secrets.token_hex(3)}"
+        pid = await self._start(msgspec.structs.replace(assignment, replica=name))
+        created = started_at(pid) or time.time()
+        return msgspec.structs.replace(member, pid=pid, created=created, replica=name)
 
-    async def _start(self, assignment: Assignment) -> tuple[int, float]:
-        spec = assignment.spec
-        name = f"{_plain(spec.model.name)}-{spec.shape}-g{spec.generation}-{secrets.token_hex(3)}"
+    def _is_hung(self, replica: str) -> bool:
+        """Whether a host showed no sign of life for too long; the clock of the machine does not count."""
+        try:
+            sign = sign_of_life(self._folder, replica).stat().st_mtime_ns
+        except FileNotFoundError:
+            sign = 0
+        now = time.monotonic()
+        if replica not in self._signs or self._signs[replica][0] != sign:
+            self._signs[replica] = (sign, now)
+        return now - self._signs[replica][1] > HUNG_S
+
+    async def _start(self, assignment: Assignment) -> int:
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "serve.host.process_replica", name, stdin=asyncio.subprocess.PIPE,
+            sys.executable, "-m", "serve.host.process_replica", assignment.replica,
+            stdin=asyncio.subprocess.PIPE,
             stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
         )  # fmt: skip
         self._children[child.pid] = child
         assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(msgspec.structs.replace(assignment, replica=name)) + b"\n")
+        child.stdin.write(msgspec.json.encode(assignment) + b"\n")
         child.stdin.close()
-        return child.pid, started_at(child.pid) or time.time()
+        return child.pid
 
     def _assignment(self, shape: str, index: int) -> Assignment:
         positions = tuple(cards(self.spec.model.shapes[shape], index))
@@ -189,6 +211,19 @@ class GpuGroupHost:
     def _processes(self) -> list[psutil.Process]:
         found = (member.process() for member in self._members.values())
         return [process for process in found if process is not None]
+
+
+def sign_of_life(folder: Path, replica: str) -> Path:
+    """The file whose time of modification shows that the host of a replica is not stopped or blocked."""
+    return folder / f"{replica}.alive"
+
+
+async def show_life(folder: Path, replica: str) -> None:
+    """Show signs of life until cancelled."""
+    path = sign_of_life(folder, replica)
+    while True:
+        path.touch()
+        await asyncio.sleep(SIGN_OF_LIFE_S)
 
 
 async def until_unheld(folder: Path, held_s: float = UNHELD_S) -> None:

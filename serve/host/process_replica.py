@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from serve.host.gpu_group_host import Assignment, host_of, until_unheld
+from serve.host.gpu_group_host import Assignment, host_of, show_life, until_unheld
 from serve.host.heartbeat import send_heartbeats
 from store.log_lines import log_to
 
@@ -31,7 +31,11 @@ async def _run(assignment: Assignment) -> int:
     starting = asyncio.create_task(host.start())
     ends: set[asyncio.Task[Any]] = {asyncio.create_task(event.wait()) for event in (stopping, host.lost)}
     if assignment.slot is not None:
-        ends.add(asyncio.create_task(until_unheld(Path(assignment.folder))))
+        folder = Path(assignment.folder)
+        ends |= {
+            asyncio.create_task(until_unheld(folder)),
+            asyncio.create_task(show_life(folder, assignment.replica)),
+        }
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     code = int(not stopping.is_set())
     for task in (starting, *ends):

@@ -5,16 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from policy.config.deployment import ModelSpec
-from serve.host.gpu_group_host import Assignment, GpuGroupHost, Member, host_of, until_unheld
+from serve.host import gpu_group_host
+from serve.host.gpu_group_host import (
+    Assignment,
+    GpuGroupHost,
+    Member,
+    host_of,
+    sign_of_life,
+    until_unheld,
+)
 from serve.host.replica_host import ReplicaHost
+from store.os_process import find
 from tests.serve.host.test_sleeping_engine import model
 from tests.serve.hosts import WITHIN_S, host_spec
 from tests.serve.sim_documents import deployment, sim_model
@@ -28,18 +39,46 @@ def spec_of(seed: int) -> ModelSpec:
 
 
 @pytest.fixture
-async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
     made: list[GpuGroupHost] = []
 
-    def group(seed: int = 0) -> GpuGroupHost:
-        host = host_of(Assignment(spec=host_spec(spec_of(seed), tmp_path, "large"), replica="m-large-g1-x"))
+    def group() -> GpuGroupHost:
+        host = host_of(Assignment(spec=host_spec(spec_of(0), tmp_path, "large"), replica="m-large-g1-x"))
         assert isinstance(host, GpuGroupHost)
         made.append(host)
         return host
 
     yield group
-    await made[-1].stop()
+    for host in made:
+        await host.stop()
+
+
+Holder = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    """Starts the host of a group as a process."""
+    made: list[subprocess.Popen[bytes]] = []
+
+    def start(seed: int = 0) -> subprocess.Popen[bytes]:
+        assignment = Assignment(spec=host_spec(spec_of(seed), tmp_path, "large"), replica="m-large-g1-x")
+        argv = [sys.executable, "-m", "serve.host.process_replica", assignment.replica]
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE)
+        made.append(process)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(assignment) + b"\n")
+        process.stdin.close()
+        return process
+
+    yield start
+    for process in made:
+        process.kill()
+        process.wait()
+    if (group_folder(tmp_path) / "members.json").exists():
+        for pid in pids(tmp_path):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def group_folder(root: Path) -> Path:
@@ -54,18 +93,16 @@ def pids(folder: Path) -> set[int]:
     return {member.pid for member in members(folder)}
 
 
+def complete(folder: Path) -> bool:
+    """Whether every engine has a host."""
+    written = list(folder.glob("gpus/m-*/members.json"))
+    return bool(written) and all(map(find, pids(folder))) and len(pids(folder)) == 3
+
+
 async def until(true: Callable[[], object]) -> None:
     async with asyncio.timeout(WITHIN_S):
         while not true():  # noqa: ASYNC110 - processes set no event
             await asyncio.sleep(0.02)
-
-
-async def abandon(group: GpuGroupHost) -> None:
-    """End it as a kill would: its hosts are not told."""
-    assert group._supervising is not None
-    group._supervising.cancel()
-    os.close(group._lease)
-    group._log.close()
 
 
 def test_a_model_without_a_group_has_a_host_of_one_engine(tmp_path: Path) -> None:
@@ -86,40 +123,54 @@ async def test_each_engine_has_a_host_that_is_restarted_alone(make: Make, tmp_pa
     assert [place for place in before if after[place] != before[place]] == [("small", 1)]
 
 
-async def test_a_successor_takes_hosts_over_unless_their_specification_differs(
-    make: Make, tmp_path: Path
+async def test_a_host_that_hangs_is_replaced(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = make()
-    await first.start()
+    monkeypatch.setattr(gpu_group_host, "HUNG_S", 5.0)
+    await make().start()
     before = pids(tmp_path)
-    await abandon(first)
-    second = make()
-    await second.start()
-    assert pids(tmp_path) == before
-    assert all(map(psutil.pid_exists, before))
-    await abandon(second)
-    await make(seed=7).start()
-    assert not pids(tmp_path) & before
-    assert not any(map(psutil.pid_exists, before))
+    hung = next(member for member in members(tmp_path) if member.shape == "small")
+    await until(lambda: sign_of_life(group_folder(tmp_path), hung.replica).exists())
+    os.kill(hung.pid, signal.SIGSTOP)
+    await until(lambda: len(pids(tmp_path) - before - {0}) == 1)
+    assert before - pids(tmp_path) == {hung.pid}
 
 
-async def test_draining_and_stopping_leave_no_process(make: Make, tmp_path: Path) -> None:
-    group = make()
-    await group.start()
+async def test_a_successor_takes_hosts_over_unless_their_specification_differs(
+    holder: Holder, tmp_path: Path
+) -> None:
+    first = holder()
+    await until(lambda: complete(tmp_path))
     before = pids(tmp_path)
-    async with asyncio.timeout(WITHIN_S):
-        await group.drain()
-    assert not any(map(psutil.pid_exists, before))
-
-
-async def test_a_group_that_nobody_holds_is_noticed(make: Make, tmp_path: Path) -> None:
-    group = make()
-    await group.start()
+    first.kill()
+    first.wait()
+    second = holder()
     folder = group_folder(tmp_path)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(3.0):
-            await until_unheld(folder, 0.5)
-    await abandon(group)
+        async with asyncio.timeout(5.0):
+            await until_unheld(folder, 3.0)
+    assert pids(tmp_path) == before
+    assert complete(tmp_path)
+    second.kill()
+    second.wait()
+    holder(seed=7)
+    await until(lambda: complete(tmp_path) and not pids(tmp_path) & before)
+    assert not any(map(find, before))
+
+
+async def test_sigterm_leaves_no_process(holder: Holder, tmp_path: Path) -> None:
+    group = holder()
+    await until(lambda: complete(tmp_path))
+    before = pids(tmp_path)
+    group.terminate()
+    await asyncio.to_thread(group.wait, WITHIN_S)
+    assert not any(map(find, before))
+
+
+async def test_a_group_that_nobody_holds_is_noticed(holder: Holder, tmp_path: Path) -> None:
+    group = holder()
+    await until(lambda: complete(tmp_path))
+    group.kill()
+    group.wait()
     async with asyncio.timeout(WITHIN_S):
-        await until_unheld(folder, 1.0)
-    await make().start()
+        await until_unheld(group_folder(tmp_path), 1.0)
