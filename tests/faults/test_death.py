@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 FIRST_S = 5.0
 PROGRESS_S = 2.0
 OUT_S = 2.0
-START_S = 15.0
+START_S = 60.0
 GATEWAY = {
     "connect_timeout_s": 0.5,
     "first_token_timeout_s": FIRST_S,
