@@ -7,6 +7,7 @@ Without one they end by themselves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import secrets
@@ -35,8 +36,9 @@ GRACE_S = 10.0
 UNHELD_S = 60.0
 UNHELD_LOOK_S = 1.0
 _LEASE = "held.lock"
-# A host shows every second that it is not stopped or blocked; one that did not for so long is killed.
-SIGN_OF_LIFE_S, HUNG_S = 1.0, 15.0
+# A host shows every second that it is not stopped or blocked; one that did not for so long is killed. The
+# first sign comes after its imports.
+SIGN_OF_LIFE_S, HUNG_S, FIRST_SIGN_S = 1.0, 15.0, 120.0
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +186,7 @@ class GpuGroupHost:
         now = time.monotonic()
         if replica not in self._signs or self._signs[replica][0] != sign:
             self._signs[replica] = (sign, now)
-        return now - self._signs[replica][1] > HUNG_S
+        return now - self._signs[replica][1] > (HUNG_S if sign else FIRST_SIGN_S)
 
     async def _start(self, assignment: Assignment) -> int:
         child = await asyncio.create_subprocess_exec(
@@ -222,7 +224,9 @@ async def show_life(folder: Path, replica: str) -> None:
     """Show signs of life until cancelled."""
     path = sign_of_life(folder, replica)
     while True:
-        path.touch()
+        # On a full disk the file stays, and its time changes.
+        with contextlib.suppress(OSError):
+            path.touch()
         await asyncio.sleep(SIGN_OF_LIFE_S)
 
 

@@ -29,19 +29,20 @@ async def _run(assignment: Assignment) -> int:
     beating = asyncio.create_task(send_heartbeats(host.replicas))
     # A start that fails loses the host.
     starting = asyncio.create_task(host.start())
+    living: asyncio.Task[None] | None = None
     ends: set[asyncio.Task[Any]] = {asyncio.create_task(event.wait()) for event in (stopping, host.lost)}
     if assignment.slot is not None:
         folder = Path(assignment.folder)
-        ends |= {
-            asyncio.create_task(until_unheld(folder)),
-            asyncio.create_task(show_life(folder, assignment.replica)),
-        }
+        ends.add(asyncio.create_task(until_unheld(folder)))
+        living = asyncio.create_task(show_life(folder, assignment.replica))
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     code = int(not stopping.is_set())
     for task in (starting, *ends):
         task.cancel()
     await host.drain()
     await host.stop()
+    if living is not None:
+        living.cancel()
     await asyncio.gather(starting, *ends, return_exceptions=True)
     await beating
     return code
