@@ -19,7 +19,7 @@ from tests.serve.sim_documents import document, sim_model
 
 pytestmark = pytest.mark.process
 
-# NVML with one GPU, whose errors are read from a file named after the process of the host.
+# NVML with three GPUs, whose errors are read from a file named after the process of the host.
 NVML = """
 import os
 import pathlib
@@ -34,6 +34,10 @@ class NVMLError(Exception):
 
 def nvmlInit():
     pass
+
+
+def nvmlDeviceGetCount():
+    return 3
 
 
 def nvmlDeviceGetHandleByIndex(index):
