@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 
-from policy.config.control import SloConfig
+from policy.config.control import ControlConfig
 from sim.simulator.request_log import RequestLog
 from sim.simulator.run_record import Outcome, Requests
 
@@ -19,7 +19,7 @@ SPARE = 1.2
 def test_a_request_takes_few_bytes_also_while_all_are_read() -> None:
     tracemalloc.start()
     try:
-        ledger = RequestLog(SloConfig())
+        ledger = RequestLog(ControlConfig())
         for number in range(REQUESTS):
             ledger.arrived(float(number), 1000, 100)
         table = ledger.requests()
@@ -32,7 +32,7 @@ def test_a_request_takes_few_bytes_also_while_all_are_read() -> None:
 
 
 def test_a_request_without_an_end_is_not_served() -> None:
-    ledger = RequestLog(SloConfig())
+    ledger = RequestLog(ControlConfig())
     assert (ledger.arrived(0.5, 7, 8), ledger.arrived(1.5, 10_000_000, 9)) == (0, 1)
     table = ledger.requests()
     assert table.at.tolist() == [0.5, 1.5]
@@ -44,11 +44,11 @@ def test_a_request_without_an_end_is_not_served() -> None:
 
 
 def test_lengths_beyond_the_column_type_are_clipped() -> None:
-    ledger = RequestLog(SloConfig())
+    ledger = RequestLog(ControlConfig())
     ledger.arrived(0.0, 10_000_000_000, 10_000_000_000)
     table = ledger.requests()
     assert table.input_tokens.tolist() == table.output_tokens.tolist() == [2**31 - 1]
 
 
 def test_without_requests_the_table_is_empty() -> None:
-    assert len(RequestLog(SloConfig()).requests()) == 0
+    assert len(RequestLog(ControlConfig()).requests()) == 0
