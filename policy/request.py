@@ -11,6 +11,8 @@ ASSUMED_OUTPUT_TOKENS = 128.0
 ASSUMED_REQUESTS = 16
 # The weight of the latest answer in the mean: about the last hundred count.
 ANSWER_GAIN = 0.02
+# Few answers are longer than so many mean ones.
+LONG_ANSWER = 3
 
 
 class AnswerLength:
@@ -32,7 +34,8 @@ class AnswerLength:
 class Request:
     """One request on its way to a replica.
 
-    ``prompt_tokens`` and ``output_tokens`` are estimates. ``prefix`` are chained hashes of the prompt at
+    ``prompt_tokens`` and ``output_tokens`` are estimates, ``limit_tokens`` is the most that the client allows
+    for the answer (0: unknown). ``prefix`` are chained hashes of the prompt at
     growing depths (even numbers that include tenant and adapter), ``depths`` the estimated prompt tokens of
     each; both are empty if there is nothing to share. ``adapter_key`` is an odd hash of the adapter, 0
     without one; ``session`` a hash of the client's session header, 0 without one. ``size`` is its memory in
@@ -45,7 +48,7 @@ class Request:
 
     # Written out, because the methods of @dataclass are not compiled.
     __slots__ = (
-        "adapter", "adapter_key", "arrived", "avoid", "begun", "deadline", "depths", "model",
+        "adapter", "adapter_key", "arrived", "avoid", "begun", "deadline", "depths", "limit_tokens", "model",
         "output_tokens", "passed", "prefix", "priority", "prompt_tokens", "session", "size", "tenant",
         "ticket",
     )  # fmt: skip
@@ -68,6 +71,7 @@ class Request:
         ticket: int = 0,
         avoid: set[str] | None = None,
         begun: int = 0,
+        limit_tokens: int = 0,
     ) -> None:
         self.model = model
         self.tenant = tenant
@@ -85,9 +89,16 @@ class Request:
         self.ticket = ticket
         self.avoid = set() if avoid is None else avoid
         self.begun = begun
+        self.limit_tokens = limit_tokens
         self.passed = 0
 
     @property
     def tokens(self) -> int:
         """The expected tokens: prompt and output."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def most_output_tokens(self) -> int:
+        """The tokens of a long answer: as many as allowed, but no more than some mean answers have."""
+        long, limit = LONG_ANSWER * self.output_tokens, self.limit_tokens
+        return min(long, limit) if limit else long

@@ -107,7 +107,11 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that clients name in ``model``, and its desired state."""
+    """A model that clients name in ``model``, and its desired state.
+
+    Replicas of another shape or generation drain in ``closes_s`` seconds, if that is not ``None``: until then
+    they take the requests that end before.
+    """
 
     name: str
     engine: EngineKind
@@ -119,6 +123,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     created: int = 0
     note: str = ""
+    closes_s: float | None = None
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):

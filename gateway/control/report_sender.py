@@ -103,6 +103,7 @@ class Reporter:
             queued=sum(meter.queue.depth.values()),
             oldest_s=self.admission.oldest_s(name),
             running=running,
+            drain_s=self.admission.drain_s(name),
         )
 
 

@@ -60,6 +60,7 @@ class RequestResolver:
             len(raw),
             now,
             now + call.timeout_s(patience_s),
+            limit_tokens=prompt.limit_tokens,
         )
 
     def _resolve(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:

@@ -46,6 +46,7 @@ class PromptHash(NamedTuple):
     depths: tuple[int, ...]
     prompt_tokens: int
     output_tokens: int
+    limit_tokens: int
 
 
 class BytesPerToken:
@@ -88,7 +89,8 @@ class BytesPerToken:
             a_byte = tokens / size
             depths = tuple([int(end * a_byte) for end in ends])
             prefix = _chain(seed, parts, ends)
-        return PromptHash(prefix, depths, max(int(tokens), 1), max(output, 1) * choices)
+        most = 0 if limit is None else limit * choices
+        return PromptHash(prefix, depths, max(int(tokens), 1), max(output, 1) * choices, most)
 
 
 def parts_of(body: Body, route: Route, raw: bytes) -> list[memoryview]:

@@ -53,6 +53,11 @@ class Admission:
         queue = self._queues.get(model)
         return 0.0 if queue is None else queue.dispatcher.oldest_s(queue.clock())
 
+    def drain_s(self, model: str) -> float:
+        """In how many seconds the last running request of ``model`` is expected to end."""
+        queue = self._queues.get(model)
+        return 0.0 if queue is None else queue.dispatcher.drain_s(queue.clock())
+
     def replica_changed(self, model: str) -> None:
         if (queue := self._queues.get(model)) is not None:
             queue.replica_changed()

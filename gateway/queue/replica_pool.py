@@ -112,6 +112,19 @@ class ModelPool:
         views = [handle.view for handle in self.served.handles if handle.admissible or handle.full]
         return self.routers.service_s(request, views)
 
+    def remaining_s(self, request: Request, quote: CostEstimate, ran_s: float) -> float:
+        return self.routers.remaining_s(request, quote.candidate, ran_s)
+
+    def lasting(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
+        left_s = self.served.closes_at - at
+        if left_s == math.inf:
+            return candidates
+        return [
+            each
+            for each in candidates
+            if self.served.stays(self.replica(each).replica) or self.routers.longest_s(request, each) < left_s
+        ]
+
     def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
         if not self.shared.alone and self.shared.others(self._key)[0]:
             self._begun_by_others = self._other_workers()[1]

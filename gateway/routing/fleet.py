@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -33,6 +34,8 @@ class ServedModel:
 
     ``coming``: replicas start, or it has none by intent; ``down``: none serves; ``asleep``: none serves or
     starts. ``start_s``: the slowest measured start. ``load_failures``: the code of an adapter's load failure.
+    Replicas of other layers than the desired one (``layer``: shape and generation) drain at ``closes_at``, in
+    loop time.
     """
 
     def __init__(self, name: str, health: ReplicaHealth | None = None) -> None:
@@ -48,6 +51,12 @@ class ServedModel:
         self.start_s: float | None = None
         self.snapshot_at = 0.0
         self.load_failures: dict[str, str] = {}
+        self.layer = ("", 0)
+        self.closes_at = math.inf
+
+    def stays(self, replica: Replica) -> bool:
+        """Whether ``replica`` is of the desired layer."""
+        return (replica.shape, replica.generation) == self.layer
 
     def is_unavailable(self, at: float) -> bool:
         """Whether no replica is reachable and none is starting; ``at`` is loop time.
@@ -158,6 +167,9 @@ class FleetView:
             served = self._of(model.name)
             served.created = model.created
             served.max_model_len = model.max_model_len
+            served.layer = (model.shape, model.generation)
+            live = source == "controller" and model.closes_s is not None
+            served.closes_at = at + model.closes_s if live and model.closes_s is not None else math.inf
             mine = [replica for replica in fleet.replicas if replica.model == model.name]
             states = [replica.state for replica in mine]
             # Replicas start, or there are none by intent.

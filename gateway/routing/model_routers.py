@@ -70,6 +70,14 @@ class ModelRouters:
         """How long such a request runs on the fullest of ``candidates``, by the performance model."""
         return self._of(request.model).service_s(request, candidates)
 
+    def longest_s(self, request: Request, candidate: Candidate) -> float:
+        """How long ``request`` runs there if its answer is a long one."""
+        return self._of(request.model).longest_s(request, candidate)
+
+    def remaining_s(self, request: Request, candidate: Candidate, ran_s: float) -> float:
+        """How long a request that has run for ``ran_s`` seconds there is expected to run on."""
+        return self._of(request.model).remaining_s(request, candidate, ran_s)
+
     def began(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
         """``request`` was sent to the candidate of ``quote``; returns the hashes that are new there."""
         new_hashes = self._routers[request.model].began(request, quote.candidate, at)

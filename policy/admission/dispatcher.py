@@ -39,12 +39,13 @@ class Ticket(Generic[R]):
     ``resolved`` follows. After :meth:`end` it has a rejection, or may :meth:`enter` again, at its old place
     in the queue and uncharged. ``pending`` are its uncached prompt tokens at the replica until the first
     token, ``new_hashes`` the prefix hashes that are new there, ``quote`` the router's estimate,
-    ``rank`` that of :func:`policy.admission.slot_sharing.rank_of`.
+    ``rank`` that of :func:`policy.admission.slot_sharing.rank_of`, ``taken_at`` the instant of its slot.
     """
 
     __slots__ = (
         "_admitted", "_counted", "_entered", "_probe", "_retries", "_sent_at", "dispatcher",
         "expected_wait_s", "new_hashes", "pending", "quote", "rank", "rejection", "replica", "request",
+        "taken_at",
     )  # fmt: skip
 
     def __init__(self, dispatcher: Dispatcher[R], request: Request) -> None:
@@ -54,6 +55,7 @@ class Ticket(Generic[R]):
         self.rejection: Rejection | None = None
         self.quote: CostEstimate | None = None
         self.pending = 0
+        self.taken_at = 0.0
         self.new_hashes: tuple[int, ...] = ()
         self.expected_wait_s: float | None = None
         self._admitted: Admitted | None = None
@@ -218,6 +220,7 @@ class Ticket(Generic[R]):
         self._prefilled(at)
         self.replica.end()
         owner, request = self.dispatcher, self.request
+        owner.running.discard(self)
         if request.adapter:
             owner.adapter_ended(request.adapter, self.quote.candidate)
         if self._admitted is not None and self._admitted.running:
@@ -232,7 +235,7 @@ class Ticket(Generic[R]):
 
 
 class Dispatcher(Generic[R]):
-    """One model's queue and the tickets that wait in it.
+    """One model's queue, the tickets that wait in it (``waiting``) and those with a slot (``running``).
 
     ``resolved`` is called with a ticket that waited and now has a replica or a rejection. ``changed`` is
     called when the queue changed or a slot fell free: :meth:`offer` is then due, best after all events of the
@@ -253,6 +256,7 @@ class Dispatcher(Generic[R]):
         self.health = health
         self.queue = Queue(lambda: FairQueue(weight, peers))
         self.waiting: dict[int, Ticket[R]] = {}
+        self.running: set[Ticket[R]] = set()
         self.changed = changed
         self.idle_since = 0.0
         self._resolved = resolved
@@ -262,6 +266,17 @@ class Dispatcher(Generic[R]):
     def oldest_s(self, at: float) -> float:
         """The age of the oldest waiting request in seconds; 0 if none waits."""
         return max([at - request.arrived for request in self.queue.waiting.values()], default=0.0)
+
+    def drain_s(self, at: float) -> float:
+        """In how many seconds the last of the running requests is expected to end; 0 if none runs."""
+        return max(
+            [
+                self.pool.remaining_s(ticket.request, ticket.quote, at - ticket.taken_at)
+                for ticket in self.running
+                if ticket.quote is not None
+            ],
+            default=0.0,
+        )
 
     def due_at(self, at: float) -> float:
         """When :meth:`expire` and :meth:`offer` are due at the latest if nothing else happens."""
@@ -356,6 +371,7 @@ class Dispatcher(Generic[R]):
         """Have the router choose one of the ``usable`` replicas for the ticket; returns whether it did."""
         pool, request = self.pool, ticket.request
         granted = pool.granted(usable, ticket.rank, self._ranks[ticket.rank], at)
+        granted = pool.lasting(request, granted, at)
         ticket.quote = pool.choose(request, granted, at)
         return ticket.quote is not None
 
@@ -369,6 +385,8 @@ class Dispatcher(Generic[R]):
         quote, request = ticket.quote, ticket.request
         assert quote is not None
         replica = ticket.replica = self.pool.replica(quote.candidate)
+        ticket.taken_at = at
+        self.running.add(ticket)
         ticket.pending = quote.uncached
         ticket.new_hashes = self.pool.sent(request, quote, at)
         ticket._probe = replica.begin(quote.uncached)

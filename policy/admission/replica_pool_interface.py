@@ -69,6 +69,12 @@ class ReplicaPool(Protocol[R_co]):
     def service_s(self, request: Request) -> float:
         """How long the request would run on the fullest replica, by the performance model."""
 
+    def remaining_s(self, request: Request, quote: CostEstimate, ran_s: float) -> float:
+        """How long the request is expected to run on where ``quote`` sent it ``ran_s`` seconds ago."""
+
+    def lasting(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
+        """Those of ``candidates`` that serve until the request has ended, even if its answer is long."""
+
     def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
         """The request goes to ``quote.candidate``; returns the prefix hashes that are new there."""
 

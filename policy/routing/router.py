@@ -199,7 +199,25 @@ class Router:
         if not candidates:
             return 0.0
         fullest = max(candidates, key=lambda candidate: candidate.in_flight)
-        return step_table_of(fullest.timing, self.settings.assumed).stays_s(request, fullest.in_flight)
+        return self._stays_s(request, fullest, request.output_tokens)
+
+    def longest_s(self, request: Request, candidate: Candidate) -> float:
+        """How long ``request`` runs there, in seconds, if its answer is a long one."""
+        return self._stays_s(request, candidate, request.most_output_tokens)
+
+    def remaining_s(self, request: Request, candidate: Candidate, ran_s: float) -> float:
+        """How long a request that has run for ``ran_s`` seconds there is expected to run on.
+
+        As predicted; one that runs longer than that as long again, within its limit.
+        """
+        expected_s = self._stays_s(request, candidate, request.output_tokens) - ran_s
+        limit = request.limit_tokens
+        left_s = self._stays_s(request, candidate, limit) - ran_s if limit else ran_s
+        return max(0.0, expected_s, min(ran_s, left_s))
+
+    def _stays_s(self, request: Request, candidate: Candidate, output_tokens: int) -> float:
+        table = step_table_of(candidate.timing, self.settings.assumed)
+        return table.stays_s(request, candidate.in_flight, output_tokens)
 
     def _was_gone(self, request: Request, quote: CostEstimate, site: ReplicaState, ttft_s: float) -> bool:
         """Whether a prefix assumed cached was not: visible where a full prefill takes twice as long."""

@@ -43,7 +43,7 @@ class ObservedModel(NamedTuple):
 
     ``footprints`` are the resources of one replica of each layer, ``others`` those that all other models hold
     of the ``budget``, ``groups`` the shared GPU groups by generation. ``gap`` allows the switch that is under
-    way to fall below ``min_healthy`` replicas.
+    way to fall below ``min_healthy`` replicas; while it is ``closing``, no replica is drained for it yet.
     """
 
     spec: ModelSpec
@@ -56,11 +56,14 @@ class ObservedModel(NamedTuple):
     others: Resources
     groups: Mapping[int, GpuGroup] = {}
     gap: bool = False
+    closing: bool = False
 
     def rollout(self, extra: int = 0) -> Rollout:
         """The steps to what is desired, with ``extra`` replicas while one is replaced."""
         healthy = min(self.spec.control.scale.min_healthy, self.replicas)
-        goal = Goal(key=self.key, count=self.replicas + extra, min_healthy=healthy, gap=self.gap)
+        goal = Goal(
+            key=self.key, count=self.replicas + extra, min_healthy=healthy, gap=self.gap, closing=self.closing
+        )
         groups = tuple(
             SharedGpus(
                 Resources(group.gpus, group.cpus),
@@ -79,19 +82,21 @@ class ObservedModel(NamedTuple):
         """What the model may hold: the budget less the others' share."""
         return total(self.budget).plus(self.others, -1)
 
-    def check_gap(self, start_s: float, queue_s: float) -> bool:
+    def check_gap(self, start_s: float, drain_s: float, queue_s: float) -> bool:
         """Whether the switch leaves a gap, which the queue can hold.
 
-        Raises :class:`policy.errors.SwitchRefused` where a start takes longer (``start_s``) than requests
-        may wait (``queue_s``).
+        Raises :class:`policy.errors.SwitchRefused` where the drain of what runs (``drain_s``) and the start
+        (``start_s``) take longer than requests may wait (``queue_s``).
         """
         if not self.rollout().needs_gap():
             return False
-        if start_s > queue_s:
+        if drain_s + start_s > queue_s:
+            drains = f" after a drain of {drain_s:.0f} s" if drain_s >= 1 else ""
             raise SwitchRefused(
                 f"{self.spec.name}: {self.mode} x {self.replicas}, generation {self.key.generation} needs"
-                f" resources that the running replicas hold, and its start takes about {start_s:.0f} s:"
-                f" gateway.queue_timeout_s = {queue_s:g} s cannot hold the requests that arrive meanwhile"
+                f" resources that the running replicas hold, and its start takes about {start_s:.0f} s"
+                f"{drains}: gateway.queue_timeout_s = {queue_s:g} s cannot hold the requests that"
+                " arrive meanwhile"
             )
         return True
 

@@ -109,6 +109,16 @@ class ModeComparison:
         price = _price(self.situation.rungs)
         return max(price[mode] * max(1, self._most(option)) for mode, option in self.options.items())
 
+    def gap_s(self, option: ModeOption) -> float:
+        """Seconds in which some requests cannot be served during a switch to ``option``.
+
+        What runs ends first, for at most the drain timeout; then the first replica starts.
+        """
+        demand = self.situation.signals.demand
+        if not option.gap_s or demand is None:
+            return option.gap_s
+        return option.gap_s + min(demand.drain_s, self.situation.switching.drain_timeout_s)
+
     def forecasts(self) -> dict[str, ModeForecast]:
         """The forecast of each mode, with the replicas that it needs and the budget allows."""
         price = _price(self.situation.rungs)
@@ -195,7 +205,7 @@ class ModeComparison:
         saved = (here.cost - there.cost) * dwell_s
         # New replicas cost during their start; while no replica serves, all requests miss the SLO.
         missed = WORST * self.largest if self.rate else 0.0
-        spent = there.cost * new.lead_s + missed * new.gap_s
+        spent = there.cost * new.lead_s + missed * self.gap_s(new)
         if saved <= spent:
             return f"saves {saved:.0f} in {dwell_s:.0f} s, less than the {spent:.0f} that the switch costs"
         return self._interruption(here, there)
@@ -231,7 +241,7 @@ class ModeComparison:
         peak until the new replicas are ready, which may take longer than a start in the current mode.
         """
         new, old = self.options[there.mode], self.options[here.mode]
-        lasts_s = new.gap_s or new.lead_s
+        lasts_s = self.gap_s(new) or new.lead_s
         rate, serving = self.during(lasts_s), self.situation.supply.serving
         beside = self.spare.holds(new.resources)
         if not serving or not rate or (not new.gap_s and beside >= there.count):

@@ -67,13 +67,15 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """The only layer that should serve, and its replica count.
 
-    ``gap`` allows fewer than ``min_healthy`` ready replicas during the switch.
+    ``gap`` allows fewer than ``min_healthy`` ready replicas during the switch. While it is ``closing``, the
+    others still take requests that end before the longest one: none is drained yet.
     """
 
     key: LayerKey
     count: int
     min_healthy: int = 1
     gap: bool = False
+    closing: bool = False
 
 
 class SharedGpus(NamedTuple):
@@ -120,6 +122,8 @@ class Rollout(NamedTuple):
             count = goal.count if settled else max(goal.count, target.wanted)
             return dict.fromkeys(others, 0) | {goal.key: count}
         counts = {key: layer.wanted for key, layer in others.items()}
+        if goal.closing and any(layer.ready for layer in others.values()):
+            return counts | {goal.key: min(goal.count, target.wanted)}
         counts[goal.key] = min(goal.count, target.wanted + self._room())
         grows = counts[goal.key] > target.wanted or target.starting or target.ready < target.wanted
         leaving = any(layer.occupied > layer.wanted for layer in self.layers.values())
@@ -201,7 +205,7 @@ class Rollout(NamedTuple):
         Simulates the switch with :meth:`step`, each step succeeding at once; replicas that do not serve now
         are assumed never to.
         """
-        goal = msgspec.structs.replace(self.goal, gap=False)
+        goal = msgspec.structs.replace(self.goal, gap=False, closing=False)
         now = {key: _simulated(layer, layer.wanted) for key, layer in self.layers.items()}
         while True:
             own = now.get(goal.key, Layer()).wanted

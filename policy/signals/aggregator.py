@@ -128,6 +128,22 @@ class SignalAggregator:
         """The signals of ``model``."""
         return Signals(demand=self._demand(model, at), replicas=self._replicas.figures(model, at))
 
+    def drain_s(self, model: str, at: float) -> float:
+        """In how many seconds the last of the running requests is expected to end."""
+        known = self._models.get(model)
+        workers = [] if known is None else self._reporting(model, known.last_at)
+        # What was expected to end by now has ended, or the next report says so.
+        left = [worker.models[model].drain_s - (at - worker.reported_at) for worker in workers]
+        return max(0.0, *left) if left else 0.0
+
+    def _reporting(self, model: str, end: float) -> list[_Worker]:
+        """The workers whose last report named ``model``, before ``end``."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if model in worker.named and not worker.left and worker.reported_at >= end - SILENT_S
+        ]
+
     def _join(self, report: GatewayReport, at: float) -> _Worker:
         """Add a worker that is new, or was forgotten."""
         self._forget(at)
@@ -151,11 +167,7 @@ class SignalAggregator:
         if model is None:
             return None
         end = model.last_at
-        reporting = [
-            worker
-            for worker in self._workers.values()
-            if name in worker.named and not worker.left and worker.reported_at >= end - SILENT_S
-        ]
+        reporting = self._reporting(name, end)
         last = [worker.models[name] for worker in reporting]
         arrivals, refused, concurrency = self._rates(model, reporting, sum(one.in_flight for one in last))
         minute = model.minute.sums(end - 60.0, end)
@@ -178,6 +190,7 @@ class SignalAggregator:
             output_tokens=outputs,
             hit=min(1.0, lately[_CACHED] / lately[_INPUT]) if lately[_INPUT] else 0.0,
             idle_s=end - model.demand_at,
+            drain_s=self.drain_s(name, at),
             by_priority=_shares_by_priority(model, end),
         )
 

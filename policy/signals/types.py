@@ -52,8 +52,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     fraction ``hit`` was cached) and ``output_tokens`` are means per request over the last minute, or up to
     ten minutes if fewer than 300 have ended; 0 before the first request. Few ended requests are filled up
     with assumed ones, and running ones count as far as they exceed the mean. ``idle_s`` is the time without
-    requests. ``by_priority`` has what met the SLO of each priority, where these have their own; ``ttft`` is
-    then of those with the strictest target.
+    requests. The last of the running requests is expected to end in ``drain_s``. ``by_priority`` has what met
+    the SLO of each priority, where these have their own; ``ttft`` is then of those with the strictest target.
     """
 
     age_s: float
@@ -70,6 +70,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: float = 0.0
     hit: float = 0.0
     idle_s: float = 0.0
+    drain_s: float = 0.0
     by_priority: dict[Priority, PriorityShares] = {}
 
 

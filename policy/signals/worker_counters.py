@@ -101,9 +101,12 @@ class WorkerCounters:
             limit.met_itl += 1
 
     def report(
-        self, *, in_flight: int, queued: int, oldest_s: float, running: tuple[int, int]
+        self, *, in_flight: int, queued: int, oldest_s: float, running: tuple[int, int], drain_s: float
     ) -> ModelReport:
-        """The totals, with what waits and runs now: ``running`` streams, and their tokens so far."""
+        """The totals, with what waits and runs now: ``running`` streams, and their tokens so far.
+
+        The last of the running requests is expected to end in ``drain_s`` seconds.
+        """
         totals: dict[str, Any] = {name: getattr(self, name) for name in _TOTALS}
         totals |= {name: tuple(getattr(self, name).counts) for name in ("ttft", "itl", "e2e")}
         return ModelReport(
@@ -113,5 +116,6 @@ class WorkerCounters:
             in_flight=in_flight,
             running=running[0],
             running_tokens=running[1],
+            drain_s=round(drain_s, 3),
             by_priority={priority: judge.report() for priority, judge in self._by_priority.items()},
         )

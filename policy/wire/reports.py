@@ -32,7 +32,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     only. ``met_ttft``, ``met_itl`` and ``met_both`` of ``judged`` streams were within the SLO as it was when
     they ended; ``by_priority`` has these where priorities have SLOs of their own, and ``ttft`` is then of
     those with the strictest target. ``in_flight`` requests are in the gateway, ``queued`` of them without a
-    replica.
+    replica; the last of the others is expected to end in ``drain_s`` seconds.
     """
 
     arrived: int = 0
@@ -54,6 +54,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     in_flight: int = 0
     running: int = 0
     running_tokens: int = 0
+    drain_s: float = 0.0
     by_priority: dict[Priority, PriorityReport] = {}
 
 

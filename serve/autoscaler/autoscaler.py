@@ -264,7 +264,7 @@ class Autoscaler:
     ) -> None:
         proposed = target.toward(target.in_mode(decision.mode, decision.count), self.at)
         try:
-            gap = self.observed.check_gap(proposed, deployment)
+            planned = self.observed.planned(proposed, deployment)
         except SwitchRefused as refused:
             self.event(str(refused))
             # There was no switch, so mode.dwell_s does not apply.
@@ -276,7 +276,7 @@ class Autoscaler:
         self.event(f"{decision.model}: {self.decided_by(decision.model)}: {decision.reason}")
         promise = expected_gain(decision, situation)
         self._modes[decision.model] = decision.mode
-        self.set_target(decision.model, replace(proposed, gap=gap, promise=promise))
+        self.set_target(decision.model, replace(planned, promise=promise))
 
     def _review_switches(self, deployment: Deployment) -> None:
         """Report the measured saving of each switch made by load, beside the predicted one."""

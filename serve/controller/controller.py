@@ -84,7 +84,9 @@ class Controller:
         self.registry = ReplicaRegistry(self._epoch)
         self.aggregator = SignalAggregator()
         self.subscribers = StepSubscribers()
-        self._observed = ObservedState(self.registry, self._targets)
+        self._observed = ObservedState(
+            self.registry, self._targets, lambda model: self.aggregator.drain_s(model, monotonic())
+        )
         self._replacement = ReplicaReplacement(self.registry, self._observed, monotonic, self._event)
         self._actuator = SharedGpuActuator(actuator, state, self.registry.of, self._replacement.is_unhealthy)
         self._wake = asyncio.Event()
@@ -192,9 +194,8 @@ class Controller:
             if mode != target.aim.mode:
                 target = target.toward(target.in_mode(mode), self.autoscaler.at)
                 self.autoscaler.check_budget(target, self._deployment)
-                gap = self._observed.check_gap(target, self._deployment)
                 # A count that was set for the other mode does not apply to this one.
-                target = replace(target, gap=gap, set_count=None)
+                target = replace(self._observed.planned(target, self._deployment), set_count=None)
             self._set_target(model, replace(target, set_mode=chosen))
         self.autoscaler.decide_soon(model, urgent=True)
         return self._model_status(model)
@@ -296,7 +297,8 @@ class Controller:
             for name in self._targets.names():
                 with self._failures.recorded(name, "control step"):
                     await self._tick_model(name)
-        self.registry.set_models(fleet_models(self._targets, self._observed, self._failures))
+        models = fleet_models(self._targets, self._observed, self._failures, self.autoscaler.at)
+        self.registry.set_models(models)
         self.adapters.place()
 
     def _has_listened(self) -> bool:
@@ -320,7 +322,8 @@ class Controller:
         if deployed and target.weights_known:
             extra = self._replacement.step(target, lambda: self.autoscaler.has_room(target, self._deployment))
             model = self._observed.model(target, self._deployment.budget)
-            counts = model.rollout(extra).step()
+            closing = self._observed.closes_s(target, self.autoscaler.at) > 0
+            counts = model._replace(closing=closing).rollout(extra).step()
         for key, count in counts.items():
             await self._actuate(target, key, count)
         await self._sweep(name, layers)
@@ -385,8 +388,9 @@ class Controller:
         target = self._targets.get(spec.name)
         adopting = target.adopting(spec, now)
         same = adopting.key() == target.key()
-        gap = target.gap if same else self._observed.check_gap(adopting, deployment)
-        return replace(adopting, gap=gap)
+        if same:
+            return replace(adopting, gap=target.gap, closes_at=target.closes_at)
+        return self._observed.planned(adopting, deployment)
 
     def _deployed(self, model: str) -> bool:
         return any(spec.name == model for spec in wanted_models(self._deployment))

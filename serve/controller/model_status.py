@@ -56,8 +56,10 @@ def model_status(
     )
 
 
-def fleet_models(targets: Targets, observed: ObservedState, failures: ModelFailures) -> Iterator[Model]:
-    """The models of a fleet snapshot."""
+def fleet_models(
+    targets: Targets, observed: ObservedState, failures: ModelFailures, at: float
+) -> Iterator[Model]:
+    """The models of a fleet snapshot at ``at``."""
     for name in targets.names():
         target = targets.get(name)
         spec, aim = target.spec, target.aim
@@ -73,6 +75,7 @@ def fleet_models(targets: Targets, observed: ObservedState, failures: ModelFailu
             generation=aim.generation,
             created=int(target.created),
             note="; ".join(filter(None, (_note(target, observed), failures.note(name)))),
+            closes_s=None if target.closes_at is None else observed.closes_s(target, at),
         )
 
 

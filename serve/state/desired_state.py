@@ -78,7 +78,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     was reached once; ``note`` is for operators. ``rejected`` is the digest of the configuration that was
     rolled back last, ``specs`` the configuration of each generation in use, its shapes as its layers are
     built, and ``weights`` those of each generation. ``set_mode`` and ``set_count`` are manual overrides,
-    ``barred`` the modes that failed, ``promise`` the predicted gain of a switch that is not reviewed yet.
+    ``barred`` the modes that failed, ``promise`` the predicted gain of a switch that is not reviewed yet. In
+    a switch with a ``gap`` other layers serve until ``closes_at`` what ends before.
     """
 
     aim: DesiredMode
@@ -87,6 +88,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     settled: bool = False
     fallback: DesiredMode | None = None
     gap: bool = False
+    closes_at: float | None = None
     note: str = ""
     rejected: str = ""
     specs: dict[int, ModelSpec]
@@ -145,7 +147,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         if back is not None and self.key(back) == self.key(aim):
             back = None
         since = self.since if back is not None and self.key() == self.key(aim) else now
-        return replace(self, aim=aim, since=since, settled=False, fallback=back, gap=gap, note="")
+        closes_at = self.closes_at if gap and self.key() == self.key(aim) else None
+        return replace(
+            self, aim=aim, since=since, settled=False, fallback=back, gap=gap, closes_at=closes_at, note=""
+        )
 
     def back(self, note: str, now: float) -> Target:
         """Roll back to the fallback, and remember the configuration or mode that failed.
@@ -153,7 +158,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         Manual overrides of a mode that failed end.
         """
         assert self.fallback is not None
-        target = replace(self, aim=self.fallback, fallback=None, since=now, gap=True, note=note, promise=None)
+        target = replace(
+            self,
+            aim=self.fallback,
+            fallback=None,
+            since=now,
+            gap=True,
+            closes_at=None,
+            note=note,
+            promise=None,
+        )
         mode = self.aim.mode
         if self.fallback.generation != self.aim.generation:
             return replace(target, rejected=digest(self.spec))
@@ -166,7 +180,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     def reached(self) -> Target:
         """The desired state was reached: the fallback and the block of its mode are dropped."""
         barred = {mode: barred for mode, barred in self.barred.items() if mode != self.aim.mode}
-        return replace(self, settled=True, fallback=None, gap=False, barred=barred)
+        return replace(self, settled=True, fallback=None, gap=False, closes_at=None, barred=barred)
 
     def adopting(self, spec: ModelSpec, now: float) -> Target:
         """Take ``spec`` as the configuration: a new generation unless one in use makes its engines.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from policy.config.deployment import Budget, Deployment
 from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
@@ -33,10 +35,14 @@ class _FailedStarts(NamedTuple):
 
 @dataclass(eq=False)
 class ObservedState:
-    """The layers of each model, and what they take of the budget."""
+    """The layers of each model, and what they take of the budget.
+
+    ``drain_s`` returns in how many seconds the last of a model's running requests is expected to end.
+    """
 
     registry: ReplicaRegistry
     targets: Targets
+    drain_s: Callable[[str], float] = lambda model: 0.0
     starts: StartTimes = field(default_factory=StartTimes, init=False)
     held: Mapping[LayerKey, Held] = field(default_factory=dict, init=False)
     _failed: dict[LayerKey, _FailedStarts] = field(default_factory=dict, init=False)
@@ -151,15 +157,26 @@ class ObservedState:
             gap=target.gap,
         )
 
-    def check_gap(self, proposed: Target, deployment: Deployment) -> bool:
-        """Whether the switch to ``proposed`` leaves a moment without replicas, which the queue can hold.
+    def planned(self, proposed: Target, deployment: Deployment) -> Target:
+        """``proposed`` with what its switch takes: a moment without replicas, which the queue can hold.
 
         Raises :class:`policy.errors.SwitchRefused` when the queue cannot.
         """
         assumed_s = proposed.spec.control.assumed_start_s
         start_s = sum(self.start_s(key, assumed_s) for key in self._started_in_turn(proposed))
         model = self.model(proposed, deployment.budget)
-        return model.check_gap(start_s, deployment.gateway.queue_timeout_s)
+        drain_s = min(self.drain_s(proposed.spec.name), proposed.spec.control.mode.drain_timeout_s)
+        gap = model.check_gap(start_s, drain_s, deployment.gateway.queue_timeout_s)
+        return replace(proposed, gap=gap, closes_at=proposed.since + drain_s if gap else None)
+
+    def closes_s(self, target: Target, at: float) -> float:
+        """In how many seconds the replicas of other layers drain for ``target``; 0 if they may at once.
+
+        Sooner than planned if the running requests end sooner.
+        """
+        if target.closes_at is None:
+            return 0.0
+        return max(0.0, min(target.closes_at - at, self.drain_s(target.spec.name)))
 
     def start_timeout_s(self, target: Target) -> float:
         """How long the layer of ``target`` may take until its replicas are ready."""

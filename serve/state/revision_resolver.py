@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from policy.config.deployment import Deployment
 from policy.errors import ModelUnavailable, SwitchRefused
 from serve.host.weight_verification import Resolver, Weights
@@ -62,11 +60,10 @@ class GenerationWeights:
         others_run = self._others_run(target, known, found)
         taken = target.with_weights(found, now, others_run=others_run)
         try:
-            gap = self.observed.check_gap(taken, deployment) if others_run else taken.gap
+            return self.observed.planned(taken, deployment) if others_run else taken
         except SwitchRefused as refused:
             self.event(str(refused))
             return target
-        return replace(taken, gap=gap)
 
     def _others_run(self, target: Target, known: Weights | None, found: Weights) -> bool:
         """Whether replicas of the desired generation have other weights than ``found``."""

@@ -41,6 +41,7 @@ class SwitchCourse:
         self.memory = Memory()
         self.settled = True
         self.gap = False
+        self.closes_at = -math.inf
         group = gpu_group_of(spec)
         self.groups = {} if group is None else {GENERATION: group}
         self.footprints = {
@@ -129,7 +130,7 @@ class SimulatedController:
             if decision.dry_run or not decision.changes:
                 continue
             if decision.mode != course.mode:
-                if not self._switch(course, decision):
+                if not self._switch(course, decision, at):
                     course.memory = msgspec.structs.replace(memory, switched_at=before.switched_at)
                     continue
                 self.switches += 1
@@ -146,25 +147,38 @@ class SimulatedController:
             others = any(layer.occupied for key, layer in layers.items() if key != course.key)
             if here is not None and here.ready >= course.count:
                 course.settled, course.gap = True, False
+                course.closes_at = -math.inf
                 if not others and here.wanted == course.count:
+                    self._close(course, at)
                     continue
             elif here is None and not course.count:
                 course.settled = True
-            model = self._observed(course)
+            model = self._observed(course)._replace(closing=self._close(course, at))
             for key, count in model.rollout().step().items():
                 before = layers[key].wanted if key in layers else 0
                 if before != count:
                     course.fleet.scale(key, count, at)
 
-    def _switch(self, course: SwitchCourse, decision: Decision) -> bool:
+    def _close(self, course: SwitchCourse, at: float) -> bool:
+        """Tell the gateway until when other layers serve; returns whether they do."""
+        left_s = min(course.closes_at - at, self._aggregator.drain_s(course.spec.name, at))
+        course.fleet.goal = course.key
+        course.fleet.closes_at = at + left_s if left_s > 0 else math.inf
+        return left_s > 0
+
+    def _switch(self, course: SwitchCourse, decision: Decision, at: float) -> bool:
         """Switch, unless the queue cannot hold the moment without replicas that this would leave."""
         proposed = self._observed(course).in_mode(decision.mode, decision.count)
         start_s = self._lead_s(course, proposed.key)
+        drain_s = min(
+            self._aggregator.drain_s(course.spec.name, at), course.spec.control.mode.drain_timeout_s
+        )
         try:
-            gap = proposed.check_gap(start_s, self._deployment.gateway.queue_timeout_s)
+            gap = proposed.check_gap(start_s, drain_s, self._deployment.gateway.queue_timeout_s)
         except SwitchRefused:
             return False
         course.mode, course.gap = decision.mode, gap
+        course.closes_at = at + drain_s if gap else -math.inf
         return True
 
     def _observed(self, course: SwitchCourse) -> ObservedModel:

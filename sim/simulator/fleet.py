@@ -6,6 +6,7 @@ serve yet, then the youngest.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -76,8 +77,8 @@ class SimulatedReplica:
 class Fleet:
     """One model's replicas; ``views`` are the ``serving`` ones as the router sees them.
 
-    ``wake`` schedules an event of a replica: engine, ready or drain cut-off. ``lost`` is called with a
-    replica that has ended.
+    Those of other layers than ``goal`` drain at ``closes_at``. ``wake`` schedules an event of a replica:
+    engine, ready or drain cut-off. ``lost`` is called with a replica that has ended.
     """
 
     def __init__(
@@ -95,6 +96,8 @@ class Fleet:
         self.views: list[Candidate] = []
         self.starts = StartTimes()
         self.adapter_loads = self.preemptions = 0
+        self.goal: LayerKey | None = None
+        self.closes_at = math.inf
         self.health = ReplicaHealth(HealthCounters(), lambda: 0.5)
         self._lost = lost
         self._scenario = scenario

@@ -5,6 +5,7 @@ It has one worker, which sees its replicas at once and misses no report.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -118,6 +119,19 @@ class SimulatedPool:
     def service_s(self, request: Request) -> float:
         return self.router.service_s(request, self._fleet.views)
 
+    def remaining_s(self, request: Request, quote: CostEstimate, ran_s: float) -> float:
+        return self.router.remaining_s(request, quote.candidate, ran_s)
+
+    def lasting(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
+        left_s = self._fleet.closes_at - at
+        if left_s == math.inf:
+            return candidates
+        return [
+            each
+            for each in candidates
+            if self.replica(each).key == self._fleet.goal or self.router.longest_s(request, each) < left_s
+        ]
+
     def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
         return self.router.began(request, quote.candidate, at)
 
@@ -179,6 +193,7 @@ class SimulatedGateway:
             queued=self.queued,
             oldest_s=self.dispatcher.oldest_s(at),
             running=self._fleet.running_streams(),
+            drain_s=self.dispatcher.drain_s(at),
         )
 
     def arrive(self, number: int, arrival: Arrival, at: float) -> None:

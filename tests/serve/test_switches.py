@@ -266,7 +266,7 @@ async def test_a_refused_switch_starts_no_dwell_time(plane: Plane, monkeypatch: 
         raise SwitchRefused("m: no")
 
     with monkeypatch.context() as taken:
-        taken.setattr("serve.state.observed_state.ObservedState.check_gap", refuse)
+        taken.setattr("serve.state.observed_state.ObservedState.planned", refuse)
         await switch.run(HIGH, 60)
     assert any(event.endswith("m: no") for event in plane.controller.status().events)
     assert plane.counts(READY) == {LARGE: 1}

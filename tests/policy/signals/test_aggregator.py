@@ -375,7 +375,7 @@ def test_each_priority_is_judged_by_its_own_slo() -> None:
         counters.first_token(ttft_s, priority)
         counters.judge(ttft_s, 0.0, priority)
     aggregator = SignalAggregator()
-    totals = counters.report(in_flight=0, queued=0, oldest_s=0.0, running=(0, 0))
+    totals = counters.report(in_flight=0, queued=0, oldest_s=0.0, running=(0, 0), drain_s=0.0)
     aggregator.take(GatewayReport(worker="w", number=0, since_s=1.0, models={"m": totals}), T)
     demand = aggregator.signals("m", T).demand
     assert demand is not None and demand.ttft is not None
