@@ -57,6 +57,10 @@ class ModelPool:
     def down(self) -> bool:
         return self.served.down
 
+    @property
+    def closing(self) -> bool:
+        return self.served.closes_at < math.inf
+
     def ttft_slo_s(self, priority: Priority) -> float | None:
         try:
             return self.deployment().model(self.served.name).control.slo_of(priority).ttft_p95_s
@@ -117,8 +121,6 @@ class ModelPool:
 
     def lasting(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
         left_s = self.served.closes_at - at
-        if left_s == math.inf:
-            return candidates
         return [
             each
             for each in candidates

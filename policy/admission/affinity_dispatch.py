@@ -23,12 +23,14 @@ class FreeSlots(NamedTuple):
 
     ``usable`` are those of the ``candidates`` that can serve a request at all, room aside. ``choose`` is
     where it would go now, if anywhere, given all assignments so far. ``runs`` are the adapters in use on one.
+    While replicas are ``closing``, requests that end soon have replicas that others of an adapter have not.
     """
 
     candidates: list[Candidate]
     usable: Callable[[Request], list[Candidate]]
     choose: Callable[[Request], Candidate | None]
     runs: Callable[[Candidate], Container[str]]
+    closing: bool = False
 
 
 def has_room(candidate: Candidate) -> bool:
@@ -88,7 +90,7 @@ class _Window:
             request = self._turns.pop(0).request
             if self._options(request):
                 return request
-            if not request.avoid:
+            if not request.avoid and not self._slots.closing:
                 self._without.add(request.adapter)
         return None
 

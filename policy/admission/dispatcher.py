@@ -2,6 +2,8 @@
 
 Both the gateway and the simulator drive it. It is pure: instants are arguments (seconds of one monotonic
 clock), the replicas are a :class:`ReplicaPool`, and decisions are reported by callbacks.
+
+It has over 400 lines: the life of a request is read as one.
 """
 
 from __future__ import annotations
@@ -269,14 +271,9 @@ class Dispatcher(Generic[R]):
 
     def drain_s(self, at: float) -> float:
         """In how many seconds the last of the running requests is expected to end; 0 if none runs."""
-        return max(
-            [
-                self.pool.remaining_s(ticket.request, ticket.quote, at - ticket.taken_at)
-                for ticket in self.running
-                if ticket.quote is not None
-            ],
-            default=0.0,
-        )
+        left = self.pool.remaining_s
+        ran = [(each.request, each.quote, at - each.taken_at) for each in self.running]
+        return max([left(request, quote, ran_s) for request, quote, ran_s in ran if quote], default=0.0)
 
     def due_at(self, at: float) -> float:
         """When :meth:`expire` and :meth:`offer` are due at the latest if nothing else happens."""
@@ -292,14 +289,15 @@ class Dispatcher(Generic[R]):
         candidates = list(pool.candidates()) if waiting else []
         if not any_room(candidates):
             return
+        closing = pool.closing
         serving: dict[tuple[str, frozenset[str]], list[Candidate]] = {}
 
         def usable(request: Request) -> list[Candidate]:
             key = (request.adapter, frozenset(request.avoid))
             found = serving.get(key)
             if found is None:
-                found = serving[key] = self.usable(request, candidates, at)
-            return found
+                found = serving[key] = self._serving(request, candidates, at)
+            return pool.lasting(request, found, at) if closing else found
 
         def choose(request: Request) -> Candidate | None:
             ticket = waiting[request.ticket]
@@ -313,7 +311,7 @@ class Dispatcher(Generic[R]):
 
         picked = []
         without: set[str] = set()
-        slots = FreeSlots(candidates, usable, choose, adapters)
+        slots = FreeSlots(candidates, usable, choose, adapters, closing)
         for request in dispatch(self._in_order(without), slots, without):
             ticket = waiting[request.ticket]
             self.take_slot(ticket, at)
@@ -361,6 +359,11 @@ class Dispatcher(Generic[R]):
 
     def usable(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
         """The candidates that it may go to, room aside."""
+        found = self._serving(request, candidates, at)
+        return self.pool.lasting(request, found, at) if self.pool.closing else found
+
+    def _serving(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
+        """The candidates that can serve it, and did not fail it while others can."""
         if request.adapter:
             candidates = [each for each in candidates if self.pool.serves(each, request.adapter)]
         if request.avoid:
@@ -371,7 +374,6 @@ class Dispatcher(Generic[R]):
         """Have the router choose one of the ``usable`` replicas for the ticket; returns whether it did."""
         pool, request = self.pool, ticket.request
         granted = pool.granted(usable, ticket.rank, self._ranks[ticket.rank], at)
-        granted = pool.lasting(request, granted, at)
         ticket.quote = pool.choose(request, granted, at)
         return ticket.quote is not None
 

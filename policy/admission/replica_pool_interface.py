@@ -41,6 +41,10 @@ class ReplicaPool(Protocol[R_co]):
     def down(self) -> bool:
         """Whether the fleet has no replica of the model that is ready."""
 
+    @property
+    def closing(self) -> bool:
+        """Whether some replicas will drain at a known instant: see :meth:`lasting`."""
+
     def ttft_slo_s(self, priority: Priority) -> float | None:
         """The TTFT SLO of the model for requests of ``priority``, in seconds."""
 

@@ -79,7 +79,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     rolled back last, ``specs`` the configuration of each generation in use, its shapes as its layers are
     built, and ``weights`` those of each generation. ``set_mode`` and ``set_count`` are manual overrides,
     ``barred`` the modes that failed, ``promise`` the predicted gain of a switch that is not reviewed yet. In
-    a switch with a ``gap`` other layers serve until ``closes_at`` what ends before.
+    a switch with a ``gap`` other layers serve what ends before the longest request, at most to ``closes_at``.
     """
 
     aim: DesiredMode

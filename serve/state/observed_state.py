@@ -165,14 +165,15 @@ class ObservedState:
         assumed_s = proposed.spec.control.assumed_start_s
         start_s = sum(self.start_s(key, assumed_s) for key in self._started_in_turn(proposed))
         model = self.model(proposed, deployment.budget)
-        drain_s = min(self.drain_s(proposed.spec.name), proposed.spec.control.mode.drain_timeout_s)
+        most_s = proposed.spec.control.mode.drain_timeout_s
+        drain_s = min(self.drain_s(proposed.spec.name), most_s)
         gap = model.check_gap(start_s, drain_s, deployment.gateway.queue_timeout_s)
-        return replace(proposed, gap=gap, closes_at=proposed.since + drain_s if gap else None)
+        return replace(proposed, gap=gap, closes_at=proposed.since + most_s if gap else None)
 
     def closes_s(self, target: Target, at: float) -> float:
         """In how many seconds the replicas of other layers drain for ``target``; 0 if they may at once.
 
-        Sooner than planned if the running requests end sooner.
+        When the last of the running requests is expected to end, but no later than after the drain timeout.
         """
         if target.closes_at is None:
             return 0.0

@@ -170,15 +170,14 @@ class SimulatedController:
         """Switch, unless the queue cannot hold the moment without replicas that this would leave."""
         proposed = self._observed(course).in_mode(decision.mode, decision.count)
         start_s = self._lead_s(course, proposed.key)
-        drain_s = min(
-            self._aggregator.drain_s(course.spec.name, at), course.spec.control.mode.drain_timeout_s
-        )
+        most_s = course.spec.control.mode.drain_timeout_s
+        drain_s = min(self._aggregator.drain_s(course.spec.name, at), most_s)
         try:
             gap = proposed.check_gap(start_s, drain_s, self._deployment.gateway.queue_timeout_s)
         except SwitchRefused:
             return False
         course.mode, course.gap = decision.mode, gap
-        course.closes_at = at + drain_s if gap else -math.inf
+        course.closes_at = at + most_s if gap else -math.inf
         return True
 
     def _observed(self, course: SwitchCourse) -> ObservedModel:

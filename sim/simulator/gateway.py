@@ -87,6 +87,10 @@ class SimulatedPool:
     def down(self) -> bool:
         return not self._fleet.serving
 
+    @property
+    def closing(self) -> bool:
+        return self._fleet.closes_at < math.inf
+
     def ttft_slo_s(self, priority: Priority) -> float | None:
         return self._control.slo_of(priority).ttft_p95_s
 
@@ -124,8 +128,6 @@ class SimulatedPool:
 
     def lasting(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
         left_s = self._fleet.closes_at - at
-        if left_s == math.inf:
-            return candidates
         return [
             each
             for each in candidates

@@ -378,3 +378,26 @@ def test_deadlines_below_the_timers_resolution_are_met() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         refused = runner.run(main())
     assert [each.reason for each in refused] == [Refusal.DEADLINE] * 2
+
+
+async def test_a_replica_that_drains_soon_takes_only_what_ends_before() -> None:
+    queues = Queues(bound=4)
+    served, at = queues.alpha, asyncio.get_running_loop().time()
+    long = {"prompt_tokens": 20, "output_tokens": 2000, "limit_tokens": 2000}
+    running = await queues.fill(served, **long)
+    drain_s = queues.admission.drain_s(served.name)
+    assert drain_s > 1.0
+    served.layer, served.closes_at = ("other", 2), at + 0.5 * drain_s
+    waiting = queues.arrive(served, **long)
+    asked = await queues.ask(waiting)
+    assert not asked.done()
+    # It has room, and the one before cannot use it.
+    end(await queues.fill(served, prompt_tokens=20, output_tokens=20))
+    # Replicas of the desired layer stay.
+    replica = served.handles[0].replica
+    served.layer = (replica.shape, replica.generation)
+    queues.admission.replica_changed(served.name)
+    await asked
+    end(waiting)
+    end(running)
+    assert queues.admission.drain_s(served.name) == 0.0

@@ -413,3 +413,15 @@ def test_an_evicted_prefix_does_not_count_as_slowness() -> None:
     last = best(router.choose(prompt(), candidates, 150.0, 0.5))
     assert last.uncached == 1040
     assert last.total == pytest.approx(whole, rel=0.1)
+
+
+def test_a_request_is_expected_to_run_as_predicted_and_then_as_long_again_within_its_limit() -> None:
+    router, (candidate,) = Router(), fleet(1)
+    expected_s = router.service_s(short(), [candidate])
+    assert router.remaining_s(short(), candidate, 0.25 * expected_s) == pytest.approx(0.75 * expected_s)
+    assert router.remaining_s(short(), candidate, 5 * expected_s) == pytest.approx(5 * expected_s)
+    limited = short(limit_tokens=40)
+    longest_s = router.longest_s(limited, candidate)
+    assert expected_s < longest_s < router.longest_s(short(), candidate)
+    assert router.remaining_s(limited, candidate, 0.9 * longest_s) == pytest.approx(0.1 * longest_s)
+    assert router.remaining_s(limited, candidate, 2 * longest_s) == 0.0

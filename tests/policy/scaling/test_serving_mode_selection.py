@@ -253,6 +253,21 @@ def test_during_a_gap_the_queue_has_to_hold_the_requests() -> None:
     assert "that the switch costs" in verdict(shortly, 2.0, spare=Resources())[1]
 
 
+def test_the_drain_of_a_switch_is_part_of_its_gap() -> None:
+    gap = msgspec.structs.replace(LARGE, gap_s=40.0)
+    there = confirmed(large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0), LARGE.mode, 3600)
+
+    def why(drain_s: float, rate: float = 2.0) -> str:
+        signals = msgspec.structs.replace(there.signals, demand=demand(rate, drain_s=drain_s))
+        return verdict(msgspec.structs.replace(there, signals=signals), rate, spare=Resources())[1]
+
+    assert "worth a switch" in why(60.0)
+    assert "others wait for 101 s" in why(61.0)
+    # No stream runs longer than the drain timeout.
+    longest_s = there.switching.drain_timeout_s
+    assert f"others wait for {40 + longest_s:.0f} s" in why(10 * longest_s)
+
+
 def test_an_overloaded_mode_may_queue_requests_during_the_switch() -> None:
     there = confirmed(large(), SMALL.mode)
     assert verdict(there, 7.5, spare=Resources(gpus=4))[0].to is not None

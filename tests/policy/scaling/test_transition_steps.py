@@ -374,3 +374,12 @@ def test_the_gap_of_a_switch_in_progress_is_computed_from_its_current_state() ->
     layers = {SMALL: Layer(wanted=1, ready=1), LARGE: Layer(wanted=1, ready=1)}
     rollout = Rollout(Goal(key=LARGE, count=1), layers, gpu_shapes(8, 1), total(Budget(gpus=9)))
     assert not rollout.needs_gap()
+
+
+def test_a_switch_that_is_closing_drains_nothing_yet() -> None:
+    layers = {SMALL: Layer(wanted=8, ready=8)}
+    goal = Goal(key=LARGE, count=1, gap=True, closing=True)
+    rollout = Rollout(goal, layers, gpu_shapes(8, 1), total(Budget(gpus=8)))
+    assert rollout.step() == {SMALL: 8, LARGE: 0}
+    # It does so for replicas that serve, and for no others.
+    assert rollout._replace(layers={SMALL: Layer(wanted=8, starting=8)}).step()[SMALL] < 8

@@ -43,7 +43,7 @@ class Worker:
     def report_at(self, at: float, *, model: str = "m", last: bool = False, **grown: Any) -> GatewayReport:
         """Send a report: totals grow by ``grown``, levels are set."""
         for name, value in grown.items():
-            if name in ("queued", "oldest_s", "in_flight", "running", "running_tokens"):
+            if name in ("queued", "oldest_s", "in_flight", "running", "running_tokens", "drain_s"):
                 self.totals[name] = value
             elif isinstance(value, tuple):
                 before = self.totals.get(name, (0,) * BUCKETS)
@@ -383,3 +383,14 @@ def test_each_priority_is_judged_by_its_own_slo() -> None:
     assert found == {Priority.CRITICAL: (2, 0.5), Priority.BATCH: (1, 1.0)}
     assert demand.met.ttft == pytest.approx(2 / 3)
     assert demand.ttft.count == 2, "latencies are compared with the strictest target, which batch has not"
+
+
+def test_the_last_running_request_of_any_worker_ends_the_drain() -> None:
+    one = Worker()
+    other = Worker(one.aggregator, "other")
+    one.report_at(T + 1.0, in_flight=1, drain_s=30.0)
+    other.report_at(T + 2.0, in_flight=1, drain_s=4.0)
+    assert one.aggregator.drain_s("m", T + 3.0) == pytest.approx(28.0)
+    one.report_at(T + 4.0, in_flight=0, drain_s=0.0)
+    assert one.aggregator.drain_s("m", T + 4.0) == pytest.approx(2.0)
+    assert demand(one.aggregator, T + 9.0).drain_s == one.aggregator.drain_s("unknown", T) == 0.0

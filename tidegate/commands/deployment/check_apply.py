@@ -14,6 +14,7 @@ import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.ports import open_to_all
+from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.deployment_file.diff import Change, Effect, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TidegateError
@@ -83,6 +84,14 @@ def check(_state: StateDir, file: Path, as_json: bool) -> None:
             f"tidegate: gateway.host {deployment.gateway.host}: other machines may use the API without a key;"
             " add tenants (`tidegate keys new`), or use 127.0.0.1"
         )
+    for spec in deployment.models:
+        drain_s, queue_s = spec.control.mode.drain_timeout_s, deployment.gateway.queue_timeout_s
+        if gpu_group_of(spec) is not None and drain_s + (spec.sim.wake_s or 0.0) > queue_s:
+            warn(
+                f"tidegate: models[{spec.name}].control.mode.drain_timeout_s = {drain_s:g} and a wake-up"
+                f" exceed gateway.queue_timeout_s = {queue_s:g}: the modes share GPUs, so no switch is made"
+                " while a stream is expected to run that long, and requests that wait for one are refused"
+            )
     models = [
         {"name": spec.name, "engine": spec.engine, "mode": spec.first_mode, "decides": scaling[spec.name]}
         for spec in deployment.models
