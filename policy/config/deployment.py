@@ -17,7 +17,6 @@ from policy.types import EngineKind, Priority, Runner
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")
 ENTRY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SHAPE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
-MODES = ("single-large", "multi-replica")
 
 # Development routes, unauthenticated loading, or metrics on another port.
 FORBIDDEN_ENV = frozenset(

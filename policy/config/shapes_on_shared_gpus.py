@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 
 from policy.config.deployment import ModelSpec, Shape
@@ -9,7 +11,9 @@ from policy.types import EngineKind
 
 
 class GpuGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs of the largest shape and its engines; those on the same GPU are never awake together.
+    """The GPUs of all replicas of the largest shape, and the engines on them.
+
+    Engines on the same GPU are never awake together.
 
     ``engines`` is the number of engines of each shape, the largest shape first; ``gpus`` and ``cpus`` are the
     resources of the group.
@@ -29,7 +33,8 @@ def gpu_group_of(spec: ModelSpec) -> GpuGroup | None:
     """The GPU group of each generation of ``spec``; ``None`` if engines start and stop instead.
 
     Requirements: engines with sleep mode; modes with different shapes, all with whole GPUs whose number
-    divides that of the largest; no mode needs more GPUs than the largest shape has.
+    divides that of the next larger shape, so that any free GPUs can be joined; no mode needs more GPUs than
+    the replicas of the largest shape.
     """
     if spec.control.mode.sleep == "never" or not _can_sleep(spec):
         return None
@@ -39,10 +44,14 @@ def gpu_group_of(spec: ModelSpec) -> GpuGroup | None:
     ordered = sorted(shapes, key=lambda name: (-shapes[name].gpus, name))
     if len(ordered) < 2 or any(shape.gpus < 1 for shape in shapes.values()):
         return None
-    gpus = int(shapes[ordered[0]].gpus)
-    if any(gpus % shape.gpus for shape in shapes.values()):
+    if any(shapes[more].gpus % shapes[less].gpus for more, less in pairwise(ordered)):
         return None
-    if any(mode.bounds.max * shapes[mode.shape].gpus > gpus for mode in spec.modes.values()):
+    most = dict.fromkeys(ordered, 0)
+    for mode in spec.modes.values():
+        if mode.shape in most:
+            most[mode.shape] = max(most[mode.shape], mode.bounds.max)
+    gpus = int(shapes[ordered[0]].gpus) * most[ordered[0]]
+    if any(count * shapes[name].gpus > gpus for name, count in most.items()):
         return None
     engines = {name: gpus // int(shapes[name].gpus) for name in ordered}
     cpus = max(count * shapes[name].cpus for name, count in engines.items())

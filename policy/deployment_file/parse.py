@@ -16,7 +16,6 @@ from policy.config.cron import cron
 from policy.config.deployment import (
     ENTRY_NAME,
     FORBIDDEN_ENV,
-    MODES,
     NAME,
     SHAPE_NAME,
     AdapterSource,
@@ -149,13 +148,12 @@ def _check_shape(path: str, name: str, shape: Shape, budget: Budget) -> None:
 
 
 def _check_mode(path: str, name: str, mode: Mode, spec: ModelSpec, budget: Budget) -> None:
-    require(name in MODES, path, name, f"one of: {', '.join(MODES)}")
+    named = SHAPE_NAME.fullmatch(name) and name != "auto"
+    require(named, path, name, f"a mode name that matches {SHAPE_NAME.pattern}, other than auto")
     known = f"one of the shapes: {', '.join(spec.shapes)}"
     require(mode.shape in spec.shapes, f"{path}.shape", mode.shape, known)
     least, most = mode.bounds.min, mode.bounds.max
     require(least <= most, f"{path}.replicas.min", least, f"at most replicas.max = {most}")
-    one = name != "single-large" or most == 1
-    require(one, f"{path}.replicas", most, "1: single-large is one replica")
     for key in ("gpus", "cpus"):
         limit, each = getattr(budget, key), getattr(spec.shapes[mode.shape], key)
         if limit is not None and (fits := int(limit / each + ROUNDING) if each else most) < most:

@@ -40,27 +40,35 @@ class GroupEngine(NamedTuple):
 def chosen_engines(engines: Iterable[GroupEngine], awake: Mapping[str, int]) -> list[GroupEngine]:
     """The engines that serve: as many of each shape as ``awake`` says.
 
-    Those that serve stay, then come those that were chosen before, and prepared ones; unhealthy and failed
-    ones are last.
+    Those that serve stay, then come those that were chosen before, those on whose GPUs the fewest serve, and
+    prepared ones; unhealthy and failed ones are last. Larger shapes choose first. Engines of several shapes
+    get different GPUs: of a smaller shape others serve, if theirs are needed.
     """
+    known = list(engines)
 
-    def rank(engine: GroupEngine) -> tuple[bool, bool, bool, bool, bool, tuple[int, ...], str]:
+    def rank(engine: GroupEngine) -> tuple[bool, bool, bool, bool, int, bool, tuple[int, ...], str]:
         return (
             engine.failed,
             engine.unhealthy,
             not engine.serving,
             not engine.chosen,
+            sum(other.serving for other in known if _share(engine, other)),
             not engine.prepared,
             engine.cards,
             engine.id,
         )
 
-    ordered = sorted(engines, key=rank)
-    return [
-        engine
-        for shape, count in awake.items()
-        for engine in [each for each in ordered if each.shape == shape][:count]
-    ]
+    ordered = sorted(known, key=lambda engine: (-len(engine.cards), rank(engine)))
+    found: list[GroupEngine] = []
+    taken: set[int] = set()
+    for shape in dict.fromkeys(engine.shape for engine in ordered):
+        mine = [engine for engine in ordered if engine.shape == shape]
+        # Where the counts exceed the GPUs, the engines that find none free wait for them.
+        mine.sort(key=lambda engine: not taken.isdisjoint(engine.cards))
+        chosen = mine[: awake.get(shape, 0)]
+        found += chosen
+        taken.update(card for engine in chosen for card in engine.cards)
+    return found
 
 
 def orders(

@@ -24,6 +24,12 @@ def check_placeable(deployment: Deployment, nodes: Sequence[Node]) -> None:
             if any(all(node.has(key) >= amount for key, amount in needed.items()) for node in nodes):
                 continue
             path, most = f"models[{i}].shapes.{name}", max(node.has("GPU") for node in nodes)
+            if needed["GPU"] > most >= shape.gpus:
+                expected = (
+                    f"at most {most:g} GPUs in any mode, those of the largest node: engines that share GPUs"
+                    " are on one node (control.mode.sleep: never starts and stops engines instead)"
+                )
+                raise ConfigError(f"models[{i}].modes", f"{needed['GPU']:g} GPUs", expected)
             if needed["GPU"] > most:
                 expected = f"at most {most:g}, the GPUs of the largest node: a replica is on one node"
                 raise ConfigError(f"{path}.gpus", shape.gpus, expected)

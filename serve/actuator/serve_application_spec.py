@@ -110,5 +110,6 @@ def required_resources(model: ModelSpec, shape: Shape, cluster: Cluster) -> dict
     if shape.accelerator_type:
         needed["accelerator_type"] = shape.accelerator_type
     if shape.resources:
-        needed["resources"] = dict(shape.resources)
+        count = 1 if group is None else group.engines[group.shape]
+        needed["resources"] = {name: count * amount for name, amount in shape.resources.items()}
     return needed

@@ -370,7 +370,7 @@ class _Run:
             spec = self._deployment.model(name)
             shape = spec.shapes[group.shape]
             record.gpu_s += at * group.gpus
-            record.cost += at / HOUR_S * price_of(shape, budget)
+            record.cost += at / HOUR_S * group.engines[group.shape] * price_of(shape, budget)
             record.joules += at * group.gpus * _draw(spec, shape, budget).watts(0.0)
         for span in self._spans:
             spec = self._deployment.model(span.model)

@@ -117,7 +117,9 @@ class MemoryCluster:
     def _blocked(self, replica: Replica) -> bool:
         key = self._group(replica)
         return key is not None and any(
-            other.shape != replica.shape and other.state in (ReplicaPhase.READY, ReplicaPhase.DRAINING)
+            other.id != replica.id
+            and not set(other.cards).isdisjoint(replica.cards)
+            and other.state in (ReplicaPhase.READY, ReplicaPhase.DRAINING)
             for other in self.replicas.values()
             if self._group(other) == key
         )

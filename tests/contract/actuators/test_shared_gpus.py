@@ -153,6 +153,39 @@ async def test_generations_use_the_gpus_of_a_group_one_after_another(site: Group
     assert not old & set(site.layer(LARGE, READY).values())
 
 
+@pytest.mark.parametrize(
+    "backend", ["memory", pytest.param("local", marks=pytest.mark.process)], indirect=True
+)
+async def test_a_ladder_of_modes_is_climbed_on_the_same_gpus(site: GroupSite) -> None:
+    sizes = {"tp8": 8, "tp4": 4, "tp1": 1}
+    model = sim_model(
+        sim={"profile": "sim-small", "wake_s": 0.05},
+        shapes={name: {"gpus": gpus, "tensor_parallel": gpus} for name, gpus in sizes.items()},
+        modes={name: {"shape": name, "replicas": {"min": 1, "max": 8 // n}} for name, n in sizes.items()},
+    )
+    site.deployment = deployment(model, cluster={"controller": site.backend.controller})
+    layers = {name: LayerKey("m", name, 1) for name in sizes}
+
+    async def serve(wanted: dict[str, int]) -> None:
+        for name, key in layers.items():
+            await site.actuator.scale(key, wanted.get(name, 0))
+        await site.until(
+            lambda: (
+                [len(site.layer(key, READY)) for key in layers.values()] == [wanted.get(n, 0) for n in sizes]
+                and len(site.layer(layers["tp8"], ASLEEP)) == 1 - wanted.get("tp8", 0)
+            )
+        )
+        used = [card for each in site.replicas.values() if each.state is READY for card in each.cards]
+        assert sorted(used) == list(range(8))
+
+    await site.deploy(1, layers["tp8"])
+    await serve({"tp8": 1})
+    engines = {replica.pid for replica in site.replicas.values()}
+    for wanted in ({"tp4": 2}, {"tp1": 8}, {"tp4": 1, "tp1": 4}, {"tp4": 2}, {"tp8": 1}):
+        await serve(wanted)
+    assert {replica.pid for replica in site.replicas.values()} == engines
+
+
 def held(engine: int) -> bool:
     """Whether some process holds the group of this engine process."""
     host = psutil.Process(engine).parent()

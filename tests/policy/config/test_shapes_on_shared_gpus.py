@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,6 +55,37 @@ def test_a_gpu_group_has_the_largest_shape_and_the_others_that_fit() -> None:
 )
 def test_these_models_have_no_gpu_group(over: dict[str, Any]) -> None:
     assert gpu_group_of(spec(**over)) is None
+
+
+@pytest.mark.parametrize(
+    ("modes", "gpus", "engines"),
+    [
+        ({8: 1, 4: 2, 1: 8}, 8, {"g8": 1, "g4": 2, "g1": 8}),
+        ({4: 2, 1: 8}, 8, {"g4": 2, "g1": 8}),
+        ({4: 2, 2: 3}, 8, {"g4": 2, "g2": 4}),
+        ({4: 3, 2: 1, 1: 12}, 12, {"g4": 3, "g2": 6, "g1": 12}),
+        ({4: 1, 1: 8}, 0, {}),
+        ({6: 1, 3: 2, 2: 3}, 0, {}),
+    ],
+)
+def test_the_engines_of_a_ladder_of_modes(modes: dict[int, int], gpus: int, engines: dict[str, int]) -> None:
+    shapes = {f"g{size}": {"gpus": size, "tensor_parallel": size} for size in modes}
+    made = spec(
+        shapes=shapes,
+        modes={
+            f"by-{size}": {"shape": f"g{size}", "replicas": {"min": 1, "max": most}}
+            for size, most in modes.items()
+        },
+    )
+    group = gpu_group_of(made)
+    if group is None:
+        assert not engines
+        return
+    assert (group.gpus, group.engines) == (gpus, engines)
+    blocks = [[set(cards(made.shapes[name], i)) for i in range(n)] for name, n in group.engines.items()]
+    for larger, smaller in pairwise(blocks):
+        assert sorted(card for block in smaller for card in block) == list(range(gpus))
+        assert all(sum(block <= outer for outer in larger) == 1 for block in smaller)
 
 
 def test_vllm_models_share_gpus_by_default() -> None:

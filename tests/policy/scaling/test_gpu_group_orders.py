@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.scaling.gpu_group_orders import GroupEngine, orders
+from policy.scaling.gpu_group_orders import GroupEngine, chosen_engines, orders
 from policy.wire.heartbeat import GpuOrder
 
 SERVE, MEASURE, WAIT, PREPARE, SLEEP = GpuOrder
 LARGE = GroupEngine("large", "large", (0, 1))
 SMALL, OTHER = GroupEngine("small", "small", (0,)), GroupEngine("other", "small", (1,))
 ASLEEP = {"prepared": True}
+STATES = ("serving", "chosen", "prepared", "failed", "unhealthy")
 SERVING = {"prepared": True, "serving": True, "chosen": True}
 
 
@@ -60,6 +61,37 @@ def test_the_orders_of_a_large_and_two_small_engines(
     made = [one._replace(**state) for one, state in zip((LARGE, SMALL, OTHER), engines, strict=True)]
     found = orders(made, dict(zip(("large", "small"), awake, strict=True)), starting=starting)
     assert tuple(found[engine.id] for engine in made) == expected
+
+
+LADDER = [
+    GroupEngine(f"{size}-{i}", f"tp{size}", tuple(range(i * size, (i + 1) * size)))
+    for size in (8, 4, 1)
+    for i in range(8 // size)
+]
+
+
+@given(
+    st.integers(0, 2), st.integers(0, 8), st.lists(st.tuples(*[st.booleans()] * 5), min_size=11, max_size=11)
+)
+def test_engines_of_several_shapes_serve_on_different_gpus(
+    fours: int, ones: int, states: list[tuple[bool, ...]]
+) -> None:
+    engines = [
+        engine._replace(**dict(zip(STATES, state, strict=True)))
+        for engine, state in zip(LADDER, states, strict=True)
+    ]
+    awake = {"tp8": 0, "tp4": fours, "tp1": min(ones, 8 - 4 * fours)}
+    chosen = chosen_engines(engines, awake)
+    assert {shape: sum(each.shape == shape for each in chosen) for shape in awake} == awake
+    used = [card for engine in chosen for card in engine.cards]
+    assert len(used) == len(set(used))
+
+
+def test_a_large_engine_takes_the_gpus_on_which_the_fewest_serve() -> None:
+    serving = {"1-0", "1-4", "1-5", "1-6"}
+    engines = [engine._replace(serving=engine.id in serving) for engine in LADDER]
+    chosen = {engine.id for engine in chosen_engines(engines, {"tp1": 4, "tp4": 1})}
+    assert chosen == {"4-0", "1-4", "1-5", "1-6", "1-7"}
 
 
 class Hosts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,31 @@ def test_a_mode_switch_by_load_interrupts_no_request() -> None:
     assert not (requests.outcome == Outcome.FAILED).any()
     # The engines of both shapes stay on the same GPUs.
     assert record.gpu_s == pytest.approx(4 * record.ends_at)
+
+
+@pytest.mark.slow
+def test_a_ladder_of_three_modes_is_climbed_up_and_down() -> None:
+    sizes = {"tp8": 8, "tp4": 4, "tp1": 1}
+    document = deployment(
+        model={
+            "sim": {"profile": "h100-8b", "wake_s": 3},
+            "shapes": {name: {"gpus": gpus, "tensor_parallel": gpus} for name, gpus in sizes.items()},
+            "modes": {
+                name: {"shape": name, "replicas": {"min": 1, "max": 8 // gpus}}
+                for name, gpus in sizes.items()
+            },
+        },
+        control={
+            "slo": {"ttft_p95_s": 0.5, "itl_p95_s": 0.0045},
+            "mode": {"confirm_s": 20, "dwell_s": 60},
+        },
+        budget={"gpus": 8},
+    )
+    record = run(document, steps(10.0, 60.0, 120.0, 60.0, each_s=120.0, output=300.0))
+    modes = [mode for mode, _ in groupby(moment.mode for moment in record.moments)]
+    assert modes == ["tp8", "tp4", "tp1", "tp4"]
+    assert not (record.requests["m"].outcome == Outcome.FAILED).any()
+    assert record.gpu_s == pytest.approx(8 * record.ends_at)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import time
 
 import click
 
-from policy.config.deployment import MODES
 from policy.errors import TargetError
 from serve.controller.client import ControllerClient
 from serve.controller_api_schema import ModelStatus
@@ -69,7 +68,7 @@ def scale(
     "\n\nThe scaling policy takes over again with `auto`, or after --for DURATION."
 )
 @click.argument("model")
-@click.argument("name", metavar="MODE|auto", type=click.Choice((*MODES, AUTO)))
+@click.argument("name", metavar="MODE|auto")
 @_duration
 @_wait
 @as_json
