@@ -119,7 +119,7 @@ def test_a_change_that_was_rolled_back_fails(run: Run) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        *("scale sim two", "scale sim -1", "scale sim 3 --for 30", "mode sim huge"),
+        *("scale sim two", "scale sim -1", "scale sim 3 --for 30"),
         *("scale sim auto --for 30m", "mode sim auto --for 30m"),
     ],
 )
