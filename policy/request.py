@@ -11,16 +11,16 @@ ASSUMED_OUTPUT_TOKENS = 128.0
 ASSUMED_REQUESTS = 16
 # The weight of the latest answer in the mean: about the last hundred count.
 ANSWER_GAIN = 0.02
-# Few answers are longer than so many mean ones.
-LONG_ANSWER = 3
+# A long answer is the expectile of this share: its estimate rises so much faster than it falls.
+LONG_SHARE, LONG_GAIN = 0.98, 0.2
 
 
 class AnswerLength:
-    """The decaying mean of tokens per answer of a model."""
+    """The decaying mean of tokens per answer of a model, and the tokens of a ``long`` one."""
 
     def __init__(self) -> None:
         self._count = 0
-        self.mean = ASSUMED_OUTPUT_TOKENS
+        self.mean = self.long = ASSUMED_OUTPUT_TOKENS
 
     def learn(self, tokens: int) -> float:
         """Count an answer, of unknown length if ``tokens`` is 0; returns its weight in the mean."""
@@ -28,18 +28,20 @@ class AnswerLength:
         gain = max(ANSWER_GAIN, 1.0 / self._count)
         if tokens > 0:
             self.mean += gain * (tokens - self.mean)
+            longer = tokens - self.long
+            self.long += LONG_GAIN * (LONG_SHARE if longer > 0 else 1 - LONG_SHARE) * longer
         return gain
 
 
 class Request:
     """One request on its way to a replica.
 
-    ``prompt_tokens`` and ``output_tokens`` are estimates, ``limit_tokens`` is the most that the client allows
-    for the answer (0: unknown). ``prefix`` are chained hashes of the prompt at
-    growing depths (even numbers that include tenant and adapter), ``depths`` the estimated prompt tokens of
-    each; both are empty if there is nothing to share. ``adapter_key`` is an odd hash of the adapter, 0
-    without one; ``session`` a hash of the client's session header, 0 without one. ``size`` is its memory in
-    bytes. ``arrived`` and ``deadline`` are seconds of one monotonic clock.
+    ``prompt_tokens`` and ``output_tokens`` are estimates. ``limit_tokens`` is the most that the client allows
+    for the answer (0: unknown), ``long_tokens`` those of a long answer within it. ``prefix`` are chained
+    hashes of the prompt at growing depths (even numbers that include tenant and adapter), ``depths`` the
+    estimated prompt tokens of each; both are empty if there is nothing to share. ``adapter_key`` is an odd
+    hash of the adapter, 0 without one; ``session`` a hash of the client's session header, 0 without one.
+    ``size`` is its memory in bytes. ``arrived`` and ``deadline`` are seconds of one monotonic clock.
 
     ``ticket`` is its place in the order of arrival, kept when a replica returns it. ``avoid`` names replicas
     that failed it: they are used only if there is no other. ``begun`` counts failures after an attempt began.
@@ -48,9 +50,9 @@ class Request:
 
     # Written out, because the methods of @dataclass are not compiled.
     __slots__ = (
-        "adapter", "adapter_key", "arrived", "avoid", "begun", "deadline", "depths", "limit_tokens", "model",
-        "output_tokens", "passed", "prefix", "priority", "prompt_tokens", "session", "size", "tenant",
-        "ticket",
+        "adapter", "adapter_key", "arrived", "avoid", "begun", "deadline", "depths", "limit_tokens",
+        "long_tokens", "model", "output_tokens", "passed", "prefix", "priority", "prompt_tokens", "session",
+        "size", "tenant", "ticket",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917 - made for each request, in one place
@@ -72,6 +74,7 @@ class Request:
         avoid: set[str] | None = None,
         begun: int = 0,
         limit_tokens: int = 0,
+        long_tokens: int = 0,
     ) -> None:
         self.model = model
         self.tenant = tenant
@@ -90,15 +93,10 @@ class Request:
         self.avoid = set() if avoid is None else avoid
         self.begun = begun
         self.limit_tokens = limit_tokens
+        self.long_tokens = max(long_tokens, output_tokens)
         self.passed = 0
 
     @property
     def tokens(self) -> int:
         """The expected tokens: prompt and output."""
         return self.prompt_tokens + self.output_tokens
-
-    @property
-    def most_output_tokens(self) -> int:
-        """The tokens of a long answer: as many as allowed, but no more than some mean answers have."""
-        long, limit = LONG_ANSWER * self.output_tokens, self.limit_tokens
-        return min(long, limit) if limit else long

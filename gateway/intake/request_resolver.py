@@ -61,6 +61,7 @@ class RequestResolver:
             now,
             now + call.timeout_s(patience_s),
             limit_tokens=prompt.limit_tokens,
+            long_tokens=prompt.long_tokens,
         )
 
     def _resolve(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:

@@ -47,6 +47,7 @@ class PromptHash(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     limit_tokens: int
+    long_tokens: int
 
 
 class BytesPerToken:
@@ -89,8 +90,9 @@ class BytesPerToken:
             a_byte = tokens / size
             depths = tuple([int(end * a_byte) for end in ends])
             prefix = _chain(seed, parts, ends)
-        most = 0 if limit is None else limit * choices
-        return PromptHash(prefix, depths, max(int(tokens), 1), max(output, 1) * choices, most)
+        long = int(self.answers.long) if limit is None else min(limit, int(self.answers.long))
+        outputs = max(output, 1) * choices, (limit or 0) * choices, long * choices
+        return PromptHash(prefix, depths, max(int(tokens), 1), *outputs)
 
 
 def parts_of(body: Body, route: Route, raw: bytes) -> list[memoryview]:

@@ -54,9 +54,14 @@ class Admission:
         return 0.0 if queue is None else queue.dispatcher.oldest_s(queue.clock())
 
     def drain_s(self, model: str) -> float:
-        """In how many seconds the last running request of ``model`` is expected to end."""
+        """In how many seconds the last running request of ``model`` is expected to end.
+
+        During a switch, of those that began before: what is taken since is to extend it no further.
+        """
         queue = self._queues.get(model)
-        return 0.0 if queue is None else queue.dispatcher.drain_s(queue.clock())
+        if queue is None:
+            return 0.0
+        return queue.dispatcher.drain_s(queue.clock(), queue.served.closing_since)
 
     def replica_changed(self, model: str) -> None:
         if (queue := self._queues.get(model)) is not None:

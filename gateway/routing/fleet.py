@@ -34,8 +34,8 @@ class ServedModel:
 
     ``coming``: replicas start, or it has none by intent; ``down``: none serves; ``asleep``: none serves or
     starts. ``start_s``: the slowest measured start. ``load_failures``: the code of an adapter's load failure.
-    Replicas of other layers than the desired one (``layer``: shape and generation) drain at ``closes_at``, in
-    loop time.
+    Since ``closing_since`` replicas of other layers than the desired one (``layer``: shape and generation)
+    take what ends before they drain at ``closes_at``, both in loop time.
     """
 
     def __init__(self, name: str, health: ReplicaHealth | None = None) -> None:
@@ -52,7 +52,7 @@ class ServedModel:
         self.snapshot_at = 0.0
         self.load_failures: dict[str, str] = {}
         self.layer = ("", 0)
-        self.closes_at = math.inf
+        self.closing_since = self.closes_at = math.inf
 
     def stays(self, replica: Replica) -> bool:
         """Whether ``replica`` is of the desired layer."""
@@ -168,8 +168,11 @@ class FleetView:
             served.created = model.created
             served.max_model_len = model.max_model_len
             served.layer = (model.shape, model.generation)
-            live = source == "controller" and model.closes_s is not None
-            served.closes_at = at + model.closes_s if live and model.closes_s is not None else math.inf
+            if source == "controller" and model.closes_s is not None:
+                served.closing_since = min(served.closing_since, at)
+                served.closes_at = at + model.closes_s
+            else:
+                served.closing_since = served.closes_at = math.inf
             mine = [replica for replica in fleet.replicas if replica.model == model.name]
             states = [replica.state for replica in mine]
             # Replicas start, or there are none by intent.

@@ -269,10 +269,11 @@ class Dispatcher(Generic[R]):
         """The age of the oldest waiting request in seconds; 0 if none waits."""
         return max([at - request.arrived for request in self.queue.waiting.values()], default=0.0)
 
-    def drain_s(self, at: float) -> float:
-        """In how many seconds the last of the running requests is expected to end; 0 if none runs."""
+    def drain_s(self, at: float, before: float = math.inf) -> float:
+        """In how many seconds the last running request is expected to end, of those begun ``before``."""
         left = self.pool.remaining_s
-        ran = [(each.request, each.quote, at - each.taken_at) for each in self.running]
+        running = [each for each in self.running if each.taken_at < before]
+        ran = [(each.request, each.quote, at - each.taken_at) for each in running]
         return max([left(request, quote, ran_s) for request, quote, ran_s in ran if quote], default=0.0)
 
     def due_at(self, at: float) -> float:

@@ -203,7 +203,7 @@ class Router:
 
     def longest_s(self, request: Request, candidate: Candidate) -> float:
         """How long ``request`` runs there, in seconds, if its answer is a long one."""
-        return self._stays_s(request, candidate, request.most_output_tokens)
+        return self._stays_s(request, candidate, request.long_tokens)
 
     def remaining_s(self, request: Request, candidate: Candidate, ran_s: float) -> float:
         """How long a request that has run for ``ran_s`` seconds there is expected to run on.

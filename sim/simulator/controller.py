@@ -163,8 +163,10 @@ class SimulatedController:
         """Tell the gateway until when other layers serve; returns whether they do."""
         left_s = min(course.closes_at - at, self._aggregator.drain_s(course.spec.name, at))
         course.fleet.goal = course.key
-        course.fleet.closes_at = at + left_s if left_s > 0 else math.inf
-        return left_s > 0
+        closing = left_s > 0
+        course.fleet.closes_at = at + left_s if closing else math.inf
+        course.fleet.closing_since = min(course.fleet.closing_since, at) if closing else math.inf
+        return closing
 
     def _switch(self, course: SwitchCourse, decision: Decision, at: float) -> bool:
         """Switch, unless the queue cannot hold the moment without replicas that this would leave."""

@@ -77,8 +77,9 @@ class SimulatedReplica:
 class Fleet:
     """One model's replicas; ``views`` are the ``serving`` ones as the router sees them.
 
-    Those of other layers than ``goal`` drain at ``closes_at``. ``wake`` schedules an event of a replica:
-    engine, ready or drain cut-off. ``lost`` is called with a replica that has ended.
+    Since ``closing_since`` those of other layers than ``goal`` take what ends before they drain at
+    ``closes_at``. ``wake`` schedules an event of a replica: engine, ready or drain cut-off. ``lost`` is
+    called with a replica that has ended.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Fleet:
         self.starts = StartTimes()
         self.adapter_loads = self.preemptions = 0
         self.goal: LayerKey | None = None
-        self.closes_at = math.inf
+        self.closing_since = self.closes_at = math.inf
         self.health = ReplicaHealth(HealthCounters(), lambda: 0.5)
         self._lost = lost
         self._scenario = scenario

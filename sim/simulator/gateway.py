@@ -195,7 +195,7 @@ class SimulatedGateway:
             queued=self.queued,
             oldest_s=self.dispatcher.oldest_s(at),
             running=self._fleet.running_streams(),
-            drain_s=self.dispatcher.drain_s(at),
+            drain_s=self.dispatcher.drain_s(at, self._fleet.closing_since),
         )
 
     def arrive(self, number: int, arrival: Arrival, at: float) -> None:
@@ -263,6 +263,7 @@ class SimulatedGateway:
             adapter_key=adapter_key,
             prompt_tokens=prompt,
             output_tokens=max(1, int(self._pool.answers.mean)),
+            long_tokens=int(self._pool.answers.long),
             prefix=tuple([hash((block, salt)) & _EVEN for block in blocks]),
             depths=tuple([min((i + 1) * BLOCK_TOKENS, prompt) for i in range(len(blocks))]),
             session=arrival.session,

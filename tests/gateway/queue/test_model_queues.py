@@ -392,12 +392,14 @@ async def test_a_replica_that_drains_soon_takes_only_what_ends_before() -> None:
     asked = await queues.ask(waiting)
     assert not asked.done()
     # It has room, and the one before cannot use it.
-    end(await queues.fill(served, prompt_tokens=20, output_tokens=20))
+    served.closing_since = at + 1e-9
+    short = await queues.fill(served, prompt_tokens=20, output_tokens=20)
+    end(running)
+    assert queues.admission.drain_s(served.name) == 0.0
+    end(short)
     # Replicas of the desired layer stay.
     replica = served.handles[0].replica
     served.layer = (replica.shape, replica.generation)
     queues.admission.replica_changed(served.name)
     await asked
     end(waiting)
-    end(running)
-    assert queues.admission.drain_s(served.name) == 0.0

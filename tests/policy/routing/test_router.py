@@ -420,8 +420,8 @@ def test_a_request_is_expected_to_run_as_predicted_and_then_as_long_again_within
     expected_s = router.service_s(short(), [candidate])
     assert router.remaining_s(short(), candidate, 0.25 * expected_s) == pytest.approx(0.75 * expected_s)
     assert router.remaining_s(short(), candidate, 5 * expected_s) == pytest.approx(5 * expected_s)
-    limited = short(limit_tokens=40)
+    limited = short(limit_tokens=40, long_tokens=40)
     longest_s = router.longest_s(limited, candidate)
-    assert expected_s < longest_s < router.longest_s(short(), candidate)
+    assert expected_s < longest_s < router.longest_s(short(long_tokens=60), candidate)
     assert router.remaining_s(limited, candidate, 0.9 * longest_s) == pytest.approx(0.1 * longest_s)
     assert router.remaining_s(limited, candidate, 2 * longest_s) == 0.0
