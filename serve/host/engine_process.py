@@ -117,7 +117,11 @@ class EngineProcess:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     async def end(self) -> bool:
-        """End it and its children, within a bounded time; returns whether it ended."""
-        ended = await end_child(self._process, KILL_AFTER_S, group=True)
-        self._log_pump.cancel()
-        return ended
+        """End it and its children, within a bounded time and even if cancelled; returns whether it ended."""
+        ending = asyncio.create_task(end_child(self._process, KILL_AFTER_S, group=True))
+        try:
+            return await asyncio.shield(ending)
+        finally:
+            # Whoever cancels may give its resources to others next.
+            await asyncio.wait([ending])
+            self._log_pump.cancel()

@@ -18,11 +18,15 @@ SLOTS, ASKED = 8, 300
 
 
 class SlottedServer(FakeUpstream):
-    """Serves :data:`SLOTS` requests at a time, from ``release`` on, and reports the rest as waiting."""
+    """Serves :data:`SLOTS` requests at a time, from ``release`` on.
+
+    Once it is ``full`` it reports the rest as waiting.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.release = asyncio.Event()
+        self.full = False
         self.asked: list[str] = []
         self.in_flight = 0
         self._slots = asyncio.Semaphore(SLOTS)
@@ -36,7 +40,7 @@ class SlottedServer(FakeUpstream):
             metrics = (
                 "# HELP vllm:num_requests_running Number of requests.\n"
                 f"vllm:num_requests_running{labels} {running:.1f}\n"
-                f"vllm:num_requests_waiting{labels} {self.in_flight - running:.1f}\n"
+                f"vllm:num_requests_waiting{labels} {(self.in_flight - running) * self.full:.1f}\n"
             )
             await exchange.reply(metrics.encode())
         else:
@@ -75,10 +79,11 @@ async def test_the_rest_waits_in_the_queue_and_a_critical_request_overtakes_it(
     await stack.start_worker()
     await until(lambda: stack._admits({f"127.0.0.1:{server.port}"}), "the server is known")
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60, limits=limits, trust_env=False) as clients:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=200, limits=limits, trust_env=False) as clients:
         asked = [asyncio.create_task(ask(clients, "batch")) for _ in range(ASKED)]
-        await stack.queued(ASKED - at_once)
         await until(lambda: server.in_flight == at_once, "it is full")
+        await stack.queued(ASKED - at_once)
+        server.full = True
         asked.append(asyncio.create_task(ask(clients, "critical")))
         await stack.queued(ASKED - at_once + 1)
 

@@ -273,6 +273,25 @@ async def test_a_running_engine_takes_a_new_progress_timeout(make: Make) -> None
     starting.cancel()
 
 
+async def test_a_host_that_is_stopped_while_its_engine_is_being_ended_leaves_no_process(make: Make) -> None:
+    ending = asyncio.Event()
+
+    class Ending(EngineProcess):
+        async def end(self) -> bool:
+            ending.set()
+            return await super().end()
+
+    host = make(engine=Ending, sim={"profile": "sim-small", "speed": 0.0005})
+    starting = asyncio.ensure_future(host.start())
+    await until(host, lambda r: r.pid != 0)
+    pid = host.snapshot().pid
+    host.obey(Orders(timeouts=timeouts(progress_timeout_s=0.1)))
+    await ending.wait()
+    await host.stop()
+    assert not psutil.pid_exists(pid)
+    starting.cancel()
+
+
 @pytest.mark.parametrize("when", ["starting", "ready"])
 async def test_stopping_leaves_no_process(make: Make, when: str) -> None:
     host = make(sim={"profile": "sim-small", "start_s": 60.0 if when == "starting" else 0.0})
