@@ -251,7 +251,7 @@ def test_a_signal_ends_the_foreground_run_in_order(site: Site, number: signal.Si
     ("command", "code"),
     [
         *(("status", 4), ("logs", 4), ("down", 0)),
-        *(("scale m many", 2), ("mode m enormous", 2), ("up /nowhere.yaml", 2)),
+        *(("scale m many", 2), ("up /nowhere.yaml", 2)),
     ],
 )
 def test_commands_without_a_deployment_have_their_exit_codes(tmp_path: Path, command: str, code: int) -> None:
