@@ -61,7 +61,8 @@ async def ask(clients: httpx.AsyncClient, tenant: str) -> httpx.Response:
 
 @pytest.mark.parametrize(
     ("given", "at_once", "bound"),
-    [({"max_in_flight": SLOTS}, SLOTS, SLOTS), ({}, 256, 100)],
+    # What is learned begins with 256, and once a minute with 0.8 of that.
+    [({"max_in_flight": SLOTS}, SLOTS, SLOTS), ({}, 200, 100)],
     ids=["given", "learned"],
 )
 async def test_the_rest_waits_in_the_queue_and_a_critical_request_overtakes_it(
@@ -81,18 +82,18 @@ async def test_the_rest_waits_in_the_queue_and_a_critical_request_overtakes_it(
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=stack.url, timeout=200, limits=limits, trust_env=False) as clients:
         asked = [asyncio.create_task(ask(clients, "batch")) for _ in range(ASKED)]
-        await until(lambda: server.in_flight == at_once, "it is full")
-        await stack.queued(ASKED - at_once)
+        await until(lambda: server.in_flight >= at_once, "it is full")
         server.full = True
-        asked.append(asyncio.create_task(ask(clients, "critical")))
-        await stack.queued(ASKED - at_once + 1)
 
         async def bounded() -> bool:
             (seen,) = (await stack.admin.get("/admin/fleet")).json()["replicas"]
-            return bool(seen["in_flight"] == at_once and seen["bound"] <= bound)
+            return bool(seen["in_flight"] >= at_once and seen["bound"] <= bound)
 
         await until(bounded, "its bound is in force")
+        before = server.in_flight
+        asked.append(asyncio.create_task(ask(clients, "critical")))
+        await stack.queued(ASKED + 1 - before)
         server.release.set()
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
-        assert server.asked.index("critical") == at_once
+        assert server.asked.index("critical") == before
         assert len(server.asked) == ASKED + 1
