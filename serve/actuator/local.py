@@ -7,6 +7,7 @@ stop leaves no process behind. A host has GPUs of its own, from its start until 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import secrets
@@ -32,6 +33,8 @@ from store.state_dir import StateDir
 
 # Maximum time for hosts to end at a stop; the gateways have drained by then.
 GRACE_S = 15.0
+# Maximum time for the event loop to notice that a child ended.
+NOTICED_S = 1.0
 BACKOFF = Backoff(0.5, 30.0, factor=4.0)
 
 
@@ -145,6 +148,10 @@ class LocalActuator:
         running = [found for p in processes if (found := find(p.pid, p.created)) is not None]
         # The engine of a killed host ends too: its standard input closes.
         await asyncio.to_thread(end_all, running, GRACE_S)
+        # A child that ended is a zombie until the event loop has noticed it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NOTICED_S):
+                await asyncio.gather(*(child.wait() for child in self._children.values()))
         self._records.clear()
         self._save()
 

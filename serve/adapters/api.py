@@ -17,8 +17,10 @@ from serve.adapters.add_job import AddJob
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import wait_at_most
 from serve.http import json_answer, refusing
-from serve.state.versioned_watch import HEARTBEAT_S
+from serve.state.versioned_watch import HEARTBEAT_S, Revision
 
+# How long an answer waits until every connected gateway was sent the change.
+DELIVERY_TIMEOUT_S = 1.0
 # Minimum interval between two lines of progress.
 PROGRESS_S = 0.1
 NDJSON = "application/x-ndjson"
@@ -27,6 +29,7 @@ NDJSON = "application/x-ndjson"
 def routes(adapters: AdapterController) -> list[Route]:
     """The routes. A model's name may contain slashes."""
     library = adapters.library
+    revision = library.catalog.revision
 
     async def status(request: Request) -> Response:
         await library.read()
@@ -34,23 +37,28 @@ def routes(adapters: AdapterController) -> list[Route]:
 
     async def add(request: Request) -> Response:
         wanted = msgspec.json.decode(await request.body(), type=AddRequest)
-        return StreamingResponse(_progress(library.add(wanted)), media_type=NDJSON)
+        return StreamingResponse(_progress(library.add(wanted), revision), media_type=NDJSON)
 
     async def remove(request: Request) -> Response:
         model, name = _key(request)
         await adapters.declared.remove((model, name))
+        await revision.delivered(DELIVERY_TIMEOUT_S)
         return json_answer({"model": model, "name": name})
 
     async def split(request: Request) -> Response:
         weights = msgspec.json.decode(await request.body(), type=dict[str, float])
-        return json_answer(await library.split(_key(request), weights))
+        alias = await library.split(_key(request), weights)
+        await revision.delivered(DELIVERY_TIMEOUT_S)
+        return json_answer(alias)
 
     async def rollback(request: Request) -> Response:
         wanted = msgspec.json.decode(await request.body() or b"{}", type=RollbackRequest)
-        return json_answer(await library.rollback(_key(request), wanted.to))
+        alias = await library.rollback(_key(request), wanted.to)
+        await revision.delivered(DELIVERY_TIMEOUT_S)
+        return json_answer(alias)
 
     async def stream(request: Request) -> Response:
-        return StreamingResponse(library.catalog.revision.stream(library.line), media_type=NDJSON)
+        return StreamingResponse(revision.stream(library.line), media_type=NDJSON)
 
     async def blob(request: Request) -> Response:
         digest = request.path_params["digest"]
@@ -74,12 +82,16 @@ def _key(request: Request) -> tuple[str, str]:
     return request.path_params["model"], request.path_params["name"]
 
 
-async def _progress(adding: AddJob) -> AsyncIterator[bytes]:
-    """The progress of ``adding``, repeated once a second without a change, and its outcome."""
+async def _progress(adding: AddJob, revision: Revision) -> AsyncIterator[bytes]:
+    """The progress of ``adding``, repeated once a second without a change, and its outcome.
+
+    The outcome follows once the gateways were sent the catalog, so that the name can be used at once.
+    """
     loop = asyncio.get_running_loop()
     sent, until = AddLine(), 0.0
     while not await wait_at_most(adding.done, PROGRESS_S):
         if adding.line != sent or loop.time() >= until:
             sent, until = adding.line, loop.time() + HEARTBEAT_S
             yield msgspec.json.encode(sent) + b"\n"
+    await revision.delivered(DELIVERY_TIMEOUT_S)
     yield msgspec.json.encode(adding.line) + b"\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import httpx
@@ -27,6 +28,10 @@ async def site(backend: Backend) -> AsyncIterator[Site[Actuator]]:
     yield site
     await site.actuator.stop()
     await site.actuator.close()
+    # Also of a restarted actuator: the event loop must notice the end of its children before it is closed.
+    for thread in threading.enumerate():
+        if thread.name.startswith("asyncio-waitpid-"):
+            await asyncio.to_thread(thread.join, 10.0)
 
 
 async def test_scaling_and_a_controller_restart_keep_running_replicas(site: Site[Actuator]) -> None:

@@ -105,8 +105,8 @@ async def test_progress_is_streamed(
 ) -> None:
     monkeypatch.setattr(api, "PROGRESS_S", 0.001)
     plane.store.gate.clear()
-    adding = plane.controller.adapters.library.add(AddRequest(name="sql", source="/a"))
-    lines = api._progress(adding)
+    library = plane.controller.adapters.library
+    lines = api._progress(library.add(AddRequest(name="sql", source="/a")), library.catalog.revision)
     seen = []
     async for raw in lines:
         seen.append(msgspec.json.decode(raw, type=AddLine))
