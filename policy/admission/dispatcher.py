@@ -168,7 +168,7 @@ class Ticket(Generic[R]):
         """Wait, or be rejected on arrival; a request that a replica sent back always finds room."""
         owner, request = self.dispatcher, self.request
         pool, queue = owner.pool, owner.queue
-        queue.serve(at, ready=pool.ready)
+        queue.serve(at, ready=owner.measurable)
         if self._entered:
             queue.put_back(request, at)
         else:
@@ -269,6 +269,11 @@ class Dispatcher(Generic[R]):
         """The age of the oldest waiting request in seconds; 0 if none waits."""
         return max([at - request.arrived for request in self.queue.waiting.values()], default=0.0)
 
+    @property
+    def measurable(self) -> bool:
+        """Whether the service rate says when a request begins: closing replicas leave long ones waiting."""
+        return self.pool.ready and not self.pool.closing
+
     def drain_s(self, at: float, before: float = math.inf) -> float:
         """In how many seconds the last running request is expected to end, of those begun ``before``."""
         left = self.pool.remaining_s
@@ -281,12 +286,12 @@ class Dispatcher(Generic[R]):
         deadline = self.queue.next_deadline()
         if deadline is None:
             return math.inf
-        return min(deadline, at + OFFER_EVERY_S) if self.queue.ready else deadline
+        return min(deadline, at + OFFER_EVERY_S) if self.pool.ready else deadline
 
     def offer(self, at: float) -> None:
         """Give free slots to waiting requests."""
         queue, pool, waiting = self.queue, self.pool, self.waiting
-        queue.serve(at, ready=pool.ready)
+        queue.serve(at, ready=self.measurable)
         candidates = list(pool.candidates()) if waiting else []
         if not any_room(candidates):
             return

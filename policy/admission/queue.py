@@ -58,8 +58,8 @@ class Queue:
     """Requests in strict order of priority; within a priority by its discipline; within a flow by ticket.
 
     Instants are seconds of one monotonic clock. ``waiting`` are the requests by ticket, ``size`` their bytes.
-    ``ready`` is whether any replica is up: while none is, the service rate is not measured. All operations
-    are O(log n), amortised.
+    ``ready`` is whether a replica takes every request: otherwise the service rate is not measured. All
+    operations are O(log n), amortised.
     """
 
     def __init__(self, discipline: Callable[[], Discipline[Any]]) -> None:
@@ -204,7 +204,7 @@ class Queue:
                 queue.count_peers()
 
     def serve(self, at: float, *, ready: bool) -> None:
-        """Whether a replica is up from ``at`` on."""
+        """Whether a replica takes every request from ``at`` on."""
         if ready is not self.ready:
             self.ready = ready
             self._drain.busy(at, waits=ready and bool(self.waiting))

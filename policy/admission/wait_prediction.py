@@ -45,7 +45,7 @@ class ServiceRate:
         self.unmeasured = True
 
     def busy(self, at: float, *, waits: bool) -> None:
-        """Whether requests wait from ``at`` on while a replica is up."""
+        """Whether requests wait from ``at`` on while a replica takes every request."""
         if self._since is not None and at > self._since:
             memory_s = self._memory_s()
             kept = math.exp(-(at - self._since) / memory_s)

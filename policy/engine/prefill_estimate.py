@@ -67,15 +67,15 @@ class StepTable:
             seconds += full * (self._full + self.a_token * kv_tokens + self.a_request * (running + 1))
         return seconds
 
-    def stays_s(self, request: Request, in_flight: int, output_tokens: int) -> float:
+    def stays_s(self, request: Request, in_flight: int, output_tokens: int, gap_factor: float = 1.0) -> float:
         """Seconds for which ``request`` runs beside a number of others, at most the batch size.
 
-        Its answer has ``output_tokens``.
+        Its answer has ``output_tokens``; ``gap_factor`` is measured inter-token gaps over predicted ones.
         """
         running = max(1, min(in_flight, self.seats))
         kv = min(running * request.tokens, self.kv_tokens) if self.kv_tokens else 0
         step = self.step_s(running, kv, running)
-        return self.prefill_s(request.prompt_tokens, kv, running) + output_tokens * step
+        return self.prefill_s(request.prompt_tokens, kv, running) + output_tokens * step * gap_factor
 
 
 def step_table_of(timing: Timing | None, assumed: Timing) -> StepTable:

@@ -39,6 +39,8 @@ class Decision(NamedTuple):
 
 
 NO_ROOM = "no candidate has room"
+# The expected rest of a request that ran longer than its longest answer takes, in seconds.
+OVERDUE_S = 2.0
 TOO_LATE = "no candidate would start it in time"
 CACHED = "its prefix is cached there"
 RESIDENT = "its adapter is loaded there"
@@ -208,16 +210,17 @@ class Router:
     def remaining_s(self, request: Request, candidate: Candidate, ran_s: float) -> float:
         """How long a request that has run for ``ran_s`` seconds there is expected to run on.
 
-        As predicted; one that runs longer than that as long again, within its limit.
+        As predicted; one that runs longer than that as long again, within its limit. One beyond its limit is
+        slower than predicted, and expected to end soon.
         """
         expected_s = self._stays_s(request, candidate, request.output_tokens) - ran_s
         limit = request.limit_tokens
         left_s = self._stays_s(request, candidate, limit) - ran_s if limit else ran_s
-        return max(0.0, expected_s, min(ran_s, left_s))
+        return max(expected_s, min(ran_s, left_s if left_s > 0.0 else OVERDUE_S))
 
     def _stays_s(self, request: Request, candidate: Candidate, output_tokens: int) -> float:
         table = step_table_of(candidate.timing, self.settings.assumed)
-        return table.stays_s(request, candidate.in_flight, output_tokens)
+        return table.stays_s(request, candidate.in_flight, output_tokens, self._gaps.factor)
 
     def _was_gone(self, request: Request, quote: CostEstimate, site: ReplicaState, ttft_s: float) -> bool:
         """Whether a prefix assumed cached was not: visible where a full prefill takes twice as long."""

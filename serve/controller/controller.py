@@ -81,6 +81,8 @@ class Controller:
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._failures = ModelFailures(self._event)
         self._targets = Targets(state, self._event)
+        # When the target of a model last waited for replicas of other layers to drain.
+        self._waited_at: dict[str, float] = {}
         self.registry = ReplicaRegistry(self._epoch)
         self.aggregator = SignalAggregator()
         self.subscribers = StepSubscribers()
@@ -354,6 +356,7 @@ class Controller:
         if not self._deployed(name) and not layers:
             self._targets.drop(name)
             self._failures.forget(name)
+            self._waited_at.pop(name, None)
             return
         target = self._targets.get(name)
         if (pruned := target.pruned(layers)) != target:
@@ -368,8 +371,12 @@ class Controller:
             target = target.reached()
             self._set_target(name, target)
         elif target.fallback is not None:
-            timeout_s = self._observed.start_timeout_s(target)
-            if failed := verdict(layer, self.autoscaler.at - target.since, timeout_s):
+            at, timeout_s = self.autoscaler.at, self._observed.start_timeout_s(target)
+            if self._observed.waits_for_drain(target, at):
+                self._waited_at[name] = at
+            # What drains first, for as long as its requests run, says nothing about the start.
+            began = max(target.since, self._waited_at.get(name, target.since))
+            if failed := verdict(layer, at - began, timeout_s):
                 reason = self._observed.reason(target.key()) or failed
                 target = target.back(f"rolled back from {target.aim}: {reason}", self.autoscaler.at)
                 self._event(f"{name}: {target.note}")

@@ -179,6 +179,14 @@ class ObservedState:
             return 0.0
         return max(0.0, min(target.closes_at - at, self.drain_s(target.spec.name)))
 
+    def waits_for_drain(self, target: Target, at: float) -> bool:
+        """Whether nothing of ``target`` starts yet because replicas of other layers drain or are about to."""
+        if self.layer(target.key()).starting:
+            return False
+        others = [layer for key, layer in self.layers(target.spec.name).items() if key != target.key()]
+        closing = self.closes_s(target, at) > 0 and any(layer.ready for layer in others)
+        return closing or any(layer.draining for layer in others)
+
     def start_timeout_s(self, target: Target) -> float:
         """How long the layer of ``target`` may take until its replicas are ready."""
         return target.spec.control.start_timeout_s * len(self._started_in_turn(target))

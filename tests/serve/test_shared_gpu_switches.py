@@ -148,6 +148,27 @@ async def test_the_start_of_a_group_is_that_of_all_its_shapes(plane: Plane) -> N
     plane.controller.apply(new | {"gateway": {"queue_timeout_s": 2}})
 
 
+async def test_a_long_drain_does_not_count_against_the_start(plane: Plane) -> None:
+    await up(plane)
+    plane.cluster.slow = True
+    plane.controller.mode("m", "multi-replica")
+    for _ in range(20):
+        plane.now += 10.0
+        await plane.ticks(1)
+    assert plane.counts(DRAINING) == {LARGE: 1}
+    assert (plane.phase(), plane.note()) == ("giving way", "")
+    plane.cluster.drained()
+    await plane.ticks()
+    assert plane.counts(STARTING) == {SMALL: 2}
+    # From here on, the start has its time.
+    plane.now += CONTROL["start_timeout_s"] - 10.0
+    await plane.ticks(1)
+    assert plane.note() == ""
+    plane.now += 20.0
+    await plane.ticks(1)
+    assert plane.note().startswith("rolled back from multi-replica")
+
+
 async def test_a_failed_new_revision_gives_the_gpus_back(plane: Plane) -> None:
     await up(plane)
     plane.cluster.failing[NEW_LARGE] = "no such weights"

@@ -380,6 +380,22 @@ def test_deadlines_below_the_timers_resolution_are_met() -> None:
     assert [each.reason for each in refused] == [Refusal.DEADLINE] * 2
 
 
+async def test_no_request_is_predicted_to_be_late_while_replicas_close() -> None:
+    """What waits for the end of a switch begins after it, whatever the rate of those that end before."""
+    queues = Queues()
+    served = queues.alpha
+    first = await queues.fill(served)
+    await asyncio.sleep(0.02)
+    end(first)
+    await queues.fill(served)
+    now = asyncio.get_running_loop().time()
+    served.layer, served.closes_at = ("other", 2), now + 60.0
+    waits = [await queues.ask(queues.arrive(served, deadline=now + 0.25)) for _ in range(50)]
+    assert not any(asked.done() for asked in waits)
+    for asked in waits:
+        await leave(asked)
+
+
 async def test_a_replica_that_drains_soon_takes_only_what_ends_before() -> None:
     queues = Queues(bound=4)
     served, at = queues.alpha, asyncio.get_running_loop().time()

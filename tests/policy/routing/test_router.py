@@ -20,6 +20,7 @@ from policy.routing.router import (
     HOME,
     MOST_QUOTES,
     NO_ROOM,
+    OVERDUE_S,
     RESIDENT,
     SOONEST,
     TOO_LATE,
@@ -424,4 +425,9 @@ def test_a_request_is_expected_to_run_as_predicted_and_then_as_long_again_within
     longest_s = router.longest_s(limited, candidate)
     assert expected_s < longest_s < router.longest_s(short(long_tokens=60), candidate)
     assert router.remaining_s(limited, candidate, 0.9 * longest_s) == pytest.approx(0.1 * longest_s)
-    assert router.remaining_s(limited, candidate, 2 * longest_s) == 0.0
+    # Beyond its limit it is slower than predicted, and was not forgotten.
+    assert router.remaining_s(limited, candidate, 2 * longest_s) == min(2 * longest_s, OVERDUE_S)
+    for _ in range(200):
+        router.began(short(), candidate, 0.0)
+        router.paced(candidate, 3.0 * longest_s / limited.limit_tokens)
+    assert router.longest_s(limited, candidate) > 1.5 * longest_s
