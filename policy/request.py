@@ -16,20 +16,33 @@ LONG_SHARE, LONG_GAIN = 0.98, 0.2
 
 
 class AnswerLength:
-    """The decaying mean of tokens per answer of a model, and the tokens of a ``long`` one."""
+    """The decaying mean of tokens per answer of a model, and the tokens of a long one.
+
+    Clients with different uses allow different lengths, so long answers are learned for each power of two of
+    the limit.
+    """
 
     def __init__(self) -> None:
         self._count = 0
-        self.mean = self.long = ASSUMED_OUTPUT_TOKENS
+        self.mean = ASSUMED_OUTPUT_TOKENS
+        # By the number of bits of the limit.
+        self._long = {0: ASSUMED_OUTPUT_TOKENS}
 
-    def learn(self, tokens: int) -> float:
+    def long(self, limit: int = 0) -> int:
+        """The tokens of a long answer to a request with this limit (0: none); the limit if no such ended."""
+        found = self._long.get(limit.bit_length())
+        return limit if found is None else min(limit or int(found), int(found))
+
+    def learn(self, tokens: int, limit: int = 0) -> float:
         """Count an answer, of unknown length if ``tokens`` is 0; returns its weight in the mean."""
         self._count += 1
         gain = max(ANSWER_GAIN, 1.0 / self._count)
         if tokens > 0:
             self.mean += gain * (tokens - self.mean)
-            longer = tokens - self.long
-            self.long += LONG_GAIN * (LONG_SHARE if longer > 0 else 1 - LONG_SHARE) * longer
+            bits = limit.bit_length()
+            long = self._long.get(bits, float(tokens))
+            longer = tokens - long
+            self._long[bits] = long + LONG_GAIN * (LONG_SHARE if longer > 0 else 1 - LONG_SHARE) * longer
         return gain
 
 

@@ -58,13 +58,18 @@ class BytesPerToken:
         self.bytes_a_token = BYTES_A_TOKEN
 
     def learn(
-        self, estimated_tokens: int, prompt_tokens: int, output_tokens: int, depths: Sequence[int] = ()
+        self,
+        estimated_tokens: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        depths: Sequence[int] = (),
+        limit_tokens: int = 0,
     ) -> None:
         """Take an engine's count for an estimate, whose ``depths`` show the density that was used.
 
         The density changes while answers are under way; each of them must not repeat a correction.
         """
-        gain = self.answers.learn(output_tokens)
+        gain = self.answers.learn(output_tokens, limit_tokens)
         if depths and prompt_tokens > 0 and estimated_tokens not in (0, prompt_tokens):
             then = BOUNDARIES[len(depths) - 1] / max(depths[-1], 1)
             found = then * estimated_tokens / prompt_tokens
@@ -90,8 +95,8 @@ class BytesPerToken:
             a_byte = tokens / size
             depths = tuple([int(end * a_byte) for end in ends])
             prefix = _chain(seed, parts, ends)
-        long = int(self.answers.long) if limit is None else min(limit, int(self.answers.long))
-        outputs = max(output, 1) * choices, (limit or 0) * choices, long * choices
+        allowed = (limit or 0) * choices
+        outputs = max(output, 1) * choices, allowed, self.answers.long(allowed)
         return PromptHash(prefix, depths, max(int(tokens), 1), *outputs)
 
 

@@ -263,7 +263,7 @@ class SimulatedGateway:
             adapter_key=adapter_key,
             prompt_tokens=prompt,
             output_tokens=max(1, int(self._pool.answers.mean)),
-            long_tokens=int(self._pool.answers.long),
+            long_tokens=self._pool.answers.long(),
             prefix=tuple([hash((block, salt)) & _EVEN for block in blocks]),
             depths=tuple([min((i + 1) * BLOCK_TOKENS, prompt) for i in range(len(blocks))]),
             session=arrival.session,
