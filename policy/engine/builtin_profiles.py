@@ -146,7 +146,7 @@ _CPU_BATCHED_TOKENS, _CPU_SEQS = 2048, 128
 _CPU = Profile(
     name="cpu-smollm2-135m",
     model=EngineModel(o=0.021, w=0.033, c=3.16e-3, g=2e-5, r=0.0104, layers=30),
-    # Not vLLM's default of tokens, but the one of deployments/smollm2-cpu.yaml.
+    # Not vLLM's default of tokens, but the one of deployments/smollm2-cpu-modes.yaml.
     # 1 GiB of KV cache at 46,080 bytes a token (30 layers, 3 heads of 64, float32), in blocks of 16.
     base_limits=Limits(max_num_batched_tokens=128, max_num_seqs=128, kv_tokens=int(_GIB / 46_080) // 16 * 16),
     max_model_len=2048,

@@ -26,8 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """The shipped CPU deployment and, beside it, the same weights as a pooling model."""
-    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
+    """The shipped CPU deployment with modes and, beside it, the same weights as a pooling model."""
+    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu-modes.yaml").read_text())
     chat = document["models"][0]
     pooling = {
         "name": POOLING,

@@ -43,7 +43,7 @@ BOUNDS = {
 @pytest.fixture(scope="module")
 def alone(idle_cores: None) -> Iterator[Stack]:
     """The shipped CPU deployment as one large replica: no other shape and no other model uses its cores."""
-    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
+    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu-modes.yaml").read_text())
     (model,) = document["models"]
     model["modes"] = {"single-large": model["modes"]["single-large"]}
     # Load points are heavier than what keeps the objective.

@@ -17,7 +17,7 @@ from tests.e2e.conftest import CHAT, changed
 from tests.e2e.stack import ROOT, Stack, eventually
 from tests.e2e.traffic import PATIENCE_S, Traffic
 
-SHIPPED = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
+SHIPPED = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu-modes.yaml").read_text())
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(1200, func_only=True)]
 
 

@@ -51,8 +51,8 @@ def test_the_generator_knows_every_parameter_that_vllm_has(path: str) -> None:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Stack]:
-    """The shipped CPU deployment with two replicas and an adapter."""
-    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
+    """The shipped CPU deployment with modes with two replicas and an adapter."""
+    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu-modes.yaml").read_text())
     (model,) = document["models"]
     model["modes"] = {"multi-replica": {"shape": "small", "replicas": 2}}
     model["control"] |= {"policy": "static", "slo": {}}

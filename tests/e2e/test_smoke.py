@@ -37,8 +37,8 @@ TOOL: Any = {"type": "function", "function": {"name": "get_weather", "strict": T
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """The shipped CPU deployment with one replica on one core, whose count the tests set."""
-    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
+    """The shipped CPU deployment with modes with one replica on one core, whose count the tests set."""
+    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu-modes.yaml").read_text())
     (model,) = document["models"]
     model["modes"] = {"multi-replica": model["modes"]["multi-replica"]}
     model["control"] |= {"policy": "static", "slo": {}}

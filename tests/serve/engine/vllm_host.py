@@ -26,7 +26,7 @@ WITHIN_S = 900.0
 @asynccontextmanager
 async def running(**keys: Mapping[str, Any]) -> AsyncIterator[tuple[ReplicaHost, StateDir]]:
     """The engine of the shipped CPU deployment, its model changed by ``keys``, and its state directory."""
-    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
+    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu-modes.yaml").read_text())
     document["models"][0] |= keys
     spec = parse(document).models[0]
     prepared = prepare(spec.source, token_file=None, progress=lambda _: None)
