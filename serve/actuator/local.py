@@ -34,7 +34,7 @@ from store.state_dir import StateDir
 # Maximum time for hosts to end at a stop; the gateways have drained by then.
 GRACE_S = 15.0
 # Maximum time for the event loop to notice that a child ended.
-NOTICED_S = 1.0
+NOTICED_S = 10.0
 BACKOFF = Backoff(0.5, 30.0, factor=4.0)
 
 

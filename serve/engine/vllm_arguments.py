@@ -97,12 +97,12 @@ def configuration(spec: EngineSpec, args: Any) -> Any:
     propagate_flash_late_interaction(args, engine_args)
     if spec.cpus:
         # A build for GPUs may lack what these derive from.
-        from serve.engine.vllm_cpu import SeedingWorker, SleepingExecutor  # noqa: PLC0415
+        from serve.engine.vllm_cpu import MendedWorker, SleepingExecutor  # noqa: PLC0415
 
         if engine_args.distributed_executor_backend is None:
             engine_args.distributed_executor_backend = SleepingExecutor
         if engine_args.worker_cls == "auto":
-            engine_args.worker_cls = f"{SeedingWorker.__module__}.{SeedingWorker.__qualname__}"
+            engine_args.worker_cls = f"{MendedWorker.__module__}.{MendedWorker.__qualname__}"
     return engine_args.create_engine_config(usage_context=USAGE)
 
 

@@ -74,6 +74,14 @@ class Site(Generic[ActuatorT]):
             and replica.state in (phases or ReplicaPhase)
         }
 
+    async def end(self) -> None:
+        await self.actuator.stop()
+        await self.actuator.close()
+        # Also of a restarted actuator: the event loop must notice the end of its children before it is closed.
+        for thread in threading.enumerate():
+            if thread.name.startswith("asyncio-waitpid-"):
+                await asyncio.to_thread(thread.join, WITHIN_S)
+
     async def restart(self) -> None:
         await self.actuator.close()
         self.actuator = self.make()

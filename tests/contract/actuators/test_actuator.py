@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 
 import httpx
@@ -26,12 +25,7 @@ KEY = LayerKey("m", "small", 1)
 async def site(backend: Backend) -> AsyncIterator[Site[Actuator]]:
     site = Site(backend, backend.make, deployment(cluster={"controller": backend.controller}))
     yield site
-    await site.actuator.stop()
-    await site.actuator.close()
-    # Also of a restarted actuator: the event loop must notice the end of its children before it is closed.
-    for thread in threading.enumerate():
-        if thread.name.startswith("asyncio-waitpid-"):
-            await asyncio.to_thread(thread.join, 10.0)
+    await site.end()
 
 
 async def test_scaling_and_a_controller_restart_keep_running_replicas(site: Site[Actuator]) -> None:

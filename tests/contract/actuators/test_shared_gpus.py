@@ -77,8 +77,7 @@ async def site(backend: Backend, tmp_path: Path) -> AsyncIterator[GroupSite]:
         sharing(backend.controller),
     )
     yield site
-    await site.actuator.stop()
-    await site.actuator.close()
+    await site.end()
 
 
 def summary(layers: Mapping[LayerKey, Held]) -> dict[LayerKey, tuple[int, str, bool]]:

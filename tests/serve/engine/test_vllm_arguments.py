@@ -477,10 +477,10 @@ async def test_a_grammar_without_a_next_token_is_the_requests_error() -> None:
 def test_a_discarded_token_leaves_the_generator_of_its_request_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from serve.engine.vllm_cpu import CPUWorker, SeedingWorker  # noqa: PLC0415
+    from serve.engine.vllm_cpu import CPUWorker, MendedWorker  # noqa: PLC0415
 
     generators = {0: "complete", 2: "partial"}
-    worker = SeedingWorker.__new__(SeedingWorker)
+    worker = MendedWorker.__new__(MendedWorker)
     worker.model_runner = SimpleNamespace(
         input_batch=SimpleNamespace(generators=generators),
         discard_request_mask=SimpleNamespace(np=[False, True, True, True]),
