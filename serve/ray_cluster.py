@@ -79,8 +79,8 @@ def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], di
     return argv, environment(deployment, state) | SERVE_ENVIRONMENT | {
         # The supervisor deletes all applications before it ends the head, so nothing is left to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        # Ray runs its workers at niceness 15, and with them each engine: beside any other process that computes
-        # it would get 3 % of a core.
+        # Ray runs its workers, and with them each engine, at niceness 15: beside any other process
+        # that computes one would get 3 % of a core.
         "RAY_worker_niceness": "0",
         # Several deployments can share a Redis.
         "RAY_external_storage_namespace": temp_dir(state).name,

@@ -77,7 +77,7 @@ class Site(Generic[ActuatorT]):
     async def end(self) -> None:
         await self.actuator.stop()
         await self.actuator.close()
-        # Also of a restarted actuator: the event loop must notice the end of its children before it is closed.
+        # Also of a restarted actuator: the event loop must notice the end of its children before it closes.
         for thread in threading.enumerate():
             if thread.name.startswith("asyncio-waitpid-"):
                 await asyncio.to_thread(thread.join, WITHIN_S)

@@ -490,6 +490,24 @@ def test_a_discarded_token_leaves_the_generator_of_its_request_as_it_was(
     assert generators == {0: "complete", 2: "partial"}
 
 
+@pytest.mark.parametrize("no_lora", [True, False])
+def test_a_step_without_an_adapter_does_without_their_arithmetic(
+    monkeypatch: pytest.MonkeyPatch, *, no_lora: bool
+) -> None:
+    from serve.engine.vllm_cpu import CPUWorker, MendedWorker, PunicaWrapperCPU  # noqa: PLC0415
+
+    added: list[str] = []
+    for name in ("add_lora_logits", "add_lora_linear"):
+        monkeypatch.setattr(PunicaWrapperCPU, name, lambda wrapper, what: added.append(what))
+    monkeypatch.setattr(CPUWorker, "load_model", lambda self: None)
+    MendedWorker.__new__(MendedWorker).load_model()
+    wrapper = PunicaWrapperCPU.__new__(PunicaWrapperCPU)
+    wrapper.no_lora = no_lora
+    wrapper.add_lora_logits("logits")
+    wrapper.add_lora_linear("linear")
+    assert added == ([] if no_lora else ["logits", "linear"])
+
+
 @pytest.mark.parametrize(("given", "used"), [({}, 0.225), ({"gpu_memory_utilization": 0.2}, 0.2)])
 def test_an_engine_with_a_fraction_of_a_gpu_takes_less_than_that_of_its_memory(
     given: dict[str, Any], used: float
