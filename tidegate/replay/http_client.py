@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -19,7 +19,7 @@ import httptools
 class Origin:
     """The server of an http or https URL, and the requests to it."""
 
-    def __init__(self, url: str, key: str = "") -> None:
+    def __init__(self, url: str, key: str = "", headers: Mapping[str, str] | None = None) -> None:
         """The path of ``url``, without ``/v1``, prefixes each request's; ``ValueError`` for another URL."""
         split = urlsplit(url)
         if split.scheme not in ("http", "https") or split.hostname is None:
@@ -31,6 +31,8 @@ class Origin:
         self._headers = f"host: {split.netloc.rpartition('@')[2]}\r\n"
         if key:
             self._headers += f"authorization: Bearer {key}\r\n"
+        for name, value in (headers or {}).items():
+            self._headers += f"{name}: {value}\r\n"
         self._json = f"content-type: application/json\r\n{self._headers}"
 
     def get(self, path: str) -> bytes:
@@ -217,8 +219,8 @@ class Connection(asyncio.Protocol):
 class Pool:
     """Connections to one endpoint, as many as there are requests in flight."""
 
-    def __init__(self, url: str, key: str = "") -> None:
-        self._origin = Origin(url, key)
+    def __init__(self, url: str, key: str = "", headers: Mapping[str, str] | None = None) -> None:
+        self._origin = Origin(url, key, headers)
         self._idle: list[Connection] = []
 
     async def get(self, path: str, sink: Sink) -> int:

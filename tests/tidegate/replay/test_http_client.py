@@ -37,7 +37,8 @@ class Server:
     @asynccontextmanager
     async def pool(self, key: str = "", path: str = "") -> AsyncIterator[Pool]:
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
-        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{path}", key)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{path}"
+        pool = Pool(url, key, headers={"x-name": "value"})
         async with server:
             yield pool
             pool.close()
@@ -55,7 +56,7 @@ async def test_a_connection_is_kept_and_the_key_is_sent() -> None:
         assert (await get(pool), await get(pool)) == (b"ok", b"ok")
     assert server.connections == 1
     assert server.heads[0].startswith(b"GET /base/v1/models HTTP/1.1\r\n")
-    assert b"authorization: Bearer k-1\r\n" in server.heads[0]
+    assert b"authorization: Bearer k-1\r\nx-name: value\r\n" in server.heads[0]
 
 
 async def test_a_closed_idle_connection_is_replaced() -> None:
