@@ -44,8 +44,11 @@ _FIXED = {
     "store": "the database is opened at the start",
 }
 
-# What a new generation of a shared GPU group means, unless there are GPUs for both.
-_SHARED = "its shapes share GPUs: requests wait while the old generation drains and the new one starts"
+# What a new generation of a shared GPU group means.
+_SHARED = (
+    "its shapes share GPUs: unless GPUs are free for both revisions, requests wait while the old one drains"
+    " and the new one starts"
+)
 
 
 def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:

@@ -22,6 +22,9 @@ CPU_OVERCOMMIT = 2
 MAX_FAILURES = 3
 # A failure after this many seconds of service starts a new row of failures.
 STABLE_S = 60.0
+# The last part of the drain timeout of a switch, in which replicas that are to drain take nothing new: what
+# they took before may take longer than predicted.
+CLOSED_SHARE = 0.2
 
 
 class LayerKey(msgspec.Struct, frozen=True, order=True):
@@ -217,6 +220,14 @@ class Rollout(NamedTuple):
             if then == now:
                 return True
             now = then
+
+
+def closes_s(left_s: float, drain_timeout_s: float, drain_s: float) -> float:
+    """In how many seconds of a switch the layers that are to drain take nothing new; 0 if they do not now.
+
+    All ends in ``left_s`` of ``drain_timeout_s`` seconds, and what runs in ``drain_s``, as predicted.
+    """
+    return max(0.0, min(left_s - CLOSED_SHARE * drain_timeout_s, drain_s))
 
 
 def reached(count: int, layer: Layer) -> bool:

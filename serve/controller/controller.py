@@ -23,7 +23,7 @@ from policy.errors import SwitchRefused, TargetError, TidegateError
 from policy.scaling.decision_types import Override
 from policy.scaling.transition_steps import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
-from policy.types import Fleet, Replica
+from policy.types import Fleet, Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat, Orders, Timeouts
 from policy.wire.reports import GatewayReport
 from serve.actuator.interface import Actuator, Held
@@ -81,8 +81,6 @@ class Controller:
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._failures = ModelFailures(self._event)
         self._targets = Targets(state, self._event)
-        # When the target of a model last waited for replicas of other layers to drain.
-        self._waited_at: dict[str, float] = {}
         self.registry = ReplicaRegistry(self._epoch)
         self.aggregator = SignalAggregator()
         self.subscribers = StepSubscribers()
@@ -148,9 +146,7 @@ class Controller:
                 if self._observed.is_short(LayerKey.of(replica)):
                     self.autoscaler.decide_soon(replica.model)
             orders = replace(self.adapters.beat(beat), gpus=self._actuator.order(replica))
-        spec = self._spec_of(replica)
-        timeouts = None if spec is None else Timeouts.of(spec.control)
-        return replace(orders, timeouts=timeouts, leave=self._replacement.leave(replica))
+        return replace(orders, timeouts=self._timeouts(replica), leave=self._replacement.leave(replica))
 
     def signals(self, report: GatewayReport) -> None:
         """Take the counts that a gateway worker reports."""
@@ -356,7 +352,6 @@ class Controller:
         if not self._deployed(name) and not layers:
             self._targets.drop(name)
             self._failures.forget(name)
-            self._waited_at.pop(name, None)
             return
         target = self._targets.get(name)
         if (pruned := target.pruned(layers)) != target:
@@ -372,13 +367,13 @@ class Controller:
             self._set_target(name, target)
         elif target.fallback is not None:
             at, timeout_s = self.autoscaler.at, self._observed.start_timeout_s(target)
-            if self._observed.waits_for_drain(target, at):
-                self._waited_at[name] = at
-            # What drains first, for as long as its requests run, says nothing about the start.
-            began = max(target.since, self._waited_at.get(name, target.since))
-            if failed := verdict(layer, at - began, timeout_s):
+            waits = self._observed.waits_for_drain(target, at)
+            if waits != target.waits:
+                target = target.waiting(waits, at)
+                self._targets.put(name, target)
+            if failed := verdict(layer, target.starts_for_s(at), timeout_s):
                 reason = self._observed.reason(target.key()) or failed
-                target = target.back(f"rolled back from {target.aim}: {reason}", self.autoscaler.at)
+                target = target.back(f"rolled back from {target.aim}: {reason}", at)
                 self._event(f"{name}: {target.note}")
                 self._set_target(name, target)
                 self.autoscaler.decide_soon(name)
@@ -396,7 +391,7 @@ class Controller:
         adopting = target.adopting(spec, now)
         same = adopting.key() == target.key()
         if same:
-            return replace(adopting, gap=target.gap, closes_at=target.closes_at)
+            return replace(adopting, gap=target.gap, ends_at=target.ends_at)
         return self._observed.planned(adopting, deployment)
 
     def _deployed(self, model: str) -> bool:
@@ -423,6 +418,18 @@ class Controller:
         if replica.model not in self._targets.names():
             return None
         return self._targets.get(replica.model).specs.get(replica.generation)
+
+    def _timeouts(self, replica: Replica) -> Timeouts | None:
+        """Those of its revision; ``None`` leaves those in force with which its drain for a switch began."""
+        if (spec := self._spec_of(replica)) is None:
+            return None
+        timeouts, target = Timeouts.of(spec.control), self._targets.get(replica.model)
+        if target.ends_at is None or LayerKey.of(replica) == target.key():
+            return timeouts
+        if replica.state is ReplicaPhase.DRAINING:
+            return None
+        left_s = max(0.0, target.ends_at - self.autoscaler.at)
+        return replace(timeouts, drain_timeout_s=min(timeouts.drain_timeout_s, left_s))
 
     def _adapter_slots(self, replica: Replica) -> int:
         """How many adapters a replica can load at once, by its revision."""

@@ -75,7 +75,7 @@ def fleet_models(
             generation=aim.generation,
             created=int(target.created),
             note="; ".join(filter(None, (_note(target, observed), failures.note(name)))),
-            closes_s=None if target.closes_at is None else observed.closes_s(target, at),
+            closes_s=None if target.ends_at is None else observed.closes_s(target, at),
         )
 
 

@@ -75,11 +75,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of one model (``aim``), and the ``fallback`` if it cannot be reached.
 
     ``created`` is when the model was first deployed, ``since`` when the aim was set; ``settled`` whether it
-    was reached once; ``note`` is for operators. ``rejected`` is the digest of the configuration that was
+    was reached once. While it ``waits``, other layers drain first, the last until ``drained_at``; ``note`` is
+    for operators. ``rejected`` is the digest of the configuration that was
     rolled back last, ``specs`` the configuration of each generation in use, its shapes as its layers are
     built, and ``weights`` those of each generation. ``set_mode`` and ``set_count`` are manual overrides,
     ``barred`` the modes that failed, ``promise`` the predicted gain of a switch that is not reviewed yet. In
-    a switch with a ``gap`` other layers serve what ends before the longest request, at most to ``closes_at``.
+    a switch with a ``gap`` other layers serve what ends before the longest request; all ends at ``ends_at``.
     """
 
     aim: DesiredMode
@@ -88,7 +89,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     settled: bool = False
     fallback: DesiredMode | None = None
     gap: bool = False
-    closes_at: float | None = None
+    ends_at: float | None = None
+    waits: bool = False
+    drained_at: float = 0.0
     note: str = ""
     rejected: str = ""
     specs: dict[int, ModelSpec]
@@ -147,10 +150,27 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         if back is not None and self.key(back) == self.key(aim):
             back = None
         since = self.since if back is not None and self.key() == self.key(aim) else now
-        closes_at = self.closes_at if gap and self.key() == self.key(aim) else None
+        same = self.key() == self.key(aim)
+        ends_at, waits = self.ends_at if gap and same else None, same and self.waits
         return replace(
-            self, aim=aim, since=since, settled=False, fallback=back, gap=gap, closes_at=closes_at, note=""
+            self,
+            aim=aim,
+            since=since,
+            settled=False,
+            fallback=back,
+            gap=gap,
+            ends_at=ends_at,
+            waits=waits,
+            note="",
         )
+
+    def waiting(self, waits: bool, now: float) -> Target:
+        """Wait for other layers to drain, or no longer: only then the start begins."""
+        return replace(self, waits=waits, drained_at=now)
+
+    def starts_for_s(self, now: float) -> float:
+        """For how many seconds it could start. The drain before, as long as requests run, does not count."""
+        return 0.0 if self.waits else now - max(self.since, self.drained_at)
 
     def back(self, note: str, now: float) -> Target:
         """Roll back to the fallback, and remember the configuration or mode that failed.
@@ -164,7 +184,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             fallback=None,
             since=now,
             gap=True,
-            closes_at=None,
+            ends_at=None,
+            waits=False,
             note=note,
             promise=None,
         )
@@ -180,7 +201,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     def reached(self) -> Target:
         """The desired state was reached: the fallback and the block of its mode are dropped."""
         barred = {mode: barred for mode, barred in self.barred.items() if mode != self.aim.mode}
-        return replace(self, settled=True, fallback=None, gap=False, closes_at=None, barred=barred)
+        return replace(self, settled=True, fallback=None, gap=False, ends_at=None, waits=False, barred=barred)
 
     def adopting(self, spec: ModelSpec, now: float) -> Target:
         """Take ``spec`` as the configuration: a new generation unless one in use makes its engines.

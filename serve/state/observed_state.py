@@ -15,7 +15,7 @@ from policy.scaling.gpu_group_orders import is_prepared
 from policy.scaling.model_observation import ObservedModel, held_by
 from policy.scaling.resources import Resources, summed
 from policy.scaling.start_times import StartTimes
-from policy.scaling.transition_steps import MAX_FAILURES, Layer, LayerKey
+from policy.scaling.transition_steps import MAX_FAILURES, Layer, LayerKey, closes_s
 from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
 from serve.actuator.interface import Held
@@ -168,16 +168,17 @@ class ObservedState:
         most_s = proposed.spec.control.mode.drain_timeout_s
         drain_s = min(self.drain_s(proposed.spec.name), most_s)
         gap = model.check_gap(start_s, drain_s, deployment.gateway.queue_timeout_s)
-        return replace(proposed, gap=gap, closes_at=proposed.since + most_s if gap else None)
+        return replace(proposed, gap=gap, ends_at=proposed.since + most_s if gap else None)
 
     def closes_s(self, target: Target, at: float) -> float:
         """In how many seconds the replicas of other layers drain for ``target``; 0 if they may at once.
 
-        When the last of the running requests is expected to end, but no later than after the drain timeout.
+        When the last of the running requests is expected to end, within the drain timeout of the switch.
         """
-        if target.closes_at is None:
+        if target.ends_at is None:
             return 0.0
-        return max(0.0, min(target.closes_at - at, self.drain_s(target.spec.name)))
+        most_s = target.spec.control.mode.drain_timeout_s
+        return closes_s(target.ends_at - at, most_s, self.drain_s(target.spec.name))
 
     def waits_for_drain(self, target: Target, at: float) -> bool:
         """Whether nothing of ``target`` starts yet because replicas of other layers drain or are about to."""

@@ -16,7 +16,7 @@ from policy.scaling.decision_schedule import DecisionSchedule
 from policy.scaling.decision_types import Decision, Memory, Situation
 from policy.scaling.model_observation import ObservedModel, ReplicaFacts, held_by, signals_of
 from policy.scaling.resources import Resources, summed
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.transition_steps import LayerKey, closes_s
 from policy.scaling.view import Policy, Supply, View
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
@@ -41,7 +41,6 @@ class SwitchCourse:
         self.memory = Memory()
         self.settled = True
         self.gap = False
-        self.closes_at = -math.inf
         group = gpu_group_of(spec)
         self.groups = {} if group is None else {GENERATION: group}
         self.footprints = {
@@ -147,7 +146,7 @@ class SimulatedController:
             others = any(layer.occupied for key, layer in layers.items() if key != course.key)
             if here is not None and here.ready >= course.count:
                 course.settled, course.gap = True, False
-                course.closes_at = -math.inf
+                course.fleet.ends_at = math.inf
                 if not others and here.wanted == course.count:
                     self._close(course, at)
                     continue
@@ -161,11 +160,14 @@ class SimulatedController:
 
     def _close(self, course: SwitchCourse, at: float) -> bool:
         """Tell the gateway until when other layers serve; returns whether they do."""
-        left_s = min(course.closes_at - at, self._aggregator.drain_s(course.spec.name, at))
-        course.fleet.goal = course.key
+        left_s, fleet = 0.0, course.fleet
+        if fleet.ends_at < math.inf:
+            most_s = course.spec.control.mode.drain_timeout_s
+            left_s = closes_s(fleet.ends_at - at, most_s, self._aggregator.drain_s(course.spec.name, at))
+        fleet.goal = course.key
         closing = left_s > 0
-        course.fleet.closes_at = at + left_s if closing else math.inf
-        course.fleet.closing_since = min(course.fleet.closing_since, at) if closing else math.inf
+        fleet.closes_at = at + left_s if closing else math.inf
+        fleet.closing_since = min(fleet.closing_since, at) if closing else math.inf
         return closing
 
     def _switch(self, course: SwitchCourse, decision: Decision, at: float) -> bool:
@@ -179,7 +181,7 @@ class SimulatedController:
         except SwitchRefused:
             return False
         course.mode, course.gap = decision.mode, gap
-        course.closes_at = at + most_s if gap else -math.inf
+        course.fleet.ends_at = at + most_s if gap else math.inf
         return True
 
     def _observed(self, course: SwitchCourse) -> ObservedModel:

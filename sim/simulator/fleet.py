@@ -78,8 +78,8 @@ class Fleet:
     """One model's replicas; ``views`` are the ``serving`` ones as the router sees them.
 
     Since ``closing_since`` those of other layers than ``goal`` take what ends before they drain at
-    ``closes_at``. ``wake`` schedules an event of a replica: engine, ready or drain cut-off. ``lost`` is
-    called with a replica that has ended.
+    ``closes_at``; all that runs there has to end by ``ends_at``. ``wake`` schedules an event of a replica:
+    engine, ready or drain cut-off. ``lost`` is called with a replica that has ended.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Fleet:
         self.starts = StartTimes()
         self.adapter_loads = self.preemptions = 0
         self.goal: LayerKey | None = None
-        self.closing_since = self.closes_at = math.inf
+        self.closing_since = self.closes_at = self.ends_at = math.inf
         self.health = ReplicaHealth(HealthCounters(), lambda: 0.5)
         self._lost = lost
         self._scenario = scenario
@@ -313,7 +313,7 @@ class Fleet:
             self._end(runner, at)
             return
         runner.state = ReplicaPhase.DRAINING
-        runner.leave_by = at + self.spec.control.mode.drain_timeout_s
+        runner.leave_by = max(at, min(at + self.spec.control.mode.drain_timeout_s, self.ends_at))
         self._wake(runner.leave_by, "cut", runner, 0)
 
     def _end(self, runner: SimulatedReplica, at: float) -> None:

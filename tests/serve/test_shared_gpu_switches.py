@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from policy.errors import SwitchRefused
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.transition_steps import CLOSED_SHARE, LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import GpuOrder, Heartbeat
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GatewayReport, ModelReport, PowerReport
 from tests.serve.memory_actuator import MemoryCluster
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -19,7 +19,8 @@ ASLEEP, DRAINING, STARTING = ReplicaPhase.ASLEEP, ReplicaPhase.DRAINING, Replica
 NEW_LARGE = LayerKey("m", "large", 2)
 GPUS = 4
 START_S, WAKE_S = 1.0, 0.5  # of an engine in memory
-CONTROL: dict[str, Any] = {"policy": "static", "mode": {"drain_timeout_s": 10}, "start_timeout_s": 60}
+DRAIN_S = 10
+CONTROL: dict[str, Any] = {"policy": "static", "mode": {"drain_timeout_s": DRAIN_S}, "start_timeout_s": 60}
 
 
 def written(gpus: int | None = GPUS, **over: Any) -> dict[str, Any]:
@@ -148,7 +149,9 @@ async def test_the_start_of_a_group_is_that_of_all_its_shapes(plane: Plane) -> N
     plane.controller.apply(new | {"gateway": {"queue_timeout_s": 2}})
 
 
-async def test_a_long_drain_does_not_count_against_the_start(plane: Plane) -> None:
+# A controller that is restarted meanwhile goes on with what it saved.
+@pytest.mark.parametrize("restart", ["", "in the drain", "at its end", "in the start"])
+async def test_a_long_drain_does_not_count_against_the_start(plane: Plane, restart: str) -> None:
     await up(plane)
     plane.cluster.slow = True
     plane.controller.mode("m", "multi-replica")
@@ -157,9 +160,17 @@ async def test_a_long_drain_does_not_count_against_the_start(plane: Plane) -> No
         await plane.ticks(1)
     assert plane.counts(DRAINING) == {LARGE: 1}
     assert (plane.phase(), plane.note()) == ("giving way", "")
+    if restart == "in the drain":
+        await plane.restart()
+        await plane.ticks()
     plane.cluster.drained()
+    if restart == "at its end":
+        await plane.restart()
     await plane.ticks()
     assert plane.counts(STARTING) == {SMALL: 2}
+    if restart == "in the start":
+        await plane.restart()
+        await plane.ticks()
     # From here on, the start has its time.
     plane.now += CONTROL["start_timeout_s"] - 10.0
     await plane.ticks(1)
@@ -167,6 +178,32 @@ async def test_a_long_drain_does_not_count_against_the_start(plane: Plane) -> No
     plane.now += 20.0
     await plane.ticks(1)
     assert plane.note().startswith("rolled back from multi-replica")
+
+
+async def test_a_switch_drains_for_its_drain_timeout_once(plane: Plane) -> None:
+    """Replicas take what ends before a long stream, and then have only the rest of the timeout."""
+    await up(plane)
+    plane.cluster.slow = True
+    stream = ModelReport(arrived=1, drain_s=1000.0)
+    plane.controller.signals(GatewayReport(worker="w", number=1, since_s=1.0, models={"m": stream}))
+    plane.controller.mode("m", "multi-replica")
+    began = plane.now
+    left_s = []
+    while not plane.counts(DRAINING):
+        await plane.ticks(1)
+        (large,) = plane.cluster.of(LARGE, READY, DRAINING)
+        timeouts = plane.controller.beat(Heartbeat(replica=large)).timeouts
+        if large.state is READY:
+            assert timeouts is not None
+            left_s.append(plane.now - began + timeouts.drain_timeout_s)
+        else:
+            # It has what it was told when it began to drain.
+            assert timeouts is None
+    assert plane.now - began == pytest.approx((1 - CLOSED_SHARE) * DRAIN_S, abs=0.5)
+    assert left_s == pytest.approx([DRAIN_S] * len(left_s))
+    (small, *_) = plane.cluster.of(SMALL, ASLEEP)
+    timeouts = plane.controller.beat(Heartbeat(replica=small)).timeouts
+    assert timeouts is not None and timeouts.drain_timeout_s == DRAIN_S
 
 
 async def test_a_failed_new_revision_gives_the_gpus_back(plane: Plane) -> None:

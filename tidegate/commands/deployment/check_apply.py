@@ -235,12 +235,19 @@ def _print_changes(changes: tuple[Change, ...]) -> None:
             ("path", lambda change: change.path),
             ("before", lambda change: _text(_masked(change)["before"])),
             ("after", lambda change: _text(_masked(change)["after"])),
-            ("takes effect", lambda change: _EFFECTS[change.effect]),
+            ("takes effect", _effect),
         )
     )
     for why in dict.fromkeys(change.why for change in changes if change.effect is Effect.NEW_GENERATION):
         if why:
             click.echo(why)
+
+
+def _effect(change: Change) -> str:
+    # Which of the two revisions goes first is said below the table then.
+    return (
+        "new revision" if change.effect is Effect.NEW_GENERATION and change.why else _EFFECTS[change.effect]
+    )
 
 
 def _masked(change: Change) -> dict[str, Any]:
