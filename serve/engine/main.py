@@ -3,7 +3,8 @@
 The first line of standard input is the :class:`serve.engine.interface.EngineSpec`. Later lines are commands:
 ``drain``, ``sleep`` with the seconds to drain, ``wake``, ``progress`` with a new progress timeout, and
 ``hold`` with a JSON list of :class:`policy.wire.heartbeat.AdapterRef`. End of file means that the host is
-gone: the whole process group is killed. Events are JSON lines on the file descriptor ``--events``.
+gone: requests are given back, and the whole process group is killed. Events are JSON lines on the file
+descriptor ``--events``.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ REPORT_S = 0.1
 FIRST_STEPS = 5
 # A replica becomes ready after this many seconds even if planned adapters are not loaded yet.
 HOLD_S = 60.0
+# Time in which gateways learn that an engine without a host ends.
+GIVEN_BACK_S = 0.1
 # Maximum bytes of a line on standard input: a `hold` may list thousands of adapters.
 MAX_LINE = 1 << 24
 
@@ -117,7 +120,9 @@ async def _follow_commands(
             sleep_control.wake()
         elif command == b"progress":
             sleep_control.timeout_s = float(given)
-    # The host is gone, so the engine's own processes must be killed here.
+    # The host is gone, so the engine's own processes must be killed here. No request is to blame for that.
+    guard.give_back()
+    await asyncio.sleep(GIVEN_BACK_S)
     os.killpg(0, signal.SIGKILL)
 
 

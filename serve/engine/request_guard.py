@@ -88,9 +88,14 @@ class Guard:
             await self._emptied.wait()
 
     def cut(self) -> None:
-        """Cancel every request that is in flight: the drain timeout has passed."""
+        """Cancel every request that is in flight; those whose answer has not begun are refused."""
         for task in self._serving:
             task.cancel()
+
+    def give_back(self) -> None:
+        """Take no more requests and :meth:`cut` those in flight: gateways send them elsewhere."""
+        self.become(ReplicaPhase.DRAINING)
+        self.cut()
 
     def line(self) -> LoadLine:
         """The current load."""
@@ -171,6 +176,10 @@ class Guard:
                 await self._engine.app(scope, receive, answer)
             else:
                 await self._adapted(scope, receive, answer, wanted)
+        except asyncio.CancelledError:
+            if not answer.begun:
+                await _answer(send, 503, Refusal.DRAINING, f"this replica is {Refusal.DRAINING}")
+            raise
         finally:
             self._serving.discard(task)
             self._in_flight -= 1
@@ -273,6 +282,7 @@ class _Answer:
         self._answered = answered
         self._head: Message | None = None
         self._lost = False
+        self.begun = False
 
     async def __call__(self, message: Message) -> None:
         if self._lost:
@@ -282,10 +292,11 @@ class _Answer:
             return
         if self._head is not None:
             if self._engine.dead:
-                self._lost = True
+                self._lost = self.begun = True
                 await _answer(self._send, 503, Refusal.REPLICA_LOST, "the engine died under this request")
                 return
             self._answered(self)
+            self.begun = True
             await self._send(self._head)
             self._head = None
         await self._send(message)

@@ -161,6 +161,35 @@ async def test_draining_finishes_old_requests(engine: Held, guard: Guard, client
     assert guard.state is ReplicaPhase.DRAINING
 
 
+async def test_a_request_given_back_is_refused_unless_its_answer_has_begun(guard: Guard) -> None:
+    """The gateway sends what was refused to another replica, at no charge and without a suspicion."""
+    waiting = Request(guard, "POST", CHAT, SECRET)
+    await in_flight(guard, 1)
+    guard.give_back()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting.task
+    assert waiting.refusal[:2] == (503, "draining")
+    assert (guard.state, guard.line().load.in_flight) == (ReplicaPhase.DRAINING, 0)
+
+
+async def test_an_answer_that_has_begun_ends_when_it_is_given_back(engine: Held, guard: Guard) -> None:
+    begun = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: 1", "more_body": True})
+        begun.set()
+        await asyncio.Event().wait()
+
+    engine.app = app  # type: ignore[method-assign]
+    stream = Request(guard, "POST", CHAT, SECRET)
+    await begun.wait()
+    guard.give_back()
+    with pytest.raises(asyncio.CancelledError):
+        await stream.task
+    assert [message.get("status") for message in stream.sent] == [200, None]
+
+
 @pytest.mark.parametrize("status", [200, 500])
 async def test_an_engine_failure_ends_open_requests_with_503(
     engine: Held, guard: Guard, client: httpx.AsyncClient, status: int
