@@ -12,6 +12,10 @@ class Arrival(NamedTuple):
     ``blocks`` are hashes of the prompt in blocks of :data:`policy.wire.capture.BLOCK_TOKENS` tokens, each of
     which covers all before it too; empty where nothing is shared. ``model`` is empty if there is only one.
     ``session`` identifies a conversation, 0 for none.
+
+    With ``follows`` the load is a closed loop: the request is sent ``think_s`` seconds after a request of
+    that session has ended, each end for one follower. ``at`` is then when it would be sent if answers took no
+    time.
     """
 
     at: float
@@ -22,6 +26,8 @@ class Arrival(NamedTuple):
     tenant: str = ""
     session: int = 0
     blocks: tuple[int, ...] = ()
+    follows: int = 0
+    think_s: float = 0.0
 
 
 # In the order of ``at``, and read once: a trace may be longer than memory.

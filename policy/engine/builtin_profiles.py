@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from policy.config.deployment import Budget, Gpus, ModelSpec, Shape
-from policy.engine.performance_model import EngineModel, KvMemory, Limits, Timing
+from policy.engine.performance_model import BLOCK, EngineModel, KvMemory, Limits, Timing
 from policy.engine.performance_model_file import model_file
 from policy.engine.prefill_estimate import GENERIC
 from policy.errors import ConfigError
@@ -228,6 +228,8 @@ def shipped(spec: ModelSpec, shape: Shape) -> Timing:
         )
     length = _positive(args, "max_model_len") or (None if name is None else profile(name).max_model_len)
     limits = batch_limits(limits, args, length)
+    if blocks := _positive(args, "num_gpu_blocks_override"):
+        limits = msgspec.structs.replace(limits, kv_tokens=blocks * BLOCK)
     seats = min(limits.max_num_seqs, shape.max_in_flight)
     return msgspec.structs.replace(timing, limits=msgspec.structs.replace(limits, max_num_seqs=seats))
 

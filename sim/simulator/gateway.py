@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable
 
 from policy.admission.dispatcher import Dispatcher, Ticket
@@ -18,7 +19,7 @@ from policy.hashing import hash_name
 from policy.request import AnswerLength, Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Router
-from policy.routing.settings import settings_of
+from policy.routing.settings import Settings, settings_of
 from policy.signals.worker_counters import WorkerCounters
 from policy.types import Priority
 from policy.wire.capture import BLOCK_TOKENS
@@ -28,8 +29,14 @@ from sim.simulator.engine import Job
 from sim.simulator.fleet import Fleet, SimulatedReplica
 from sim.simulator.run_record import Outcome
 
-# How many hashes of a prompt a gateway makes: as many as of half a million characters.
-MOST_HASHES = 64
+# The blocks at whose ends a gateway hashes a prompt, as `gateway/protocol/prompt_features.py` does at four
+# bytes a token: each one up to 32 KiB, then four per doubling, up to 64 MiB.
+_FINE, _PER_DOUBLING, _DOUBLINGS = 16, 4, 11
+HASHED = (
+    *range(1, _FINE),
+    *(int(_FINE * 2 ** (i / _PER_DOUBLING)) for i in range(_PER_DOUBLING * _DOUBLINGS + 1)),
+)
+RouterFactory = Callable[[Settings], Router]
 _EVEN = 0xFFFF_FFFF_FFFF_FFFE
 # The outcome of a rejection; of other causes FAILED.
 _OUTCOMES = {
@@ -69,9 +76,14 @@ class SimulatedPool:
     """The replicas of one model as a :class:`policy.admission.replica_pool_interface.ReplicaPool`."""
 
     def __init__(
-        self, deployment: Deployment, fleet: Fleet, rng: random.Random, queued_elsewhere: Callable[[], int]
+        self,
+        deployment: Deployment,
+        fleet: Fleet,
+        rng: random.Random,
+        queued_elsewhere: Callable[[], int],
+        router: Router,
     ) -> None:
-        self.router = Router(settings_of(fleet.spec))
+        self.router = router
         self.answers = AnswerLength()
         self._control = fleet.spec.control
         self._limits = deployment.gateway
@@ -156,7 +168,8 @@ class SimulatedPool:
 class SimulatedGateway:
     """``over`` is called with each request's outcome; instants are seconds of the run.
 
-    ``queued_elsewhere`` returns the bytes of the requests that wait for other models.
+    ``queued_elsewhere`` returns the bytes of the requests that wait for other models, ``router`` makes the
+    router.
     """
 
     def __init__(
@@ -165,6 +178,7 @@ class SimulatedGateway:
         fleet: Fleet,
         rng: random.Random,
         *,
+        router: RouterFactory = Router,
         over: Callable[[SimulatedTicket, Outcome, float], None],
         queued_elsewhere: Callable[[], int],
     ) -> None:
@@ -178,7 +192,7 @@ class SimulatedGateway:
         self._over = over
         self._at = 0.0
         self._longest = {name: max_request_tokens(spec, shape) for name, shape in spec.shapes.items()}
-        self._pool = SimulatedPool(deployment, fleet, rng, queued_elsewhere)
+        self._pool = SimulatedPool(deployment, fleet, rng, queued_elsewhere, router(settings_of(spec)))
         fleet.health.configure(deployment.gateway.eject, deployment.gateway.retry)
         self.dispatcher: Dispatcher[SimulatedReplica] = Dispatcher(
             self._pool, fleet.health, weight=self._weight, resolved=self._resolved
@@ -253,8 +267,8 @@ class SimulatedGateway:
         priority = self._gateway.priority if tenant is None else tenant.priority
         adapter_key = self.adapter_key(arrival.adapter) if arrival.adapter else 0
         salt = adapter_key ^ (hash_name(arrival.tenant) if arrival.tenant else 0)
-        blocks = arrival.blocks[:MOST_HASHES]
-        prompt = arrival.input_tokens
+        blocks, prompt = arrival.blocks, arrival.input_tokens
+        ends = HASHED[: bisect_right(HASHED, len(blocks))]
         return Request(
             self.spec.name,
             tenant=arrival.tenant,
@@ -264,8 +278,8 @@ class SimulatedGateway:
             prompt_tokens=prompt,
             output_tokens=max(1, int(self._pool.answers.mean)),
             long_tokens=self._pool.answers.long(),
-            prefix=tuple([hash((block, salt)) & _EVEN for block in blocks]),
-            depths=tuple([min((i + 1) * BLOCK_TOKENS, prompt) for i in range(len(blocks))]),
+            prefix=tuple([hash((blocks[end - 1], salt)) & _EVEN for end in ends]),
+            depths=tuple([min(end * BLOCK_TOKENS, prompt) for end in ends]),
             session=arrival.session,
             size=4 * prompt,
             arrived=at,

@@ -23,6 +23,7 @@ from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.engine.builtin_profiles import kind_and_size, price_of
 from policy.engine.power import PowerModel, power_model_of
+from policy.routing.router import Router
 from policy.scaling.view import Policy
 from policy.signals.aggregator import SignalAggregator
 from policy.types import ReplicaPhase
@@ -31,11 +32,12 @@ from policy.wire.load_stream import COALESCE_S
 from policy.wire.reports import GatewayReport
 from sim.arrival_stream import Arrival
 from sim.simulator.adapters import SimulatedPlacement
+from sim.simulator.closed_loop import ClosedLoop
 from sim.simulator.controller import SimulatedController
 from sim.simulator.engine import Kind
 from sim.simulator.fault_scenario import NO_FAULTS, Scenario
 from sim.simulator.fleet import Fleet, SimulatedReplica, stays
-from sim.simulator.gateway import SimulatedGateway, SimulatedTicket
+from sim.simulator.gateway import RouterFactory, SimulatedGateway, SimulatedTicket
 from sim.simulator.request_log import RequestLog
 from sim.simulator.run_record import HOUR_S, Moment, Outcome, Record, Span
 from sim.workload.per_model_load import ModelNames
@@ -55,22 +57,24 @@ def simulate(
     scenario: Scenario = NO_FAULTS,
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
+    router: RouterFactory = Router,
 ) -> Record:
     """Replay ``trace`` on ``deployment``, scaled by ``policies`` (by model), until all have ended.
 
     The fleet starts with what the first minute of the trace needs, or with the count of a fixed policy.
-    ``progress`` gets the seconds of the trace replayed so far. In a deployment of several models the trace
-    must name them: raises :class:`policy.errors.ConfigError` for an unknown one.
+    ``progress`` gets the seconds of the trace replayed so far, ``router`` makes the routers. In a deployment
+    of several models the trace must name them: raises :class:`policy.errors.ConfigError` for an unknown one.
     """
-    return _Run(deployment, policies, scenario, seed).play(trace, progress or (lambda at: None))
+    return _Run(deployment, policies, scenario, seed, router).play(trace, progress or (lambda at: None))
 
 
 class _Run:
     """One run and its clock."""
 
     def __init__(
-        self, deployment: Deployment, policies: Mapping[str, Policy], scenario: Scenario, seed: int
-    ) -> None:
+        self, deployment: Deployment, policies: Mapping[str, Policy], scenario: Scenario, seed: int,
+        router: RouterFactory,
+    ) -> None:  # fmt: skip
         self._deployment = deployment
         self._scenario = scenario
         self._events: list[tuple[float, int, str, SimulatedReplica | str, int]] = []
@@ -87,9 +91,10 @@ class _Run:
             starts, routes = (random.Random(streams.getrandbits(64)) for _ in range(2))  # noqa: S311
             fleet = Fleet(spec, scenario, self._spans, starts, wake=self._push, lost=self._lost)
             elsewhere = partial(self._queued_elsewhere, spec.name)
-            gateway = SimulatedGateway(deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere)
+            self._gateways[spec.name] = SimulatedGateway(
+                deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere, router=router
+            )
             self._fleets[spec.name] = fleet
-            self._gateways[spec.name] = gateway
             self._ledgers[spec.name] = RequestLog(spec.control)
         self._placements = {
             spec.name: SimulatedPlacement(scenario.adapter_load_s, self._gateways[spec.name].adapter_key)
@@ -109,8 +114,7 @@ class _Run:
         self._open = 0
 
     def play(self, trace: Iterable[Arrival], progress: Callable[[float], None]) -> Record:
-        arrivals = self._opened(iter(trace))
-        upcoming = next(arrivals, None)
+        arrivals = self._arrivals = ClosedLoop(self._opened(iter(trace)))
         for crash in self._scenario.crashes:
             self._push(crash.at, "crash", crash.model or self._first, 0)
         for index, slow in enumerate(self._scenario.slow):
@@ -119,12 +123,10 @@ class _Run:
         for name in self._placements:
             self._push(HEARTBEAT_PERIOD_S, "beat", name, 1)
         progress_at, at, events = 0.0, 0.0, self._events
-        while upcoming is not None or self._open:
-            due = events[0][0]
-            if upcoming is not None and upcoming.at <= due:
-                at = max(at, upcoming.at)
-                self._arrive(upcoming, at)
-                upcoming = next(arrivals, None)
+        while self._open or not arrivals.over:
+            if (sent_at := arrivals.next_at(events[0][0])) <= events[0][0]:
+                at = max(at, sent_at)
+                self._arrive(arrivals.pop(), at)
             else:
                 at, _, kind, subject, detail = heapq.heappop(events)
                 self._handle(kind, subject, detail, at)
@@ -273,6 +275,7 @@ class _Run:
             outcome = Outcome.OVERFLOWN
         met = self._ledgers[model].over(place.number, place, outcome, at)
         self._recent[model].append((at, met))
+        self._arrivals.ended(place.arrival.session, at)
 
     def _overflows(self, model: str, place: SimulatedTicket, at: float) -> bool:
         """Whether a fallback provider takes it within its spend cap."""

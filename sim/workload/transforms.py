@@ -40,6 +40,7 @@ def scale_rate(
         tokens = max(1, round(arrival.input_tokens * input_scale))
         yield arrival._replace(
             at=arrival.at / rate,
+            think_s=arrival.think_s / rate,
             input_tokens=tokens,
             output_tokens=max(1, round(arrival.output_tokens * output_scale)),
             blocks=_stretched(arrival.blocks, input_scale, tokens) if input_scale != 1.0 else arrival.blocks,
@@ -61,6 +62,7 @@ def _apart(trace: Trace, number: int, of: int) -> Iterator[Arrival]:
     for arrival in trace:
         yield arrival._replace(
             session=(arrival.session * of + number) & _MASK if arrival.session else 0,
+            follows=(arrival.follows * of + number) & _MASK if arrival.follows else 0,
             blocks=tuple((block * of + number) & _MASK for block in arrival.blocks),
         )
 
@@ -102,7 +104,7 @@ def resample(trace: Trace, factor: float, seed: int, window_s: float = 10.0) -> 
             recent.popleft()
         recent.append(arrival)
         for copy in range(whole + (rng.random() < part)):
-            like = rng.choice(recent)._replace(session=0) if copy else arrival
+            like = rng.choice(recent)._replace(session=0, follows=0) if copy else arrival
             at = abs(arrival.at + rng.uniform(-window_s / 2, window_s / 2))
             heapq.heappush(ahead, (at, made, like._replace(at=at)))
             made += 1

@@ -12,6 +12,7 @@ import pytest
 from policy.wire.capture import HEADER, CaptureLine
 from sim.arrival_stream import Arrival
 from sim.workload.traces.detect_format import open_trace
+from sim.workload.traces.formats import captured
 from store.state_dir import StateDir
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replay.endpoint import Endpoint
@@ -28,7 +29,7 @@ def test_a_capture_line_is_read_back_unchanged(line: CaptureLine, tmp_path: Path
     path = tmp_path / "trace.jsonl"
     path.write_bytes(msgspec.json.encode(HEADER) + b"\n" + msgspec.json.encode(line) + b"\n")
     (arrival,) = open_trace(path)
-    assert arrival._asdict() == {**msgspec.structs.asdict(line), "at": 0.0}
+    assert captured(arrival) == msgspec.structs.replace(line, at=0.0)
 
 
 @pytest.mark.process
@@ -68,10 +69,10 @@ async def test_a_replayed_trace_is_captured_unchanged(tmp_path: Path) -> None:
     found = sorted((arrival for arrival in open_trace(path) if arrival.output_tokens > 1), key=tokens)
     trace.sort(key=tokens)
     assert [arrival[1:3] for arrival in found] == [arrival[1:3] for arrival in trace]
-    for (one, captured), (other, other_captured) in itertools.combinations(zip(trace, found, strict=True), 2):
+    for (one, found_one), (other, found_other) in itertools.combinations(zip(trace, found, strict=True), 2):
         # Block ends are estimated from bytes: within one block.
-        assert abs(_shared(one, other) - _shared(captured, other_captured)) <= 1
-        assert bool(_shared(one, other)) == bool(_shared(captured, other_captured))
+        assert abs(_shared(one, other) - _shared(found_one, found_other)) <= 1
+        assert bool(_shared(one, other)) == bool(_shared(found_one, found_other))
 
 
 def tokens(arrival: Arrival) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""Generated arrivals, lengths, conversations and adapter popularity. Read first: `generate`."""
+"""Generated arrivals, lengths, conversations, agents and adapter popularity. Read first: `generate`."""

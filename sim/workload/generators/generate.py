@@ -1,4 +1,4 @@
-"""Generated workloads: arrivals, lengths, adapters and conversations, reproducible by seed."""
+"""Generated workloads: arrivals, lengths, adapters, conversations and agents, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from policy.config.control import Section
 from policy.errors import ConfigError
 from policy.wire.capture import BLOCK_TOKENS, MAX_TOKENS
 from sim.arrival_stream import Arrival
+from sim.workload.generators.agents import Agents, AgentSessions, check_agents
 from sim.workload.generators.arrivals import RateShape, arrival_times
 from sim.workload.generators.request_distributions import (
     Length,
@@ -132,7 +133,8 @@ class ConversationState:
 class GeneratedWorkload(Section, frozen=True):
     """Requests at the instants of ``arrivals``.
 
-    With ``conversations`` an arrival is the first turn of one; ``input_tokens`` are then what each turn adds.
+    With ``conversations`` or ``agents`` an arrival is the first turn of one; ``input_tokens`` are then what
+    each turn adds.
     """
 
     arrivals: RateShape
@@ -140,6 +142,7 @@ class GeneratedWorkload(Section, frozen=True):
     output_tokens: Length
     adapters: Popularity | None = None
     conversations: Conversations | None = None
+    agents: Agents | None = None
 
 
 def check_workload(path: str, spec: GeneratedWorkload) -> None:
@@ -154,6 +157,10 @@ def check_workload(path: str, spec: GeneratedWorkload) -> None:
     if talks is not None and talks.system_tokens + 2 > talks.max_tokens:
         expected = f"at most max_tokens - 2 = {talks.max_tokens - 2}"
         raise ConfigError(f"{path}.conversations.system_tokens", talks.system_tokens, expected)
+    if spec.agents is not None:
+        if talks is not None:
+            raise ConfigError(f"{path}.agents", None, "conversations or agents, one of them")
+        check_agents(f"{path}.agents", spec.agents)
 
 
 def generate(
@@ -178,6 +185,8 @@ def generate(
     if spec.conversations is not None:
         rng = _stream(seed, "conversations")
         return ConversationState(spec.conversations, rng, question, answered, adapter).turns(at)
+    if spec.agents is not None:
+        return AgentSessions(spec.agents, _stream(seed, "agents"), question, answered, adapter).turns(at)
     return (Arrival(each, question(), answered(), adapter=adapter()) for each in at)
 
 

@@ -97,8 +97,14 @@ def sample_length(
         sample = _sampled(of_trace(length.trace), rng)
         return lambda: min(length.max, rng.choice(sample))
     assert length.p50 is not None and length.p99 is not None
-    mu, sigma = math.log(length.p50), math.log(length.p99 / length.p50) / _Z99
-    return lambda: min(length.max, max(1, round(rng.lognormvariate(mu, sigma))))
+    draw = lognormal(rng, length.p50, length.p99)
+    return lambda: min(length.max, max(1, round(draw())))
+
+
+def lognormal(rng: random.Random, p50: float, p99: float) -> Callable[[], float]:
+    """A function that draws from the lognormal distribution with this median and 99th percentile."""
+    mu, sigma = math.log(p50), math.log(p99 / p50) / _Z99
+    return lambda: rng.lognormvariate(mu, sigma)
 
 
 def _sampled(values: Iterable[int], rng: random.Random) -> array[int]:

@@ -147,4 +147,4 @@ def read_capture(objects: Objects[CaptureLine]) -> Iterator[Arrival]:
 
 def captured(arrival: Arrival) -> CaptureLine:
     """``arrival`` as a line of a capture."""
-    return CaptureLine(**arrival._asdict())
+    return CaptureLine(**{name: getattr(arrival, name) for name in CaptureLine.__struct_fields__})

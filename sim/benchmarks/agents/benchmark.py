@@ -1,0 +1,175 @@
+"""The benchmark of sessions of agents: routers on the same sessions, at several loads and sizes of the cache.
+
+The load is a closed loop of :mod:`sim.workload.generators.agents`. A load of 1 is the capacity: the rate of
+sessions at which the replicas would be busy all the time with full batches and would compute no token twice,
+by the performance model. A cache of 1 holds all sessions that are open at that load (Little's law).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from policy.config.deployment import Deployment
+from policy.deployment_file.parse import parse
+from policy.engine.builtin_profiles import profile
+from policy.engine.performance_model import BLOCK, EngineModel
+from policy.routing.router import Router
+from policy.scaling.policies.registry import choose, make
+from policy.stats.quantiles import nearest_rank
+from policy.wire.capture import BLOCK_TOKENS
+from sim.arrival_stream import Arrival
+from sim.benchmarks.agents.contenders import CacheAware, LeastLoaded, RoundRobin, SessionHash, WeightedScores
+from sim.simulator.gateway import RouterFactory
+from sim.simulator.run import simulate
+from sim.simulator.run_record import Outcome
+from sim.workload.generators.agents import Agents
+from sim.workload.generators.arrivals import RateShape
+from sim.workload.generators.generate import GeneratedWorkload, generate
+from sim.workload.generators.request_distributions import Lengths
+
+MODEL = "m"
+PROFILE = "h100-8b"
+# The most requests of a replica's batch.
+SEATS = 16
+# The longest of the generator's contexts, and an answer.
+MAX_MODEL_LEN = 262_144
+# Tokens of a tool result, with a mean of 2,400, and of an answer, with a mean of 444.
+ADDED = Lengths(p50=900, p99=24_000, max=32_000)
+ANSWERED = Lengths(p50=225, p99=3_400)
+# The sessions whose needs are measured.
+SAMPLE = 500
+# This part of the run, in which the first sessions come, is not measured.
+WARM_UP = 0.25
+LOADS = (0.5, 0.8, 1.0)
+# The size of all caches together, in tokens of open sessions. Chance makes more of them open than on average.
+CACHES = (1.5, 0.5)
+
+ROUTERS: dict[str, RouterFactory] = {
+    "tidegate": Router,
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "session_hash": SessionHash,
+    "cache_aware": CacheAware,
+    "weighted_scores": WeightedScores,
+}
+
+
+class Setup(NamedTuple):
+    """The fleet, and how long sessions arrive."""
+
+    replicas: int = 4
+    duration_s: float = 5400.0
+    agents: Agents = Agents()
+
+
+class Cell(NamedTuple):
+    """A load, as a fraction of the capacity, and a size of the cache in tokens of the open sessions."""
+
+    load: float
+    cache: float
+
+
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The 95th percentile and mean of TTFT in seconds, and the tokens computed twice over the least possible.
+
+    TTFT is of the requests after the warm-up and before the last session came, tokens are of all.
+    """
+
+    ttft_p95_s: float
+    ttft_mean_s: float
+    computed_twice: float
+    requests: int
+    hit: float
+
+
+class Needs(NamedTuple):
+    """What the sessions of a workload need: machine seconds, and token-seconds of KV cache per session."""
+
+    machine_s: float
+    token_s: float
+
+
+def sessions(setup: Setup, rate: float, seed: int) -> list[Arrival]:
+    """The requests of all sessions that arrive at ``rate`` per second."""
+    spec = GeneratedWorkload(
+        arrivals=RateShape(rate=rate), input_tokens=ADDED, output_tokens=ANSWERED, agents=setup.agents
+    )
+    return list(generate(spec, f"agents {seed}", setup.duration_s, lambda path: ()))
+
+
+@lru_cache(maxsize=4)
+def needs(setup: Setup, model: EngineModel) -> Needs:
+    """Measured on a sample of some sessions."""
+    sample = sessions(setup, SAMPLE / setup.duration_s, 0)
+    begun = sum(not arrival.follows for arrival in sample)
+    machine_s = token_s = 0.0
+    for arrival, uncached in zip(sample, least_computed(sample), strict=True):
+        # A step of a full batch whose requests all have this context.
+        step_s = model.step_time(SEATS, SEATS * arrival.input_tokens, SEATS)
+        machine_s += arrival.output_tokens * step_s / SEATS + uncached * model.c
+        token_s += arrival.input_tokens * (arrival.output_tokens * step_s + arrival.think_s)
+    return Needs(machine_s / begun, token_s / begun)
+
+
+def least_computed(arrivals: Iterable[Arrival]) -> list[int]:
+    """The tokens of each prompt that no earlier one had."""
+    seen: set[int] = set()
+    computed = []
+    for arrival in arrivals:
+        hits = 0
+        for block in arrival.blocks:
+            if block not in seen:
+                break
+            hits += 1
+        seen.update(arrival.blocks[hits:])
+        cached = min(hits * BLOCK_TOKENS, (arrival.input_tokens - 1) // BLOCK * BLOCK)
+        computed.append(arrival.input_tokens - cached)
+    return computed
+
+
+def deployment(replicas: int, kv_tokens: float) -> Deployment:
+    """A fleet of equal replicas with so many tokens of KV cache each."""
+    return parse({
+        "models": [{
+            "name": MODEL, "engine": "sim", "sim": {"profile": PROFILE},
+            "engine_args": {
+                "max_model_len": MAX_MODEL_LEN, "max_num_seqs": SEATS,
+                "num_gpu_blocks_override": max(int(kv_tokens), MAX_MODEL_LEN) // BLOCK,
+            },
+            "shapes": {"s": {"gpus": 1, "max_in_flight": 4096}},
+            "modes": {"s": {"shape": "s", "replicas": replicas}},
+            "control": {"policy": {"static": {"replicas": replicas}}},
+        }],
+        "budget": {"gpus": replicas},
+        "gateway": {"queue_timeout_s": 3600},
+    })  # fmt: skip
+
+
+def run_cell(setup: Setup, cell: Cell, seed: int, router: RouterFactory) -> RunOutcome:
+    """One router in one cell."""
+    need = needs(setup, profile(PROFILE).model)
+    rate = cell.load * setup.replicas / need.machine_s
+    trace = sessions(setup, rate, seed)
+    least = sum(least_computed(trace))
+    document = deployment(setup.replicas, cell.cache * rate * need.token_s / setup.replicas)
+    policy = make(choose("policy", {"static": {"replicas": setup.replicas}}))
+    record = simulate(document, {MODEL: policy}, trace, seed=seed, router=router)
+    requests = record.requests[MODEL]
+    assert bool((requests.outcome == Outcome.SERVED).all())
+    measured = (requests.at >= WARM_UP * setup.duration_s) & (requests.at < setup.duration_s)
+    ttft = requests.ttft_s[measured]
+    # The last token of an answer is never computed, the first one in the step that completes the prompt.
+    decoded = int(requests.output_tokens.sum()) - len(requests)
+    computed = sum(span.tokens for span in record.spans) - decoded
+    return RunOutcome(
+        ttft_p95_s=nearest_rank(ttft.tolist(), 0.95),
+        ttft_mean_s=float(np.mean(ttft)),
+        computed_twice=computed / least - 1.0,
+        requests=len(requests),
+        hit=float(requests.cached_tokens.sum() / requests.input_tokens.sum()),
+    )
