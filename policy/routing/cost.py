@@ -25,6 +25,7 @@ from policy.routing.cache_affinity import (
 )
 from policy.routing.prediction_correction import LEAST, OnlineLine
 from policy.routing.replica_state import ASSUMED_LOAD_S, ReplicaState
+from policy.routing.session_return import SessionReturns
 
 # From this prediction error on a replica gets a smaller share of the traffic.
 SLOW = 1.5
@@ -139,22 +140,27 @@ class CostModel:
     """The costs of one model's requests, with what they are corrected by.
 
     ``line`` corrects predictions of all replicas, ``popular`` counts the requests for prefixes and adapters,
-    ``load_s`` is the mean load time of an adapter in seconds.
+    ``load_s`` is the mean load time of an adapter in seconds, ``returns`` when sessions return.
     """
 
     def __init__(self, popular: Popularity) -> None:
         self.line = OnlineLine()
         self.popular = popular
         self.load_s = ASSUMED_LOAD_S
+        self.returns = SessionReturns()
         self._cold_s = 0.0
 
     def rows(  # noqa: PLR0915
-        self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], balance: Balance, at: float
+        self,
+        request: Request,
+        pairs: list[tuple[Candidate, ReplicaState]],
+        balance: Balance,
+        at: float,
     ) -> tuple[list[Row], list[float], bool]:
         """The estimates of each candidate, their total costs, and whether any holds the prefix."""
         prefix, key, prompt = request.prefix, request.adapter_key, max(request.prompt_tokens, 1)
         first = prefix[0] if prefix else 0
-        line = self.line
+        line, returns = self.line, self.returns
         # The deepest prefix that any replica holds, and the replica that used the first block most recently.
         deepest, anchor, youngest, resident = 0, key, 0, False
         former: ReplicaState | None = None
@@ -170,10 +176,8 @@ class CostModel:
                 held = site.held
                 if first in held.young or first in held.old or at - held.turned_at > held.turn_s:
                     if depth := held.depth(prefix, at):
-                        uncached, age = (
-                            max(prompt - request.depths[depth - 1], 1),
-                            held.age(prefix[depth - 1]),
-                        )
+                        uncached = max(prompt - site.cached(request, depth), 1)
+                        age = held.age(prefix[depth - 1])
                         if depth > deepest:
                             deepest, anchor = depth, prefix[depth - 1]
                     elif first in held and (former is None or held.age(first) < youngest):
@@ -237,6 +241,9 @@ class CostModel:
                         burden += unit * crowd_price(share, homes, CROWDED_BY_COPIES)
             else:
                 burden += unit * self._share_price(share, balance, anchor, len(pairs), resident=resident)
+            if returns.known:
+                lost = site.sessions.loss(uncached + request.output_tokens, site.held.capacity, at, returns)
+                burden += lost * line.slope / site.pace.capacity
             costs.append(waits + own_s + loads + presses + burden)
             before = len(site.loads)
             if loads:

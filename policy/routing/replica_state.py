@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import StepTable, step_table_of
-from policy.request import ASSUMED_OUTPUT_TOKENS
+from policy.request import ASSUMED_OUTPUT_TOKENS, Request
 from policy.routing.cache_affinity import Share, Slots
 from policy.routing.prediction_correction import PredictionError
 from policy.routing.prefix_index import PrefixIndex
+from policy.routing.resident_sessions import ResidentSessions
 
 # Loading a LoRA adapter of rank 16 from a local disk; measured once one was loaded.
 ASSUMED_LOAD_S = 0.25
@@ -26,6 +27,7 @@ class ReplicaState:
     def __init__(self, key: int, timing: Timing | None, assumed: Timing, slots: int) -> None:
         self.key = key
         self.held = PrefixIndex()
+        self.sessions = ResidentSessions()
         self.slots = Slots(slots)
         self.share = Share()
         self.time(timing, assumed)
@@ -44,6 +46,18 @@ class ReplicaState:
         self.share.weight = self.pace.capacity
         if self.pace.kv_tokens:
             self.held.capacity = float(self.pace.kv_tokens)
+
+    def cached(self, request: Request, depth: int) -> int:
+        """The tokens of the prompt that are cached there, with ``depth`` of its hashes.
+
+        A prompt is hashed at few depths. That of a known session begins with its last one, as far as shown.
+        """
+        tokens = request.depths[depth - 1] if depth else 0
+        if request.session and (resident := self.sessions.by_session.get(request.session)) is not None:
+            known = resident.tokens
+            if known > tokens and (depth == len(request.depths) or known < request.depths[depth]):
+                return known
+        return tokens
 
     def loading(self, at: float) -> None:
         """An adapter load starts, after those before it; between two loads requests run for as long."""

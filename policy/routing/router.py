@@ -6,7 +6,6 @@ The costs are in :mod:`policy.routing.cost`.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import nsmallest
 from typing import NamedTuple
@@ -73,8 +72,6 @@ class Router:
         self._gaps = InterTokenGaps()
         self._popular = Popularity(SPAN)
         self._costs = CostModel(self._popular)
-        # The replica of each session's last request, the least recent session first.
-        self._sessions: OrderedDict[int, int] = OrderedDict()
         self._measured = 0
         self._hash_tokens = 128.0
 
@@ -116,12 +113,14 @@ class Router:
             candidate.turned_at = at + 0.5 * site.step_s if candidate.in_flight else at
         news: tuple[int, ...] = ()
         prefix = request.prefix
+        shared = 0
         if prefix:
             depth = site.held.depth(prefix, at)
             tokens = request.prompt_tokens
             if depth:
+                shared = request.depths[depth - 1]
                 self._popular.add(prefix[depth - 1])
-                tokens = max(tokens - request.depths[depth - 1], 0)
+                tokens = max(tokens - site.cached(request, depth), 0)
             else:
                 if prefix[0] not in site.held:  # otherwise it was evicted from its home
                     site.share.homes += 1.0
@@ -138,10 +137,12 @@ class Router:
                 site.loading(at)
                 news = (*news, request.adapter_key)
         if request.session:
-            self._sessions[request.session] = candidate.key
-            self._sessions.move_to_end(request.session)
-            if len(self._sessions) > SPAN:
-                self._sessions.popitem(last=False)
+            former = self._sites.get(self._costs.returns.began(request.session, site.key, at))
+            if former is not None and former is not site:
+                former.sessions.leave(request.session)
+            turns = self._costs.returns.turns(request.session)
+            site.sessions.use(request.session, turns, request.prompt_tokens, shared, at)
+            site.sessions.evict(site.held.capacity)
         return news
 
     def learned(self, hashes: Sequence[int], key: int, at: float) -> None:
@@ -343,7 +344,7 @@ class Router:
 
     def _among(self, request: Request, rows: list[Row], costs: list[float], draw: float) -> Row:
         """One of equal candidates, or the session's last replica if it is hardly slower."""
-        if request.session and (last := self._sessions.get(request.session)) is not None:
+        if last := self._costs.returns.last(request.session):
             costs = [
                 cost - SESSION_S if row[0].key == last else cost
                 for row, cost in zip(rows, costs, strict=True)
