@@ -1,9 +1,9 @@
 """Conversations as prompts: the messages of each API, with calls and results of tools, as vLLM reads them.
 
 What vLLM accepts for a text model is accepted: any role in a chat, earlier reasoning (which templates drop),
-calls and results of tools. What it refuses is refused: media, and parts and items of other types. Source:
-vLLM's ``renderers/chat_utils.py``, ``entrypoints/anthropic/serving.py`` and
-``entrypoints/openai/responses/utils.py`` (0.32).
+calls and results of tools; Claude Code's attribution header is dropped. What it refuses is refused: media,
+and parts and items of other types. Source: vLLM's ``renderers/chat_utils.py``,
+``entrypoints/anthropic/serving.py`` and ``entrypoints/openai/responses/utils.py`` (0.32).
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _MEDIA = frozenset(
     }
 )
 _SILENT = frozenset({"thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference"})
+# Claude Code's first system block, with a value that changes: vLLM drops it, for its prefix cache.
+_ATTRIBUTION = "x-anthropic-billing-header"
 
 
 class Function(msgspec.Struct, frozen=True):
@@ -89,7 +91,7 @@ def chat_turns(messages: Iterable[Message]) -> list[Turn]:
         Turn(
             each.role,
             _joined(
-                _text(each.content, _CHAT),
+                _text(_unattributed(each.content) if each.role == "system" else each.content, _CHAT),
                 [_called(call.function.name, call.function.arguments) for call in each.tool_calls or ()],
             ),
         )
@@ -99,13 +101,16 @@ def chat_turns(messages: Iterable[Message]) -> list[Turn]:
 
 def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
     """The turns of Anthropic's messages: a result of a tool is a turn of its own, before the user's text."""
-    turns = [Turn("system", _text(system, _MESSAGES, ""))] if system else []
+    given = _unattributed(system, blocks=True)
+    turns = [Turn("system", _text(given, _MESSAGES, ""))] if given else []
     for each in messages:
         if each.role not in ("user", "assistant", "system"):
             raise ApiError(400, "role must be user, assistant or system", "messages")
         if each.content is None:
             raise ApiError(400, "content is required", "messages")
         blocks = [{"type": "text", "text": each.content}] if isinstance(each.content, str) else each.content
+        if each.role == "system":
+            blocks = _unattributed(blocks, blocks=True)
         results = [block for block in blocks if block.get("type") == "tool_result"]
         said = [block for block in blocks if block.get("type") not in _SILENT]
         if each.role == "user":
@@ -125,7 +130,7 @@ def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
 
 def responses_turns(given: str | list[dict[str, Any]], instructions: str | None) -> list[Turn]:
     """The turns of the input of a response; reasoning, text and calls in a row are one turn."""
-    turns = [Turn("system", instructions)] if instructions else []
+    turns = [Turn("system", _unattributed(instructions))] if instructions else []
     if isinstance(given, str):
         return [*turns, Turn("user", given)]
     for item in given:
@@ -140,10 +145,31 @@ def responses_turns(given: str | list[dict[str, Any]], instructions: str | None)
         elif kind == "message" and item.get("role") == "assistant":
             turns = _with_assistant(turns, _text(item.get("content"), _RESPONSES))
         elif kind == "message" and item.get("role") in ("user", "system", "developer"):
-            turns.append(Turn(item["role"], _text(item.get("content"), _RESPONSES)))
+            content = item.get("content")
+            if item["role"] == "system":
+                content = _unattributed(content)
+            turns.append(Turn(item["role"], _text(content, _RESPONSES)))
         else:
             raise ApiError(400, f"Unsupported input item type: {kind}", "input")
     return turns
+
+
+def _unattributed(content: Any, *, blocks: bool = False) -> Any:
+    """A system prompt without Claude Code's header: its line, or with ``blocks`` the block that it begins."""
+    if isinstance(content, str):
+        return content.partition("\n")[2] if content.startswith(_ATTRIBUTION) else content
+    if not isinstance(content, list):
+        return content
+    kept = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if isinstance(text, str) and text.startswith(_ATTRIBUTION):
+            rest = text.partition("\n")[2]
+            if rest and not blocks:
+                kept.append({**part, "text": rest})
+        else:
+            kept.append(part)
+    return kept
 
 
 def _with_assistant(turns: list[Turn], text: str) -> list[Turn]:

@@ -12,6 +12,11 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "42"}
 ITEM = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a": 1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
 HI = ("user", "hi")
+# Claude Code's, which has another value in each request.
+HEADER = "x-anthropic-billing-header: cc_version=2.1.37.c05; cc_entrypoint=cli; cch=00000;"
+HEADED = {"type": "text", "text": HEADER}
+LONGER = {"type": "text", "text": f"{HEADER}\nBe brief."}
+BRIEF = ("system", "Be brief.")
 
 Turns = list[tuple[str, str]] | None
 
@@ -129,6 +134,22 @@ CASES = [
     items(
         {"role": "developer", "content": [{"type": "input_text", "text": "x"}]}, turns=[("developer", "x")]
     ),
+    chat({"role": "system", "content": LONGER["text"]}, USER, turns=[BRIEF, HI]),
+    chat({"role": "system", "content": [HEADED, LONGER]}, USER, turns=[BRIEF, HI]),
+    chat({"role": "developer", "content": HEADER}, USER, turns=[("developer", HEADER), HI]),
+    chat({"role": "user", "content": HEADER}, turns=[("user", HEADER)]),
+    claude(USER, system=[HEADED, {"type": "text", "text": "Be brief."}], turns=[BRIEF, HI]),
+    claude(USER, system=[LONGER, {"type": "text", "text": "Be brief."}], turns=[BRIEF, HI]),
+    claude(USER, system=LONGER["text"], turns=[BRIEF, HI]),
+    claude(USER, {"role": "system", "content": LONGER["text"]}, turns=[HI]),
+    claude(
+        USER,
+        {"role": "system", "content": [HEADED, {"type": "text", "text": "Be brief."}]},
+        turns=[HI, BRIEF],
+    ),
+    claude({"role": "user", "content": HEADER}, turns=[("user", HEADER)]),
+    items(USER, instructions=LONGER["text"], turns=[BRIEF, HI]),
+    items({"role": "system", "content": LONGER["text"]}, USER, turns=[BRIEF, HI]),
     items({"role": "wizard", "content": "x"}),
     items({"type": "odd"}),
     items({"type": "item_reference", "id": "x"}),
