@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.http.asgi_exchange import id_headers, request_ids
+from gateway.protocol.client_session import SESSION_HEADERS
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import Api, Route
 from gateway.protocol.usage import Usage, UsageBounds
@@ -35,7 +36,7 @@ _WANTED = frozenset(
         b"x-api-key",
         b"x-request-id",
         b"x-request-timeout-s",
-        b"x-session-id",
+        *SESSION_HEADERS,
         _CANARY,
         _EXPLAIN,
     }

@@ -53,8 +53,9 @@ class Request:
     for the answer (0: unknown), ``long_tokens`` those of a long answer within it. ``prefix`` are chained
     hashes of the prompt at growing depths (even numbers that include tenant and adapter), ``depths`` the
     estimated prompt tokens of each; both are empty if there is nothing to share. ``adapter_key`` is an odd
-    hash of the adapter, 0 without one; ``session`` a hash of the client's session header, 0 without one.
-    ``size`` is its memory in bytes. ``arrived`` and ``deadline`` are seconds of one monotonic clock.
+    hash of the adapter, 0 without one; ``session`` a hash of the tenant and its session or conversation, 0
+    without one. ``size`` is its memory in bytes, ``prompt_bytes`` that of the text that the engine reads (0:
+    it shows no density of tokens). ``arrived`` and ``deadline`` are seconds of one monotonic clock.
 
     ``ticket`` is its place in the order of arrival, kept when a replica returns it. ``avoid`` names replicas
     that failed it: they are used only if there is no other. ``begun`` counts failures after an attempt began.
@@ -64,8 +65,8 @@ class Request:
     # Written out, because the methods of @dataclass are not compiled.
     __slots__ = (
         "adapter", "adapter_key", "arrived", "avoid", "begun", "deadline", "depths", "limit_tokens",
-        "long_tokens", "model", "output_tokens", "passed", "prefix", "priority", "prompt_tokens", "session",
-        "size", "tenant", "ticket",
+        "long_tokens", "model", "output_tokens", "passed", "prefix", "priority", "prompt_bytes",
+        "prompt_tokens", "session", "size", "tenant", "ticket",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917 - made for each request, in one place
@@ -88,6 +89,7 @@ class Request:
         begun: int = 0,
         limit_tokens: int = 0,
         long_tokens: int = 0,
+        prompt_bytes: int = 0,
     ) -> None:
         self.model = model
         self.tenant = tenant
@@ -100,6 +102,7 @@ class Request:
         self.depths = depths
         self.session = session
         self.size = size
+        self.prompt_bytes = prompt_bytes
         self.arrived = arrived
         self.deadline = deadline
         self.ticket = ticket

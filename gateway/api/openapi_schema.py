@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.protocol.client_session import SESSION_HEADERS
 from gateway.protocol.errors import TABLE
 from gateway.protocol.paths import ROUTES, Api, Route
 from policy.wire.headers import EXPLAIN_HEADER, REPLICA_HEADER
@@ -46,6 +47,7 @@ _HEADERS = {
     "www-authenticate": "Bearer.",
     "allow": "The methods of this path.",
 }
+_SESSION = "An id of the client's session, if it sends none of a more specific kind."
 _PARAMETERS = (
     ("x-request-id", "An id of the client's: up to 128 letters, digits, - and _.", _TEXT),
     ("x-request-timeout-s", "How many seconds the client would wait for a replica.", {"type": "number"}),
@@ -54,6 +56,7 @@ _PARAMETERS = (
         "Requests of one session go to one replica where that costs nothing, and to one version of adapters.",
         _TEXT,
     ),
+    *((name.decode(), _SESSION, _TEXT) for name in SESSION_HEADERS[1:]),
     (EXPLAIN_HEADER, "1, with a key of an admin: say in a header why the route was taken.", _TEXT),
 )
 # Of an adapter that no replica could load lately: no fault of the request's, whose code it is else.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import xxhash
+
 from gateway.intake.tenants import TenantAccount
-from gateway.protocol.prompt_features import session_key
 from policy.config.deployment import Deployment
 from policy.hashing import hash_name
 from policy.types import EngineKind
@@ -48,7 +49,7 @@ class Entry:
         if self._only is not None:
             return self._only
         name = account.name
-        key = session_key(session) if session else hash_name(name) if name else draw()
+        key = xxhash.xxh3_64_intdigest(session) if session else hash_name(name) if name else draw()
         return self._of(self.alias.pick(key))
 
     def pinned(self, digest: str) -> Adapter | None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.tenants import TenantAccount
 from gateway.protocol.body import Body
+from gateway.protocol.client_session import given_session, session_key
 from gateway.protocol.errors import Refused, unknown
-from gateway.protocol.prompt_features import adapter_key, limit_of, parts_of, seed_of, session_key
+from gateway.protocol.prompt_features import NOTHING, adapter_key, limit_of, seed_of
+from gateway.protocol.rendered_prompt import rendered_prompt
 from gateway.request_context import Call
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.model_routers import ModelRouters
@@ -35,16 +37,22 @@ class RequestResolver:
         ``patience_s`` is the longest wait for a replica, unless the client sets a shorter one. Raises
         :class:`gateway.protocol.errors.Refused` for a model that is not served, or not on this route.
         """
-        served, adapter = self._resolve(call, body.model, account)
-        name, tenant = served.name, account.name
-        pools = served.runner is Runner.POOLING
-        prompt = self.routers.densities[name].read(
-            0 if pools else seed_of(name, adapter, tenant),
-            parts_of(body, call.route, raw),
-            1 if pools else limit_of(body),
-            body.choices,
+        given = given_session(call.headers, body)
+        served, adapter = self._resolve(
+            call, body.model, account, given.id if given is not None and given.of_one_user else None
         )
-        session = call.headers.get(b"x-session-id")
+        name, tenant, route = served.name, account.name, call.route
+        if route.runner is None:
+            prompt, session = NOTHING, 0
+        else:
+            pools = served.runner is Runner.POOLING
+            prompt = self.routers.densities[name].read(
+                0 if pools else seed_of(name, adapter, tenant),
+                rendered_prompt(body, route, raw),
+                1 if pools else limit_of(body),
+                body.choices,
+            )
+            session = session_key(account.key, given, prompt.opening)
         now = self._clock()
         return served, Request(
             name,
@@ -56,19 +64,22 @@ class RequestResolver:
             prompt.output_tokens,
             prompt.prefix,
             prompt.depths,
-            session_key(session) if session else 0,
+            session,
             len(raw),
             now,
             now + call.timeout_s(patience_s),
             limit_tokens=prompt.limit_tokens,
             long_tokens=prompt.long_tokens,
+            prompt_bytes=prompt.prompt_bytes,
         )
 
-    def _resolve(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:
+    def _resolve(
+        self, call: Call, name: str, account: TenantAccount, session: bytes | None
+    ) -> tuple[ServedModel, str]:
         """The model that a call names, and the adapter if it names one, as its replicas call it."""
         served, adapter, route = self.fleet.get(name), "", call.route
         if served is None:
-            served, adapter = self._adapter(call, name, account)
+            served, adapter = self._adapter(call, name, account, session)
         if route.runner is not None and served.runner is not route.runner:
             raise Refused(
                 Refusal.UNSUPPORTED,
@@ -78,9 +89,11 @@ class RequestResolver:
             )
         return served, adapter
 
-    def _adapter(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:
+    def _adapter(
+        self, call: Call, name: str, account: TenantAccount, session: bytes | None
+    ) -> tuple[ServedModel, str]:
         """The adapter; one that the client may not see is answered exactly like one that does not exist."""
-        adapter = self.catalog.resolve(name, account, call.headers.get(b"x-session-id"))
+        adapter = self.catalog.resolve(name, account, session)
         if adapter is not None and (served := self.fleet.get(adapter.model)) is not None:
             call.adapter = adapter
             return served, adapter.served

@@ -6,6 +6,7 @@ This module stays uncompiled: msgspec builds its structures from classes at run 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -29,6 +30,7 @@ class Body(msgspec.Struct, gc=False):
     max_output_tokens: int | None = None
     stop: Raw = ABSENT
     system: Raw = ABSENT
+    instructions: Raw = ABSENT
     messages: Raw = ABSENT
     prompt: Raw = ABSENT
     input: Raw = ABSENT
@@ -36,6 +38,8 @@ class Body(msgspec.Struct, gc=False):
     structured_outputs: Raw = ABSENT
     stream_options: Raw = ABSENT
     cache_salt: Raw = ABSENT
+    prompt_cache_key: Raw = ABSENT
+    metadata: Raw = ABSENT
     previous_response_id: Raw = ABSENT
     chat_template_kwargs: Raw = ABSENT
     priority: Raw = ABSENT
@@ -85,14 +89,24 @@ class Named(msgspec.Struct, gc=False):
     model: Raw
 
 
+class Metadata(msgspec.Struct, gc=False):
+    """The members of a body's ``metadata`` in which agents name their session, of any type."""
+
+    user_id: Any = None
+    session_id: Any = None
+
+
 BODY = msgspec.json.Decoder(Body)
 LARGE_BODY = msgspec.json.Decoder(LargeBody)
 OPTIONS = msgspec.json.Decoder(dict[str, Raw] | None)
 NAMED = msgspec.json.Decoder(Named)
-# The fields of a body by their types, and those that are no part of a prompt.
+METADATA = msgspec.json.Decoder(Metadata | None)
+USER = msgspec.json.Decoder(Metadata)
+# The fields of a body by their types, and those of which a long one is refused: none that clients may fill.
 RAW_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is Raw)
 SCALARS = frozenset(Body.__struct_fields__) - RAW_FIELDS
-SHORT_FIELDS = SCALARS | RAW_FIELDS - {"system", "messages", "prompt", "input", "tools", "structured_outputs"}
+_LONG_FIELDS = {"system", "instructions", "messages", "prompt", "input", "tools", "structured_outputs"}
+SHORT_FIELDS = SCALARS | RAW_FIELDS - _LONG_FIELDS - {"metadata", "prompt_cache_key"}
 
 NULL = Raw(b"null")
 

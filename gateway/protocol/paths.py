@@ -17,9 +17,11 @@ class Api(Enum):
 
 
 class Route(NamedTuple):
-    """A path of ours, the replica's path for it, and which models can serve it (``None``: all).
+    """A path of ours, the replica's path for it, and which models compute for it.
 
-    ``prompt`` is the field that carries what the model reads, where it is one field.
+    ``runner`` is ``None`` where an engine only tokenizes, which costs it no step.
+    ``prompt`` is the field that carries what the model reads, where it is one field beside its tools and
+    system prompt.
     """
 
     path: str
@@ -48,6 +50,13 @@ _ROUTES = (
     _route("/v1/completions", "Continue a text", Runner.GENERATE, "prompt"),
     _route("/v1/responses", "Answer, as responses", Runner.GENERATE, "input", Api.RESPONSES),
     _route("/v1/messages", "Answer, Anthropic's way", Runner.GENERATE, "messages", Api.MESSAGES),
+    Route(
+        "/v1/messages/count_tokens",
+        b"/v1/messages/count_tokens",
+        "Count the tokens of a message",
+        prompt="messages",
+        api=Api.MESSAGES,
+    ),
     _route("/v1/embeddings", "Turn texts into vectors", Runner.POOLING, "input"),
     _route("/v1/score", "Score pairs of texts", Runner.POOLING),
     _route("/v1/rerank", "Rank documents for a query", Runner.POOLING),

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import xxhash
 
 from gateway.protocol.body import Body
-from gateway.protocol.json_decoders import ABSENT
 from gateway.protocol.paths import Route
+from gateway.protocol.rendered_prompt import RenderedPrompt, rendered_prompt
 from policy.request import AnswerLength
 
 BLOCK_BYTES = 512
@@ -40,7 +40,11 @@ BOUNDARIES = _boundaries()
 
 
 class PromptHash(NamedTuple):
-    """As in :class:`policy.request.Request`: hashes and the prompt tokens up to each, and estimates."""
+    """As in :class:`policy.request.Request`: hashes and the prompt tokens up to each, and estimates.
+
+    ``opening`` is the hash of a conversation's begin, up to the end of the user's first turn: the same in all
+    its requests, 0 of a prompt that is none.
+    """
 
     prefix: tuple[int, ...]
     depths: tuple[int, ...]
@@ -48,6 +52,12 @@ class PromptHash(NamedTuple):
     output_tokens: int
     limit_tokens: int
     long_tokens: int
+    prompt_bytes: int
+    opening: int
+
+
+# Of what an engine reads without a forward pass, as in counting tokens: it has no cost to a replica.
+NOTHING = PromptHash((), (), 1, 1, 0, 0, 0, 0)
 
 
 class BytesPerToken:
@@ -57,31 +67,20 @@ class BytesPerToken:
         self.answers = AnswerLength()
         self.bytes_a_token = BYTES_A_TOKEN
 
-    def learn(
-        self,
-        estimated_tokens: int,
-        prompt_tokens: int,
-        output_tokens: int,
-        depths: Sequence[int] = (),
-        limit_tokens: int = 0,
-    ) -> None:
-        """Take an engine's count for an estimate, whose ``depths`` show the density that was used.
-
-        The density changes while answers are under way; each of them must not repeat a correction.
-        """
+    def learn(self, prompt_bytes: int, prompt_tokens: int, output_tokens: int, limit_tokens: int = 0) -> None:
+        """Take an engine's counts for a prompt of so many bytes, 0 where they show no density."""
         gain = self.answers.learn(output_tokens, limit_tokens)
-        if depths and prompt_tokens > 0 and estimated_tokens not in (0, prompt_tokens):
-            then = BOUNDARIES[len(depths) - 1] / max(depths[-1], 1)
-            found = then * estimated_tokens / prompt_tokens
-            found = min(max(found, LEAST_BYTES_A_TOKEN), MOST_BYTES_A_TOKEN)
+        if prompt_bytes > 0 and prompt_tokens > 0:
+            found = min(max(prompt_bytes / prompt_tokens, LEAST_BYTES_A_TOKEN), MOST_BYTES_A_TOKEN)
             self.bytes_a_token += gain * (found - self.bytes_a_token)
 
-    def read(self, seed: int, parts: Sequence[memoryview], limit: int | None, choices: int) -> PromptHash:
-        """The fingerprint of a prompt whose ``parts`` an engine reads in this order.
+    def read(self, seed: int, prompt: RenderedPrompt, limit: int | None, choices: int) -> PromptHash:
+        """The fingerprint of ``prompt``.
 
         ``seed`` keeps apart what must not share a cache (:func:`seed_of`); with 0 there is no cache.
         ``limit`` is the most tokens an answer may have. Token ids are counted, text is estimated.
         """
+        parts = prompt.parts
         size = sum(map(len, parts))
         tokens = size / self.bytes_a_token
         if len(parts) == 1 and (ids := token_ids(parts[0])):
@@ -92,20 +91,17 @@ class BytesPerToken:
         prefix: tuple[int, ...] = ()
         if count:
             ends = BOUNDARIES[:count]
+            if prompt.ends:
+                ends = tuple(sorted({*ends, *[end for end in prompt.ends if end >= BLOCK_BYTES]}))
             a_byte = tokens / size
             depths = tuple([int(end * a_byte) for end in ends])
             prefix = _chain(seed, parts, ends)
+            opening = _opening(seed, prompt, ends, prefix) if prompt.first_turn else 0
+        else:
+            opening = _opening(seed, prompt, (), ()) if seed and prompt.first_turn else 0
         allowed = (limit or 0) * choices
         outputs = max(output, 1) * choices, allowed, self.answers.long(allowed)
-        return PromptHash(prefix, depths, max(int(tokens), 1), *outputs)
-
-
-def parts_of(body: Body, route: Route, raw: bytes) -> list[memoryview]:
-    """The parts of ``body`` that an engine reads, in template order; the whole of routes without a prompt."""
-    if route.prompt is None:
-        return [memoryview(raw)]
-    fields = (body.tools, body.system, getattr(body, route.prompt))
-    return [memoryview(field) for field in fields if field is not ABSENT]
+        return PromptHash(prefix, depths, max(int(tokens), 1), *outputs, size if count else 0, opening)
 
 
 def limit_of(body: Body) -> int | None:
@@ -115,7 +111,7 @@ def limit_of(body: Body) -> int | None:
 
 def grid_of(seed: int, body: Body, route: Route, raw: bytes, *, most: int) -> tuple[int, ...]:
     """Hashes of the prompt's first ``most`` prefixes, one per :data:`BLOCK_BYTES`: equal in all workers."""
-    parts = parts_of(body, route, raw)
+    parts = rendered_prompt(body, route, raw).parts
     count = min(sum(map(len, parts)) // BLOCK_BYTES, most)
     return _chain(seed, parts, range(BLOCK_BYTES, count * BLOCK_BYTES + 1, BLOCK_BYTES)) if count else ()
 
@@ -131,10 +127,6 @@ def adapter_key(model: str, adapter: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{model}\0{adapter}".encode()) | 1
 
 
-def session_key(session: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(session)
-
-
 def token_ids(part: memoryview) -> int:
     """How many token ids ``part`` lists, 0 if it is not a list of numbers (or of lists of them).
 
@@ -146,6 +138,19 @@ def token_ids(part: memoryview) -> int:
     if not begin[:64].lstrip(b"[ \t\r\n")[:1].isdigit():
         return 0
     return (begin.count(b",") + 1) * len(part) // len(begin)
+
+
+def _opening(seed: int, prompt: RenderedPrompt, ends: tuple[int, ...], prefix: tuple[int, ...]) -> int:
+    """The hash of what comes before the user's first turn, and of that turn."""
+    head = prompt.head
+    if head >= BLOCK_BYTES:
+        before = prefix[bisect_right(ends, head) - 1]
+    else:
+        before = _chain(seed, prompt.parts, (head,))[0]
+    running = xxhash.xxh3_64(seed=before)
+    for part in prompt.first_turn:
+        running.update(part)
+    return running.intdigest()
 
 
 def _chain(seed: int, parts: Sequence[memoryview], ends: Sequence[int]) -> tuple[int, ...]:

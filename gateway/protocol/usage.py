@@ -10,7 +10,7 @@ from msgspec import Raw
 
 from gateway.protocol.body import Body
 from gateway.protocol.json_decoders import NULL, answer, counts
-from gateway.protocol.prompt_features import BOUNDARIES, limit_of
+from gateway.protocol.prompt_features import limit_of
 from policy.request import Request
 
 # An answer up to this size is decoded whole; of a longer one (vectors, long texts) only its end is read.
@@ -58,8 +58,8 @@ class UsageBounds:
 
     def contradiction(self, usage: Usage, events: int) -> str:
         """Which count is impossible, empty if none is; ``events`` are those of the stream, 0 without one."""
-        prompt, depths = usage.prompt, self._request.depths
-        least = BOUNDARIES[len(depths) - 1] // MOST_BYTES_A_TOKEN if depths else 0
+        prompt = usage.prompt
+        least = self._request.prompt_bytes // MOST_BYTES_A_TOKEN
         possible = least <= prompt <= len(self._raw) + MOST_TEMPLATE_TOKENS
         if prompt < 0 or not (possible or self._has_unwritten()):
             return "prompt"

@@ -267,6 +267,7 @@ def _together(members: Sequence[_Member]) -> Request:
         arrived=min(request.arrived for request in requests),
         deadline=min(request.deadline for request in requests),
         begun=_ONE_TRY,
+        prompt_bytes=sum(request.prompt_bytes for request in requests),
     )
 
 

@@ -99,7 +99,7 @@ class ModelRouters:
 
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         self.densities[request.model].learn(
-            request.prompt_tokens, prompt_tokens, output_tokens, request.depths, request.limit_tokens
+            request.prompt_bytes, prompt_tokens, output_tokens, request.limit_tokens
         )
 
     def learn_prefixes(self, model: str, key: int, hashes: Sequence[int]) -> None:

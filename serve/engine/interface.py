@@ -28,6 +28,7 @@ ALLOWED = frozenset(
         ("POST", "/v1/embeddings"),
         ("POST", "/v1/responses"),
         ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("POST", "/v1/score"),

@@ -54,6 +54,17 @@ def test_a_system_prompt_counts_as_input(claude: anthropic.Anthropic) -> None:
     assert text_of(blocks) == text_of(with_system)
 
 
+def test_tokens_are_counted_as_the_message_counts_them(claude: anthropic.Anthropic) -> None:
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.150.a1b; cch=12345;"}
+    prompt: dict[str, Any] = {"model": CHAT, "messages": QUESTION}
+    for system in (anthropic.omit, "Answer with one word.", [header]):
+        counted = claude.messages.count_tokens(**prompt, system=system).input_tokens
+        assert counted == claude.messages.create(**ASK, system=system).usage.input_tokens
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        claude.messages.count_tokens(**{**prompt, "model": "nobody"})
+    assert unknown.value.body == {"type": "error", "error": unknown.value.body["error"]}  # type: ignore[index]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [({"stop_sequences": ["Paris"]}, "stop_sequence"), ({"max_tokens": 3}, "max_tokens")],

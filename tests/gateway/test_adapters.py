@@ -76,6 +76,7 @@ async def publish(stack: Stack, *aliases: dict[str, Any]) -> None:
         ("/v1/completions", "alpha"),
         ("/v1/responses", "alpha"),
         ("/v1/messages", "alpha"),
+        ("/v1/messages/count_tokens", "alpha"),
         ("/v1/tokenize", "alpha"),
         ("/v1/detokenize", "alpha"),
         ("/v1/tokenize", "vectors"),

@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` of the simulated engine: Anthropic's shapes and event types."""
+"""``POST /v1/messages`` and its ``count_tokens`` of the simulated engine: Anthropic's shapes and events."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from serve.engine.sim.chat_template import Content, Message, anthropic_turns, pr
 from serve.engine.sim.generation_service import Positive, Sampling, Service, call_id, request_id
 from serve.engine.sim.http_exchange import ApiError, answer, event, read, respond
 from serve.engine.sim.step_loop import Generation
+from serve.engine.sim.text import Prompt
 from serve.engine.sim.tool_calls import Definition, Tools
 
 # Names of the chat API for the types of `tool_choice`.
@@ -43,21 +44,32 @@ class Thinking(msgspec.Struct, frozen=True):
     budget_tokens: Annotated[int, Meta(ge=1024)] | None = None
 
 
-class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a message; ``max_tokens`` is required, as in Anthropic's API."""
+class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a message's body that make its prompt."""
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: Positive
     system: Content = None
+    tools: list[AnthropicTool] | None = None
+
+    @property
+    def prompt(self) -> Prompt:
+        tools = [msgspec.to_builtins(tool) for tool in self.tools or ()]
+        return prompt_of(anthropic_turns(self.messages, self.system), tools)
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
+    """The body of a message; ``max_tokens`` is required, as in Anthropic's API."""
+
+    max_tokens: Positive
     stop_sequences: list[str] | None = None
     stream: bool | None = False
-    tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 
 
 _DECODER = msgspec.json.Decoder(MessagesRequest)
+_COUNT_DECODER = msgspec.json.Decoder(CountTokensRequest)
 _TYPES = {400: "invalid_request_error", 404: "not_found_error"}
 
 
@@ -67,9 +79,8 @@ async def messages(service: Service, request: Request) -> Response:
     try:
         if body.thinking is not None and body.thinking.type == "enabled":
             raise ApiError(400, "thinking_token_budget is set, but this model does not reason.", "thinking")
-        prompt = prompt_of(anthropic_turns(body.messages, body.system), _defined(body))
         sampling = Sampling(model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences)
-        generation = service.generate([prompt], sampling, _tools(body))
+        generation = service.generate([body.prompt], sampling, _tools(body))
         head = {
             "id": request_id(request, "msg"),
             "type": "message",
@@ -83,13 +94,23 @@ async def messages(service: Service, request: Request) -> Response:
         events = _events(generation, head) if body.stream else None
         return await respond(request, generation, whole, events)
     except ApiError as error:
-        kind = _TYPES.get(error.status_code, "internal_error")
-        failure = {"type": "error", "error": {"type": kind, "message": error.detail}}
-        return answer(failure, error.status_code)
+        return _refused(error)
 
 
-def _defined(body: MessagesRequest) -> list[dict[str, Any]]:
-    return [msgspec.to_builtins(tool) for tool in body.tools or ()]
+async def count_tokens(service: Service, request: Request) -> Response:
+    """How many tokens the prompt of a message has."""
+    body = await read(request, _COUNT_DECODER)
+    try:
+        service.resolve(body.model)
+        count = len(body.prompt.tokens)
+    except ApiError as error:
+        return _refused(error)
+    return answer({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+
+
+def _refused(error: ApiError) -> Response:
+    kind = _TYPES.get(error.status_code, "internal_error")
+    return answer({"type": "error", "error": {"type": kind, "message": error.detail}}, error.status_code)
 
 
 def _tools(body: MessagesRequest) -> Tools:

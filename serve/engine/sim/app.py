@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from policy.errors import EngineFailed
 from policy.types import Runner
-from serve.engine.sim.anthropic_messages import messages
+from serve.engine.sim.anthropic_messages import count_tokens, messages
 from serve.engine.sim.completions import chat, completions, detokenize, tokenize
 from serve.engine.sim.generation_service import Service
 from serve.engine.sim.http_exchange import answer, on_error
@@ -55,6 +55,7 @@ _POST: dict[Runner, dict[str, Endpoint]] = {
         "/v1/completions": completions,
         "/v1/responses": responses,
         "/v1/messages": messages,
+        "/v1/messages/count_tokens": count_tokens,
     },
     Runner.POOLING: {"/v1/embeddings": embeddings, "/v1/score": score, "/v1/rerank": rerank},
 }

@@ -95,7 +95,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         ("/", "/livez", "/readyz", "/metrics", "/admin/fleet", "/admin/adapters", "/redoc", "/v1", "/v1/",
          "/v1/chat/completions/", "/v1/load_lora_adapter", "/tokenize", "/internal/load", "//v1/models",
          "/version", "/docs/", "/health/", "/v1/messages/", "/v1/messages/batches",
-         "/v1/messages/count_tokens", "/v1/messagesx"),
+         "/v1/messages/count_tokens/", "/v1/messagesx"),
         (),
     ),
 }  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.api.application import admin_app, client_app
 from gateway.protocol.errors import TABLE
-from gateway.protocol.paths import ROUTES
+from gateway.protocol.paths import ROUTES, is_anthropic
 from gateway.request_context import _WANTED
 from policy.config.deployment import GatewayConfig
 
@@ -51,7 +51,7 @@ def test_every_refusal_is_named_with_its_code(schema: dict[str, Any], path: str)
         assert (answer.code or "null") in described["description"]
         assert ("retry-after" in described["headers"]) == (answer.status in (429, 503))
     reference = answers["401"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    assert reference == ("AnthropicError" if path == "/v1/messages" else "Error")
+    assert reference == ("AnthropicError" if is_anthropic(path) else "Error")
 
 
 def test_every_header_that_is_read_or_sent_is_described(schema: dict[str, Any]) -> None:

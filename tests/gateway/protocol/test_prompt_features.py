@@ -20,10 +20,10 @@ from gateway.protocol.prompt_features import (
     PromptHash,
     adapter_key,
     limit_of,
-    parts_of,
     seed_of,
     token_ids,
 )
+from gateway.protocol.rendered_prompt import RenderedPrompt, rendered_prompt
 
 SEED = seed_of("m", "", "")
 
@@ -31,7 +31,7 @@ SEED = seed_of("m", "", "")
 def fingerprint(route: str = "/v1/chat/completions", seed: int = SEED, **fields: Any) -> PromptHash:
     raw = json.dumps({"model": "m", **fields}).encode()
     body = bodies.read(raw)
-    return BytesPerToken().read(seed, parts_of(body, ROUTES[route], raw), limit_of(body), body.choices)
+    return BytesPerToken().read(seed, rendered_prompt(body, ROUTES[route], raw), limit_of(body), body.choices)
 
 
 def chat(system: str, user: str, **fields: Any) -> PromptHash:
@@ -122,11 +122,10 @@ def test_the_assumed_answer_length_is_the_maximum_of_the_request() -> None:
 
 def test_predicted_lengths_follow_the_counts_of_engines() -> None:
     density = BytesPerToken()
-    text = memoryview(b"x" * 3000)
+    text = RenderedPrompt([memoryview(b"x" * 3000)])
     for _ in range(300):
-        estimate = density.read(SEED, [text], None, 1)
-        density.learn(estimate.prompt_tokens, 1000, 40, estimate.depths)
-    assert density.read(SEED, [text], None, 1).prompt_tokens == pytest.approx(1000, rel=0.02)
+        density.learn(density.read(SEED, text, None, 1).prompt_bytes, 1000, 40)
+    assert density.read(SEED, text, None, 1).prompt_tokens == pytest.approx(1000, rel=0.02)
     assert density.answers.mean == pytest.approx(40, rel=0.02)
 
 
@@ -134,8 +133,7 @@ def test_predicted_lengths_follow_the_counts_of_engines() -> None:
 def test_predicted_lengths_stay_possible_whatever_engines_count(counted: int, most: float) -> None:
     density = BytesPerToken()
     for _ in range(300):
-        estimate = density.read(SEED, [memoryview(b"x" * 3000)], None, 1)
-        density.learn(estimate.prompt_tokens, counted, 40, estimate.depths)
+        density.learn(3000, counted, 40)
     assert density.bytes_a_token == pytest.approx(most, rel=0.02)
 
 
@@ -149,7 +147,8 @@ def test_hashes_do_not_depend_on_the_parts_of_a_prompt(text: bytes, cuts: list[i
     view = memoryview(text)
     parts = [view[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     density = BytesPerToken()
-    assert density.read(seed, parts, 1, 1).prefix == density.read(seed, [view], 1, 1).prefix
+    whole = density.read(seed, RenderedPrompt([view]), 1, 1)
+    assert density.read(seed, RenderedPrompt(parts), 1, 1).prefix == whole.prefix
 
 
 def test_a_long_prompt_has_few_boundaries() -> None:

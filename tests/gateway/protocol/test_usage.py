@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from gateway.protocol import body as bodies
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.prompt_features import BytesPerToken, parts_of, seed_of
+from gateway.protocol.prompt_features import BytesPerToken, seed_of
+from gateway.protocol.rendered_prompt import rendered_prompt
 from gateway.protocol.usage import (
     MAX_USAGE_BYTES,
     Usage,
@@ -59,7 +60,7 @@ TEXT, CHAT = "x" * 4000, ROUTES["/v1/chat/completions"]
     [
         (Usage(1000, 0, 50), 50, {}, ""),
         (Usage(1000, 1000, 0), 0, {}, ""),
-        (Usage(30, 0, 50), 50, {}, ""),
+        (Usage(32, 0, 50), 50, {}, ""),
         (Usage(10, 0, 50), 50, {}, "prompt"),
         (Usage(-1, 0, 50), 50, {}, "prompt"),
         (Usage(4000 + 300, 0, 50), 50, {}, ""),
@@ -81,8 +82,10 @@ def test_counts_that_contradict_their_request(
 ) -> None:
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": TEXT}], **more}).encode()
     body = bodies.read(raw)
-    prompt = BytesPerToken().read(seed_of("m", "", ""), parts_of(body, CHAT, raw), None, 1)
-    request = Request("m", prompt_tokens=prompt.prompt_tokens, output_tokens=99, depths=prompt.depths)
+    prompt = BytesPerToken().read(seed_of("m", "", ""), rendered_prompt(body, CHAT, raw), None, 1)
+    request = Request(
+        "m", prompt_tokens=prompt.prompt_tokens, output_tokens=99, prompt_bytes=prompt.prompt_bytes
+    )
     bounds = UsageBounds(request, body, raw, max_model_len=8192)
     assert bounds.contradiction(usage, events) == contradiction
     assert bounds.estimate(events) == Usage(prompt.prompt_tokens, 0, events or 99, exact=False)

@@ -206,11 +206,15 @@ async def test_an_agent_of_the_anthropic_client_calls_tools_and_ends(stream: boo
                     "tools": [{"name": "weather", "input_schema": SCHEMA}],
                     "tool_choice": {"type": "any" if turn < TURNS - 1 else "none"},
                 }  # fmt: skip
+                counted = await client.messages.count_tokens(
+                    model="base", messages=messages, tools=ask["tools"]
+                )
                 if stream:
                     async with client.messages.stream(**ask) as events:
                         answer: Any = await events.get_final_message()
                 else:
                     answer = await client.messages.create(**ask)
+                assert counted.input_tokens == answer.usage.input_tokens
                 content = [block.model_dump(exclude_none=True) for block in answer.content]
                 messages.append({"role": "assistant", "content": content})
                 if answer.stop_reason != "tool_use":
@@ -223,6 +227,15 @@ async def test_an_agent_of_the_anthropic_client_calls_tools_and_ends(stream: boo
     assert turn == TURNS - 1
     assert answer.stop_reason in {"end_turn", "max_tokens"}
     assert answer.content[0].text
+
+
+async def test_tokens_of_an_unknown_model_are_refused_in_anthropics_envelope() -> None:
+    async with engine_of(spec()) as engine, client_of(engine) as client:
+        body = {"model": "nobody", "messages": [{"role": "user", "content": "hi"}]}
+        answer = await client.post("/v1/messages/count_tokens", json=body)
+        empty = await client.post("/v1/messages/count_tokens", json={**body, "messages": []})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+    assert empty.status_code == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])
