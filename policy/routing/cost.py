@@ -160,7 +160,7 @@ class CostModel:
         """The estimates of each candidate, their total costs, and whether any holds the prefix."""
         prefix, key, prompt = request.prefix, request.adapter_key, max(request.prompt_tokens, 1)
         first = prefix[0] if prefix else 0
-        line, returns = self.line, self.returns
+        line = self.line
         # The deepest prefix that any replica holds, and the replica that used the first block most recently.
         deepest, anchor, youngest, resident = 0, key, 0, False
         former: ReplicaState | None = None
@@ -241,9 +241,9 @@ class CostModel:
                         burden += unit * crowd_price(share, homes, CROWDED_BY_COPIES)
             else:
                 burden += unit * self._share_price(share, balance, anchor, len(pairs), resident=resident)
-            if returns.known:
-                lost = site.sessions.loss(uncached + request.output_tokens, site.held.capacity, at, returns)
-                burden += lost * line.slope / site.pace.capacity
+            sessions = site.sessions
+            if (over := uncached + request.output_tokens - sessions.room) > 0.0:
+                burden += over * sessions.chance * line.slope / site.pace.capacity
             costs.append(waits + own_s + loads + presses + burden)
             before = len(site.loads)
             if loads:

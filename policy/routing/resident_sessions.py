@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from itertools import islice
 
 from policy.routing.session_return import SessionReturns
 
 # The most sessions of a replica, and of the next to be evicted, that are considered.
 MOST = 4096
-VICTIMS = 8
+VICTIMS = 4
+# Requests between two prices of those, if none is evicted.
+EVERY = 8
 
 
 class Resident:
@@ -28,11 +31,18 @@ class Resident:
 
 
 class ResidentSessions:
-    """The residents of one replica, the least recent first, and the sum of their ``own`` tokens."""
+    """The residents of one replica, the least recent first, and the sum of their ``own`` tokens.
+
+    ``room`` is for so many more tokens. Beyond, each token evicts one that is computed a second time with the
+    probability ``chance``.
+    """
 
     def __init__(self) -> None:
+        self.room = math.inf
+        self.chance = 0.0
         self.by_session: OrderedDict[int, Resident] = OrderedDict()
         self.own = 0
+        self._uses = 0
 
     def use(self, session: int, turns: int, tokens: int, shared: int, at: float) -> None:
         """A prompt of ``tokens`` was sent there; ``shared`` of them are of others too, if it is new there."""
@@ -50,26 +60,21 @@ class ResidentSessions:
         if (found := self.by_session.get(session)) is not None:
             found.away = True
 
-    def evict(self, capacity: float) -> None:
-        """Remove the least recent, as far as they do not fit in ``capacity`` tokens beside the last."""
-        sessions = self.by_session
+    def settle(self, capacity: float, at: float, returns: SessionReturns) -> None:
+        """Remove the least recent that do not fit in ``capacity`` tokens, and price those that are next.
+
+        They would otherwise stay for about as long again as they have been there since their last request.
+        """
+        sessions, own = self.by_session, self.own
         while len(sessions) > 1 and (self.own > capacity or len(sessions) > MOST):
             self.own -= sessions.popitem(last=False)[1].own
-
-    def loss(self, tokens: float, capacity: float, at: float, returns: SessionReturns) -> float:
-        """The expected tokens that are computed twice since ``tokens`` more are sent there.
-
-        They evict the least recently used, which would otherwise have stayed for about as long again.
-        """
-        over = self.own + tokens - capacity
-        if over <= 0.0 or capacity == math.inf:
-            return 0.0
-        lost = 0.0
-        for looked, resident in enumerate(self.by_session.values(), 1):
-            part = min(over, resident.own)
+        self.room = capacity - self.own
+        self._uses += 1
+        if self.own == own and self._uses % EVERY:
+            return
+        tokens, lost = 1.0, 0.0
+        for resident in islice(sessions.values(), VICTIMS):
+            tokens += resident.own
             if not resident.away:
-                lost += part * returns.soon(resident.turns, at - resident.at)
-            over -= part
-            if over <= 0.0 or looked == VICTIMS:
-                break
-        return lost
+                lost += resident.own * returns.soon(resident.turns, at - resident.at)
+        self.chance = lost / tokens

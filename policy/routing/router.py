@@ -142,7 +142,7 @@ class Router:
                 former.sessions.leave(request.session)
             turns = self._costs.returns.turns(request.session)
             site.sessions.use(request.session, turns, request.prompt_tokens, shared, at)
-            site.sessions.evict(site.held.capacity)
+            site.sessions.settle(site.held.capacity, at, self._costs.returns)
         return news
 
     def learned(self, hashes: Sequence[int], key: int, at: float) -> None:

@@ -7,8 +7,12 @@ by the performance model. A cache of 1 holds all sessions that are open at that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
+from multiprocessing import get_context
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -42,7 +46,7 @@ MAX_MODEL_LEN = 262_144
 ADDED = Lengths(p50=900, p99=24_000, max=32_000)
 ANSWERED = Lengths(p50=225, p99=3_400)
 # The sessions whose needs are measured.
-SAMPLE = 500
+SAMPLE = 200
 # This part of the run, in which the first sessions come, is not measured.
 WARM_UP = 0.25
 LOADS = (0.5, 0.8, 1.0)
@@ -63,7 +67,7 @@ class Setup(NamedTuple):
     """The fleet, and how long sessions arrive."""
 
     replicas: int = 4
-    duration_s: float = 5400.0
+    duration_s: float = 7200.0
     agents: Agents = Agents()
 
 
@@ -74,17 +78,26 @@ class Cell(NamedTuple):
     cache: float
 
 
-class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The 95th percentile and mean of TTFT in seconds, and the tokens computed twice over the least possible.
+class Trial(NamedTuple):
+    """A router in a cell, with a seed."""
 
-    TTFT is of the requests after the warm-up and before the last session came, tokens are of all.
+    setup: Setup
+    cell: Cell
+    seed: int
+    router: str
+
+
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The 95th percentile and mean of TTFT in seconds, and the prompt tokens computed more than once.
+
+    TTFT is of the requests after the warm-up and before the last session came, tokens are of all, as a
+    fraction of the least that any router computes.
     """
 
     ttft_p95_s: float
     ttft_mean_s: float
     computed_twice: float
     requests: int
-    hit: float
 
 
 class Needs(NamedTuple):
@@ -150,15 +163,16 @@ def deployment(replicas: int, kv_tokens: float) -> Deployment:
     })  # fmt: skip
 
 
-def run_cell(setup: Setup, cell: Cell, seed: int, router: RouterFactory) -> RunOutcome:
-    """One router in one cell."""
+def run_trial(trial: Trial) -> RunOutcome:
+    """The same trial has the same outcome."""
+    setup, cell, seed = trial.setup, trial.cell, trial.seed
     need = needs(setup, profile(PROFILE).model)
     rate = cell.load * setup.replicas / need.machine_s
     trace = sessions(setup, rate, seed)
     least = sum(least_computed(trace))
     document = deployment(setup.replicas, cell.cache * rate * need.token_s / setup.replicas)
     policy = make(choose("policy", {"static": {"replicas": setup.replicas}}))
-    record = simulate(document, {MODEL: policy}, trace, seed=seed, router=router)
+    record = simulate(document, {MODEL: policy}, trace, seed=seed, router=ROUTERS[trial.router])
     requests = record.requests[MODEL]
     assert bool((requests.outcome == Outcome.SERVED).all())
     measured = (requests.at >= WARM_UP * setup.duration_s) & (requests.at < setup.duration_s)
@@ -171,5 +185,28 @@ def run_cell(setup: Setup, cell: Cell, seed: int, router: RouterFactory) -> RunO
         ttft_mean_s=float(np.mean(ttft)),
         computed_twice=computed / least - 1.0,
         requests=len(requests),
-        hit=float(requests.cached_tokens.sum() / requests.input_tokens.sum()),
     )
+
+
+def mean_outcome(outcomes: Sequence[RunOutcome]) -> RunOutcome:
+    """The mean over seeds; ``requests`` is the sum."""
+    return RunOutcome(
+        ttft_p95_s=fmean(each.ttft_p95_s for each in outcomes),
+        ttft_mean_s=fmean(each.ttft_mean_s for each in outcomes),
+        computed_twice=fmean(each.computed_twice for each in outcomes),
+        requests=sum(each.requests for each in outcomes),
+    )
+
+
+def run_trials(
+    trials: Sequence[Trial],
+    processes: int | None = None,
+    ended: Callable[[Trial], None] = lambda trial: None,
+) -> list[RunOutcome]:
+    """Run all of them, in the order of ``trials``; ``ended`` gets each one as its outcome is taken."""
+    found = []
+    with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for trial, outcome in zip(trials, pool.map(run_trial, trials), strict=True):
+            ended(trial)
+            found.append(outcome)
+    return found

@@ -431,3 +431,27 @@ def test_a_request_is_expected_to_run_as_predicted_and_then_as_long_again_within
         router.began(short(), candidate, 0.0)
         router.paced(candidate, 3.0 * longest_s / limited.limit_tokens)
     assert router.longest_s(limited, candidate) > 1.5 * longest_s
+
+
+def test_a_returning_session_computes_only_what_is_new_since_its_last_prompt() -> None:
+    router, candidates = Router(), fleet(1)
+    send(router, prompt(CHAIN[:7], tokens=1000, session=9), candidates)
+    grown = prompt(tokens=1040, session=9)  # hashed at 896 tokens, and now at 1024 too
+    assert quoted(grown, candidates[0], 1.0, router).uncached == 40
+    other = prompt((*CHAIN[:3], 998), tokens=1040, session=9)  # as after a compaction
+    assert quoted(other, candidates[0], 1.0, router).uncached == 1040 - 384
+
+
+def test_what_a_full_cache_would_lose_is_a_burden() -> None:
+    router, candidates = Router(), fleet(1)
+    for i in range(18):  # 18,000 of 20,000 tokens
+        chain = tuple(range(10_000 * (i + 1), 10_000 * (i + 1) + 16, 2))
+        send(router, prompt(chain, tokens=1000, session=i + 1), candidates, float(i))
+
+    def burden(output: int) -> float:
+        newcomer = prompt(tuple(range(30, 46, 2)), tokens=1000, session=100, output_tokens=output)
+        return quoted(newcomer, candidates[0], 19.0, router).burden
+
+    assert burden(1) == burden(1000) == 0.0
+    # 500 tokens more than fit; the least recent sessions are taken to return with a probability of 0.3.
+    assert burden(1500) == pytest.approx(0.3 * 500 * MODEL.step_time(512, 0, 8) / 512, rel=0.05)

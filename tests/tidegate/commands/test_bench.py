@@ -1,4 +1,4 @@
-"""``bench adapters``, ``bench modes`` and ``bench policies``: tables, charts, JSON and errors."""
+"""``bench`` of adapters, agents, modes and policies: tables, charts, JSON and errors."""
 
 from __future__ import annotations
 
@@ -72,6 +72,39 @@ def test_bench_adapters_prints_a_table_and_writes_a_plot(tmp_path: Path) -> None
     title = "30 adapters, Zipf exponent 1, 2 replicas x 4 slots, 50 requests/s"
     assert all(words in result.stdout for words in (title, "serve_multiplex", "TTFT p95"))
     assert "<svg" in plot.read_text() and "serve multiplex" in plot.read_text()
+
+
+AGENTS = ["--loads", "0.5", "--caches", "1.5", "--routers", "tidegate,round_robin", "--replicas", "1",
+          "--duration", "1500", "--processes", "1"]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_bench_agents_prints_json() -> None:
+    result = run("agents", *AGENTS, "--json")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert {name: document[name] for name in ("replicas", "duration_s", "seeds")} == {
+        "replicas": 1, "duration_s": 1500, "seeds": 1,
+    }  # fmt: skip
+    (cell,) = document["cells"]
+    assert list(cell["routers"]) == ["tidegate", "round_robin"]
+    ours, other = cell["routers"].values()
+    assert ours["requests"] == other["requests"] > 0
+    assert ours["computed_twice"] == other["computed_twice"]  # there is one replica
+
+
+@pytest.mark.slow
+def test_bench_agents_prints_a_table_and_writes_a_plot(tmp_path: Path) -> None:
+    plot = tmp_path / "agents.svg"
+    result = run("agents", *AGENTS, "--plot", str(plot))
+    assert result.exit_code == 0 and str(plot) in result.stdout.replace("\n", "")
+    assert all(words in result.stdout for words in ("load 0.5, cache 1.5", "round_robin", "computed twice"))
+    assert "<svg" in plot.read_text() and "round robin" in plot.read_text()
+
+
+def test_bench_agents_refuses_an_unknown_router() -> None:
+    result = run("agents", "--routers", "fastest")
+    assert result.exit_code == 2 and "weighted_scores" in result.output
 
 
 def test_bench_modes_prints_json(site: Path) -> None:

@@ -1,4 +1,4 @@
-"""``bench``: compare scaling policies, modes and adapter routing on simulated replicas."""
+"""``bench``: compare scaling policies, modes, adapter routing and session routing on simulated replicas."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from tidegate.commands.options import (
     seed_option,
     trace_option,
 )
+from tidegate.commands.simulation.bench_agents import agents
 from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
 from tidegate.commands.terminal import Bar, console, print_json, table, warn
 from tidegate.commands.units import optional, plural
@@ -53,6 +54,9 @@ BOUND = 1.25
 @click.group(help="Compare policies on simulated replicas.")
 def bench() -> None:
     """The group; no deployment has to run."""
+
+
+bench.add_command(agents)
 
 
 class PolicyScore(msgspec.Struct, frozen=True, kw_only=True):
