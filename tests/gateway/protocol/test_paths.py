@@ -73,6 +73,23 @@ async def test_only_listed_headers_reach_the_replica(shared: Stack) -> None:
     assert got["x-request-id"].startswith("my_id-1-")
 
 
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/tokenize"])
+async def test_counting_tokens_is_no_prefill_and_caches_no_prefix(shared: Stack, path: str) -> None:
+    replica = await shared.serve("counts")
+    labels = {"model": "alpha", "route": path, "outcome": "ok"}
+    before = await shared.metric("tidegate_requests_total", **labels)
+    body = {"model": "alpha", "messages": [{"role": "user", "content": "hi " * 9000}]}
+    assert (await shared.http.post(path, json=body)).status_code == 200
+    headers = replica.hits[0].headers
+    assert int(headers["x-tidegate-prefill"]) <= 1 and "x-tidegate-prefix" not in headers
+    assert await shared.metric("tidegate_requests_total", **labels) == before + 1
+    refused = await shared.http.post(path, json={**body, "model": "nobody"})
+    assert ("type" in refused.json()) is path.startswith("/v1/messages") and refused.status_code == 404
+    # The same prompt is new to the replica when it is to be answered.
+    await shared.http.post("/v1/messages", json={**body, "max_tokens": 1})
+    assert "x-tidegate-prefix" in replica.hits[-1].headers
+
+
 @pytest.mark.parametrize("piece", [None, 7], ids=["whole", "pieces"])
 async def test_a_stream_that_begins_with_a_rejection_becomes_a_400(shared: Stack, piece: int | None) -> None:
     """vLLM checks some parameters only after it has sent the head of the stream."""
