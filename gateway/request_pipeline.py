@@ -103,7 +103,7 @@ class Gateway:
             forgotten=self.routes.forget,
             adapters=self.routes.set_adapters,
             unloadable=self.admission.give_up,
-            died=lambda _, replica: self.suspects.died(replica, monotonic()),
+            died=lambda model, replica: self.suspects.died(model, replica, monotonic()),
         )
         self.fleet = FleetView(secret, self.metrics, shared, rng.random, events)
         self.intake = RequestResolver(self.fleet, self.catalog, self.routes)

@@ -26,6 +26,8 @@ from policy.wire.headers import PREFILL_HEADER, PREFIX_HEADER
 
 # What becomes of the requests on a replica that dies.
 _LOSSES = frozenset({AttemptOutcome.LOST, AttemptOutcome.BROKEN})
+# Within these times the port of a killed process closes, and the replicas of a lost node or cluster are dead.
+DYING_S, TOGETHER_S = 0.05, 0.5
 # Prefix hashes that a request's head carries for other hosts, 17 bytes each.
 MAX_NEW_HASHES = 64
 
@@ -65,7 +67,9 @@ class RetryLoop:
                 call.outcome = Refusal.STREAM_BROKEN
                 return
             if ticket.rejection is not None:
-                raise ticket.refused(refused)
+                if outcome is not AttemptOutcome.LOST or not await self._is_excused():
+                    raise ticket.refused(refused)
+                ticket.excuse()
 
     async def _tried(self, replica: ReplicaHandle) -> tuple[AttemptOutcome, Refused | None]:
         """One attempt, reported before its slot is given to another request."""
@@ -113,6 +117,11 @@ class RetryLoop:
             tenant, path = self._ticket.request.tenant, self._call.route.path
             self._hash = fingerprint(tenant, path, self._body, self._raw)
         return self._hash
+
+    async def _is_excused(self) -> bool:
+        """Whether its replicas were lost with others (their node was), which is known a moment later."""
+        await asyncio.sleep(TOGETHER_S)
+        return self._suspects.excused(self._fingerprint(), monotonic())
 
     def _runs_alone(self) -> bool:
         """Whether it is suspected to end engines, and is sent to one only; raises if it may not be sent."""
@@ -202,11 +211,14 @@ class RetryLoop:
 
 
 async def _accepts_connections(replica: ReplicaHandle) -> bool:
-    """Whether the replica lives on after a connection of it died; the new one is kept.
+    """Whether the replica lives on after a connection of it died; new ones are kept.
 
-    So it is assumed where this machine can open none: its own lack says nothing of the replica.
+    So it is assumed where this machine can open none: its own lack says nothing of the replica. The port of a
+    process that is being killed may be open for a moment longer than its connections.
     """
     try:
+        replica.pool.give(await replica.pool.connect())
+        await asyncio.sleep(DYING_S)
         replica.pool.give(await replica.pool.connect())
     except OSError as error:
         return is_local_fault(error)

@@ -62,11 +62,15 @@ class SuspectRequests:
         self._suspects.lost(request, replica, at)
         self.some = True
 
-    def died(self, replica: int, at: float) -> None:
-        self._suspects.died(replica, at)
+    def died(self, model: str, replica: int, at: float) -> None:
+        self._suspects.died(model, replica, at)
 
     def served(self, request: int, at: float) -> None:
         self._suspects.served(request, at)
+
+    def excused(self, request: int, at: float) -> bool:
+        """Whether it was lost with replicas that died together with others, so that it did not end them."""
+        return self._suspects.excused(request, at)
 
     def begin(self, request: int, at: float) -> bool:
         """Whether it may be sent only once, and :meth:`end` must follow; raises its refusal if it may not.

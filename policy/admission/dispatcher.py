@@ -146,6 +146,11 @@ class Ticket(Generic[R]):
             if self.rejection is None:
                 self._uncharge()
 
+    def excuse(self) -> None:
+        """Its replicas were lost with others, which says nothing of it: it may :meth:`enter` again."""
+        self.request.begun = 0
+        self._retries = RetryState()
+
     def leave(self, at: float) -> None:
         """The client left before the request was sent: stop waiting, or give the slot back."""
         owner, request = self.dispatcher, self.request

@@ -28,7 +28,8 @@ class Suspects:
     A request that was in flight at two deaths, alone among all that were, is guilty. Of several that were at
     the same deaths (they moved together from one replica to the next) one is to blame, or none: they run one
     at a time, so that the next death shows which. One that is served is no longer suspected. One death says
-    nothing: most of what runs beside a fault is innocent.
+    nothing: most of what runs beside a fault is innocent. Nor does a death at about whose time another
+    replica of the model died without such a request: both were lost with their node or cluster.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Suspects:
         self._losses: dict[int, list[tuple[int, float]]] = {}
         self._served: dict[int, float] = {}
         self._deaths: dict[int, list[float]] = {}
+        self._models: dict[int, str] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -51,9 +53,10 @@ class Suspects:
         while self._count > MAX_LOSSES:
             self._drop(next(iter(self._losses)))
 
-    def died(self, replica: int, at: float) -> None:
+    def died(self, model: str, replica: int, at: float) -> None:
         """The replica with this key died."""
         self._forget(at)
+        self._models[replica] = model
         known = self._deaths.setdefault(replica, [])
         if not known or at - known[-1] > SAME_DEATH_S:
             known.append(at)
@@ -64,12 +67,18 @@ class Suspects:
         if fingerprint in self._losses:
             self._served[fingerprint] = at
 
+    def excused(self, fingerprint: int, at: float) -> bool:
+        """Whether such a request was lost with replicas, and something else ended all of them."""
+        self._forget(at)
+        own = self._deaths_of(fingerprint)
+        return len(own) > 0 and not self._blamed(own)
+
     def suspicion(self, fingerprint: int, at: float) -> Suspicion:
         """What is held against such a request at ``at``."""
         self._forget(at)
         if len(self._losses.get(fingerprint, ())) < 2:
             return Suspicion.NONE
-        own = self._deaths_of(fingerprint, self._served.get(fingerprint, 0.0))
+        own = self._blamed(self._deaths_of(fingerprint, self._served.get(fingerprint, 0.0)))
         if len(own) < 2:
             return Suspicion.NONE
         present = 0
@@ -91,6 +100,22 @@ class Suspects:
                 found[replica, died_at] += 1
         return found
 
+    def _blamed(self, own: Counter[tuple[int, float]]) -> Counter[tuple[int, float]]:
+        """Those of a request's ``own`` deaths at about whose time no replica of the model died without it."""
+        there = {replica for replica, _ in own}
+        models = {self._models[replica] for replica in there}
+        others = [
+            at
+            for replica, deaths in self._deaths.items()
+            if replica not in there and self._models[replica] in models
+            for at in deaths
+        ]
+        blamed: Counter[tuple[int, float]] = Counter()
+        for death, count in own.items():
+            if min([abs(at - death[1]) for at in others], default=math.inf) > SAME_DEATH_S:
+                blamed[death] = count
+        return blamed
+
     def _drop(self, fingerprint: int) -> None:
         self._count -= len(self._losses.pop(fingerprint))
         self._served.pop(fingerprint, None)
@@ -106,4 +131,4 @@ class Suspects:
             replica = next(iter(self._deaths))
             if at - self._deaths[replica][-1] <= FORGOTTEN_S:
                 break
-            del self._deaths[replica]
+            del self._deaths[replica], self._models[replica]

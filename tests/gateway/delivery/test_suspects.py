@@ -39,7 +39,7 @@ def test_requests_that_died_together_run_one_by_one() -> None:
     for replica in (1, 2):
         for request in (7, 8):
             suspects.lost(request, replica, 10.0)
-        suspects.died(replica, 10.0)
+        suspects.died("m", replica, 10.0)
     assert suspects.begin(7, 20.0)
     with pytest.raises(Refused) as refused:
         suspects.begin(8, 20.0)
@@ -49,7 +49,7 @@ def test_requests_that_died_together_run_one_by_one() -> None:
     assert not suspects.begin(7, 22.0)
     assert suspects.begin(8, 22.0)
     suspects.lost(8, 3, 23.0)
-    suspects.died(3, 23.0)
+    suspects.died("m", 3, 23.0)
     suspects.end()
     with pytest.raises(Refused) as refused:
         suspects.begin(8, 24.0)
@@ -68,7 +68,7 @@ async def test_the_workers_of_a_host_share_their_suspects(tmp_path: Path) -> Non
     for replica in (1, 2):
         first.lost(7, replica, 10.5)
         for each in (first, second):
-            each.died(replica, 10.0)
+            each.died("m", replica, 10.0)
     for router in routers:
         router.choose(Request("m"), [], 11.0)
     for each in (first, second):

@@ -20,11 +20,11 @@ class Timeline:
         """``seen_s`` after the first loss the death shows on another connection; before it if negative."""
         self.at += 60.0
         if seen_s < 0:
-            self.suspects.died(replica, self.at + seen_s)
+            self.suspects.died("m", replica, self.at + seen_s)
         for request in requests:
             self.suspects.lost(request, replica, self.at)
         if seen_s >= 0:
-            self.suspects.died(replica, self.at + seen_s)
+            self.suspects.died("m", replica, self.at + seen_s)
 
     def of(self, *requests: int, later_s: float = 1.0) -> list[Suspicion]:
         return [self.suspects.suspicion(request, self.at + later_s) for request in requests]
@@ -47,6 +47,34 @@ def test_requests_that_moved_together_run_alone_until_one_is_left() -> None:
     time.suspects.served(8, time.at)
     time.death(2, 7, 30)  # it ran beside a request that is not suspected
     assert time.of(7, 8, 9, 30) == [GUILTY, NONE, ALONE, NONE]
+
+
+@pytest.mark.parametrize(
+    ("others", "apart_s", "verdict"),
+    [
+        # A cluster that ends: a replica died without the request, so it ended none of them.
+        ((3,), 1.0, NONE),
+        # Replicas that died at other times, or none: two engines did not survive the request.
+        ((3,), 30.0, GUILTY),
+        ((), 0.0, GUILTY),
+        # It was at the death of every replica.
+        ((1, 2), 0.0, GUILTY),
+    ],
+)
+def test_a_request_did_not_end_what_was_lost_with_replicas_that_it_never_reached(
+    others: tuple[int, ...], apart_s: float, verdict: Suspicion
+) -> None:
+    suspects, at = Suspects(), 1000.0
+    for replica in (1, 2):
+        at += 0.2
+        suspects.lost(7, replica, at)
+        suspects.died("m", replica, at)
+    for replica in others:
+        suspects.died("m", replica, at + apart_s)
+    suspects.died("of another model", 4, at)
+    assert suspects.suspicion(7, at + 60.0) is verdict
+    assert suspects.excused(7, at + 60.0) is (verdict is NONE)
+    assert not suspects.excused(8, at)
 
 
 def test_copies_of_one_request_count_one_by_one() -> None:
@@ -96,7 +124,7 @@ def test_a_loss_counts_for_the_nearest_death() -> None:
     time = Timeline()
     for apart_s in (60.0, SAME_DEATH_S + 0.1):
         time.at += apart_s
-        time.suspects.died(1, time.at)
+        time.suspects.died("m", 1, time.at)
     time.suspects.lost(7, 1, time.at - SAME_DEATH_S - 0.1)
     time.suspects.lost(7, 1, time.at - 0.1)
     assert time.of(7) == [GUILTY]
