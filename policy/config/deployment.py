@@ -42,7 +42,8 @@ class Shape(Section, frozen=True):
     """The specification of a replica: GPUs or CPU cores, and engine arguments added to the model's.
 
     Replicas with a fraction of a GPU share one. Ray places a replica on a node with GPUs of its
-    ``accelerator_type``, if that is not empty, and with its custom ``resources``.
+    ``accelerator_type``, if that is not empty, and with its custom ``resources``. Without ``max_in_flight`` a
+    replica takes a quarter more requests than its engine's ``max_num_seqs``.
     """
 
     gpus: Gpus = 0
@@ -50,7 +51,7 @@ class Shape(Section, frozen=True):
     accelerator_type: str = ""
     resources: dict[str, Annotated[float, Meta(gt=0)]] = {}
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
-    max_in_flight: Annotated[int, Meta(ge=1, le=65_536)] = 256
+    max_in_flight: Annotated[int, Meta(ge=1, le=65_536)] | None = None
     engine_args: dict[str, Any] = {}
 
     @property

@@ -230,7 +230,7 @@ def shipped(spec: ModelSpec, shape: Shape) -> Timing:
     limits = batch_limits(limits, args, length)
     if blocks := _positive(args, "num_gpu_blocks_override"):
         limits = msgspec.structs.replace(limits, kv_tokens=blocks * BLOCK)
-    seats = min(limits.max_num_seqs, shape.max_in_flight)
+    seats = min(limits.max_num_seqs, shape.max_in_flight or limits.max_num_seqs)
     return msgspec.structs.replace(timing, limits=msgspec.structs.replace(limits, max_num_seqs=seats))
 
 

@@ -237,6 +237,7 @@ class _ModelDecision:
             switched_at=situation.at if switched or _still_switches(situation) else before.switched_at,
             starved_since=_since(before.starved_since, situation.at) if starved else None,
             waits_since=_since(before.waits_since, situation.at) if self.lacks else None,
+            queue_clears_by=self.verdict.queue_clears_by,
         )
         return decision, memory
 
@@ -330,7 +331,13 @@ def _current_memory(situation: Situation) -> Memory:
         return Memory(switched_at=None if memory.switched_at is None else min(memory.switched_at, at))
     if at - memory.at > situation.tick_s + situation.guard.stale_s:
         return msgspec.structs.replace(
-            memory, low_since={}, high_since={}, better_since={}, starved_since=None, waits_since=None
+            memory,
+            low_since={},
+            high_since={},
+            better_since={},
+            starved_since=None,
+            waits_since=None,
+            queue_clears_by=None,
         )
     return memory
 

@@ -80,7 +80,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     ``changed``: the last changes of the count with their instants, where rates limit them. ``better_since``:
     since when each other mode has a sufficient predicted saving. ``switched_at``: the last mode switch.
     ``starved_since``: since when budgets leave too few replicas. ``waits_since``: since when a switch waits
-    for resources of lower priorities.
+    for resources of lower priorities. ``queue_clears_by``: until when a switch waits for a queue that was
+    predicted to be served by then.
     """
 
     at: float | None = None
@@ -94,6 +95,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     switched_at: float | None = None
     starved_since: float | None = None
     waits_since: float | None = None
+    queue_clears_by: float | None = None
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,11 +140,40 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class SwitchCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a switch takes from requests, in seconds.
+
+    The new replicas serve after ``ready_s``. It ``lasts_s`` until the last old one has left: ``drain_s`` for
+    each drain, with ``gap_s`` without a serving replica. Serving engines have at least the part ``speed`` of
+    their cores; the prompts that were cached take ``refill_s`` again. ``taken_s`` is how long nobody would be
+    served to wait as long in sum. ``queued`` requests wait at first; they are served in ``clears_s`` without
+    the switch, in ``clears_after_s`` with it (``None``: never).
+    """
+
+    ready_s: float
+    lasts_s: float
+    gap_s: float
+    drain_s: float
+    speed: float
+    refill_s: float
+    taken_s: float
+    queued: float
+    clears_s: float | None
+    clears_after_s: float | None
+
+    def delays_queue(self, tick_s: float) -> bool:
+        """Whether the queue is served sooner without the switch; one that ends in ``tick_s`` is none."""
+        if self.clears_s is None or self.clears_s <= tick_s:
+            return False
+        return self.clears_after_s is None or self.clears_s < self.clears_after_s
+
+
 class ModeForecast(msgspec.Struct, frozen=True, kw_only=True):
     """The forecast of one mode with ``count`` replicas.
 
     ``ttft_s`` and ``itl_s`` are predicted 95th percentiles (``None``: it cannot keep up), ``met`` the
-    fraction of requests within the SLO. ``cost`` has no unit: only ratios count.
+    fraction of requests within the SLO. ``cost`` has no unit: only ratios count. ``switch`` is what a switch
+    to the mode takes from requests.
     """
 
     mode: str
@@ -152,6 +183,7 @@ class ModeForecast(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float | None = None
     itl_s: float | None = None
     why: str = ""
+    switch: SwitchCost | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,10 +21,11 @@ from policy.config.control import SloConfig
 from policy.engine.performance_model import Workload
 from policy.engine.prefill_estimate import GENERIC
 from policy.engine.replica_capacity import FULL, Capability, ExpectedLatency, latency_at
-from policy.scaling.decision_types import ModeForecast, ModeOption, Situation
+from policy.scaling.decision_types import ModeForecast, ModeOption, Situation, SwitchCost
 from policy.scaling.forecast import likely
 from policy.scaling.guardrails import metrics_stale, unsettled
 from policy.scaling.resources import ROUNDING, Resources
+from policy.scaling.switch_cost import Capacities, Switch, interruption, switch_cost
 from policy.scaling.transition_steps import Goal, Layer, LayerKey, Rollout
 
 # The percentile of the latencies that an SLO bounds.
@@ -50,7 +51,8 @@ LONGEST_DWELL_S = 3600.0
 class Verdict(NamedTuple):
     """The result of a comparison: the forecast ``to`` switch to, if any, and its predicted saving ``gain``.
 
-    With ``early`` the switch pays only once lower priorities have been scaled down for it.
+    With ``early`` the switch pays only once lower priorities have been scaled down for it. Until
+    ``queue_clears_by`` a switch waits for a queue that is served sooner without it.
     """
 
     outlooks: tuple[ModeForecast, ...] = ()
@@ -58,6 +60,7 @@ class Verdict(NamedTuple):
     to: ModeForecast | None = None
     gain: float | None = None
     early: bool = False
+    queue_clears_by: float | None = None
 
 
 def expected(situation: Situation, forecast: float, able: Capability) -> float:
@@ -134,22 +137,28 @@ class ModeComparison:
         since: dict[str, float] = {}
         outlooks: list[ModeForecast] = []
         verdict = Verdict()
-        for mode, there in found.items():
+        for mode, forecast in found.items():
+            there = forecast
             if mode == situation.mode:
                 why = there.why or "the current mode"
             elif there.why or excluded:
                 why = there.why or excluded
             else:
                 gain = 1 - there.cost / here.cost if here.cost else 0.0
+                there = msgspec.structs.replace(forecast, switch=self._switch_cost(forecast))
                 # A mode that no longer fits the budget can be left, one of unknown speed cannot be compared.
                 why = "" if is_known(self.options[here.mode]) else f"{here.mode}: {here.why}"
                 if not why and gain >= situation.switching.gain:
                     since[mode] = situation.memory.better_since.get(mode, situation.at)
                 why = why or self._objection(here, there, since.get(mode))
                 freed = self._freed(there) if why and best.mode == mode else None
-                early = freed is not None and not freed._objection(here, there, since.get(mode))
+                early = freed is not None and not freed._objection(here, forecast, since.get(mode))
                 if best.mode == mode and (early or not why):
-                    verdict = Verdict(to=there, gain=gain, early=early)
+                    queue, clears_by = self._queue(there)
+                    why = why or queue
+                    verdict = Verdict(gain=gain, queue_clears_by=clears_by)
+                    if not queue:
+                        verdict = verdict._replace(to=there, early=early)
                 why = why or ("worth a switch" if best.mode == mode else f"{best.mode} costs less")
                 why = f"gain {gain:.0%}: {why}"
             outlooks.append(msgspec.structs.replace(there, why=why))
@@ -200,15 +209,72 @@ class ModeComparison:
         draining = "waits for a scale-down to end" if situation.supply.draining else ""
         if waits := unsettled(situation) or draining:
             return waits
-        new = self.options[there.mode]
-        dwell_s = max(switching.dwell_s, min(at - since, LONGEST_DWELL_S))
+        new, price = self.options[there.mode], _price(situation.rungs)
+        seen_s, switch = at - since, there.switch or self._switch_cost(there)
+        dwell_s = max(switching.dwell_s, min(seen_s, LONGEST_DWELL_S))
         saved = (here.cost - there.cost) * dwell_s
-        # New replicas cost during their start; while no replica serves, all requests miss the SLO.
+        # New replicas cost during their start, and old ones while they drain beside them. While requests wait
+        # for the switch, all of them miss the SLO.
+        held = 0.0 if switch.gap_s else price[here.mode] * situation.supply.serving * switch.drain_s
         missed = WORST * self.largest if self.rate else 0.0
-        spent = there.cost * new.lead_s + missed * self.gap_s(new)
+        spent = there.cost * new.lead_s + held + missed * switch.taken_s
         if saved <= spent:
             return f"saves {saved:.0f} in {dwell_s:.0f} s, less than the {spent:.0f} that the switch costs"
-        return self._interruption(here, there)
+        # The saving, expected to last as long again, begins with the new replicas and has to outweigh waits.
+        if switch.taken_s and seen_s < switch.ready_s + switch.taken_s:
+            start = f"the start of {switch.ready_s:.0f} s and the {switch.taken_s:.0f} s that requests wait"
+            return f"predicted for {seen_s:.0f} s, less than {start}"
+        # The peak of the rate until the new replicas serve, which may take longer than a start in this mode.
+        rate = self.during(max(switch.lasts_s, 0.0 if switch.gap_s else new.lead_s))
+        old, other = (RESIDUAL * self.capabilities[mode].mu_max for mode in (here.mode, there.mode))
+        residual = Capacities(old, other, rate if situation.supply.serving else 0.0)
+        return interruption(
+            self._switch(there), residual, situation.queue_s, keeps_up=here.ttft_s is not None
+        )
+
+    def _switch(self, there: ModeForecast) -> Switch:
+        """The switch to ``there`` in the room that is free now."""
+        situation = self.situation
+        old, new = self.options[situation.mode], self.options[there.mode]
+        demand, serving = situation.signals.demand, situation.supply.serving
+        drain_s = min(demand.drain_s, situation.switching.drain_timeout_s) if demand else 0.0
+        room = self.spare.plus(old.resources, serving)
+        # Cores are bounded as they are, and overcommitted by the rollout.
+        bounds = Resources(*map(min, self.alone, room))._replace(cpus=self.alone.cpus)
+        return Switch(
+            old=old,
+            new=new,
+            serving=serving,
+            target=max(1, there.count),
+            bounds=bounds,
+            min_healthy=situation.scale.min_healthy,
+            drain_s=drain_s,
+            gap_s=self.gap_s(new),
+        )
+
+    def _switch_cost(self, there: ModeForecast) -> SwitchCost:
+        """What the switch to ``there`` takes from requests."""
+        demand, here = self.situation.signals.demand, self.capabilities[self.situation.mode]
+        rate = 0.0 if demand is None else demand.arrivals.last_20_s
+        capacities = Capacities(here.mu_max, self.capabilities[there.mode].mu_max, rate)
+        return switch_cost(self._switch(there), self.situation.signals, capacities, here.kv_tokens)
+
+    def _queue(self, there: ModeForecast) -> tuple[str, float | None]:
+        """Why the switch waits for the queue, or an empty string, and until when.
+
+        The first prediction counts: one that has failed does not hold the switch any longer.
+        """
+        situation, switch = self.situation, there.switch
+        if switch is None or switch.clears_s is None or not switch.delays_queue(situation.tick_s):
+            return "", None
+        clears_by = situation.memory.queue_clears_by
+        clears_by = situation.at + switch.clears_s if clears_by is None else clears_by
+        if situation.at >= clears_by:
+            return "", clears_by
+        after_s = switch.clears_after_s
+        after = "never" if after_s is None else f"in {after_s:.0f} s"
+        queue = f"the queue of {switch.queued:.0f} clears in {switch.clears_s:.0f} s in the present mode"
+        return f"{queue}, {after} with a switch", clears_by
 
     def _freed(self, there: ModeForecast) -> ModeComparison | None:
         """The comparison once lower priorities are scaled down for the switch, if it needs that."""
@@ -222,7 +288,8 @@ class ModeComparison:
             without_gap = msgspec.structs.replace(new, gap_s=0.0)
             options = tuple(without_gap if option is new else option for option in options)
         situation = msgspec.structs.replace(self.situation, rungs=options)
-        return dataclasses.replace(self, situation=situation, spare=self.spare.plus(Resources(*more)))
+        spare = self.spare.plus(Resources(*more))
+        return dataclasses.replace(self, situation=situation, alone=room, spare=spare)
 
     def _leaves_gap(self, old: ModeOption, new: ModeOption, room: Resources) -> bool:
         """Whether the first replica of ``new`` fits into ``room`` only while none serves."""
@@ -232,36 +299,6 @@ class ModeComparison:
         layers = {was: Layer(wanted=situation.supply.wanted, ready=situation.supply.serving)}
         footprints = {was: Resources(old.gpus, old.cpus), key: Resources(new.gpus, new.cpus)}
         return Rollout(goal, layers, footprints, room).needs_gap()
-
-    def _interruption(self, here: ModeForecast, there: ModeForecast) -> str:
-        """Why requests would be unserved during the switch, or an empty string.
-
-        If the current mode keeps up, the remaining replicas have to as well. If it does not, requests wait in
-        any case, so they may also wait during the switch as long as the queue can hold them. The rate is the
-        peak until the new replicas are ready, which may take longer than a start in the current mode.
-        """
-        new, old = self.options[there.mode], self.options[here.mode]
-        lasts_s = self.gap_s(new) or new.lead_s
-        rate, serving = self.during(lasts_s), self.situation.supply.serving
-        beside = self.spare.holds(new.resources)
-        if not serving or not rate or (not new.gap_s and beside >= there.count):
-            return ""
-        carried = 0.0
-        if not new.gap_s:
-            # First start what fits beside the others; then drain half of those, or what a new one needs.
-            drained = serving - serving // 2
-            while drained < serving and not self.spare.plus(old.resources, drained).holds(new.resources):
-                drained += 1
-            able = self.capabilities
-            carried = beside * able[new.mode].mu_max + (serving - drained) * able[old.mode].mu_max
-            carried *= RESIDUAL
-        if rate <= carried:
-            return ""
-        waits_s = lasts_s * (1 - carried / rate)
-        if waits_s <= self.situation.queue_s and (new.gap_s or here.ttft_s is None):
-            return ""
-        served = f"{carried:.2f} of {rate:.2f} req/s can be served during the switch"
-        return f"{served}: others wait for {waits_s:.0f} s"
 
 
 def _priced(options: tuple[ModeOption, ...]) -> tuple[str, dict[str, float]]:

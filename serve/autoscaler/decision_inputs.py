@@ -109,7 +109,8 @@ class SituationBuilder:
         reported = self._reported.get(LayerKey(spec.name, shape, generation))
         if reported is None:
             return timing
-        seats = min(reported.limits.max_num_seqs, spec.shapes[shape].max_in_flight)
+        seats = reported.limits.max_num_seqs
+        seats = min(seats, spec.shapes[shape].max_in_flight or seats)
         limits = replace(reported.limits, max_num_seqs=seats)
         return Timing(limits=limits, model=reported.model or timing.model)
 

@@ -42,9 +42,9 @@ ALLOWED = frozenset(
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The specification of an engine process, sent as one JSON line on its standard input.
 
-    ``host`` is the address to listen on, ``bound`` the maximum number of concurrent requests, ``weights`` a
-    local directory (empty for the simulated engine), ``share`` the part of each GPU that is its own, ``cpus``
-    the cores of a shape without GPUs. With
+    ``host`` is the address to listen on, ``bound`` the maximum number of concurrent requests (``None``: by
+    the engine's limits), ``weights`` a local directory (empty for the simulated engine), ``share`` the part
+    of each GPU that is its own, ``cpus`` the cores of a shape without GPUs. With
     ``adapter_slots`` of 0 no adapters are served; otherwise of rank ``max_rank`` at most. Their files are
     found by digest in the directories ``blobs``, or pulled from the ``controller`` into the last of them, up
     to ``max_bytes``. Adapters of ``hold`` are loaded before the first request. An engine that ``sleeps``
@@ -56,7 +56,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     runner: Runner
     host: str
     secret: str
-    bound: int
+    bound: int | None
     weights: str = ""
     tensor_parallel: int = 1
     share: float = 1.0

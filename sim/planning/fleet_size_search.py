@@ -171,7 +171,7 @@ class Trials:
         """
         if not count:
             return self._all_bought(price)
-        most = candidate.shape.max_in_flight
+        most = self._bound(candidate)
         if self.meets(candidate, count):
             return self._overflown(candidate, count, price, most)
         bounds: dict[int, OverflowResult] = {}
@@ -214,6 +214,10 @@ class Trials:
             served_within=0.0,
         )
 
+    def _bound(self, candidate: Candidate) -> int:
+        """The configured concurrency limit of a replica, or that of its engine."""
+        return candidate.shape.max_in_flight or self._timing(candidate).limits.in_flight
+
     def _timing(self, candidate: Candidate) -> Timing:
         return shipped(candidate.of(self.spec, 1), candidate.shape)
 
@@ -233,7 +237,7 @@ class Trials:
         if factor != 1.0:
             what += f", load x {factor:g}"
         if upstreams:
-            what += f", {candidate.shape.max_in_flight} at once"
+            what += f", {self._bound(candidate)} at once"
         self.progress(what, 0.0, ends_at)
         return simulate(
             fixed,

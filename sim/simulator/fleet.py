@@ -20,6 +20,7 @@ from policy.hashing import hash_name
 from policy.routing.cost import Candidate
 from policy.routing.replica_health import Breaker, HealthCounters, ReplicaHealth
 from policy.scaling.start_times import StartTime, StartTimes
+from policy.scaling.switch_cost import core_share, start_cores
 from policy.scaling.transition_steps import Layer, LayerKey
 from policy.scaling.view import Supply
 from policy.types import Load, Replica, ReplicaPhase, StartPath
@@ -88,11 +89,14 @@ class Fleet:
         scenario: Scenario,
         spans: list[Span],
         rng: random.Random,
+        cores: float | None,
         *,
         wake: Callable[[float, str, SimulatedReplica, int], None],
         lost: Callable[[SimulatedReplica], None],
     ) -> None:
+        """``cores`` are those of the machine, if known: engines that claim more in sum run slower."""
         self.spec = spec
+        self._cores, self._core_share = math.inf if cores is None else cores, 1.0
         self.serving: list[SimulatedReplica] = []
         self.views: list[Candidate] = []
         self.starts = StartTimes()
@@ -136,20 +140,19 @@ class Fleet:
             runner = self._made(key, 0.0, StartPath.CACHED)
             runner.span.ready_at = 0.0
             runner.state = ReplicaPhase.READY
-        self._changed()
+        self._changed(0.0)
 
     def scale(self, key: LayerKey, count: int, at: float) -> None:
         more = count - self._wanted.get(key, 0)
         self._wanted[key] = count
         self.starts.requested(key, more, at)
-        for _ in range(more):
-            self._start(key, at)
+        self._start(key, more, at)
         if more < 0:
             mine = [runner for runner in self._all if runner.key == key and stays(runner)]
             mine.sort(key=lambda runner: (runner.state is ReplicaPhase.READY, -runner.span.number))
             for runner in mine[:-more]:
                 self._drain(runner, at)
-        self._changed()
+        self._changed(at)
 
     def ready(self, runner: SimulatedReplica, at: float) -> bool:
         """Its start has ended; returns whether it serves now."""
@@ -158,7 +161,7 @@ class Fleet:
         runner.state = ReplicaPhase.READY
         runner.span.ready_at = at
         self.starts.note(self._replica(runner, at), at)
-        self._changed()
+        self._changed(at)
         return True
 
     def submit(self, runner: SimulatedReplica, place: SimulatedTicket, job: Job, at: float) -> None:
@@ -199,7 +202,7 @@ class Fleet:
         runner.engine.crash()
         runner.span.crashed = True
         self._end(runner, at)
-        self._start(runner.key, at)
+        self._start(runner.key, 1, at)
         return lost
 
     def slow(self, factor: float, at: float) -> SimulatedReplica | None:
@@ -216,7 +219,7 @@ class Fleet:
     def pace(self, runner: SimulatedReplica, factor: float, at: float) -> None:
         """Have its steps take ``factor`` times as long as its engine model says."""
         runner.slow = factor
-        runner.engine.slow(factor, at)
+        runner.engine.slow(factor / self._core_share, at)
         self.watch(runner)
 
     def layers(self) -> dict[LayerKey, Layer]:
@@ -255,15 +258,21 @@ class Fleet:
 
     def slowness(self, name: str) -> float:
         """By what factor the steps of the replica of that id are slower than its engine model says."""
-        return next((runner.slow for runner in self._all if runner.view.id == name), 1.0)
+        slow = next((runner.slow for runner in self._all if runner.view.id == name), 1.0)
+        return slow / self._core_share
 
-    def _start(self, key: LayerKey, at: float) -> None:
-        path = StartPath.CACHED if key.shape in self._seen else StartPath.COLD
-        path = StartPath.SLEEPING if self.sleeps(key) else path
-        self._seen.add(key.shape)
-        runner = self._made(key, at, path)
-        self.starts.note(self._replica(runner, at), at)
-        self._wake(at + self._start_s(path), "ready", runner, 0)
+    def _start(self, key: LayerKey, count: int, at: float) -> None:
+        started = []
+        for _ in range(count):
+            path = StartPath.CACHED if key.shape in self._seen else StartPath.COLD
+            path = StartPath.SLEEPING if self.sleeps(key) else path
+            self._seen.add(key.shape)
+            runner = self._made(key, at, path)
+            self.starts.note(self._replica(runner, at), at)
+            started.append(runner)
+        self._changed(at)
+        for runner in started:
+            self._wake(at + self._start_s(runner.span.path) / self._core_share, "ready", runner, 0)
 
     def _start_s(self, path: StartPath) -> float:
         scenario, assumed_s = self._scenario, self.spec.control.assumed_start_s
@@ -302,7 +311,9 @@ class Fleet:
             prefix_tokens=timing.limits.kv_tokens if cached else None,
         )
         name = f"{key.model}-{key.shape}-{number}"
-        view = Candidate(name, hash_name(name), bound=shape.max_in_flight, timing=timing)
+        view = Candidate(
+            name, hash_name(name), bound=shape.max_in_flight or timing.limits.in_flight, timing=timing
+        )
         runner = SimulatedReplica(key, span, engine, view, self.health.join())
         self._all.append(runner)
         return runner
@@ -323,7 +334,7 @@ class Fleet:
         self._write_down(runner, at)
         self._all.remove(runner)
         self.starts.note(self._replica(runner, at), at)
-        self._changed()
+        self._changed(at)
         runner.breaker.reachable = False
         self.health.leave(runner.breaker)
         self._lost(runner)
@@ -341,9 +352,20 @@ class Fleet:
         self.adapter_loads += engine.adapter_loads
         self.preemptions += engine.preempted
 
-    def _changed(self) -> None:
+    def _changed(self, at: float) -> None:
         self.serving = [runner for runner in self._all if runner.state is ReplicaPhase.READY]
         self.views = [runner.view for runner in self.serving]
+        if self._cores == math.inf:
+            return
+        claimed = sum(
+            start_cores(runner.span.cpus) if runner.state is ReplicaPhase.STARTING else runner.span.cpus
+            for runner in self._all
+        )
+        share = core_share(self._cores, claimed)
+        if share != self._core_share:
+            self._core_share = share
+            for runner in self._all:
+                self.pace(runner, runner.slow, at)
 
     def _replica(self, runner: SimulatedReplica, at: float) -> Replica:
         span, engine = runner.span, runner.engine

@@ -2,8 +2,7 @@
 
 One queue of events in virtual time. A request: arrival -> gateway (admission, routing) -> replica's engine ->
 first token -> last token. A decision: reports of gateways and replicas -> signals -> policies, guardrails,
-modes -> counts -> replicas that start and drain. All randomness comes from ``seed``: equal arguments
-give equal records.
+modes -> counts -> replicas that start and drain. Equal arguments, ``seed`` included, give equal records.
 """
 
 from __future__ import annotations
@@ -89,7 +88,8 @@ class _Run:
         self._addressing = ModelNames([spec.name for spec in deployment.models])
         for spec in deployment.models:
             starts, routes = (random.Random(streams.getrandbits(64)) for _ in range(2))  # noqa: S311
-            fleet = Fleet(spec, scenario, self._spans, starts, wake=self._push, lost=self._lost)
+            cpus = deployment.budget.cpus
+            fleet = Fleet(spec, scenario, self._spans, starts, cpus, wake=self._push, lost=self._lost)
             elsewhere = partial(self._queued_elsewhere, spec.name)
             self._gateways[spec.name] = SimulatedGateway(
                 deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere, router=router

@@ -34,7 +34,8 @@ def without_prose(made: Decision) -> Decision:
         proposal=proposal,
         shadow=shadow,
         clips=tuple(msgspec.structs.replace(clip, why="") for clip in made.clips),
-        outlooks=tuple(msgspec.structs.replace(outlook, why="") for outlook in made.outlooks),
+        # What a switch takes was not recorded then, either.
+        outlooks=tuple(msgspec.structs.replace(each, why="", switch=None) for each in made.outlooks),
     )
 
 

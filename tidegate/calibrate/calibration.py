@@ -269,7 +269,8 @@ class CalibrationRun:
 
     def _plan_points(self, model: EngineModel, limits: Limits, seconds: float) -> PlannedPoints:
         """The load points that share ``seconds``, without those that would miss the SLO."""
-        spec, bound = self.subject.spec, self.subject.spec.shapes[self.subject.shape].max_in_flight
+        spec = self.subject.spec
+        bound = spec.shapes[self.subject.shape].max_in_flight or limits.in_flight
         length = self.subject.max_model_len
 
         def within(slo: Slo, point_s: float) -> list[Point]:

@@ -71,7 +71,7 @@ async def test_reported_timing_replaces_the_profile(plane: Plane) -> None:
     await Traffic(plane).run(8, m=1.0)
     timing = options(plane)["multi-replica"].timing
     assert timing.model == SMALL.model
-    assert timing.limits == Limits(max_num_batched_tokens=99, max_num_seqs=256, kv_tokens=777)
+    assert timing.limits == reported.limits
     model = EngineModel(o=1.0, w=1.0, c=1.0, g=1.0, r=1.0)
     plane.controller.beat(
         Heartbeat(replica=replica, engine=EngineReport(timing=Timing(limits=reported.limits, model=model)))

@@ -259,7 +259,10 @@ def test_a_ladder_of_three_modes_is_climbed_up_and_down() -> None:
     document = deployment(
         model={
             "sim": {"profile": "h100-8b", "wake_s": 3},
-            "shapes": {name: {"gpus": gpus, "tensor_parallel": gpus} for name, gpus in sizes.items()},
+            "shapes": {
+                name: {"gpus": gpus, "tensor_parallel": gpus, "max_in_flight": 256}
+                for name, gpus in sizes.items()
+            },
             "modes": {
                 name: {"shape": name, "replicas": {"min": 1, "max": 8 // gpus}}
                 for name, gpus in sizes.items()

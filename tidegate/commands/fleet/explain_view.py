@@ -180,6 +180,7 @@ def _sections(
     yield "limits", *(limits or [Text("none applied")])
     if len(decision.outlooks) > 1:
         yield "modes", _modes(decision)
+        yield "switch", *_switches(decision)
     if after is not None and after.barred:
         yield "blocked", *(describe_switch_block(mode, until, now) for mode, until in after.barred.items())
     if (shadow := decision.shadow) is not None:
@@ -370,6 +371,24 @@ def _modes(decision: Decision) -> Table:
         (">ITL p95", lambda mode: optional(mode.itl_s, latency)),
         ("note", lambda mode: Text(mode.why, style="dim")),
     )
+
+
+def _switches(decision: Decision) -> Iterable[str]:
+    """What a switch to each other mode takes from requests."""
+    for mode in decision.outlooks:
+        if (cost := mode.switch) is None:
+            continue
+        parts = [f"gap {cost.gap_s:.0f} s"] if cost.gap_s else [f"drain {cost.drain_s:.0f} s"]
+        if cost.speed < 1:
+            parts.append(f"engines at {cost.speed:.0%} of their speed while others start or drain")
+        if cost.refill_s >= 1:
+            parts.append(f"cached prompts again {cost.refill_s:.0f} s")
+        if cost.queued >= 1:
+            ends = (cost.clears_s, cost.clears_after_s)
+            now, then = ("never" if at_s is None else f"in {at_s:.0f} s" for at_s in ends)
+            parts.append(f"queue of {cost.queued:.0f} clears {now}, {then} with the switch")
+        waits = f"requests wait {cost.taken_s:.0f} s of the {cost.lasts_s:.0f} s"
+        yield f"to {mode.mode}: {waits}; {', '.join(parts)}"
 
 
 def _updated(age_s: float, stale_s: float) -> Text:
