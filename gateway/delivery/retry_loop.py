@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from time import monotonic, perf_counter, time
 
 from gateway.delivery.relay import Relay
@@ -20,9 +21,10 @@ from gateway.routing.replica_handle import ReplicaHandle
 from gateway.telemetry.metrics import ModelCounters
 from policy.admission.retry import MAX_BEGUN, AttemptOutcome
 from policy.errors import Refusal
+from policy.request import Request
 from policy.routing.concurrency_limit import ConcurrencyLimit
 from policy.types import EngineKind, Runner
-from policy.wire.headers import PREFILL_HEADER, PREFIX_HEADER
+from policy.wire.headers import DEPTHS_HEADER, PREFILL_HEADER, PREFIX_HEADER
 
 # What becomes of the requests on a replica that dies.
 _LOSSES = frozenset({AttemptOutcome.LOST, AttemptOutcome.BROKEN})
@@ -31,7 +33,7 @@ DYING_S, TOGETHER_S = 0.05, 0.5
 # Prefix hashes that a request's head carries for other hosts, 17 bytes each.
 MAX_NEW_HASHES = 64
 
-_PREFILL, _PREFIX = PREFILL_HEADER.encode(), PREFIX_HEADER.encode()
+_PREFILL, _PREFIX, _DEPTHS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), DEPTHS_HEADER.encode()
 
 
 class RetryLoop:
@@ -201,13 +203,27 @@ class RetryLoop:
             head += b"%b: %d\r\n" % (_PREFILL, self._ticket.pending)
             if call.adapter is not None:
                 head += call.adapter.header
-            if hashes := self._ticket.new_hashes:
-                listed = b",".join([b"%x" % value for value in hashes[:MAX_NEW_HASHES]])
-                head += b"%b: %b\r\n" % (_PREFIX, listed)
+            head += _prefix_headers(self._ticket.request, self._ticket.new_hashes)
         for name in (b"accept", b"anthropic-version"):
             if (value := call.headers.get(name)) is not None and value.isascii() and b"\n" not in value:
                 head += b"%b: %b\r\n" % (name, value)
         return head + b"\r\n"
+
+
+def _prefix_headers(request: Request, new_hashes: Sequence[int]) -> bytes:
+    """The headers that name the prompt's prefixes: those that are new there, and how deep they are."""
+    head, depths = b"", request.depths
+    new = new_hashes[:MAX_NEW_HASHES]
+    if new:
+        head = b"%b: %b\r\n" % (_PREFIX, b",".join([b"%x" % value for value in new]))
+    if depths:
+        adapters = 1 if new_hashes and new_hashes[-1] & 1 else 0
+        known = len(depths) - len(new_hashes) + adapters
+        last = request.prefix[known - 1] if known else 0
+        ends = (depths[known - 1] if known else 0, *depths[known : known + MAX_NEW_HASHES])
+        listed = b",".join([b"%d" % end for end in ends])
+        head += b"%b: %x,%b,%d\r\n" % (_DEPTHS, last, listed, request.prompt_tokens)
+    return head
 
 
 async def _accepts_connections(replica: ReplicaHandle) -> bool:

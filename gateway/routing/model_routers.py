@@ -21,6 +21,7 @@ from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Decision, Router
 from policy.routing.settings import Settings, settings_of
+from policy.wire.load_stream import CachedPrefix
 
 # How many decisions are kept for explanations.
 KEPT = 512
@@ -106,6 +107,17 @@ class ModelRouters:
         """The replica with ``key`` reports the prefixes that any gateway sent to it."""
         self._of(model).learned(hashes, key, self._clock())
 
+    def learn_cached(
+        self,
+        model: str,
+        key: int,
+        held: Sequence[CachedPrefix],
+        gone: Sequence[CachedPrefix],
+        reset: bool,
+    ) -> None:
+        """The replica with ``key`` reports what its engine holds; after a ``reset`` nothing else."""
+        self._of(model).cached(held, gone, key, self._clock(), reset=reset)
+
     def set_adapters(self, model: str, key: int, loaded: Iterable[str], refused: Iterable[str]) -> None:
         """The replica with ``key`` reports the adapters that it has loaded and could not load."""
         self._of(model).holds(
@@ -174,6 +186,7 @@ def _described(at: float, request: Request, decision: Decision) -> dict[str, Any
                 "replica": quote.candidate.id,
                 **{f"{part}_s": round(getattr(quote, part), 6) for part in _COST_PARTS},
                 "uncached_tokens": quote.uncached,
+                "cached_tokens": quote.cached,
             }
             for quote in decision.quotes
         ],

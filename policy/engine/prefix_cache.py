@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from policy.engine.performance_model import BLOCK
 
@@ -25,14 +26,23 @@ def block_hashes(tokens: Sequence[Hashable], salt: Hashable) -> tuple[int, ...]:
     return tuple(hashes)
 
 
+class CacheChange(NamedTuple):
+    """A ``block``, which continues ``parent``, was ``stored``, or removed."""
+
+    block: Hashable
+    parent: Hashable | None
+    stored: bool
+
+
 class PrefixCache:
     """The cached blocks of one engine with ``kv_tokens`` tokens of KV memory.
 
     A block has ``block_tokens`` tokens and stands for all tokens before it too. The last block of a prompt
-    may have fewer tokens.
+    may have fewer tokens. With ``reports`` the changes are kept until :meth:`take_changes`.
     """
 
-    def __init__(self, kv_tokens: int, block_tokens: int = BLOCK) -> None:
+    def __init__(self, kv_tokens: int, block_tokens: int = BLOCK, *, reports: bool = False) -> None:
+        self._changes: list[CacheChange] | None = [] if reports else None
         self._kv_tokens = kv_tokens
         self._block_tokens = block_tokens
         self._held: dict[Hashable, int] = {}
@@ -54,7 +64,11 @@ class PrefixCache:
 
     def hold(self, blocks: Sequence[Hashable]) -> None:
         """A prompt of these blocks is in KV memory until it is released."""
+        parent: Hashable | None = None
         for block in blocks:
+            if self._changes is not None and block not in self._held and block not in self._free:
+                self._changes.append(CacheChange(block, parent, stored=True))
+            parent = block
             self._held[block] = self._held.get(block, 0) + 1
             self._free_tokens -= self._free.pop(block, 0)
 
@@ -73,6 +87,8 @@ class PrefixCache:
             if size > 0:
                 self._free[block] = size
                 self._free_tokens += size
+            else:
+                self._gone(block)
 
     def spare(self, kv_used: int) -> int:
         """How many tokens more than ``kv_used`` running requests may hold before a block is evicted."""
@@ -82,9 +98,24 @@ class PrefixCache:
         """Running requests hold ``kv_used`` tokens: evict the blocks that do not fit beside them."""
         room = self._kv_tokens - kv_used
         while self._free and self._free_tokens > room:
-            self._free_tokens -= self._free.popitem(last=False)[1]
+            block, tokens = self._free.popitem(last=False)
+            self._free_tokens -= tokens
+            self._gone(block)
 
     def clear(self) -> None:
         """Evict every block that no request holds."""
+        for block in self._free:
+            self._gone(block)
         self._free.clear()
         self._free_tokens = 0
+
+    def take_changes(self) -> list[CacheChange]:
+        """The changes since the last call, in order."""
+        if not self._changes:
+            return []
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _gone(self, block: Hashable) -> None:
+        if self._changes is not None:
+            self._changes.append(CacheChange(block, None, stored=False))

@@ -69,6 +69,8 @@ class CostEstimate(NamedTuple):
     a share of the traffic above the bound), and no part of the TTFT. ``uncached`` are the prompt tokens to
     compute, ``modelled`` the seconds by the engine model alone, ``age`` the tokens sent there since the
     cached prefix was last used, ``loads`` the adapter loads before the first token, its own included.
+    ``cached`` are the prompt tokens believed to be in its KV cache: with the engine's own report they are
+    exact, where those of the whole prompt are an estimate.
     """
 
     candidate: Candidate
@@ -81,6 +83,7 @@ class CostEstimate(NamedTuple):
     modelled: float = 0.0
     age: int = 0
     loads: int = 0
+    cached: int = 0
 
     @property
     def total(self) -> float:
@@ -131,9 +134,9 @@ def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
 
 
 # The fields of :class:`CostEstimate` in order: a plain tuple is cheaper for the candidates not chosen.
-Row = tuple[Candidate, float, float, float, float, float, int, float, int, int]
-# Candidate, state, the terms of :func:`estimate`, uncached tokens, age.
-_Measured = tuple[Candidate, ReplicaState, tuple[float, float, float, float, float, float], int, int]
+Row = tuple[Candidate, float, float, float, float, float, int, float, int, int, int]
+# Candidate, state, the terms of :func:`estimate`, uncached tokens, age, cached tokens.
+_Measured = tuple[Candidate, ReplicaState, tuple[float, float, float, float, float, float], int, int, int]
 
 
 class CostModel:
@@ -169,17 +172,18 @@ class CostModel:
         warm_s = math.inf
         measured: list[_Measured] = []
         for candidate, site in pairs:
-            uncached, age = prompt, 0
+            uncached, age, cached = prompt, 0, 0
             if key:
                 site.load_s += ALIKE * (self.load_s - site.load_s)
             if prefix:
                 held = site.held
                 if first in held.young or first in held.old or at - held.turned_at > held.turn_s:
                     if depth := held.depth(prefix, at):
-                        uncached = max(prompt - site.cached(request, depth), 1)
-                        age = held.age(prefix[depth - 1])
+                        last = prefix[depth - 1]
+                        cached = site.cached(request, depth)
+                        uncached, age = max(prompt - cached, 1), held.age(last)
                         if depth > deepest:
-                            deepest, anchor = depth, prefix[depth - 1]
+                            deepest, anchor = depth, last
                     elif first in held and (former is None or held.age(first) < youngest):
                         youngest, former = held.age(first), site
             weight = site.pace.capacity
@@ -203,7 +207,7 @@ class CostModel:
                 if not resident or claim > most_claim:
                     primary, most_claim = site, claim
                 resident = True
-            measured.append((candidate, site, terms, uncached, age))
+            measured.append((candidate, site, terms, uncached, age, cached))
         cold_s = cold / most
         if deepest:
             former = None
@@ -215,7 +219,7 @@ class CostModel:
         homeless = prefix and not new
         rows: list[Row] = []
         costs: list[float] = []
-        for candidate, site, (waits, own_s, loads, presses, own, modelled), uncached, age in measured:
+        for candidate, site, (waits, own_s, loads, presses, own, modelled), uncached, age, cached in measured:
             unit, share = cold_s, site.share
             # Running requests stall during the prefill; a copy of a prefix also takes KV cache.
             burden = own - own / (1.0 + candidate.in_flight)
@@ -248,7 +252,9 @@ class CostModel:
             before = len(site.loads)
             if loads:
                 before += 1
-            rows.append((candidate, waits, own_s, loads, presses, burden, uncached, modelled, age, before))
+            rows.append((
+                candidate, waits, own_s, loads, presses, burden, uncached, modelled, age, before, cached
+            ))  # fmt: skip
         return rows, costs, deepest > 0
 
     def _share_price(

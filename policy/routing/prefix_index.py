@@ -1,9 +1,11 @@
-"""The prompt prefixes assumed to be in one replica's KV cache: bounded, and ageing."""
+"""The prompt prefixes that are in one replica's KV cache: as its engine reports them, or else an estimate."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+from policy.wire.load_stream import CachedPrefix
 
 # About one hash per 256 tokens: 16,384 cover several times the KV cache of any GPU, in about 2 MiB.
 CAPACITY = 16_384
@@ -26,6 +28,11 @@ class PrefixIndex:
     ``capacity`` further tokens the engine has evicted it. The capacity in tokens is as reported, and
     corrected by first tokens. The router reads the generations directly, since most replicas hold nothing of
     a prompt.
+
+    It is ``exact`` once the replica has reported what its engine holds. Then an entry is held until the
+    report that it is gone: it stays, with the complement of its stamp, so that its last home is known. A
+    prompt that was sent counts as held from then on. ``tokens`` are the reported tokens of entries, ``host``
+    those of them that are in host memory only.
     """
 
     def __init__(self, capacity: int = CAPACITY, age_s: float = AGE_S) -> None:
@@ -37,6 +44,9 @@ class PrefixIndex:
         self.turned_at = 0.0
         self.given = 0
         self.capacity = math.inf
+        self.exact = False
+        self.tokens: dict[int, int] = {}
+        self.host: dict[int, int] = {}
         self._doubt = 0.0
 
     def __len__(self) -> int:
@@ -48,7 +58,45 @@ class PrefixIndex:
     def age(self, key: int) -> int:
         """The uncached tokens sent since the last use of ``key``, which must be present."""
         stamp = self.young.get(key)
-        return self.given - (self.old[key] if stamp is None else stamp)
+        if stamp is None:
+            stamp = self.old[key]
+        return self.given - (stamp if stamp >= 0 else ~stamp)
+
+    def reset(self) -> None:
+        """The replica holds nothing but what it reports from now on."""
+        self.exact = True
+        self.turn_s = self._age_s = math.inf
+        for generation in (self.young, self.old):
+            for key, stamp in generation.items():
+                if stamp >= 0:
+                    generation[key] = ~stamp
+        self.host.clear()
+
+    def report(self, held: Sequence[CachedPrefix], gone: Sequence[CachedPrefix], at: float) -> None:
+        """The replica reports changes of what its engine holds; :meth:`reset` came before the first."""
+        for each in held:
+            key = each.hash
+            self.tokens[key] = each.tokens + each.host_tokens
+            if each.host_tokens:
+                self.host[key] = each.host_tokens
+            elif key in self.host:
+                del self.host[key]
+            stamp = self.young.get(key)
+            if stamp is None:
+                if len(self.young) >= self._half:
+                    self._turn(at)
+                stamp = self.old.get(key, self.given)
+            self.young[key] = stamp if stamp >= 0 else ~stamp
+        for each in gone:
+            key = each.hash
+            if key in self.host:
+                del self.host[key]
+            generation = self.young if key in self.young else self.old
+            stamp = generation.get(key)
+            if stamp is not None:
+                self.tokens[key] = each.tokens
+                if stamp >= 0:
+                    generation[key] = ~stamp
 
     def survived(self, age: int) -> None:
         """An entry of this ``age`` (tokens) was still cached."""
@@ -70,7 +118,7 @@ class PrefixIndex:
         young, old = self.young, self.old
         if not hashes or (hashes[0] not in young and hashes[0] not in old):
             return 0
-        floor = self.given - self.capacity
+        floor = 0.0 if self.exact else self.given - self.capacity
         low, high = 0, len(hashes)
         # Most prompts are a known prefix and a short tail of their own.
         for last in (high - 1, high - 2):
@@ -107,3 +155,6 @@ class PrefixIndex:
         self.old = {} if at - self.turned_at > self._age_s else self.young
         self.young = {}
         self.turned_at = at
+        if len(self.tokens) > 2 * self._half:
+            self.tokens = {key: tokens for key, tokens in self.tokens.items() if key in self.old}
+            self.host = {key: tokens for key, tokens in self.host.items() if key in self.old}

@@ -50,9 +50,15 @@ class ReplicaState:
     def cached(self, request: Request, depth: int) -> int:
         """The tokens of the prompt that are cached there, with ``depth`` of its hashes.
 
-        A prompt is hashed at few depths. That of a known session begins with its last one, as far as shown.
+        As its engine reports, or else by their estimated depth. A prompt is hashed at few depths. That of a
+        known session begins with its last one, as far as shown.
         """
-        tokens = request.depths[depth - 1] if depth else 0
+        if not depth:
+            return 0
+        tokens = self.held.tokens.get(request.prefix[depth - 1], -1)
+        if tokens >= 0:
+            return tokens
+        tokens = request.depths[depth - 1]
         if request.session and (resident := self.sessions.by_session.get(request.session)) is not None:
             known = resident.tokens
             if known > tokens and (depth == len(request.depths) or known < request.depths[depth]):

@@ -19,6 +19,7 @@ from policy.routing.cost import Candidate, CostEstimate, CostModel, Row
 from policy.routing.prediction_correction import InterTokenGaps
 from policy.routing.replica_state import ReplicaState
 from policy.routing.settings import Settings
+from policy.wire.load_stream import CachedPrefix
 
 
 class Decision(NamedTuple):
@@ -160,6 +161,15 @@ class Router:
             if value & 1:
                 site.slots.use(value)
 
+    def cached(
+        self, held: Sequence[CachedPrefix], gone: Sequence[CachedPrefix], key: int, at: float, *, reset: bool
+    ) -> None:
+        """The replica with ``key`` reports what its engine holds; after ``reset`` that and nothing else."""
+        index = (self._sites.get(key) or self._open(key, None)).held
+        if reset:
+            index.reset()
+        index.report(held, gone, at)
+
     def holds(self, loaded: Sequence[int], refused: Sequence[int], key: int) -> None:
         """The replica with ``key`` reports which adapters it has loaded, and which it could not load."""
         site = self._sites.get(key) or self._open(key, None)
@@ -225,6 +235,8 @@ class Router:
 
     def _was_gone(self, request: Request, quote: CostEstimate, site: ReplicaState, ttft_s: float) -> bool:
         """Whether a prefix assumed cached was not: visible where a full prefill takes twice as long."""
+        if site.held.exact:
+            return False
         whole = site.pace.prefill_s(request.prompt_tokens, 0.0, 0) - site.pace.prefill_s(
             quote.uncached, 0.0, 0
         )

@@ -8,10 +8,13 @@ from typing import Final
 SECRET_HEADER: Final = "x-tidegate-secret"
 
 # From a gateway to a replica. The prompt tokens that are not cached, as far as the gateway knows; the
-# prefixes that the request will leave in the cache, as 64-bit hashes in hex with commas between them; the
-# adapter version that it needs, as NAME@DIGEST with the whole digest.
+# prefixes that the request will leave in the cache and that are new there, as 64-bit hashes in hex with
+# commas between them; the estimated tokens up to each of those, to the end of the prompt, and before them all
+# the deepest prefix that is not new with its tokens: HASH,TOKENS,TOKENS..., the hash being 0 if all are new;
+# the adapter version that it needs, as NAME@DIGEST with the whole digest.
 PREFILL_HEADER: Final = "x-tidegate-prefill"
 PREFIX_HEADER: Final = "x-tidegate-prefix"
+DEPTHS_HEADER: Final = "x-tidegate-depths"
 ADAPTER_HEADER: Final = "x-tidegate-adapter"
 # Marks a health check that a replica serves before it is ready.
 CANARY_HEADER: Final = "x-tidegate-canary"

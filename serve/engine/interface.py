@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,12 +14,16 @@ from policy.engine.performance_model import Timing
 from policy.engine.step_samples import StepSample
 from policy.types import EngineKind, Runner
 from policy.wire.heartbeat import AdapterRef
+from serve.engine.kv_block_index import KvBlockIndex, NamedPrompt
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# The prefixes of the request that an engine's app serves, where its gateway named any.
+NAMED: ContextVar[NamedPrompt | None] = ContextVar("NAMED", default=None)
 
 # The only paths that reach an engine's app; vLLM's other routes control or reveal too much.
 ALLOWED = frozenset(
@@ -94,12 +99,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """One engine in this process. ``app`` is its OpenAI-compatible HTTP surface.
 
-    ``adapter_slots`` is how many adapters it can have loaded at once, 0 if it loads none.
+    ``adapter_slots`` is how many adapters it can have loaded at once, 0 if it loads none. ``blocks`` follows
+    its KV cache by its events; ``None`` if it has none. There it names the prompts of :data:`NAMED`.
     """
 
     app: ASGIApp
     max_model_len: int | None
     adapter_slots: int
+    blocks: KvBlockIndex | None
 
     def stats(self) -> EngineStats:
         """The current counts; does not block."""

@@ -20,6 +20,7 @@ from policy.wire.adapter_catalog import DIGEST, NAME
 from policy.wire.headers import (
     ADAPTER_HEADER,
     CANARY_HEADER,
+    DEPTHS_HEADER,
     PREFILL_HEADER,
     PREFIX_HEADER,
     REFUSAL_HEADER,
@@ -28,10 +29,12 @@ from policy.wire.headers import (
 from policy.wire.load_stream import COALESCE_S, LoadLine
 from serve.async_waiting import wait_at_most
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.interface import ALLOWED, Engine, Message, Receive, Scope, Send
+from serve.engine.interface import ALLOWED, NAMED, Engine, Message, Receive, Scope, Send
+from serve.engine.kv_block_index import NamedPrompt
 
 _CANARY, _REFUSAL, _SECRET = CANARY_HEADER.encode(), REFUSAL_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()
+_DEPTHS = DEPTHS_HEADER.encode()
 _ADAPTER = re.compile(f"({NAME.pattern})@({DIGEST.pattern})")
 
 # A load line is sent at least this often, so that a reader can tell an idle replica from a dead one.
@@ -40,6 +43,8 @@ HEARTBEAT_S = 1.0
 MAX_PREFIXES = 512
 # A request that arrived less than this ago may not be in the engine's own count yet.
 UNSEEN_S = 0.05
+# The engine's events on a prompt come within this time of its first output.
+SETTLED_S = 0.25
 
 
 class Guard:
@@ -67,6 +72,8 @@ class Guard:
         self.state = ReplicaPhase.STARTING
         self._changed = asyncio.Event()
         adapters.watch(self._notify)
+        if engine.blocks is not None:
+            engine.blocks.watch(self._notify)
 
     def become(self, state: ReplicaPhase) -> None:
         """Move to ``state``; a draining replica never becomes ready again."""
@@ -171,6 +178,9 @@ class Guard:
         self._prefixes.extend(prefixes)
         self._prefix_count += len(prefixes)
         self._notify()
+        blocks = self._engine.blocks
+        named = None if blocks is None else _named(prefixes, headers.get(_DEPTHS, b""))
+        NAMED.set(named)
         try:
             if (wanted := headers.get(_NEEDS)) is None:
                 await self._engine.app(scope, receive, answer)
@@ -187,6 +197,9 @@ class Guard:
                 self._emptied.set()
             self._prefills.pop(answer, None)
             self._notify()
+            if blocks is not None and named is not None:
+                # Also of a request that never reached the cache, whose sender assumes that it did.
+                asyncio.get_running_loop().call_later(SETTLED_S, blocks.announce, named.hashes)
 
     async def _adapted(self, scope: Scope, receive: Receive, answer: _Answer, wanted: bytes) -> None:
         """Serve a request with its adapter, which stays loaded until the request ends."""
@@ -256,13 +269,18 @@ class Guard:
         gone = asyncio.ensure_future(receive())
         await _start(send, 200, [(b"content-type", b"application/x-ndjson")])
         try:
-            reported = 0
+            reported, told = 0, -1
+            blocks = self._engine.blocks
             timing: Timing | None = self._engine.timing()
             async for line in self.lines():
                 if gone.done():
                     return
                 full = msgspec.structs.replace(line, timing=timing, prefixes=self._prefixes_since(reported))
                 reported, timing = self._prefix_count, None
+                if blocks is not None:
+                    news = blocks.news(told)
+                    full = msgspec.structs.replace(full, reset=news.reset, held=news.held, gone=news.gone)
+                    told = news.at
                 body = msgspec.json.encode(full) + b"\n"
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
@@ -329,6 +347,18 @@ def _hashes(value: bytes) -> list[int]:
     except ValueError:
         return []
     return [prefix for prefix in hashes if 0 <= prefix < 1 << 64]
+
+
+def _named(new: list[int], depths: bytes) -> NamedPrompt | None:
+    """The prefixes of a prompt: the deepest that the gateway knows there, and the ``new`` ones."""
+    known, *ends = depths.split(b",")
+    hashes = [value for value in (*_hashes(known), *new) if value and not value & 1]
+    try:
+        tokens = [int(end) for end in ends]
+    except ValueError:
+        return None
+    deep = tokens[len(tokens) - 1 - len(hashes) : -1]
+    return NamedPrompt(tuple(hashes), tuple(deep), tokens[-1]) if len(deep) == len(hashes) > 0 else None
 
 
 async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -30,8 +30,10 @@ from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
 from serve.engine.grammar_limits import excess
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
+from serve.engine.kv_block_index import KvBlockIndex
 from serve.engine.step_stats import StepStats
 from serve.engine.vllm_arguments import USAGE, arguments, configuration
+from serve.engine.vllm_kv_events import KvEvents, followed
 
 # Poll interval while the last request of an adapter ends.
 LEAVING_S = 0.01
@@ -149,6 +151,17 @@ def refuse_early(responses: Any, llm: CheckedLLM) -> None:
     responses._generate_with_builtin_tools = checked
 
 
+def name_prompts(llm: CheckedLLM, events: KvEvents) -> None:
+    """Have each request name its prompt's prefixes as soon as vLLM knows its tokens."""
+    assign = llm.input_processor.assign_request_id
+
+    def assigned(request: Any) -> None:
+        events.name(request)
+        assign(request)
+
+    llm.input_processor.assign_request_id = assigned
+
+
 def check(params: Any, *, adapters: bool) -> None:
     """Raise :class:`VLLMValidationError` for parameters that end an engine, or hold up its other requests."""
     if adapters and params.prompt_logprobs is not None:
@@ -170,8 +183,17 @@ def check(params: Any, *, adapters: bool) -> None:
 class VLLMEngine:
     """The engine port over one ``AsyncLLM``."""
 
-    def __init__(self, llm: AsyncLLM, app: ASGIApp, steps: StepLogger, managed: bool) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        app: ASGIApp,
+        steps: StepLogger,
+        managed: bool,
+        events: KvEvents | None = None,
+    ) -> None:
         self.app = app
+        self.events = events
+        self.blocks: KvBlockIndex | None = None if events is None else events.index
         self.max_model_len: int | None = llm.model_config.max_model_len
         self._llm = llm
         self._steps = steps
@@ -264,6 +286,8 @@ class VLLMEngine:
             await self._llm.sleep(level=1, mode="wait")
         except Exception as error:
             raise EngineFailed(f"vLLM did not fall asleep: {error}") from error
+        if self.blocks is not None:
+            self.blocks.cleared()
 
     async def wake(self) -> None:
         try:
@@ -280,9 +304,13 @@ class VLLMEngine:
     async def check(self) -> None:
         if self._llm.errored:
             raise EngineFailed(f"vLLM's engine core is dead: {self._llm.dead_error}")
+        if self.events is not None:
+            self.events.check()
         await self._llm.check_health()
 
     async def close(self) -> None:
+        if self.events is not None:
+            self.events.close()
         self._llm.shutdown()
 
 
@@ -313,4 +341,7 @@ async def create(spec: EngineSpec) -> VLLMEngine:
         refuse_early(responses, llm)
     # vLLM's error handler stops the server when the engine dies; this server ends by itself.
     app.state.server = types.SimpleNamespace()
-    return VLLMEngine(llm, app, loggers[0], managed=spec.adapter_slots > 0)
+    events = followed(llm)
+    if events is not None:
+        name_prompts(llm, events)
+    return VLLMEngine(llm, app, loggers[0], spec.adapter_slots > 0, events)

@@ -24,6 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from policy.errors import EngineFailed
 from serve.engine.interface import EngineSpec
+from serve.engine.vllm_kv_events import event_arguments
 
 # Among others vLLM's defaults for the size of a batch depend on it.
 USAGE = UsageContext.OPENAI_API_SERVER
@@ -77,7 +78,7 @@ def arguments(spec: EngineSpec) -> Any:
 
     parser.error = refuse
     shared = {"gpu_memory_utilization": MEMORY_OF_SHARE * spec.share} if spec.share < 1 else {}
-    given = {**DEFAULTS, **shared, **spec.engine_args, **own_arguments(spec)}
+    given = {**DEFAULTS, **event_arguments(spec), **shared, **spec.engine_args, **own_arguments(spec)}
     args = parser.parse_args([word for item in given.items() for word in _flag(*item)])
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)

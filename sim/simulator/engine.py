@@ -8,6 +8,7 @@ do not depend on how often the engine is queried.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from policy.adapter_placement.slots import PREFETCH_PAUSE
 from policy.engine.batch_scheduler import Request, Scheduler, StepTimes
 from policy.engine.performance_model import Timing
-from policy.engine.prefix_cache import PrefixCache
+from policy.engine.prefix_cache import CacheChange, PrefixCache
 from policy.wire.capture import BLOCK_TOKENS
 from sim.simulator.adapters import Entry, SimulatedSlots
 
@@ -31,6 +32,11 @@ class Job(NamedTuple):
     output_tokens: int
     adapter: str = ""
     blocks: tuple[int, ...] = ()
+
+
+def blocks_of(job: Job) -> tuple[Hashable, ...]:
+    """The blocks of a request in the prefix cache; adapters share none."""
+    return tuple((job.adapter, block) for block in job.blocks) if job.adapter else job.blocks
 
 
 class Kind(IntEnum):
@@ -99,7 +105,7 @@ class Engine:
         self._ids: dict[int, str] = {}
         self._fresh: dict[str, _Live] = {}
         tokens = self._prefix_tokens
-        self._cache = None if tokens is None else PrefixCache(tokens, BLOCK_TOKENS)
+        self._cache = None if tokens is None else PrefixCache(tokens, BLOCK_TOKENS, reports=True)
         self._scheduler = Scheduler(self._model, self._limits, self._cache)
         self.slots = self._slot_rules(self._slot_count)
         self._loaded_at = -math.inf
@@ -168,6 +174,10 @@ class Engine:
     def adapter_changes(self) -> int:
         return self._changes + self.slots.changes
 
+    def take_cache_changes(self) -> list[CacheChange]:
+        """What the prefix cache has stored and removed since the last call."""
+        return [] if self._cache is None else self._cache.take_changes()
+
     def submit(self, job: Job, at: float) -> None:
         """Add a request.
 
@@ -181,8 +191,7 @@ class Engine:
             raise ValueError(f"request {job.number} needs adapter {job.adapter!r}, and there are no slots")
         self._serial += 1
         name = str(self._serial)
-        # Adapters share no KV.
-        blocks = tuple((job.adapter, block) for block in job.blocks) if job.adapter else job.blocks
+        blocks = blocks_of(job)
         request = Request(name, job.input_tokens, job.output_tokens, blocks=blocks)
         self._scheduler.check(request)
         live = _Live(job.number, job.adapter, request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,8 @@ class SimulatedReplica:
     """One replica: its span in the record, its engine, and the gateway's view of it.
 
     ``places`` are its requests, ``leave_by`` the end of its drain timeout, ``reported`` the version of its
-    loaded adapters that a gateway last received.
+    loaded adapters that a gateway last received. ``names`` are the hashes by which requests named the blocks
+    of its prefix cache, and the tokens up to each.
     """
 
     key: LayerKey
@@ -54,6 +55,7 @@ class SimulatedReplica:
     state: ReplicaPhase = ReplicaPhase.STARTING
     places: dict[int, SimulatedTicket] = field(default_factory=dict)
     reported: int = 0
+    names: dict[Hashable, dict[int, int]] = field(default_factory=dict)
     leave_by: float = 0.0
     slow: float = 1.0
     # The number of the engine event in force; earlier ones are void.

@@ -23,9 +23,10 @@ from policy.routing.settings import Settings, settings_of
 from policy.signals.worker_counters import WorkerCounters
 from policy.types import Priority
 from policy.wire.capture import BLOCK_TOKENS
+from policy.wire.load_stream import CachedPrefix
 from policy.wire.reports import ModelReport
 from sim.arrival_stream import Arrival
-from sim.simulator.engine import Job
+from sim.simulator.engine import Job, blocks_of
 from sim.simulator.fleet import Fleet, SimulatedReplica
 from sim.simulator.run_record import Outcome
 
@@ -90,6 +91,7 @@ class SimulatedPool:
         self._fleet = fleet
         self._rng = rng
         self._queued_elsewhere = queued_elsewhere
+        self._followed: set[int] = set()
 
     @property
     def ready(self) -> bool:
@@ -147,6 +149,10 @@ class SimulatedPool:
         ]
 
     def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
+        if quote.candidate.key not in self._followed:
+            # The first line of a load stream.
+            self._followed.add(quote.candidate.key)
+            self.router.cached((), (), quote.candidate.key, at, reset=True)
         return self.router.began(request, quote.candidate, at)
 
     def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
@@ -253,6 +259,21 @@ class SimulatedGateway:
     def gone(self, runner: SimulatedReplica) -> None:
         self._pool.router.forget(runner.view.key)
 
+    def cache_reported(self, runner: SimulatedReplica, at: float) -> None:
+        """A replica reports which of the prefixes that were named there its cache has stored and removed."""
+        held: dict[int, CachedPrefix] = {}
+        gone: dict[int, CachedPrefix] = {}
+        for block, _, stored in runner.engine.take_cache_changes():
+            for value, tokens in runner.names.get(block, {}).items():
+                news, other = (held, gone) if stored else (gone, held)
+                news[value] = CachedPrefix(value, tokens)
+                other.pop(value, None)
+            if not stored:
+                runner.names.pop(block, None)
+        if held or gone:
+            key = runner.view.key
+            self._pool.router.cached(list(held.values()), list(gone.values()), key, at, reset=False)
+
     def adapters_reported(self, runner: SimulatedReplica) -> None:
         """A replica reports which adapters it has loaded."""
         loaded = [self.adapter_key(adapter) for adapter in runner.engine.slots.loaded]
@@ -306,6 +327,9 @@ class SimulatedGateway:
         ticket.began(at)
         tokens = arrival.input_tokens, arrival.output_tokens
         job = Job(ticket.number, *tokens, arrival.adapter, arrival.blocks)
+        request = ticket.request
+        for block, value, depth in zip(blocks_of(job), request.prefix, request.depths, strict=False):
+            runner.names.setdefault(block, {})[value] = depth
         most = self._longest[runner.key.shape]
         try:
             if most is not None and sum(tokens) > most:

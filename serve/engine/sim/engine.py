@@ -15,6 +15,7 @@ from policy.engine.prefix_cache import PrefixCache
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
+from serve.engine.kv_block_index import KvBlockIndex
 from serve.engine.sim.app import build
 from serve.engine.sim.generation_service import Service
 from serve.engine.sim.metrics import Metrics
@@ -60,8 +61,10 @@ class SimEngine:
         metrics = Metrics(spec.model)
         model = timing.model.at_degree(degree)
         self._timing = Timing(limits=limits, model=model.faster(spec.sim.speed))
-        self._cache = PrefixCache(limits.kv_tokens) if args.enable_prefix_caching else None
-        self._loop = StepLoop(model, limits, spec.sim.speed, metrics, self._cache)
+        caching = args.enable_prefix_caching
+        self._cache = PrefixCache(limits.kv_tokens, reports=True) if caching else None
+        self.blocks: KvBlockIndex | None = KvBlockIndex(BLOCK) if caching else None
+        self._loop = StepLoop(model, limits, spec.sim.speed, metrics, self._cache, blocks=self.blocks)
         self._wake_s = spec.sim.wake_s or 0.0
         self.adapter_slots = spec.adapter_slots
         self._load_s = spec.sim.adapter_load_s
@@ -114,6 +117,7 @@ class SimEngine:
         await self._loop.idle()
         if self._cache is not None:
             self._cache.clear()
+            self._loop.report_cache()
 
     async def wake(self) -> None:
         await asyncio.sleep(self._wake_s)

@@ -13,7 +13,8 @@ from policy.engine.batch_scheduler import Request, Scheduler, StepResult
 from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.errors import EngineFailed
-from serve.engine.interface import EngineStats
+from serve.engine.interface import NAMED, EngineStats
+from serve.engine.kv_block_index import KvBlockIndex
 from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.text import Output, Prompt
 from serve.engine.step_stats import StepStats
@@ -110,7 +111,7 @@ class _Live:
 class StepLoop:
     """Owns the scheduler. ``speed`` is the number of modelled seconds per real second.
 
-    ``took`` holds the step times in real seconds.
+    ``took`` holds the step times in real seconds. The changes of the ``cache`` go to the index ``blocks``.
     """
 
     def __init__(
@@ -120,9 +121,12 @@ class StepLoop:
         speed: float,
         metrics: Metrics,
         cache: PrefixCache | None = None,
+        *,
+        blocks: KvBlockIndex | None = None,
     ) -> None:
         self._scheduler = Scheduler(model, limits, cache)
         self._cache = cache
+        self._blocks = blocks
         self._kv_tokens = limits.kv_tokens
         self._speed = speed
         self._metrics = metrics
@@ -177,6 +181,8 @@ class StepLoop:
             request = Request(name, len(prompt.tokens), len(output.deltas), blocks=blocks)
             self._scheduler.submit(request)
             self._live[name] = _Live(request, generation, choice, now)
+            if self._blocks is not None and (named := NAMED.get()) is not None:
+                self._blocks.name(named, blocks, len(prompt.tokens))
         self._work.set()
         return generation
 
@@ -236,6 +242,7 @@ class StepLoop:
             if self._live:
                 held = self._scheduler.kv_used
                 result = self._scheduler.step()
+                self.report_cache()
                 due = await self._pass(due, result.duration_s)
                 self._deliver(result)
                 # KV use during the step: finished requests have released theirs by now. The loop's
@@ -244,6 +251,17 @@ class StepLoop:
                 self.took.ended(
                     time.perf_counter(), result.scheduled, kv_tokens, result.running, goes_on=bool(self._live)
                 )
+
+    def report_cache(self) -> None:
+        """Tell the index what the cache has stored and removed."""
+        if self._cache is None or self._blocks is None:
+            return
+        for block, parent, stored in self._cache.take_changes():
+            assert isinstance(block, int)
+            if stored:
+                self._blocks.stored((block,), parent if isinstance(parent, int) else 0)
+            else:
+                self._blocks.removed(block)
 
     async def _pass(self, due: float, duration_s: float) -> float:
         """Sleep for modelled seconds after ``due``; the instant when they were due to end.

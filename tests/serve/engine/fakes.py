@@ -17,6 +17,7 @@ from policy.wire.heartbeat import AdapterRef
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import EngineStats
+from serve.engine.kv_block_index import KvBlockIndex
 from serve.engine.request_guard import Guard
 from tests.clock import Clock
 from tests.serve.sim_driver import OpenRequest, until
@@ -42,6 +43,7 @@ class FakeEngine:
     """An engine with ``slots``: it refuses what is in ``refuses``, and loads while ``gate`` is open."""
 
     max_model_len: int | None = 512
+    blocks: KvBlockIndex | None = None
     dead = False
 
     def __init__(self, slots: int, clock: Clock) -> None:

@@ -1,0 +1,390 @@
+"""Which of the prefixes that gateways named are in an engine's KV cache, by the engine's own events.
+
+A gateway names a prefix of a prompt by a hash of its bytes, the engine a block of KV by its tokens. Both meet
+here: each request ties its hashes to the blocks of its prompt. A named prefix that was seen once ends about
+where its part of the bytes does. As soon as two prompts share it and nothing deeper, it is worth what they
+have in common; nearly all that share it later part at the same place, the end of a system prompt.
+
+Blocks have a chained key (:func:`block_keys`), which stands for all tokens up to their end. A block is found
+by a prompt in device memory if all before it are, and in host memory from there on. Events may name a block
+several times, since an engine may hold copies of it: they are counted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from policy.wire.load_stream import CachedPrefix
+
+# About one name per 256 tokens: several times the KV cache of any GPU.
+MAX_NAMES = 16_384
+# Changes that are kept for readers; one that missed more receives a snapshot, of at most so many prefixes.
+MAX_CHANGES = 4096
+MAX_SNAPSHOT = 4096
+# No prompt has more prefixes.
+MAX_DEPTH = 256
+
+
+def block_keys(
+    tokens: Sequence[Hashable], block_tokens: int, parent: int = 0, extras: Sequence[Hashable] = ()
+) -> list[int]:
+    """The key of each full block of ``tokens``, which continue the block ``parent`` (0: none).
+
+    ``extras`` is what an engine adds to each block's identity beside its tokens, such as an adapter.
+    """
+    found = []
+    for index, start in enumerate(range(0, len(tokens) - block_tokens + 1, block_tokens)):
+        extra = extras[index] if extras else None
+        parent = hash((parent, extra, *tokens[start : start + block_tokens]))
+        found.append(parent)
+    return found
+
+
+class NamedPrompt(NamedTuple):
+    """The prefixes of one prompt, as its gateway named them.
+
+    ``hashes`` begin with the deepest that the gateway believes cached, if there is one. ``ends`` are the
+    estimated tokens up to each, ``tokens`` those of the whole prompt by the same estimate.
+    """
+
+    hashes: tuple[int, ...]
+    ends: tuple[int, ...]
+    tokens: int
+
+
+class News(NamedTuple):
+    """Changes up to the one numbered ``at``; after ``reset`` nothing is held but ``held``."""
+
+    at: int
+    reset: bool
+    held: tuple[CachedPrefix, ...]
+    gone: tuple[CachedPrefix, ...]
+
+
+class _Block:
+    """A block: ``near`` if a prompt finds it in device memory, ``reached`` if it finds it at all.
+
+    ``device`` and ``host`` count its copies, ``names`` are the prefixes whose report depends on it.
+    """
+
+    __slots__ = ("children", "depth", "device", "host", "key", "names", "near", "parent", "reached")
+
+    def __init__(self, key: int, parent: _Block | None) -> None:
+        self.key = key
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: set[_Block] = set()
+        self.names: set[int] = set()
+        self.device = self.host = 0
+        self.near = self.reached = parent is None
+
+
+class _Name:
+    """A named prefix, worth ``blocks`` blocks; ``block`` is the last of them, or the first one after it.
+
+    ``parent`` is the next shorter prefix. It was registered at the blocks from the depth ``low`` on.
+    ``reported`` is what readers know.
+    """
+
+    __slots__ = ("block", "blocks", "low", "parent", "reported")
+
+    def __init__(self, parent: int, block: _Block) -> None:
+        self.parent = parent
+        self.block = block
+        self.blocks = 0
+        self.low = 1
+        self.reported: tuple[bool, int, int] | None = None
+
+
+class KvBlockIndex:
+    """The blocks and named prefixes of one engine with blocks of ``block_tokens`` tokens."""
+
+    def __init__(self, block_tokens: int, max_names: int = MAX_NAMES) -> None:
+        self.block_tokens = block_tokens
+        self._max_names = max_names
+        self._root = _Block(0, None)
+        self._blocks: dict[int, _Block] = {0: self._root}
+        # The least recently named first; shorter prefixes of a prompt after longer ones.
+        self._names: OrderedDict[int, _Name] = OrderedDict()
+        self._dirty: set[int] = set()
+        # Blocks that were moved between device and host memory: what is below them is found elsewhere too.
+        self._moved: set[_Block] = set()
+        self._changes: deque[int] = deque(maxlen=MAX_CHANGES)
+        self._count = 0
+        self._reset_at = 0
+        self._lossy = False
+        self._watch: Callable[[], None] = lambda: None
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` when there may be news."""
+        self._watch = changed
+
+    def stored(self, keys: Iterable[int], parent: int = 0, *, host: bool = False) -> None:
+        """The engine stored these consecutive blocks after ``parent``, in device or ``host`` memory.
+
+        Blocks after one that is not known cannot be placed: no prompt that is named here can find them.
+        """
+        last = self._blocks.get(parent)
+        for key in keys:
+            if last is None:
+                return
+            last = self._blocks.get(key) or self._add(key, last)
+            if host:
+                last.host += 1
+            else:
+                # After lost events a store may be a repeated one.
+                last.device = 1 if self._lossy else last.device + 1
+            self._refresh(last)
+        self._watch()
+
+    def removed(self, key: int, *, host: bool = False) -> None:
+        """The engine removed one copy of a block."""
+        block = self._blocks.get(key)
+        if block is None:
+            return
+        if host:
+            block.host = max(block.host - 1, 0)
+        else:
+            block.device = max(block.device - 1, 0)
+        self._refresh(block)
+        self._prune(block)
+        self._watch()
+
+    def holds(self, key: int) -> bool:
+        """Whether the engine holds a copy of a block."""
+        block = self._blocks.get(key)
+        return block is not None and block.device + block.host > 0
+
+    def cleared(self) -> None:
+        """The engine removed all blocks from device memory."""
+        self._forget(host=False)
+
+    def lost(self) -> None:
+        """Events were lost: nothing is held until the engine says so again."""
+        self._forget(host=True)
+        self._lossy = True
+        self._count += 1
+        self._reset_at = self._count
+
+    def name(self, prompt: NamedPrompt, keys: Sequence[int], tokens: int) -> bool:
+        """A prompt of ``tokens`` tokens, with the full blocks ``keys``, goes to the engine.
+
+        Returns whether the engine may hold more of it than is known here, since events were lost.
+        """
+        hashes = prompt.hashes
+        shared = self._shared(keys)
+        whole = len(keys)
+        # The engine always computes the last token.
+        most = max(tokens - 1, 0) // self.block_tokens
+        doubtful = self._lossy and self._reached(keys[:shared]) < min(shared, most)
+        if not whole:  # too short to be cached
+            self.announce(hashes)
+            return False
+        known = max((i for i, value in enumerate(hashes) if value in self._names), default=-1)
+        if known >= 0:
+            self._found(hashes[known], min(shared, most), keys)
+        least = shared
+        for i in range(known + 1, len(hashes)):
+            parent = hashes[i - 1] if i else 0
+            if i + 1 == len(hashes):
+                blocks = whole  # most likely the next prompt repeats or continues this one
+            else:
+                middle = (prompt.ends[i] + prompt.ends[i + 1]) / (2 * max(prompt.tokens, 1))
+                blocks = int(middle * tokens) // self.block_tokens
+            least = blocks = min(max(blocks, least), whole)
+            self._place(hashes[i], parent, blocks, keys)
+        self._use(hashes[-1])
+        self._watch()
+        return doubtful
+
+    def announce(self, hashes: Iterable[int]) -> None:
+        """Report these prefixes again, changed or not: gateways assume them held since they sent them."""
+        for value in hashes:
+            self._log(value)
+        self._watch()
+
+    def news(self, since: int) -> News:
+        """The changes after the one numbered ``since``; a new reader begins with -1."""
+        self._collect()
+        missed = self._count - since
+        if since < self._reset_at or missed > len(self._changes):
+            snapshot = []
+            for value in reversed(self._names):
+                held, tokens, host = self._value(self._names[value])
+                if held:
+                    snapshot.append(CachedPrefix(value, tokens, host))
+                if len(snapshot) == MAX_SNAPSHOT:
+                    break
+            return News(self._count, True, tuple(snapshot), ())
+        news_held, news_gone = [], []
+        for value in set(islice(reversed(self._changes), missed)):
+            name = self._names.get(value)
+            if name is None:
+                news_gone.append(CachedPrefix(value, 0))
+                continue
+            held, tokens, host = self._value(name)
+            if held:
+                news_held.append(CachedPrefix(value, tokens, host))
+            else:
+                news_gone.append(CachedPrefix(value, name.blocks * self.block_tokens))
+        return News(self._count, False, tuple(news_held), tuple(news_gone))
+
+    def tokens_of(self, keys: Sequence[int]) -> tuple[int, int]:
+        """The tokens that a prompt of these blocks finds in device memory, and further in host memory."""
+        near = reached = 0
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or not block.reached:
+                break
+            near += block.near
+            reached += 1
+        return near * self.block_tokens, (reached - near) * self.block_tokens
+
+    def _shared(self, keys: Sequence[int]) -> int:
+        """How many leading blocks of a prompt are known from others."""
+        for index, key in enumerate(keys):
+            if key not in self._blocks:
+                return index
+        return len(keys)
+
+    def _reached(self, keys: Sequence[int]) -> int:
+        device, host = self.tokens_of(keys)
+        return (device + host) // self.block_tokens
+
+    def _found(self, value: int, blocks: int, keys: Sequence[int]) -> None:
+        """A prompt shares ``blocks`` blocks and the prefix ``value``, but nothing deeper that is known.
+
+        Shorter prefixes cannot be worth more.
+        """
+        while (name := self._names.get(value)) is not None:
+            self._place(value, name.parent, blocks, keys)
+            value = name.parent
+            if (shorter := self._names.get(value)) is None or shorter.blocks <= blocks:
+                return
+
+    def _place(self, value: int, parent: int, blocks: int, keys: Sequence[int]) -> None:
+        """The prefix ``value`` is worth the first ``blocks`` of these blocks."""
+        name, block = self._names.get(value), self._root
+        for key in keys[: max(blocks, 1)]:
+            block = self._blocks.get(key) or self._add(key, block)
+        if name is None:
+            name = self._names[value] = _Name(parent, block)
+        elif name.block is block and name.blocks == blocks:
+            return
+        before = name.block
+        for each in _up(before, name.low):
+            each.names.discard(value)
+        above = self._names.get(parent)
+        name.block, name.blocks = block, blocks
+        name.low = min(max(1, above.blocks if above else 1), block.depth)
+        for each in _up(block, name.low):
+            each.names.add(value)
+        self._prune(before)
+        self._dirty.add(value)
+
+    def _use(self, value: int) -> None:
+        """``value`` was named: it and what is shorter are forgotten last."""
+        for _ in range(MAX_DEPTH):
+            if value not in self._names:
+                break
+            self._names.move_to_end(value)
+            value = self._names[value].parent
+        while len(self._names) > self._max_names:
+            value, name = self._names.popitem(last=False)
+            for each in _up(name.block, name.low):
+                each.names.discard(value)
+            self._prune(name.block)
+            self._dirty.discard(value)
+            self._log(value)
+
+    def _add(self, key: int, parent: _Block) -> _Block:
+        block = self._blocks[key] = _Block(key, parent)
+        parent.children.add(block)
+        return block
+
+    def _prune(self, block: _Block) -> None:
+        """Forget ``block`` and those above it, as far as nothing depends on them."""
+        while (parent := block.parent) is not None:
+            if block.device or block.host or block.children or block.names:
+                return
+            parent.children.discard(block)
+            del self._blocks[block.key]
+            self._moved.discard(block)
+            block = parent
+
+    def _refresh(self, block: _Block) -> None:
+        """Copies of ``block`` came or went: update where it and what continues it are found."""
+        stack = [block]
+        while stack:
+            block = stack.pop()
+            assert block.parent is not None
+            near = block.device > 0 and block.parent.near
+            reached = near or (block.host > 0 and block.parent.reached)
+            if near == block.near and reached == block.reached:
+                continue
+            if reached and block.reached:
+                self._moved.add(block)
+            block.near, block.reached = near, reached
+            self._dirty |= block.names
+            stack.extend(block.children)
+
+    def _forget(self, *, host: bool) -> None:
+        """Nothing is in device memory any more, nor with ``host`` in host memory."""
+        for block in self._blocks.values():
+            block.device = 0
+            if host:
+                block.host = 0
+        for block in list(self._root.children):
+            self._refresh(block)
+        for block in sorted(self._blocks.values(), key=lambda each: -each.depth):
+            if block.key in self._blocks:
+                self._prune(block)
+        self._watch()
+
+    def _collect(self) -> None:
+        """Log the prefixes of which readers know something else than what is true now."""
+        seen: set[_Block] = set()
+        stack = list(self._moved)
+        while stack:
+            block = stack.pop()
+            if block not in seen:
+                seen.add(block)
+                self._dirty |= block.names
+                stack.extend(child for child in block.children if child.reached)
+        self._moved.clear()
+        for value in self._dirty:
+            name = self._names[value]
+            if (found := self._value(name)) != name.reported:
+                name.reported = found
+                self._log(value)
+        self._dirty.clear()
+
+    def _value(self, name: _Name) -> tuple[bool, int, int]:
+        """Whether it is held, and its tokens in device memory and in host memory.
+
+        It is not held if no more than the next shorter prefix is: that one tells the rest.
+        """
+        block = next((each for each in _up(name.block, name.low) if each.reached), None)
+        if block is None:
+            return False, 0, 0
+        found = min(block.depth, name.blocks)
+        while not block.near:
+            assert block.parent is not None
+            block = block.parent
+        device = min(block.depth, found)
+        return True, device * self.block_tokens, (found - device) * self.block_tokens
+
+    def _log(self, value: int) -> None:
+        self._changes.append(value)
+        self._count += 1
+
+
+def _up(block: _Block, depth: int) -> Iterator[_Block]:
+    """``block`` and those above it, as far as they are at least that deep."""
+    at: _Block | None = block
+    while at is not None and at.depth >= depth:
+        yield at
+        at = at.parent
