@@ -100,7 +100,6 @@ class Gateway:
             changed=self.admission.replica_changed,
             unavailable=self.admission.dismiss,
             prefixes=self.routes.learn_prefixes,
-            cached=self.routes.learn_cached,
             forgotten=self.routes.forget,
             adapters=self.routes.set_adapters,
             unloadable=self.admission.give_up,

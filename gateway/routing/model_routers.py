@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Decision, Router
 from policy.routing.settings import Settings, settings_of
-from policy.wire.load_stream import CachedPrefix
+from policy.wire.load_stream import LoadLine
 
 # How many decisions are kept for explanations.
 KEPT = 512
@@ -103,20 +103,13 @@ class ModelRouters:
             request.prompt_bytes, prompt_tokens, output_tokens, request.limit_tokens
         )
 
-    def learn_prefixes(self, model: str, key: int, hashes: Sequence[int]) -> None:
-        """The replica with ``key`` reports the prefixes that any gateway sent to it."""
-        self._of(model).learned(hashes, key, self._clock())
-
-    def learn_cached(
-        self,
-        model: str,
-        key: int,
-        held: Sequence[CachedPrefix],
-        gone: Sequence[CachedPrefix],
-        reset: bool,
-    ) -> None:
-        """The replica with ``key`` reports what its engine holds; after a ``reset`` nothing else."""
-        self._of(model).cached(held, gone, key, self._clock(), reset=reset)
+    def learn_prefixes(self, model: str, key: int, line: LoadLine) -> None:
+        """The replica with ``key`` reports the prefixes that were sent to it, and what its engine holds."""
+        router, at = self._of(model), self._clock()
+        if line.prefixes:
+            router.learned(line.prefixes, key, at)
+        if line.held or line.gone or line.reset:
+            router.cached(line.held, line.gone, key, at, reset=line.reset)
 
     def set_adapters(self, model: str, key: int, loaded: Iterable[str], refused: Iterable[str]) -> None:
         """The replica with ``key`` reports the adapters that it has loaded and could not load."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from math import inf
 from time import monotonic, time
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +20,7 @@ from policy.routing.cost import Candidate
 from policy.routing.replica_health import BreakerState, HealthCounters, ReplicaHealth, Watchdog
 from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.load_stream import LOAD_LINE, CachedPrefix
+from policy.wire.load_stream import LOAD_LINE, LoadLine
 
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
@@ -40,16 +40,14 @@ class FleetEvents(NamedTuple):
     """Events of replicas and their listeners, whose first argument is the model's name.
 
     ``changed``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
-    ``prefixes``: the replica with this key was sent prompts with these hashes, by any gateway. ``cached``:
-    what its engine reports as held and gone, and whether it holds nothing else. ``forgotten``: its cache is
-    empty. ``adapters``: those that it has loaded, and those that it could not load. ``unloadable``: adapters
-    that a replica could not load lately. ``died``: the replica with this key.
+    ``prefixes``: this line of the load stream of the replica with this key has news of prefixes.
+    ``forgotten``: its cache is empty. ``adapters``: those that it has loaded, and could not load.
+    ``unloadable``: adapters that a replica could not load lately. ``died``: the replica with this key.
     """
 
     changed: Callable[[str], None] = _ignore
     unavailable: Callable[[str], None] = _ignore
-    prefixes: Callable[[str, int, Sequence[int]], None] = _ignore
-    cached: Callable[[str, int, Sequence[CachedPrefix], Sequence[CachedPrefix], bool], None] = _ignore
+    prefixes: Callable[[str, int, LoadLine], None] = _ignore
     forgotten: Callable[[str, int], None] = _ignore
     adapters: Callable[[str, int, Set[str], Set[str]], None] = _ignore
     unloadable: Callable[[str, Set[str]], None] = _ignore
@@ -283,10 +281,8 @@ class ReplicaHandle:
         self.reported_at = at
         self.set_answering(at, True)
         self.look()
-        if report.prefixes:
-            self._events.prefixes(self.model, self.view.key, report.prefixes)
-        if report.held or report.gone or report.reset:
-            self._events.cached(self.model, self.view.key, report.held, report.gone, report.reset)
+        if report.prefixes or report.held or report.gone or report.reset:
+            self._events.prefixes(self.model, self.view.key, report)
 
     def become(self, replica: Replica, at: float) -> None:
         was, self.replica = self.replica, replica

@@ -259,8 +259,9 @@ class SimulatedGateway:
     def gone(self, runner: SimulatedReplica) -> None:
         self._pool.router.forget(runner.view.key)
 
-    def cache_reported(self, runner: SimulatedReplica, at: float) -> None:
-        """A replica reports which of the prefixes that were named there its cache has stored and removed."""
+    def reported(self, runner: SimulatedReplica, at: float) -> None:
+        """A replica reports its KV in use, and which of the prefixes named there were stored and removed."""
+        runner.view.kv_used = runner.engine.kv_used
         held: dict[int, CachedPrefix] = {}
         gone: dict[int, CachedPrefix] = {}
         for block, _, stored in runner.engine.take_cache_changes():

@@ -252,8 +252,7 @@ class _Run:
                 freed = True
                 if gone:
                     self._controller.act(at)
-        runner.view.kv_used = runner.engine.kv_used
-        gateway.cache_reported(runner, at)
+        gateway.reported(runner, at)
         if runner.reported != runner.engine.adapter_changes:
             runner.reported = runner.engine.adapter_changes
             self._push(at + COALESCE_S, "line", runner, 0)

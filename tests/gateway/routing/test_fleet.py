@@ -18,6 +18,7 @@ from gateway.telemetry.metrics import Metrics
 from policy.hashing import hash_name
 from policy.routing.replica_health import AttemptResult
 from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaPhase, Runner
+from policy.wire.load_stream import CachedPrefix, LoadLine
 from tests.gateway.fake_replica import ready_replica
 
 MODEL = Model(name="alpha", runner=Runner.GENERATE, engine=EngineKind.SIM)
@@ -165,11 +166,16 @@ def test_a_replaced_process_resets_cache_and_breaker() -> None:
 
 
 def test_reported_prefixes_reach_the_listener() -> None:
-    prefixes: list[tuple[int, ...]] = []
-    one = handle(events=FleetEvents(prefixes=lambda model, key, hashes: prefixes.append(tuple(hashes))))
+    lines: list[LoadLine] = []
+    one = handle(events=FleetEvents(prefixes=lambda model, key, line: lines.append(line)))
     one.count(b'{"state":"ready","load":{"at":1},"prefixes":[18446744073709551615,1]}', 1.0)
     one.count(READY, 2.0)
-    assert prefixes == [(2**64 - 1, 1)]
+    one.count(
+        b'{"state":"ready","load":{"at":1},"reset":true,"held":[[2,64],[4,64,32]],"gone":[[6,16]]}', 3.0
+    )
+    assert [line.prefixes for line in lines] == [(2**64 - 1, 1), ()]
+    assert lines[1].held == (CachedPrefix(2, 64), CachedPrefix(4, 64, 32))
+    assert (lines[1].reset, lines[1].gone) == (True, (CachedPrefix(6, 16),))
 
 
 def test_a_half_open_breaker_admits_one_probe() -> None:

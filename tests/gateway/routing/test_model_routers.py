@@ -19,6 +19,8 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import CostEstimate
+from policy.types import Load, ReplicaPhase
+from policy.wire.load_stream import CachedPrefix, LoadLine
 from tests.gateway.fake_replica import ready_replica
 
 CHAIN = tuple(range(100, 116, 2))
@@ -91,11 +93,18 @@ async def test_workers_of_a_host_route_a_prefix_to_one_replica() -> None:
 async def test_prefixes_reported_by_a_replica_are_routed_to_it() -> None:
     here, model = routes(), served()
     there = model.handles[2]
-    here.learn_prefixes("m", there.view.key, CHAIN)
+    line = LoadLine(state=ReplicaPhase.READY, load=Load(at=0.0), prefixes=CHAIN)
+    here.learn_prefixes("m", there.view.key, line)
     assert send(here, model, prompt())[0] is there
     here.forget("m", there.view.key)
     chosen = choose(here, model, prompt())
     assert chosen is not None and chosen.uncached == 1040
+    first = CachedPrefix(CHAIN[0], 480)
+    exact = LoadLine(state=ReplicaPhase.READY, load=Load(at=0.0), reset=True, held=(first,))
+    here.learn_prefixes("m", there.view.key, exact)
+    chosen = choose(here, model, prompt())
+    assert chosen is not None and (chosen.uncached, chosen.cached) == (560, 480)
+    assert there.view is chosen.candidate
 
 
 async def test_decisions_are_kept_and_explained_with_their_candidates() -> None:
