@@ -46,7 +46,7 @@ MAX_MODEL_LEN = 262_144
 ADDED = Lengths(p50=900, p99=24_000, max=32_000)
 ANSWERED = Lengths(p50=225, p99=3_400)
 # The sessions whose needs are measured.
-SAMPLE = 200
+SAMPLE = 500
 # This part of the run, in which the first sessions come, is not measured.
 WARM_UP = 0.25
 LOADS = (0.5, 0.8, 1.0)
