@@ -32,6 +32,18 @@ from store.state_dir import StateDir, own_directory, write_atomic
 
 # Tidegate passes no objects through Ray; its store only holds Ray's own few.
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
+# Ray's timers, for replicas that live for hours. With its own, idle processes take 7.4 % of a core; with
+# these 4.6 %. Each wake-up delays a step of an engine on the same CPUs.
+_TIMERS = {
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_raylet_report_resources_period_milliseconds": "500",
+    "RAY_raylet_check_gc_period_milliseconds": "1000",
+    "RAY_kill_idle_workers_interval_ms": "1000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
+    # Records of tasks and of event loops, for Ray's own dashboard.
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+}
 # How long a controller that exists may take to answer.
 ANSWER_S = 30.0
 
@@ -76,7 +88,7 @@ def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], di
         argv += ["--num-gpus", str(cluster.simulated_gpus)]
     if cluster.redis_address is not None:
         argv += ["--redis-address", cluster.redis_address]
-    return argv, environment(deployment, state) | SERVE_ENVIRONMENT | {
+    return argv, environment(deployment, state) | SERVE_ENVIRONMENT | _TIMERS | {
         # The supervisor deletes all applications before it ends the head, so nothing is left to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         # Ray runs its workers, and with them each engine, at niceness 15: beside any other process
