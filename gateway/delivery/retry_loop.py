@@ -203,14 +203,14 @@ class RetryLoop:
             head += b"%b: %d\r\n" % (_PREFILL, self._ticket.pending)
             if call.adapter is not None:
                 head += call.adapter.header
-            head += _prefix_headers(self._ticket.request, self._ticket.new_hashes)
+            head += prefix_headers(self._ticket.request, self._ticket.new_hashes)
         for name in (b"accept", b"anthropic-version"):
             if (value := call.headers.get(name)) is not None and value.isascii() and b"\n" not in value:
                 head += b"%b: %b\r\n" % (name, value)
         return head + b"\r\n"
 
 
-def _prefix_headers(request: Request, new_hashes: Sequence[int]) -> bytes:
+def prefix_headers(request: Request, new_hashes: Sequence[int]) -> bytes:
     """The headers that name the prompt's prefixes: those that are new there, and how deep they are."""
     head, depths = b"", request.depths
     new = new_hashes[:MAX_NEW_HASHES]

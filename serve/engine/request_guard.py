@@ -352,13 +352,19 @@ def _hashes(value: bytes) -> list[int]:
 def _named(new: list[int], depths: bytes) -> NamedPrompt | None:
     """The prefixes of a prompt: the deepest that the gateway knows there, and the ``new`` ones."""
     known, *ends = depths.split(b",")
-    hashes = [value for value in (*_hashes(known), *new) if value and not value & 1]
+    hashes = [value for value in new if not value & 1]
     try:
         tokens = [int(end) for end in ends]
     except ValueError:
         return None
-    deep = tokens[len(tokens) - 1 - len(hashes) : -1]
-    return NamedPrompt(tuple(hashes), tuple(deep), tokens[-1]) if len(deep) == len(hashes) > 0 else None
+    if len(tokens) != len(hashes) + 2:
+        return None
+    *deep, whole = tokens
+    if known == b"0":
+        del deep[0]
+    else:
+        hashes = [*_hashes(known), *hashes]
+    return NamedPrompt(tuple(hashes), tuple(deep), whole) if len(deep) == len(hashes) > 0 else None
 
 
 async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:

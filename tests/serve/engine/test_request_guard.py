@@ -12,10 +12,18 @@ import pytest
 
 from policy.engine.performance_model import Timing
 from policy.types import ReplicaPhase
-from policy.wire.headers import CANARY_HEADER, PREFILL_HEADER, PREFIX_HEADER, REFUSAL_HEADER, SECRET_HEADER
+from policy.wire.headers import (
+    CANARY_HEADER,
+    DEPTHS_HEADER,
+    PREFILL_HEADER,
+    PREFIX_HEADER,
+    REFUSAL_HEADER,
+    SECRET_HEADER,
+)
 from serve.engine import request_guard
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.interface import ALLOWED, EngineStats, Receive, Scope, Send
+from serve.engine.interface import ALLOWED, NAMED, EngineStats, Receive, Scope, Send
+from serve.engine.kv_block_index import KvBlockIndex, NamedPrompt
 from serve.engine.request_guard import MAX_PREFIXES, Guard
 from tests.clock import Clock
 from tests.serve.engine.fakes import TIMING, FakeEngine, FakeFiles, Request
@@ -363,3 +371,37 @@ async def test_a_load_stream_sends_timing_once_and_the_latest_prefixes(
         assert "timing" not in line
         assert line["prefixes"] == list(range(1, MAX_PREFIXES + 1))
         stream.task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("new", "depths", "named"),
+    [
+        ("4,6", "2,10,20,30,45", NamedPrompt((2, 4, 6), (10, 20, 30), 45)),
+        ("4,6", "0,0,20,30,45", NamedPrompt((4, 6), (20, 30), 45)),
+        ("4,6,7", "2,10,20,30,45", NamedPrompt((2, 4, 6), (10, 20, 30), 45)),
+        ("", "2,10,45", NamedPrompt((2,), (10,), 45)),
+        ("4", "", None),
+        ("4", "0,0,45", None),
+        ("4", "0,x,20,45", None),
+    ],
+)
+async def test_the_engine_learns_how_the_gateway_names_a_prompt(
+    new: str, depths: str, named: NamedPrompt | None
+) -> None:
+    seen: list[NamedPrompt | None] = []
+
+    class Naming(Held):
+        async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+            seen.append(NAMED.get())
+            await super().app(scope, receive, send)
+
+    naming = Naming()
+    naming.blocks = KvBlockIndex(16)
+    naming.go.set()
+    made = guarded(naming)
+    made.become(ReplicaPhase.READY)
+    headers = SECRET | {PREFIX_HEADER: new, DEPTHS_HEADER: depths}
+    transport = httpx.ASGITransport(made)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://r", headers=headers) as client:
+        assert (await client.post(CHAT)).status_code == 200
+    assert seen == [named]
