@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from policy.deployment_file.parse import parse
+from policy.engine.performance_model import BLOCK
 from policy.types import EngineKind, Runner
 from serve.engine.interface import EngineSpec
 from store.model_weights.prepare import prepare
@@ -28,23 +29,26 @@ def spec(kind: EngineKind, engine_args: dict[str, Any], **more: Any) -> EngineSp
     )  # fmt: skip
 
 
-def agrees(part: str, found: Agreement) -> None:
+def agrees(part: str, found: Agreement, forgotten_tokens: int = 0) -> None:
+    """The error is within the bound, but for tokens that were forgotten, each of which may count once."""
     print(f"{part}: {found}")  # noqa: T201 - the measurement
     assert 0.1 < found.cached / found.prompt < 0.95, "the cache is too small for all, and holds some"
-    assert found.error < BOUND, f"{part}: {found}"
+    assert found.error < BOUND + forgotten_tokens / found.prompt, f"{part}: {found}"
 
 
 @pytest.mark.process
 async def test_the_router_believes_what_the_simulated_engine_holds(tmp_path: Path) -> None:
-    args = {"num_gpu_blocks_override": 300, "max_model_len": 4096}
+    blocks = 160
+    args = {"num_gpu_blocks_override": blocks, "max_model_len": 2048}
     async with deployed(spec(EngineKind.SIM, args), tmp_path) as (stack, replica):
-        clients = Clients(stack, 1, 12, words=(60, 500))
+        clients = Clients(stack, 1, 7, words=(60, 500))
         agrees("at first", await clients.run(120, 4))
         await restarted(stack, replica)
         agrees("after a restart", await clients.run(80, 4))
         assert replica.engine.blocks is not None
         replica.engine.blocks.lost()
-        agrees("after a gap", await clients.run(80, 4))
+        agrees("while it learns again", await clients.run(40, 4), forgotten_tokens=BLOCK * blocks)
+        agrees("after a gap", await clients.run(60, 4))
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
 
 from policy.engine.batch_scheduler import Request, Scheduler, StepResult
-from policy.engine.performance_model import EngineModel, Limits
+from policy.engine.performance_model import BLOCK, EngineModel, Limits
 from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.errors import EngineFailed
 from serve.engine.interface import NAMED, EngineStats
@@ -181,8 +181,12 @@ class StepLoop:
             request = Request(name, len(prompt.tokens), len(output.deltas), blocks=blocks)
             self._scheduler.submit(request)
             self._live[name] = _Live(request, generation, choice, now)
-            if self._blocks is not None and (named := NAMED.get()) is not None:
-                self._blocks.name(named, blocks, len(prompt.tokens))
+            named = NAMED.get()
+            if self._blocks is None or named is None:
+                continue
+            if self._blocks.name(named, blocks, len(prompt.tokens)):
+                # After lost events, as vLLM on request: what the prompt finds.
+                self._blocks.stored(blocks[: request.cached_tokens // BLOCK])
         self._work.set()
         return generation
 
