@@ -43,7 +43,7 @@ class Shape(Section, frozen=True):
 
     Replicas with a fraction of a GPU share one. Ray places a replica on a node with GPUs of its
     ``accelerator_type``, if that is not empty, and with its custom ``resources``. Without ``max_in_flight`` a
-    replica takes a quarter more requests than its engine's ``max_num_seqs``.
+    replica takes as many requests as its engine's ``max_num_seqs``.
     """
 
     gpus: Gpus = 0

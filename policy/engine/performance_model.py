@@ -15,8 +15,6 @@ import math
 
 import msgspec
 
-# At least so many requests wait in an engine with a full batch.
-MIN_WAITING = 4
 BLOCK = 16  # vLLM's default block of KV cache, in tokens
 
 
@@ -114,11 +112,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     max_num_seqs: int
     kv_tokens: int
-
-    @property
-    def in_flight(self) -> int:
-        """The requests to send: a full batch and a quarter more, so that it is full again after each step."""
-        return self.max_num_seqs + max(MIN_WAITING, self.max_num_seqs // 4)
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,9 @@ from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Signals
 from policy.types import Priority
 
+# A queue that is served sooner than this is what any load leaves.
+STANDING_S = 5.0
+
 
 class Guardrail(StrEnum):
     """The rules that limit the count of a policy, in the order in which they apply."""
@@ -162,8 +165,8 @@ class SwitchCost(msgspec.Struct, frozen=True, kw_only=True):
     clears_after_s: float | None
 
     def delays_queue(self, tick_s: float) -> bool:
-        """Whether the queue is served sooner without the switch; one that ends in ``tick_s`` is none."""
-        if self.clears_s is None or self.clears_s <= tick_s:
+        """Whether the queue is served sooner without the switch; one that ends at once is none."""
+        if self.clears_s is None or self.clears_s <= max(tick_s, STANDING_S):
             return False
         return self.clears_after_s is None or self.clears_s < self.clears_after_s
 

@@ -220,17 +220,17 @@ class ModeComparison:
         spent = there.cost * new.lead_s + held + missed * switch.taken_s
         if saved <= spent:
             return f"saves {saved:.0f} in {dwell_s:.0f} s, less than the {spent:.0f} that the switch costs"
-        # The saving, expected to last as long again, begins with the new replicas and has to outweigh waits.
-        if switch.taken_s and seen_s < switch.ready_s + switch.taken_s:
+        # The saving, expected to last as long again, begins with the new replicas. A gap is only priced:
+        # until it begins, the old replicas take short requests.
+        if switch.taken_s and not switch.gap_s and seen_s < switch.ready_s + switch.taken_s:
             start = f"the start of {switch.ready_s:.0f} s and the {switch.taken_s:.0f} s that requests wait"
             return f"predicted for {seen_s:.0f} s, less than {start}"
-        # The peak of the rate until the new replicas serve, which may take longer than a start in this mode.
+        # The peak of the rate until the new replicas serve: longer than a start in this mode.
         rate = self.during(max(switch.lasts_s, 0.0 if switch.gap_s else new.lead_s))
         old, other = (RESIDUAL * self.capabilities[mode].mu_max for mode in (here.mode, there.mode))
         residual = Capacities(old, other, rate if situation.supply.serving else 0.0)
-        return interruption(
-            self._switch(there), residual, situation.queue_s, keeps_up=here.ttft_s is not None
-        )
+        move, keeps_up = self._switch(there), here.ttft_s is not None
+        return interruption(move, residual, situation.queue_s, keeps_up=keeps_up)
 
     def _switch(self, there: ModeForecast) -> Switch:
         """The switch to ``there`` in the room that is free now."""
@@ -255,7 +255,7 @@ class ModeComparison:
     def _switch_cost(self, there: ModeForecast) -> SwitchCost:
         """What the switch to ``there`` takes from requests."""
         demand, here = self.situation.signals.demand, self.capabilities[self.situation.mode]
-        rate = 0.0 if demand is None else demand.arrivals.last_20_s
+        rate = 0.0 if demand is None else max(demand.arrivals.last_6_s, demand.arrivals.last_20_s)
         capacities = Capacities(here.mu_max, self.capabilities[there.mode].mu_max, rate)
         return switch_cost(self._switch(there), self.situation.signals, capacities, here.kv_tokens)
 

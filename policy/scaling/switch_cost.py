@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from policy.engine.performance_model import Timing
-from policy.scaling.decision_types import ModeOption, SwitchCost
+from policy.scaling.decision_types import STANDING_S, ModeOption, SwitchCost
 from policy.scaling.resources import Resources
 from policy.scaling.transition_steps import Goal, Layer, LayerKey, Rollout
 from policy.signals.types import Demand, Signals
@@ -32,12 +32,16 @@ def start_cores(cpus: int) -> int:
 
 
 class Phase(NamedTuple):
-    """``seconds`` of a switch in which ``old`` and ``new`` replicas serve at ``speed`` (0 to 1)."""
+    """``seconds`` of a switch in which ``old`` and ``new`` replicas serve at ``speed`` (0 to 1).
+
+    Old replicas that are ``draining`` only end what runs there.
+    """
 
     seconds: float
     old: int
     new: int
     speed: float = 1.0
+    draining: int = 0
 
 
 class Switch(NamedTuple):
@@ -75,7 +79,7 @@ class Switch(NamedTuple):
             speed = self._speed(stay + leaves, ready, starts)
             # A start time that was measured on shared cores counts them twice: no more than too long a wait.
             seconds = self.drain_s if leaves > 0 else self.new.lead_s / speed
-            found.append(Phase(seconds, stay, ready, speed))
+            found.append(Phase(seconds, stay, ready, speed, max(0, leaves)))
             layers = {was: Layer(wanted=stay, ready=stay), key: Layer(wanted=counts[key], ready=counts[key])}
         return found
 
@@ -93,8 +97,9 @@ class Capacities(NamedTuple):
     rate: float
 
     def of(self, phase: Phase) -> float:
-        """What is served in a phase."""
-        return phase.speed * (phase.old * self.old + phase.new * self.new)
+        """What is served in a phase: a replica that drains does half its work on average."""
+        old = phase.old + phase.draining / 2
+        return phase.speed * (old * self.old + phase.new * self.new)
 
     def lost(self, phase: Phase, serving: int) -> float:
         """The part of a phase in which requests wait that ``serving`` old replicas would serve at once.
@@ -148,14 +153,14 @@ def switch_cost(switch: Switch, signals: Signals, capacities: Capacities, kv_tok
 def interruption(switch: Switch, capacities: Capacities, queue_s: float, *, keeps_up: bool) -> str:
     """Why requests would be unserved during the switch, or an empty string.
 
-    If the present mode ``keeps_up``, what serves during the switch has to as well, unless nothing can. If it
-    does not, requests wait in any case, so they may also wait for ``queue_s`` during the switch.
+    If the present mode ``keeps_up``, what serves during the switch has to as well, but for a moment, unless
+    there is a gap. If it does not, requests wait in any case, so they may also wait for ``queue_s``.
     """
     phases, rate = switch.phases(), capacities.rate
     # What the present mode could not serve either is not due to the switch.
     worse = [each for each in phases if capacities.of(each) < switch.serving * capacities.old]
     waits_s = sum(each.seconds * max(0.0, 1 - capacities.of(each) / rate) for each in worse) if rate else 0.0
-    if not waits_s or (waits_s <= queue_s and (switch.gap_s or not keeps_up)):
+    if waits_s <= (queue_s if switch.gap_s or not keeps_up else STANDING_S):
         return ""
     carried = min(map(capacities.of, worse))
     served = f"{carried:.2f} of {rate:.2f} req/s can be served during the switch"

@@ -187,7 +187,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
     files = AdapterFileCache(roots, controller=spec.controller, secret=spec.secret, max_bytes=spec.max_bytes)
     adapters = AdapterLoader(engine, files)
     adapters.hold(spec.hold)
-    bound = spec.bound or engine.timing().limits.in_flight
+    bound = spec.bound or engine.timing().limits.max_num_seqs
     guard = Guard(engine, adapters, secret=spec.secret, bound=bound, clock=time.time)
     # Bound after the engine has made its own processes, so that none of them inherits the port.
     sock = listen(spec.host, 0)

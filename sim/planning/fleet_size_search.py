@@ -216,7 +216,7 @@ class Trials:
 
     def _bound(self, candidate: Candidate) -> int:
         """The configured concurrency limit of a replica, or that of its engine."""
-        return candidate.shape.max_in_flight or self._timing(candidate).limits.in_flight
+        return candidate.shape.max_in_flight or self._timing(candidate).limits.max_num_seqs
 
     def _timing(self, candidate: Candidate) -> Timing:
         return shipped(candidate.of(self.spec, 1), candidate.shape)

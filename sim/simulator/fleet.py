@@ -314,7 +314,7 @@ class Fleet:
         )
         name = f"{key.model}-{key.shape}-{number}"
         view = Candidate(
-            name, hash_name(name), bound=shape.max_in_flight or timing.limits.in_flight, timing=timing
+            name, hash_name(name), bound=shape.max_in_flight or timing.limits.max_num_seqs, timing=timing
         )
         runner = SimulatedReplica(key, span, engine, view, self.health.join())
         self._all.append(runner)

@@ -270,7 +270,7 @@ class CalibrationRun:
     def _plan_points(self, model: EngineModel, limits: Limits, seconds: float) -> PlannedPoints:
         """The load points that share ``seconds``, without those that would miss the SLO."""
         spec = self.subject.spec
-        bound = spec.shapes[self.subject.shape].max_in_flight or limits.in_flight
+        bound = spec.shapes[self.subject.shape].max_in_flight or limits.max_num_seqs
         length = self.subject.max_model_len
 
         def within(slo: Slo, point_s: float) -> list[Point]:

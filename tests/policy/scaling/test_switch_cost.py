@@ -34,31 +34,31 @@ def switch(old: ModeOption, new: ModeOption, serving: int, count: int, **changes
 # One large replica to four small ones, by the bounds on what the model may hold.
 PHASES = [
     # With room, the new ones start first: nothing is lost.
-    (switch(LARGE, SMALL, 1, 4), [Phase(30.0, 1, 0), Phase(10.0, 0, 4)], 0.0),
+    (switch(LARGE, SMALL, 1, 4), [Phase(30.0, 1, 0), Phase(10.0, 0, 4, draining=1)], 0.0),
     # Room for half: two start, then the large one drains, then the rest starts.
     (
         switch(LARGE, SMALL, 1, 4, bounds=NO_BOUND._replace(gpus=6)),
-        [Phase(30.0, 1, 0), Phase(10.0, 0, 2), Phase(30.0, 0, 2)],
-        40.0 * (1 - 2 * 0.5),
+        [Phase(30.0, 1, 0), Phase(10.0, 0, 2, draining=1), Phase(30.0, 0, 2)],
+        0.0,
     ),
     # Without room all wait.
     (switch(LARGE, SMALL, 1, 4, gap_s=13.0), [Phase(13.0, 0, 0)], 13.0),
     # On two cores: two starts take two of four threads and twice as long, then one engine drains beside two.
     (
         switch(on_cores("large", 2), on_cores("small", 1), 1, 2, bounds=NO_BOUND._replace(cpus=2)),
-        [Phase(80.0, 1, 0, 0.5), Phase(10.0, 0, 2, 0.5)],
+        [Phase(80.0, 1, 0, 0.5), Phase(10.0, 0, 2, 0.5, 1)],
         45.0,
     ),
     # A start of one thread beside two.
     (
         switch(on_cores("small", 1), on_cores("large", 2), 2, 1, bounds=NO_BOUND._replace(cpus=2)),
-        [Phase(60.0, 2, 0, pytest.approx(2 / 3)), Phase(10.0, 0, 1, 0.5)],
+        [Phase(60.0, 2, 0, pytest.approx(2 / 3)), Phase(10.0, 0, 1, 0.5, 2)],
         60.0 / 3 + 5.0,
     ),
     # On four cores nothing is shared.
     (
         switch(on_cores("large", 2), on_cores("small", 1), 1, 2, bounds=NO_BOUND._replace(cpus=4)),
-        [Phase(40.0, 1, 0), Phase(10.0, 0, 2)],
+        [Phase(40.0, 1, 0), Phase(10.0, 0, 2, draining=1)],
         0.0,
     ),
 ]
@@ -79,7 +79,8 @@ def test_each_kind_of_switch_takes_what_its_phases_lose(
 def test_less_capacity_than_the_rate_makes_requests_wait() -> None:
     made = switch(LARGE, SMALL, 1, 4, bounds=NO_BOUND._replace(gpus=6))
     cost = switch_cost(made, Signals(demand=demand(2.0)), Capacities(old=2.0, new=0.5, rate=2.0), 0)
-    assert cost.taken_s == pytest.approx(40.0 * 0.5)
+    # While the large one drains, half of it and two small ones serve all; then only those two serve.
+    assert cost.taken_s == pytest.approx(30.0 * 0.5)
 
 
 def test_without_requests_a_switch_takes_nothing() -> None:
