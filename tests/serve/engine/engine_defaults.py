@@ -65,6 +65,7 @@ def compare(given: dict[str, Any], folder: Path, cpus: int) -> dict[str, Any]:
     from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
 
     from serve.engine.vllm_arguments import DEFAULTS, arguments, configuration, own_arguments  # noqa: PLC0415
+    from serve.engine.vllm_kv_events import event_arguments  # noqa: PLC0415
 
     (folder / "config.json").write_text(json.dumps(LLAMA))
     given = {"skip_tokenizer_init": True, **given}
@@ -80,7 +81,7 @@ def compare(given: dict[str, Any], folder: Path, cpus: int) -> dict[str, Any]:
     return {
         "different": [path for path in left.keys() | right.keys() if left.get(path) != right.get(path)],
         "compared": len(left),
-        "set": [*own_arguments(spec), *DEFAULTS],
+        "set": [*own_arguments(spec), *event_arguments(spec), *DEFAULTS],
         "limits": [scheduler.max_num_batched_tokens, scheduler.max_num_seqs],
     }
 
