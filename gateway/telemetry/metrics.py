@@ -56,6 +56,14 @@ _COUNTS = (
         "Answers whose token counts contradict their request, by the count; nothing is learned from them.",
         ("count",),
     ),
+    (
+        "cached_tokens", "cached_prompt_tokens",
+        "Prompt tokens that routing predicted to be cached, and those that the engine reported.", ("kind",),
+    ),
+    (
+        "cached_tokens_error", "cached_prompt_tokens_error",
+        "By how many tokens a prompt's predicted cached tokens were above or below the reported.", ("sign",),
+    ),
     ("probes", "probes", "Probes of replicas that are out of rotation, by how they went.", ("outcome",)),
 )  # fmt: skip
 _HISTOGRAMS = (
@@ -106,6 +114,8 @@ class ModelCounters(HealthCounters):
         self.attempts: Counts[str] = Counts()
         self.streams: Counts[tuple[str, str]] = Counts()
         self.contradictions: Counts[str] = Counts()
+        self.cached_tokens: Counts[str] = Counts()
+        self.cached_tokens_error: Counts[str] = Counts()
         self.breakers: Counts[str] = Counts()
         self.tokens = TokenCounters()
         self.queue = QueueCounters()
@@ -153,6 +163,15 @@ class ModelCounters(HealthCounters):
         self.ttft_error.add(predicted_s - actual_s)
         if actual_s > 0.0:
             self.ttft_error_part.add(abs(predicted_s - actual_s) / actual_s)
+
+    def predicted_cached(self, predicted: int, reported: int) -> None:
+        """Count the cached tokens of one prompt."""
+        self.cached_tokens["predicted"] += predicted
+        self.cached_tokens["reported"] += reported
+        if predicted != reported:
+            self.cached_tokens_error["above" if predicted > reported else "below"] += abs(
+                predicted - reported
+            )
 
     def served_stream(
         self, ttft_s: float, mean_gap_s: float, priority: Priority = Priority.STANDARD, *, own: bool = True

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.gateway.fake_replica import DONE, STREAM, stream
+from tests.gateway.fake_replica import DONE, STREAM, event, stream
 from tests.gateway.worker import Stack, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -128,4 +128,26 @@ async def test_the_metrics_move_and_keep_to_known_names(shared: Stack) -> None:
     assert await shared.metric("tidegate_ttft_seconds_count", model="alpha") == ttft + 1
     assert await served_streams(shared) == streams + 1
     assert await shared.metric("tidegate_in_flight", model="alpha") == 0
+
+
+async def test_predicted_and_reported_cached_tokens_are_counted(shared: Stack) -> None:
+    replica = await shared.serve("cached")
+    details = {"cached_tokens": 16}
+    usage = {"prompt_tokens": 40, "completion_tokens": 4, "prompt_tokens_details": details}
+    last = {"id": "c", "object": "chat.completion.chunk", "choices": [], "usage": usage}
+    replica.answer = stream(
+        event("hi") * 4 + event(finish="stop") + b"data: %b\n\n" % json.dumps(last).encode() + DONE
+    )
+
+    async def counts() -> list[float]:
+        names = {"predicted": "kind", "reported": "kind", "above": "sign", "below": "sign"}
+        family = {
+            "kind": "tidegate_cached_prompt_tokens_total",
+            "sign": "tidegate_cached_prompt_tokens_error_total",
+        }
+        return [await shared.metric(family[k], model="alpha", **{k: name}) for name, k in names.items()]
+
+    before = await counts()
+    await shared.chat(stream=True)
+    assert [after - was for after, was in zip(await counts(), before, strict=True)] == [0, 16, 0, 16]
     assert "made-up-name" not in (await shared.admin.get("/metrics")).text

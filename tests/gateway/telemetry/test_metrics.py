@@ -65,6 +65,20 @@ def alphas(*names: str) -> set[tuple[str, str]]:
     return {("alpha", name) for name in names}
 
 
+def test_errors_of_predicted_cached_tokens_do_not_cancel() -> None:
+    metrics = Metrics()
+    for predicted, reported in ((512, 512), (512, 0), (0, 64), (100, 80)):
+        metrics.model("m").predicted_cached(predicted, reported)
+    assert samples(metrics, "tidegate_cached_prompt_tokens_total") == {
+        '{kind="predicted",model="m"}': 1124.0,
+        '{kind="reported",model="m"}': 656.0,
+    }
+    assert samples(metrics, "tidegate_cached_prompt_tokens_error_total") == {
+        '{model="m",sign="above"}': 532.0,
+        '{model="m",sign="below"}': 64.0,
+    }
+
+
 def test_requests_tokens_and_first_bytes_are_counted_by_name() -> None:
     metrics = Metrics()
     metrics.adapters.follow(alphas("sql"))
