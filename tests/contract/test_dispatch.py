@@ -142,7 +142,7 @@ class Simulated:
         self.arrived = 0
         rng = random.Random(1)  # noqa: S311
         self.fleet = Fleet(
-            spec, NO_FAULTS, [], rng, wake=lambda at, kind, runner, detail: None, lost=self._lost
+            spec, NO_FAULTS, [], rng, None, wake=lambda at, kind, runner, detail: None, lost=self._lost
         )
         self.gateway = SimulatedGateway(
             deployment, self.fleet, rng, over=self._over, queued_elsewhere=lambda: 0

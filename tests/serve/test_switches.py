@@ -253,7 +253,7 @@ async def test_a_gap_longer_than_the_queue_timeout_keeps_the_mode(plane: Plane) 
     await plane.up(made)
     switch = Switch(plane)
     await switch.run(LOW, 10)
-    await switch.run(HIGH, 80)
+    await switch.run(HIGH, 120)  # long enough to be worth its cost
     assert plane.counts(READY) == {LARGE: 1}
     (now,) = plane.controller.autoscaler.journal.read(1)
     assert any("wait for 30 s" in outlook.why for outlook in now.decision.outlooks)
