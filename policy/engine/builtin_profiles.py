@@ -60,13 +60,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Device(msgspec.Struct, frozen=True):
-    """A data sheet: bytes/s, dense bfloat16 FLOP/s, bytes, all-reduce bytes/s in one direction."""
+    """A data sheet: bytes/s, dense bfloat16 FLOP/s, bytes, one-way all-reduce and PCIe bytes/s."""
 
     name: str
     bandwidth: float
     flops: float
     memory_bytes: float
     link: float
+    host_link: float
     allreduce_a_s: float
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -84,10 +85,10 @@ class _Size(msgspec.Struct, frozen=True):
 
 # Batch limits are vLLM's defaults for its API server on each kind of card.
 _DEVICES = (
-    _Device("h100", 3350 * _GB, 989e12, 80 * _GB, 450 * _GB, 10e-6, 8192, 1024),
-    _Device("h200", 4800 * _GB, 989e12, 141 * _GB, 450 * _GB, 10e-6, 8192, 1024),
-    _Device("a100", 2039 * _GB, 312e12, 80 * _GB, 300 * _GB, 12e-6, 2048, 256),
-    _Device("l4", 300 * _GB, 121e12, 24 * _GB, 32 * _GB, 30e-6, 2048, 256),
+    _Device("h100", 3350 * _GB, 989e12, 80 * _GB, 450 * _GB, 64 * _GB, 10e-6, 8192, 1024),
+    _Device("h200", 4800 * _GB, 989e12, 141 * _GB, 450 * _GB, 64 * _GB, 10e-6, 8192, 1024),
+    _Device("a100", 2039 * _GB, 312e12, 80 * _GB, 300 * _GB, 32 * _GB, 12e-6, 2048, 256),
+    _Device("l4", 300 * _GB, 121e12, 24 * _GB, 32 * _GB, 32 * _GB, 30e-6, 2048, 256),
 )
 
 _SIZES = (
@@ -109,6 +110,7 @@ def _roofline(device: _Device, size: _Size) -> Profile:
             c=2 * size.parameters / (_COMPUTE_SHARE * device.flops),
             g=kv_bytes / bandwidth,
             r=1e-5,
+            copy=kv_bytes / (_LINK_SHARE * device.host_link),
             layers=size.layers,
             allreduce_a=device.allreduce_a_s,
             allreduce_b=2 * size.hidden / (_LINK_SHARE * device.link),

@@ -103,7 +103,7 @@ def model_file(raw: object, where: str) -> ModelFile:
     if "format" in raw and raw["format"] != FORMAT:
         raise ConfigError(f"{where}.format", raw["format"], f"{FORMAT}: the file is of another Tidegate")
     file = convert(raw, ModelFile, where)
-    for key in ("o", "w", "c", "g", "r", "allreduce_a", "allreduce_b"):
+    for key in ("o", "w", "c", "g", "r", "copy", "allreduce_a", "allreduce_b"):
         if (seconds := getattr(file.engine_model, key)) < 0.0:
             raise ConfigError(f"{where}.engine_model.{key}", seconds, "seconds, 0 or more")
     for key in ("max_num_batched_tokens", "max_num_seqs", "kv_tokens"):

@@ -18,6 +18,7 @@ class StepTable:
 
     ``batch`` and ``seats`` are max_num_batched_tokens and max_num_seqs, ``kv_tokens`` the KV capacity
     (0: not known). ``capacity`` are the tokens per second of a full batch, to weigh replicas by.
+    ``copy_s`` are the seconds to copy one token's KV from host memory.
     ``height`` and ``slope`` are the table, of segments ``width`` tokens wide; ``a_token`` and ``a_request``
     are the seconds of each token in KV and of each request in a step.
     """
@@ -36,6 +37,7 @@ class StepTable:
         self._full = empty[SEGMENTS]
         self.a_token = model.g / model.degree
         self.a_request = model.r
+        self.copy_s = model.copy_s(1)
         self.capacity = self.batch / (self._full + self.seats / 2 * self.a_request)
 
     def step_s(self, tokens: float, kv_tokens: float, running: float) -> float:

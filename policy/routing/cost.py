@@ -98,14 +98,21 @@ def pressure_s(request: Request, candidate: Candidate, site: ReplicaState, uncac
 
 
 def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
-    request: Request, candidate: Candidate, site: ReplicaState, uncached: int, slope: float, fixed_s: float
+    request: Request,
+    candidate: Candidate,
+    site: ReplicaState,
+    uncached: int,
+    slope: float,
+    fixed_s: float,
+    copied_s: float = 0.0,
 ) -> tuple[float, float, float, float, float, float]:
     """All terms in the order of :class:`CostEstimate`, corrected by what first tokens have shown.
 
     ``slope`` and ``fixed_s`` are of a :class:`policy.routing.prediction_correction.OnlineLine`; adapter loads
     are measured directly. The fifth value is the request's own prefill without the fixed part, the sixth the
     TTFT by the engine model alone. The wait is for adapter loads, earlier prompts or half a step, and a free
-    sequence. The prefill is that of its uncached tokens, in the steps of earlier prompts.
+    sequence. The prefill is that of its uncached tokens, in the steps of earlier prompts. ``copied_s`` is the
+    time to copy its cached tokens from host memory; vLLM copies beside its steps, so others do not wait.
     """
     pace, tokens, shared = site.pace, uncached, 0.0
     if not site.ahead_s:
@@ -120,9 +127,9 @@ def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
     own = pace.prefill_s(tokens, site.kv_tokens, site.running) - shared
     loads = 0.0 if not request.adapter_key or request.adapter_key in site.slots else site.load_s
     presses = pressure_s(request, candidate, site, uncached) if pace.kv_tokens else 0.0
-    modelled = waits + own + presses
+    modelled = waits + own + copied_s + presses
     own *= slope
-    floor, took = LEAST * own, own + fixed_s
+    floor, took = LEAST * own, own + copied_s * slope + fixed_s
     waits *= slope
     if site.loads:
         ahead = site.loads_s(site.seen_at, candidate.turned_at)
@@ -172,7 +179,7 @@ class CostModel:
         warm_s = math.inf
         measured: list[_Measured] = []
         for candidate, site in pairs:
-            uncached, age, cached = prompt, 0, 0
+            uncached, age, cached, copied_s = prompt, 0, 0, 0.0
             if key:
                 site.load_s += ALIKE * (self.load_s - site.load_s)
             if prefix:
@@ -182,17 +189,19 @@ class CostModel:
                         last = prefix[depth - 1]
                         cached = site.cached(request, depth)
                         uncached, age = max(prompt - cached, 1), held.age(last)
+                        if held.host:
+                            copied_s = held.host.get(last, 0) * site.pace.copy_s
                         if depth > deepest:
                             deepest, anchor = depth, last
                     elif first in held and (former is None or held.age(first) < youngest):
                         youngest, former = held.age(first), site
             weight = site.pace.capacity
             if site.residual.alike:
-                terms = estimate(request, candidate, site, uncached, line.slope, line.fixed_s)
+                terms = estimate(request, candidate, site, uncached, line.slope, line.fixed_s, copied_s)
             else:
                 factor = site.residual.factor(at)
                 terms = estimate(
-                    request, candidate, site, uncached, line.slope * factor, line.fixed_s * factor
+                    request, candidate, site, uncached, line.slope * factor, line.fixed_s * factor, copied_s
                 )
                 if factor > SLOW:
                     weight /= factor

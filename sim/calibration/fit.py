@@ -97,6 +97,7 @@ def _fit(loads: Sequence[StepSample], prior: EngineModel) -> EngineModel:
         w=found.w * k,
         c=found.c * k,
         g=found.g * k,
+        copy=prior.copy,
         allreduce_a=believed * prior.allreduce_a,
         allreduce_b=believed * prior.allreduce_b,
         degree=k,

@@ -82,6 +82,21 @@ def test_a_model_without_step_time_is_rejected() -> None:
         EngineModel(o=0, w=0, c=1, g=1, r=1)
 
 
+def test_each_device_copies_its_share_from_host_memory() -> None:
+    model = PROFILES["h100-8b"].model
+    # 131,072 bytes a token over 70 % of PCIe 5.0 x16.
+    assert model.copy_s(1000) == pytest.approx(1000 * 131_072 / (0.7 * 64e9))
+    assert model.at_degree(4).copy_s(1000) == pytest.approx(model.copy_s(1000) / 4)
+    assert model.at_degree(4).as_one_device().copy_s(1000) == pytest.approx(model.copy_s(1000) / 4)
+    assert model.faster(5.0).copy_s(1000) == pytest.approx(model.copy_s(1000) / 5)
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_a_copy_is_cheaper_than_a_prefill(name: str) -> None:
+    model = PROFILES[name].model
+    assert 0.0 < model.copy_s(512) < model.prefill_s(512, 512) - model.step_time(1, 0, 1)
+
+
 def test_faster_divides_every_step_time() -> None:
     model = PROFILES["h100-70b"].model.at_degree(4)
     for tokens, kv, running in [(1, 0, 1), (600, 50_000, 40), (8192, 200_000, 256)]:

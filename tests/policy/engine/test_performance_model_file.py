@@ -56,6 +56,12 @@ def test_a_file_round_trips() -> None:
     assert model_file(content(), "f") == made()
 
 
+def test_a_file_from_before_copies_were_known_has_the_default() -> None:
+    old = content()
+    del old["engine_model"]["copy"]
+    assert model_file(old, "f") == made()
+
+
 @pytest.mark.parametrize(
     ("changed", "where"),
     [

@@ -28,6 +28,7 @@ from policy.routing.router import (
     Router,
 )
 from policy.routing.settings import Settings
+from policy.wire.load_stream import CachedPrefix
 
 MODEL = EngineModel(o=1e-3, w=4e-3, c=5e-5, g=1e-7, r=1e-5)
 LIMITS = Limits(max_num_batched_tokens=512, max_num_seqs=16, kv_tokens=20_000)
@@ -66,6 +67,10 @@ def quoted(
 ) -> CostEstimate:
     """The cost of the only candidate."""
     return best((router or Router()).choose(request, [candidate], at, 0.0))
+
+
+def quoted_at(decision: Decision, candidate: Candidate) -> CostEstimate:
+    return next(quote for quote in decision.quotes if quote.candidate is candidate)
 
 
 def chosen(decision: Decision) -> str:
@@ -109,6 +114,23 @@ def test_a_cached_prefix_stays_and_a_new_one_goes_elsewhere() -> None:
     assert best(again).uncached == 1040 - 1024
     other = send(router, prompt(tuple(value + 1000 for value in CHAIN)), candidates)
     assert chosen(other) != chosen(first)
+
+
+def test_a_hit_in_host_memory_costs_its_copy() -> None:
+    router, candidates = Router(), fleet(3)
+    near, far, _ = candidates
+    first = CachedPrefix(CHAIN[0], 24)
+    router.cached([first, CachedPrefix(CHAIN[-1], 1024)], [], near.key, 0.0, reset=True)
+    router.cached([first, CachedPrefix(CHAIN[-1], 24, 1000)], [], far.key, 0.0, reset=True)
+    decision = router.choose(prompt(), candidates, 0.0, 0.0)
+    device, host, none = (quoted_at(decision, each) for each in candidates)
+    assert device.total < host.total < none.total
+    assert host.total - device.total == pytest.approx(MODEL.copy_s(1000))
+    assert host.modelled - device.modelled == pytest.approx(MODEL.copy_s(1000))
+    assert (host.cached, host.burden) == (1024, device.burden)
+    router.cached([CachedPrefix(CHAIN[-1], 1024)], [], far.key, 0.0, reset=False)
+    decision = router.choose(prompt(), candidates, 0.0, 0.0)
+    assert quoted_at(decision, far).total == quoted_at(decision, near).total
 
 
 def test_away_from_home_when_the_wait_there_is_longer() -> None:
