@@ -83,7 +83,8 @@ class Scheduler:
     """The requests of one engine; mutable, without a clock: each step returns its duration.
 
     With a ``cache`` the cached tokens of a request are looked up when it is submitted and when it is
-    admitted; without one the request's own number is used. ``kv_used`` are the tokens in KV cache.
+    admitted; the step in which it is admitted takes longer by the copy of those in host memory. Without one
+    the request's own number is used. ``kv_used`` are the tokens in KV cache.
     """
 
     def __init__(self, model: EngineModel, limits: Limits, cache: PrefixCache | None = None) -> None:
@@ -94,6 +95,8 @@ class Scheduler:
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
         self.kv_used = 0
+        # Tokens that the requests admitted in this step found in host memory.
+        self._copied = 0
 
     @property
     def running(self) -> int:
@@ -146,6 +149,7 @@ class Scheduler:
     def step(self) -> StepResult:
         """Run one step; with nothing to run it lasts 0 seconds and schedules nothing."""
         preempted: list[Request] = []
+        self._copied = 0
         budget = self._continue_running(self._limits.max_num_batched_tokens, preempted)
         self._make_room()
         if not preempted:
@@ -153,6 +157,7 @@ class Scheduler:
         scheduled = self._limits.max_num_batched_tokens - budget
         running = len(self._running)
         duration = self._model.step_time(scheduled, self.kv_used, running) if scheduled else 0.0
+        duration += self._model.copy_s(self._copied)
         tokens: dict[str, int] = {}
         first: list[str] = []
         finished: list[str] = []
@@ -268,6 +273,7 @@ class Scheduler:
             request.computed = cached + part
             self.kv_used += request.computed
             if self._cache is not None:
+                self._copied += self._cache.in_host(request.blocks, cached)
                 self._cache.hold(request.blocks)
                 self._cache.make_room(self.kv_used)
             budget -= part

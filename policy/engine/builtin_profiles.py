@@ -22,6 +22,8 @@ _GIB = 2.0**30
 _BANDWIDTH_SHARE = 0.8
 _COMPUTE_SHARE = 0.55
 _LINK_SHARE = 0.7
+# Llama 3.1 8B in bfloat16.
+_ASSUMED_TOKEN_BYTES = 131_072
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,6 +254,20 @@ def batch_limits(defaults: Limits, args: Mapping[str, Any], max_model_len: int |
     if given_seqs is None:
         seqs = min(seqs, tokens)
     return msgspec.structs.replace(defaults, max_num_batched_tokens=tokens, max_num_seqs=seqs)
+
+
+def host_kv_tokens(args: Mapping[str, Any], name: str | Mapping[str, Any] | None) -> int:
+    """The KV tokens in host memory of an engine with the engine arguments ``args`` and the profile ``name``.
+
+    ``kv_offloading_size`` is in GiB over all tensor parallel ranks. The bytes of a token are assumed where
+    the profile has none.
+    """
+    size = args.get("kv_offloading_size")
+    if not isinstance(size, int | float) or size <= 0:
+        return 0
+    memory = None if name is None else profile(name).memory
+    per_token = _ASSUMED_TOKEN_BYTES if memory is None else memory.bytes_per_token
+    return int(size * _GIB / per_token) // BLOCK * BLOCK
 
 
 def max_request_tokens(spec: ModelSpec, shape: Shape) -> int | None:

@@ -2,7 +2,8 @@
 
 Blocks without a running request stay until running requests need their memory; the one released first is
 evicted first. Approximations: a block counts from the admission of its request; requests that share a block
-hold KV for it each, as in :mod:`policy.engine.batch_scheduler`; blocks of output tokens are not kept.
+hold KV for it each, as in :mod:`policy.engine.batch_scheduler`; blocks of output tokens are not kept. With KV
+offload an evicted block moves to host memory; vLLM copies each block there when it has been computed.
 """
 
 from __future__ import annotations
@@ -27,21 +28,29 @@ def block_hashes(tokens: Sequence[Hashable], salt: Hashable) -> tuple[int, ...]:
 
 
 class CacheChange(NamedTuple):
-    """A ``block``, which continues ``parent``, was ``stored``, or removed."""
+    """A ``block``, which continues ``parent``, was ``stored``, or removed, in device or ``host`` memory.
+
+    A block that moves is stored first. The parent of one that moves to host memory is not given.
+    """
 
     block: Hashable
     parent: Hashable | None
     stored: bool
+    host: bool = False
 
 
 class PrefixCache:
     """The cached blocks of one engine with ``kv_tokens`` tokens of KV memory.
 
     A block has ``block_tokens`` tokens and stands for all tokens before it too. The last block of a prompt
-    may have fewer tokens. With ``reports`` the changes are kept until :meth:`take_changes`.
+    may have fewer tokens. Up to ``host_tokens`` tokens of evicted blocks stay in host memory, of which the
+    least recently evicted go first; a prompt that finds some takes them back. With ``reports`` the changes
+    are kept until :meth:`take_changes`.
     """
 
-    def __init__(self, kv_tokens: int, block_tokens: int = BLOCK, *, reports: bool = False) -> None:
+    def __init__(
+        self, kv_tokens: int, block_tokens: int = BLOCK, *, host_tokens: int = 0, reports: bool = False
+    ) -> None:
         self._changes: list[CacheChange] | None = [] if reports else None
         self._kv_tokens = kv_tokens
         self._block_tokens = block_tokens
@@ -49,6 +58,13 @@ class PrefixCache:
         # Tokens of each block that no request holds, the next to be evicted first, and their sum.
         self._free: OrderedDict[Hashable, int] = OrderedDict()
         self._free_tokens = 0
+        # The same of host memory.
+        self._host: OrderedDict[Hashable, int] = OrderedDict()
+        self._host_size = host_tokens
+        self._host_used = 0
+
+    def __contains__(self, block: Hashable) -> bool:
+        return block in self._held or block in self._free or block in self._host
 
     def lookup(self, blocks: Sequence[Hashable], input_tokens: int) -> int:
         """How many leading tokens of a prompt of ``input_tokens`` are cached.
@@ -57,10 +73,20 @@ class PrefixCache:
         """
         hits = 0
         for block in blocks:
-            if block not in self._held and block not in self._free:
+            if block not in self:
                 break
             hits += 1
         return min(hits * self._block_tokens, (input_tokens - 1) // BLOCK * BLOCK)
+
+    def in_host(self, blocks: Sequence[Hashable], cached_tokens: int) -> int:
+        """How many of the leading ``cached_tokens`` tokens of a prompt are in host memory."""
+        if not self._host:
+            return 0
+        found = 0
+        for start, block in zip(range(0, cached_tokens, self._block_tokens), blocks, strict=False):
+            if block in self._host:
+                found += min(self._block_tokens, cached_tokens - start)
+        return found
 
     def hold(self, blocks: Sequence[Hashable]) -> None:
         """A prompt of these blocks is in KV memory until it is released."""
@@ -69,6 +95,9 @@ class PrefixCache:
             if self._changes is not None and block not in self._held and block not in self._free:
                 self._changes.append(CacheChange(block, parent, stored=True))
             parent = block
+            if block in self._host:
+                self._host_used -= self._host.pop(block)
+                self._gone(block, host=True)
             self._held[block] = self._held.get(block, 0) + 1
             self._free_tokens -= self._free.pop(block, 0)
 
@@ -100,14 +129,19 @@ class PrefixCache:
         while self._free and self._free_tokens > room:
             block, tokens = self._free.popitem(last=False)
             self._free_tokens -= tokens
+            if self._host_size:
+                self._offload(block, tokens)
             self._gone(block)
 
     def clear(self) -> None:
         """Evict every block that no request holds."""
         for block in self._free:
             self._gone(block)
+        for block in self._host:
+            self._gone(block, host=True)
         self._free.clear()
-        self._free_tokens = 0
+        self._host.clear()
+        self._free_tokens = self._host_used = 0
 
     def take_changes(self) -> list[CacheChange]:
         """The changes since the last call, in order."""
@@ -116,6 +150,16 @@ class PrefixCache:
         changes, self._changes = self._changes, []
         return changes
 
-    def _gone(self, block: Hashable) -> None:
+    def _offload(self, block: Hashable, tokens: int) -> None:
+        self._host[block] = tokens
+        self._host_used += tokens
         if self._changes is not None:
-            self._changes.append(CacheChange(block, None, stored=False))
+            self._changes.append(CacheChange(block, None, stored=True, host=True))
+        while self._host_used > self._host_size:
+            last, size = self._host.popitem(last=False)
+            self._host_used -= size
+            self._gone(last, host=True)
+
+    def _gone(self, block: Hashable, *, host: bool = False) -> None:
+        if self._changes is not None:
+            self._changes.append(CacheChange(block, None, stored=False, host=host))

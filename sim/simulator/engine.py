@@ -16,7 +16,7 @@ from typing import NamedTuple
 from policy.adapter_placement.slots import PREFETCH_PAUSE
 from policy.engine.batch_scheduler import Request, Scheduler, StepTimes
 from policy.engine.performance_model import Timing
-from policy.engine.prefix_cache import CacheChange, PrefixCache
+from policy.engine.prefix_cache import PrefixCache
 from policy.wire.capture import BLOCK_TOKENS
 from sim.simulator.adapters import Entry, SimulatedSlots
 
@@ -71,8 +71,8 @@ class Engine:
     """The engine of one replica. Instants are seconds of the run and never decrease.
 
     It holds up to ``slots`` adapters by ``slot_rules``; each takes ``adapter_load_s`` seconds to load.
-    ``prefix_tokens`` is the size of the prefix cache; ``None`` for none. Properties are as of the last
-    instant that a call was given.
+    ``prefix_tokens`` is the size of the prefix cache, ``None`` for none, ``host_tokens`` of its host memory.
+    Properties are as of the last instant that a call was given.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Engine:
         slots: int = 0,
         adapter_load_s: float = 0.0,
         prefix_tokens: int | None = None,
+        host_tokens: int = 0,
         slot_rules: type[SimulatedSlots] = SimulatedSlots,
     ) -> None:
         if timing.model is None:
@@ -91,7 +92,7 @@ class Engine:
         self._slot_count = slots
         self._load_s = adapter_load_s
         self._slot_rules = slot_rules
-        self._prefix_tokens = prefix_tokens
+        self._prefix_tokens, self._host_tokens = prefix_tokens, host_tokens
         self.preempted = 0
         self._factor = 1.0
         self._now = self._since = 0.0
@@ -105,8 +106,10 @@ class Engine:
         self._ids: dict[int, str] = {}
         self._fresh: dict[str, _Live] = {}
         tokens = self._prefix_tokens
-        self._cache = None if tokens is None else PrefixCache(tokens, BLOCK_TOKENS, reports=True)
-        self._scheduler = Scheduler(self._model, self._limits, self._cache)
+        self.cache: PrefixCache | None = None
+        if tokens is not None:
+            self.cache = PrefixCache(tokens, BLOCK_TOKENS, host_tokens=self._host_tokens, reports=True)
+        self._scheduler = Scheduler(self._model, self._limits, self.cache)
         self.slots = self._slot_rules(self._slot_count)
         self._loaded_at = -math.inf
         self._idle()
@@ -174,10 +177,6 @@ class Engine:
     def adapter_changes(self) -> int:
         return self._changes + self.slots.changes
 
-    def take_cache_changes(self) -> list[CacheChange]:
-        """What the prefix cache has stored and removed since the last call."""
-        return [] if self._cache is None else self._cache.take_changes()
-
     def submit(self, job: Job, at: float) -> None:
         """Add a request.
 
@@ -200,8 +199,8 @@ class Engine:
         self._cut(at)
         if job.adapter and not self.slots.submit(name, job.adapter, at):
             live.deferred = True
-            if self._cache is not None:
-                request.cached_tokens = self._cache.lookup(blocks, job.input_tokens)
+            if self.cache is not None:
+                request.cached_tokens = self.cache.lookup(blocks, job.input_tokens)
         else:
             self._scheduler.submit(request)
 

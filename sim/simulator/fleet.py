@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from policy.config.deployment import ModelSpec
 from policy.config.shapes_on_shared_gpus import gpu_group_of
-from policy.engine.builtin_profiles import shipped
+from policy.engine.builtin_profiles import host_kv_tokens, shipped
 from policy.engine.performance_model import Timing
 from policy.hashing import hash_name
 from policy.routing.cost import Candidate
@@ -55,7 +55,7 @@ class SimulatedReplica:
     state: ReplicaPhase = ReplicaPhase.STARTING
     places: dict[int, SimulatedTicket] = field(default_factory=dict)
     reported: int = 0
-    names: dict[Hashable, dict[int, int]] = field(default_factory=dict)
+    names: dict[Hashable, dict[int, tuple[int, tuple[Hashable, ...]]]] = field(default_factory=dict)
     leave_by: float = 0.0
     slow: float = 1.0
     # The number of the engine event in force; earlier ones are void.
@@ -305,12 +305,13 @@ class Fleet:
         )
         self._spans.append(span)
         timing, adapters = self._timings[key.shape], self.spec.adapters
-        cached = {**self.spec.engine_args, **shape.engine_args}.get("enable_prefix_caching", True)
+        args = {**self.spec.engine_args, **shape.engine_args}
         engine = Engine(
             timing,
             slots=0 if adapters is None else adapters.slots_per_replica,
             adapter_load_s=self._scenario.adapter_load_s,
-            prefix_tokens=timing.limits.kv_tokens if cached else None,
+            prefix_tokens=timing.limits.kv_tokens if args.get("enable_prefix_caching", True) else None,
+            host_tokens=host_kv_tokens(args, self.spec.timed_by),
         )
         name = f"{key.model}-{key.shape}-{number}"
         view = Candidate(

@@ -260,14 +260,22 @@ class SimulatedGateway:
         self._pool.router.forget(runner.view.key)
 
     def reported(self, runner: SimulatedReplica, at: float) -> None:
-        """A replica reports its KV in use, and which of the prefixes named there were stored and removed."""
+        """A replica reports its KV in use, and which of the prefixes named there were stored and removed.
+
+        What a prefix has in host memory is that of when its last block was stored or moved.
+        """
         runner.view.kv_used = runner.engine.kv_used
         held: dict[int, CachedPrefix] = {}
         gone: dict[int, CachedPrefix] = {}
-        for block, _, stored in runner.engine.take_cache_changes():
-            for value, tokens in runner.names.get(block, {}).items():
+        cache = runner.engine.cache
+        changed = () if cache is None else dict.fromkeys(change.block for change in cache.take_changes())
+        for block in changed:
+            assert cache is not None
+            stored = block in cache
+            for value, (tokens, blocks) in runner.names.get(block, {}).items():
                 news, other = (held, gone) if stored else (gone, held)
-                news[value] = CachedPrefix(value, tokens)
+                host = cache.in_host(blocks, tokens) if stored else 0
+                news[value] = CachedPrefix(value, tokens - host, host)
                 other.pop(value, None)
             if not stored:
                 runner.names.pop(block, None)
@@ -329,8 +337,9 @@ class SimulatedGateway:
         tokens = arrival.input_tokens, arrival.output_tokens
         job = Job(ticket.number, *tokens, arrival.adapter, arrival.blocks)
         request = ticket.request
-        for block, value, depth in zip(blocks_of(job), request.prefix, request.depths, strict=False):
-            runner.names.setdefault(block, {})[value] = depth
+        blocks = blocks_of(job)
+        for block, value, depth in zip(blocks, request.prefix, request.depths, strict=False):
+            runner.names.setdefault(block, {})[value] = depth, blocks
         most = self._longest[runner.key.shape]
         try:
             if most is not None and sum(tokens) > most:

@@ -37,9 +37,12 @@ def agrees(part: str, found: Agreement, forgotten_tokens: int = 0) -> None:
 
 
 @pytest.mark.process
-async def test_the_router_believes_what_the_simulated_engine_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", [{}, {"kv_offloading_size": 0.05}])
+async def test_the_router_believes_what_the_simulated_engine_holds(
+    tmp_path: Path, host: dict[str, float]
+) -> None:
     blocks = 160
-    args = {"num_gpu_blocks_override": blocks, "max_model_len": 2048}
+    args = {"num_gpu_blocks_override": blocks, "max_model_len": 2048, **host}
     async with deployed(spec(EngineKind.SIM, args), tmp_path) as (stack, replica):
         clients = Clients(stack, 1, 7, words=(60, 500))
         agrees("at first", await clients.run(120, 4))

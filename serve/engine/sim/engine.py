@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from policy.engine.builtin_profiles import batch_limits, profile
+from policy.engine.builtin_profiles import batch_limits, host_kv_tokens, profile
 from policy.engine.performance_model import BLOCK, Timing
 from policy.engine.prefix_cache import PrefixCache
 from policy.engine.step_samples import StepSample
@@ -27,8 +27,9 @@ Positive = Annotated[int, Meta(ge=1)]
 class SimArgs(msgspec.Struct, frozen=True, kw_only=True):
     """The engine arguments that change a simulation; vLLM's others are accepted and change nothing.
 
-    ``num_gpu_blocks_override`` is the KV cache in blocks of 16 tokens, ``lora_modules`` maps the names of
-    adapters that are always loaded, beside the slots, to their paths, which are not read.
+    ``num_gpu_blocks_override`` is the KV cache in blocks of 16 tokens, ``kv_offloading_size`` the GiB of
+    evicted blocks that host memory keeps, ``lora_modules`` maps the names of adapters that are always loaded,
+    beside the slots, to their paths, which are not read.
     """
 
     max_num_batched_tokens: Positive | None = None
@@ -36,6 +37,7 @@ class SimArgs(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     num_gpu_blocks_override: Positive | None = None
     enable_prefix_caching: bool = True
+    kv_offloading_size: Annotated[float, Meta(gt=0)] | None = None
     lora_modules: dict[str, str] = {}
 
 
@@ -62,7 +64,8 @@ class SimEngine:
         model = timing.model.at_degree(degree)
         self._timing = Timing(limits=limits, model=model.faster(spec.sim.speed))
         caching = args.enable_prefix_caching
-        self._cache = PrefixCache(limits.kv_tokens, reports=True) if caching else None
+        host = host_kv_tokens(spec.engine_args, spec.sim.profile)
+        self._cache = PrefixCache(limits.kv_tokens, host_tokens=host, reports=True) if caching else None
         self.blocks: KvBlockIndex | None = KvBlockIndex(BLOCK) if caching else None
         self._loop = StepLoop(model, limits, spec.sim.speed, metrics, self._cache, blocks=self.blocks)
         self._wake_s = spec.sim.wake_s or 0.0

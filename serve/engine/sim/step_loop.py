@@ -260,12 +260,12 @@ class StepLoop:
         """Tell the index what the cache has stored and removed."""
         if self._cache is None or self._blocks is None:
             return
-        for block, parent, stored in self._cache.take_changes():
+        for block, parent, stored, host in self._cache.take_changes():
             assert isinstance(block, int)
-            if stored:
-                self._blocks.stored((block,), parent if isinstance(parent, int) else 0)
-            else:
-                self._blocks.removed(block)
+            if not stored:
+                self._blocks.removed(block, host=host)
+            elif not host or self._blocks.holds(block):  # what moves is known by its place
+                self._blocks.stored((block,), parent if isinstance(parent, int) else 0, host=host)
 
     async def _pass(self, due: float, duration_s: float) -> float:
         """Sleep for modelled seconds after ``due``; the instant when they were due to end.

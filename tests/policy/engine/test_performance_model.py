@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.builtin_profiles import PROFILES, profile
+from policy.engine.builtin_profiles import PROFILES, host_kv_tokens, profile
 from policy.engine.performance_model import EngineModel, KvMemory
 from policy.errors import ConfigError
 
@@ -103,3 +103,17 @@ def test_faster_divides_every_step_time() -> None:
         assert model.faster(5.0).step_time(tokens, kv, running) == pytest.approx(
             model.step_time(tokens, kv, running) / 5.0
         )
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "tokens"),
+    [
+        ({}, "h100-8b", 0),
+        ({"kv_offloading_size": 1}, "h100-8b", 8192),
+        ({"kv_offloading_size": 2.5}, "h100-70b", 8192),
+        ({"kv_offloading_size": 1}, "sim-small", 8192),
+        ({"kv_offloading_size": 1}, None, 8192),
+    ],
+)
+def test_host_memory_holds_whole_blocks(args: dict[str, float], name: str | None, tokens: int) -> None:
+    assert host_kv_tokens(args, name) == tokens

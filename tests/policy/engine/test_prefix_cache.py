@@ -100,6 +100,43 @@ def test_the_cache_is_bounded_and_keeps_the_latest_chain(asked: list[list[int]],
         assert cache.lookup(chain, 99_999) == min(len(chain), capacity) * BLOCK_TOKENS
 
 
+@given(chains, st.integers(0, 8), st.integers(0, 8))
+def test_a_block_is_in_one_memory_and_both_keep_their_size(
+    asked: list[list[int]], capacity: int, host_capacity: int
+) -> None:
+    sizes = capacity * BLOCK_TOKENS, host_capacity * BLOCK_TOKENS
+    cache = prefix_cache.PrefixCache(sizes[0], BLOCK_TOKENS, host_tokens=sizes[1], reports=True)
+    alone = cache_of(sizes[0])
+    memories: tuple[set[object], set[object]] = set(), set()
+    for chain in asked:
+        assert cache.lookup(chain, 99_999) >= alone.lookup(chain, 99_999)
+        used(alone, *chain)
+        used(cache, *chain)
+        for change in cache.take_changes():
+            memory = memories[change.host]
+            assert (change.block in memory) is not change.stored
+            (memory.add if change.stored else memory.remove)(change.block)
+        device, host = memories
+        assert not device & host
+        assert len(device) <= capacity and len(host) <= host_capacity
+        assert all((block in cache) is (block in device | host) for block in range(13))
+        found = cache.lookup(chain, 99_999)
+        assert cache.in_host(chain, found) == BLOCK_TOKENS * len(host & {*chain[: found // BLOCK_TOKENS]})
+
+
+def test_host_memory_evicts_the_oldest_and_a_prompt_takes_its_blocks_back() -> None:
+    cache = prefix_cache.PrefixCache(2 * BLOCK_TOKENS, BLOCK_TOKENS, host_tokens=3 * BLOCK_TOKENS)
+    for chain in ((1, 2), (3, 4), (5, 6)):
+        used(cache, *chain)
+    assert (cache.lookup((1, 2), 9999), cache.in_host((1, 2), 1000)) == (BLOCK_TOKENS, BLOCK_TOKENS)
+    assert cache.in_host((3, 4), 2 * BLOCK_TOKENS) == 2 * BLOCK_TOKENS
+    assert cache.in_host((3, 4), BLOCK_TOKENS + 100) == BLOCK_TOKENS + 100
+    used(cache, 3, 4)
+    assert (cache.lookup((3, 4), 9999), cache.in_host((3, 4), 9999)) == (2 * BLOCK_TOKENS, 0)
+    cache.clear()
+    assert [block in cache for block in range(1, 7)] == [False] * 6
+
+
 def test_block_hashes_include_all_blocks_before_and_the_salt() -> None:
     prompt = [b"%d" % i for i in range(2 * BLOCK + 8)]
     first, second = block_hashes(prompt, "a")

@@ -40,8 +40,9 @@ def play(seed: int) -> Observed:
         max_num_seqs=rng.choice([1, 2, 4, 8]),
         kv_tokens=rng.choice([130, 300, 2000]),
     )
-    prefix = rng.choice([None, 4096])
-    engine = Engine(Timing(limits=limits, model=MODEL), slots=2, adapter_load_s=0.05, prefix_tokens=prefix)
+    prefix, host = rng.choice([None, 100, 4096]), rng.choice([0, 100])
+    timing = Timing(limits=limits, model=MODEL)
+    engine = Engine(timing, slots=2, adapter_load_s=0.05, prefix_tokens=prefix, host_tokens=host)
     observed, at = Observed(), 0.0
     for number in range(rng.randint(1, 40)):
         at += rng.choice([0.0, rng.expovariate(50.0), rng.expovariate(3.0)])
@@ -300,3 +301,22 @@ def test_mean_waits_agree_with_queueing_theory(spread: int, load: float) -> None
     # And each wait by Lindley's recursion: wait and service of the one before, less the gap.
     expected = np.maximum(0.0, waits[:-1] + steps[:-1] * step_s - gaps[1:-1])
     assert waits[1:] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_hit_in_host_memory_costs_its_copy() -> None:
+    def last(chains: list[tuple[int, ...]], host_tokens: int) -> tuple[float, int]:
+        """The time to first token and the cached tokens of the last of prompts that run one by one."""
+        engine, at = Engine(TIMING, prefix_tokens=2000, host_tokens=host_tokens), 0.0
+        for number, blocks in enumerate(chains):
+            engine.submit(Job(number, 1100, 1, "", blocks), at)
+            begun, [first, _] = at, engine.advance(at + 100.0)
+            at += 100.0
+        return first.at - begun, first.cached_tokens
+
+    home, others = (1, 2), [(3, 4), (5, 6)]
+    device_s, device = last([home, home], 4096)
+    host_s, host = last([home, *others, home], 4096)
+    prefill_s, none = last([home, *others, home], 0)
+    assert (device, host, none) == (1024, 1024, 0)
+    assert device_s < host_s < prefill_s
+    assert host_s - device_s == pytest.approx(MODEL.copy_s(1024))
