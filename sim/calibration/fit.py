@@ -20,6 +20,8 @@ from sim.calibration.experiment_design import Latency, Point, closed_loop
 MOST_ITL_ERROR = 0.10
 MOST_TTFT_ERROR = 0.20
 COEFFICIENTS = 5
+# A step of more than this many times the usual duration is a stall.
+STALL = 2.0
 # The largest fraction of a step that all-reduce may take, whatever was assumed of the links.
 MOST_ALLREDUCE = 0.5
 
@@ -105,13 +107,25 @@ def _fit(loads: Sequence[StepSample], prior: EngineModel) -> EngineModel:
 
 
 def _loads(samples: Sequence[StepSample], prior: EngineModel) -> list[StepSample]:
-    """The median sample of each region of load: stalls must not count."""
+    """One sample for each region of load, with the mean duration of its steps.
+
+    Durations are skewed, and latencies are sums of them: their median would be too low. Stalls do not count.
+    """
     regions: dict[Region, list[StepSample]] = {}
     for sample in samples:
         if sample.tokens > 0.0 and sample.seconds > 0.0:
             regions.setdefault(sample.region(), []).append(sample)
     known = [region for region in regions.values() if sum(each.count for each in region) >= MIN_SAMPLES]
-    return [median(region, prior) for region in known]
+    return [_mean(region, prior) for region in known]
+
+
+def _mean(region: Sequence[StepSample], model: EngineModel) -> StepSample:
+    usual = slowness(model, region)
+    ratios = [(each.count, slowness(model, [each]) / usual) for each in region]
+    kept = [(steps, ratio) for steps, ratio in ratios if ratio <= STALL]
+    mean = sum(steps * ratio for steps, ratio in kept) / sum(steps for steps, _ in kept)
+    middle = median(region, model)
+    return msgspec.structs.replace(middle, seconds=middle.seconds * mean)
 
 
 def _path_s(seen: Sequence[Observation], model: EngineModel, limits: Limits) -> float:

@@ -131,17 +131,24 @@ def test_held_out_points_are_not_fitted(
     assert found.error.step_p50 == pytest.approx(0.5, abs=0.05)
 
 
-def test_the_fit_ignores_stalled_steps(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
-    def stalled(each: Observation) -> Observation:
-        samples = [
-            msgspec.structs.replace(sample, seconds=sample.seconds + 0.5) if i % 5 == 0 else sample
-            for i, sample in enumerate(each.samples)
-        ]
-        return each._replace(samples=samples)
+def every_fifth(each: Observation, seconds: Callable[[float], float]) -> Observation:
+    samples = [
+        msgspec.structs.replace(sample, seconds=seconds(sample.seconds)) if i % 5 == 0 else sample
+        for i, sample in enumerate(each.samples)
+    ]
+    return each._replace(samples=samples)
 
-    found = fit_of(shown, [stalled(each) for each in shown[2]])
+
+def test_the_fit_ignores_stalled_steps(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+    found = fit_of(shown, [every_fifth(each, lambda usual: usual + 0.5) for each in shown[2]])
     for load in LOADS:
         assert found.model.step_time(*load) == pytest.approx(shown[1].step_time(*load), rel=0.05)
+
+
+def test_the_fit_is_of_mean_durations(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+    found = fit_of(shown, [every_fifth(each, lambda usual: 1.5 * usual) for each in shown[2]])
+    for load in LOADS:
+        assert found.model.step_time(*load) == pytest.approx(1.1 * shown[1].step_time(*load), rel=0.03)
 
 
 def test_an_error_at_held_out_points_is_reported(
