@@ -59,11 +59,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     prefill ahead of a new request.
     """
 
-    at: float
     in_flight: int = 0
     bound: int = 0
     running: int = 0
     waiting: int = 0
+    at: float
     kv_used: float = 0.0
     tokens: int = 0
     pending_tokens: int = 0

@@ -29,11 +29,11 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     mu: float
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
     mu_max: float
     kv_tokens: int = 0
     seats: int = 0
-    ttft_s: float = 0.0
-    itl_s: float = 0.0
     error: float = 0.0
     version: int = 0
 

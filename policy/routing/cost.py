@@ -55,11 +55,11 @@ class Candidate:
     key: int
     bound: int = 0
     in_flight: int = 0
+    timing: Timing | None = None
     pending_tokens: int = 0
     turned_at: float = 0.0
     begun: int = 0
     kv_used: float = 0.0
-    timing: Timing | None = None
 
 
 class CostEstimate(NamedTuple):

@@ -46,15 +46,15 @@ class ModeOption(msgspec.Struct, frozen=True, kw_only=True):
     shape: str
     least: int
     most: int
-    timing: Timing
-    gpus: Gpus = 0
-    cpus: int = 0
-    watts: float = 0.0
     cost_per_h: float = 0.0
     version: int = 0
     error: float = 0.0
+    timing: Timing
     lead_s: float = 60.0
     gap_s: float = 0.0
+    gpus: Gpus = 0
+    cpus: int = 0
+    watts: float = 0.0
 
     @property
     def resources(self) -> Resources:
@@ -183,9 +183,9 @@ class ModeForecast(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     cost: float
     met: float
+    why: str = ""
     ttft_s: float | None = None
     itl_s: float | None = None
-    why: str = ""
     switch: SwitchCost | None = None
 
 

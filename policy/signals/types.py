@@ -88,13 +88,13 @@ class ReplicaSample(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     kv_used: float = 0.0
+    watts: float | None = None
+    celsius: float | None = None
+    throttled: str = ""
     tokens_per_s: float = 0.0
     deferred: int = 0
     preempted_per_s: float = 0.0
     slowness: float = 1.0
-    watts: float | None = None
-    celsius: float | None = None
-    throttled: str = ""
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,8 +41,8 @@ class AdapterUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     requests: int = 0
     found: int = 0
     loads: int = 0
-    load_s: float = 0.0
     failed: str = ""
+    load_s: float = 0.0
     busy_s: float = 0.0
     waiting: int = 0
 

@@ -32,10 +32,10 @@ class Problem:
     bin_s: float
     mu: float
     lead_s: float = 0.0
-    wait_s: float = 0.0
-    attainment: float = 0.99
     least: int = 0
     most: int | None = None
+    wait_s: float = 0.0
+    attainment: float = 0.99
 
     @property
     def bins(self) -> int:

@@ -21,14 +21,14 @@ class ReplayRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     at: float
     late_s: float
+    status: int
+    error: str = ""
     input_tokens: int
     output_tokens: int
-    status: int
+    cached_tokens: int = 0
     ttft_s: float | None = None
     itl_s: float | None = None
     e2e_s: float | None = None
-    error: str = ""
-    cached_tokens: int = 0
     model: str = ""
     adapter: str = ""
     blocks: tuple[int, ...] = ()
