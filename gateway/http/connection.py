@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MAX_HEAD_BYTES = 32 * 1024
 MAX_HEADERS = 100
+# What a header takes beside its bytes.
+HEADER_OVERHEAD = 160
 # Longer reads are parsed in pieces: heads one by one, chunked bodies in pieces of this size.
 MAX_PIECE = 4096
 # Bytes of chunk sizes, extensions and trailers, beyond an eighth of the body: each tiny chunk costs a call.
@@ -46,6 +48,10 @@ MAX_AHEAD = 16
 MAX_AHEAD_BYTES = 64 * 1024
 # RFC 9110, 7.2: a name, an address or an IPv6 address, and a port.
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
+# Longer ones are not valid. RFC 1035: a name has 253 bytes at most.
+MAX_HOST = 512
+# Scopes of longer targets are not kept: 256 of them would take 50 MB.
+MAX_KEPT_TARGET = 512
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 _NEVER = float("inf")
 
@@ -200,7 +206,8 @@ class ServerConnection:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._head_done:  # trailers are ignored
+        # Trailers are ignored, and the head is refused when it is complete if it has too many.
+        if not self._head_done and len(self._headers) <= MAX_HEADERS:
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -211,8 +218,7 @@ class ServerConnection:
         self._http_1_1 = parser.get_http_version() == "1.1"
         self._keep_alive = parser.should_keep_alive()
         if len(headers) > MAX_HEADERS or (
-            self._fed + self._feeding > MAX_HEAD_BYTES
-            and len(self._url) + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES
+            self._fed + self._feeding > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES
         ):
             self._refused = _head_too_large()
             return
@@ -221,14 +227,15 @@ class ServerConnection:
             if name == b"content-length":
                 length = int(value)
             elif name == b"host":
-                hosts += 1 if _is_host(value) else 2
+                hosts += 1 if len(value) <= MAX_HOST and _is_host(value) else 2
             elif name == b"expect" and value.lower() == b"100-continue" and self._http_1_1:
                 self._continue = True
         if hosts > 1 or (not hosts and self._http_1_1):
             self._refused = Refused(Refusal.BAD_REQUEST, "A request needs one valid Host header.")
             return
         try:
-            scope: Scope = {**_scope(self._url, self._method, self._http_1_1), "headers": headers}
+            scope_of = _scope if len(self._url) <= MAX_KEPT_TARGET else _scope.__wrapped__
+            scope: Scope = {**scope_of(self._url, self._method, self._http_1_1), "headers": headers}
         except ValueError:
             self._refused = Refused(Refusal.BAD_REQUEST, "The request's target is not valid.")
             return
@@ -397,8 +404,12 @@ class ServerConnection:
         if self._active is None and self.sent is SENT:
             self._start(scope, exchange)
             return
-        self._ahead.append((scope, exchange, len(body)))
-        self._ahead_bytes += len(body)
+        size = self._head_bytes() + HEADER_OVERHEAD * len(self._headers) + len(body)
+        self._ahead.append((scope, exchange, size))
+        self._ahead_bytes += size
+
+    def _head_bytes(self) -> int:
+        return len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
 
     def _release(self) -> None:
         """Forget what was received of requests that will not be served."""
@@ -420,7 +431,7 @@ class ServerConnection:
         held, left = self._ahead_bytes + len(self._unparsed), 0
         if self._reading and self._refused is None and not self.ended:
             if not self._head_done:
-                held, left = held + self._fed, MAX_HEAD_BYTES
+                held, left = held + self._fed + HEADER_OVERHEAD * len(self._headers), MAX_HEAD_BYTES
             elif self._limit:
                 held, left = held + self._size, (self._length or self._limit) - self._size
         uploads = self._server.uploads

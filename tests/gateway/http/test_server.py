@@ -22,7 +22,15 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from gateway.http.asgi_exchange import SENT, Exchange
-from gateway.http.connection import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIECE, ServerConnection
+from gateway.http.connection import (
+    HEADER_OVERHEAD,
+    MAX_AHEAD,
+    MAX_AHEAD_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_PIECE,
+    ServerConnection,
+)
 from gateway.http.server import (
     Server,
     ServerTimeouts,
@@ -260,6 +268,7 @@ async def test_a_slow_answer_does_not_let_the_next_overtake(port: Port) -> None:
             (b"POST / HTTP/1.1\r\nhost: %b\r\n\r\n" % host, 400)
             for host in (b"a b", b"a/b", b"a@b", b"a:b", b"a:1:2", b"[::1", b"a\xff", b"x?", b"[g]:1")
         ),
+        (b"POST / HTTP/1.1\r\nhost: %b\r\n\r\n" % (b"a" * 513), 400),
         (b"CONNECT a:1 HTTP/1.1\r\n\r\n", 400),
         (HEAD + b"x: " + b"y" * MAX_HEAD_BYTES + b"\r\n\r\n", 431),
         (b"POST /" + b"y" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n", 431),
@@ -363,23 +372,61 @@ async def test_tiny_chunks_take_no_more_memory_than_their_body(port: Port) -> No
     assert peak < 4 * CAP
 
 
-@pytest.mark.parametrize("upgrade", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n"])
+@pytest.mark.parametrize(
+    ("more", "ahead"),
+    [
+        (b"", MAX_AHEAD + MAX_PIECE // 30),
+        (b"connection: upgrade\r\nupgrade: h2c\r\n", MAX_AHEAD + MAX_PIECE // 60),
+        (b"y: %b\r\n" % (b"z" * 9000), MAX_AHEAD_BYTES // 9000 + 2),
+        (b"y:\r\n" * 90, MAX_AHEAD_BYTES // (90 * HEADER_OVERHEAD) + 2),
+    ],
+    ids=["short heads", "upgrades", "long heads", "many headers"],
+)
 @on_uvloop
-async def test_thousands_of_pipelined_requests_in_one_read_take_little(port: Port, upgrade: bytes) -> None:
-    one = b"GET / HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n"
-    count = 100_000 // len(one)
+async def test_many_pipelined_requests_take_little(port: Port, more: bytes, ahead: int) -> None:
+    one = b"GET / HTTP/1.1\r\nhost: x\r\n" + more + b"\r\n"
+    count = 150_000 // len(one)
     most = 0
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         nonlocal most
         if not most:
+            await asyncio.sleep(0.02)
             most = sum(type(each) is Exchange for each in gc.get_objects())
-        await echo(scope, receive, send)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
 
     port.app = app
     received = answers(await port.ask(one * count + post(b"last", CLOSE)))
     assert [status for status, _, _ in received] == [200] * (count + 1)
-    assert 0 < most <= MAX_AHEAD + MAX_PIECE // len(one)
+    assert 0 < most <= ahead
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD + b"y:\r\n" * 8000,
+        b"".join(b"GET /%d%b HTTP/1.1\r\nhost: x\r\n\r\n" % (i, b"z" * 30_000) for i in range(20)),
+    ],
+    ids=["many headers", "long targets"],
+)
+@on_uvloop
+async def test_of_long_heads_little_is_kept(port: Port, data: bytes) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    port.app = app
+    _, writer = await port.open()
+    tracemalloc.start()
+    try:
+        writer.write(data)
+        await until(lambda: not writer.transport.get_write_buffer_size())
+        await asyncio.sleep(0.05)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 200_000
 
 
 @on_uvloop
