@@ -167,7 +167,8 @@ def check(params: Any, *, adapters: bool) -> None:
     if adapters and params.prompt_logprobs is not None:
         # vLLM applies adapters to the logits of prompt tokens by its mapping of the sampled tokens, whose
         # number is another: on a CPU the einsum raises, on a GPU the kernel writes past its buffer.
-        if params.logprobs is not None or params.prompt_logprobs > 0:
+        # With `logprob_token_ids` the completions API leaves `logprobs` out, and needs those of the prompt.
+        if params.logprobs is not None or params.logprob_token_ids or params.prompt_logprobs > 0:
             raise VLLMValidationError(
                 "log probabilities of a prompt (`prompt_logprobs`, or `echo` with `logprobs`) are not "
                 "available on a model with adapters",
