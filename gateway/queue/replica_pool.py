@@ -106,6 +106,9 @@ class ModelPool:
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
         return self.routers.choose(request, candidates, at)
 
+    def loss_s(self, request: Request, candidate: Candidate, replicas: int, at: float) -> float:
+        return self.routers.loss_s(request, candidate, replicas, at)
+
     def unavailable(self, at: float) -> bool:
         return self.served.is_unavailable(at)
 

@@ -67,6 +67,10 @@ class ModelRouters:
         self._fresh[id(chosen)] = decision
         return chosen
 
+    def loss_s(self, request: Request, candidate: Candidate, replicas: int, at: float) -> float:
+        """Seconds of prefill that it is expected to lose if it does not go to this one of ``replicas``."""
+        return self._of(request.model).loss_s(request, candidate, replicas, at)
+
     def service_s(self, request: Request, candidates: list[Candidate]) -> float:
         """How long such a request runs on the fullest of ``candidates``, by the performance model."""
         return self._of(request.model).service_s(request, candidates)

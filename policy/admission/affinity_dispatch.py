@@ -23,6 +23,7 @@ class FreeSlots(NamedTuple):
 
     ``usable`` are those of the ``candidates`` that can serve a request at all, room aside. ``choose`` is
     where it would go now, if anywhere, given all assignments so far. ``runs`` are the adapters in use on one.
+    ``loss_s`` are the seconds of prefill that a request is expected to lose by not going to one now.
     While replicas are ``closing``, requests that end soon have replicas that others of an adapter have not.
     """
 
@@ -30,6 +31,7 @@ class FreeSlots(NamedTuple):
     usable: Callable[[Request], list[Candidate]]
     choose: Callable[[Request], Candidate | None]
     runs: Callable[[Candidate], Container[str]]
+    loss_s: Callable[[Request, Candidate], float]
     closing: bool = False
 
 
@@ -48,11 +50,12 @@ def any_room(candidates: list[Candidate]) -> bool:
 def dispatch(order: Iterator[QueueOrder], slots: FreeSlots, without: set[str]) -> Iterator[Request]:
     """The requests that go now to their last choice; the caller takes each slot before it asks for the next.
 
-    The first request in the fair ``order`` that any replica can take goes. While that replica has room,
-    companions among the next :data:`WINDOW` requests follow it: first those that share its adapter and first
-    prefix, then those of an adapter in use there. Then the next in order is the first. A request is passed by
-    others at a replica that could have served it at most :data:`MOST_PASSED` times, and by none whose turn is
-    more than :data:`QUANTUM` later or whose priority is lower.
+    The first request in the fair ``order`` that any replica can take goes. If it has a session, the one among
+    the next :data:`WINDOW` goes before it that loses most by not going to that replica. While the replica has
+    room, companions of the first follow it: first those that share its adapter and first prefix, then those
+    of an adapter in use there. Then the next in order is the first. A request is passed by others at a
+    replica that could have served it at most :data:`MOST_PASSED` times, and by none whose turn is more than
+    :data:`QUANTUM` later or whose priority is lower.
 
     A request that no replica can take now delays none that another one can. Its replicas are closed: later
     requests fare no better there, except that one whose adapter is in use waits for no loads. Adapters whose
@@ -60,12 +63,14 @@ def dispatch(order: Iterator[QueueOrder], slots: FreeSlots, without: set[str]) -
     """
     window = _Window(order, slots, without)
     while (first := window.next()) is not None:
-        candidate = slots.choose(first)
+        candidate = slots.choose(first.request)
         if candidate is None:
-            window.close(first)
+            window.close(first.request)
+        elif (dearer := window.dearer(first, candidate)) is not None:
+            yield dearer
         else:
-            yield first
-            yield from window.companions(first, candidate)
+            yield first.request
+            yield from window.companions(first.request, candidate)
 
 
 class _Window:
@@ -80,16 +85,17 @@ class _Window:
         # Those that take no request for which they would load an adapter.
         self._loading: list[Candidate] = []
 
-    def next(self) -> Request | None:
+    def next(self) -> QueueOrder | None:
         """The next request that a replica with room could serve."""
         while any_room(self._open):
             if not self._turns:
                 self._grow(1)
             if not self._turns:
                 break
-            request = self._turns.pop(0).request
+            turn = self._turns.pop(0)
+            request = turn.request
             if self._options(request):
-                return request
+                return turn
             if not request.avoid and not self._slots.closing:
                 self._without.add(request.adapter)
         return None
@@ -101,6 +107,30 @@ class _Window:
                 self._open.remove(each)
             else:
                 self._loading.append(each)
+
+    def dearer(self, first: QueueOrder, candidate: Candidate) -> Request | None:
+        """The request that loses most by not going to ``candidate`` now, if more than ``first``, which stays.
+
+        It must be one that the router sends there, and may pass those before it.
+        """
+        if not first.request.session:
+            return None
+        loss_s = self._slots.loss_s
+        self._grow(WINDOW)
+        most, dearest = loss_s(first.request, candidate), None
+        for turn in self._turns:
+            if turn.request.priority is not first.request.priority or turn.tag - first.tag > QUANTUM:
+                break
+            if (seconds := loss_s(turn.request, candidate)) > most:
+                most, dearest = seconds, turn
+        if dearest is None or self._slots.choose(dearest.request) is not candidate:
+            return None
+        self._turns.insert(0, first)
+        if self._may_pass(dearest, candidate):
+            self._turns.remove(dearest)
+            return dearest.request
+        del self._turns[0]
+        return None
 
     def companions(self, first: Request, candidate: Candidate) -> Iterator[Request]:
         """The companions of ``first``, as long as the router sends them to ``candidate``."""

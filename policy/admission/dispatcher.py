@@ -320,9 +320,12 @@ class Dispatcher(Generic[R]):
         def adapters(candidate: Candidate) -> Container[str]:
             return {"", *self._adapters.get(candidate.id, ())}
 
+        def loss_s(request: Request, candidate: Candidate) -> float:
+            return pool.loss_s(request, candidate, len(usable(request)), at)
+
         picked = []
         without: set[str] = set()
-        slots = FreeSlots(candidates, usable, choose, adapters, closing)
+        slots = FreeSlots(candidates, usable, choose, adapters, loss_s, closing)
         for request in dispatch(self._in_order(without), slots, without):
             ticket = waiting[request.ticket]
             self.take_slot(ticket, at)

@@ -64,6 +64,9 @@ class ReplicaPool(Protocol[R_co]):
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
         """The router's choice, ``None`` if the request should wait."""
 
+    def loss_s(self, request: Request, candidate: Candidate, replicas: int, at: float) -> float:
+        """Seconds of prefill that it is expected to lose if it does not go to this one of ``replicas``."""
+
     def unavailable(self, at: float) -> bool:
         """Whether no replica is up and none is starting, so that waiting is useless."""
 

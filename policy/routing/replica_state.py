@@ -65,6 +65,19 @@ class ReplicaState:
                 return known
         return tokens
 
+    def loss_s(self, request: Request, replicas: int, at: float) -> float:
+        """Seconds of prefill that the session of ``request`` is expected to lose if it does not go here now.
+
+        These are of the tokens that no other session has here. They are lost if it goes to another one of
+        ``replicas``, each as likely, or else if they are evicted first: the less recent, the likelier.
+        """
+        resident = self.sessions.by_session.get(request.session)
+        if resident is None or resident.away or not (depth := self.held.depth(request.prefix, at)):
+            return 0.0
+        stays = 1.0 - self.held.age(request.prefix[depth - 1]) / self.held.capacity
+        lost = 1.0 - max(0.0, stays) / replicas
+        return lost * self.pace.prefill_s(min(resident.own, self.cached(request, depth)), 0.0, 0)
+
     def loading(self, at: float) -> None:
         """An adapter load starts, after those before it; between two loads requests run for as long."""
         self.loads.append(at + self.ahead_s + self.load_s * (2 * len(self.loads) + 1))

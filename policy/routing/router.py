@@ -207,6 +207,11 @@ class Router:
             return
         self._gaps.learn(_next_step_s(candidate, site), gap_s)
 
+    def loss_s(self, request: Request, candidate: Candidate, replicas: int, at: float) -> float:
+        """See :meth:`policy.routing.replica_state.ReplicaState.loss_s`."""
+        site = self._sites.get(candidate.key)
+        return 0.0 if site is None else site.loss_s(request, replicas, at)
+
     def service_s(self, request: Request, candidates: Sequence[Candidate]) -> float:
         """How long ``request`` would run on the fullest of ``candidates``, in seconds; 0 without any."""
         if not candidates:

@@ -128,6 +128,9 @@ class SimulatedPool:
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
         return self.router.choose(request, candidates, at, self._rng.random()).chosen
 
+    def loss_s(self, request: Request, candidate: Candidate, replicas: int, at: float) -> float:
+        return self.router.loss_s(request, candidate, replicas, at)
+
     def unavailable(self, at: float) -> bool:
         return False
 

@@ -29,13 +29,14 @@ class Pick(NamedTuple):
 class Site:
     """Replicas with a bound each; ``holds`` are the adapters that each could serve, by default all.
 
-    ``loads`` is whether they load adapters that do not run there.
+    ``loads`` is whether they load adapters that do not run there, ``losses`` the seconds that sessions lose.
     """
 
     bounds: dict[str, int]
     holds: dict[str, set[str]] = field(default_factory=dict)
     running: dict[str, list[str]] = field(default_factory=dict)
     loads: bool = True
+    losses: dict[int, float] = field(default_factory=dict)
     calls: int = 0
 
     def __post_init__(self) -> None:
@@ -62,9 +63,12 @@ class Site:
     def runs(self, candidate: Candidate) -> Container[str]:
         return {"", *self.running.get(candidate.id, ())}
 
+    def loss_s(self, request: Request, candidate: Candidate) -> float:
+        return self.losses.get(request.session, 0.0)
+
     def serve(self, order: list[QueueOrder]) -> list[Pick]:
         picks = []
-        slots = FreeSlots(list(self.replicas.values()), self.usable, self.choose, self.runs)
+        slots = FreeSlots(list(self.replicas.values()), self.usable, self.choose, self.runs, self.loss_s)
         for request in dispatch(iter(order), slots, set()):
             assert self.chosen is not None
             self.chosen.in_flight += 1
@@ -125,6 +129,24 @@ def test_a_shared_prefix_goes_before_a_shared_adapter() -> None:
 def test_passing_is_bounded_by_count_distance_and_priority(bounds: dict[str, Any], last: Priority) -> None:
     requests = [Request("m", adapter=name) for name in "ab"] + [Request("m", adapter="a", priority=last)]
     assert adapters_of(Site({"r": 2}).serve(queue_of(*requests, **bounds))) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "last", "dispatched"),
+    [
+        ({}, Priority.STANDARD, [3, 2]),
+        ({"passed": MOST_PASSED - 1}, Priority.STANDARD, [3, 1]),
+        ({"passed": MOST_PASSED}, Priority.STANDARD, [1, 2]),
+        ({"step": 0.6 * QUANTUM}, Priority.STANDARD, [2, 1]),
+        ({}, Priority.BATCH, [2, 1]),
+    ],
+)
+def test_the_session_that_loses_most_by_waiting_goes_first_within_the_bounds(
+    bounds: dict[str, Any], last: Priority, dispatched: list[int]
+) -> None:
+    requests = [Request("m", session=i) for i in (1, 2)] + [Request("m", session=3, priority=last)]
+    picks = Site({"r": 2}, losses={2: 0.5, 3: 1.5}).serve(queue_of(*requests, **bounds))
+    assert [pick.request.session for pick in picks] == dispatched
 
 
 @pytest.mark.parametrize(

@@ -477,3 +477,18 @@ def test_what_a_full_cache_would_lose_is_a_burden() -> None:
     assert burden(1) == burden(1000) == 0.0
     # 500 tokens more than fit; the least recent sessions are taken to return with a probability of 0.3.
     assert burden(1500) == pytest.approx(0.3 * 500 * MODEL.step_time(512, 0, 8) / 512, rel=0.05)
+
+
+def test_a_session_loses_its_own_tokens_by_waiting_the_likelier_the_older_they_are() -> None:
+    router, [home] = Router(), fleet(1)
+    turn = prompt(tokens=1000, session=9)
+    assert not router.loss_s(turn, home, 2, 0.0)
+    send(router, turn, [home])
+    whole_s = quoted(prompt((2,), tokens=1000), *fleet(1)).prefill
+    assert router.loss_s(turn, home, 1, 1.0) == 0.0
+    assert router.loss_s(turn, home, 4, 1.0) == pytest.approx(0.75 * whole_s, rel=0.02)
+    for i in range(10):  # half of what the cache holds
+        send(router, prompt((20 + 2 * i,), tokens=1000), [home], 1.0)
+    assert router.loss_s(turn, home, 1, 1.0) == pytest.approx(0.5 * whole_s, rel=0.02)
+    send(router, turn, [Candidate("r1", key=2, timing=TIMING)], 2.0)
+    assert router.loss_s(turn, home, 4, 2.0) == 0.0
