@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -33,6 +34,8 @@ from store.api_keys import salt_secret
 from store.state_dir import StateDir
 
 PUBLISH_EVERY_S = 0.5
+# After uploads have ended, before those that wait go on.
+RESUME_AFTER_S = 0.005
 
 
 class AdminServer(uvicorn.Server):
@@ -127,7 +130,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         gateway.body_limit,
         gateway.count_refused,
         shared,
-        UploadBudget(gateway.upload_limits),
+        UploadBudget(gateway.upload_limits, partial(loop.call_later, RESUME_AFTER_S)),
     )
     admin = AdminServer(gateway.admin)
     stopping = asyncio.Event()

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
+from itertools import islice
 from typing import NamedTuple
 
 import uvloop
@@ -23,6 +24,8 @@ from gateway.http.upload_budget import UploadBudget
 from gateway.protocol.errors import Refused
 
 SWEEP_EVERY_S = 1.0
+# Connections in one turn of the event loop: in 5 ms if all of them are refused.
+SWEPT_AT_ONCE = 128
 FINAL_GRACE_S = 1.0
 # For files and the admin port; all other descriptors are shared by clients and their replica connections.
 SPARE_DESCRIPTORS = 64
@@ -161,12 +164,19 @@ class Server:
             exchange.end()
 
     def _sweep(self) -> None:
-        self.now = now = self._loop.time()
+        self.now = self._loop.time()
         self.date_line = b"date: %b\r\n" % formatdate(usegmt=True).encode()
-        for connection in [*self._connections, *self._rejected]:
-            connection.sweep(now)
+        self._sweep_some(iter([*self._connections, *self._rejected]))
         self.uploads.sweep(self._sweep_every_s)
         self._timer = self._loop.call_later(self._sweep_every_s, self._sweep)
+
+    def _sweep_some(self, connections: Iterator[ServerConnection]) -> None:
+        swept = 0
+        for connection in islice(connections, SWEPT_AT_ONCE):
+            connection.sweep(self.now)
+            swept += 1
+        if swept == SWEPT_AT_ONCE:
+            self._loop.call_soon(self._sweep_some, connections)
 
 
 def connections_within_limit() -> int:

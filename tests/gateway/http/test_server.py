@@ -32,6 +32,7 @@ from gateway.http.connection import (
     ServerConnection,
 )
 from gateway.http.server import (
+    SWEPT_AT_ONCE,
     Server,
     ServerTimeouts,
     connections_within_limit,
@@ -649,6 +650,26 @@ async def test_little_is_read_ahead_of_the_current_request(port: Port) -> None:
     assert writer.transport.get_write_buffer_size() > size // 2
     release.set()
     assert [body for _, _, body in answers(await reader.read())] == [b"1", b"%d" % size]
+
+
+@on_uvloop
+async def test_many_connections_are_swept_in_several_turns_of_the_loop(port: Port) -> None:
+    swept = [0] * 20
+    turn = 0  # of the loop
+
+    class Connection:
+        def sweep(self, now: float) -> None:
+            swept[turn] += 1
+
+    await port.start()
+    port.server._timer.cancel()
+    port.server._connections.update(Connection() for _ in range(1000))
+    port.server._sweep()
+    while turn < 19:
+        turn += 1
+        await asyncio.sleep(0)
+    port.server._connections.clear()
+    assert max(swept) == SWEPT_AT_ONCE and sum(swept) == 1000
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.upload_budget import MIN_RATE, READ_BYTES, UploadBudget
+from gateway.http.upload_budget import MIN_RATE, MOST_AT_ONCE, READ_BYTES, UploadBudget
 from gateway.protocol.errors import Refused
 
 LIMIT = 100 * READ_BYTES
@@ -99,6 +101,32 @@ def test_an_address_has_a_budget_of_its_own(budget: UploadBudget) -> None:
     other = Client(budget, 25, peer=("2001:db8:0:1::1", 1, 0, 0))
     other.send(24)
     assert (other.left, other.status) == (READ_BYTES, 0)
+
+
+def test_of_many_stalled_uploads_some_are_refused_at_a_time() -> None:
+    budget = UploadBudget(lambda: (LIMIT, LIMIT))
+    clients = [Client(budget, peer=(f"192.0.2.{i // 2}", 1)) for i in range(400)]
+    for client in clients:
+        client.send(0.25)
+    refused = []
+    for _ in range(4):
+        budget.sweep(1.0)
+        refused.append(sum(client.status == 408 for client in clients))
+    assert refused[1] == MOST_AT_ONCE < refused[2]
+
+
+def test_when_many_uploads_end_at_once_the_others_go_on_together() -> None:
+    due: list[Callable[[], None]] = []
+    budget = UploadBudget(lambda: (LIMIT, LIMIT), due.append)
+    clients = [Client(budget, 2) for _ in range(70)]
+    for client in clients:
+        client.send(1)
+    waiting = [client for client in clients if not client.is_read]
+    for client in clients:
+        client.send(1)
+    assert len(waiting) == 20 and len(due) == 1
+    due.pop()()
+    assert all(client.is_read for client in waiting)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=60), st.integers(1, 40))
