@@ -110,11 +110,12 @@ class RetryLoop:
             if self._call.contradiction:
                 replica.contradicting_answers += 1
             # Without an engine's count the estimate that was charged stands.
-            counted = usage is not None and usage.exact and not self._call.probe
-            tokens = (usage.prompt, usage.completion) if usage is not None and counted else None
-            quote = self._ticket.quote
-            if usage is not None and counted and quote is not None and outcome is AttemptOutcome.SERVED:
-                self._meter.predicted_cached(quote.cached, usage.cached)
+            tokens: tuple[int, int] | None = None
+            if usage is not None and usage.exact and not self._call.probe:
+                tokens = usage.prompt, usage.completion
+                quote = self._ticket.quote
+                if quote is not None and outcome is AttemptOutcome.SERVED:
+                    self._meter.predicted_cached(quote.cached, usage.cached)
             self._ticket.end(self._clock(), outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
 
     def _fingerprint(self) -> int:

@@ -30,6 +30,7 @@ RUN_HEADERS: Final = (
     b"conversation_id",
 )
 SESSION_HEADERS: Final = (*CONVERSATION_HEADERS, *RUN_HEADERS)
+_NAMES: Final = frozenset(SESSION_HEADERS)
 
 # Longer ids, and those with other characters, are not taken for one.
 _ID = re.compile(rb"[\x21-\x7e]{1,256}")
@@ -61,12 +62,13 @@ def given_session(headers: Mapping[bytes, bytes], body: Body) -> GivenSession | 
 
     ``user`` and ``safety_identifier`` name a person, who has several conversations: they are no sessions.
     """
-    for name in CONVERSATION_HEADERS:
-        if (value := headers.get(name)) is not None and _ID.fullmatch(value):
-            return GivenSession(value, Scope.CONVERSATION)
-    for name in RUN_HEADERS:
-        if (value := headers.get(name)) is not None and _ID.fullmatch(value):
-            return GivenSession(value, Scope.RUN)
+    if not _NAMES.isdisjoint(headers):
+        for name in CONVERSATION_HEADERS:
+            if (value := headers.get(name)) is not None and _ID.fullmatch(value):
+                return GivenSession(value, Scope.CONVERSATION)
+        for name in RUN_HEADERS:
+            if (value := headers.get(name)) is not None and _ID.fullmatch(value):
+                return GivenSession(value, Scope.RUN)
     if body.metadata is not ABSENT and (value := _of_metadata(body.metadata)) is not None:
         return GivenSession(value, Scope.RUN)
     if body.prompt_cache_key is not ABSENT and (value := _text(body.prompt_cache_key)) is not None:

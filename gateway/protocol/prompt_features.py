@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import xxhash
 
@@ -39,21 +38,38 @@ def _boundaries() -> tuple[int, ...]:
 BOUNDARIES = _boundaries()
 
 
-class PromptHash(NamedTuple):
+class PromptHash:
     """As in :class:`policy.request.Request`: hashes and the prompt tokens up to each, and estimates.
 
     ``opening`` is the hash of a conversation's begin, up to the end of the user's first turn: the same in all
     its requests, 0 of a prompt that is none.
     """
 
-    prefix: tuple[int, ...]
-    depths: tuple[int, ...]
-    prompt_tokens: int
-    output_tokens: int
-    limit_tokens: int
-    long_tokens: int
-    prompt_bytes: int
-    opening: int
+    # Written out, because named tuples are not compiled.
+    __slots__ = (
+        "depths", "limit_tokens", "long_tokens", "opening", "output_tokens", "prefix", "prompt_bytes",
+        "prompt_tokens",
+    )  # fmt: skip
+
+    def __init__(  # noqa: PLR0917 - made for each request, in one place
+        self,
+        prefix: tuple[int, ...],
+        depths: tuple[int, ...],
+        prompt_tokens: int,
+        output_tokens: int,
+        limit_tokens: int,
+        long_tokens: int,
+        prompt_bytes: int,
+        opening: int,
+    ) -> None:
+        self.prefix = prefix
+        self.depths = depths
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.limit_tokens = limit_tokens
+        self.long_tokens = long_tokens
+        self.prompt_bytes = prompt_bytes
+        self.opening = opening
 
 
 # Of what an engine reads without a forward pass, as in counting tokens: it has no cost to a replica.
@@ -81,7 +97,7 @@ class BytesPerToken:
         ``limit`` is the most tokens an answer may have. Token ids are counted, text is estimated.
         """
         parts = prompt.parts
-        size = sum(map(len, parts))
+        size = sum([len(part) for part in parts])
         tokens = size / self.bytes_a_token
         if len(parts) == 1 and (ids := token_ids(parts[0])):
             tokens = float(ids)
@@ -100,8 +116,9 @@ class BytesPerToken:
         else:
             opening = _opening(seed, prompt, (), ()) if seed and prompt.first_turn else 0
         allowed = (limit or 0) * choices
-        outputs = max(output, 1) * choices, allowed, self.answers.long(allowed)
-        return PromptHash(prefix, depths, max(int(tokens), 1), *outputs, size if count else 0, opening)
+        outputs, longest = max(output, 1) * choices, self.answers.long(allowed)
+        read = size if count else 0
+        return PromptHash(prefix, depths, max(int(tokens), 1), outputs, allowed, longest, read, opening)
 
 
 def limit_of(body: Body) -> int | None:

@@ -10,7 +10,7 @@ prompt without tools takes 2 to 3 us, and 175 KB of an agent 20 us, in plain Pyt
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec import Raw
 
@@ -58,7 +58,7 @@ _CONVERSATIONS = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/respons
 Span = tuple[int, int]
 
 
-class RenderedPrompt(NamedTuple):
+class RenderedPrompt:
     """An engine reads ``parts`` in this order.
 
     ``ends`` are lengths of beginnings of all parts together, ascending, at which a message ends: what the
@@ -66,10 +66,20 @@ class RenderedPrompt(NamedTuple):
     answer, from the byte ``head`` on; empty where the prompt is no conversation: without tools and answers.
     """
 
-    parts: list[memoryview]
-    ends: tuple[int, ...] = ()
-    head: int = 0
-    first_turn: tuple[memoryview, ...] = ()
+    # Written out, because named tuples are not compiled.
+    __slots__ = ("ends", "first_turn", "head", "parts")
+
+    def __init__(
+        self,
+        parts: list[memoryview],
+        ends: tuple[int, ...] = (),
+        head: int = 0,
+        first_turn: tuple[memoryview, ...] = (),
+    ) -> None:
+        self.parts = parts
+        self.ends = ends
+        self.head = head
+        self.first_turn = first_turn
 
 
 def rendered_prompt(body: Body, route: Route, raw: bytes) -> RenderedPrompt:
@@ -89,21 +99,23 @@ def rendered_prompt(body: Body, route: Route, raw: bytes) -> RenderedPrompt:
     view = memoryview(prompt)
     if route.path not in _CONVERSATIONS or view[0] != _OPEN:
         return RenderedPrompt([*parts, view])
-    head = sum(map(len, parts))
-    cuts: list[Span] = []
-    if route.api is not Api.MESSAGES:
-        begin = bytes(view[:HEADER_BYTES])
-        cut = _header(begin)
-        if cut is not None and _IN_SYSTEM.match(begin, 0, cut[0] - 1) is not None:
-            cuts.append(cut)
     has_tools = body.tools is not ABSENT
+    begin = bytes(view[: FIRST_BYTES if has_tools else FIRST_BYTES_WITHOUT_TOOLS])
+    is_conversation = has_tools or _ANSWER in begin
+    cuts: list[Span] = []
     if route.api is Api.MESSAGES:
         found = _ends(view, cuts, MAX_ENDS_OF_MESSAGES)
     else:
+        cut = _header(begin)
+        if cut is not None and _IN_SYSTEM.match(begin, 0, cut[0] - 1) is not None:
+            cuts.append(cut)
+        elif not is_conversation:
+            return RenderedPrompt([*parts, view])
         found = _ends(view, cuts, MAX_ENDS) if has_tools else []
+    head = sum(map(len, parts))
     parts += _kept(view, cuts) if cuts else [view]
     ends = [head + end - _cut_before(cuts, end) for end in found]
-    first, turn = _first_turn(view, cuts, has_tools=has_tools)
+    first, turn = _first_turn(view, begin, cuts, has_tools=has_tools) if is_conversation else (0, [])
     if not turn:
         return RenderedPrompt(parts, tuple(ends))
     start = head + first - _cut_before(cuts, first)
@@ -113,11 +125,14 @@ def rendered_prompt(body: Body, route: Route, raw: bytes) -> RenderedPrompt:
 
 
 def _header(begin: bytes, *, blocks: bool = False) -> Span | None:
-    """What is dropped of the first text in ``begin`` that begins with the header; of ``blocks`` all of it."""
-    at = begin.find(_HEADER)
+    """What is dropped of the first text in ``begin`` that begins with the header; of ``blocks`` all of it.
+
+    Both are looked for in :data:`HEADER_BYTES`.
+    """
+    at = begin.find(_HEADER, 0, HEADER_BYTES)
     if at < 0 or (at > 0 and begin[at - 1] == _ESCAPE):
         return None
-    found = (_TEXT if blocks else _LINE).match(begin, at + 1)
+    found = (_TEXT if blocks else _LINE).match(begin, at + 1, HEADER_BYTES)
     return None if found is None else found.span()
 
 
@@ -127,7 +142,7 @@ def _ends(view: memoryview, cuts: list[Span], most: int) -> list[int]:
     tail = bytes(view[offset:])
     at = end = _before(tail, len(tail), b" \t\r\n]")
     marked = tail.rfind(_MARKER, max(0, end - MARKED_BYTES), end) >= 0
-    needle = _needle(view)
+    needle = _needle(bytes(view[:64]))
     found: list[int] = []
     while end > 0:
         found.append(offset + end)
@@ -144,18 +159,20 @@ def _ends(view: memoryview, cuts: list[Span], most: int) -> list[int]:
     return found
 
 
-def _needle(view: memoryview) -> bytes:
-    """How the items of the list ``view`` begin, as its first one does; empty if in another way."""
-    begin = bytes(view[1:64]).lstrip()
+def _needle(begin: bytes) -> bytes:
+    """How the items of a list begin, as its first one does; empty if in another way."""
+    begin = begin[1:64].lstrip()
     return _ROLE if begin.startswith(_ROLE) else _TYPE if begin.startswith(_TYPE) else b""
 
 
-def _first_turn(view: memoryview, cuts: list[Span], *, has_tools: bool) -> tuple[int, list[memoryview]]:
-    """Where the user's first turn in the list ``view`` begins, and what it says; nothing if there is none."""
-    begin = bytes(view[: FIRST_BYTES if has_tools else FIRST_BYTES_WITHOUT_TOOLS])
-    if not has_tools and _ANSWER not in begin:
-        return 0, []
-    needle = _needle(view)
+def _first_turn(
+    view: memoryview, begin: bytes, cuts: list[Span], *, has_tools: bool
+) -> tuple[int, list[memoryview]]:
+    """Where the user's first turn in the list ``view`` begins, and what it says; nothing if there is none.
+
+    It is looked for in ``begin``, the first bytes of ``view``.
+    """
+    needle = _needle(begin)
     at = begin.find(needle) if needle else -1
     start, user, end = 0, -1, -1
     for _ in range(MAX_FIRST_ITEMS):

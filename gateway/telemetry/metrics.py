@@ -166,8 +166,10 @@ class ModelCounters(HealthCounters):
 
     def predicted_cached(self, predicted: int, reported: int) -> None:
         """Count the cached tokens of one prompt."""
-        self.cached_tokens["predicted"] += predicted
-        self.cached_tokens["reported"] += reported
+        if predicted:
+            self.cached_tokens["predicted"] += predicted
+        if reported:
+            self.cached_tokens["reported"] += reported
         if predicted != reported:
             self.cached_tokens_error["above" if predicted > reported else "below"] += abs(
                 predicted - reported
