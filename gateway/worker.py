@@ -94,7 +94,10 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         captures=state.captures,
     )
     sender = ReportSender(lambda: current().cluster.controller, SIGNALS, state.secret(), log)
-    reporter = Reporter(gateway.metrics, gateway.admission, current, sender.send, gateway.deadlines.running)
+    reporter = Reporter(
+        gateway.metrics, gateway.admission, current, sender.send,
+        running=gateway.deadlines.running, routes=gateway.routes.describe,
+    )  # fmt: skip
     background = BackgroundTasks(log)
 
     def read(deployment: Deployment) -> None:

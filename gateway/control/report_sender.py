@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import os
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import msgspec
@@ -21,14 +23,20 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.types import EngineKind
-from policy.wire.reports import GatewayReport, ModelReport
+from policy.wire.reports import GatewayReport, ModelReport, ReportAnswer, Waiting, WorkerDetail
 
 EVERY_S = 1.0
 
 # Requests that arrive together wake a model by one report.
 COALESCE_S = 0.05
 
-Send = Callable[[bytes], Awaitable[None]]
+# What is told of a worker in detail: bounded, since it is sent every second while somebody looks.
+MAX_ROUTES = 20
+MAX_WAITING = 100
+
+# Sends a report; returns the answer, or nothing if it is lost.
+Send = Callable[[bytes], Awaitable[bytes]]
+_ANSWER = msgspec.json.Decoder(ReportAnswer)
 
 
 @dataclass(eq=False)
@@ -36,7 +44,7 @@ class Reporter:
     """Reports of one worker.
 
     ``send`` posts a report, which may be lost: the next one contains its totals. ``running`` tells by
-    model the running streams and their tokens so far.
+    model the running streams and their tokens so far, ``routes`` the last routing decisions.
     """
 
     metrics: Metrics
@@ -44,6 +52,7 @@ class Reporter:
     deployment: Callable[[], Deployment]
     send: Send
     running: Callable[[], dict[str, tuple[int, int]]]
+    routes: Callable[[int], list[dict[str, Any]]]
 
     def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
@@ -51,6 +60,7 @@ class Reporter:
         self._began = self._clock()
         self._number = 0
         self._left = False
+        self._detailed = False
 
     async def run(self) -> None:
         due = self._clock()
@@ -80,12 +90,27 @@ class Reporter:
                 if spec.engine is not EngineKind.EXTERNAL
             },
             last=last,
+            detail=self._detail() if self._detailed else None,
+        )
+
+    def _detail(self) -> WorkerDetail:
+        waiting = Counter(
+            (request.model, request.priority, request.tenant) for request in self.admission.waiting()
+        )
+        return WorkerDetail(
+            routes=tuple(self.routes(MAX_ROUTES)),
+            waiting=tuple(
+                Waiting(model=model, priority=priority, tenant=tenant, requests=count)
+                for (model, priority, tenant), count in waiting.most_common(MAX_WAITING)
+            ),
         )
 
     async def _report(self, *, last: bool = False) -> None:
         if not self._left:
             self._left = last
-            await self.send(msgspec.json.encode(self.report(last=last)))
+            answer = await self.send(msgspec.json.encode(self.report(last=last)))
+            with contextlib.suppress(msgspec.MsgspecError):
+                self._detailed = _ANSWER.decode(answer).wants_detail
 
     async def _woken_before(self, due: float) -> bool:
         try:
@@ -121,17 +146,18 @@ class ReportSender:
         self._http = internal_client(secret, keepalive_connections=1)
         self._lost = False
 
-    async def send(self, body: bytes) -> None:
-        """Send ``body``, and wait until it is received or lost."""
-        status = 0
+    async def send(self, body: bytes) -> bytes:
+        """Send ``body``, and wait until it is received or lost; returns the answer, empty if it is lost."""
+        status, answered = 0, b""
         with contextlib.suppress(httpx.HTTPError, TimeoutError):
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 answer = await self._http.post(f"http://{self._address()}{self._path}", content=body)
-                status = answer.status_code
+                status, answered = answer.status_code, answer.content
         lost = status != 200
         if lost and not self._lost:
             self._log.warning("report_lost", path=self._path, status=status)
         self._lost = lost
+        return b"" if lost else answered
 
     async def close(self) -> None:
         await self._http.aclose()

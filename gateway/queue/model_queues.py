@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 from gateway.queue.dispatcher_driver import ModelQueue, Ticket
@@ -52,6 +52,11 @@ class Admission:
         """How long the oldest request that waits for ``model`` has waited, in seconds."""
         queue = self._queues.get(model)
         return 0.0 if queue is None else queue.dispatcher.oldest_s(queue.clock())
+
+    def waiting(self) -> Iterator[Request]:
+        """The requests that wait, of all models."""
+        for queue in self._queues.values():
+            yield from queue.dispatcher.queue.waiting.values()
 
     def drain_s(self, model: str) -> float:
         """In how many seconds the last running request of ``model`` is expected to end.

@@ -28,6 +28,16 @@ KEPT = 512
 _COST_PARTS = ("total", "wait", "prefill", "adapter", "pressure", "burden")
 
 
+class KeptRoute:
+    """A routing decision of Unix time ``at``, and the measured seconds to the first token of a stream."""
+
+    def __init__(self, at: float, request: Request, decision: Decision) -> None:
+        self.at = at
+        self.request = request
+        self.decision = decision
+        self.ttft_s: float | None = None
+
+
 class ModelRouters:
     """The routers of all models of this worker, its last decisions, and estimates of lengths by model."""
 
@@ -50,7 +60,8 @@ class ModelRouters:
         self._keys: dict[str, int] = {}
         self._by_key: dict[int, Router] = {}
         self._fresh: dict[int, Decision] = {}
-        self._kept: deque[tuple[float, Request, Decision]] = deque(maxlen=KEPT)
+        self._kept: deque[KeptRoute] = deque(maxlen=KEPT)
+        self._untimed: dict[int, KeptRoute] = {}
         self._clock = asyncio.get_running_loop().time
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
@@ -90,12 +101,18 @@ class ModelRouters:
             self._shared.publish(self._keys[request.model], quote.candidate.key, new_hashes)
         decision = self._fresh.pop(id(quote), None)
         if decision is not None and decision.chosen is quote:
-            self._kept.append((time.time(), request, decision))
+            kept = KeptRoute(time.time(), request, decision)
+            self._kept.append(kept)
+            if len(self._untimed) >= KEPT:  # of answers that are no streams
+                self._untimed.clear()
+            self._untimed[id(quote)] = kept
         return new_hashes
 
     def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
         """Its first token came ``ttft_s`` seconds after it was sent."""
         self._metrics.model(request.model).predicted(quote.total, ttft_s)
+        if (kept := self._untimed.pop(id(quote), None)) is not None:
+            kept.ttft_s = ttft_s
         self._of(request.model).timed(request, quote, ttft_s, at)
 
     def paced(self, model: str, quote: CostEstimate, gap_s: float) -> None:
@@ -128,13 +145,13 @@ class ModelRouters:
     def describe(self, count: int) -> list[dict[str, Any]]:
         """The last ``count`` decisions, the newest first, with their candidates in seconds."""
         last = list(self._kept)[: -count - 1 : -1]
-        return [_described(*kept) for kept in last]
+        return [_described(kept) for kept in last]
 
     def explain(self, request: Request) -> bytes:
         """The last decision on ``request`` as JSON, without line breaks; ``{}`` if it is no longer kept."""
         for kept in reversed(self._kept):
-            if kept[1] is request:
-                return msgspec.json.encode(_described(*kept))
+            if kept.request is request:
+                return msgspec.json.encode(_described(kept))
         return b"{}"
 
     def _read_news(self, now: float) -> None:
@@ -168,16 +185,18 @@ def _settings(deployment: Deployment | None, model: str) -> Settings:
         return Settings()
 
 
-def _described(at: float, request: Request, decision: Decision) -> dict[str, Any]:
+def _described(kept: KeptRoute) -> dict[str, Any]:
+    request, decision = kept.request, kept.decision
     assert decision.chosen is not None
     return {
-        "at": round(at, 3),
+        "at": round(kept.at, 3),
         "model": request.model,
         "tenant": request.tenant,
         "adapter": request.adapter,
         "prompt_tokens": request.prompt_tokens,
         "replica": decision.chosen.candidate.id,
         "reason": decision.reason,
+        "ttft_s": None if kept.ttft_s is None else round(kept.ttft_s, 6),
         "candidates": [
             {
                 "replica": quote.candidate.id,

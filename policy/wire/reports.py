@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from policy.engine.performance_model import Timing
@@ -58,11 +60,30 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     by_priority: dict[Priority, PriorityReport] = {}
 
 
+class Waiting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How many ``requests`` of a tenant wait in a gateway worker for a replica of ``model``."""
+
+    model: str
+    priority: Priority
+    tenant: str = ""
+    requests: int = 0
+
+
+class WorkerDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker reports only while somebody looks at it: its last ``routes``, and who is ``waiting``.
+
+    A route is one of `/admin/routes`.
+    """
+
+    routes: tuple[dict[str, Any], ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+
+
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one gateway worker: once a second, and at once if a request waits for a model at zero.
 
     ``worker`` is unique to one process, ``number`` grows with each report. The totals cover ``since_s``
-    seconds; the worker ends after its ``last`` report.
+    seconds; the worker ends after its ``last`` report. The controller asks for the ``detail`` in its answers.
     """
 
     worker: str
@@ -70,6 +91,13 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float
     models: dict[str, ModelReport] = {}
     last: bool = False
+    detail: WorkerDetail | None = None
+
+
+class ReportAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The controller's answer to a report: whether it ``wants_detail`` in the next ones."""
+
+    wants_detail: bool = False
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -24,6 +24,7 @@ from policy.scaling.start_times import StartTime
 from policy.signals.aggregator import SignalAggregator
 from policy.wire.reports import GatewayReport
 from serve.async_waiting import run_in_thread
+from serve.autoscaler.decision_history import DecisionHistory
 from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
 from serve.autoscaler.live_model_fitting import CalibrationStore
@@ -51,7 +52,8 @@ class KeptState(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(eq=False)
 class Autoscaler:
     """One for all models. ``set_target`` sets a target, ``wake`` starts the controller's next tick at once.
-    ``failures`` records a failure of one model, for which no decision is made then.
+    ``failures`` records a failure of one model, for which no decision is made then. ``latest`` are the last
+    decisions by model, ``decided_on`` their situations.
 
     ``now`` are the seconds of a clock that never goes back; ``epoch`` is the Unix time at its 0.
     """
@@ -67,6 +69,7 @@ class Autoscaler:
     event: Callable[[str], None]
     failures: ModelFailures
     latest: dict[str, Decision] = field(default_factory=dict, init=False)
+    decided_on: dict[str, Situation] = field(default_factory=dict, init=False)
     _policies: dict[str, MadePolicies] = field(default_factory=dict, init=False)
     _changed: set[str] = field(default_factory=set, init=False)
     _urgent: set[str] = field(default_factory=set, init=False)
@@ -77,6 +80,7 @@ class Autoscaler:
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.state.decisions_path)
+        self.history = DecisionHistory()
         self._calibrations = CalibrationStore(self.state)
         self.situations = SituationBuilder(
             self.targets, self.observed, self._calibrations, self.aggregator, self.now
@@ -93,6 +97,7 @@ class Autoscaler:
     async def restore(self, deployment: Deployment) -> None:
         """Continue with the deployment of a predecessor."""
         self._policies = await run_in_thread(lambda: restore_policies(deployment, self.event), "policies")
+        await run_in_thread(lambda: self.history.restore(self.journal, self.at), "history")
 
     def adopt(self, policies: dict[str, MadePolicies]) -> None:
         """Decide by the policies of a new deployment from now on; decides at once."""
@@ -165,6 +170,8 @@ class Autoscaler:
         known = set(self.targets.names())
         for gone in self.latest.keys() - known:
             self.latest.pop(gone)
+            self.decided_on.pop(gone)
+            self.history.forget(gone)
             self._modes.pop(gone, None)
             self.journal.forget(gone)
 
@@ -194,6 +201,9 @@ class Autoscaler:
             return
         decisions = made.decisions
         self.latest |= decisions
+        self.decided_on |= made.situations
+        for name, decision in decisions.items():
+            self.history.add(made.situations[name], decision)
         self.journal.put(made)
         if revision != self._revision:
             # A new deployment, whose modes and bounds may differ, is decided on at once.

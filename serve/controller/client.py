@@ -15,6 +15,8 @@ from policy.wire.controller import (
     ADAPTERS,
     DECISIONS,
     FLEET,
+    MODE,
+    SCALE,
     STATUS,
     STEPS,
     AddLine,
@@ -76,12 +78,12 @@ class ControllerClient:
     def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
         """Override the replica count for ``for_s`` seconds or until cleared; ``None`` clears the override."""
         wanted = {"model": model, "replicas": "auto" if replicas is None else replicas, "for_s": for_s}
-        return self._call("POST", "/scale", wanted, ModelStatus)
+        return self._call("POST", SCALE, wanted, ModelStatus)
 
     def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
         """Override the mode for ``for_s`` seconds or until cleared; ``None`` clears the override."""
         wanted = {"model": model, "mode": "auto" if mode is None else mode, "for_s": for_s}
-        return self._call("POST", "/mode", wanted, ModelStatus)
+        return self._call("POST", MODE, wanted, ModelStatus)
 
     def decisions(
         self, model: str | None = None, last: int = 1, at: float | None = None

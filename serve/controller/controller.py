@@ -25,7 +25,7 @@ from policy.scaling.transition_steps import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
 from policy.types import Fleet, Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat, Orders, Timeouts
-from policy.wire.reports import GatewayReport
+from policy.wire.reports import GatewayReport, ReportAnswer
 from serve.actuator.interface import Actuator, Held
 from serve.actuator.node_capacity import check_placeable
 from serve.actuator.shared_gpus import SharedGpuActuator
@@ -35,6 +35,7 @@ from serve.autoscaler.autoscaler import Autoscaler
 from serve.autoscaler.engine_step_publisher import StepLine, StepSubscribers
 from serve.autoscaler.gpu_fault_replacement import ReplicaReplacement
 from serve.autoscaler.policies import MadePolicies, make_policies
+from serve.controller.live_state import LiveState, WorkerDetails, live_state
 from serve.controller.liveness_probe import probe_silent
 from serve.controller.model_status import fleet_models, model_status
 from serve.controller_api_schema import ControllerStatus, ModelStatus
@@ -84,6 +85,7 @@ class Controller:
         self.registry = ReplicaRegistry(self._epoch)
         self.aggregator = SignalAggregator()
         self.subscribers = StepSubscribers()
+        self._details = WorkerDetails()
         self._observed = ObservedState(
             self.registry, self._targets, lambda model: self.aggregator.drain_s(model, monotonic())
         )
@@ -148,10 +150,24 @@ class Controller:
             orders = replace(self.adapters.beat(beat), gpus=self._actuator.order(replica))
         return replace(orders, timeouts=self._timeouts(replica), leave=self._replacement.leave(replica))
 
-    def signals(self, report: GatewayReport) -> None:
+    def signals(self, report: GatewayReport) -> ReportAnswer:
         """Take the counts that a gateway worker reports."""
         self.aggregator.take(report, self._monotonic())
         self.autoscaler.take_report(report)
+        return ReportAnswer(wants_detail=self._details.take(report, self._monotonic()))
+
+    def live(self) -> LiveState:
+        """The state of all models for those who watch; gateway workers report details from now on."""
+        return live_state(
+            self.status(),
+            self.fleet().replicas,
+            decisions=self.autoscaler.latest,
+            situations=self.autoscaler.decided_on,
+            budget=self._deployment.budget,
+            details=self._details,
+            at=self._wall(),
+            now=self._monotonic(),
+        )
 
     def steps(self, model: str) -> AsyncIterator[StepLine]:
         """Step reports of the engines of ``model`` from now on; raises :class:`TargetError`."""

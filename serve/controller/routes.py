@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Annotated, Literal, TypeVar
 
@@ -16,12 +17,25 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from policy.config.control import Seconds
-from policy.wire.controller import DECISIONS, FLEET, FLEET_STREAM, REPLICAS, SIGNALS, STATUS, STEPS
+from policy.wire.controller import (
+    DECISIONS,
+    FLEET,
+    FLEET_STREAM,
+    HISTORY,
+    LIVE,
+    MODE,
+    REPLICAS,
+    SCALE,
+    SIGNALS,
+    STATUS,
+    STEPS,
+)
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
 from serve.adapters import api
 from serve.async_waiting import run_in_thread
+from serve.autoscaler.decision_history import DAY_S
 from serve.controller.controller import Controller
 from serve.controller_api_schema import ModelStatus
 from serve.http import error_answer, json_answer, refusing
@@ -57,6 +71,15 @@ class DecisionsQuery(msgspec.Struct, frozen=True):
     model: str | None = None
 
 
+class HistoryQuery(msgspec.Struct, frozen=True):
+    """The history of one ``model`` or of all, between two instants, in rows of ``step_s`` seconds."""
+
+    model: str | None = None
+    since: float | None = None
+    until: float | None = None
+    step_s: Annotated[float, Meta(ge=0, le=DAY_S)] = 0.0
+
+
 class StepsQuery(msgspec.Struct, frozen=True):
     """The ``model`` whose engines to listen to."""
 
@@ -90,10 +113,6 @@ def build_app(controller: Controller, secret: str) -> Starlette:
         asked = msgspec.convert(dict(request.query_params), StepsQuery)
         return StreamingResponse(_lines(controller.steps(asked.model)), media_type="application/x-ndjson")
 
-    def signals(report: GatewayReport) -> dict[str, bool]:
-        controller.signals(report)
-        return OK
-
     def scale(wanted: ScaleRequest) -> ModelStatus:
         count = None if wanted.replicas == "auto" else wanted.replicas
         return controller.scale(wanted.model, count, wanted.for_s)
@@ -115,6 +134,17 @@ def build_app(controller: Controller, secret: str) -> Starlette:
         )
         return Response(found, media_type="application/json")
 
+    async def history(request: Request) -> Response:
+        asked = msgspec.convert(dict(request.query_params), HistoryQuery, strict=False)
+        kept = controller.autoscaler.history
+        since = controller.autoscaler.at - DAY_S if asked.since is None else asked.since
+        until = math.inf if asked.until is None else asked.until
+        names = kept.names() if asked.model is None else [asked.model]
+        found = await run_in_thread(
+            lambda: _json_list(kept.read(name, since, until, asked.step_s) for name in names), "history-read"
+        )
+        return Response(found, media_type="application/json")
+
     return Starlette(
         routes=[
             _get("/livez", lambda: OK),
@@ -122,11 +152,13 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             _get(STATUS, controller.status),
             Route(FLEET_STREAM, stream),
             Route(DECISIONS, refusing(decisions)),
+            Route(HISTORY, refusing(history)),
+            _get(LIVE, controller.live),
             Route(STEPS, refusing(steps)),
             _post(REPLICAS, Heartbeat, controller.beat),
-            _post(SIGNALS, GatewayReport, signals),
-            _post("/scale", ScaleRequest, scale),
-            _post("/mode", ModeRequest, mode),
+            _post(SIGNALS, GatewayReport, controller.signals),
+            _post(SCALE, ScaleRequest, scale),
+            _post(MODE, ModeRequest, mode),
             Route("/apply", refusing(apply), methods=["POST"]),
             *api.routes(controller.adapters),
         ],

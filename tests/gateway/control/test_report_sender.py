@@ -27,8 +27,8 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import Refusal
 from policy.request import Request
 from policy.stats.histogram import bucket_of
-from policy.types import EngineKind
-from policy.wire.reports import GatewayReport, ModelReport
+from policy.types import EngineKind, Priority
+from policy.wire.reports import GatewayReport, ModelReport, ReportAnswer, Waiting
 from tests.gateway.fake_replica import SECRET, FakeController
 from tests.gateway.virtual_time import run_virtual
 from tests.gateway.worker import Stack, until
@@ -86,15 +86,22 @@ class Site:
         self.reports: list[tuple[float, GatewayReport]] = []
         self.late_s = late_s
         self.clock = asyncio.get_running_loop().time
+        self.wants_detail = False
         self.reporter = Reporter(
-            self.metrics, self.admission, lambda: self.deployment, self._send, lambda: {"m": (2, 50)}
+            self.metrics,
+            self.admission,
+            lambda: self.deployment,
+            self._send,
+            running=lambda: {"m": (2, 50)},
+            routes=lambda count: [{"at": 1.0}],
         )
         self.served = ServedModel("m")
         self.running = asyncio.create_task(self.reporter.run())
 
-    async def _send(self, body: bytes) -> None:
+    async def _send(self, body: bytes) -> bytes:
         self.reports.append((round(self.clock(), 3), msgspec.json.decode(body, type=GatewayReport)))
         await asyncio.sleep(self.late_s)
+        return msgspec.json.encode(ReportAnswer(wants_detail=self.wants_detail))
 
     def ask(self, *, wait_s: float = 60.0) -> asyncio.Task[Any]:
         """A request that waits for a replica."""
@@ -114,6 +121,23 @@ class Site:
         for task in (*asked, self.running):
             task.cancel()
         await asyncio.gather(*asked, self.running, return_exceptions=True)
+
+
+@in_virtual_time
+async def test_details_are_reported_while_the_controller_wants_them() -> None:
+    site = Site()
+    asked = [site.ask(), site.ask()]
+    await asyncio.sleep(1.5)
+    site.wants_detail = True  # the answer at 2 s says so
+    await asyncio.sleep(1.0)
+    site.wants_detail = False
+    await asyncio.sleep(3.0)
+    (detail,) = [report.detail for at, report in site.reports if at == 3.0]
+    assert detail is not None
+    assert detail.waiting == (Waiting(model="m", priority=Priority.STANDARD, requests=2),)
+    assert detail.routes == ({"at": 1.0},)
+    assert all(report.detail is None for at, report in site.reports if at != 3.0)
+    await site.close(*asked)
 
 
 @in_virtual_time

@@ -137,7 +137,9 @@ async def test_predictions_are_measured() -> None:
     here, model = routes(metrics=metrics), served()
     request = prompt()
     _, quote = send(here, model, request)
+    assert here.describe(1)[0]["ttft_s"] is None
     here.timed(request, quote, quote.total * 1.2, 0.0)
+    assert here.describe(1)[0]["ttft_s"] == pytest.approx(quote.total * 1.2, abs=1e-6)
     text = (await metrics.scrape()).decode()
     assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.175",model="m"} 1.0' in text
     assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.15",model="m"} 0.0' in text

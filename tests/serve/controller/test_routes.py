@@ -13,10 +13,12 @@ import pytest
 
 from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
 from policy.scaling.decision_types import Override
-from policy.types import Fleet, ReplicaPhase
+from policy.types import Fleet, Priority, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
+from policy.wire.reports import GatewayReport, Waiting, WorkerDetail
 from serve.controller import routes
 from serve.controller.client import ControllerClient
+from serve.controller.live_state import WATCHED_S
 from serve.controller_api_schema import ControllerStatus, LoggedDecision, ModelStatus
 from serve.state import versioned_watch
 from tests.serve.plane import Plane
@@ -24,7 +26,19 @@ from tests.serve.sim_documents import document
 from tests.serve.traffic import Traffic
 
 PATHS = [
-    *(("GET", path) for path in ("/livez", "/fleet", "/fleet/stream", "/status", "/decisions", "/nowhere")),
+    *(
+        ("GET", path)
+        for path in (
+            "/livez",
+            "/fleet",
+            "/fleet/stream",
+            "/status",
+            "/decisions",
+            "/history",
+            "/live",
+            "/nowhere",
+        )
+    ),
     *(("POST", path) for path in ("/replicas", "/signals", "/scale", "/mode", "/apply", "/adapters")),
     ("GET", "/adapters/blobs/" + "a" * 64),
     ("DELETE", "/adapters/m/sql"),
@@ -95,6 +109,54 @@ async def test_decisions_have_their_situations(plane: Plane, served: httpx.Async
     (found,) = msgspec.json.decode(answer.content, type=list[LoggedDecision])
     assert found.decision.at == at
     assert (await served.get("/decisions", params={"model": "none"})).json() == []
+
+
+async def test_history_has_every_decision_of_the_model(plane: Plane, served: httpx.AsyncClient) -> None:
+    await Traffic(plane).run(20, m=1.0)
+    (seen,) = (await served.get("/history")).json()
+    assert (seen["model"], seen["step_s"]) == ("m", 0.0)
+    newest = (await served.get("/decisions", params={"last": 1})).json()[0]["decision"]
+    assert seen["at"][-1] == pytest.approx(newest["at"], abs=0.001)
+    assert {len(column) for column in (seen["at"], seen["mode"], *seen["columns"].values())} == {
+        len(seen["at"])
+    }
+    query = {"model": "m", "since": seen["at"][-1], "step_s": 60}
+    (last,) = (await served.get("/history", params=query)).json()
+    assert len(last["at"]) == 1
+    assert (await served.get("/history", params={"step_s": -1})).status_code == 400
+    assert (await served.get("/history", params={"model": "none"})).json()[0]["at"] == []
+
+
+async def test_live_has_the_details_of_workers_while_it_is_read(
+    plane: Plane, served: httpx.AsyncClient
+) -> None:
+    await Traffic(plane).run(10, m=1.0)
+
+    async def reported(number: int, worker: str, *, waits: int) -> bool:
+        """A worker's report with a detail; returns whether the controller wants one."""
+        detail = WorkerDetail(
+            routes=({"at": plane.now + waits, "replica": worker},),
+            waiting=(Waiting(model="m", priority=Priority.BATCH, tenant="night", requests=waits),),
+        )
+        report = GatewayReport(worker=worker, number=number, since_s=9.0, detail=detail)
+        answer = await served.post("/signals", content=msgspec.json.encode(report))
+        return bool(answer.json()["wants_detail"])
+
+    assert not await reported(1, "a", waits=2)
+    live = (await served.get("/live")).json()
+    assert live["models"][0]["status"]["name"] == "m"
+    assert live["models"][0]["signals"]["demand"]["queued"] == 0
+    assert [each["id"] for each in live["replicas"]] == [
+        each.id for each in plane.controller.fleet().replicas
+    ]
+    assert await reported(1, "b", waits=3)
+    live = (await served.get("/live")).json()
+    assert live["waiting"] == [{"model": "m", "priority": "batch", "tenant": "night", "requests": 5}]
+    assert [route["replica"] for route in live["routes"]] == ["b", "a"]
+    plane.now += WATCHED_S
+    assert not await reported(2, "a", waits=1)
+    live = (await served.get("/live")).json()
+    assert [each["requests"] for each in live["waiting"]] == [1]
 
 
 @pytest.mark.parametrize("query", ["last=0", "last=x", "at=noon", "last=100000"])

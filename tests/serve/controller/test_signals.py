@@ -30,7 +30,7 @@ async def test_gateway_reports_reach_the_aggregator(plane: Plane, served: httpx.
             worker="w", number=number, since_s=float(number), models={"m": ModelReport(arrived=4 * number)}
         )
         answer = await served.post("/signals", content=msgspec.json.encode(report))
-        assert (answer.status_code, answer.json()) == (200, {"ok": True})
+        assert (answer.status_code, answer.json()) == (200, {"wants_detail": False})
     demand = plane.controller.aggregator.signals("m", plane.controller._monotonic() + 2.0).demand
     assert demand is not None
     assert demand.arrivals.last_6_s == pytest.approx(4.0)
