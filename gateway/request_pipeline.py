@@ -121,6 +121,7 @@ class Gateway:
             not_ready=self.not_ready,
             controller=ControllerProxy(secret, current),
             capture=self.listeners.lines,
+            chat=self.chat_of_operator,
             log=log,
             access=access,
         )
@@ -241,6 +242,12 @@ class Gateway:
             if call.streaming:
                 self.keepalive.forget(call)
             self._count(call, meter, account, began)
+
+    async def chat_of_operator(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A chat completion from the admin port, which has checked the token: of any model or adapter."""
+        path = "/v1/chat/completions"
+        scope = {**scope, "path": path, _ACCOUNT: self.tenants.operator, _REFUSED: None}
+        await self.serve(ROUTES[path], scope, receive, send)
 
     def _count(self, call: Call, meter: ModelCounters, account: TenantAccount, began: float) -> None:
         """Count a call that has ended, and log it if requests are logged."""

@@ -19,9 +19,10 @@ from policy.config.deployment import GatewayConfig
 from policy.config.ports import WILDCARDS
 from policy.errors import Refusal
 
-# Served without the token: probes and Prometheus, and the schema, which has no data. `/docs/` are its files.
-OPEN = frozenset({"/livez", "/readyz", "/metrics", "/openapi.json", "/docs"})
-_OPEN_FILES = "/docs/"
+# Served without the token: probes and Prometheus, and the schema and the page, which have no data, with their
+# files.
+OPEN = frozenset({"/livez", "/readyz", "/metrics", "/openapi.json", "/docs", "/"})
+_OPEN_FILES = ("/docs/", "/page/")
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?")
 

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api import admin, health, models_endpoint, swagger_ui
+from gateway.api import admin, health, live, models_endpoint, playground, static_page, swagger_ui
 from gateway.api.admin_access import AdminAccess
 from gateway.api.cors import Cors
 from gateway.api.dependencies import TENANT, Services
@@ -31,7 +31,14 @@ from policy.config.deployment import GatewayConfig
 from policy.errors import Refusal
 
 CLIENT_ROUTERS = (models_endpoint.router, health.router, swagger_ui.router)
-ADMIN_ROUTERS = (admin.health, admin.router, swagger_ui.router)
+ADMIN_ROUTERS = (
+    admin.health,
+    admin.router,
+    live.router,
+    playground.router,
+    static_page.router,
+    swagger_ui.router,
+)
 
 Serve = Callable[[HotRoute, Scope, Receive, Send], Awaitable[None]]
 

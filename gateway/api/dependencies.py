@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -10,6 +10,7 @@ import msgspec
 from fastapi import Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
+from starlette.types import Receive, Scope, Send
 
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.model_list import ModelList
@@ -40,6 +41,7 @@ class Services:
     not_ready: Callable[[], list[str]]
     controller: ControllerProxy
     capture: Callable[[], AsyncIterator[bytes]]
+    chat: Callable[[Scope, Receive, Send], Awaitable[None]]
     log: Log
     access: AccessLog
 

@@ -47,8 +47,8 @@ class Tenants:
     """The accounts of the current deployment; without tenants every request is the anonymous one's.
 
     ``salt_secret`` makes the cache salts; ``own_key`` is Tidegate's own, of no tenant. ``anonymous`` counts
-    requests without a tenant. Keys are digested for each request (under a microsecond), so that none is kept
-    in memory and a revoked one ends with its deployment.
+    requests without a tenant, ``operator`` is who has the token of the admin port. Keys are digested for each
+    request (under a microsecond), so that none is kept in memory and a revoked one ends with its deployment.
     """
 
     def __init__(
@@ -59,12 +59,14 @@ class Tenants:
         self._metrics = metrics
         self._shared = shared
         self.anonymous = TenantAccount("", b"", metrics.of(""))
+        self.operator = TenantAccount("", b"", metrics.of(""))
+        self.operator.admin = True
         self._by_name: dict[str, TenantAccount] = {}
         self._by_digest: dict[bytes, TenantAccount] = {}
 
     def read(self, deployment: Deployment) -> None:
         """Take the tenants of the deployment; requests in flight go on."""
-        self.anonymous.priority = deployment.gateway.priority
+        self.anonymous.priority = self.operator.priority = deployment.gateway.priority
         accounts: dict[str, TenantAccount] = {}
         digests = {self._own: self.anonymous} if deployment.tenants else {}
         for tenant in deployment.tenants:

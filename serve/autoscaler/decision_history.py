@@ -39,12 +39,14 @@ class Merge(Enum):
     MAX = "max"
 
 
-# Rates are per second, latencies in seconds, shares 0..1. A policy's column is the count that it proposed.
+# Rates are per second, latencies in seconds, shares 0..1. Replicas are of the desired layer, but for the
+# ``leaving`` ones of others. The capacity is that within the SLO. A policy's column is the count it proposed.
 COLUMNS: dict[str, Merge] = {
     "target": Merge.LAST,
     "ready": Merge.LAST,
     "starting": Merge.LAST,
     "draining": Merge.LAST,
+    "leaving": Merge.LAST,
     "gpus": Merge.LAST,
     "arrivals_per_s": Merge.MEAN,
     "refused_per_s": Merge.MEAN,
@@ -294,13 +296,14 @@ def _numbers(situation: Situation, decision: Decision) -> Row:
         decision.count,
         supply.serving,
         len(supply.starting_s),
-        supply.draining + sum(situation.leaving.values()),
+        supply.draining,
+        sum(situation.leaving.values()),
         held * gpus.get(situation.mode, 0)
         + sum(count * gpus.get(name, 0) for name, count in situation.leaving.items()),
         demand.arrivals.last_6_s if demand else math.nan,
         demand.refused.last_6_s if demand else math.nan,
         math.nan if forecast is None else forecast,
-        decision.capability.mu * supply.serving,
+        decision.capability.mu * supply.serving if supply.serving else math.nan,
         demand.concurrency.last_6_s if demand else math.nan,
         demand.queued if demand else math.nan,
         demand.oldest_s if demand else math.nan,

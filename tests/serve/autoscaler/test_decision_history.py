@@ -47,7 +47,7 @@ def test_a_row_has_the_figures_of_its_decision(history: DecisionHistory) -> None
     assert (seen.at, seen.mode) == ([BEGAN], [decision().mode])
     assert set(seen.columns) == COLUMNS.keys() - {"mode"}
     row = {name: values[0] for name, values in seen.columns.items()}
-    assert (row["ready"], row["starting"], row["draining"]) == (2, 1, 2)
+    assert (row["ready"], row["starting"], row["draining"], row["leaving"]) == (2, 1, 1, 1)
     assert row["gpus"] == 4 * 1 + 1 * 4
     assert (row["arrivals_per_s"], row["ttft_p95_s"], row["met"]) == (11.84, 1.32, 0.9)
     assert row["kv_used"] == pytest.approx((0.62 + 0.71) / 2)

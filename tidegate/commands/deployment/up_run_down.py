@@ -77,10 +77,11 @@ class EventPrinter:
 
 
 def welcome(deployment: Deployment) -> str:
-    """A first request with ``curl`` and in Python, ready to paste."""
+    """Where it is, and a first request with ``curl`` and in Python, ready to paste."""
     base = endpoint(deployment.gateway.host, deployment.gateway.port)
+    page = endpoint(deployment.gateway.admin_host, deployment.gateway.admin_port)
     spec = next((spec for spec in deployment.models if spec.runner is Runner.GENERATE), None)
-    head = f"\nTidegate is ready at {base}/v1\n"
+    head = f"\nTidegate is ready at {base}/v1\nPage: {page}/ (its token: `tidegate status`)\n"
     if spec is None:
         return head
     messages = [{"role": "user", "content": _QUESTION}]

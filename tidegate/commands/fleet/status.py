@@ -177,7 +177,7 @@ def _header(view: StatusData) -> Table:
         header.add_row("phase", _colored(view.supervisor.phase))
         header.add_row("uptime", age(view.at - view.supervisor.since))
         header.add_row("endpoint", f"{view.supervisor.endpoint}/v1")
-        header.add_row("admin", f"{view.supervisor.admin} (token: {view.state_dir}/admin-token)")
+        header.add_row("page", f"{view.supervisor.admin}/ (token: {view.state_dir}/admin-token)")
     header.add_row("controller", view.controller)
     return header
 
