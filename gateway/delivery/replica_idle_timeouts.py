@@ -19,7 +19,8 @@ class IdleTimeouts:
     """The attempts of this worker, with the longest silence of each.
 
     A stream may be silent for ``first_token_timeout_s`` before its first event and ``inter_token_timeout_s``
-    after it; any other answer must be whole within ``answer_timeout_s``.
+    after it. Whatever comments come, it must begin within ``answer_timeout_s``, in which any other answer
+    must be whole.
     """
 
     def __init__(self, limits: Callable[[], GatewayConfig]) -> None:
@@ -49,10 +50,13 @@ class IdleTimeouts:
         limits = self._limits()
         first_s, next_s = limits.first_token_timeout_s, limits.inter_token_timeout_s
         answer_s = limits.answer_timeout_s
+        begin_s = max(first_s, answer_s)
         for attempt in list(self.attempts):
             if not attempt.streams:
                 if now - attempt.sent_at > answer_s:
                     attempt.expire(answer_s)
+            elif not attempt.begun and now - attempt.sent_at > begin_s:
+                attempt.expire(begin_s)
             elif attempt.has_progressed():
                 attempt.quiet_since = now
             elif now - attempt.quiet_since > (limit := next_s if attempt.begun else first_s):

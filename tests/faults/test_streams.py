@@ -25,7 +25,7 @@ WHOLE = tokens(3) + FINISH + DONE
 GATEWAY = {
     "first_token_timeout_s": FIRST_S,
     "inter_token_timeout_s": GAP_S,
-    "answer_timeout_s": FIRST_S,
+    "answer_timeout_s": 2 * FIRST_S,
     "queue_timeout_s": 10,
 }
 

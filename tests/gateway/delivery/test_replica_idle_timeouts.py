@@ -41,8 +41,9 @@ def deadlines() -> IdleTimeouts:
         (Silent(begun=True), 4.0),
         (Silent(streams=False), 60.0),
         (Silent(streams=False, alive=True), 60.0),
+        (Silent(alive=True), 60.0),
     ],
-    ids=["first token", "next token", "whole answer", "whole answer that arrives"],
+    ids=["first token", "next token", "whole answer", "whole answer that arrives", "comments alone"],
 )
 def test_each_kind_of_silence_has_its_timeout(deadlines: IdleTimeouts, attempt: Silent, limit: float) -> None:
     deadlines.attempts.add(attempt)
