@@ -61,6 +61,10 @@ class ModelPool:
     def closing(self) -> bool:
         return self.served.closes_at < math.inf
 
+    @property
+    def gives_way(self) -> bool:
+        return self.served.gives_way
+
     def ttft_slo_s(self, priority: Priority) -> float | None:
         try:
             return self.deployment().model(self.served.name).control.slo_of(priority).ttft_p95_s

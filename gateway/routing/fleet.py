@@ -35,7 +35,8 @@ class ServedModel:
     ``coming``: replicas start, or it has none by intent; ``down``: none serves; ``asleep``: none serves or
     starts. ``start_s``: the slowest measured start. ``load_failures``: the code of an adapter's load failure.
     Since ``closing_since`` replicas of other layers than the desired one (``layer``: shape and generation)
-    take what ends before they drain at ``closes_at``, both in loop time.
+    take what ends before they drain at ``closes_at``, both in loop time. ``gives_way``: some have
+    drained for others that are still to come.
     """
 
     def __init__(self, name: str, health: ReplicaHealth | None = None) -> None:
@@ -47,7 +48,7 @@ class ServedModel:
         self.max_model_len: int | None = None
         self.handles: list[ReplicaHandle] = []
         self.coming = True
-        self.down = self.asleep = False
+        self.down = self.asleep = self.gives_way = False
         self.start_s: float | None = None
         self.snapshot_at = 0.0
         self.load_failures: dict[str, str] = {}
@@ -175,6 +176,9 @@ class FleetView:
                 served.closing_since = served.closes_at = math.inf
             mine = [replica for replica in fleet.replicas if replica.model == model.name]
             states = [replica.state for replica in mine]
+            ready = sum(each.state is ReplicaPhase.READY and served.stays(each) for each in mine)
+            drains = any(each.state is ReplicaPhase.DRAINING and not served.stays(each) for each in mine)
+            served.gives_way = ready < model.target and (served.gives_way or drains)
             # Replicas start, or there are none by intent.
             served.coming = ReplicaPhase.STARTING in states or states.count(ReplicaPhase.READY) < max(
                 1, model.target

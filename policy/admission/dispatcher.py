@@ -276,8 +276,11 @@ class Dispatcher(Generic[R]):
 
     @property
     def measurable(self) -> bool:
-        """Whether the service rate says when a request begins: closing replicas leave long ones waiting."""
-        return self.pool.ready and not self.pool.closing
+        """Whether the service rate says when a request begins.
+
+        Replicas that are closing leave long ones waiting, and others are to come for those that give way.
+        """
+        return self.pool.ready and not self.pool.closing and not self.pool.gives_way
 
     def drain_s(self, at: float, before: float = math.inf) -> float:
         """In how many seconds the last running request is expected to end, of those begun ``before``."""

@@ -45,6 +45,10 @@ class ReplicaPool(Protocol[R_co]):
     def closing(self) -> bool:
         """Whether some replicas will drain at a known instant: see :meth:`lasting`."""
 
+    @property
+    def gives_way(self) -> bool:
+        """Whether some replicas have drained for others that are still to come."""
+
     def ttft_slo_s(self, priority: Priority) -> float | None:
         """The TTFT SLO of the model for requests of ``priority``, in seconds."""
 

@@ -146,14 +146,14 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 class SwitchCost(msgspec.Struct, frozen=True, kw_only=True):
     """What a switch takes from requests, in seconds.
 
-    The new replicas serve after ``ready_s``. It ``lasts_s`` until the last old one has left: ``drain_s`` for
-    each drain, with ``gap_s`` without a serving replica. Serving engines have at least the part ``speed`` of
-    their cores; the prompts that were cached take ``refill_s`` again. ``taken_s`` is how long nobody would be
-    served to wait as long in sum. ``queued`` requests wait at first; they are served in ``clears_s`` without
-    the switch, in ``clears_after_s`` with it (``None``: never).
+    It ``lasts_s`` until the last old replica has left: new ones start for ``start_s`` in all, each drain
+    takes ``drain_s``, and nothing serves for ``gap_s``. Serving engines have at least the part ``speed`` of
+    their cores; the prompts that were cached take ``refill_s`` again. ``taken_s`` is how long nobody would
+    be served to wait as long in sum. ``queued`` requests wait at first; they are served in ``clears_s``
+    without the switch, in ``clears_after_s`` with it (``None``: never).
     """
 
-    ready_s: float
+    start_s: float
     lasts_s: float
     gap_s: float
     drain_s: float

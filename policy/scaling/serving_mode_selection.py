@@ -222,8 +222,8 @@ class ModeComparison:
             return f"saves {saved:.0f} in {dwell_s:.0f} s, less than the {spent:.0f} that the switch costs"
         # The saving, expected to last as long again, begins with the new replicas. A gap is only priced:
         # until it begins, the old replicas take short requests.
-        if switch.taken_s and not switch.gap_s and seen_s < switch.ready_s + switch.taken_s:
-            start = f"the start of {switch.ready_s:.0f} s and the {switch.taken_s:.0f} s that requests wait"
+        if switch.taken_s and not switch.gap_s and seen_s < switch.start_s + switch.taken_s:
+            start = f"the start of {switch.start_s:.0f} s and the {switch.taken_s:.0f} s that requests wait"
             return f"predicted for {seen_s:.0f} s, less than {start}"
         # The peak of the rate until the new replicas serve: longer than a start in this mode.
         rate = self.during(max(switch.lasts_s, 0.0 if switch.gap_s else new.lead_s))

@@ -138,7 +138,7 @@ def switch_cost(switch: Switch, signals: Signals, capacities: Capacities, kv_tok
         then_s = capacities.clears_s(queue, phases, switch.target * capacities.new) + refill_s
     return SwitchCost(
         lasts_s=math.fsum(phase.seconds for phase in phases),
-        ready_s=math.fsum(phase.seconds for phase in phases if phase.new < switch.target),
+        start_s=math.fsum(phase.seconds for phase in phases if not phase.draining),
         gap_s=switch.gap_s,
         drain_s=switch.drain_s,
         speed=min((phase.speed for phase in phases), default=1.0),

@@ -20,6 +20,7 @@ from policy.scaling.transition_steps import LayerKey, closes_s
 from policy.scaling.view import Policy, Supply, View
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
+from policy.types import ReplicaPhase
 from sim.simulator.fleet import Fleet
 from store.wall_clock import wall_clock_s
 
@@ -160,15 +161,17 @@ class SimulatedController:
 
     def _close(self, course: SwitchCourse, at: float) -> bool:
         """Tell the gateway until when other layers serve; returns whether they do."""
-        left_s, fleet = 0.0, course.fleet
-        if fleet.ends_at < math.inf:
-            most_s = course.spec.control.mode.drain_timeout_s
-            left_s = closes_s(fleet.ends_at - at, most_s, self._aggregator.drain_s(course.spec.name, at))
+        fleet = course.fleet
         fleet.goal = course.key
-        closing = left_s > 0
-        fleet.closes_at = at + left_s if closing else math.inf
-        fleet.closing_since = min(fleet.closing_since, at) if closing else math.inf
-        return closing
+        drains = any(each.state is ReplicaPhase.DRAINING and each.key != course.key for each in fleet)
+        fleet.gives_way = not course.settled and (fleet.gives_way or drains)
+        if fleet.ends_at == math.inf:
+            fleet.closes_at = fleet.closing_since = math.inf
+            return False
+        most_s = course.spec.control.mode.drain_timeout_s
+        left_s = closes_s(fleet.ends_at - at, most_s, self._aggregator.drain_s(course.spec.name, at))
+        fleet.closes_at, fleet.closing_since = at + left_s, min(fleet.closing_since, at)
+        return left_s > 0
 
     def _switch(self, course: SwitchCourse, decision: Decision, at: float) -> bool:
         """Switch, unless the queue cannot hold the moment without replicas that this would leave."""

@@ -104,6 +104,7 @@ class Fleet:
         self.starts = StartTimes()
         self.adapter_loads = self.preemptions = 0
         self.goal: LayerKey | None = None
+        self.gives_way = False
         self.closing_since = self.closes_at = self.ends_at = math.inf
         self.health = ReplicaHealth(HealthCounters(), lambda: 0.5)
         self._lost = lost

@@ -105,6 +105,10 @@ class SimulatedPool:
     def closing(self) -> bool:
         return self._fleet.closes_at < math.inf
 
+    @property
+    def gives_way(self) -> bool:
+        return self._fleet.gives_way
+
     def ttft_slo_s(self, priority: Priority) -> float | None:
         return self._control.slo_of(priority).ttft_p95_s
 

@@ -380,7 +380,8 @@ def test_deadlines_below_the_timers_resolution_are_met() -> None:
     assert [each.reason for each in refused] == [Refusal.DEADLINE] * 2
 
 
-async def test_no_request_is_predicted_to_be_late_while_replicas_close() -> None:
+@pytest.mark.parametrize("closing", [True, False])
+async def test_no_request_is_predicted_to_be_late_while_replicas_close_or_give_way(closing: bool) -> None:
     """What waits for the end of a switch begins after it, whatever the rate of those that end before."""
     queues = Queues()
     served = queues.alpha
@@ -389,7 +390,9 @@ async def test_no_request_is_predicted_to_be_late_while_replicas_close() -> None
     end(first)
     await queues.fill(served)
     now = asyncio.get_running_loop().time()
-    served.layer, served.closes_at = ("other", 2), now + 60.0
+    served.layer, served.gives_way = ("other", 2), not closing
+    if closing:
+        served.closes_at = now + 60.0
     waits = [await queues.ask(queues.arrive(served, deadline=now + 0.25)) for _ in range(50)]
     assert not any(asked.done() for asked in waits)
     for asked in waits:

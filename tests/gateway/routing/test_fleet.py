@@ -244,6 +244,28 @@ async def test_sleeping_models(states: list[ReplicaPhase], *, down: bool, asleep
     view.close()
 
 
+async def test_old_replicas_give_way_while_they_drain_for_new_ones() -> None:
+    view = FleetView("", Metrics())
+    model = msgspec.structs.replace(MODEL, shape="pair", generation=2, target=2)
+
+    def gives_way(old: ReplicaPhase, *new: ReplicaPhase) -> bool:
+        mine = [ready_replica("old", "alpha", state=old, shape="small", generation=2)]
+        mine += [
+            ready_replica(f"new{i}", "alpha", state=state, shape="pair", generation=2)
+            for i, state in enumerate(new)
+        ]
+        view.take(with_replicas(*mine, model=model), "controller", 1.0)
+        return view.models[0].gives_way
+
+    ready, drains = ReplicaPhase.READY, ReplicaPhase.DRAINING
+    assert not gives_way(ready, ReplicaPhase.STARTING)
+    assert gives_way(drains, ReplicaPhase.STARTING)
+    assert gives_way(ReplicaPhase.ASLEEP, ready, ReplicaPhase.STARTING)
+    assert not gives_way(drains, ready, ready)
+    assert not gives_way(ready, ready, drains)
+    view.close()
+
+
 async def test_the_start_time_is_kept_when_all_replicas_are_gone() -> None:
     view = FleetView("", Metrics())
     quick = msgspec.structs.replace(fleet(1.0, "one").replicas[0], start_s=2.0)

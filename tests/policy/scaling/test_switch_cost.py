@@ -81,6 +81,8 @@ def test_less_capacity_than_the_rate_makes_requests_wait() -> None:
     cost = switch_cost(made, Signals(demand=demand(2.0)), Capacities(old=2.0, new=0.5, rate=2.0), 0)
     # While the large one drains, half of it and two small ones serve all; then only those two serve.
     assert cost.taken_s == pytest.approx(30.0 * 0.5)
+    # The drain between the two starts is none.
+    assert (cost.start_s, cost.lasts_s) == (60.0, 70.0)
 
 
 def test_without_requests_a_switch_takes_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -95,3 +96,35 @@ def test_a_tenant_over_its_share_barely_delays_another_tenant(
     beside = both.ttft_s[np.array(tenants) == "light"]
     assert np.isnan(beside).mean() <= 0.01
     assert np.nanquantile(beside, 0.95) <= most * np.quantile(alone.ttft_s, 0.95)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_switch_by_halves_refuses_nothing_that_is_served_in_time(seed: int) -> None:
+    """While a long stream drains, few requests begin: that is over before any of them is late."""
+    modes = {"tp4": (4, 2), "tp1": (1, 8)}
+    model = {
+        "name": "m",
+        "engine": "sim",
+        "sim": {"profile": "h100-8b", "speed": 0.1, "wake_s": 1},
+        "shapes": {
+            mode: {"gpus": gpus, "tensor_parallel": gpus, "max_in_flight": 4}
+            for mode, (gpus, _) in modes.items()
+        },
+        "modes": {mode: {"shape": mode, "replicas": count} for mode, (_, count) in modes.items()},
+        "control": {
+            "tick_s": 1,
+            "slo": {"itl_p95_s": 0.045},
+            "mode": {"confirm_s": 5, "dwell_s": 60, "drain_timeout_s": 150},
+        },
+    }
+    document = parse({"models": [model], "budget": {"gpus": 8}, "gateway": {"queue_timeout_s": 300}})
+    draw = random.Random(seed)  # noqa: S311 - no secret
+    begins = [*(0.4 * i for i in range(200)), *(80 + 0.2 * i for i in range(1100))]
+    trace = [
+        Arrival(at, 10, 1500 if draw.random() < 0.01 else draw.choice((12, 25, 50, 100))) for at in begins
+    ]
+    made = simulate(document, {"m": make(choose("policy", "predictive"))}, iter(trace))
+    assert [each.mode for _, each in made.decisions if each.mode != each.was_mode][:1] == ["tp1"]
+    requests = made.requests["m"]
+    assert np.all(requests.outcome == Outcome.SERVED)
+    assert np.max(requests.queued_s) < 60
