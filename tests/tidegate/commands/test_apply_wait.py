@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from policy.errors import Unreachable
 from serve.controller_api_schema import ControllerStatus, ModelStatus
 from tidegate.commands.deployment.rollout import follow
 from tidegate.exit_codes import Exit
@@ -19,16 +20,18 @@ def status(phase: str, generation: int = 2, note: str = "", **over: Any) -> Mode
 
 
 class Controller:
-    """Has one status after the other; each poll takes a second."""
+    """Has one status after the other, none while it is restarted; each poll takes a second."""
 
-    def __init__(self, *statuses: ModelStatus) -> None:
-        self._left: Iterator[ModelStatus] = iter(statuses)
+    def __init__(self, *statuses: ModelStatus | None) -> None:
+        self._left: Iterator[ModelStatus | None] = iter(statuses)
         self._last = statuses[-1]
         self.at = 0.0
 
     def status(self) -> ControllerStatus:
-        models = (next(self._left, self._last),)
-        return ControllerStatus(actuator="local", epoch=0.0, pid=1, models=models)
+        model = next(self._left, self._last)
+        if model is None:
+            raise Unreachable("no controller")
+        return ControllerStatus(actuator="local", epoch=0.0, pid=1, models=(model,))
 
     def sleep(self, _: float) -> None:
         self.at += 1.0
@@ -51,6 +54,7 @@ BACK = "rolled back from multi-replica x 1, generation 2: 3 starts in a row fail
         ),
         ([status("switching"), status("steady", 1)], Exit.ROLLED_BACK, 1),
         ([status("starting", note="no such file")], Exit.FAILED, 10),
+        ([None, status("switching"), None, status("steady")], Exit.OK, 3),
         ([status("switching"), status("rolling back", 1, BACK)], Exit.ROLLED_BACK, 10),
     ],
     ids=[
@@ -60,11 +64,12 @@ BACK = "rolled back from multi-replica x 1, generation 2: 3 starts in a row fail
         "rolled back",
         "an older revision",
         "time-out",
+        "restarted",
         "still rolling back",
     ],
 )
 def test_the_wait_ends_ready_rolled_back_or_with_the_time_out(
-    statuses: list[ModelStatus], outcome: Exit, polls: int
+    statuses: list[ModelStatus | None], outcome: Exit, polls: int
 ) -> None:
     controller = Controller(*statuses)
     shown: list[str] = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from policy.errors import Unreachable
 from serve.controller_api_schema import ControllerStatus, ModelStatus
 from tidegate.exit_codes import Exit
 
@@ -37,11 +39,14 @@ def follow(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Rollout:
     """Wait for the models ``names`` for at most ``timeout_s``; ``show`` gets a line for each change."""
+    models: tuple[ModelStatus, ...] = ()
     lines: dict[str, str] = {}
     newest: dict[str, int] = {}
     deadline = clock() + timeout_s
     while True:
-        models = tuple(model for model in controller.status().models if model.name in names)
+        # A controller that is restarted meanwhile goes on with the rollout.
+        with suppress(Unreachable):
+            models = tuple(model for model in controller.status().models if model.name in names)
         for model in models:
             newest[model.name] = max(model.generation, newest.get(model.name, 0))
             if lines.get(model.name) != (line := describe(model)):
