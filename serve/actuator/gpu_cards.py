@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 
 import msgspec
 
 from policy.config.deployment import Cluster
 from policy.scaling.resources import ROUNDING
+
+# An index or a UUID.
+_GPU = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +29,8 @@ def cards_of_machine(cluster: Cluster, environment: Mapping[str, str]) -> tuple[
     if cluster.simulated_gpus is not None:
         return tuple(str(index) for index in range(cluster.simulated_gpus))
     if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return tuple(name.strip() for name in visible.split(",") if name.strip())
+        # As CUDA reads it: an invalid name, such as -1, hides itself and all that follow.
+        return tuple(takewhile(_GPU.fullmatch, map(str.strip, visible.split(","))))
     with contextlib.suppress(ImportError):
         nvml = importlib.import_module("pynvml")
         with contextlib.suppress(nvml.NVMLError):

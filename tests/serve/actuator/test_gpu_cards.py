@@ -49,6 +49,7 @@ def test_the_gpus_of_a_machine_are_those_that_the_controller_sees() -> None:
     assert cards_of_machine(CLUSTER, {"CUDA_VISIBLE_DEVICES": "9"}) == FOUR
     assert cards_of_machine(Cluster(), {"CUDA_VISIBLE_DEVICES": "2, GPU-7"}) == ("2", "GPU-7")
     assert cards_of_machine(Cluster(), {"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert cards_of_machine(Cluster(), {"CUDA_VISIBLE_DEVICES": "1,-1,0"}) == ("1",)
 
 
 @pytest.fixture
