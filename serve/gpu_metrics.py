@@ -1,4 +1,4 @@
-"""Power, temperature, throttling and errors of a replica's GPUs, read through NVML.
+"""Power, temperature, clocks, memory, traffic and errors of a replica's GPUs, read through NVML.
 
 Without the library, its driver or a GPU there are no metrics; one log line says so.
 """
@@ -28,6 +28,9 @@ REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
+# Fields that are counted over all NVLinks of a GPU.
+_ALL_LINKS = 0xFFFFFFFF
+_KIB = 1024
 
 
 def devices(gpus: float, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -80,6 +83,10 @@ class GpuSet:
         millijoules = self._ask(nvml.nvmlDeviceGetTotalEnergyConsumption)
         celsius = self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
         reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksEventReasons)
+        clocks = self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM)
+        fastest = self._ask(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM)
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
+        counts = self._counts()
         self._note_errors()
         if not milliwatts and not self._xid:
             return None
@@ -91,9 +98,41 @@ class GpuSet:
             reasons=functools.reduce(operator.or_, reasons, 0) & functools.reduce(operator.or_, REASONS),
             xid=self._xid,
             card=self._card,
+            clock_mhz=min(clocks, default=0),
+            clock_max_mhz=min(fastest, default=0),
+            memory_used=sum(each.used for each in memory),
+            memory_total=sum(each.total for each in memory),
+            ecc_corrected=self._ecc_errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+            ecc_uncorrected=self._ecc_errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+            **counts,
         )
 
-    def _ask(self, question: Callable[..., int], *more: Any) -> list[int]:
+    def _ecc_errors(self, kind: int) -> int:
+        return sum(self._ask(self._nvml.nvmlDeviceGetTotalEccErrors, kind, self._nvml.NVML_VOLATILE_ECC))
+
+    def _counts(self) -> dict[str, int]:
+        """The counters of PCIe and NVLink, in one call a GPU; what a GPU does not count is left out."""
+        nvml = self._nvml
+        fields: dict[tuple[int, int], tuple[str, int]] = {
+            (nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, 0): ("pcie_tx", 1),
+            (nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, 0): ("pcie_rx", 1),
+            (nvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER, 0): ("pcie_replays", 1),
+            (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS): ("nvlink_tx", _KIB),
+            (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS): ("nvlink_rx", _KIB),
+            (nvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL, 0): ("nvlink_errors", 1),
+            (nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL, 0): ("nvlink_errors", 1),
+            (nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL, 0): ("nvlink_errors", 1),
+        }
+        found: dict[str, int] = {}
+        for values in self._ask(nvml.nvmlDeviceGetFieldValues, list(fields)):
+            for (name, unit), value in zip(fields.values(), values, strict=True):
+                if value.nvmlReturn == 0:
+                    small = value.valueType == nvml.NVML_VALUE_TYPE_UNSIGNED_INT
+                    number = value.value.uiVal if small else value.value.ullVal
+                    found[name] = found.get(name, 0) + int(number) * unit
+        return found
+
+    def _ask(self, question: Callable[..., Any], *more: Any) -> list[Any]:
         """The answers of the GPUs that support the question."""
         answers = []
         for handle in self._handles:

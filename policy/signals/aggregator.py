@@ -16,7 +16,7 @@ from policy.stats.histogram import BUCKETS, quantile
 from policy.stats.windows import Count, RateBins
 from policy.types import Priority
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import GatewayReport, ModelReport, PriorityReport
+from policy.wire.reports import GatewayReport, ModelReport, PowerReport, PriorityReport
 
 # A worker without a report for this long, while others report, is not counted.
 SILENT_S = 10.0
@@ -123,6 +123,10 @@ class SignalAggregator:
     def take_beat(self, beat: Heartbeat, at: float) -> None:
         """Take the heartbeat of a replica."""
         self._replicas.take(beat, at)
+
+    def gpus(self, at: float) -> dict[str, PowerReport]:
+        """The last report on the GPUs of each replica that has some, by its id."""
+        return self._replicas.gpus(at)
 
     def signals(self, model: str, at: float) -> Signals:
         """The signals of ``model``."""

@@ -75,6 +75,14 @@ class ReplicaMetrics:
             reports = self._replicas[replica.id] = _Reports(replica)
         reports.take(beat, at)
 
+    def gpus(self, at: float) -> dict[str, PowerReport]:
+        """The last report on the GPUs of each replica that has some, by its id."""
+        return {
+            name: reports.power
+            for name, reports in sorted(self._replicas.items())
+            if reports.power is not None and reports.at >= at - SILENT_S
+        }
+
     def figures(self, model: str, at: float) -> tuple[ReplicaSample, ...]:
         """The metrics of the ready replicas of ``model``."""
         found = sorted(self._replicas.items())

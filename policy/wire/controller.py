@@ -25,6 +25,7 @@ from policy.wire.adapter_catalog import Alias
 FLEET: Final = "/fleet"
 FLEET_STREAM: Final = "/fleet/stream"
 STATUS: Final = "/status"
+GPUS: Final = "/gpus"
 DECISIONS: Final = "/decisions"
 HISTORY: Final = "/history"
 LIVE: Final = "/live"

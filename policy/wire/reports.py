@@ -119,7 +119,11 @@ class PowerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The GPUs of one replica: the sum of ``watts`` and total ``joules``, ``celsius`` of the hottest.
 
     ``throttled`` are NVML's clock-throttle reasons as text, ``reasons`` as bits. ``xid`` is the last error,
-    of the GPU ``card``; errors of programs only if no GPU itself failed.
+    of the GPU ``card``; errors of programs only if no GPU itself failed. ``clock_mhz`` is the clock of the
+    slowest GPU, of at most ``clock_max_mhz``. ``memory_used`` and ``memory_total`` are bytes, in sum. The
+    rest are totals since the driver was loaded, in sum: ``ecc_*`` errors of memory, bytes over PCIe and
+    NVLink to (``*_rx``) and from the GPUs (``*_tx``), ``pcie_replays`` and ``nvlink_errors`` (CRC errors,
+    replays and recoveries). 0 is also what a GPU or its driver does not count.
     """
 
     watts: float
@@ -129,6 +133,18 @@ class PowerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     reasons: int = 0
     xid: int = 0
     card: str = ""
+    clock_mhz: int = 0
+    clock_max_mhz: int = 0
+    memory_used: int = 0
+    memory_total: int = 0
+    ecc_corrected: int = 0
+    ecc_uncorrected: int = 0
+    pcie_tx: int = 0
+    pcie_rx: int = 0
+    pcie_replays: int = 0
+    nvlink_tx: int = 0
+    nvlink_rx: int = 0
+    nvlink_errors: int = 0
 
 
 # XIDs that are errors of the program and not of the card (from NVIDIA's device plugin for Kubernetes).

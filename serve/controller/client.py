@@ -15,6 +15,7 @@ from policy.wire.controller import (
     ADAPTERS,
     DECISIONS,
     FLEET,
+    GPUS,
     MODE,
     SCALE,
     STATUS,
@@ -27,6 +28,7 @@ from policy.wire.controller import (
     with_query,
 )
 from policy.wire.headers import SECRET_HEADER
+from policy.wire.reports import PowerReport
 from serve.adapters.status import AdaptersStatus
 from serve.autoscaler.engine_step_publisher import StepLine
 from serve.controller_api_schema import ControllerStatus, LoggedDecision, ModelStatus
@@ -74,6 +76,10 @@ class ControllerClient:
     def status(self) -> ControllerStatus:
         """The status of each model."""
         return self._call("GET", STATUS, None, ControllerStatus)
+
+    def gpus(self) -> dict[str, PowerReport]:
+        """The last report on the GPUs of each replica that has some, by its id."""
+        return self._call("GET", GPUS, None, dict[str, PowerReport])
 
     def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
         """Override the replica count for ``for_s`` seconds or until cleared; ``None`` clears the override."""

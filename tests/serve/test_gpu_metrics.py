@@ -1,9 +1,8 @@
-"""GPU metrics over a fake NVML: power, throttle reasons, errors, and unsupported metrics."""
+"""GPU metrics over a fake NVML: power, clocks, counters, throttle reasons, errors, what is unsupported."""
 
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,75 +12,8 @@ from policy.types import EngineKind
 from policy.wire.reports import PowerReport
 from serve.engine.main import describe_machine
 from serve.gpu_metrics import GpuSet, devices, watch
+from tests.serve.fake_nvml import FakeNvml, gpu
 from tests.serve.sim_driver import spec
-
-
-class FakeNvml:
-    """NVML with some GPUs, by index and UUID: milliwatts, millijoules, degrees and reasons of each."""
-
-    NVML_TEMPERATURE_GPU = 0
-    nvmlEventTypeXidCriticalError = 8
-
-    class NVMLError(Exception):
-        """What each call raises that fails."""
-
-    def __init__(self, *gpus: dict[str, int]) -> None:
-        self.gpus = list(gpus)
-        self.errors: dict[int, list[int]] = {}
-        self.told_of: list[int] = []
-        self.driver = True
-
-    def nvmlInit(self) -> None:
-        if not self.driver:
-            raise self.NVMLError("Driver Not Loaded")
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if index >= len(self.gpus):
-            raise self.NVMLError("Invalid Argument")
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return int(uuid.removeprefix("GPU-"))
-
-    def nvmlDeviceGetName(self, handle: int) -> str:
-        return f"NVIDIA H100 (GPU {handle})"
-
-    def _of(self, handle: int, figure: str) -> int:
-        if figure not in self.gpus[handle]:
-            raise self.NVMLError("Not Supported")
-        return self.gpus[handle][figure]
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
-        return self._of(handle, "mw")
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
-        return self._of(handle, "mj")
-
-    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
-        assert sensor == self.NVML_TEMPERATURE_GPU
-        return self._of(handle, "c")
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
-        return self._of(handle, "why")
-
-    def nvmlEventSetCreate(self) -> list[int]:
-        return []
-
-    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: list[int]) -> None:
-        assert kinds == 8
-        events.append(handle)
-        self.told_of.append(handle)
-
-    def nvmlEventSetWait(self, events: list[int], timeout_ms: int) -> Any:
-        assert timeout_ms == 0
-        (handle,) = events
-        if not self.errors.get(handle):
-            raise self.NVMLError("Timeout")
-        return SimpleNamespace(eventData=self.errors[handle].pop(0))
-
-
-def gpu(mw: int = 300_000, mj: int = 5_000_000, c: int = 60, why: int = 0) -> dict[str, int]:
-    return {"mw": mw, "mj": mj, "c": c, "why": why}
 
 
 def report_of(gpu_set: GpuSet) -> PowerReport:
@@ -140,6 +72,44 @@ def test_a_program_error_is_replaced_by_a_gpu_error() -> None:
 def test_unsupported_metrics_are_left_out() -> None:
     assert GpuSet(FakeNvml({"mw": 70_000}), ("0",)).read() == PowerReport(watts=70.0)
     assert GpuSet(FakeNvml({"c": 50}), ("0",)).read() is None
+
+
+def test_heat_lowers_the_clock_until_it_has_passed() -> None:
+    nvml, later = FakeNvml.playing("heat")
+    gpu_set = GpuSet(nvml, ("0",))
+    seen = [report_of(gpu_set)]
+    for moment in later:
+        nvml.move(moment)
+        seen.append(report_of(gpu_set))
+    assert [(each.clock_mhz, each.celsius, each.reasons) for each in seen] == [
+        (1980, 41.0, 0), (1755, 78.0, 4), (1140, 89.0, 72), (1965, 71.0, 0),
+    ]  # fmt: skip
+    assert seen[-1].clock_max_mhz == 1980
+    assert (seen[-1].memory_used, seen[-1].memory_total) == (73_014_444_032, 85_520_809_984)
+    # Bytes over PCIe, KiB over NVLink; errors of NVLink are replays and recoveries here.
+    assert (seen[-1].pcie_tx, seen[-1].pcie_rx, seen[-1].pcie_replays) == (5 * 10**9, 9 * 10**9, 2)
+    assert (seen[-1].nvlink_tx, seen[-1].nvlink_rx, seen[-1].nvlink_errors) == (7 * 2**30, 6 * 2**30, 4)
+
+
+def test_memory_errors_precede_a_lost_gpu() -> None:
+    nvml, later = FakeNvml.playing("lost")
+    gpu_set = GpuSet(nvml, ("0",))
+    assert report_of(gpu_set).xid == 0
+    seen = []
+    for moment in later:
+        nvml.move(moment)
+        seen.append(report_of(gpu_set))
+    assert [(each.xid, each.ecc_corrected, each.ecc_uncorrected) for each in seen] == [
+        (63, 3, 0), (94, 3, 1), (79, 0, 0),
+    ]  # fmt: skip
+
+
+def test_counts_are_summed_over_gpus_and_the_slowest_clock_counts() -> None:
+    one = gpu(mhz=1980, max_mhz=1980, used=10, total=80, ecc=[1, 2], fields={"197": 5, "94": 1})
+    two = gpu(mhz=1200, max_mhz=1755, used=20, total=80, ecc=[3, 4], fields={"197": 6})
+    seen = report_of(GpuSet(FakeNvml(one, two, gpu()), ("0", "1", "2")))
+    assert (seen.clock_mhz, seen.clock_max_mhz, seen.memory_used, seen.memory_total) == (1200, 1755, 30, 160)
+    assert (seen.ecc_corrected, seen.ecc_uncorrected, seen.pcie_tx, seen.pcie_replays) == (4, 6, 11, 1)
 
 
 def test_metrics_are_read_without_event_support(monkeypatch: pytest.MonkeyPatch) -> None:

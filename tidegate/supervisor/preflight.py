@@ -53,37 +53,43 @@ def foreign_ray(ours: Collection[int]) -> str | None:
 
 
 def memory_problem(deployment: Deployment, weights: Mapping[str, int], available: int) -> str | None:
-    """An error if the first engines do not fit in ``available`` bytes; ``weights`` has bytes by model.
-
-    Per CPU replica: 1.5 times the weights, the KV cache (``VLLM_CPU_KVCACHE_SPACE``, in GiB), 2 GiB. Of a
-    shared GPU group all engines but one may sleep, each with its weights in host memory.
-    """
-    parts = []
-    total = 0.0
-    for spec in deployment.models:
-        size = weights.get(spec.name, 0)
-        if size and spec.engine is EngineKind.VLLM and (group := gpu_group_of(spec)) is not None:
-            asleep = sum(group.engines.values()) - 1
-            total += asleep * size
-            parts.append(
-                f"{asleep} x {size / _GIB:.1f} GiB for the weights of sleeping engines of {spec.name}"
-                " (control.mode.sleep: never starts and stops engines instead)"
-            )
-        if not (count := _cpu_replicas(spec)):
-            continue
-        kv = _kv_bytes(spec)
-        each = size * _WEIGHTS_FACTOR + kv + _ENGINE_BYTES
-        total += count * each
-        parts.append(
-            f"{count} x {each / _GIB:.1f} GiB for {spec.name} (1.5 x {size / _GIB:.1f} of weights, "
-            f"{kv / _GIB:.1f} of KV cache, {_ENGINE_BYTES / _GIB:.1f} of engine)"
-        )
+    """An error if the first engines do not fit in ``available`` bytes; ``weights`` has bytes by model."""
+    parts = memory_needs(deployment, weights)
+    total = sum(parts.values())
     if total <= available:
         return None
     return (
         f"too little memory: {total / _GIB:.1f} GiB needed, {available / _GIB:.1f} GiB available; "
         + ", ".join(parts)
     )
+
+
+def memory_needs(deployment: Deployment, weights: Mapping[str, int]) -> dict[str, float]:
+    """The bytes of host memory that the first engines need, by what for; ``weights`` has bytes by model.
+
+    Per CPU replica: 1.5 times the weights, the KV cache (``VLLM_CPU_KVCACHE_SPACE``, in GiB), 2 GiB. Of a
+    shared GPU group all engines but one may sleep, each with its weights in host memory.
+    """
+    parts: dict[str, float] = {}
+    for spec in deployment.models:
+        size = weights.get(spec.name, 0)
+        if size and spec.engine is EngineKind.VLLM and (group := gpu_group_of(spec)) is not None:
+            asleep = sum(group.engines.values()) - 1
+            what = (
+                f"{asleep} x {size / _GIB:.1f} GiB for the weights of sleeping engines of {spec.name}"
+                " (control.mode.sleep: never starts and stops engines instead)"
+            )
+            parts[what] = asleep * size
+        if not (count := _cpu_replicas(spec)):
+            continue
+        kv = _kv_bytes(spec)
+        each = size * _WEIGHTS_FACTOR + kv + _ENGINE_BYTES
+        what = (
+            f"{count} x {each / _GIB:.1f} GiB for {spec.name} (1.5 x {size / _GIB:.1f} of weights, "
+            f"{kv / _GIB:.1f} of KV cache, {_ENGINE_BYTES / _GIB:.1f} of engine)"
+        )
+        parts[what] = count * each
+    return parts
 
 
 def available_memory() -> int:

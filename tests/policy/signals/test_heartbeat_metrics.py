@@ -90,6 +90,14 @@ def test_the_last_engine_and_power_reports_are_kept_until_the_next() -> None:
     assert (seen.deferred, seen.watts, seen.celsius, seen.throttled) == (2, 300.0, 71.0, "sw_power_cap")
 
 
+def test_gpu_reports_are_kept_by_replica_until_it_is_silent() -> None:
+    metrics, power = ReplicaMetrics(), PowerReport(watts=300.0, ecc_corrected=3)
+    metrics.take(beat("b", power=power), T)
+    metrics.take(beat("a"), T)
+    assert metrics.gpus(T + SILENT_S) == {"b": power}
+    assert metrics.gpus(T + SILENT_S + 1) == {}
+
+
 def test_only_ready_replicas_have_samples() -> None:
     metrics = ReplicaMetrics()
     metrics.take(beat("b"), T)

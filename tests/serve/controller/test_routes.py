@@ -33,6 +33,7 @@ PATHS = [
             "/fleet",
             "/fleet/stream",
             "/status",
+            "/gpus",
             "/decisions",
             "/history",
             "/live",

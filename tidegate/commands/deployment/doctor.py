@@ -1,0 +1,92 @@
+"""``doctor``: checks of this machine and of a deployment on it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from policy.deployment_file.parse import parse
+from policy.errors import TargetError, Unreachable
+from policy.wire.reports import PowerReport
+from store.state_dir import StateDir
+from tidegate import deployment_file
+from tidegate.commands.deployment_context import controller_client
+from tidegate.commands.options import FILE, as_json
+from tidegate.commands.terminal import console, print_json, table
+from tidegate.commands.units import plural
+from tidegate.doctor.examination import Subject, examine
+from tidegate.doctor.finding import Finding, Level
+from tidegate.exit_codes import Exit
+from tidegate.supervisor.control_socket import SupervisorClient
+
+_COLORS = {Level.ERROR: "red", Level.WARNING: "yellow", Level.OK: "green", Level.NOT_APPLICABLE: "dim"}
+
+
+@click.command(
+    help="Check this machine: GPUs and driver, memory, disk, ports, limits, Ray, certificates, packages. Each"
+    " line says what was found; errors and warnings say what to do.\n\nWith FILE for that deployment,"
+    " otherwise for the one that runs or ran last. The exit code is 6 if there is an error."
+)
+@click.argument("file", type=FILE, required=False)
+@as_json
+@click.pass_obj
+def doctor(state: StateDir, file: Path | None, as_json: bool) -> None:
+    findings = examine(_subject(state, file))
+    healthy = not any(finding.level is Level.ERROR for finding in findings)
+    if as_json:
+        print_json({"ok": healthy, "findings": findings})
+    else:
+        console().print(
+            table(
+                findings,
+                ("result", lambda each: Text(each.level, style=_COLORS[each.level])),
+                ("check", lambda each: Text(each.check, style="bold")),
+                ("found", _text),
+            )
+        )
+        counts = Counter(finding.level for finding in findings)
+        click.echo(
+            f"{plural(counts[Level.ERROR], 'error')}, {plural(counts[Level.WARNING], 'warning')};"
+            f" {counts[Level.OK]} ok, {counts[Level.NOT_APPLICABLE]} not applicable"
+        )
+    if not healthy:
+        sys.exit(Exit.PRECONDITION)
+
+
+def _text(finding: Finding) -> Text:
+    text = Text(finding.found)
+    if finding.advice:
+        text.append(f"\n-> {finding.advice}", style="bold")
+    return text
+
+
+def _subject(state: StateDir, file: Path | None) -> Subject:
+    try:
+        runs = SupervisorClient(state).status()
+    except Unreachable:
+        runs = None
+    if file is not None:
+        raw: object = deployment_file.load(file).raw
+    else:
+        raw = runs.document if runs is not None else state.load(state.deployment_path, dict[str, object])
+    return Subject(
+        state=state,
+        at=time.time(),
+        deployment=None if raw is None else parse(raw),
+        raw=raw,
+        runs=runs,
+        running=None if runs is None else parse(runs.document),
+        reports=_reports(state),
+    )
+
+
+def _reports(state: StateDir) -> dict[str, PowerReport] | None:
+    try:
+        return controller_client(state).gpus()
+    except (Unreachable, TargetError):
+        return None
