@@ -27,6 +27,7 @@ _COMMANDS = {
     "mode": ("fleet.manual_overrides", "Override a model's mode (topology), or end the override."),
     "adapters": ("fleet.adapters", "Show, add, replace, split, roll back or remove LoRA adapters."),
     "check": ("deployment.check_apply", "Validate a deployment file."),
+    "profile": ("fleet.profile", "Write a flame graph of a gateway worker, the controller or a replica."),
     "doctor": ("deployment.doctor", "Check this machine: GPUs, memory, disk, ports, limits, packages."),
     "apply": ("deployment.check_apply", "Show what a deployment file would change, and apply it."),
     "keys": ("deployment.keys", "Create API keys for tenants."),
