@@ -21,6 +21,7 @@ _COMMANDS = {
     "run": ("deployment.up_run_down", "Run a deployment in the foreground until SIGINT or SIGTERM."),
     "down": ("deployment.up_run_down", "Stop the deployment."),
     "status": ("fleet.status", "Show processes, models and replicas."),
+    "top": ("fleet.top", "Show models, replicas and decisions live."),
     "logs": ("deployment.logs", "Print the logs of processes."),
     "explain": ("fleet.explain", "Explain a model's replica count: SLO, metrics, policy, limits."),
     "scale": ("fleet.manual_overrides", "Override a model's replica count, or end the override."),

@@ -174,7 +174,7 @@ def _header(view: StatusData) -> Table:
     header.add_column()
     header.add_row("state", view.state_dir)
     if view.supervisor is not None:
-        header.add_row("phase", _colored(view.supervisor.phase))
+        header.add_row("phase", colored(view.supervisor.phase))
         header.add_row("uptime", age(view.at - view.supervisor.since))
         header.add_row("endpoint", f"{view.supervisor.endpoint}/v1")
         header.add_row("page", f"{view.supervisor.admin}/ (token: {view.state_dir}/admin-token)")
@@ -210,7 +210,7 @@ def _models(models: tuple[ModelStatus, ...]) -> Table:
 
 def _phase(model: ModelStatus) -> Text:
     unserved = model.phase == EngineKind.EXTERNAL and not model.ready
-    return Text(model.phase, style="red") if unserved else _colored(model.phase)
+    return Text(model.phase, style="red") if unserved else colored(model.phase)
 
 
 def _scaling(models: Sequence[ModelStatus], at: float) -> Table:
@@ -278,11 +278,12 @@ def _load(load: Load) -> str:
 
 
 def _replica_state(replica: Replica) -> Text:
-    state = _colored(str(replica.state))
+    state = colored(str(replica.state))
     if replica.failures:
         state.append(f", failed {replica.failures} times", style="red")
     return state
 
 
-def _colored(word: str) -> Text:
+def colored(word: str) -> Text:
+    """A phase or state in its colour."""
     return Text(word, style=_COLORS.get(word, ""))
