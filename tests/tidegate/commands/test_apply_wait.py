@@ -53,6 +53,8 @@ BACK = "rolled back from multi-replica x 1, generation 2: 3 starts in a row fail
             2,
         ),
         ([status("switching"), status("steady", 1)], Exit.ROLLED_BACK, 1),
+        # From what was applied before.
+        ([status("rolling back", 1, BACK), status("steady", 1, BACK)], Exit.OK, 1),
         ([status("starting", note="no such file")], Exit.FAILED, 10),
         ([None, status("switching"), None, status("steady")], Exit.OK, 3),
         ([status("switching"), status("rolling back", 1, BACK)], Exit.ROLLED_BACK, 10),
@@ -63,6 +65,7 @@ BACK = "rolled back from multi-replica x 1, generation 2: 3 starts in a row fail
         "weights",
         "rolled back",
         "an older revision",
+        "earlier",
         "time-out",
         "restarted",
         "still rolling back",

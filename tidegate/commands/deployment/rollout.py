@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -42,6 +42,8 @@ def follow(
     models: tuple[ModelStatus, ...] = ()
     lines: dict[str, str] = {}
     newest: dict[str, int] = {}
+    # A model may still be rolling back from what was applied before.
+    earlier: dict[str, str] = {}
     deadline = clock() + timeout_s
     while True:
         # A controller that is restarted meanwhile goes on with the rollout.
@@ -49,13 +51,14 @@ def follow(
             models = tuple(model for model in controller.status().models if model.name in names)
         for model in models:
             newest[model.name] = max(model.generation, newest.get(model.name, 0))
+            earlier.setdefault(model.name, model.note)
             if lines.get(model.name) != (line := describe(model)):
                 lines[model.name] = line
                 show(line)
         done = len(models) == len(names) and all(_is_reached(model) for model in models)
         if done or clock() >= deadline:
             failed = Exit.OK if done else Exit.FAILED
-            return Rollout(Exit.ROLLED_BACK if _rolled_back(models, newest) else failed, models)
+            return Rollout(Exit.ROLLED_BACK if _rolled_back(models, newest, earlier) else failed, models)
         sleep(_POLL_S)
 
 
@@ -70,8 +73,12 @@ def _is_reached(model: ModelStatus) -> bool:
     return model.phase in _REACHED and not model.resolving
 
 
-def _rolled_back(models: Sequence[ModelStatus], newest: dict[str, int]) -> bool:
-    """Whether a model has an older revision than it had, or says that it was rolled back."""
+def _rolled_back(
+    models: Sequence[ModelStatus], newest: Mapping[str, int], earlier: Mapping[str, str]
+) -> bool:
+    """Whether a model has an older revision than it had, or says that it was rolled back, as not at first."""
     return any(
-        model.generation < newest[model.name] or model.note.startswith("rolled back from") for model in models
+        model.generation < newest[model.name]
+        or (model.note.startswith("rolled back from") and model.note != earlier[model.name])
+        for model in models
     )
