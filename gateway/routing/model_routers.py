@@ -25,17 +25,9 @@ from policy.wire.load_stream import LoadLine
 
 # How many decisions are kept for explanations.
 KEPT = 512
+# How many measured times are kept; those of estimates that are gone are overwritten or forgotten together.
+MAX_TIMED = 4 * KEPT
 _COST_PARTS = ("total", "wait", "prefill", "adapter", "pressure", "burden")
-
-
-class KeptRoute:
-    """A routing decision of Unix time ``at``, and the measured seconds to the first token of a stream."""
-
-    def __init__(self, at: float, request: Request, decision: Decision) -> None:
-        self.at = at
-        self.request = request
-        self.decision = decision
-        self.ttft_s: float | None = None
 
 
 class ModelRouters:
@@ -60,8 +52,9 @@ class ModelRouters:
         self._keys: dict[str, int] = {}
         self._by_key: dict[int, Router] = {}
         self._fresh: dict[int, Decision] = {}
-        self._kept: deque[KeptRoute] = deque(maxlen=KEPT)
-        self._untimed: dict[int, KeptRoute] = {}
+        self._kept: deque[tuple[float, Request, Decision]] = deque(maxlen=KEPT)
+        # The measured TTFT by the identity of the estimate.
+        self._ttft_s: dict[int, float] = {}
         self._clock = asyncio.get_running_loop().time
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
@@ -101,18 +94,16 @@ class ModelRouters:
             self._shared.publish(self._keys[request.model], quote.candidate.key, new_hashes)
         decision = self._fresh.pop(id(quote), None)
         if decision is not None and decision.chosen is quote:
-            kept = KeptRoute(time.time(), request, decision)
-            self._kept.append(kept)
-            if len(self._untimed) >= KEPT:  # of answers that are no streams
-                self._untimed.clear()
-            self._untimed[id(quote)] = kept
+            self._kept.append((time.time(), request, decision))
+            self._ttft_s.pop(id(quote), None)  # of an estimate that is gone
         return new_hashes
 
     def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
         """Its first token came ``ttft_s`` seconds after it was sent."""
         self._metrics.model(request.model).predicted(quote.total, ttft_s)
-        if (kept := self._untimed.pop(id(quote), None)) is not None:
-            kept.ttft_s = ttft_s
+        if len(self._ttft_s) >= MAX_TIMED:
+            self._ttft_s.clear()
+        self._ttft_s[id(quote)] = ttft_s
         self._of(request.model).timed(request, quote, ttft_s, at)
 
     def paced(self, model: str, quote: CostEstimate, gap_s: float) -> None:
@@ -145,13 +136,13 @@ class ModelRouters:
     def describe(self, count: int) -> list[dict[str, Any]]:
         """The last ``count`` decisions, the newest first, with their candidates in seconds."""
         last = list(self._kept)[: -count - 1 : -1]
-        return [_described(kept) for kept in last]
+        return [self._described(*kept) for kept in last]
 
     def explain(self, request: Request) -> bytes:
         """The last decision on ``request`` as JSON, without line breaks; ``{}`` if it is no longer kept."""
         for kept in reversed(self._kept):
-            if kept.request is request:
-                return msgspec.json.encode(_described(kept))
+            if kept[1] is request:
+                return msgspec.json.encode(self._described(*kept))
         return b"{}"
 
     def _read_news(self, now: float) -> None:
@@ -162,6 +153,29 @@ class ModelRouters:
             elif model_key >> 32 == LOSS:
                 for fingerprint in hashes:
                     self._lost(fingerprint, replica_key, float(model_key & 0xFFFF_FFFF))
+
+    def _described(self, at: float, request: Request, decision: Decision) -> dict[str, Any]:
+        assert decision.chosen is not None
+        ttft_s = self._ttft_s.get(id(decision.chosen))
+        return {
+            "at": round(at, 3),
+            "model": request.model,
+            "tenant": request.tenant,
+            "adapter": request.adapter,
+            "prompt_tokens": request.prompt_tokens,
+            "replica": decision.chosen.candidate.id,
+            "reason": decision.reason,
+            "ttft_s": None if ttft_s is None else round(ttft_s, 6),
+            "candidates": [
+                {
+                    "replica": quote.candidate.id,
+                    **{f"{part}_s": round(getattr(quote, part), 6) for part in _COST_PARTS},
+                    "uncached_tokens": quote.uncached,
+                    "cached_tokens": quote.cached,
+                }
+                for quote in decision.quotes
+            ],
+        }
 
     def _of(self, model: str) -> Router:
         deployment = self._deployment()
@@ -183,27 +197,3 @@ def _settings(deployment: Deployment | None, model: str) -> Settings:
         return Settings() if deployment is None else settings_of(deployment.model(model))
     except TargetError:  # the controller still has it
         return Settings()
-
-
-def _described(kept: KeptRoute) -> dict[str, Any]:
-    request, decision = kept.request, kept.decision
-    assert decision.chosen is not None
-    return {
-        "at": round(kept.at, 3),
-        "model": request.model,
-        "tenant": request.tenant,
-        "adapter": request.adapter,
-        "prompt_tokens": request.prompt_tokens,
-        "replica": decision.chosen.candidate.id,
-        "reason": decision.reason,
-        "ttft_s": None if kept.ttft_s is None else round(kept.ttft_s, 6),
-        "candidates": [
-            {
-                "replica": quote.candidate.id,
-                **{f"{part}_s": round(getattr(quote, part), 6) for part in _COST_PARTS},
-                "uncached_tokens": quote.uncached,
-                "cached_tokens": quote.cached,
-            }
-            for quote in decision.quotes
-        ],
-    }

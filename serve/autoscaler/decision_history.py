@@ -1,7 +1,7 @@
 """The history of decisions in memory: an hour at full detail, a day by the minute, and the last changes.
 
 Each decision is one row of numbers, of the columns in :data:`COLUMNS`. It is bounded by model: 3,600 rows of
-the last hour, 1,440 of the last day, 500 changes; half a megabyte.
+the last hour, 1,440 of the last day, 500 changes; 1 MB at most.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ export function adapters(main, page) {
   const body = h("div", null);
   main.append(h("section", { class: "card", "aria-label": "Adapters" }, h("h2", null, "Adapters"), body));
   const read = async () => {
+    if (page.state && !page.controlled) patch(body, h("p", { class: "muted" }, "These servers manage their adapters themselves. Now shows which of them each has loaded."));
+    if (!page.controlled) return;
     try {
       show((await get("admin/adapters")).adapters);
     } catch (error) {
@@ -21,7 +23,7 @@ export function adapters(main, page) {
   }
   const timer = setInterval(read, EVERY_MS);
   read();
-  return { update() {}, close: () => clearInterval(timer) };
+  return { update: () => body.firstChild ?? read(), close: () => clearInterval(timer) };
 }
 
 function card(each) {

@@ -4,6 +4,7 @@ import { events, Failed, request, token } from "./api.js";
 import { adapters } from "./adapters.js";
 import { decisions } from "./decisions.js";
 import { h, patch } from "./dom.js";
+import { clock } from "./format.js";
 import { now } from "./now.js";
 import { playground } from "./playground.js";
 import { requests } from "./requests.js";
@@ -14,7 +15,13 @@ const RETRY_MS = 1000;
 const SILENT_MS = 5000;
 
 /** What sections read: the last live state, the chosen model, and how to ask before a change. */
-const page = { state: null, model: "", confirm, problem };
+const page = {
+  state: null, model: "", confirm, problem,
+  /** Whether a controller deploys the models, and is not only away; false before the first state. */
+  get controlled() {
+    return this.state !== null && this.state.problem?.code !== "no_controller";
+  },
+};
 const main = document.getElementById("main");
 const link = document.getElementById("link");
 let section = null;
@@ -116,10 +123,15 @@ async function follow() {
 }
 
 function receive(state) {
+  const last = page.state?.controller;
   page.state = state;
   setLink("on", "Live");
-  problem(state.problem && state.problem.code !== "no_controller" ? state.problem.message : "");
-  chooseModels((state.controller?.models ?? state.fleet.fleet.models.map((model) => ({ status: model }))).map((each) => each.status.name));
+  problem("");
+  if (!state.controller && page.controlled) {
+    state.controller = last ?? null;
+    problem(`${state.problem.message}${last ? ` Decisions, models and the queue are as of ${clock(last.at)}.` : ""}`);
+  }
+  chooseModels(state.controller?.models.map((each) => each.status.name) ?? [...new Set(state.fleet.replicas.map((each) => each.model))]);
   section?.update(state);
 }
 
@@ -127,7 +139,7 @@ const select = document.getElementById("model");
 
 function chooseModels(names) {
   if (!names.includes(page.model)) page.model = names[0] ?? "";
-  document.getElementById("model-pick").hidden = names.length < 2;
+  document.getElementById("model-pick").hidden = names.length < 2 || !["decisions", "requests"].includes(route());
   patch(select, names.map((name) => h("option", { key: name, value: name }, name)));
   if (select.value !== page.model) select.value = page.model;
 }

@@ -106,6 +106,9 @@ export function decisions(main, page) {
   }
 
   async function refresh() {
+    if (page.state && !page.controlled) main.replaceChildren(h("p", { class: "card" }, "Tidegate does not deploy these servers, so it makes no decisions on them."));
+    if (!page.controlled) return;
+    if (history.model !== page.model) history = new History(page.model, range);
     const mine = history;
     try {
       if (!(await mine.refresh(page.state?.controller?.at ?? Date.now() / 1000)) || mine !== history) return;
@@ -118,7 +121,7 @@ export function decisions(main, page) {
   }
 
   setRanges();
-  if (opened) open(opened);
+  if (opened && page.controlled) open(opened);
   refresh();
   return {
     update(state) {

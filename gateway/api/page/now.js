@@ -16,7 +16,7 @@ export function now(main, page) {
         h("h2", { class: "sr" }, "Now"),
         models.map((model) => modelCard(model, controller.replicas, page)),
         fleet(state),
-        h("div", { class: "columns" }, queue(state), events(controller)));
+        controller ? h("div", { class: "columns" }, queue(controller), events(controller)) : null);
     },
   };
 }
@@ -40,6 +40,8 @@ function verdict(model) {
   if (!demand) return ["", "no metrics yet"];
   if (!demand.queued && !demand.arrivals.last_60_s && !demand.concurrency.last_20_s) return ["", "idle"];
   if (slo.ttft_p95_s === null && slo.itl_p95_s === null) return ["", "no SLO set"];
+  const measured = (demand.ttft && slo.ttft_p95_s !== null) || (demand.itl && slo.itl_p95_s !== null);
+  if (!measured) return ["", "SLO not measured yet"];
   const late = (demand.ttft && slo.ttft_p95_s !== null && demand.ttft.p95 > slo.ttft_p95_s)
     || (demand.itl && slo.itl_p95_s !== null && demand.itl.p95 > slo.itl_p95_s) || demand.met.both < slo.attainment;
   return late ? ["bad", "SLO missed"] : ["good", "SLO met"];
@@ -50,8 +52,9 @@ function modelCard(model, replicas, page) {
   const { status, signals, slo } = model;
   const demand = signals?.demand;
   const [state, text] = verdict(model);
-  const goodput = demand ? Math.max(0, demand.arrivals.last_60_s - demand.refused.last_60_s) * demand.met.both : null;
-  const met = demand?.ttft || demand?.itl ? demand.met.both : null;
+  const judged = slo && (slo.ttft_p95_s !== null || slo.itl_p95_s !== null);
+  const met = judged && (demand?.ttft || demand?.itl) ? demand.met.both : null;
+  const goodput = met === null ? null : Math.max(0, demand.arrivals.last_60_s - demand.refused.last_60_s) * met;
   const capacity = status.capability ? status.capability.mu * status.ready : null;
   return h("section", { class: "card", key: `model-${status.name}`, "aria-label": `Model ${status.name}` },
     h("div", { class: "row" },
@@ -64,7 +67,7 @@ function modelCard(model, replicas, page) {
         `${count(inState("starting"))} starting, ${count(inState("draining"))} draining`, status.ready < status.target ? "warn" : ""),
       latency("TTFT p95", demand?.ttft, slo?.ttft_p95_s),
       latency("ITL p95", demand?.itl, slo?.itl_p95_s),
-      tile("Goodput", perSecond(goodput), met === null ? "no stream in the last minute" : `${share(met)} of requests within the SLO, target ${share(slo.attainment)}`,
+      tile("Goodput", perSecond(goodput), met === null ? (judged ? "no stream in the last minute" : "no SLO") : `${share(met)} of requests within the SLO, target ${share(slo.attainment)}`,
         met === null ? "" : met < slo.attainment ? "bad" : "good"),
       tile("Arrivals", perSecond(demand?.arrivals.last_6_s), `${perSecond(demand?.refused.last_6_s)} rejected; capacity ${perSecond(capacity)}`,
         demand && demand.refused.last_6_s > 0 ? "warn" : ""),
@@ -84,10 +87,10 @@ function operate(model, page) {
   const field = (id) => document.getElementById(`${name}-${id}`).value;
   const forS = () => (field("for") ? Number(field("for")) * 60 : null);
   const during = () => (field("for") ? ` for ${field("for")} minutes` : " until it is cleared");
-  const ask = async (text, path, body) => {
+  const ask = async (text, ...changes) => {
     if (!(await page.confirm(text))) return;
     try {
-      await post(path, { model: status.name, ...body });
+      for (const [path, body] of changes) await post(path, { model: status.name, ...body });
       page.problem("");
     } catch (error) {
       page.problem(error.message);
@@ -96,15 +99,11 @@ function operate(model, page) {
   return h("details", { class: "operate" }, h("summary", null, "Override by hand"),
     h("div", { class: "row wrap" },
       h("label", null, "Replicas ", h("input", { id: `${name}-count`, type: "number", min: own?.least ?? 0, max: own?.most ?? 100, value: status.target })),
-      h("button", { type: "button", onclick: () => ask(`Keep ${plural(Number(field("count")), "replica")} of ${status.name}${during()}?`, "admin/scale", { replicas: Number(field("count")), for_s: forS() }) }, "Set count"),
+      h("button", { type: "button", onclick: () => ask(`Keep ${plural(Number(field("count")), "replica")} of ${status.name}${during()}?`, ["admin/scale", { replicas: Number(field("count")), for_s: forS() }]) }, "Set count"),
       h("label", null, "Mode ", h("select", { id: `${name}-mode` }, modes.map((each) => h("option", { key: each.mode, value: each.mode, selected: each.mode === status.mode }, each.mode)))),
-      h("button", { type: "button", onclick: () => ask(`Switch ${status.name} to mode ${field("mode")}${during()}?`, "admin/mode", { mode: field("mode"), for_s: forS() }) }, "Set mode"),
+      h("button", { type: "button", onclick: () => ask(`Switch ${status.name} to mode ${field("mode")}${during()}?`, ["admin/mode", { mode: field("mode"), for_s: forS() }]) }, "Set mode"),
       h("label", null, "Minutes ", h("input", { id: `${name}-for`, type: "number", min: 1, value: 10 })),
-      h("button", { type: "button", disabled: !status.override, onclick: async () => {
-        if (!(await page.confirm(`Return ${status.name} to its policy?`))) return;
-        await post("admin/scale", { model: status.name, replicas: "auto" });
-        await post("admin/mode", { model: status.name, mode: "auto" });
-      } }, "Clear override")),
+      h("button", { type: "button", disabled: !status.override, onclick: () => ask(`Return ${status.name} to its policy?`, ["admin/scale", { replicas: "auto" }], ["admin/mode", { mode: "auto" }]) }, "Clear override")),
     status.override ? h("p", { class: "muted" }, `In force: ${status.override.mode}${status.override.count === null ? "" : ` x ${status.override.count}`}${status.override.until ? `, until ${clock(status.override.until)}` : ""}`) : null);
 }
 
@@ -128,16 +127,17 @@ function replicaCard(replica, handle, sample, gpus) {
       h("b", { class: "id", title: replica.id }, shortId(replica.id)),
       h("span", { class: `badge ${state === "not admitted" ? "bad" : kind}` }, state)),
     h("div", { class: "row small" },
-      h("span", null, `shape ${replica.shape}`),
-      h("span", { class: "gpus", role: "img", "aria-label": gpus ? plural(gpus, "GPU") : "no GPU" }, Array.from({ length: Math.min(Math.ceil(gpus), 16) }, () => h("i", null))),
-      h("span", { class: "muted" }, gpus ? plural(gpus, "GPU") : "CPU")),
-    meter("Load", handle?.in_flight ?? load.in_flight, load.bound, `${count(load.running)} running, ${count(load.waiting)} waiting`),
-    meter("KV cache", load.kv_used, 1, `${share(load.kv_used)} used`, load.kv_used > 0.9 ? "bad" : ""),
+      h("span", null, load ? `shape ${replica.shape}` : "external server"),
+      load && h("span", { class: "gpus", role: "img", "aria-label": gpus ? plural(gpus, "GPU") : "no GPU" }, Array.from({ length: Math.min(Math.ceil(gpus), 16) }, () => h("i", null))),
+      load && h("span", { class: "muted" }, gpus ? plural(gpus, "GPU") : "CPU")),
+    load ? meter("Load", handle?.in_flight ?? load.in_flight, load.bound, `${count(load.running)} running, ${count(load.waiting)} waiting`)
+      : meter("Load", handle.in_flight, handle.bound, `${count(handle.in_flight)} of ${count(handle.bound)} in flight`),
+    load && meter("KV cache", load.kv_used, 1, `${share(load.kv_used)} used`, load.kv_used > 0.9 ? "bad" : ""),
     h("p", { class: "small muted" },
       [sample ? `${tokens(sample.tokens_per_s)} tokens/s` : null,
         sample && sample.slowness > 1.2 ? `steps take ${number(sample.slowness)} times as long as modelled` : null,
         replica.start_s ? `started in ${seconds(replica.start_s)}` : null, heat || null,
-        handle && handle.breaker !== "closed" ? `breaker ${handle.breaker}` : null, replica.reason || null].filter(Boolean).join("; ") || "no figures yet"),
+        handle && handle.breaker !== "closed" ? `breaker ${handle.breaker}` : null, replica.reason || null].filter(Boolean).join("; ")),
     adapters.length ? h("p", { class: "chips" }, adapters.slice(0, 6).map((name) => h("span", { class: "chip", title: name }, name.split("@")[0])), adapters.length > 6 ? ` and ${adapters.length - 6} more` : null) : null);
 }
 
@@ -151,7 +151,8 @@ function fleet(state) {
     for (const mode of model.modes) gpus.set(`${model.status.name} ${mode.shape}`, mode.gpus);
     for (const sample of model.signals.replicas) samples.set(sample.id, sample);
   }
-  const known = replicas.length ? replicas : state.fleet.replicas.map((each) => ({ ...each, shape: "external", load: { in_flight: each.in_flight, bound: each.bound, running: each.in_flight, waiting: 0, kv_used: 0 } }));
+  const deployed = new Set([...(controller?.models.map((each) => each.status.name) ?? []), ...replicas.map((each) => each.model)]);
+  const known = [...replicas, ...state.fleet.replicas.filter((each) => !deployed.has(each.model)).map((each) => ({ ...each, shape: "" }))];
   const perReplica = (replica) => gpus.get(`${replica.model} ${replica.shape}`) ?? 0;
   const used = known.filter((each) => !["asleep", "stopped"].includes(each.state)).reduce((sum, each) => sum + perReplica(each), 0);
   const budget = controller?.budget.gpus;
@@ -169,8 +170,7 @@ function fleet(state) {
     known.length ? null : h("p", { class: "muted" }, "No replica is known."));
 }
 
-function queue(state) {
-  const waiting = state.controller?.waiting ?? [];
+function queue({ waiting }) {
   const total = waiting.reduce((sum, each) => sum + each.requests, 0);
   const most = Math.max(1, ...waiting.map((each) => each.requests));
   const rows = [...waiting].sort((a, b) => PRIORITIES.indexOf(a.priority) - PRIORITIES.indexOf(b.priority) || b.requests - a.requests);
@@ -185,9 +185,9 @@ function queue(state) {
 }
 
 function events(controller) {
-  const last = [...(controller?.events ?? [])].reverse().slice(0, 12);
+  const last = [...controller.events].reverse().slice(0, 12);
   return h("section", { class: "card", key: "events", "aria-label": "Events" }, h("h3", null, "Events"),
     last.length ? h("ol", { class: "events" }, last.map((text, i) => h("li", { key: `${text}-${i}` }, h("time", null, text.slice(0, 8)), " ", text.slice(9))))
       : h("p", { class: "muted" }, "None since the controller started."),
-    controller ? h("p", { class: "small muted" }, `The controller has run for ${duration(controller.at - controller.epoch)}.`) : null);
+    h("p", { class: "small muted" }, `The controller has run for ${duration(controller.at - controller.epoch)}.`));
 }

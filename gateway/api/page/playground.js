@@ -95,9 +95,17 @@ export function playground(main, page) {
     }
     if (!model.value) model.value = page.model;
   }
-  get("admin/adapters").then((found) => offer(found.adapters.map((each) => each.name)), () => {});
+  let asked = false;
+  async function offerAdapters() {
+    if (asked || !page.controlled) return;
+    asked = true;
+    offer((await get("admin/adapters")).adapters.map((each) => each.name));
+  }
   return {
-    update: (live) => offer(live.fleet.fleet.models.filter((each) => each.runner === "generate").map((each) => each.name).concat(live.fleet.replicas.map((each) => each.model))),
+    update: (live) => {
+      offerAdapters().catch(() => {});
+      offer(live.fleet.fleet.models.filter((each) => each.runner === "generate").map((each) => each.name).concat(live.fleet.replicas.map((each) => each.model)));
+    },
     close: () => running?.abort(),
   };
 }

@@ -2,7 +2,7 @@
 
 import { table } from "./explain.js";
 import { h, patch } from "./dom.js";
-import { count, number, perSecond, tokens } from "./format.js";
+import { count, number, tokens } from "./format.js";
 
 const WINDOW_S = 30;
 
@@ -16,7 +16,7 @@ export function tenants(main) {
       const at = state.controller?.at ?? Date.now() / 1000;
       const waiting = new Map();
       for (const each of state.controller?.waiting ?? []) waiting.set(each.tenant, (waiting.get(each.tenant) ?? 0) + each.requests);
-      patch(body, table("Use by tenant", ["Tenant", "Priority", "Weight", "In flight", "Queued", "Prompt tokens", "Output tokens", "Prompt rate", "Output rate"], state.tenants.map((each) => {
+      patch(body, table("Use by tenant", ["Tenant", "Priority", "Weight", "In flight", "Queued", "Prompt tokens", "Output tokens", "Prompt tokens per second", "Output tokens per second"], state.tenants.map((each) => {
         const samples = seen.get(each.name) ?? [];
         samples.push([at, each.prompt_tokens, each.output_tokens]);
         while (samples.length > 2 && samples[0][0] < at - WINDOW_S) samples.shift();
@@ -27,7 +27,7 @@ export function tenants(main) {
           h("th", { scope: "row" }, each.name || "without a key", each.admin ? h("span", { class: "badge" }, "admin") : null),
           h("td", null, each.priority), h("td", null, number(each.weight)), h("td", null, count(each.in_flight)), h("td", null, count(waiting.get(each.name) ?? 0)),
           h("td", null, tokens(each.prompt_tokens)), h("td", null, tokens(each.output_tokens)),
-          h("td", null, `${perSecond(rate(1, each.prompt_tokens))}`), h("td", null, `${perSecond(rate(2, each.output_tokens))}`));
+          h("td", null, number(rate(1, each.prompt_tokens))), h("td", null, number(rate(2, each.output_tokens))));
       })));
     },
   };
