@@ -177,9 +177,11 @@ def _measure(subject: Subject) -> Measured:
             timeout=_MEASURE_S,
             check=False,
         )
-        return msgspec.json.decode(ran.stdout.splitlines()[-1], type=Measured)
-    except (subprocess.TimeoutExpired, IndexError, msgspec.MsgspecError):
+    except subprocess.TimeoutExpired:
         return Measured(error=f"no answer of the cluster within {_MEASURE_S:.0f} s")
+    if ran.stdout:
+        return msgspec.json.decode(ran.stdout.splitlines()[-1], type=Measured)
+    return Measured(error=ran.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "no answer")
 
 
 def _version(distribution: str) -> str | None:

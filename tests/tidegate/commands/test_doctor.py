@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,10 @@ GPU_MODEL: dict[str, Any] = {
     "modes": {"many": {"shape": "small", "replicas": {"min": 1, "max": 2}},
               "one": {"shape": "large", "replicas": {"min": 1, "max": 1}}},
 }  # fmt: skip
+SIM_MODEL = {
+    "name": "m", "engine": "sim", "shapes": {"small": {"cpus": 1}},
+    "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}}},
+}  # fmt: skip
 
 Run = Callable[..., Result]
 
@@ -34,15 +39,20 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.setattr(examination.preflight, "foreign_ray", lambda ours: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def invoke(*words: str, nvml: FakeNvml | None = None, model: dict[str, Any] | None = None) -> Result:
+    def invoke(
+        *words: str,
+        nvml: FakeNvml | None = None,
+        model: dict[str, Any] | None = None,
+        cluster: dict[str, Any] | None = None,
+    ) -> Result:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
         monkeypatch.setattr(examination, "_has_gpu", lambda: nvml is not None)
         if model is not None:
             client, admin, controller, gcs, dashboard = free_ports(5)
-            cluster = {"controller": f"127.0.0.1:{controller}", "gcs_port": gcs, "dashboard_port": dashboard}
+            local = {"controller": f"127.0.0.1:{controller}", "gcs_port": gcs, "dashboard_port": dashboard}
             gateway = {"port": client, "admin_port": admin}
             file = tmp_path / "deployment.yaml"
-            file.write_text(json.dumps({"models": [model], "cluster": cluster, "gateway": gateway}))
+            file.write_text(json.dumps({"models": [model], "cluster": cluster or local, "gateway": gateway}))
             words = (str(file), *words)
         return CliRunner().invoke(group, ["--state-dir", str(tmp_path / "state"), "doctor", *words])
 
@@ -97,6 +107,26 @@ def test_the_worst_is_printed_first_with_its_advice(run: Run) -> None:
 def test_an_invalid_file_is_refused(run: Run) -> None:
     result = run(model={**GPU_MODEL, "shapes": {}})
     assert type(result.exception).__name__ == "ConfigError"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ('print(\'{"error": "no token"}\')', "not measured: no token"),
+        ("raise RuntimeError('the actor died')", "not measured: RuntimeError: the actor died"),
+        ("pass", "not measured: no answer"),
+    ],
+)
+def test_a_measurement_of_the_network_that_fails_is_a_warning(
+    run: Run, monkeypatch: pytest.MonkeyPatch, code: str, found: str
+) -> None:
+    measure = subprocess.run
+    monkeypatch.setattr(
+        examination.subprocess, "run", lambda line, **rest: measure([line[0], "-c", code], **rest)
+    )
+    joined = {"address": "127.0.0.1:1", "controller": "127.0.0.1:7070"}
+    network = findings(run("--json", model=SIM_MODEL, cluster=joined))["network between nodes"]
+    assert (network.level, network.found) == ("warning", found)
 
 
 @pytest.mark.process
