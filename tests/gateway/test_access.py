@@ -173,6 +173,18 @@ async def test_only_an_admin_gets_the_routing_decision(shared: Stack) -> None:
     assert json.loads(streamed.headers["x-tidegate-explain"])["replica"] == "explained"
 
 
+async def test_the_token_of_the_admin_port_is_enough_for_its_playground(shared: Stack) -> None:
+    await shared.serve("played")
+    for stream in (False, True):
+        body = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+        answer = await shared.admin.post("/admin/playground", json=body)
+        assert (answer.status_code, answer.headers["x-tidegate-replica"]) == (200, "played")
+        assert json.loads(answer.headers["x-tidegate-explain"])["replica"] == "played"
+        assert answer.text.endswith("data: [DONE]\n\n") is stream
+    body = {"model": "unknown", "messages": []}
+    assert (await shared.admin.post("/admin/playground", json=body)).status_code == 404
+
+
 async def test_the_admin_port_keeps_the_last_decisions_and_the_accounts(shared: Stack) -> None:
     await shared.serve("admin")
     before = {entry["name"]: entry for entry in (await shared.admin.get("/admin/tenants")).json()["tenants"]}
