@@ -55,7 +55,7 @@ function modelCard(model, replicas, page) {
   const judged = slo && (slo.ttft_p95_s !== null || slo.itl_p95_s !== null);
   const met = judged && (demand?.ttft || demand?.itl) ? demand.met.both : null;
   const goodput = met === null ? null : Math.max(0, demand.arrivals.last_60_s - demand.refused.last_60_s) * met;
-  const capacity = status.capability ? status.capability.mu * status.ready : null;
+  const capacity = status.capability && status.ready ? status.capability.mu * status.ready : null;
   return h("section", { class: "card", key: `model-${status.name}`, "aria-label": `Model ${status.name}` },
     h("div", { class: "row" },
       h("h3", null, status.name), h("span", { class: `badge ${state}` }, text),
