@@ -186,17 +186,7 @@ class SharedRows(SharedCounts):
             self._counts[at + 1] -= 1
 
     def others(self, key: int) -> tuple[int, int, int]:
-        places = self._places.get(key)
-        if places is None:
-            places = self._find(_LINKS, self._places, key)
-        words, counts = self._words, self._counts
-        in_flight = tokens = begun = 0
-        for at in places:
-            if words[at] == key:  # a slot whose replica is gone may be another's by now
-                in_flight += counts[at + 1]
-                tokens += counts[at + 2]
-                begun += counts[at + 3]
-        return in_flight, tokens, begun
+        return self._sums(_LINKS, self._places, key)
 
     def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None:
         words, head, base = self._words, self._head, self._base
@@ -254,17 +244,7 @@ class SharedRows(SharedCounts):
             counts[at + 1], counts[at + 2], counts[at + 3] = in_flight, prompt_tokens, output_tokens
 
     def tenant_of_others(self, tenant_key: int) -> tuple[int, int, int]:
-        places = self._account_places.get(tenant_key)
-        if places is None:
-            places = self._find(_ACCOUNTS, self._account_places, tenant_key)
-        words, counts = self._words, self._counts
-        in_flight = prompt = output = 0
-        for at in places:
-            if words[at] == tenant_key:  # a worker that starts anew takes its slots in another order
-                in_flight += counts[at + 1]
-                prompt += counts[at + 2]
-                output += counts[at + 3]
-        return in_flight, prompt, output
+        return self._sums(_ACCOUNTS, self._account_places, tenant_key)
 
     def beat(self) -> None:
         now = int(self._clock() * 1e9)
@@ -325,6 +305,20 @@ class SharedRows(SharedCounts):
             and head != self._head
             and words[head + _LAYOUT] == _THIS_LAYOUT
         ]
+
+    def _sums(self, table: _Table, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, int, int]:
+        """The three counts of ``key``, each summed over the live rows."""
+        places = known.get(key)
+        if places is None:
+            places = self._find(table, known, key)
+        words, counts = self._words, self._counts
+        first = second = third = 0
+        for at in places:
+            if words[at] == key:  # the slot may be another key's by now: of a lost replica, or a new worker
+                first += counts[at + 1]
+                second += counts[at + 2]
+                third += counts[at + 3]
+        return first, second, third
 
     def _find(self, table: _Table, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, ...]:
         """Where the live rows count ``key``; kept in ``known`` until their keys change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -152,17 +153,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         since = self.since if back is not None and self.key() == self.key(aim) else now
         same = self.key() == self.key(aim)
         ends_at, waits = self.ends_at if gap and same else None, same and self.waits
-        return replace(
-            self,
-            aim=aim,
-            since=since,
-            settled=False,
-            fallback=back,
-            gap=gap,
-            ends_at=ends_at,
-            waits=waits,
-            note="",
-        )
+        return self._aimed(aim, since, fallback=back, gap=gap, ends_at=ends_at, waits=waits)
+
+    def _aimed(self, aim: DesiredMode, since: float, **rest: Any) -> Target:
+        """A new aim that was not reached yet."""
+        unreached = {"settled": False, "fallback": None, "ends_at": None, "waits": False, "note": ""}
+        return replace(self, aim=aim, since=since, **unreached | rest)
 
     def waiting(self, waits: bool, now: float) -> Target:
         """Wait for other layers to drain, or no longer: only then the start begins."""
@@ -178,17 +174,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         Manual overrides of a mode that failed end.
         """
         assert self.fallback is not None
-        target = replace(
-            self,
-            aim=self.fallback,
-            fallback=None,
-            since=now,
-            gap=True,
-            ends_at=None,
-            waits=False,
-            note=note,
-            promise=None,
-        )
+        target = self._aimed(self.fallback, now, gap=True, note=note, promise=None)
         mode = self.aim.mode
         if self.fallback.generation != self.aim.generation:
             return replace(target, rejected=digest(self.spec))
