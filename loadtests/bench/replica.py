@@ -35,9 +35,9 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """The counts of one replica: requests by prefix, prefills without a cache hit, adapter loads."""
 
     requests: int = 0
-    by_prefix: dict[int, int] = {}
     cold: int = 0
     loads: int = 0
+    by_prefix: dict[int, int] = {}
 
 
 class Mark(NamedTuple):

@@ -41,8 +41,8 @@ class Part(msgspec.Struct, kw_only=True):
     command: str
     machine: str
     versions: dict[str, str]
-    left_out: dict[str, str]
     rounds: int
+    left_out: dict[str, str]
     results: Any
 
 

@@ -48,13 +48,13 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
+    rank: int = 0
     key: int
-    rate: float
-    forecast: float = 0.0
+    waiting: int = 0
     load_s: float = 0.25
     service_s: float = 0.0
-    waiting: int = 0
-    rank: int = 0
+    forecast: float = 0.0
+    rate: float
 
     @property
     def expected(self) -> float:
@@ -99,9 +99,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     hosts: tuple[str, ...]
+    degree: int = 1
     value: float
     why: str
-    degree: int = 1
     moved_at: float | None = None
     waits_since: float | None = None
     spare_since: float | None = None

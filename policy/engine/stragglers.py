@@ -13,9 +13,7 @@ import msgspec
 from policy.engine.step_samples import Region, StepSample
 
 # Limits of what is kept: replicas, latest regions of a replica, latest samples of a region.
-REPLICAS = 32
-REGIONS = 24
-KEPT = 3
+REPLICAS, REGIONS, KEPT = 32, 24, 3
 # Samples that a comparison needs, and after how many samples of each other replica a report is dropped.
 MIN_SAMPLES = 3
 LATELY = 48

@@ -46,15 +46,15 @@ class ModeOption(msgspec.Struct, frozen=True, kw_only=True):
     shape: str
     least: int
     most: int
-    cost_per_h: float = 0.0
-    version: int = 0
-    error: float = 0.0
-    timing: Timing
-    lead_s: float = 60.0
-    gap_s: float = 0.0
     gpus: Gpus = 0
     cpus: int = 0
     watts: float = 0.0
+    cost_per_h: float = 0.0
+    lead_s: float = 60.0
+    gap_s: float = 0.0
+    version: int = 0
+    error: float = 0.0
+    timing: Timing
 
     @property
     def resources(self) -> Resources:

@@ -110,11 +110,11 @@ class ObservedModel(NamedTuple):
             shape=wanted.shape,
             least=bounds.min,
             most=bounds.max,
-            timing=facts.timing,
             gpus=shape.gpus,
             cpus=shape.cpus,
-            watts=facts.watts,
             cost_per_h=price_of(shape, self.budget),
+            watts=facts.watts,
+            timing=facts.timing,
             version=facts.version,
             error=facts.error,
             lead_s=facts.lead_s,
@@ -168,9 +168,7 @@ class ObservedModel(NamedTuple):
 
 
 def held_by(
-    layers: Mapping[LayerKey, Layer],
-    footprints: Mapping[LayerKey, Resources],
-    groups: Mapping[int, GpuGroup],
+    layers: Mapping[LayerKey, Layer], footprints: Mapping[LayerKey, Resources], groups: Mapping[int, GpuGroup]
 ) -> Resources:
     """What the replicas of a model hold.
 

@@ -19,6 +19,14 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     last_600_s: float
 
 
+class Shares(msgspec.Struct, frozen=True, kw_only=True):
+    """The fractions of requests of the last minute that met each SLO target, and both; 1 without a target."""
+
+    ttft: float = 1.0
+    itl: float = 1.0
+    both: float = 1.0
+
+
 class LatencyQuantiles(msgspec.Struct, frozen=True, kw_only=True):
     """Quantiles in seconds of the ``count`` durations of the last minute."""
 
@@ -27,14 +35,6 @@ class LatencyQuantiles(msgspec.Struct, frozen=True, kw_only=True):
     p90: float
     p95: float
     p99: float
-
-
-class Shares(msgspec.Struct, frozen=True, kw_only=True):
-    """The fractions of requests of the last minute that met each SLO target, and both; 1 without a target."""
-
-    ttft: float = 1.0
-    itl: float = 1.0
-    both: float = 1.0
 
 
 class PriorityShares(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,9 @@ from policy.errors import (
 from policy.wire.adapter_catalog import Alias
 
 FLEET: Final = "/fleet"
-FLEET_STREAM: Final = "/fleet/stream"
+FLEET_STREAM: Final = FLEET + "/stream"
+ADAPTERS: Final = "/adapters"
+ADAPTERS_STREAM: Final = ADAPTERS + "/stream"
 STATUS: Final = "/status"
 GPUS: Final = "/gpus"
 DECISIONS: Final = "/decisions"
@@ -34,8 +36,6 @@ MODE: Final = "/mode"
 STEPS: Final = "/steps"
 REPLICAS: Final = "/replicas"
 SIGNALS: Final = "/signals"
-ADAPTERS: Final = "/adapters"
-ADAPTERS_STREAM: Final = "/adapters/stream"
 
 
 def adapter_path(model: str, name: str, change: str = "") -> str:

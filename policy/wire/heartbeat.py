@@ -69,21 +69,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     power: PowerReport | None = None
 
 
-class GpuOrder(StrEnum):
-    """What an engine of a shared GPU group does.
-
-    ``SERVE``: wake or start, and serve. ``MEASURE``: the same, but measure the time of a wake-up before the
-    first request. ``WAIT``: others start first; then it serves. ``PREPARE``: start if it is not started,
-    measure a wake-up, and sleep. ``SLEEP``: drain and sleep; a start ends.
-    """
-
-    SERVE = "serve"
-    MEASURE = "measure"
-    WAIT = "wait"
-    PREPARE = "prepare"
-    SLEEP = "sleep"
-
-
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     """The timeouts of a host that change while its engine runs; names as in the deployment file."""
 
@@ -108,6 +93,21 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
             progress_timeout_s=self.progress_timeout_s,
             start_timeout_s=self.start_timeout_s,
         )
+
+
+class GpuOrder(StrEnum):
+    """What an engine of a shared GPU group does.
+
+    ``SERVE``: wake or start, and serve. ``MEASURE``: the same, but measure the time of a wake-up before the
+    first request. ``WAIT``: others start first; then it serves. ``PREPARE``: start if it is not started,
+    measure a wake-up, and sleep. ``SLEEP``: drain and sleep; a start ends.
+    """
+
+    SERVE = "serve"
+    MEASURE = "measure"
+    WAIT = "wait"
+    PREPARE = "prepare"
+    SLEEP = "sleep"
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):

@@ -113,15 +113,12 @@ class Guard:
             bound=self._bound,
             running=stats.running,
             waiting=stats.waiting,
+            pending_tokens=self._pending(stats.prefilling),
             kv_used=stats.kv_used,
             tokens=stats.tokens,
-            pending_tokens=self._pending(stats.prefilling),
         )
         return LoadLine(
-            state=self.state,
-            load=load,
-            adapters=self._engine.adapters(),
-            refused=self._adapters.refused(),
+            state=self.state, load=load, adapters=self._engine.adapters(), refused=self._adapters.refused()
         )
 
     async def lines(self) -> AsyncIterator[LoadLine]:

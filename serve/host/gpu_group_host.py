@@ -61,11 +61,11 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     shape: str
     index: int
     made_of: str
+    failures: int = 0
+    retry_at: float = 0.0
     replica: str = ""
     pid: int = 0
     created: float = 0.0
-    failures: int = 0
-    retry_at: float = 0.0
 
     def process(self) -> psutil.Process | None:
         """The running process, if there is one."""

@@ -31,9 +31,9 @@ class Problem:
     demand: Floats
     bin_s: float
     mu: float
-    lead_s: float = 0.0
     least: int = 0
     most: int | None = None
+    lead_s: float = 0.0
     wait_s: float = 0.0
     attainment: float = 0.99
 

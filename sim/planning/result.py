@@ -77,10 +77,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     degree: int
     device: str
+    mode: str = ""
     replicas: int | None = None
     devices: int | None = None
     with_spare: int | None = None
-    mode: str = ""
     attainment: float | None = None
     ttft_p95_s: float | None = None
     itl_p95_s: float | None = None

@@ -37,8 +37,8 @@ class SupervisorStatus(msgspec.Struct, frozen=True, kw_only=True):
     actuator: Literal["ray", "local", "external"]
     endpoint: str
     admin: str
-    document: Any
     processes: tuple[ProcessStatus, ...]
+    document: Any
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,16 +11,16 @@ from policy.types import EngineKind, Fleet, Load, Replica, ReplicaPhase
 from tidegate.supervisor.readiness import call
 
 
-class _Seen(msgspec.Struct, frozen=True):
+class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     """A replica or external server as one gateway worker sees it."""
 
     id: str
     model: str
     url: str
-    state: ReplicaPhase
-    reason: str = ""
     in_flight: int = 0
     bound: int = 0
+    state: ReplicaPhase
+    reason: str = ""
 
 
 class GatewayFleet(msgspec.Struct, frozen=True):

@@ -18,9 +18,7 @@ from loadtests.bench.systems import Running, System, running
 from loadtests.bench.upstream_answers import BODY, stream_body
 from loadtests.bench.workload import Sized
 
-CHUNKS = 64
-GAP_S = 0.01
-CLIENTS = 32
+CHUNKS, GAP_S, CLIENTS = 64, 0.01, 32
 
 
 class Cost(msgspec.Struct, kw_only=True):
@@ -77,9 +75,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
                     log(f"cost {turn + 1}/{plan.rounds} {each.system.name}: {shown}")
         return {
             each.system.name: Cost(
-                peak=each.tree.peak(),
-                cold_start_s=each.cold_start_s,
-                **figures_of(rounds[each.system.name]),
+                peak=each.tree.peak(), cold_start_s=each.cold_start_s, **figures_of(rounds[each.system.name])
             )
             for each in started
         }

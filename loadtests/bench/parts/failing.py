@@ -76,10 +76,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
     upstream.order(Order(replica=0, revive=True))
     return {
         scene: {
-            name: Failing(
-                outcomes=dict(outcomes[scene, name]),
-                **figures_of(found),
-            )
+            name: Failing(outcomes=dict(outcomes[scene, name]), **figures_of(found))
             for name, found in by_system.items()
         }
         for scene, by_system in rounds.items()

@@ -30,10 +30,10 @@ class Scene(NamedTuple):
 
     name: str
     setting: Setting
-    kinds: int = 32
+    rate: float
     requests: int = 1600
+    kinds: int = 32
     exponent: float = 0.0
-    rate: float = 0.0
     replicas: int = 4
 
 
@@ -88,7 +88,9 @@ PREFIX_SCENES = (
     Scene("does not fit, uniform", _TIGHT, requests=800, rate=135.0),
     Scene("does not fit, Zipf", _TIGHT, requests=800, rate=135.0, exponent=1.0),
 )
-ADAPTER_SCENE = Scene("200 adapters, Zipf", _ADAPTERS, ADAPTERS, requests=2000, rate=200.0, exponent=1.0)
+ADAPTER_SCENE = Scene(
+    "200 adapters, Zipf", _ADAPTERS, rate=200.0, requests=2000, kinds=ADAPTERS, exponent=1.0
+)
 # The most requests of a replica over the mean.
 BOUND = 1.10
 

@@ -18,33 +18,32 @@ MEAN_S = 180.0
 # The capacity is extrapolated to at most this multiple of the observed rate.
 FURTHER = 2.0
 # Trust is lost within LOST_S of latencies near the SLO, and restored within WON_S of good ones.
-LOST_S = 300.0
-WON_S = 120.0
+LOST_S, WON_S = 300.0, 120.0
 # Latencies below this fraction of the SLO are well within it.
 ROOM = 0.75
 # The least cache use that counts.
 _LEAST_USED = 0.02
 
 
-class ObservedCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ObservedCapacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The mean ``rate`` (requests per second) and KV use per replica of a mode, from ``since`` to ``at``.
 
     ``trust`` (0..1) weighs the conclusion; ``mu`` is the last assumed capacity of a replica.
     """
 
-    at: float
-    mode: str
     since: float
+    at: float
     rate: float = 0.0
     used: float = 0.0
-    trust: float = 1.0
+    mode: str
     mu: float = 0.0
+    trust: float = 1.0
 
 
 def observe_capacity(before: ObservedCapacity | None, view: View, mu: float) -> ObservedCapacity:
     """The state after this view, with an assumed capacity ``mu``; a new one for another mode."""
     if before is None or before.mode != view.mode:
-        before = ObservedCapacity(view.at, view.mode, view.at)
+        before = ObservedCapacity(since=view.at, at=view.at, mode=view.mode)
     demand, figures = view.signals.demand, view.signals.replicas
     if demand is None or not figures:
         return before
