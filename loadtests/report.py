@@ -120,10 +120,7 @@ def add_web_tab(web_ui: Any, ledger: Ledger) -> None:
 
     def add_rows(response: Response) -> Response:
         if request.path == "/stats/requests" and response.is_json:
-            statistics = {
-                **response.get_json(),
-                "extended_stats": [{"key": TAB, "data": rows(ledger)}],
-            }
+            statistics = {**response.get_json(), "extended_stats": [{"key": TAB, "data": rows(ledger)}]}
             response.set_data(web_ui.app.json.dumps(statistics))
         return response
 

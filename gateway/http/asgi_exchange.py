@@ -138,10 +138,7 @@ class Exchange:
         assert self._head is not None
         self.started = True
         status: int = self._head["status"]
-        lines = [
-            _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
-            self._connection.general_header(),
-        ]
+        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, self._connection.general_header()]
         length = False
         for name, value in self._head["headers"]:
             if name == b"content-length":

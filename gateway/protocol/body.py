@@ -156,9 +156,7 @@ def _check_bounds(body: Body) -> None:
         count = count_items(bytes(body.stop))
         if count > MAX_STOP:
             raise Refused(
-                Refusal.BAD_REQUEST,
-                f"stop takes at most {MAX_STOP} sequences, got {count}.",
-                param="stop",
+                Refusal.BAD_REQUEST, f"stop takes at most {MAX_STOP} sequences, got {count}.", param="stop"
             )
     if body.previous_response_id is not ABSENT and bytes(body.previous_response_id) != b"null":
         raise Refused(

@@ -380,12 +380,7 @@ class ReplicaHandle:
                 on_change(self)
 
         self._feed = NdjsonStream(
-            self.url,
-            "/internal/load",
-            secret,
-            self.pool.connect_timeout_s,
-            on_line=on_line,
-            on_down=on_down,
+            self.url, "/internal/load", secret, self.pool.connect_timeout_s, on_line=on_line, on_down=on_down
         )
         self._following = asyncio.create_task(self._feed.run())
 

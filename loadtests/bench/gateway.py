@@ -108,9 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cores = sorted(os.sched_getaffinity(0))
     gateway_cores, other_cores = tuple(cores[:1]), tuple(cores[1:2] or cores)
     plan = Plan(
-        gateway_cores=gateway_cores,
-        other_cores=other_cores,
-        **{name: getattr(given, name) for name in SIZES},
+        gateway_cores=gateway_cores, other_cores=other_cores, **{name: getattr(given, name) for name in SIZES}
     )
     wanted = [name for name in given.systems.split(",") if name]
     systems, left_out = chosen(wanted, given.peers_dir, [int(each) for each in given.workers.split(",")])

@@ -93,10 +93,7 @@ _DEVICES = (
     _Device("l4", 300 * _GB, 121e12, 24 * _GB, 32 * _GB, 32 * _GB, 30e-6, 2048, 256),
 )
 
-_SIZES = (
-    _Size("8b", 8.03e9, 32, 4096, 8 * 128),
-    _Size("70b", 70.6e9, 80, 8192, 8 * 128),
-)
+_SIZES = (_Size("8b", 8.03e9, 32, 4096, 8 * 128), _Size("70b", 70.6e9, 80, 8192, 8 * 128))
 
 
 def _roofline(device: _Device, size: _Size) -> Profile:

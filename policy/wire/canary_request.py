@@ -10,8 +10,5 @@ CANARIES: dict[Runner, tuple[tuple[str, dict[str, object]], ...]] = {
     Runner.GENERATE: (
         ("/v1/completions", {"prompt": "1", "max_tokens": 1, "temperature": 0, "logprobs": 0}),
     ),
-    Runner.POOLING: (
-        ("/v1/embeddings", {"input": "1"}),
-        ("/v1/score", {"text_1": "1", "text_2": "1"}),
-    ),
+    Runner.POOLING: (("/v1/embeddings", {"input": "1"}), ("/v1/score", {"text_1": "1", "text_2": "1"})),
 }

@@ -63,11 +63,7 @@ def ensure(state: StateDir, cluster: Cluster, dashboard: str, token: str) -> tup
     inherited = None if cluster.address == "local" else {"env_vars": SERVE_ENVIRONMENT}
     actor_class = ray.remote(num_cpus=0, max_restarts=-1, resources=pinned)(ControllerActor)
     actor = actor_class.options(
-        name=_name(state),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        runtime_env=inherited,
+        name=_name(state), namespace=NAMESPACE, lifetime="detached", get_if_exists=True, runtime_env=inherited
     ).remote(str(state.root), cluster, dashboard, token)
     return int(ray.get(actor.ping.remote())), existed
 

@@ -54,11 +54,7 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
         self._clock = clock
 
     def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         """Called by vLLM once a step; either part may be missing."""
         last = self.latest
@@ -185,12 +181,7 @@ class VLLMEngine:
     """The engine port over one ``AsyncLLM``."""
 
     def __init__(
-        self,
-        llm: AsyncLLM,
-        app: ASGIApp,
-        steps: StepLogger,
-        managed: bool,
-        events: KvEvents | None = None,
+        self, llm: AsyncLLM, app: ASGIApp, steps: StepLogger, managed: bool, events: KvEvents | None = None
     ) -> None:
         self.app = app
         self.events = events

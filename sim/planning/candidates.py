@@ -99,11 +99,7 @@ def candidates(
 
 
 def _of_kind(
-    spec: ModelSpec,
-    kind: str,
-    given: str | dict[str, Any],
-    cores: bool,
-    degrees: Sequence[int] | None,
+    spec: ModelSpec, kind: str, given: str | dict[str, Any], cores: bool, degrees: Sequence[int] | None
 ) -> list[Candidate]:
     found = profile(given)
     fitted_at = None if isinstance(given, str) else model_file(given, "profile").degree

@@ -199,9 +199,7 @@ def mean_outcome(outcomes: Sequence[RunOutcome]) -> RunOutcome:
 
 
 def run_trials(
-    trials: Sequence[Trial],
-    processes: int | None = None,
-    ended: Callable[[Trial], None] = lambda trial: None,
+    trials: Sequence[Trial], processes: int | None = None, ended: Callable[[Trial], None] = lambda trial: None
 ) -> list[RunOutcome]:
     """Run all of them, in the order of ``trials``; ``ended`` gets each one as its outcome is taken."""
     found = []

@@ -172,14 +172,10 @@ def generate(
     """
     at = arrival_times(spec.arrivals, _stream(seed, "arrivals"), until_s)
     question = sample_length(
-        spec.input_tokens,
-        _stream(seed, "input"),
-        lambda path: (each.input_tokens for each in trace(path)),
+        spec.input_tokens, _stream(seed, "input"), lambda path: (each.input_tokens for each in trace(path))
     )
     answered = sample_length(
-        spec.output_tokens,
-        _stream(seed, "output"),
-        lambda path: (each.output_tokens for each in trace(path)),
+        spec.output_tokens, _stream(seed, "output"), lambda path: (each.output_tokens for each in trace(path))
     )
     adapter = sample_adapter(spec.adapters, _stream(seed, "adapters"))
     if spec.conversations is not None:

@@ -50,13 +50,7 @@ def _count(text: str) -> int | str:
 @as_json
 @click.pass_obj
 def scale(
-    state: StateDir,
-    *,
-    model: str,
-    replicas: int | str,
-    for_s: float | None,
-    wait: bool,
-    as_json: bool,
+    state: StateDir, *, model: str, replicas: int | str, for_s: float | None, wait: bool, as_json: bool
 ) -> None:
     client = _client(state, replicas, for_s)
     status = client.scale(model, replicas if isinstance(replicas, int) else None, for_s)

@@ -262,10 +262,7 @@ def _replicas(view: StatusData) -> Table:
         (">load", lambda replica: _load(replica.load)),
         (">running/waiting", lambda replica: f"{replica.load.running}/{replica.load.waiting}"),
         (">KV cache", lambda replica: f"{replica.load.kv_used:.0%}"),
-        (
-            ">updated",
-            lambda replica: f"{age(view.at - replica.load.at)} ago" if replica.load.at else None,
-        ),
+        (">updated", lambda replica: f"{age(view.at - replica.load.at)} ago" if replica.load.at else None),
         ("node", lambda replica: replica.node or None),
         ("url", lambda replica: replica.url.removeprefix("http://") or None),
         (">pid", lambda replica: replica.pid or None),

@@ -110,11 +110,7 @@ def _best(plan: Plan, best: Option) -> Table:
             f"{_mbit(network.replica_out)} per replica",
             "streams",
         ),
-        (
-            "concurrent requests",
-            f"{network.streams_open}, each with a connection on both sides",
-            "counts",
-        ),
+        ("concurrent requests", f"{network.streams_open}, each with a connection on both sides", "counts"),
     ]
     if power.joules_per_token is not None:
         needs.insert(5, ("", f"{power.joules_per_token:.2f} J per input or output token", "power"))
