@@ -147,23 +147,6 @@ async def test_shared_calls_never_mix_versions(shared: Stack) -> None:
     assert len(replica.hits) < 24
 
 
-async def test_requests_avoid_replicas_that_report_a_failed_adapter(shared: Stack) -> None:
-    fails, works = await fleet(shared, "listed", count=2)
-    works.report(in_flight=6)
-    served = served_name("sql", OLD)
-    fails.report(refused=[served])
-    await publish(shared, alias("sql", OLD))
-    await shared.shows(fails, refused_adapters=[served])
-    for _ in range(4):
-        assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == works.id
-    assert fails.hits == []
-    fails.report(refused=[])
-    works.report(refused=[served])
-    await shared.shows(fails, refused_adapters=[])
-    await shared.shows(works, refused_adapters=[served])
-    assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == fails.id
-
-
 async def test_waiting_requests_fail_at_once_if_no_replica_can_load_the_adapter(shared: Stack) -> None:
     replica, release, holder = await occupied(shared, "waiting")
     waiting = [asyncio.create_task(shared.chat(model="sql")) for _ in range(5)]

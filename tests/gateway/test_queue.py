@@ -6,36 +6,14 @@ import asyncio
 
 import pytest
 
-from tests.gateway.fake_replica import ANSWER, DONE, Exchange, FakeReplica, event, hold, stream
+from tests.gateway.fake_replica import DONE, Exchange, FakeReplica, event, hold, stream
 from tests.gateway.worker import Stack, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_a_request_waits_for_the_fleet(shared: Stack) -> None:
-    await shared.ready()
-    asked = asyncio.create_task(shared.chat())
-    await shared.queued(1)
-    replica = await shared.replica("late")
-    shared.controller.set(replica)
-    assert (await asked).content == ANSWER
-    await shared.queued(0)
-
-
-async def test_a_deadline_without_a_replica_is_answered_with_no_replica(shared: Stack) -> None:
-    await shared.ready()
-    answer = await shared.http.post(
-        "/v1/chat/completions", json=CHAT, headers={"x-request-timeout-s": "0.05"}
-    )
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "no_replica"
-    assert 1 <= int(answer.headers["retry-after"]) <= 120
-
-
-async def test_a_deadline_in_the_queue_of_a_full_fleet_is_answered_with_deadline(
-    shared: Stack,
-) -> None:
+async def test_a_deadline_in_the_queue_of_a_full_fleet_is_answered_with_deadline(shared: Stack) -> None:
     replica = await shared.serve("full", bound=1)
     await shared.warm_up()
     replica.hits.clear()

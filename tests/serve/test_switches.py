@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from policy.errors import SwitchRefused
-from policy.types import ReplicaPhase
 from serve.controller_api_schema import SwitchOutcome
 from tests.serve.plane import LARGE, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -146,10 +145,7 @@ def outcomes(plane: Plane) -> list[SwitchOutcome]:
     return [line for line in journal.lines() if isinstance(line, SwitchOutcome)]
 
 
-PHASES = {
-    ROOMY: ("steady", "switching", "draining the old"),
-    SCARCE: ("steady", "giving way", "starting"),
-}
+PHASES = {ROOMY: ("steady", "switching", "draining the old"), SCARCE: ("steady", "giving way", "starting")}
 EACH = [(gpus, phase, back) for gpus, phases in PHASES.items() for phase in phases for back in (False, True)]
 
 
@@ -248,17 +244,6 @@ async def test_a_switch_continues_while_the_wall_clock_is_set(plane: Plane) -> N
     assert switches(plane)[-1] == "multi-replica"
 
 
-async def test_a_gap_longer_than_the_queue_timeout_keeps_the_mode(plane: Plane) -> None:
-    made = written(SCARCE, assumed_start_s=30) | {"gateway": {"queue_timeout_s": 20}}
-    await plane.up(made)
-    switch = Switch(plane)
-    await switch.run(LOW, 10)
-    await switch.run(HIGH, 120)  # long enough to be worth its cost
-    assert plane.counts(READY) == {LARGE: 1}
-    (now,) = plane.controller.autoscaler.journal.read(1)
-    assert any("wait for 30 s" in outlook.why for outlook in now.decision.outlooks)
-
-
 async def test_a_refused_switch_starts_no_dwell_time(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     switch = await up(plane, ROOMY)
 
@@ -271,15 +256,3 @@ async def test_a_refused_switch_starts_no_dwell_time(plane: Plane, monkeypatch: 
     assert any(event.endswith("m: no") for event in plane.controller.status().events)
     assert plane.counts(READY) == {LARGE: 1}
     assert plane.controller.autoscaler._kept.memories["m"].switched_at is None
-
-
-async def test_draining_replicas_finish_their_streams(plane: Plane) -> None:
-    switch = await up(plane, ROOMY)
-    await until_phase(switch, HIGH, "draining the old", "multi-replica")
-    for _ in range(20):
-        await switch.traffic.run(1, m=HIGH)
-    assert plane.counts(ReplicaPhase.DRAINING) == {LARGE: 1}
-    assert plane.counts(READY) == {SMALL: 4}
-    plane.cluster.drained()
-    await switch.run(HIGH, 3)
-    assert plane.phase() == "steady"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from policy.types import ReplicaPhase
 from policy.wire.reports import PowerReport
 from tests.serve.plane import READY, SMALL, Plane
@@ -13,7 +11,6 @@ from tests.serve.sim_documents import document, sim_model
 
 WELL = PowerReport(watts=300.0)
 SLOW = PowerReport(watts=300.0, throttled="hardware thermal slowdown", reasons=0x40)
-CAPPED = PowerReport(watts=700.0, throttled="software power cap", reasons=0x04)
 FAILED = PowerReport(watts=0.0, xid=79, card="GPU 3")
 
 
@@ -77,14 +74,6 @@ async def test_throttled_replica_is_replaced_after_a_minute(plane: Plane) -> Non
     assert f"m: {first} drains: throttled by hardware for 60 s" in events
 
 
-async def test_software_caps_and_program_errors_replace_nothing(plane: Plane) -> None:
-    first, second = await up(plane, gpus=3)
-    plane.power_reports = {first: CAPPED, second: PowerReport(watts=300.0, xid=31, card="GPU 0")}
-    await seconds(plane, 150)
-    assert [replica.id for replica in plane.cluster.of(SMALL, *ReplicaPhase)] == [first, second]
-    assert note(plane) == ""
-
-
 async def test_failed_gpu_drains_its_replica_at_once(plane: Plane) -> None:
     first, second = await up(plane, gpus=2)
     plane.power_reports[second] = FAILED
@@ -101,35 +90,12 @@ async def test_failed_gpu_drains_its_replica_at_once(plane: Plane) -> None:
     assert plane.counts() == plane.counts(READY) == {SMALL: 2}
 
 
-@pytest.mark.parametrize(("report", "leaves"), [(SLOW, False), (FAILED, True)])
-async def test_last_replica_leaves_only_for_an_error(plane: Plane, report: PowerReport, leaves: bool) -> None:
-    (only,) = await up(plane, gpus=1, count=1)
-    plane.power_reports[only] = report
-    await seconds(plane, 90)
-    assert plane.counts(READY) == ({} if leaves else {SMALL: 1})
-    assert ("kept: too few other replicas serve" in note(plane)) != leaves
-
-
 async def test_min_healthy_keeps_a_slow_replica_without_room(plane: Plane) -> None:
     first, _ = await up(plane, gpus=2, min_healthy=2)
     plane.power_reports[first] = SLOW
     await seconds(plane, 90)
     assert plane.counts(READY) == {SMALL: 2}
     assert "kept: too few other replicas serve" in note(plane)
-
-
-async def test_repeated_replacements_are_delayed(plane: Plane) -> None:
-    await up(plane, gpus=2, count=1)
-    plane.cluster.slow = False
-    seen: set[str] = set()
-    for _ in range(600):
-        plane.power_reports = dict.fromkeys(plane.cluster.replicas, FAILED)
-        seen |= set(plane.cluster.replicas)
-        await seconds(plane, 1)
-        assert plane.counts()[SMALL] <= 2
-    assert 3 <= len(seen) <= 12
-    assert "XID 79 on GPU 3; " in note(plane) and "replaced in a row: the next in" in note(plane)
-    assert plane.counts(READY) == {SMALL: 1}
 
 
 async def test_a_restarted_controller_receives_earlier_gpu_errors(plane: Plane) -> None:

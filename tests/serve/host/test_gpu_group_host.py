@@ -16,14 +16,7 @@ import pytest
 
 from policy.config.deployment import ModelSpec
 from serve.host import gpu_group_host
-from serve.host.gpu_group_host import (
-    Assignment,
-    GpuGroupHost,
-    Member,
-    host_of,
-    sign_of_life,
-    until_unheld,
-)
+from serve.host.gpu_group_host import Assignment, GpuGroupHost, Member, host_of, sign_of_life, until_unheld
 from serve.host.gpu_locks import open_lock, try_lock
 from serve.host.replica_host import ReplicaHost
 from store.os_process import find
@@ -120,16 +113,6 @@ def test_a_model_without_a_group_has_a_host_of_one_engine(tmp_path: Path) -> Non
     assert isinstance(host, ReplicaHost)
     assert host.replicas == (host,)
     host._log.close()
-
-
-async def test_each_engine_has_a_host_that_is_restarted_alone(make: Make, tmp_path: Path) -> None:
-    await make().start()
-    before = {(member.shape, member.index): member.pid for member in members(tmp_path)}
-    assert set(before) == {("large", 0), ("small", 0), ("small", 1)}
-    os.kill(before["small", 1], signal.SIGKILL)
-    await until(lambda: len(pids(tmp_path) - set(before.values()) - {0}) == 1)
-    after = {(member.shape, member.index): member.pid for member in members(tmp_path)}
-    assert [place for place in before if after[place] != before[place]] == [("small", 1)]
 
 
 async def test_a_host_that_hangs_is_replaced(

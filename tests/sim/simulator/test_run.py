@@ -153,16 +153,6 @@ def test_replicas_scale_up_and_down_with_the_load() -> None:
     assert first.ready_at == pytest.approx(first.asked_at + 30.0)
 
 
-@pytest.mark.slow
-def test_a_slow_replica_gets_fewer_requests() -> None:
-    scenario = Scenario(slow=(Slowdown(at=30.0, until=600.0, factor=4.0),))
-    record = run(deployment(), arrivals(2.0, 300.0), {"static": {"replicas": 3}}, scenario=scenario)
-    slow = min(record.spans, key=lambda span: span.number)
-    replicas = record.requests["m"].replica
-    shares = np.bincount(replicas[replicas >= 0], minlength=3)
-    assert shares[slow.number] < 0.7 * shares.sum() / 3
-
-
 def test_overlapping_slowdowns_multiply() -> None:
     slow = (
         Slowdown(at=10.0, until=50.0, factor=2.0),
@@ -222,38 +212,6 @@ def test_a_request_starts_a_model_at_zero_replicas() -> None:
 
 
 @pytest.mark.slow
-def test_a_mode_switch_by_load_interrupts_no_request() -> None:
-    document = parse(
-        {
-            "models": [
-                {
-                    "name": "m",
-                    "engine": "sim",
-                    "sim": {"profile": "h100-8b", "wake_s": 3},
-                    "shapes": {"large": {"gpus": 4, "tensor_parallel": 4}, "small": {"gpus": 1}},
-                    "modes": {
-                        "single-large": {"shape": "large", "replicas": 1},
-                        "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 4}},
-                    },
-                    "control": {
-                        "slo": {"ttft_p95_s": 0.5, "itl_p95_s": 0.0075},
-                        "mode": {"confirm_s": 20, "dwell_s": 60},
-                    },
-                }
-            ],
-            "budget": {"gpus": 4},
-        }
-    )
-    record = run(document, steps(1.0, 36.0, each_s=150.0, output=600.0))
-    assert record.switches >= 1
-    assert {moment.mode for moment in record.moments} == {"single-large", "multi-replica"}
-    requests = record.requests["m"]
-    assert not (requests.outcome == Outcome.FAILED).any()
-    # The engines of both shapes stay on the same GPUs.
-    assert record.gpu_s == pytest.approx(4 * record.ends_at)
-
-
-@pytest.mark.slow
 def test_a_ladder_of_three_modes_is_climbed_up_and_down() -> None:
     sizes = {"tp8": 8, "tp4": 4, "tp1": 1}
     document = deployment(
@@ -268,10 +226,7 @@ def test_a_ladder_of_three_modes_is_climbed_up_and_down() -> None:
                 for name, gpus in sizes.items()
             },
         },
-        control={
-            "slo": {"ttft_p95_s": 0.5, "itl_p95_s": 0.0045},
-            "mode": {"confirm_s": 20, "dwell_s": 60},
-        },
+        control={"slo": {"ttft_p95_s": 0.5, "itl_p95_s": 0.0045}, "mode": {"confirm_s": 20, "dwell_s": 60}},
         budget={"gpus": 8},
     )
     record = run(document, steps(10.0, 60.0, 120.0, 60.0, each_s=120.0, output=300.0))

@@ -218,12 +218,6 @@ def test_a_change_that_is_refused_changes_nothing(
     assert registry.catalog(0, 0) == before
 
 
-def test_versions_that_serve_nothing_are_bounded(registry: AdapterNames) -> None:
-    for number in range(KEPT_VERSIONS + 3):
-        alias = add(registry, f"{number:064x}", percent=0 if number else None)
-    assert [version.number for version in alias.versions] == [1, *range(5, KEPT_VERSIONS + 4)]
-
-
 def test_a_removed_alias_is_unknown(registry: AdapterNames) -> None:
     add(registry, A)
     add(registry, B, name="law")
