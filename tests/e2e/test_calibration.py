@@ -16,12 +16,7 @@ from policy.engine.performance_model_file import ModelFile, model_file
 from tests.e2e.conftest import CHAT
 from tests.e2e.stack import ROOT, Stack, running
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.ray,
-    pytest.mark.long,
-    pytest.mark.timeout(2400, func_only=True),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(2400, func_only=True)]
 
 TRACE = "AzureLLMInferenceTrace_conv_2023.csv"
 # Of the hour of the trace, ten minutes from its middle. Lengths are a tenth, and one in fourteen requests is

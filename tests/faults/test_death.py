@@ -22,10 +22,7 @@ from tests.gateway.fake_replica import Exchange
 from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
-FIRST_S = 5.0
-PROGRESS_S = 2.0
-OUT_S = 2.0
-START_S = 60.0
+FIRST_S, PROGRESS_S, OUT_S, START_S = 5.0, 2.0, 2.0, 60.0
 GATEWAY = {
     "connect_timeout_s": 0.5,
     "first_token_timeout_s": FIRST_S,

@@ -131,8 +131,7 @@ async def test_54_a_tenant_over_its_share_barely_delays_another_tenant(slow_live
 
     alone = await light()
     beside, _ = await asyncio.gather(
-        light(),
-        load_generator(slow_live).open_loop(40, seconds, key=KEYS["heavy"], words=80, varied=True),
+        light(), load_generator(slow_live).open_loop(40, seconds, key=KEYS["heavy"], words=80, varied=True)
     )
     assert all(visit.served for visit in beside)
     for q in (0.5, 0.75, 0.95):

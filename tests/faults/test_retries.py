@@ -15,10 +15,8 @@ from tests.faults.harness import Harness
 from tests.gateway.fake_replica import Exchange, alias
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
-CONNECT_S = 0.5
-SILENT_S = 3.0
-AT_LEAST = 3
-BUDGET = 0.2
+CONNECT_S, SILENT_S = 0.5, 3.0
+AT_LEAST, BUDGET = 3, 0.2
 GATEWAY = {
     "connect_timeout_s": CONNECT_S,
     "first_token_timeout_s": SILENT_S,

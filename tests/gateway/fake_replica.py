@@ -322,11 +322,7 @@ ANSWER = json.dumps(
         "created": 1,
         "model": "alpha",
         "choices": [
-            {
-                "index": 0,
-                "finish_reason": "stop",
-                "message": {"role": "assistant", "content": "Paris é"},
-            }
+            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Paris é"}}
         ],
         "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
     }

@@ -42,40 +42,48 @@ def member(name: str, begin: bytes, unit: bytes, end: bytes, model: str = "alpha
     return Made(b'{"model":"%b","%b":%b' % (model.encode(), name.encode(), begin), unit, end + b"}")
 
 
+def items(unit: bytes, status: int = 200) -> tuple[str, int, Made]:
+    return CHAT, status, member("x", b"[1", unit, b"]")
+
+
+def text(unit: bytes, status: int = 200) -> tuple[str, int, Made]:
+    return CHAT, status, member("x", b'"', unit, b'"')
+
+
 DEEP = b",%b1%b" % (b"[" * 60, b"]" * 60)
 DEEP_OBJECTS = b",%b1%b" % (b'{"":' * 60, b"}" * 60)
 # By kind: path, status of the answer, body.
 BODIES: dict[str, tuple[str, int, Made]] = {
-    "lists 62 deep": (CHAT, 200, member("x", b"[1", DEEP, b"]")),
-    "objects 62 deep": (CHAT, 200, member("x", b"[1", DEEP_OBJECTS, b"]")),
-    "lists 200 deep": (CHAT, 400, member("x", b"[1", b",%b%b" % (b"[" * 200, b"]" * 200), b"]")),
+    "lists 62 deep": items(DEEP),
+    "objects 62 deep": items(DEEP_OBJECTS),
+    "lists 200 deep": items(b",%b%b" % (b"[" * 200, b"]" * 200), 400),
     "one list in another": (CHAT, 400, member("x", b"", b"[", b"")),
     "one object in another": (CHAT, 400, member("x", b"", b'{"":', b"")),
     "closing brackets": (CHAT, 400, member("x", b"[", b"]", b"")),
     "brackets in texts": (CHAT, 200, member("x", b'[""', b',"[[[[[["', b"]")),
-    "empty lists": (CHAT, 200, member("x", b"[1", b",[]", b"]")),
-    "empty objects": (CHAT, 200, member("x", b"[1", b",{}", b"]")),
-    "empty texts": (CHAT, 200, member("x", b"[1", b',""', b"]")),
-    "short texts": (CHAT, 200, member("x", b"[1", b',"abcd"', b"]")),
-    "texts": (CHAT, 200, member("x", b"[1", b',"%b"' % (b"a" * 30), b"]")),
-    "digits": (CHAT, 200, member("x", b"[1", b",1", b"]")),
-    "floats": (CHAT, 200, member("x", b"[1", b",-1.5e-3", b"]")),
-    "long numbers": (CHAT, 200, member("x", b"[1", b"," + b"1" * 9999, b"]")),
-    "words": (CHAT, 200, member("x", b"[1", b",null", b"]")),
+    "empty lists": items(b",[]"),
+    "empty objects": items(b",{}"),
+    "empty texts": items(b',""'),
+    "short texts": items(b',"abcd"'),
+    "texts": items(b',"%b"' % (b"a" * 30)),
+    "digits": items(b",1"),
+    "floats": items(b",-1.5e-3"),
+    "long numbers": items(b"," + b"1" * 9999),
+    "words": items(b",null"),
     "one number": (CHAT, 400, member("x", b"", b"1", b"")),
     "space": (CHAT, 400, member("x", b"[", b" ", b"]")),
-    "space between": (CHAT, 200, member("x", b"[1", b"," + b" " * 9999 + b"1", b"]")),
+    "space between": items(b"," + b" " * 9999 + b"1"),
     "space before": (CHAT, 400, Made(b"", b"\n", b'{"model":"alpha"}')),
-    "one text": (CHAT, 200, member("x", b'"', b"a", b'"')),
-    "newlines": (CHAT, 200, member("x", b'"', rb"\n", b'"')),
-    "quotes": (CHAT, 200, member("x", b'"', rb"\"", b'"')),
-    "backslashes": (CHAT, 200, member("x", b'"', rb"\\", b'"')),
-    "escapes": (CHAT, 200, member("x", b'"', rb"\u00e9", b'"')),
-    "surrogates": (CHAT, 200, member("x", b'"', rb"\ud83d\ude00", b'"')),
-    "lone surrogates": (CHAT, 400, member("x", b'"', rb"\ude00\ud83d", b'"')),
-    "sparse escapes": (CHAT, 200, member("x", b'"', rb"\n" + b"a" * 17, b'"')),
-    "not ASCII": (CHAT, 200, member("x", b'"', "é😀".encode(), b'"')),
-    "control characters": (CHAT, 400, member("x", b'"', b"\n", b'"')),
+    "one text": text(b"a"),
+    "newlines": text(rb"\n"),
+    "quotes": text(rb"\""),
+    "backslashes": text(rb"\\"),
+    "escapes": text(rb"\u00e9"),
+    "surrogates": text(rb"\ud83d\ude00"),
+    "lone surrogates": text(rb"\ude00\ud83d", 400),
+    "sparse escapes": text(rb"\n" + b"a" * 17),
+    "not ASCII": text("é😀".encode()),
+    "control characters": text(b"\n", 400),
     "bare quotes": (CHAT, 400, Made(b"", b'"', b"")),
     "zeros": (CHAT, 400, Made(b"", b"\0", b"")),
     "UTF-16": (CHAT, 400, Made(b"", '{"a":1}'.encode("utf-16-le"), b"")),

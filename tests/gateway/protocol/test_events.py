@@ -201,18 +201,13 @@ def test_an_error_is_sent_once_in_our_envelope(space: bytes, status: bytes, sent
     assert tail.end(clean=True) is None
 
 
-def test_a_failed_response_is_passed_and_is_no_success() -> None:
+@pytest.mark.parametrize(("kind", "error", "failed"), [("failed", b"{}", True), ("created", b"null", False)])
+def test_a_failed_response_is_passed_and_is_no_success(kind: str, error: bytes, failed: bool) -> None:
     tail = ResponsesValidator()
-    data = b'event: response.failed\ndata: {"type":"response.failed","response":{"error":{}}}\n\n'
+    name = b"response." + kind.encode()
+    data = b'event: %b\ndata: {"type":"%b","response":{"error":%b}}\n\n' % (name, name, error)
     assert tail.feed(data) == data
-    assert tail.failed
-
-
-def test_an_error_member_of_a_response_object_does_not_fail_the_stream() -> None:
-    tail = ResponsesValidator()
-    data = b'event: response.created\ndata: {"type":"response.created","response":{"error":null}}\n\n'
-    assert tail.feed(data) == data
-    assert not tail.failed
+    assert tail.failed is failed
 
 
 def test_an_anthropic_error_ends_its_stream() -> None:

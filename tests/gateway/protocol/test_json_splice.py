@@ -56,9 +56,7 @@ def bodies(draw: st.DrawFn) -> tuple[bytes, dict[str, Any]]:
 
 
 @given(bodies())
-def test_only_edited_members_change_in_a_body(
-    given_body: tuple[bytes, dict[str, Any]],
-) -> None:
+def test_only_edited_members_change_in_a_body(given_body: tuple[bytes, dict[str, Any]]) -> None:
     raw, content = given_body
     body = read(raw)
     edits = [set_model(raw, body, 'o"ther'), set_member(raw, "cache_salt", body.cache_salt, b'"salt"')]

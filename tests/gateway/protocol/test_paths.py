@@ -14,10 +14,7 @@ TOKENS = ("prompt", "cached", "completion")
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.mark.parametrize(
-    ("path", "model"),
-    [("/v1/embeddings", "alpha"), ("/v1/messages", "vectors")],
-)
+@pytest.mark.parametrize(("path", "model"), [("/v1/embeddings", "alpha"), ("/v1/messages", "vectors")])
 async def test_a_model_with_the_wrong_runner_is_refused(shared: Stack, path: str, model: str) -> None:
     answer = await shared.http.post(path, json={"model": model, "input": "x"})
     assert answer.status_code == 400

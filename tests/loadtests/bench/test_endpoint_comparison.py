@@ -36,9 +36,7 @@ def test_throughput_ttft_and_errors_are_targets(ours: float, ttft_s: float, erro
 
 
 @pytest.mark.process
-def test_both_endpoints_are_measured_with_prompts_of_their_own(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_both_endpoints_are_measured_with_prompts_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     one, other = Endpoint(), Endpoint()
     with one.served(), other.served():
         main(["--baseline", one.url, "--gateway", other.url, *SMALL])

@@ -20,46 +20,33 @@ from policy.scaling.policies.registry import choose, make
 from policy.scaling.resources import Resources
 from policy.scaling.serving_mode_selection import ModeComparison, Verdict
 from policy.scaling.view import Supply
-from tests.policy.control_play import (
-    BOTH,
-    LARGE,
-    NOON,
-    QUICK,
-    SMALL,
-    Fixed,
-    Fleet,
-    Model,
-    demand,
-    figures,
-    mode_option,
-    replayed,
-    situation,
-)
+from tests.policy import control_play as play
+from tests.policy.control_play import demand, figures, mode_option, replayed, situation
 
 RISE = 300.0
 
 
-def shared(gpus: int, low: int, *, priority: int = 1) -> Fleet:
+def shared(gpus: int, low: int, *, priority: int = 1) -> play.Fleet:
     """A model that switches when its load rises, beside one that always wants ``low`` GPUs."""
-    high = Model(
+    high = play.Model(
         "high",
         lambda t: 7.0 if t >= RISE else 2.0,
-        rungs=BOTH,
-        mode=LARGE.mode,
+        rungs=play.BOTH,
+        mode=play.LARGE.mode,
         priority=priority,
-        slo=QUICK,
+        slo=play.QUICK,
         policies=ModelPolicies(make(choose("policy", "predictive"))),
     )
-    other = Model("low", lambda t: 0.0, policies=ModelPolicies(Fixed(low)), count=low)
-    return Fleet(high, other, budget=Budget(gpus=gpus))
+    other = play.Model("low", lambda t: 0.0, policies=ModelPolicies(play.Fixed(low)), count=low)
+    return play.Fleet(high, other, budget=Budget(gpus=gpus))
 
 
-def until(fleet: Fleet, there: Callable[[Decision, Decision], bool]) -> Fleet:
+def until(fleet: play.Fleet, there: Callable[[Decision, Decision], bool]) -> play.Fleet:
     """Run until ``there`` holds for both decisions, then keep the mode by an override."""
     while not fleet.log or not there(fleet.decisions("high")[-1], fleet.decisions("low")[-1]):
         fleet.tick()
         assert fleet.at < 600
-    fleet.models[0].override = lambda at: Override(mode=LARGE.mode)
+    fleet.models[0].override = lambda at: Override(mode=play.LARGE.mode)
     return fleet
 
 
@@ -78,12 +65,12 @@ def test_a_lower_priority_shrinks_for_a_confirmed_switch(gpus: int, low: int, le
     shrank = next(each for each in lows if each.count < low)
     switched = next(each for each in high if each.mode != each.was_mode)
     # First the hysteresis, then the wait of any starved count, then the drain of the other model.
-    assert waited.at - NOON >= RISE + 60
+    assert waited.at - play.NOON >= RISE + 60
     assert shrank.at == waited.at + STARVED_S
     assert "lower priorities are scaled down" in next(each.reason for each in high if each.at == shrank.at)
     assert shrank.at < switched.at <= shrank.at + 25
-    assert (switched.mode, switched.count) == (SMALL.mode, 8)
-    assert all(each.mode == SMALL.mode for each in high if each.at >= switched.at)
+    assert (switched.mode, switched.count) == (play.SMALL.mode, 8)
+    assert all(each.mode == play.SMALL.mode for each in high if each.at >= switched.at)
     assert lows[-1].count == left
 
 
@@ -91,19 +78,21 @@ def test_resources_claimed_for_an_abandoned_switch_are_returned() -> None:
     fleet = until(shared(12, 6), lambda high, low: low.count < 6)
     fleet.run(fleet.at + 60)
     assert fleet.decisions("low")[-1].count == 6
-    assert {each.mode for each in fleet.decisions("high")} == {LARGE.mode}
+    assert {each.mode for each in fleet.decisions("high")} == {play.LARGE.mode}
 
 
 def waiting(**changes: Any) -> dict[str, Situation]:
     """Both models at the instant at which the switch has waited long enough."""
-    memory = Memory(at=NOON - 5, better_since={SMALL.mode: NOON - 100}, waits_since=NOON - STARVED_S)
+    memory = Memory(
+        at=play.NOON - 5, better_since={play.SMALL.mode: play.NOON - 100}, waits_since=play.NOON - STARVED_S
+    )
     high = situation(
         model="high",
         rate=7.0,
         priority=1,
-        mode=LARGE.mode,
-        rungs=BOTH,
-        slo=QUICK,
+        mode=play.LARGE.mode,
+        rungs=play.BOTH,
+        slo=play.QUICK,
         signals=msgspec.structs.replace(situation(7.0).signals, demand=demand(7.0, queued=120)),
         memory=memory,
     )
@@ -113,20 +102,23 @@ def waiting(**changes: Any) -> dict[str, Situation]:
 
 def both(given: dict[str, Situation], gpus: int = 12) -> tuple[int, Memory]:
     """The count of the lower priority and the memory of the higher one."""
-    policies = {"high": ModelPolicies(make(choose("policy", "predictive"))), "low": ModelPolicies(Fixed(6))}
+    policies = {
+        "high": ModelPolicies(make(choose("policy", "predictive"))),
+        "low": ModelPolicies(play.Fixed(6)),
+    }
     made = decide_all(given, Budget(gpus=gpus), policies)
-    assert made["high"][0].mode == LARGE.mode
+    assert made["high"][0].mode == play.LARGE.mode
     return made["low"][0].count, made["high"][1]
 
 
 def test_only_a_switch_that_would_be_made_claims_after_its_wait() -> None:
     left, memory = both(waiting())
-    assert (left, memory.waits_since) == (4, NOON - STARVED_S)
+    assert (left, memory.waits_since) == (4, play.NOON - STARVED_S)
     assert both(waiting(guard=GuardConfig(dry_run=True)))[0] == 6
-    early = msgspec.structs.replace(waiting()["high"].memory, waits_since=NOON - STARVED_S + 0.1)
+    early = msgspec.structs.replace(waiting()["high"].memory, waits_since=play.NOON - STARVED_S + 0.1)
     assert both(waiting(memory=early))[0] == 6
     # A wait is not continued over a time without decisions.
-    away = msgspec.structs.replace(waiting()["high"].memory, at=NOON - 3600)
+    away = msgspec.structs.replace(waiting()["high"].memory, at=play.NOON - 3600)
     left, memory = both(waiting(memory=away))
     assert (left, memory.waits_since) == (6, None)
 
@@ -137,21 +129,24 @@ def test_floors_are_kept(data: st.DataObject, gpus: int, healthy: int, count: in
     gap_s = data.draw(st.sampled_from([0.0, 20.0, 90.0]))
     given_both = waiting(
         signals=msgspec.structs.replace(situation(rate).signals, demand=demand(rate, queued=queued)),
-        rungs=(LARGE, mode_option(SMALL.mode, gap_s=gap_s)),
+        rungs=(play.LARGE, mode_option(play.SMALL.mode, gap_s=gap_s)),
         memory=Memory(
-            at=NOON - 5,
-            better_since={SMALL.mode: NOON - 100},
-            waits_since=NOON - waited_s,
-            starved_since=NOON,
+            at=play.NOON - 5,
+            better_since={play.SMALL.mode: play.NOON - 100},
+            waits_since=play.NOON - waited_s,
+            starved_since=play.NOON,
         ),
     )
     low = situation(model="low", count=count)
     given_both["low"] = msgspec.structs.replace(
         low, scale=msgspec.structs.replace(low.scale, min_healthy=healthy, max_step_down=1.0)
     )
-    chosen = {"high": ModelPolicies(make(choose("policy", "predictive"))), "low": ModelPolicies(Fixed(count))}
+    chosen = {
+        "high": ModelPolicies(make(choose("policy", "predictive"))),
+        "low": ModelPolicies(play.Fixed(count)),
+    }
     made = decide_all(given_both, Budget(gpus=gpus), chosen)
-    floor, there = min(count, max(1, healthy)), min(count, gpus - LARGE.gpus)
+    floor, there = min(count, max(1, healthy)), min(count, gpus - play.LARGE.gpus)
     assert made["low"][0].count >= min(floor, there)
     if waited_s < STARVED_S:
         assert made["low"][0].count >= there
@@ -162,11 +157,11 @@ def test_capacity_during_a_switch_counts_resources_to_be_released() -> None:
     large = mode_option("two-cards", gpus=2, most=4)
     given = situation(
         count=4,
-        rungs=(SMALL, large),
-        slo=QUICK,
+        rungs=(play.SMALL, large),
+        slo=play.QUICK,
         supply=Supply(wanted=4, serving=4),
         signals=msgspec.structs.replace(situation(3.7).signals, replicas=figures(4)),
-        memory=Memory(better_since={large.mode: NOON - 100}),
+        memory=Memory(better_since={large.mode: play.NOON - 100}),
     )
     able = {r.mode: capability(r.timing, workload_of(demand(3.7)), given.slo) for r in given.rungs}
 

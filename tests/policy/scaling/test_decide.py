@@ -21,23 +21,8 @@ from policy.scaling.policies.registry import NAMES, choose, make
 from policy.scaling.view import Supply
 from policy.signals.types import PriorityShares, Rates, Shares, Signals
 from policy.types import Priority
-from tests.policy.control_play import (
-    BOTH,
-    LARGE,
-    NOON,
-    QUICK,
-    SMALL,
-    Fixed,
-    Fleet,
-    Model,
-    Proportional,
-    decide,
-    demand,
-    figures,
-    mode_option,
-    replayed,
-    situation,
-)
+from tests.policy import control_play as play
+from tests.policy.control_play import decide, demand, figures, mode_option, replayed, situation
 
 
 def builtin(name: str = "predictive", shadow: str | None = None) -> ModelPolicies:
@@ -63,7 +48,7 @@ demands = st.builds(
     hit=st.floats(0, 1),
     idle_s=st.floats(0, 1000),
 )
-objectives = st.sampled_from([SloConfig(), QUICK, SloConfig(itl_p95_s=1e-4), SloConfig(ttft_p95_s=10.0)])
+objectives = st.sampled_from([SloConfig(), play.QUICK, SloConfig(itl_p95_s=1e-4), SloConfig(ttft_p95_s=10.0)])
 scales = st.builds(
     ScaleConfig,
     max_step_up=st.floats(0.1, 4),
@@ -79,12 +64,12 @@ scales = st.builds(
 def situations(draw: st.DrawFn, model: str = "chat") -> Situation:
     """Any situation, consistent or not."""
     least = draw(st.integers(0, 2))
-    rungs = (mode_option(SMALL.mode, least=least, most=draw(st.integers(max(1, least), 9))), LARGE)
+    rungs = (mode_option(play.SMALL.mode, least=least, most=draw(st.integers(max(1, least), 9))), play.LARGE)
     count = draw(st.integers(0, 10))
     serving = draw(st.integers(0, count))
     starting = draw(st.lists(st.floats(0, 60), max_size=count - serving))
     lows = draw(st.dictionaries(st.integers(0, 9), st.floats(0, 300), max_size=4))
-    leaving = draw(st.just({}) | st.just({LARGE.mode: 1}))
+    leaving = draw(st.just({}) | st.just({play.LARGE.mode: 1}))
     return situation(
         model=model,
         count=count,
@@ -106,9 +91,9 @@ def situations(draw: st.DrawFn, model: str = "chat") -> Situation:
         slo=draw(objectives),
         scale=draw(scales),
         memory=Memory(
-            low_since={low: NOON - ago for low, ago in lows.items()},
-            better_since={LARGE.mode: NOON - draw(st.floats(0, 900))},
-            switched_at=draw(st.none() | st.floats(NOON - 900, NOON)),
+            low_since={low: play.NOON - ago for low, ago in lows.items()},
+            better_since={play.LARGE.mode: play.NOON - draw(st.floats(0, 900))},
+            switched_at=draw(st.none() | st.floats(play.NOON - 900, play.NOON)),
         ),
     )
 
@@ -185,7 +170,7 @@ def test_no_model_grows_beyond_the_budget(data: st.DataObject, gpus: int, watts:
     for name, each in given.items():
         powered = tuple(msgspec.structs.replace(r, watts=300.0 * r.gpus) for r in each.rungs)
         given[name] = msgspec.structs.replace(each, rungs=powered)
-    wants = {name: ModelPolicies(Fixed(data.draw(st.integers(0, 9)))) for name in given}
+    wants = {name: ModelPolicies(play.Fixed(data.draw(st.integers(0, 9)))) for name in given}
     made = decide_all(given, shared, wants)
     # Desired counts: the rollout waits for replicas that leave.
     for resource, bound in (("gpus", gpus), ("watts", watts)):
@@ -210,10 +195,10 @@ def test_more_load_never_needs_fewer_replicas(given: Situation, one: float, othe
 
 @given(situations(), st.integers(0, 12), st.integers(0, 12), st.floats(-100, 100))
 def test_an_override_lasts_until_its_end(given: Situation, asked: int, count: int, duration_s: float) -> None:
-    until = NOON + duration_s
+    until = play.NOON + duration_s
     override = Override(mode=given.mode, count=count, until=until)
     decision = decide(msgspec.structs.replace(given, override=override), asked)[0]
-    if until <= NOON:
+    if until <= play.NOON:
         assert decision == decide(given, asked)[0]
     else:
         here = given.rungs[0]
@@ -241,8 +226,10 @@ def random_load(stream: Random, most: float = 1.0) -> Callable[[float], float]:
 def test_no_flapping_under_random_load(seed: int, name: str) -> None:
     """Switches keep the dwell time, and scale-downs the scale-down delay."""
     load = random_load(Random(seed))  # noqa: S311 - loads are no secret
-    model = Model("chat", load, rungs=BOTH, slo=QUICK, policies=ModelPolicies(builtin(name).live))
-    fleet = Fleet(model, budget=Budget(gpus=12)).run(1800)
+    model = play.Model(
+        "chat", load, rungs=play.BOTH, slo=play.QUICK, policies=ModelPolicies(builtin(name).live)
+    )
+    fleet = play.Fleet(model, budget=Budget(gpus=12)).run(1800)
     made = fleet.decisions("chat")
     switched = [each.at for each in made if each.mode != each.was_mode]
     assert all(later - earlier >= 300 for earlier, later in pairwise(switched))
@@ -262,18 +249,18 @@ def test_models_that_share_a_budget_stay_within_it_and_replay(seed: int) -> None
     stream = Random(seed)  # noqa: S311 - loads are no secret
     budget = Budget(gpus=stream.choice([8, 10, 14]))
     models = [
-        Model(
+        play.Model(
             name,
             random_load(stream, 0.5),
-            rungs=BOTH if name == "a" else (SMALL,),
-            mode=SMALL.mode,
+            rungs=play.BOTH if name == "a" else (play.SMALL,),
+            mode=play.SMALL.mode,
             priority=priority,
-            slo=QUICK if name == "a" else SloConfig(),
+            slo=play.QUICK if name == "a" else SloConfig(),
             policies=builtin("predictive", shadow="static"),
         )
         for name, priority in (("a", 1), ("b", 0), ("c", 0))
     ]
-    fleet = Fleet(*models, budget=budget)
+    fleet = play.Fleet(*models, budget=budget)
     policies = {model.name: model.policies for model in models}
     for _ in range(360):
         fleet.tick()
@@ -287,7 +274,9 @@ def test_models_that_share_a_budget_stay_within_it_and_replay(seed: int) -> None
 
 
 def test_each_policy_gets_its_own_memory() -> None:
-    asked = ModelPolicies(Proportional(), Proportional(), {"a": Proportional(), "b": Fixed(7)})
+    asked = ModelPolicies(
+        play.Proportional(), play.Proportional(), {"a": play.Proportional(), "b": play.Fixed(7)}
+    )
     given = situation(
         rate=3.0, memory=Memory(policy={"asked": 4}, shadow={"asked": 9}, others={"a": {"asked": 1}})
     )
@@ -296,8 +285,8 @@ def test_each_policy_gets_its_own_memory() -> None:
     assert memory.others == {"a": {"asked": 2}, "b": None}
     assert decision.others == {"a": 4, "b": 7}
     assert decision.shadow is not None and decision.shadow.count == 4
-    assert (decision.count, decision.proposal.count, decision.mode) == (2, 4, SMALL.mode)
-    assert decide(given, ModelPolicies(Proportional()))[0].shadow is None
+    assert (decision.count, decision.proposal.count, decision.mode) == (2, 4, play.SMALL.mode)
+    assert decide(given, ModelPolicies(play.Proportional()))[0].shadow is None
 
 
 def test_request_lengths_are_assumed_until_one_has_ended() -> None:
@@ -310,7 +299,7 @@ def test_request_lengths_are_assumed_until_one_has_ended() -> None:
 
 def test_the_reason_names_proposal_limits_and_shortage() -> None:
     given = situation(rate=6.0, count=1)
-    decision, _ = decide(given, ModelPolicies(Proportional()), Budget(gpus=4))
+    decision, _ = decide(given, ModelPolicies(play.Proportional()), Budget(gpus=4))
     assert decision.reason == (
         "wants 7: 6.00 req/s of 0.96 each; capped at 4 by budget: the budget leaves 4;"
         " capped at 2 by step: at most 1 more per decision; 2.16 req/s over capacity"
@@ -333,27 +322,32 @@ def test_a_dry_run_decides_the_same() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_decisions_continue_after_the_clock_was_set_back(name: str) -> None:
     """A controller starts after the clock was set back an hour, with the memory of its predecessor."""
-    before = Fleet(Model("chat", lambda t: 6.0, policies=builtin(name), count=8)).run(300).models[0].memory
+    before = (
+        play.Fleet(play.Model("chat", lambda t: 6.0, policies=builtin(name), count=8))
+        .run(300)
+        .models[0]
+        .memory
+    )
     later = msgspec.structs.replace(before, switched_at=before.at)
-    fleet = Fleet(Model("chat", lambda t: 1.0, policies=builtin(name), count=8, memory=later))
-    fresh = Fleet(Model("chat", lambda t: 1.0, policies=builtin(name), count=8))
+    fleet = play.Fleet(play.Model("chat", lambda t: 1.0, policies=builtin(name), count=8, memory=later))
+    fresh = play.Fleet(play.Model("chat", lambda t: 1.0, policies=builtin(name), count=8))
     for each in (fleet, fresh):
         each.at = -3600.0
         for replica in each.models[0].replicas:
             replica.ready_at = each.at
     counts = [[made.count for made in each.run(-3000.0).decisions("chat")] for each in (fleet, fresh)]
     assert counts[0] == counts[1]
-    assert fleet.models[0].memory.switched_at == NOON - 3600.0
+    assert fleet.models[0].memory.switched_at == play.NOON - 3600.0
 
 
 def test_delays_restart_after_a_time_without_decisions() -> None:
     """Scale-down delay and mode confirmation begin again after the controller was away for an hour."""
-    given = situation(count=4, rungs=BOTH, slo=QUICK)
+    given = situation(count=4, rungs=play.BOTH, slo=play.QUICK)
     _, memory = decide(given, 1)
     assert memory.low_since and memory.better_since
     back = msgspec.structs.replace(given, at=given.at + 3600, memory=memory)
     decision, after = decide(back, 1)
-    assert (decision.mode, decision.count) == (SMALL.mode, 4)
+    assert (decision.mode, decision.count) == (play.SMALL.mode, 4)
     assert set(after.low_since.values()) == set(after.better_since.values()) == {back.at}
     soon = msgspec.structs.replace(given, at=given.at + 15, memory=memory)
     assert set(decide(soon, 1)[1].low_since.values()) == {given.at}

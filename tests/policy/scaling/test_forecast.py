@@ -10,18 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.scaling.forecast import (
-    ERRORS,
-    TRIALS,
-    UNTRIED,
-    Series,
-    Smoothing,
-    forecast_rate,
-    likely,
-    observed,
-    shortfall,
-    with_trial,
-)
+from policy.scaling import forecast as forecasting
+from policy.scaling.forecast import Series, Smoothing, forecast_rate, likely, observed, shortfall, with_trial
 from policy.signals.types import Rates
 
 SMOOTHING = Smoothing(20.0, 60.0, 200.0)
@@ -107,8 +97,8 @@ def test_pending_forecasts_and_errors_are_bounded() -> None:
     series = Series(0.0, 9.0)
     for at in range(3000):
         series = with_trial(msgspec.structs.replace(series, at=float(at)), 9.0, 30.0, 9.0)
-        assert len(series.pending) <= TRIALS + 1
-    assert len(series.errors) == ERRORS
+        assert len(series.pending) <= forecasting.TRIALS + 1
+    assert len(series.errors) == forecasting.ERRORS
     assert len(msgspec.json.encode(series)) < 1000
 
 
@@ -120,18 +110,18 @@ def test_errors_are_of_similar_horizons() -> None:
 
 
 def test_the_shortfall_is_a_quantile_of_the_errors() -> None:
-    errors = tuple((i - 31.5) / 10 for i in range(ERRORS))
+    errors = tuple((i - 31.5) / 10 for i in range(forecasting.ERRORS))
     series = Series(0.0, 9.0, errors=errors)
     assert shortfall(series, 0.9, 16.0) == pytest.approx((4.0 + 0.8 * 3.15) ** 2 - 16.0)
     assert shortfall(series, 0.5, 16.0) == pytest.approx(0.0)
-    assert shortfall(Series(0.0, 9.0, errors=(-1.0,) * ERRORS), 0.9, 16.0) == 0.0
+    assert shortfall(Series(0.0, 9.0, errors=(-1.0,) * forecasting.ERRORS), 0.9, 16.0) == 0.0
 
 
 def test_missing_errors_count_as_an_assumed_fraction() -> None:
-    assert shortfall(Series(0.0, 9.0), 0.9, 10.0) == pytest.approx(UNTRIED * 10.0)
-    most = Series(0.0, 9.0, errors=(0.0,) * (ERRORS - 2))
+    assert shortfall(Series(0.0, 9.0), 0.9, 10.0) == pytest.approx(forecasting.UNTRIED * 10.0)
+    most = Series(0.0, 9.0, errors=(0.0,) * (forecasting.ERRORS - 2))
     assert shortfall(most, 0.9, 10.0) == 0.0
-    assert shortfall(most, 0.99, 10.0) == pytest.approx(UNTRIED * 10.0)
+    assert shortfall(most, 0.99, 10.0) == pytest.approx(forecasting.UNTRIED * 10.0)
 
 
 def test_one_jump_is_soon_forgotten() -> None:

@@ -9,26 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.scaling.gpu_fault_replacement import (
-    PARTING_S,
-    PAUSE,
-    Condition,
-    GpuHealth,
-    ReplacementPlan,
-    ReplacementState,
-    Slot,
-    condition,
-    observe,
-    step,
-)
+from policy.scaling import gpu_fault_replacement as replacement
+from policy.scaling.gpu_fault_replacement import ReplacementState, Slot, condition, observe, step
 from policy.wire.reports import PowerReport
 
-XID, SLOW = Condition("XID 79 on GPU 3", fatal=True), Condition("throttled by hardware for 60 s", fatal=False)
+XID, SLOW = (
+    replacement.Condition("XID 79 on GPU 3", fatal=True),
+    replacement.Condition("throttled by hardware for 60 s", fatal=False),
+)
 
 
-def health(*reasons: tuple[float, int]) -> GpuHealth:
+def health(*reasons: tuple[float, int]) -> replacement.GpuHealth:
     """The health after reports of reasons for slow clocks, with their instants."""
-    found: GpuHealth | None = None
+    found: replacement.GpuHealth | None = None
     for at, bits in reasons:
         found = observe(found, PowerReport(watts=300, reasons=bits), at)
     assert found is not None
@@ -84,10 +77,10 @@ class Fleet:
     starts: bool = True
     busy: str = ""
     at: float = 0.0
-    plan: ReplacementPlan = field(default_factory=ReplacementPlan)
+    plan: replacement.ReplacementPlan = field(default_factory=replacement.ReplacementPlan)
     ready_at: dict[str, float] = field(default_factory=dict)
     drains: dict[str, float] = field(default_factory=dict)
-    conditions: dict[str, Condition] = field(default_factory=dict)
+    conditions: dict[str, replacement.Condition] = field(default_factory=dict)
     left: list[tuple[float, str]] = field(default_factory=list)
     fewest: int = 99
     most: int = 0
@@ -199,7 +192,11 @@ def test_a_replica_that_recovers_stays() -> None:
     fleet.run(10)
     del fleet.conditions["r0"]
     fleet.run(30)
-    assert (fleet.left, fleet.plan, sorted(fleet.ready())) == ([], ReplacementPlan(), ["r0", "r1"])
+    assert (fleet.left, fleet.plan, sorted(fleet.ready())) == (
+        [],
+        replacement.ReplacementPlan(),
+        ["r0", "r1"],
+    )
 
 
 def test_a_gpu_error_is_replaced_before_a_slow_replica() -> None:
@@ -229,7 +226,7 @@ def test_repeated_replacements_back_off() -> None:
     times = [at for at, _ in fleet.left]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert gaps[:5] == sorted(gaps[:5]) and gaps[0] >= 60
-    assert gaps[-1] == pytest.approx(PAUSE.max_s, abs=60)
+    assert gaps[-1] == pytest.approx(replacement.PAUSE.max_s, abs=60)
     assert len(times) < 20
     assert "replaced in a row: the next in" in fleet.plan.note
     assert fleet.fewest == 1
@@ -241,7 +238,7 @@ def test_a_healthy_time_resets_the_back_off() -> None:
     fleet.run(60)
     fleet.conditions = {}
     fleet.run(200)
-    assert fleet.plan == ReplacementPlan()
+    assert fleet.plan == replacement.ReplacementPlan()
 
 
 conditions = st.sampled_from([None, None, SLOW, XID])
@@ -255,7 +252,7 @@ conditions = st.sampled_from([None, None, SLOW, XID])
     st.lists(st.tuples(st.integers(0, 9), conditions), max_size=40),
 )
 def test_one_replacement_at_a_time_and_never_of_the_last_slow_replica(
-    count: int, room: bool, healthy: int, starts: bool, turns: list[tuple[int, Condition | None]]
+    count: int, room: bool, healthy: int, starts: bool, turns: list[tuple[int, replacement.Condition | None]]
 ) -> None:
     fleet = Fleet(count=count, room=room, healthy=min(healthy, count), starts=starts, drain_s=7.0)
     for index, found in turns:
@@ -287,4 +284,4 @@ def test_the_extra_replica_is_kept_until_the_actuator_has_seen_the_end() -> None
     gone = fleet.at - 1
     while fleet.plan.more:
         fleet.run(1)
-    assert fleet.at - 1 - gone == PARTING_S
+    assert fleet.at - 1 - gone == replacement.PARTING_S

@@ -13,18 +13,8 @@ from policy.scaling.decide import ModelPolicies, decide_all
 from policy.scaling.decision_types import Decision, Guardrail, Memory, Override, Situation
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
-from tests.policy.control_play import (
-    LARGE,
-    NOON,
-    SMALL,
-    Fixed,
-    decide,
-    demand,
-    figures,
-    mode_option,
-    rates,
-    situation,
-)
+from tests.policy import control_play as play
+from tests.policy.control_play import SMALL, Fixed, decide, demand, figures, mode_option, rates, situation
 
 ZERO = mode_option("multi-replica", least=0)
 SLEEPY = ScaleConfig(zero_after_s=300.0)
@@ -78,7 +68,7 @@ def test_an_override_can_scale_to_zero() -> None:
 def test_an_override_of_a_removed_mode_or_without_a_count_leaves_the_count(
     override: Override, asked: int
 ) -> None:
-    decision = decide(situation(count=2, rungs=(SMALL, LARGE), override=override), asked)[0]
+    decision = decide(situation(count=2, rungs=(SMALL, play.LARGE), override=override), asked)[0]
     assert (decision.mode, decision.count, decision.clips) == (SMALL.mode, asked, ())
 
 
@@ -139,8 +129,7 @@ def test_an_idle_model_is_scaled_to_zero() -> None:
         msgspec.structs.replace(idle(600.0), rungs=(SMALL,)),
         msgspec.structs.replace(idle(600.0), signals=Signals(demand=idle(600.0).signals.demand)),
         msgspec.structs.replace(
-            idle(600.0),
-            signals=Signals(demand=idle(600.0).signals.demand, replicas=figures(1, running=1)),
+            idle(600.0), signals=Signals(demand=idle(600.0).signals.demand, replicas=figures(1, running=1))
         ),
     ],
     ids=["soon", "queued", "running", "likely", "unset", "not in this mode", "stale", "in an engine"],
@@ -182,9 +171,9 @@ def test_a_budget_limits_and_reports_the_shortage() -> None:
     assert (decision.count, clips(decision)) == (3, [("budget", 4, 3)])
     assert decision.short == pytest.approx(6.0 - 3 * decision.capability.mu)
     assert "3.12 req/s over capacity, may spill over to upstreams" in decision.reason
-    assert memory.starved_since == NOON
-    later = msgspec.structs.replace(given, at=NOON + 5, memory=memory)
-    assert decide(later, 4, Budget(gpus=3))[1].starved_since == NOON
+    assert memory.starved_since == play.NOON
+    later = msgspec.structs.replace(given, at=play.NOON + 5, memory=memory)
+    assert decide(later, 4, Budget(gpus=3))[1].starved_since == play.NOON
     assert decide(later, 4)[1].starved_since is None
 
 
@@ -214,7 +203,7 @@ def test_a_smaller_budget_applies_in_steps_without_delay() -> None:
 def test_replicas_of_a_stale_or_changing_model_are_not_taken(changes: dict[str, Any], left: int) -> None:
     """``low`` has six of eight GPUs, of which a higher priority needs five and has two."""
     low = situation(**({"model": "low", "count": 6, "priority": -1} | changes))
-    high = situation(model="high", count=2, memory=Memory(starved_since=NOON - 10))
+    high = situation(model="high", count=2, memory=Memory(starved_since=play.NOON - 10))
     policies = {"low": ModelPolicies(Fixed(6)), "high": ModelPolicies(Fixed(5))}
     made = decide_all({"low": low, "high": high}, Budget(gpus=8), policies)
     assert {name: decision.count for name, (decision, _) in made.items()} == {"low": left, "high": 2}
@@ -252,7 +241,7 @@ def test_failing_starts_stop_a_scale_up() -> None:
 
 
 def test_a_scale_down_is_to_the_count_that_was_enough_for_the_whole_delay() -> None:
-    lows = {1: NOON - 20, 3: NOON - 60, 5: NOON - 300}
+    lows = {1: play.NOON - 20, 3: play.NOON - 60, 5: play.NOON - 300}
     given = situation(count=6, scale=ScaleConfig(max_step_down=1.0), memory=Memory(low_since=lows))
     decision, memory = decide(given, 1)
     assert (decision.count, clips(decision)) == (3, [("hold", 1, 3)])
@@ -261,11 +250,11 @@ def test_a_scale_down_is_to_the_count_that_was_enough_for_the_whole_delay() -> N
 
 
 def test_a_higher_need_restarts_the_delay_of_lower_counts() -> None:
-    lows = {1: NOON - 20, 3: NOON - 60}
+    lows = {1: play.NOON - 20, 3: play.NOON - 60}
     given = situation(count=6, memory=Memory(low_since=lows))
     memory = decide(given, 4)[1]
     # Four have been enough since three were.
-    assert memory.low_since == {4: NOON - 60}
+    assert memory.low_since == {4: play.NOON - 60}
 
 
 @pytest.mark.parametrize(

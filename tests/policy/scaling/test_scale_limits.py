@@ -14,19 +14,8 @@ from policy.scaling.decide import ModelPolicies
 from policy.scaling.decision_types import Decision, Guardrail, Memory, Override, Situation
 from policy.scaling.policies.registry import choose, make
 from policy.signals.types import Signals
-from tests.policy.control_play import (
-    LARGE,
-    NOON,
-    SMALL,
-    Fleet,
-    Model,
-    decide,
-    demand,
-    figures,
-    mode_option,
-    rates,
-    situation,
-)
+from tests.policy import control_play as play
+from tests.policy.control_play import decide, demand, figures, mode_option, rates, situation
 
 # From Monday to Friday between 8 and 18 o'clock. 1970-01-05 was a Monday.
 WORK = {"start": "0 8 * * mon-fri", "end": "0 18 * * mon-fri", "timezone": "Europe/Berlin"}
@@ -63,9 +52,9 @@ def test_a_floor_and_a_ceiling_hold_whatever_the_policy_says(
     )  # fmt: skip
     idle = demand(0.0, idle_s=900.0, concurrency=rates(0.0))
     given = at_hour(
-        12, count=count, scale=scale, rungs=(mode_option(SMALL.mode, least=0),),
+        12, count=count, scale=scale, rungs=(mode_option(play.SMALL.mode, least=0),),
         signals=Signals(demand=idle, replicas=figures(count, running=0)),
-        override=Override(mode=SMALL.mode, count=asked) if by_hand else None,
+        override=Override(mode=play.SMALL.mode, count=asked) if by_hand else None,
     )  # fmt: skip
     decision = decide(given, asked)[0]
     assert least <= decision.count <= max(most, least)
@@ -76,7 +65,7 @@ def test_of_overlapping_schedules_the_highest_floor_and_the_lowest_ceiling_apply
     assert decide(at_hour(9, *both), 0)[0].count == 3
     assert decide(at_hour(9, *both, count=8), 9)[0].count == 6
     # A mode with fewer replicas is bounded by its own.
-    large = at_hour(9, Schedule(**WORK, min=3), mode=LARGE.mode, rungs=(LARGE,))
+    large = at_hour(9, Schedule(**WORK, min=3), mode=play.LARGE.mode, rungs=(play.LARGE,))
     assert decide(large, 1)[0].count == 1
 
 
@@ -99,8 +88,8 @@ def test_the_bound_that_a_policy_applies_itself_is_shown() -> None:
 def test_spare_replicas_are_kept_beyond_the_need(policy: object) -> None:
     def settled(spare: int) -> int:
         policies = ModelPolicies(make(choose("policy", policy)))
-        model = Model("chat", lambda t: 0.7, policies=policies, scale=ScaleConfig(spare=spare), count=6)
-        return Fleet(model).run(600).decisions("chat")[-1].count
+        model = play.Model("chat", lambda t: 0.7, policies=policies, scale=ScaleConfig(spare=spare), count=6)
+        return play.Fleet(model).run(600).decisions("chat")[-1].count
 
     assert settled(2) == settled(0) + 2
 
@@ -127,8 +116,8 @@ def test_a_rate_bounds_every_window_of_its_period(loads: list[float], most: int)
         max_step_up=100, max_step_down=1.0, hold_s=1.0,
         rates_up=(Rate(period_s=60, replicas=most),), rates_down=(Rate(period_s=90, replicas=most),),
     )  # fmt: skip
-    model = Model("chat", lambda t: loads[int(t // 100) % len(loads)], scale=scale, drain_s=1.0)
-    decisions = Fleet(model).run(100.0 * len(loads)).decisions("chat")
+    model = play.Model("chat", lambda t: loads[int(t // 100) % len(loads)], scale=scale, drain_s=1.0)
+    decisions = play.Fleet(model).run(100.0 * len(loads)).decisions("chat")
     for sign, period_s in ((1, 60), (-1, 90)):
         for end, _ in changes(decisions, sign):
             within = [change for at, change in changes(decisions, sign) if end - period_s < at <= end]
@@ -151,7 +140,7 @@ def test_the_rate_that_allows_the_most_applies(
     given_rates: list[dict[str, Any]], made: tuple[tuple[float, int], ...], count: int
 ) -> None:
     scale = ScaleConfig(rates_up=tuple(Rate(period_s=60, **each) for each in given_rates))
-    memory = Memory(changed=tuple((NOON - ago, change) for ago, change in made))
+    memory = Memory(changed=tuple((play.NOON - ago, change) for ago, change in made))
     decision = decide(situation(count=4, scale=scale, memory=memory), 8)[0]
     assert decision.count == count
     assert [clip.rule for clip in decision.clips] == [Guardrail.RATE]
@@ -165,9 +154,9 @@ def test_a_scale_up_is_never_delayed_beyond_its_window(hold_up_s: float) -> None
     scale = ScaleConfig(hold_up_s=hold_up_s, max_step_up=100)
 
     def first_rise(lasts_s: float) -> float | None:
-        model = Model("chat", lambda t: 2.0 if 100 <= t < 100 + lasts_s else 0.5, scale=scale)
-        rises = [each for each in Fleet(model).run(300).decisions("chat") if each.count > each.was_count]
-        return rises[0].at - NOON - 100 if rises else None
+        model = play.Model("chat", lambda t: 2.0 if 100 <= t < 100 + lasts_s else 0.5, scale=scale)
+        rises = [each for each in play.Fleet(model).run(300).decisions("chat") if each.count > each.was_count]
+        return rises[0].at - play.NOON - 100 if rises else None
 
     # The policy sees a mean over 20 s, which needs more replicas after 10 s.
     seen_s = 5.0
@@ -179,12 +168,14 @@ def test_a_scale_up_is_never_delayed_beyond_its_window(hold_up_s: float) -> None
 def test_the_scale_up_delay_leaves_the_floor_and_a_model_at_zero_alone() -> None:
     scale = ScaleConfig(hold_up_s=60.0, min_healthy=3)
     assert decide(situation(count=2, scale=scale), 8)[0].count == 3
-    asleep = situation(count=0, scale=ScaleConfig(hold_up_s=60.0), rungs=(mode_option(SMALL.mode, least=0),))
+    asleep = situation(
+        count=0, scale=ScaleConfig(hold_up_s=60.0), rungs=(mode_option(play.SMALL.mode, least=0),)
+    )
     decision, memory = decide(asleep, 5)
     assert decision.count == 1
     assert decision.reason.startswith("wakes from zero; wants 5")
-    assert memory.high_since == {5: NOON}
+    assert memory.high_since == {5: play.NOON}
     later = msgspec.structs.replace(
-        asleep, at=NOON + 60, count=1, memory=msgspec.structs.replace(memory, at=NOON + 55)
+        asleep, at=play.NOON + 60, count=1, memory=msgspec.structs.replace(memory, at=play.NOON + 55)
     )
     assert decide(later, 5)[0].count == 2

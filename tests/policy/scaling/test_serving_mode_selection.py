@@ -24,26 +24,15 @@ from policy.scaling.resources import Resources
 from policy.scaling.serving_mode_selection import ModeComparison, Verdict, measured_cost
 from policy.scaling.view import Supply
 from policy.signals.types import LatencyQuantiles, Rates, Shares, Signals
-from tests.policy.control_play import (
-    BOTH,
-    LARGE,
-    NOON,
-    QUICK,
-    SMALL,
-    Fixed,
-    demand,
-    figures,
-    mode_option,
-    rates,
-    situation,
-)
+from tests.policy import control_play as play
+from tests.policy.control_play import QUICK, SMALL, Fixed, demand, figures, mode_option, rates, situation
 
 ALL = Resources(math.inf, math.inf, math.inf, math.inf)
 
 
 def large(**changes: Any) -> Situation:
     """One large replica serves."""
-    return situation(**({"mode": LARGE.mode, "rungs": BOTH, "slo": QUICK} | changes))
+    return situation(**({"mode": play.LARGE.mode, "rungs": play.BOTH, "slo": QUICK} | changes))
 
 
 def comparison(given: Situation, rate: float, **changes: Any) -> ModeComparison:
@@ -75,7 +64,7 @@ def verdict(given: Situation, rate: float = 7.0, **changes: Any) -> tuple[Verdic
 
 def test_a_mode_that_meets_the_slo_costs_its_gpus() -> None:
     there = seen(large(), 2.0)
-    assert (there[LARGE.mode].count, there[LARGE.mode].cost) == (1, 4.0)
+    assert (there[play.LARGE.mode].count, there[play.LARGE.mode].cost) == (1, 4.0)
     easy = seen(large(slo=SloConfig(ttft_p95_s=10.0)), 2.0)
     assert (easy[SMALL.mode].count, easy[SMALL.mode].cost) == (3, 3.0)
 
@@ -87,7 +76,7 @@ def test_a_mode_that_misses_the_slo_costs_more_than_the_largest_footprint() -> N
     assert missed.cost == pytest.approx(8 * (1 + (1 - missed.met) + math.log2(missed.itl_s / 0.06)))
 
 
-@pytest.mark.parametrize("mode", [LARGE.mode, SMALL.mode])
+@pytest.mark.parametrize("mode", [play.LARGE.mode, SMALL.mode])
 def test_measured_and_forecast_costs_agree(mode: str) -> None:
     """The gain of a switch is forecast and measured by one formula."""
     forecast = seen(large(), 2.0)[mode]
@@ -113,24 +102,24 @@ def test_without_measured_latencies_there_is_no_measured_cost() -> None:
 
 def test_a_mode_that_cannot_keep_up_costs_by_its_overload() -> None:
     there = seen(large(), 14.0)
-    assert there[LARGE.mode].ttft_s is None
-    edge = capability(LARGE.timing, workload_of(demand(1.0)), QUICK).mu_max
-    assert there[LARGE.mode].cost == pytest.approx(80 * 14.0 / edge)
+    assert there[play.LARGE.mode].ttft_s is None
+    edge = capability(play.LARGE.timing, workload_of(demand(1.0)), QUICK).mu_max
+    assert there[play.LARGE.mode].cost == pytest.approx(80 * 14.0 / edge)
     # Of two overloaded modes the one with the higher capacity is better.
     assert there[SMALL.mode].ttft_s is None
-    assert there[SMALL.mode].cost < there[LARGE.mode].cost
+    assert there[SMALL.mode].cost < there[play.LARGE.mode].cost
 
 
 def test_without_an_slo_a_mode_is_good_until_it_is_full() -> None:
     plain = large(slo=SloConfig())
-    assert seen(plain, 6.0)[LARGE.mode].cost == 4.0
+    assert seen(plain, 6.0)[play.LARGE.mode].cost == 4.0
     assert seen(plain, 6.0)[SMALL.mode].cost == 7.0
-    assert seen(plain, 7.0)[LARGE.mode].cost > 8.0
+    assert seen(plain, 7.0)[play.LARGE.mode].cost > 8.0
 
 
 def test_the_cost_is_in_money_with_prices_and_in_cores_without_gpus() -> None:
-    priced = tuple(msgspec.structs.replace(option, cost_per_h=2.5 * option.gpus) for option in BOTH)
-    assert seen(large(rungs=priced), 2.0)[LARGE.mode].cost == 10.0
+    priced = tuple(msgspec.structs.replace(option, cost_per_h=2.5 * option.gpus) for option in play.BOTH)
+    assert seen(large(rungs=priced), 2.0)[play.LARGE.mode].cost == 10.0
     cores = tuple(
         mode_option(name, gpus=0, cpus=cpus, of="cpu-smollm2-135m", most=2)
         for name, cpus in (("one", 2), ("two", 1))
@@ -143,29 +132,29 @@ def test_an_error_of_the_engine_model_needs_more_replicas() -> None:
     unsure = msgspec.structs.replace(SMALL, error=0.3)
     plain = SloConfig(ttft_p95_s=10.0)
     assert seen(large(slo=plain), 5.0)[SMALL.mode].count == 6
-    assert seen(large(slo=plain, rungs=(LARGE, unsure)), 5.0)[SMALL.mode].count == 7
+    assert seen(large(slo=plain, rungs=(play.LARGE, unsure)), 5.0)[SMALL.mode].count == 7
 
 
 def test_min_healthy_bounds_and_budget_limit_the_count() -> None:
     plain = SloConfig(ttft_p95_s=10.0)
     assert seen(large(slo=plain, scale=ScaleConfig(min_healthy=4)), 1.0)[SMALL.mode].count == 4
     assert seen(large(slo=plain), 5.0, reach=ALL._replace(gpus=3))[SMALL.mode].count == 3
-    nothing = seen(large(), 5.0, reach=ALL._replace(gpus=3))[LARGE.mode]
+    nothing = seen(large(), 5.0, reach=ALL._replace(gpus=3))[play.LARGE.mode]
     assert nothing.why == "the budget has no room for it"
 
 
 def test_a_single_request_has_to_meet_the_slo() -> None:
     there = seen(large(slo=SloConfig(itl_p95_s=0.05)), 0.0)
-    assert there[SMALL.mode].cost > 8 and there[LARGE.mode].cost == 4.0
+    assert there[SMALL.mode].cost > 8 and there[play.LARGE.mode].cost == 4.0
 
 
 @pytest.mark.parametrize("model", [None, GENERIC.model])
 def test_a_mode_without_an_engine_model_is_not_compared(model: Any) -> None:
     unknown = msgspec.structs.replace(SMALL, timing=msgspec.structs.replace(SMALL.timing, model=model))
-    found, why = verdict(confirmed(large(rungs=(LARGE, unknown)), SMALL.mode))
+    found, why = verdict(confirmed(large(rungs=(play.LARGE, unknown)), SMALL.mode))
     assert (found.to, why) == (None, "its speed is unknown (no engine model)")
-    there = large(mode=SMALL.mode, rungs=(LARGE, unknown))
-    found, why = verdict(confirmed(there, LARGE.mode), 2.0)
+    there = large(mode=SMALL.mode, rungs=(play.LARGE, unknown))
+    found, why = verdict(confirmed(there, play.LARGE.mode), 2.0)
     assert found.to is None and "multi-replica: its speed is unknown" in why
 
 
@@ -174,7 +163,7 @@ def test_a_mode_without_an_engine_model_is_not_compared(model: Any) -> None:
 )
 def test_more_load_never_costs_less(one: float, other: float, slo: SloConfig) -> None:
     low, high = sorted((one, other))
-    for mode in (LARGE.mode, SMALL.mode):
+    for mode in (play.LARGE.mode, SMALL.mode):
         before, after = (seen(large(slo=slo), rate)[mode] for rate in (low, high))
         assert before.count <= after.count
         # A mode that cannot meet the SLO has as many replicas as keep up: one more lowers its miss.
@@ -189,9 +178,9 @@ def test_more_load_never_costs_less(one: float, other: float, slo: SloConfig) ->
 def test_a_gain_has_to_be_confirmed() -> None:
     found, why = verdict(large(), spare=Resources(gpus=8))
     assert found.to is None and "confirmed for 0 of 60 s" in why
-    assert found.better_since == {SMALL.mode: NOON}
+    assert found.better_since == {SMALL.mode: play.NOON}
     found, why = verdict(confirmed(large(), SMALL.mode, 59.9))
-    assert found.to is None and found.better_since == {SMALL.mode: NOON - 59.9}
+    assert found.to is None and found.better_since == {SMALL.mode: play.NOON - 59.9}
     found, why = verdict(confirmed(large(), SMALL.mode))
     assert found.to is not None and (found.to.mode, why) == (
         SMALL.mode,
@@ -207,9 +196,9 @@ def test_a_gain_that_is_too_small_is_not_confirmed() -> None:
 
 
 def test_the_dwell_time_after_a_switch() -> None:
-    found, why = verdict(confirmed(large(), SMALL.mode, switched_at=NOON - 299))
+    found, why = verdict(confirmed(large(), SMALL.mode, switched_at=play.NOON - 299))
     assert found.to is None and "the mode changed 299 s ago, mode.dwell_s is 300" in why
-    assert verdict(confirmed(large(), SMALL.mode, switched_at=NOON - 300))[0].to is not None
+    assert verdict(confirmed(large(), SMALL.mode, switched_at=play.NOON - 300))[0].to is not None
 
 
 @pytest.mark.parametrize(
@@ -229,7 +218,7 @@ def test_no_switch_during_a_change_or_with_stale_metrics(changes: dict[str, Any]
 def test_a_long_start_has_to_pay_off() -> None:
     """From one large replica to three small ones: one GPU of four is saved while the load lasts."""
     slow = msgspec.structs.replace(SMALL, lead_s=600.0)
-    there = large(rungs=(LARGE, slow), slo=SloConfig(ttft_p95_s=10.0))
+    there = large(rungs=(play.LARGE, slow), slo=SloConfig(ttft_p95_s=10.0))
     found, why = verdict(confirmed(there, SMALL.mode), 2.0)
     assert found.to is None and "saves 300 in 300 s, less than the 1800 that the switch costs" in why
     # A gain that lasted half an hour is expected to last another.
@@ -238,9 +227,9 @@ def test_a_long_start_has_to_pay_off() -> None:
 
 def test_during_a_gap_the_queue_has_to_hold_the_requests() -> None:
     """Small replicas on all GPUs miss the SLO, which a large one would meet."""
-    gap = msgspec.structs.replace(LARGE, gap_s=100.0)
+    gap = msgspec.structs.replace(play.LARGE, gap_s=100.0)
     long_timeout = large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0)
-    there = confirmed(long_timeout, LARGE.mode, 3600)
+    there = confirmed(long_timeout, play.LARGE.mode, 3600)
     assert verdict(there, 2.0, spare=Resources())[0].to is not None
     short_timeout = msgspec.structs.replace(there, queue_s=99.0)
     found, why = verdict(short_timeout, 2.0, spare=Resources())
@@ -249,13 +238,15 @@ def test_during_a_gap_the_queue_has_to_hold_the_requests() -> None:
         and "0.00 of 2.00 req/s can be served during the switch: others wait for 100 s" in why
     )
     # The cost of a gap counts, too: a gain of a minute or two does not justify one.
-    shortly = msgspec.structs.replace(there, memory=Memory(better_since={LARGE.mode: NOON - 60}))
+    shortly = msgspec.structs.replace(there, memory=Memory(better_since={play.LARGE.mode: play.NOON - 60}))
     assert "that the switch costs" in verdict(shortly, 2.0, spare=Resources())[1]
 
 
 def test_the_drain_of_a_switch_is_part_of_its_gap() -> None:
-    gap = msgspec.structs.replace(LARGE, gap_s=40.0)
-    there = confirmed(large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0), LARGE.mode, 3600)
+    gap = msgspec.structs.replace(play.LARGE, gap_s=40.0)
+    there = confirmed(
+        large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0), play.LARGE.mode, 3600
+    )
 
     def why(drain_s: float, rate: float = 2.0) -> str:
         signals = msgspec.structs.replace(there.signals, demand=demand(rate, drain_s=drain_s))
@@ -278,8 +269,10 @@ def test_an_overloaded_mode_may_queue_requests_during_the_switch() -> None:
 
 def test_the_peak_during_a_switch_is_independent_of_the_forecast() -> None:
     """No replica serves for 100 s, longer than a start in the present mode."""
-    gap = msgspec.structs.replace(LARGE, gap_s=100.0)
-    there = confirmed(large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=99.0), LARGE.mode, 3600)
+    gap = msgspec.structs.replace(play.LARGE, gap_s=100.0)
+    there = confirmed(
+        large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=99.0), play.LARGE.mode, 3600
+    )
     asked: list[float] = []
 
     def during(seconds: float) -> float:
@@ -293,15 +286,17 @@ def test_the_peak_during_a_switch_is_independent_of_the_forecast() -> None:
     signals = Signals(demand=demand(2.0, arrivals=rising), replicas=figures(8))
     supply = Supply(wanted=8, serving=8)
     decision, _ = decided(msgspec.structs.replace(there, signals=signals, supply=supply), 8, Budget(gpus=8))
-    why = next(seen.why for seen in decision.outlooks if seen.mode == LARGE.mode)
+    why = next(seen.why for seen in decision.outlooks if seen.mode == play.LARGE.mode)
     assert f"0.00 of {likely(rising, 100.0, 0.95):.2f} req/s can be served during the switch" in why
 
 
 def test_the_cheapest_mode_is_chosen() -> None:
     tiny = mode_option("tiny", gpus=1, most=8)
     wide = mode_option("wide", gpus=2, most=4)
-    there = large(rungs=(LARGE, wide, tiny), slo=SloConfig())
-    there = msgspec.structs.replace(there, memory=Memory(better_since={"wide": NOON - 90, "tiny": NOON - 90}))
+    there = large(rungs=(play.LARGE, wide, tiny), slo=SloConfig())
+    there = msgspec.structs.replace(
+        there, memory=Memory(better_since={"wide": play.NOON - 90, "tiny": play.NOON - 90})
+    )
     found = comparison(there, 1.0).evaluate()
     reasons = {each.mode: each.why for each in found.outlooks}
     assert found.to is not None
@@ -324,11 +319,11 @@ def overloaded(**changes: Any) -> Situation:
 
 def test_a_switch_states_its_gain_and_resets_the_memory() -> None:
     decision, memory = decided(overloaded(), budget=Budget(gpus=12))
-    assert (decision.was_mode, decision.mode, decision.count) == (LARGE.mode, SMALL.mode, 8)
+    assert (decision.was_mode, decision.mode, decision.count) == (play.LARGE.mode, SMALL.mode, 8)
     assert decision.gain is not None and decision.gain > 0.15
     text = "multi-replica is predicted to keep up with the load, which single-large cannot"
     assert decision.reason == f"{text}, for 2 times the GPUs (4 -> 8)"
-    assert (memory.switched_at, memory.better_since, memory.low_since) == (NOON, {}, {})
+    assert (memory.switched_at, memory.better_since, memory.low_since) == (play.NOON, {}, {})
 
 
 def test_a_model_at_zero_does_not_switch() -> None:
@@ -337,13 +332,13 @@ def test_a_model_at_zero_does_not_switch() -> None:
     for count in (0, 1):
         signals = Signals(demand=quiet, replicas=figures(count, running=0))
         there = large(count=count, signals=signals, slo=SloConfig(), scale=ScaleConfig(zero_after_s=300.0))
-        there = msgspec.structs.replace(there, rungs=(msgspec.structs.replace(LARGE, least=0), small))
+        there = msgspec.structs.replace(there, rungs=(msgspec.structs.replace(play.LARGE, least=0), small))
         there = confirmed(
             msgspec.structs.replace(there, supply=Supply(wanted=count, serving=count)), SMALL.mode
         )
         assert verdict(there, 0.0)[0].to is not None
         decision, _ = decided(there)
-        assert (decision.mode, decision.count) == (LARGE.mode, 0)
+        assert (decision.mode, decision.count) == (play.LARGE.mode, 0)
 
 
 def test_a_dry_run_starts_no_dwell_time() -> None:
@@ -351,24 +346,26 @@ def test_a_dry_run_starts_no_dwell_time() -> None:
     guard = msgspec.structs.replace(given.guard, dry_run=True)
     decision, memory = decided(msgspec.structs.replace(given, guard=guard))
     assert decision.dry_run and decision.mode == SMALL.mode
-    assert (memory.switched_at, memory.better_since) == (None, {SMALL.mode: NOON - 60})
+    assert (memory.switched_at, memory.better_since) == (None, {SMALL.mode: play.NOON - 60})
 
 
 def test_a_manual_mode_is_kept() -> None:
-    pinned = Override(mode=LARGE.mode)
+    pinned = Override(mode=play.LARGE.mode)
     decision, _ = decided(overloaded(override=pinned))
-    assert (decision.mode, decision.gain) == (LARGE.mode, None)
+    assert (decision.mode, decision.gain) == (play.LARGE.mode, None)
     assert "multi-replica is predicted to" in decision.reason and "mode is set manually" in decision.reason
 
 
 def test_a_manual_mode_is_switched_to_at_once() -> None:
     signals = Signals(demand=demand(2.0), replicas=figures(1))
     switch = Override(mode=SMALL.mode)
-    unsettled = large(signals=signals, settled=False, override=switch, memory=Memory(switched_at=NOON - 1))
+    unsettled = large(
+        signals=signals, settled=False, override=switch, memory=Memory(switched_at=play.NOON - 1)
+    )
     decision, memory = decided(unsettled)
     # Small replicas cannot meet the SLO: as many as keep up are wanted.
     assert (decision.mode, decision.count, decision.gain) == (SMALL.mode, 3, None)
-    assert memory.switched_at == NOON
+    assert memory.switched_at == play.NOON
     counted = msgspec.structs.replace(unsettled, override=Override(mode=SMALL.mode, count=3))
     decision, _ = decided(counted)
     assert (decision.mode, decision.count) == (SMALL.mode, 3)
@@ -389,7 +386,7 @@ def test_a_fixed_policy_does_not_change_the_mode() -> None:
     given = overloaded()
     policies = {given.model: ModelPolicies(make(choose("policy", "static")))}
     decision, memory = decide_all({given.model: given}, Budget(gpus=12), policies)[given.model]
-    assert (decision.mode, decision.gain, memory.better_since) == (LARGE.mode, None, {})
+    assert (decision.mode, decision.gain, memory.better_since) == (play.LARGE.mode, None, {})
     other = next(seen for seen in decision.outlooks if seen.mode == SMALL.mode)
     assert (other.count, other.why) == (8, "the policy does not change modes")
     by_hand = msgspec.structs.replace(given, override=Override(mode=SMALL.mode))
@@ -399,20 +396,20 @@ def test_a_fixed_policy_does_not_change_the_mode() -> None:
 
 def test_a_mode_that_no_longer_fits_the_budget_is_left() -> None:
     """A large replica exceeds the power budget: it stays until small ones replace it."""
-    above_power_budget = msgspec.structs.replace(LARGE, watts=2560.0)
+    above_power_budget = msgspec.structs.replace(play.LARGE, watts=2560.0)
     small = msgspec.structs.replace(SMALL, watts=300.0)
     signals = Signals(demand=demand(1.0), replicas=figures(1))
     there = large(slo=SloConfig(), rungs=(above_power_budget, small), signals=signals)
     decision, memory = decided(there, budget=Budget(watts=2500))
-    assert (decision.mode, decision.count) == (LARGE.mode, 1)
-    assert memory.better_since == {SMALL.mode: NOON}
+    assert (decision.mode, decision.count) == (play.LARGE.mode, 1)
+    assert memory.better_since == {SMALL.mode: play.NOON}
     decision, _ = decided(confirmed(there, SMALL.mode), budget=Budget(watts=2500))
     assert (decision.mode, decision.count) == (SMALL.mode, 2)
 
 
 def test_a_manual_mode_waits_for_the_budget() -> None:
     signals = Signals(demand=demand(2.0), replicas=figures(2))
-    there = situation(count=2, rungs=BOTH, signals=signals, override=Override(mode=LARGE.mode))
+    there = situation(count=2, rungs=play.BOTH, signals=signals, override=Override(mode=play.LARGE.mode))
     decision, _ = decided(there, 2, Budget(gpus=3))
     assert (decision.mode, decision.count) == (SMALL.mode, 2)
     assert "switch to single-large waits: it needs 1, the budget leaves 0" in decision.reason

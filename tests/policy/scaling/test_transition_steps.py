@@ -180,10 +180,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         counts = {first: min(counts[first], large // gpus[first])}
         count = min(count, large // each[key])
     goal = Goal(
-        key=key,
-        count=count,
-        min_healthy=min(draw(st.integers(0, 3)), count),
-        gap=draw(st.booleans()),
+        key=key, count=count, min_healthy=min(draw(st.integers(0, 3)), count), gap=draw(st.booleans())
     )
     return Cluster(
         goal,

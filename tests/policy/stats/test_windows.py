@@ -11,18 +11,29 @@ from policy.stats.windows import RateBins
 SPANS = st.lists(st.tuples(st.floats(0, 30), st.floats(0, 30), st.integers(0, 1000)), min_size=1, max_size=20)
 
 
-def test_a_count_is_spread_evenly_over_its_seconds() -> None:
+@pytest.mark.parametrize(
+    ("spread", "window", "counted"),
+    [
+        # A count is spread evenly over its seconds, and the window includes its part of its first second.
+        ((10.5, 12.5, 4.0), (10.0, 10.9), 1.0),
+        ((10.5, 12.5, 4.0), (11.0, 11.9), 2.0),
+        ((10.5, 12.5, 4.0), (12.0, 12.9), 1.0),
+        ((10.0, 11.0, 8.0), (10.75, 12.0), 2.0),
+        # Of a long span, the part within the window.
+        ((0.0, 600.0, 600.0), (540.0, 600.0), 60.0),
+        # Seconds without counts.
+        ((10.0, 10.0, 1.0), (11.0, 12.0), 0.0),
+        ((10.0, 10.0, 1.0), (2.0, 5.0), 0.0),
+    ],
+)
+def test_the_window_has_its_part_of_what_was_counted(
+    spread: tuple[float, float, float], window: tuple[float, float], counted: float
+) -> None:
     bins = RateBins(60, 2)
-    bins.spread(10.5, 12.5, [(1, 4.0)])
-    assert bins.sums(10.0, 10.9) == [0.0, 1.0]
-    assert bins.sums(11.0, 11.9) == [0.0, 2.0]
-    assert bins.sums(12.0, 12.9) == [0.0, 1.0]
-
-
-def test_a_window_includes_its_part_of_its_first_second() -> None:
-    bins = RateBins(60, 1)
-    bins.spread(10.0, 11.0, [(0, 8.0)])
-    assert bins.sums(10.75, 12.0) == [2.0]
+    assert bins.sums(*window) == [0.0, 0.0]
+    begin, end, count = spread
+    bins.spread(begin, end, [(1, count)])
+    assert bins.sums(*window) == [0.0, pytest.approx(counted)]
 
 
 def test_counts_older_than_the_window_are_dropped() -> None:
@@ -32,20 +43,6 @@ def test_counts_older_than_the_window_are_dropped() -> None:
     assert bins.sums(0.0, 100.0) == [1.0]
     bins.spread(3.0, 4.0, [(0, 7.0)])
     assert bins.sums(0.0, 100.0) == [1.0]
-
-
-def test_only_the_part_of_a_long_span_within_the_window_counts() -> None:
-    bins = RateBins(60, 1)
-    bins.spread(0.0, 600.0, [(0, 600.0)])
-    assert bins.sums(540.0, 600.0) == [pytest.approx(60.0)]
-
-
-def test_seconds_without_counts_are_zero() -> None:
-    bins = RateBins(60, 1)
-    assert bins.sums(0.0, 5.0) == [0.0]
-    bins.spread(10.0, 10.0, [(0, 1.0)])
-    assert bins.sums(11.0, 12.0) == [0.0]
-    assert bins.sums(2.0, 5.0) == [0.0]
 
 
 def test_the_shortest_recent_span_with_enough_counts_is_found() -> None:

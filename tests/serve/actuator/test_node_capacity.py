@@ -42,10 +42,7 @@ def gpus(large: int = 4, **over: Any) -> dict[str, Any]:
             sim_model(
                 sim={"wake_s": 1},
                 shapes={"large": {"gpus": 4, "tensor_parallel": 4}, "small": {"gpus": 1}},
-                modes={
-                    "tp4": {"shape": "large", "replicas": 2},
-                    "tp1": {"shape": "small", "replicas": 8},
-                },
+                modes={"tp4": {"shape": "large", "replicas": 2}, "tp1": {"shape": "small", "replicas": 8}},
             ),
             "models[0].modes",
             "at most 4 GPUs in any mode",

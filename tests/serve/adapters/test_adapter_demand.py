@@ -106,12 +106,7 @@ def test_failed_load_is_retried_before_it_expires_and_may_fail_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "after",
-    [
-        {"adapters": (SERVED,)},
-        {"incarnation": 1},
-        {"state": ReplicaPhase.STOPPED},
-    ],
+    "after", [{"adapters": (SERVED,)}, {"incarnation": 1}, {"state": ReplicaPhase.STOPPED}]
 )
 def test_failed_load_is_dropped_with_its_engine(after: dict[str, Any]) -> None:
     demand = AdapterDemand()

@@ -44,28 +44,21 @@ async def test_failed_start_is_rolled_back(plane: Plane) -> None:
     assert plane.note() == ""
 
 
-async def test_an_apply_clears_the_rollback_note(plane: Plane) -> None:
-    await plane.ready(document())
-    plane.cluster.failing[NEW_SMALL] = "ValueError: no such weights"
-    plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
-    await plane.ticks()
-    assert plane.note().startswith("rolled back")
-    running = set(plane.cluster.replicas)
-    plane.controller.apply(document())
-    await plane.ticks()
-    assert plane.note() == ""
-    assert set(plane.cluster.replicas) == running
-
-
-async def test_a_reverted_apply_keeps_the_running_replicas(plane: Plane) -> None:
+@pytest.mark.parametrize("failed", [True, False])
+async def test_a_reverted_apply_keeps_the_running_replicas(plane: Plane, failed: bool) -> None:
+    """Whether what was applied has failed or still starts."""
     await plane.ready(document())
     running = set(plane.cluster.replicas)
-    plane.cluster.slow = True
+    if failed:
+        plane.cluster.failing[NEW_SMALL] = "ValueError: no such weights"
+    plane.cluster.slow = not failed
     plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
     await plane.ticks()
+    assert plane.note().startswith("rolled back") is failed
     plane.cluster.slow = False
     plane.controller.apply(document())
     await plane.ticks()
+    assert plane.note() == ""
     assert set(plane.cluster.replicas) == running
 
 

@@ -15,10 +15,7 @@ from tests.serve.sim_documents import document, sim_model
 
 
 def gpus(**over: Any) -> dict[str, Any]:
-    shapes = {
-        "large": {"gpus": 2, "tensor_parallel": 2, "cpus": 1},
-        "small": {"gpus": 1, "cpus": 1},
-    }
+    shapes = {"large": {"gpus": 2, "tensor_parallel": 2, "cpus": 1}, "small": {"gpus": 1, "cpus": 1}}
     modes = {
         "multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}},
         "single-large": {"shape": "large", "replicas": 1},

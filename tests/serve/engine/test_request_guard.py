@@ -12,14 +12,7 @@ import pytest
 
 from policy.engine.performance_model import Timing
 from policy.types import ReplicaPhase
-from policy.wire.headers import (
-    CANARY_HEADER,
-    DEPTHS_HEADER,
-    PREFILL_HEADER,
-    PREFIX_HEADER,
-    REFUSAL_HEADER,
-    SECRET_HEADER,
-)
+from policy.wire import headers
 from serve.engine import request_guard
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, NAMED, EngineStats, Receive, Scope, Send
@@ -28,7 +21,7 @@ from serve.engine.request_guard import MAX_PREFIXES, Guard
 from tests.clock import Clock
 from tests.serve.engine.fakes import TIMING, FakeEngine, FakeFiles, Request
 
-SECRET = {SECRET_HEADER: "s"}
+SECRET = {headers.SECRET_HEADER: "s"}
 CHAT = "/v1/chat/completions"
 # A burst ends within this time on any machine.
 WAIT_S = 0.5
@@ -97,13 +90,15 @@ async def in_flight(guard: Guard, count: int) -> None:
 def refusal(answer: httpx.Response) -> str:
     body = answer.json()["error"]
     assert body.keys() == {"message", "type", "param", "code"}
-    assert body["code"] == answer.headers[REFUSAL_HEADER]
+    assert body["code"] == answer.headers[headers.REFUSAL_HEADER]
     return str(body["code"])
 
 
-@pytest.mark.parametrize("given", [{}, {SECRET_HEADER: ""}, {SECRET_HEADER: "S"}, {SECRET_HEADER: "ss"}])
+@pytest.mark.parametrize(
+    "given", [{}, {headers.SECRET_HEADER: ""}, {headers.SECRET_HEADER: "S"}, {headers.SECRET_HEADER: "ss"}]
+)
 async def test_a_secret_is_required(engine: Held, client: httpx.AsyncClient, given: dict[str, str]) -> None:
-    client.headers.pop(SECRET_HEADER)
+    client.headers.pop(headers.SECRET_HEADER)
     inside = {("GET", "/internal/load"), ("GET", "/nowhere")}
     for method, path in {*ALLOWED, *inside}:
         answer = await client.request(method, path, headers=given)
@@ -221,7 +216,7 @@ async def test_only_the_canary_is_served_while_starting(engine: Held, client: ht
     refused = Request(guard, "POST", CHAT, SECRET)
     await refused.task
     assert refused.refusal[:2] == (503, "starting")
-    canary = Request(guard, "POST", CHAT, {**SECRET, CANARY_HEADER: "1"})
+    canary = Request(guard, "POST", CHAT, {**SECRET, headers.CANARY_HEADER: "1"})
     await canary.task
     assert canary.sent[0]["status"] == 200
 
@@ -283,7 +278,7 @@ async def test_a_burst_is_one_load_line(engine: Held, guard: Guard, monkeypatch:
 
 
 def announcing(tokens: str, prefix: str = "") -> dict[str, str]:
-    return {**SECRET, PREFILL_HEADER: tokens, PREFIX_HEADER: prefix}
+    return {**SECRET, headers.PREFILL_HEADER: tokens, headers.PREFIX_HEADER: prefix}
 
 
 async def test_announced_prefills_are_pending_until_the_first_byte(engine: Held, guard: Guard) -> None:
@@ -400,8 +395,8 @@ async def test_the_engine_learns_how_the_gateway_names_a_prompt(
     naming.go.set()
     made = guarded(naming)
     made.become(ReplicaPhase.READY)
-    headers = SECRET | {PREFIX_HEADER: new, DEPTHS_HEADER: depths}
+    given = SECRET | {headers.PREFIX_HEADER: new, headers.DEPTHS_HEADER: depths}
     transport = httpx.ASGITransport(made)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=transport, base_url="http://r", headers=headers) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://r", headers=given) as client:
         assert (await client.post(CHAT)).status_code == 200
     assert seen == [named]

@@ -70,9 +70,7 @@ async def test_a_stream_equals_the_whole_answer_with_one_event_per_token(client:
         assert [choice["finish_reason"] for choice in choices] == [None] * 9 + ["length"]
 
 
-async def test_without_max_tokens_a_chat_ends_unless_eos_is_ignored(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_without_max_tokens_a_chat_ends_unless_eos_is_ignored(client: httpx.AsyncClient) -> None:
     body = await post(client, "/v1/chat/completions", **CHAT)
     assert body["choices"][0]["finish_reason"] == "stop"
     assert 16 <= body["usage"]["completion_tokens"] <= 256
@@ -152,17 +150,9 @@ async def test_models_list_the_base_and_its_adapters(client: httpx.AsyncClient, 
         (b'{"messages": []}', 400, "messages"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}', 400, "max_tokens"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', 400, "max_tokens"),
-        (
-            b'{"messages": [{"role": "user", "content": "x"}], "stream_options": {}}',
-            400,
-            "stream_options",
-        ),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stream_options": {}}', 400, "stream_options"),
         (b'{"messages": [{"role": "user", "content": "x"}], "model": "nope"}', 404, "model"),
-        (
-            b'{"messages": [{"role": "user", "content": "' + b"x " * 512 + b'"}]}',
-            400,
-            "input_tokens",
-        ),
+        (b'{"messages": [{"role": "user", "content": "' + b"x " * 512 + b'"}]}', 400, "input_tokens"),
     ],
 )
 async def test_an_invalid_chat_request_has_the_error_code_and_parameter_of_vllm(

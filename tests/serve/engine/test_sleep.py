@@ -100,9 +100,7 @@ async def harness() -> AsyncIterator[Harness]:
     await asyncio.gather(*made.tasks, return_exceptions=True)
 
 
-async def test_it_sleeps_after_the_last_request_and_answers_after_waking(
-    harness: Harness,
-) -> None:
+async def test_it_sleeps_after_the_last_request_and_answers_after_waking(harness: Harness) -> None:
     harness.run()
     request = await harness.draining()
     assert await harness.refusal() == "draining"

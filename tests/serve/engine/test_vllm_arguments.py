@@ -38,14 +38,18 @@ def spec(engine_args: dict[str, Any], runner: Runner = Runner.GENERATE) -> Engin
     )  # fmt: skip
 
 
-def test_shipped_deployments_have_valid_engine_arguments() -> None:
+def parsed(given: dict[str, Any], runner: Runner = Runner.GENERATE, **changes: Any) -> Any:
     from serve.engine.vllm_arguments import arguments  # noqa: PLC0415 - vLLM takes seconds to import
 
+    return arguments(msgspec.structs.replace(spec(given, runner), **changes))
+
+
+def test_shipped_deployments_have_valid_engine_arguments() -> None:
     for path in sorted((ROOT / "deployments").glob("*.yaml")):
         for model in yaml.safe_load(path.read_text())["models"]:
             if model.get("engine", "vllm") == "vllm":
                 for shape in model["shapes"].values():
-                    arguments(spec({**model.get("engine_args", {}), **shape.get("engine_args", {})}))
+                    parsed({**model.get("engine_args", {}), **shape.get("engine_args", {})})
 
 
 @pytest.mark.long
@@ -127,8 +131,6 @@ def test_the_known_arguments_are_those_of_the_installed_vllm() -> None:
     ],
 )
 def test_plugins_with_parsers_are_imported(package: str, base: str, argument: str, tmp_path: Path) -> None:
-    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
-
     manager = getattr(importlib.import_module(f"vllm.{package}"), f"{base}Manager")
     plugin = tmp_path / f"{package}_of_ours.py"
     plugin.write_text(
@@ -136,15 +138,13 @@ def test_plugins_with_parsers_are_imported(package: str, base: str, argument: st
         f"@{base}Manager.register_module('ours')\nclass Ours({base}): ...\n"
     )
     assert "ours" not in manager.list_registered()
-    arguments(spec({argument: str(plugin)}))
+    parsed({argument: str(plugin)})
     assert "ours" in manager.list_registered()
 
 
 def test_own_arguments_take_precedence_and_nested_ones_become_objects() -> None:
-    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
-
     given = {"max_model_len": 512, "enforce_eager": True, "generation_config": None, "hf_overrides": {"a": 1}}
-    args = arguments(spec(given, Runner.POOLING))
+    args = parsed(given, Runner.POOLING)
     assert (args.model, args.served_model_name, args.tensor_parallel_size) == ("/weights", ["m"], 2)
     assert (args.runner, args.max_model_len, args.enforce_eager) == ("pooling", 512, True)
     assert args.hf_overrides == {"a": 1}
@@ -152,17 +152,11 @@ def test_own_arguments_take_precedence_and_nested_ones_become_objects() -> None:
 
 
 def test_adapter_slots_become_max_loras() -> None:
-    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
-
-    changed = msgspec.structs.replace(
-        spec({"lora_modules": ["sql=/adapters/sql"]}), adapter_slots=4, max_rank=12
-    )
-    args = arguments(changed)
+    args = parsed({"lora_modules": ["sql=/adapters/sql"]}, adapter_slots=4, max_rank=12)
     # Adapters of the arguments are always loaded, in addition to the slots.
     assert (args.enable_lora, args.max_loras, args.max_cpu_loras) == (True, 5, None)
     # The next larger rank of those that vLLM has kernels for.
     assert args.max_lora_rank == 16
-    assert arguments(spec({})).enable_lora is None
 
 
 @pytest.mark.parametrize(("domains", "fetched"), [(None, False), (["media.example"], True)])
@@ -171,9 +165,7 @@ def test_media_of_a_request_is_fetched_from_listed_hosts_alone(
 ) -> None:
     from vllm.multimodal.media.connector import MediaConnector  # noqa: PLC0415
 
-    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
-
-    allowed = arguments(spec({"allowed_media_domains": domains} if domains else {})).allowed_media_domains
+    allowed = parsed({"allowed_media_domains": domains} if domains else {}).allowed_media_domains
     asked: list[str] = []
     connection = SimpleNamespace(get_bytes=lambda url, **_: asked.append(url) or b"")
     connector = MediaConnector(connection=connection, allowed_media_domains=allowed)
@@ -194,10 +186,8 @@ def test_media_of_a_request_is_fetched_from_listed_hosts_alone(
     ],
 )
 def test_an_invalid_argument_is_refused_with_vllms_message(given: dict[str, Any], message: str) -> None:
-    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
-
     with pytest.raises(EngineFailed, match=message):
-        arguments(spec(given))
+        parsed(given)
 
 
 def test_the_step_logger_counts_and_times_steps() -> None:
@@ -252,22 +242,27 @@ def test_the_step_logger_counts_and_times_steps() -> None:
     ]
 
 
-def test_iteration_details_are_always_logged() -> None:
-    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
-
-    assert arguments(spec({"enable_logging_iteration_details": False})).enable_logging_iteration_details
-
-
-def test_sleep_mode_is_enabled_for_shared_gpus_only() -> None:
-    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
-
-    assert arguments(spec({})).enable_sleep_mode is False
-    assert arguments(msgspec.structs.replace(spec({}), sleeps=True)).enable_sleep_mode is True
-
-
-async def test_an_engine_starts_as_that_of_vllms_own_server(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("given", "changes", "name", "value"),
+    [
+        ({}, {}, "enable_lora", None),
+        ({}, {}, "enable_sleep_mode", False),
+        ({}, {"sleeps": True}, "enable_sleep_mode", True),
+        ({"enable_logging_iteration_details": False}, {}, "enable_logging_iteration_details", True),
+        # Less than its share of the memory of a GPU.
+        ({}, {"share": 0.25}, "gpu_memory_utilization", 0.225),
+        ({"gpu_memory_utilization": 0.2}, {"share": 0.25}, "gpu_memory_utilization", 0.2),
+    ],
+)
+def test_an_argument_has_the_value_that_tidegate_needs(
+    given: dict[str, Any], changes: dict[str, Any], name: str, value: object
 ) -> None:
+    assert getattr(parsed(given, **changes), name) == (
+        pytest.approx(value) if isinstance(value, float) else value
+    )
+
+
+async def test_an_engine_starts_as_that_of_vllms_own_server(monkeypatch: pytest.MonkeyPatch) -> None:
     from serve.engine import vllm as module  # noqa: PLC0415
     from serve.engine.vllm_arguments import USAGE  # noqa: PLC0415
 
@@ -343,9 +338,7 @@ async def test_sleep_keeps_weights_in_memory_and_running_requests() -> None:
         await engine.wake()
 
 
-def test_the_engine_core_on_cpus_sleeps_until_its_worker_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_engine_core_on_cpus_sleeps_until_its_worker_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
 
     from serve.engine.vllm_cpu import LOOK_MS, MultiprocExecutor, SleepingExecutor  # noqa: PLC0415
@@ -510,13 +503,3 @@ def test_a_step_without_an_adapter_does_without_their_arithmetic(
     wrapper.add_lora_logits("logits")
     wrapper.add_lora_linear("linear")
     assert added == ([] if no_lora else ["logits", "linear"])
-
-
-@pytest.mark.parametrize(("given", "used"), [({}, 0.225), ({"gpu_memory_utilization": 0.2}, 0.2)])
-def test_an_engine_with_a_fraction_of_a_gpu_takes_less_than_that_of_its_memory(
-    given: dict[str, Any], used: float
-) -> None:
-    from serve.engine.vllm_arguments import arguments  # noqa: PLC0415
-
-    args = arguments(msgspec.structs.replace(spec(given), share=0.25))
-    assert args.gpu_memory_utilization == pytest.approx(used)

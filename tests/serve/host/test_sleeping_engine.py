@@ -206,10 +206,7 @@ async def test_a_switch_cancelled_during_the_drain_continues_to_serve(make: Make
     group = make(sim={"profile": "sim-small", "speed": 0.05, "wake_s": 0.05})
     await up(group, large=1)
     (large,) = of(group, "large")
-    async with (
-        client(large.url) as http,
-        http.stream("POST", "/v1/completions", json=prompt(100)) as answer,
-    ):
+    async with client(large.url) as http, http.stream("POST", "/v1/completions", json=prompt(100)) as answer:
         lines = answer.aiter_lines()
         await anext(lines)
         group.order({"large": 0, "small": 2})
@@ -224,8 +221,7 @@ async def test_a_switch_cancelled_during_the_drain_continues_to_serve(make: Make
 
 async def test_requests_past_the_drain_timeout_are_cut(make: Make) -> None:
     group = make(
-        sim={"profile": "sim-small", "speed": 0.02, "wake_s": 0.0},
-        control={"mode": {"drain_timeout_s": 0.3}},
+        sim={"profile": "sim-small", "speed": 0.02, "wake_s": 0.0}, control={"mode": {"drain_timeout_s": 0.3}}
     )
     await up(group, large=1)
     (large,) = of(group, "large")

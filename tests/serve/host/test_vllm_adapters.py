@@ -29,12 +29,7 @@ from tests.serve.engine.vllm_host import WITHIN_S, running
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.long,
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 PROMPT = "The capital of France is"
 
 

@@ -34,10 +34,7 @@ def deployment(**more: Any) -> Deployment:
             "large": {"gpus": 4, "tensor_parallel": 4, "max_in_flight": 16},
             "small": {"gpus": 1, "max_in_flight": 16},
         },
-        "modes": {
-            LONG: {"shape": "large"},
-            SHORT: {"shape": "small", "replicas": {"min": 1, "max": 4}},
-        },
+        "modes": {LONG: {"shape": "large"}, SHORT: {"shape": "small", "replicas": {"min": 1, "max": 4}}},
         "control": {
             "slo": {"ttft_p95_s": 0.5, "itl_p95_s": 0.05},
             "tick_s": 1,

@@ -122,9 +122,7 @@ def fit_of(shown: tuple[Limits, EngineModel, list[Observation]], points: list[Ob
     return fit_model(points, truth, limits)
 
 
-def test_held_out_points_are_not_fitted(
-    shown: tuple[Limits, EngineModel, list[Observation]],
-) -> None:
+def test_held_out_points_are_not_fitted(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
     slowed = changed(shown[2], lambda s: msgspec.structs.replace(s, seconds=2 * s.seconds), held=True)
     found = fit_of(shown, slowed)
     assert found.model == fit_of(shown, shown[2]).model

@@ -11,16 +11,8 @@ from policy.engine.replica_capacity import Capability
 from policy.errors import TargetError
 from policy.scaling.view import Supply, View
 from policy.signals.types import Signals
-from sim.oracle.clairvoyant import (
-    PRECISION,
-    Clairvoyant,
-    Plan,
-    clairvoyant,
-    dropped,
-    plan_layers,
-    served_demand,
-    verify,
-)
+from sim.oracle import clairvoyant as planner
+from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, dropped, plan_layers, served_demand, verify
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, cheapest, problem
@@ -179,7 +171,7 @@ def test_a_plan_that_attains_the_slo_is_not_changed() -> None:
 def test_slo_misses_of_replicas_reduce_the_allowed_drops_of_the_plan() -> None:
     found = verify(ASKED, lambda plan: served(plan) - 0.01)
     assert found.attained >= 0.98
-    assert found.fluid == pytest.approx(0.99, abs=2 * PRECISION)
+    assert found.fluid == pytest.approx(0.99, abs=2 * planner.PRECISION)
     assert clairvoyant(ASKED).replica_s < found.plan.replica_s
 
 

@@ -42,7 +42,7 @@ def deployment(*, most: int = 8, sizes: dict[str, int] | None = None, **control:
                     },
                     "control": {"assumed_start_s": 30, **control},
                 }
-            ],
+            ]
         }
     )
 

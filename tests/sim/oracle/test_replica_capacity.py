@@ -92,10 +92,7 @@ def test_the_found_rate_is_below_the_highest_that_attains_the_slo(edge: float, p
 
 @pytest.mark.parametrize(
     ("attained", "message"),
-    [
-        (0.5, "already at 1 requests per second 0.5 attain, expected 0.99"),
-        (1.0, "still at 10 requests"),
-    ],
+    [(0.5, "already at 1 requests per second 0.5 attain, expected 0.99"), (1.0, "still at 10 requests")],
 )
 def test_a_highest_rate_outside_the_search_range_is_refused(attained: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -20,18 +20,9 @@ from policy.engine.power import power_model_of
 from policy.errors import ConfigError
 from policy.types import EngineKind
 from sim.arrival_stream import Arrival
+from sim.planning import demand as demands
 from sim.planning.candidates import Basis, candidates
-from sim.planning.demand import (
-    CHUNK_BYTES,
-    EVENT_BYTES,
-    PACKET_BYTES,
-    STREAM_BYTES,
-    Arrivals,
-    Demand,
-    demand_of,
-    describe,
-    network,
-)
+from sim.planning.demand import PACKET_BYTES, STREAM_BYTES, Arrivals, demand_of, describe, network
 from sim.planning.fleet_size_search import DEPTH, Trials, fewest
 from sim.planning.plan import fewest_of, plan
 from sim.planning.result import WEEKS_PER_MONTH, Need, PlanRequest, schedule
@@ -255,16 +246,7 @@ def test_a_good_guess_needs_few_trials_and_no_count_is_tried_twice(guess: int, m
     assert len(tries) == len(set(tries)) <= most_tries
 
 
-DEMAND = Demand(
-    requests=600,
-    lasts_s=60.0,
-    input_tokens=1000.0,
-    output_tokens=200.0,
-    busiest_s=0.0,
-    peak_rps=10.0,
-    peak_input_tokens_per_s=10_000.0,
-    peak_output_tokens_per_s=2000.0,
-)
+DEMAND = demand_of([Arrival(i / 10, 1000, 200) for i in range(1200)], "even")
 
 
 async def streamed(tokens: int) -> int:
@@ -282,13 +264,15 @@ async def streamed(tokens: int) -> int:
 async def test_an_event_has_the_bytes_that_the_engine_sends() -> None:
     short, long = await streamed(20), await streamed(220)
     each = (long - short) / 200
-    assert each == pytest.approx(EVENT_BYTES, abs=1.5)
+    assert each == pytest.approx(demands.EVENT_BYTES, abs=1.5)
     assert short - 20 * each == pytest.approx(STREAM_BYTES, abs=20)
 
 
 def test_network_traffic_is_the_sum_of_requests_and_streams() -> None:
     found = network(DEMAND, "base", 4, 50)
-    assert found.streams == 2000 * (EVENT_BYTES + CHUNK_BYTES + PACKET_BYTES) + 10 * STREAM_BYTES
+    assert (
+        found.streams == 2000 * (demands.EVENT_BYTES + demands.CHUNK_BYTES + PACKET_BYTES) + 10 * STREAM_BYTES
+    )
     assert found.requests > 4 * 10_000
     assert found.each_way == found.requests + found.streams
     assert (found.replica_in, found.replica_out) == (found.requests / 4, found.streams / 4)

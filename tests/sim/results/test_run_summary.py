@@ -89,10 +89,7 @@ MIXED = (Outcome.SERVED, Outcome.SERVED, Outcome.REFUSED, Outcome.EXPIRED, Outco
 
 def test_every_outcome_is_counted_and_unanswered_requests_count_as_failed() -> None:
     table = requests(
-        range(6),
-        [0.1, 0.3, NAN, NAN, NAN, 0.2],
-        outcome=MIXED,
-        met=[True, False, False, False, False, True],
+        range(6), [0.1, 0.3, NAN, NAN, NAN, 0.2], outcome=MIXED, met=[True, False, False, False, False, True]
     )
     found = summarise(Record(ends_at=4.0, requests={"m": table}, decisions=[(1.0, decision(1, 2, "more"))]))
     assert (found.requests, found.failed, found.refused, found.expired, found.overflown) == (6, 3, 1, 1, 1)

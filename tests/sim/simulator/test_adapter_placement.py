@@ -88,9 +88,7 @@ def asked(requests: int, seed: int) -> list[Arrival]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_simulator_and_benchmark_have_equal_loads_and_fewer_than_baselines(
-    seed: int,
-) -> None:
+def test_simulator_and_benchmark_have_equal_loads_and_fewer_than_baselines(seed: int) -> None:
     requests = asked(4000, seed)
     loads = simulated(requests).adapter_loads
     assert loads == pytest.approx(played("placement", requests, seed).loads, rel=0.05)

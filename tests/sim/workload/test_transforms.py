@@ -39,11 +39,7 @@ def test_the_rate_and_the_lengths_are_scaled() -> None:
     assert (least.input_tokens, least.output_tokens) == (1, 1)
 
 
-@given(
-    shared=st.integers(0, 40),
-    own=st.integers(0, 40),
-    scale=st.floats(0.05, 8.0),
-)
+@given(shared=st.integers(0, 40), own=st.integers(0, 40), scale=st.floats(0.05, 8.0))
 def test_scaled_prompts_share_the_scaled_prefix(shared: int, own: int, scale: float) -> None:
     prompts = [
         Arrival(

@@ -77,21 +77,13 @@ def test_an_override_ends_after_its_duration_and_is_explained(sim: Site) -> None
     assert (code, "no decision on sim" in err) == (1, True)
 
 
-def test_a_killed_controller_is_restarted_with_its_fleet(sim: Site) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+def test_a_killed_or_stopped_controller_is_restarted_with_its_fleet(sim: Site, how: signal.Signals) -> None:
     before = [replica["id"] for replica in ready(sim)]
     pid = sim.workers()["controller"]
-    os.kill(pid, signal.SIGKILL)
-    # `status` works without the controller.
-    assert sim.status()["supervisor"]["phase"] == "ready"
-    until(lambda: sim.workers()["controller"] not in (0, pid), "a new controller")
-    until(lambda: [replica["id"] for replica in ready(sim)] == before, "the same fleet")
-
-
-@pytest.mark.long
-def test_a_stopped_controller_is_restarted_with_its_fleet(sim: Site) -> None:
-    before = [replica["id"] for replica in ready(sim)]
-    pid = sim.workers()["controller"]
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, how)
+    if how is signal.SIGKILL:  # `status` works without the controller
+        assert sim.status()["supervisor"]["phase"] == "ready"
     until(lambda: sim.workers()["controller"] not in (0, pid), "a new controller")
     until(lambda: [replica["id"] for replica in ready(sim)] == before, "the same fleet")
 

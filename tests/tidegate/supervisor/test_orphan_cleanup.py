@@ -101,11 +101,7 @@ def test_a_failed_cleanup_of_the_cluster_can_be_repeated(site: Site) -> None:
 
 @pytest.mark.parametrize(
     ("model", "cluster", "recorded"),
-    [
-        (SIM, {"address": "local"}, "ray"),
-        (SIM, JOINED, "controller"),
-        (EXTERNAL, JOINED, "gateway-0"),
-    ],
+    [(SIM, {"address": "local"}, "ray"), (SIM, JOINED, "controller"), (EXTERNAL, JOINED, "gateway-0")],
     ids=["a head of our own", "without Ray", "nothing of our own"],
 )
 def test_other_clusters_are_kept(site: Site, model: object, cluster: dict[str, str], recorded: str) -> None:

@@ -249,10 +249,7 @@ def test_a_signal_ends_the_foreground_run_in_order(site: Site, number: signal.Si
 
 @pytest.mark.parametrize(
     ("command", "code"),
-    [
-        *(("status", 4), ("logs", 4), ("down", 0)),
-        *(("scale m many", 2), ("up /nowhere.yaml", 2)),
-    ],
+    [*(("status", 4), ("logs", 4), ("down", 0)), *(("scale m many", 2), ("up /nowhere.yaml", 2))],
 )
 def test_commands_without_a_deployment_have_their_exit_codes(tmp_path: Path, command: str, code: int) -> None:
     result = CliRunner().invoke(group, ["--state-dir", str(tmp_path), *command.split()])

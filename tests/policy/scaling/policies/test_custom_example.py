@@ -62,8 +62,7 @@ def test_without_signals_the_hour_still_decides(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"day": 1, "night": 2}, {"day": 1, "opens": 9, "closes": 9}, {"day": 1, "patience_s": 0.0}],
+    "arguments", [{"day": 1, "night": 2}, {"day": 1, "opens": 9, "closes": 9}, {"day": 1, "patience_s": 0.0}]
 )
 def test_invalid_arguments_are_refused(shipped: ModuleType, arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):

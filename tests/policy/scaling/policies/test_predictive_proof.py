@@ -63,9 +63,7 @@ def test_observed_capacity_is_between_the_model_and_saturation() -> None:
     [{"ttft": late(1.6)}, {"itl": late(0.09)}, {"met": Shares(ttft=0.98, both=0.98)}],
     ids=["ttft", "itl", "met"],
 )
-def test_latencies_near_the_slo_reduce_trust_over_time(
-    signs: dict[str, Any],
-) -> None:
+def test_latencies_near_the_slo_reduce_trust_over_time(signs: dict[str, Any]) -> None:
     slo = SloConfig(ttft_p95_s=2.0, itl_p95_s=0.1)
 
     def views(since: float, until: float, **more: Any) -> list[View]:

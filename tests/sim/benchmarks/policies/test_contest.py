@@ -10,20 +10,11 @@ import pytest
 
 from policy.scaling.policies.predictive import Predictive
 from policy.scaling.policies.registry import choose
+from sim.benchmarks.policies import run as contest
 from sim.benchmarks.policies.benchmark_setup import MODEL, Setup, TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.gpu_time_ranking import rank
-from sim.benchmarks.policies.run import (
-    PLAN,
-    PLANNED,
-    Trial,
-    TrialResult,
-    describe,
-    parameter_steps,
-    run_all,
-    run_trial,
-    trials,
-)
+from sim.benchmarks.policies.run import TrialResult, describe, parameter_steps, run_all, run_trial, trials
 from sim.benchmarks.policies.sizing import Full, ReplicaSize, size_of
 from sim.results.score import Score
 
@@ -62,7 +53,7 @@ def test_all_policies_share_the_arrivals_and_include_the_default_settings(tmp_pa
     setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
     field = trials(setup, SIZE, ["static", "predictive"], leads_s=[30.0, 120.0], seeds=range(2))
     assert len(field) == 2 * 2 * (
-        len(PLANNED) + len(parameter_steps("static", SIZE)) + len(parameter_steps("predictive", SIZE))
+        len(contest.PLANNED) + len(parameter_steps("static", SIZE)) + len(parameter_steps("predictive", SIZE))
     )
     quick = parameter_steps("predictive", SIZE, 3)
     for settings in (parameter_steps("predictive", SIZE), quick):
@@ -88,8 +79,8 @@ def result(
         requests=1000,
         failed=0,
     )
-    mu = 0.5 if name == PLAN else 0.0
-    trial = Trial(setup, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}}, mu)
+    mu = 0.5 if name == contest.PLAN else 0.0
+    trial = contest.Trial(setup, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}}, mu)
     return TrialResult(trial, score, *((0.9 * hours, 0.8 * hours) if mu else ()))
 
 
@@ -98,8 +89,8 @@ def test_policies_are_compared_at_equal_attainment(tmp_path: Path) -> None:
     seeds = (0, 1)
     table = rank(
         [
-            *(result(setup, PLAN, "cheap", hours=3.0, attained=0.95, seed=seed) for seed in seeds),
-            *(result(setup, PLAN, "dear", hours=4.0, attained=0.995, seed=seed) for seed in seeds),
+            *(result(setup, contest.PLAN, "cheap", hours=3.0, attained=0.95, seed=seed) for seed in seeds),
+            *(result(setup, contest.PLAN, "dear", hours=4.0, attained=0.995, seed=seed) for seed in seeds),
             *(result(setup, "predictive", "a", hours=4.4, attained=0.995, seed=seed) for seed in seeds),
             *(result(setup, "predictive", "b", hours=4.0, attained=0.985, seed=seed) for seed in seeds),
             *(result(setup, "static", "a", hours=6.0, attained=0.999, seed=seed) for seed in seeds),
@@ -129,8 +120,8 @@ def test_policies_are_compared_at_what_a_plan_attains_where_none_meets_the_slo(t
     setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
     table = rank(
         [
-            result(setup, PLAN, "dear", hours=3.0, attained=0.98818),
-            result(setup, PLAN, "cheap", hours=2.0, attained=0.9),
+            result(setup, contest.PLAN, "dear", hours=3.0, attained=0.98818),
+            result(setup, contest.PLAN, "cheap", hours=2.0, attained=0.9),
             result(setup, "predictive", "a", hours=3.3, attained=0.989),
         ]
     )
@@ -146,8 +137,8 @@ def test_trials_have_the_same_result_in_another_process(tmp_path: Path) -> None:
     size = size_of(setup, 30.0)
     assert 7.0 < size.factor * 2.0 / size.mu < 13.0
     assert 0.0 < size.full.kv_used <= 1.0
-    plan = Trial(setup, size.factor, 30.0, 0, PLAN, "plan", mu=size.mu)
-    policy = Trial(setup, size.factor, 30.0, 0, "static", "ten", {"static": {"replicas": 10}})
+    plan = contest.Trial(setup, size.factor, 30.0, 0, contest.PLAN, "plan", mu=size.mu)
+    policy = contest.Trial(setup, size.factor, 30.0, 0, "static", "ten", {"static": {"replicas": 10}})
     alone = run_trial(plan), run_trial(policy)
     assert alone[0].score.attainment > 0.9
     assert 0 < alone[0].lower_hours <= alone[0].plan_hours

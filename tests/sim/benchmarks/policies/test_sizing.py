@@ -30,11 +30,7 @@ def test_static_counts_decrease_from_the_maximum() -> None:
     assert [each.replicas for each in settings("static")] == [16, 14, 12, 10, 8, 6, 4]
     assert [
         each.replicas for each in settings("static", Full(at_once=1.0, kv_used=0.1, least=2, most=4))
-    ] == [
-        4,
-        3,
-        2,
-    ]
+    ] == [4, 3, 2]
 
 
 def test_targets_range_around_the_load_of_a_full_replica() -> None:
