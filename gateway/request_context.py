@@ -33,6 +33,7 @@ _WANTED = frozenset(
         b"anthropic-version",
         b"authorization",
         b"content-encoding",
+        b"traceparent",
         b"x-api-key",
         b"x-request-id",
         b"x-request-timeout-s",
@@ -49,9 +50,10 @@ class Call:
     ``streaming``: a stream was requested. ``started``, ``answered``: the first, the last byte of the answer
     was sent; ``status`` is 0 before. ``only_opened``: of a stream the head and comments were sent, and no
     event yet. ``replica``: the last one that the request was sent to, or a fallback provider
-    (``by_fallback``), at ``sent_at``. ``first_byte_at`` (streams only), ``last_event_at``: the first and last
-    event of its answer. ``events``: their number up to the one that finishes it. ``usage``: the tokens of an
-    answer that has ended, within ``usage_bounds``; ``contradiction``: which of the engine's counts is not.
+    (``by_fallback``), at ``sent_at``; ``round_trip_s`` is the network's to it. ``first_byte_at`` (streams
+    only), ``last_event_at``: the first and last event of its answer. ``events``: their number up to the one
+    that finishes it. ``usage``: the tokens of an answer that has ended, within ``usage_bounds``;
+    ``contradiction``: which of the engine's counts is not.
     ``explain`` yields the routing decision, if an admin requested it. ``priority``: that of its tenant.
     ``probe``: our own, of which nothing is learned. ``adapter``: the version that it names. ``exchange``:
     the client's, on the client port.
@@ -79,6 +81,7 @@ class Call:
         self.replica = b""
         self.by_fallback = False
         self.sent_at = 0.0
+        self.round_trip_s = 0.0
         self.first_byte_at: float | None = None
         self.events = 0
         self.last_event_at = 0.0

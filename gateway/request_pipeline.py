@@ -45,6 +45,7 @@ from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.capture_publisher import CapturePublisher
 from gateway.telemetry.capture_subscriber import Subscribers
 from gateway.telemetry.metrics import Metrics, ModelCounters
+from gateway.telemetry.scrape import Scraper
 from gateway.telemetry.structured_log import Log
 from gateway.telemetry.tenant_metrics import NONE
 from policy.config.deployment import Deployment
@@ -112,11 +113,12 @@ class Gateway:
         self.spillover = Spillover(self.metrics, log, rng)
         self.capture = CapturePublisher(captures)
         self.listeners = Subscribers(captures, lambda model: self.routes.densities[model].bytes_a_token)
+        self.scraper = Scraper(self.metrics, secret, current, self.fleet.scraped)
         services = Services(
             fleet=self.fleet,
             models=ModelList(self.fleet, self.catalog),
             tenants=self.tenants,
-            metrics=self.metrics,
+            scraper=self.scraper,
             routers=self.routes,
             not_ready=self.not_ready,
             controller=ControllerProxy(secret, current),
@@ -161,11 +163,13 @@ class Gateway:
     def publish(self) -> None:
         """Merge this worker's counts into those of its host."""
         self.tenants.share()
+        self.fleet.measure_round_trips()
         self.metrics.publish()
 
     async def close(self) -> None:
         self.fleet.close()
         self.publish()
+        await self.scraper.close()
         await self.access.close()
 
     def body_limit(self, scope: Scope) -> int:

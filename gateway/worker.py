@@ -27,10 +27,12 @@ from gateway.routing.active_health_checks import Probes
 from gateway.routing.external_server_poller import ExternalPoller
 from gateway.routing.shared_counters import BEAT_EVERY_S, SharedRows
 from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.exemplars import WRITE_EVERY_S
 from gateway.telemetry.structured_log import LibraryHandler, Log
 from policy.config.deployment import Deployment
 from policy.wire.controller import SIGNALS
 from store.api_keys import salt_secret
+from store.process_usage import read_usage
 from store.state_dir import StateDir
 
 PUBLISH_EVERY_S = 0.5
@@ -119,7 +121,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         "deployment": watcher.follow(read),
         "external_servers": ExternalPoller(gateway.fleet, current).run(),
         "probes": Probes(gateway.fleet, gateway.metrics, current, state.secret()).run(),
-        "metrics": _every(PUBLISH_EVERY_S, lambda: _publish(gateway, log)),
+        "metrics": _publish_metrics(gateway, f"gateway-{worker}", log),
         "shared_counters": _every(BEAT_EVERY_S, shared.beat),
         "idle_timeouts": gateway.deadlines.run(),
         "sse_keepalive": gateway.keepalive.run(),
@@ -180,11 +182,23 @@ class BackgroundTasks:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _publish(gateway: Gateway, log: Log) -> None:
-    try:
-        gateway.publish()
-    except OSError as error:  # no descriptor, no room on the disk: nothing that serving needs
-        log.warning("metrics_not_published", cause=error)
+async def _publish_metrics(gateway: Gateway, process: str, log: Log) -> None:
+    """Publish every :data:`PUBLISH_EVERY_S`; what may block is done in a thread, and less often."""
+    clock, write_at, lag_s = asyncio.get_running_loop().time, 0.0, 0.0
+    while True:
+        due = clock() + PUBLISH_EVERY_S
+        await asyncio.sleep(PUBLISH_EVERY_S)
+        lag_s = max(lag_s, clock() - due)
+        try:
+            gateway.publish()
+            if clock() >= write_at:
+                write_at = clock() + WRITE_EVERY_S
+                await asyncio.to_thread(gateway.metrics.exemplars.write)
+                usage = await asyncio.to_thread(read_usage)
+                gateway.metrics.publish_process(process, usage, lag_s)
+                lag_s = 0.0
+        except OSError as error:  # no descriptor, no room on the disk: nothing that serving needs
+            log.warning("metrics_not_published", cause=error)
 
 
 async def _every(period_s: float, action: Callable[[], None]) -> None:

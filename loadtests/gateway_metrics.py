@@ -18,6 +18,11 @@ SETTLE_S = 10.0
 # A sample's name and sorted labels.
 Key = tuple[str, tuple[tuple[str, str], ...]]
 ROUTES = ("/v1/chat/completions", "/v1/completions")
+# The others change without requests.
+_READ = frozenset(
+    f"tidegate_{name}"
+    for name in ("requests", "served_streams", "in_flight", "ttft_seconds", "itl_seconds", "e2e_seconds")
+)
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,12 @@ class Row:
 
 
 def read(text: str, model: str) -> Counter[Key]:
-    """A model's samples from Prometheus text."""
+    """A model's samples of requests and latencies from Prometheus text."""
     return Counter(
         {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
             for family in text_string_to_metric_families(text)
+            if family.name in _READ
             for sample in family.samples
             if sample.labels.get("model") == model
         }

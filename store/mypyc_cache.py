@@ -89,6 +89,7 @@ MODULES = {
         "routing/model_routers",
         "routing/shared_counters",
         "telemetry/adapter_metrics",
+        "telemetry/gen_ai_metrics",
         "telemetry/metrics",
         "telemetry/metric_families",
         "telemetry/tenant_metrics",

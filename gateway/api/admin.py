@@ -15,6 +15,7 @@ from fastapi.security import HTTPBearer
 
 from gateway.api.dependencies import GatewayServices, JsonResponse, NdjsonResponse
 from gateway.protocol.errors import Refused
+from gateway.telemetry.scrape import OPENMETRICS, TEXT
 from policy.wire.controller import ADAPTERS, DECISIONS, adapter_path, with_query
 
 # Open to probes and Prometheus; everything else needs the token, which `AdminAccess` checks.
@@ -35,10 +36,12 @@ async def readyz(services: GatewayServices) -> JsonResponse:
     return JsonResponse({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
 
-@health.get("/metrics", summary="Prometheus metrics of all workers")
-async def prometheus(services: GatewayServices) -> Response:
-    """Prometheus' text format."""
-    return Response(await services.metrics.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
+@health.get("/metrics", summary="Metrics of all workers, of the controller, and of the replicas' engines")
+async def prometheus(services: GatewayServices, request: Request) -> Response:
+    """OpenMetrics with exemplars if it is accepted, else Prometheus' text format."""
+    openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")
+    text = await services.scraper.scrape(openmetrics=openmetrics)
+    return Response(text, media_type=OPENMETRICS if openmetrics else TEXT)
 
 
 @router.get("/admin/fleet", summary="The fleet as this worker sees it, with its age")

@@ -19,7 +19,7 @@ from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView
 from gateway.routing.model_routers import ModelRouters
 from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.scrape import Scraper
 from gateway.telemetry.structured_log import Log
 from policy.errors import Refusal
 
@@ -36,7 +36,7 @@ class Services:
     fleet: FleetView
     models: ModelList
     tenants: Tenants
-    metrics: Metrics
+    scraper: Scraper
     routers: ModelRouters
     not_ready: Callable[[], list[str]]
     controller: ControllerProxy

@@ -50,6 +50,7 @@ _HEADERS = {
 _SESSION = "An id of the client's session, if it sends none of a more specific kind."
 _PARAMETERS = (
     ("x-request-id", "An id of the client's: up to 128 letters, digits, - and _.", _TEXT),
+    ("traceparent", "W3C trace context: metrics name the trace of slow requests.", _TEXT),
     ("x-request-timeout-s", "How many seconds the client would wait for a replica.", {"type": "number"}),
     (
         "x-session-id",

@@ -60,7 +60,7 @@ class RetryLoop:
             asked_at = perf_counter()
             replica = await ticket.wait()
             call.queued_s += perf_counter() - asked_at
-            call.replica = replica.label
+            call.replica, call.round_trip_s = replica.label, replica.round_trip_s
             outcome, refused = await self._tried(replica)
             if outcome is AttemptOutcome.SERVED:
                 call.outcome = "ok"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from gateway.routing.replica_handle import NO_EVENTS, FleetEvents, ReplicaHandle, ServerAccess
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.scrape import ScrapedReplica
 from policy.config.deployment import Deployment, Eject, Retry
 from policy.routing.concurrency_limit import ServerQueue
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
@@ -27,6 +28,8 @@ RESTART_S = 10.0
 SNAPSHOT_STALE_S = 5.0
 # The most adapters whose load failure is kept.
 MAX_LOAD_FAILURES = 256
+# The shape of servers that Tidegate does not deploy.
+EXTERNAL_SHAPE = "external"
 
 
 class ServedModel:
@@ -318,6 +321,26 @@ class FleetView:
     def unavailable(self, served: ServedModel) -> None:
         self._events.unavailable(served.name)
 
+    def measure_round_trips(self) -> None:
+        """Read the network's round trips off idle connections; where none is, the last one stays."""
+        for handle in self._handles():
+            handle.round_trip_s = handle.pool.round_trip_s() or handle.round_trip_s
+
+    def scraped(self) -> list[ScrapedReplica]:
+        """The replicas as a scrape sees them: external servers are not asked for metrics."""
+        return [
+            ScrapedReplica(
+                handle.model,
+                handle.id,
+                "" if handle.replica.shape == EXTERNAL_SHAPE else handle.url,
+                handle.round_trip_s,
+            )
+            for handle in self._handles()
+        ]
+
+    def _handles(self) -> Iterator[ReplicaHandle]:
+        return (handle for served in self._served.values() for handle in served.handles)
+
     def describe(self) -> dict[str, object]:
         """The snapshot with its age, and each replica as this worker sees it."""
         now = asyncio.get_running_loop().time()
@@ -346,8 +369,7 @@ class FleetView:
                     "refused_adapters": sorted(handle.adapters.refusing),
                     "heard_s_ago": None if handle.reported_at is None else round(now - handle.reported_at, 3),
                 }
-                for served in self._served.values()
-                for handle in served.handles
+                for handle in self._handles()
             ],
         }
 
@@ -359,7 +381,7 @@ def external_replica(
     return Replica(
         id=url.partition("://")[2],
         model=model,
-        shape="external",
+        shape=EXTERNAL_SHAPE,
         generation=0,
         state=ReplicaPhase.STOPPED if reason else ReplicaPhase.READY,
         load=Load(at=at),

@@ -89,7 +89,7 @@ class ReplicaHandle:
     ``their_model`` is its name for the model if that is not ours. ``silent`` is whether its load stream
     hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
     loop time. ``contradicting_answers`` counts those whose token counts were impossible for their requests.
-    ``limit`` learns the bound of an external server, unless it is configured.
+    ``round_trip_s``: of the network, 0 if unknown. ``limit`` learns a bound that is not configured.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class ReplicaHandle:
         self.lost_at: float | None = None
         self.probe_at = 0.0
         self.contradicting_answers = 0
+        self.round_trip_s = 0.0
         self.limit: ConcurrencyLimit | None = None
         self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
         self.mine = 0

@@ -57,17 +57,9 @@ class AdapterMetrics:
         # What was counted of names that are gone, and not published yet.
         self._leaving: list[tuple[tuple[str, str], AdapterCounters]] = []
         self._ever: set[tuple[str, str]] = set()
-        self._requests = declared.counter(
-            "adapter_requests", "Requests for an adapter by outcome.", "model", "adapter", "outcome"
-        )
-        self._tokens = declared.counter(
-            "adapter_tokens", "Tokens of answers of an adapter; what was cached is a part of the prompt.",
-            "model", "adapter", "kind",
-        )  # fmt: skip
-        self._ttft = declared.histogram(
-            "adapter_ttft_seconds", "Time to the first body byte of an adapter's streams.",
-            "model", "adapter", buckets=SECONDS,
-        )  # fmt: skip
+        self._requests = declared.counter("tidegate_adapter_requests")
+        self._tokens = declared.counter("tidegate_adapter_tokens")
+        self._ttft = declared.histogram("tidegate_adapter_ttft_seconds", SECONDS)
 
     def follow(self, names: Collection[tuple[str, str]]) -> None:
         """Take the models and names of the catalog; names that it dropped free their places."""

@@ -9,26 +9,28 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.protocol.usage import Usage
 from policy.stats.histogram import HistogramCounter
+from policy.wire.metrics import METRICS
 
 
 class MetricFamilies:
-    """Declares metrics named ``tidegate_NAME`` in one registry."""
+    """Declares metrics of :data:`policy.wire.metrics.METRICS` in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
+    def counter(self, name: str) -> Counter:
         """A counter, summed over all workers."""
-        return Counter(f"tidegate_{name}", text, labels, registry=self._registry)
+        metric = METRICS[name]
+        return Counter(name, metric.text, metric.labels, registry=self._registry)
 
-    def gauge(
-        self, name: str, text: str, *labels: str, over: Literal["livesum", "livemin", "livemax"] = "livesum"
-    ) -> Gauge:
+    def gauge(self, name: str, over: Literal["livesum", "livemin", "livemax"] = "livesum") -> Gauge:
         """A gauge; ``over`` is how the live workers' values are combined."""
-        return Gauge(f"tidegate_{name}", text, labels, registry=self._registry, multiprocess_mode=over)
+        metric = METRICS[name]
+        return Gauge(name, metric.text, metric.labels, registry=self._registry, multiprocess_mode=over)
 
-    def histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...]) -> MergedHistogram:
-        return MergedHistogram(f"tidegate_{name}", text, labels, buckets=buckets, registry=self._registry)
+    def histogram(self, name: str, buckets: tuple[float, ...]) -> MergedHistogram:
+        metric = METRICS[name]
+        return MergedHistogram(name, metric.text, metric.labels, buckets=buckets, registry=self._registry)
 
 
 class MergedHistogram(Histogram):
@@ -71,3 +73,9 @@ def publish_total(metric: Counter, counters: object, name: str, *labels: str) ->
     """Move the attribute ``name`` of ``counters`` into ``metric``."""
     metric.labels(*labels).inc(getattr(counters, name))
     setattr(counters, name, 0)
+
+
+def publish_growth(metric: Counter, published: dict[str, int], name: str, total: int, *labels: str) -> None:
+    """Raise ``metric`` to ``total``; ``published`` has by ``name`` what it was raised to before."""
+    metric.labels(*labels).inc(total - published.get(name, 0))
+    published[name] = total

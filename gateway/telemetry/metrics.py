@@ -6,24 +6,36 @@ from clients.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from bisect import bisect_left
 from collections import Counter as Counts
+from collections.abc import Iterable
 from pathlib import Path
+from time import monotonic, time
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from prometheus_client import CollectorRegistry, Metric, multiprocess
 
 from gateway.http.reserve_descriptor import ReserveDescriptor
 from gateway.protocol.errors import NO_ROOM
 from gateway.telemetry.adapter_metrics import AdapterMetrics
-from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts, publish_total
+from gateway.telemetry.exemplars import Example, ExemplarStore
+from gateway.telemetry.gen_ai_metrics import OPERATIONS, GenAiCounters, GenAiMetrics
+from gateway.telemetry.metric_families import (
+    MergedHistogram,
+    MetricFamilies,
+    TokenCounters,
+    publish_counts,
+    publish_growth,
+    publish_total,
+)
+from gateway.telemetry.process_metrics import ProcessMetrics
 from gateway.telemetry.tenant_metrics import NONE, TenantMetrics
 from policy.routing.replica_health import HealthCounters
 from policy.signals.worker_counters import WorkerCounters
 from policy.stats.histogram import GAPS, SECONDS, HistogramCounter
 from policy.types import Priority
+from store.process_usage import ProcessUsage
 
 if TYPE_CHECKING:
     from gateway.request_context import Call
@@ -37,49 +49,30 @@ ERRORS = (
 PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 
 
-# The counts of :class:`ModelCounters` by attribute, with their metric, its help text, and the labels after
-# "model". Latencies of a stream are counted together: two histograms would not say how many met both limits.
-_COUNTS = (
-    ("requests", "requests", "Requests by outcome.", ("route", "outcome")),
-    ("attempts", "upstream_attempts", "RetryLoop on replicas.", ("outcome",)),
-    (
-        "streams", "served_streams", "Served streams by time to the first byte and mean gap.",
-        ("ttft_le", "itl_le"),
-    ),
-    ("ejections", "ejections", "Replicas taken out of rotation, by why.", ("reason",)),
-    (
-        "retries", "retries", "Requests that could have gone to another replica, by what came of it.",
-        ("outcome",),
-    ),
-    (
-        "contradictions", "contradicting_answers",
-        "Answers whose token counts contradict their request, by the count; nothing is learned from them.",
-        ("count",),
-    ),
-    (
-        "cached_tokens", "cached_prompt_tokens",
-        "Prompt tokens that routing predicted to be cached, and those that the engine reported.", ("kind",),
-    ),
-    (
-        "cached_tokens_error", "cached_prompt_tokens_error",
-        "By how many tokens a prompt's predicted cached tokens were above or below the reported.", ("sign",),
-    ),
-    ("probes", "probes", "Probes of replicas that are out of rotation, by how they went.", ("outcome",)),
-)  # fmt: skip
-_HISTOGRAMS = (
-    ("queue_wait", "queue_wait_seconds", "Time in the queue.", SECONDS),
-    ("ttft", "ttft_seconds", "Time to the first body byte.", SECONDS),
-    (
-        "ttft_error", "ttft_prediction_error_seconds",
-        "Predicted minus actual time from a replica's request to its first token.", ERRORS,
-    ),
-    (
-        "ttft_error_part", "ttft_prediction_error_ratio",
-        "Absolute error of the predicted time to the first token, as a part of the actual.", PARTS,
-    ),
-    ("itl", "itl_seconds", "Gap between chunks of a stream.", GAPS),
-    ("e2e", "e2e_seconds", "Time of a served request.", SECONDS),
-)  # fmt: skip
+# Parts of the time of a request; the bounds are those of the whole.
+PART_NAMES = ("gateway", "queue", "network", "engine")
+# The counts of :class:`ModelCounters` by attribute, with their metric. Latencies of a stream are counted
+# together: two histograms would not say how many met both limits.
+_COUNTS = {
+    "requests": "tidegate_requests",
+    "attempts": "tidegate_upstream_attempts",
+    "streams": "tidegate_served_streams",
+    "ejections": "tidegate_ejections",
+    "retries": "tidegate_retries",
+    "contradictions": "tidegate_contradicting_answers",
+    "cached_tokens": "tidegate_cached_prompt_tokens",
+    "cached_tokens_error": "tidegate_cached_prompt_tokens_error",
+    "probes": "tidegate_probes",
+}
+_HISTOGRAMS = {
+    "queue_wait": ("tidegate_queue_wait_seconds", SECONDS),
+    "ttft": ("tidegate_ttft_seconds", SECONDS),
+    "ttft_error": ("tidegate_ttft_prediction_error_seconds", ERRORS),
+    "ttft_error_part": ("tidegate_ttft_prediction_error_ratio", PARTS),
+    "itl": ("tidegate_itl_seconds", GAPS),
+    "e2e": ("tidegate_e2e_seconds", SECONDS),
+}
+_SLO = {"ttft": "met_ttft", "itl": "met_itl", "both": "met_both"}
 
 
 class QueueCounters:
@@ -102,6 +95,28 @@ class QueueCounters:
             self.predicted += 1
             error = predicted_s - seconds
             self.wait_error_s["long" if error > 0 else "short"] += abs(error)
+
+
+class LatencyParts:
+    """The parts of one latency, which add up to it."""
+
+    def __init__(self) -> None:
+        self.gateway = HistogramCounter(SECONDS)
+        self.queue = HistogramCounter(SECONDS)
+        self.network = HistogramCounter(SECONDS)
+        self.engine = HistogramCounter(SECONDS)
+
+    def add(self, before_s: float, queued_s: float, round_trip_s: float, upstream_s: float) -> None:
+        """Count a request that was sent ``before_s`` after its arrival and took ``upstream_s`` from then."""
+        network_s = min(round_trip_s, upstream_s)
+        self.gateway.add(max(0.0, before_s - queued_s))
+        self.queue.add(queued_s)
+        self.network.add(network_s)
+        self.engine.add(upstream_s - network_s)
+
+    def publish(self, metric: MergedHistogram, model: str) -> None:
+        for part in PART_NAMES:
+            metric.labels(model, part).merge(getattr(self, part))
 
 
 class ModelCounters(HealthCounters):
@@ -127,7 +142,15 @@ class ModelCounters(HealthCounters):
         self.itl = HistogramCounter(GAPS)
         self.ttft_error = HistogramCounter(ERRORS)
         self.ttft_error_part = HistogramCounter(PARTS)
+        self.ttft_parts = LatencyParts()
+        self.e2e_parts = LatencyParts()
+        self.gen_ai: dict[str, GenAiCounters] = {}
         self.totals = WorkerCounters()
+        self.published: dict[str, int] = {}
+        # The newest observation in each bucket.
+        self.queue_wait_examples: dict[int, Example] = {}
+        self.ttft_examples: dict[int, Example] = {}
+        self.e2e_examples: dict[int, Example] = {}
 
     def arrive(self, prompt_tokens: int, *, probe: bool) -> None:
         """Count a request, and its estimated prompt tokens unless it is a ``probe`` of our own."""
@@ -138,17 +161,30 @@ class ModelCounters(HealthCounters):
     def count(self, call: Call, began: float, ended: float) -> None:
         """Count a call that began and ended at these instants, whatever its outcome."""
         self.requests[call.route.path, call.outcome] += 1
+        first_at, queued_s = call.first_byte_at, call.queued_s
+        request_id, traceparent = call.request_id, call.headers.get(b"traceparent")
         if self.model:
-            self.queue_wait.add(call.queued_s)
-        first_at = call.first_byte_at
+            bucket = self.queue_wait.add(queued_s)
+            self.queue_wait_examples[bucket] = queued_s, ended, request_id, traceparent
+            self._count_gen_ai(call, began, ended)
         # Answers of a fallback provider, token counts and probes say nothing about the replicas' load.
         own = not call.by_fallback and call.route.runner is not None and not call.probe
         if first_at is not None:
-            self.ttft.add(first_at - began)
+            ttft_s = first_at - began
+            bucket = self.ttft.add(ttft_s)
+            self.ttft_examples[bucket] = ttft_s, ended, request_id, traceparent
             if own:
-                self.totals.first_token(first_at - began, call.priority)
+                self.totals.first_token(ttft_s, call.priority)
         if call.outcome == "ok":
-            self.e2e.add(ended - began)
+            e2e_s = ended - began
+            bucket = self.e2e.add(e2e_s)
+            self.e2e_examples[bucket] = e2e_s, ended, request_id, traceparent
+            sent_at = call.sent_at
+            if sent_at > 0.0 and not call.by_fallback:
+                before_s = sent_at - began
+                self.e2e_parts.add(before_s, queued_s, call.round_trip_s, ended - sent_at)
+                if first_at is not None:
+                    self.ttft_parts.add(before_s, queued_s, call.round_trip_s, first_at - sent_at)
             if own:
                 self.totals.end(ended - began)
                 if (usage := call.usage) is not None:
@@ -157,6 +193,14 @@ class ModelCounters(HealthCounters):
                 self.served_stream(first_at - began, call.mean_gap_s, call.priority, own=own)
         elif call.outcome in NO_ROOM:
             self.totals.refused += 1
+
+    def _count_gen_ai(self, call: Call, began: float, ended: float) -> None:
+        operation = OPERATIONS.get(call.route.path)
+        if operation is not None and not call.probe:
+            counters = self.gen_ai.get(operation)
+            if counters is None:
+                counters = self.gen_ai[operation] = GenAiCounters()
+            counters.count(call, began, ended)
 
     def predicted(self, predicted_s: float, actual_s: float) -> None:
         """Count the error of a predicted time to first token; both in seconds."""
@@ -195,52 +239,42 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._spare = ReserveDescriptor()
-        self._scraping = asyncio.Lock()
+        directory = os.environ.get(DIRECTORY_VARIABLE)
+        self._directory = directory or None
+        self.exemplars = ExemplarStore(Path(directory) if directory else None, time() - monotonic())
         declared = MetricFamilies(registry)
         self.adapters = AdapterMetrics(declared)
         self.tenants = TenantMetrics(declared)
+        self._gen_ai = GenAiMetrics(declared)
         # Of requests that named no model of the deployment.
         self.no_model = ModelCounters("")
         self._meters: dict[str, ModelCounters] = {}
         counter, gauge = declared.counter, declared.gauge
-        self.spillover = counter(
-            "overflow_attempts", "RetryLoop on upstreams; cost_cap: the money was spent.",
-            "model", "upstream", "outcome",
-        )  # fmt: skip
-        self.spillover_cost = counter("overflow_cost", "Money spent at upstreams.", "upstream")
-        self._tokens = counter(
-            "tokens", "Tokens of answers; what was cached is a part of the prompt.", "model", "kind"
-        )
-        self._counts = {
-            name: counter(metric, text, "model", *labels) for name, metric, text, labels in _COUNTS
-        }
+        self.spillover = counter("tidegate_overflow_attempts")
+        self.spillover_cost = counter("tidegate_overflow_cost")
+        self.scrape_misses = counter("tidegate_scrape_misses")
+        self._tokens = counter("tidegate_tokens")
+        self._counts = {name: counter(metric) for name, metric in _COUNTS.items()}
         self._histograms = [
-            (name, declared.histogram(metric, text, "model", buckets=buckets))
-            for name, metric, text, buckets in _HISTOGRAMS
+            (name, declared.histogram(metric, buckets)) for name, (metric, buckets) in _HISTOGRAMS.items()
         ]
-        self._coalesced_calls = counter("coalesced_calls", "Calls that several requests shared.", "model")
-        self._coalesced_requests = counter(
-            "coalesced_requests", "Requests answered out of a shared call.", "model"
-        )
-        self._in_flight = gauge("in_flight", "Requests in the gateway.", "model")
-        self._replicas_up = gauge("replicas_up", "Replicas that traffic may go to.", "model", over="livemin")
+        self._ttft_parts = declared.histogram("tidegate_ttft_part_seconds", SECONDS)
+        self._e2e_parts = declared.histogram("tidegate_e2e_part_seconds", SECONDS)
+        self._judged = counter("tidegate_slo_judged")
+        self._met = counter("tidegate_slo_met")
+        self._coalesced_calls = counter("tidegate_coalesced_calls")
+        self._coalesced_requests = counter("tidegate_coalesced_requests")
+        self._in_flight = gauge("tidegate_in_flight")
+        self._replicas_up = gauge("tidegate_replicas_up", "livemin")
         # By state and not by replica: a label that names replicas outlives them in the shared files.
-        self._breakers = gauge(
-            "breakers", "Replicas by the state of their breaker.", "model", "state", over="livemax"
-        )
-        self._queue_depth = gauge("queue_depth", "Requests that wait for a replica.", "model", "priority")
-        self._queue_size = gauge("queue_bytes", "Bytes of the requests that wait.", "model")
-        self._queue_refused = counter(
-            "queue_refused", "Requests that the queue turned away.", "model", "reason"
-        )
-        self._displaced = counter("queue_displaced", "Waiting requests that made room for others.", "model")
-        self._predicted = counter(
-            "queue_foreseen", "Requests whose wait was predicted and then measured.", "model"
-        )
-        self._wait_error = counter(
-            "queue_foresight_error_seconds", "By how much predicted waits were too long or short.",
-            "model", "sign",
-        )  # fmt: skip
+        self._breakers = gauge("tidegate_breakers", "livemax")
+        self._queue_depth = gauge("tidegate_queue_depth")
+        self._queue_size = gauge("tidegate_queue_bytes")
+        self._queue_refused = counter("tidegate_queue_refused")
+        self._displaced = counter("tidegate_queue_displaced")
+        self._predicted = counter("tidegate_queue_foreseen")
+        self._wait_error = counter("tidegate_queue_foresight_error_seconds")
+        self._processes = ProcessMetrics(declared)
 
     def model(self, name: str) -> ModelCounters:
         """The meter of a model that the deployment knows."""
@@ -270,6 +304,10 @@ class Metrics:
                 publish_counts(counter, getattr(meter, name), model)
             for name, histogram in self._histograms:
                 histogram.labels(model).merge(getattr(meter, name))
+            meter.ttft_parts.publish(self._ttft_parts, model)
+            meter.e2e_parts.publish(self._e2e_parts, model)
+            self._gen_ai.publish(model, meter.gen_ai)
+            self._merge_slo(model, meter)
             meter.tokens.publish(self._tokens, model)
             publish_total(self._coalesced_calls, meter, "coalesced_calls", model)
             publish_total(self._coalesced_requests, meter, "coalesced_requests", model)
@@ -278,6 +316,16 @@ class Metrics:
             self._in_flight.labels(model).set(meter.in_flight)
             self._replicas_up.labels(model).set(meter.replicas_up)
             self._merge_queue(model, meter.queue)
+            for name in ("queue_wait", "ttft", "e2e"):  # after the counts: a bucket with one is not empty
+                examples = getattr(meter, f"{name}_examples")
+                self.exemplars.take(_HISTOGRAMS[name][0], model, examples)
+                examples.clear()
+
+    def _merge_slo(self, model: str, meter: ModelCounters) -> None:
+        totals, published = meter.totals, meter.published
+        publish_growth(self._judged, published, "judged", totals.judged, model)
+        for target, name in _SLO.items():
+            publish_growth(self._met, published, name, getattr(totals, name), model, target)
 
     def _merge_queue(self, model: str, queue: QueueCounters) -> None:
         for priority, depth in queue.depth.items():
@@ -290,23 +338,18 @@ class Metrics:
             self._wait_error.labels(model, sign).inc(seconds)
             queue.wait_error_s[sign] = 0.0
 
-    async def scrape(self) -> bytes:
-        """Prometheus text over all workers, live gauges over those that still run.
+    def publish_process(self, process: str, usage: ProcessUsage, lag_s: float) -> None:
+        """Publish what this process uses, and how late its event loop was."""
+        self._processes.publish(process, usage, lag_s)
 
-        It is collected in a thread, one at a time: many workers and names take hundreds of milliseconds.
-        """
-        async with self._scraping:
-            self.publish()
-            return await asyncio.to_thread(self._collect)
-
-    def _collect(self) -> bytes:
-        directory = os.environ.get(DIRECTORY_VARIABLE)
-        if not directory:
-            return generate_latest(self._registry)
-        for path in Path(directory).glob("gauge_live*_*.db"):
+    def collect(self) -> Iterable[Metric]:
+        """The families over all workers, live gauges over those that still run. Takes long: in a thread."""
+        if self._directory is None:
+            return self._registry.collect()
+        for path in Path(self._directory).glob("gauge_live*_*.db"):
             pid = int(path.stem.rpartition("_")[2])
             if not Path(f"/proc/{pid}").exists():
-                multiprocess.mark_process_dead(pid, directory)  # type: ignore[no-untyped-call]
+                multiprocess.mark_process_dead(pid, self._directory)  # type: ignore[no-untyped-call]
         registry = CollectorRegistry()
-        multiprocess.MultiProcessCollector(registry, directory)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
+        multiprocess.MultiProcessCollector(registry, self._directory)  # type: ignore[no-untyped-call]
+        return registry.collect()

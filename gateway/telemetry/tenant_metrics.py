@@ -30,13 +30,8 @@ class TenantMetrics:
 
     def __init__(self, declared: MetricFamilies) -> None:
         self._counters: dict[str, TenantCounters] = {NONE: TenantCounters(), OTHER: TenantCounters()}
-        self._requests = declared.counter(
-            "tenant_requests", "Requests of a tenant by outcome.", "tenant", "outcome"
-        )
-        self._tokens = declared.counter(
-            "tenant_tokens", "Tokens of answers to a tenant; what was cached is a part of the prompt.",
-            "tenant", "kind",
-        )  # fmt: skip
+        self._requests = declared.counter("tidegate_tenant_requests")
+        self._tokens = declared.counter("tidegate_tenant_tokens")
 
     def of(self, tenant: str) -> TenantCounters:
         """The counters of a declared tenant; those of no tenant for the empty name."""

@@ -16,7 +16,7 @@ from policy.stats.histogram import BUCKETS, quantile
 from policy.stats.windows import Count, RateBins
 from policy.types import Priority
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import GatewayReport, ModelReport, PowerReport, PriorityReport
+from policy.wire.reports import EngineReport, GatewayReport, ModelReport, PowerReport, PriorityReport
 
 # A worker without a report for this long, while others report, is not counted.
 SILENT_S = 10.0
@@ -127,6 +127,10 @@ class SignalAggregator:
     def gpus(self, at: float) -> dict[str, PowerReport]:
         """The last report on the GPUs of each replica that has some, by its id."""
         return self._replicas.gpus(at)
+
+    def engines(self) -> dict[str, EngineReport]:
+        """The last report of each engine, by the id of its replica."""
+        return self._replicas.engines()
 
     def signals(self, model: str, at: float) -> Signals:
         """The signals of ``model``."""

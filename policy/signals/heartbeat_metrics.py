@@ -83,6 +83,11 @@ class ReplicaMetrics:
             if reports.power is not None and reports.at >= at - SILENT_S
         }
 
+    def engines(self) -> dict[str, EngineReport]:
+        """The last reports of engines, by replica."""
+        found = self._replicas.items()
+        return {name: reports.engine for name, reports in found if reports.engine is not None}
+
     def figures(self, model: str, at: float) -> tuple[ReplicaSample, ...]:
         """The metrics of the ready replicas of ``model``."""
         found = sorted(self._replicas.items())

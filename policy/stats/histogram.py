@@ -53,7 +53,9 @@ class HistogramCounter:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def add(self, value: float) -> None:
-        """Count one observation."""
-        self.counts[bisect_left(self._bounds, value)] += 1
+    def add(self, value: float) -> int:
+        """Count one observation; returns its bucket."""
+        bucket = bisect_left(self._bounds, value)
+        self.counts[bucket] += 1
         self.total += value
+        return bucket

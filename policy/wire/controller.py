@@ -34,6 +34,7 @@ LIVE: Final = "/live"
 SCALE: Final = "/scale"
 MODE: Final = "/mode"
 STEPS: Final = "/steps"
+METRICS: Final = "/metrics"
 REPLICAS: Final = "/replicas"
 SIGNALS: Final = "/signals"
 

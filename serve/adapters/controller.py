@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from policy.config.deployment import Deployment
 from policy.errors import TidegateError
 from policy.types import Replica
 from policy.wire.adapter_catalog import served_name
-from policy.wire.heartbeat import Heartbeat, Orders
+from policy.wire.heartbeat import AdapterRef, Heartbeat, Orders
 from serve.adapters.adapter_demand import AdapterDemand
 from serve.adapters.library import AdapterLibrary
 from serve.adapters.placement_loop import AdapterPlacement
@@ -30,6 +31,8 @@ log = logging.getLogger("tidegate.adapters")
 
 STEP_S = 1.0
 CLEAR_S = 60.0
+# Names of adapters that metrics have as labels, of each model.
+MAX_NAMES = 200
 
 
 @dataclass(eq=False)
@@ -99,6 +102,32 @@ class AdapterController:
             adapters[key] = AdapterStatus(model=model, name=name, state=state, note=notes[key])
         shown = tuple(adapters[key] for key in sorted(adapters))
         return AdaptersStatus(at=wall, models=self.library.catalog.models, adapters=shown)
+
+    def metrics(self) -> Iterator[tuple[str, float, tuple[str, ...]]]:
+        """Samples of adapters that replicas have loaded: the :data:`MAX_NAMES` most loaded of each model."""
+        now, catalog = self.monotonic(), self.library.catalog
+        for model in catalog.models:
+            loaded = Counter(name for replica in self._replicas(model) for name in replica.adapters)
+            aliases = catalog.of(model)
+            yield "tidegate_adapters", len(aliases), (model,)
+            known = {served_name(a.name, v.digest): (a.name, v.digest) for a in aliases for v in a.versions}
+            names: dict[str, list[tuple[str, int]]] = {}
+            for served, count in loaded.most_common():
+                if served in known and (known[served][0] in names or len(names) < MAX_NAMES):
+                    name, version = known[served]
+                    names.setdefault(name, []).append((version, count))
+            for name, versions in names.items():
+                refs = [AdapterRef(name=name, digest=version) for version, _ in versions]
+                usages = [self._demand.usage(model, ref, now) for ref in refs]
+                labels = model, name
+                yield "tidegate_adapter_replicas", sum(count for _, count in versions), labels
+                yield "tidegate_adapter_loads", sum(usage.loads for usage in usages), labels
+                rate = sum(usage.rate for usage in usages)
+                if rate:
+                    found = sum(usage.rate * (usage.hit_rate or 0.0) for usage in usages)
+                    yield "tidegate_adapter_hit_ratio", found / rate, labels
+                if load_s := [usage.load_s for usage in usages if usage.load_s is not None]:
+                    yield "tidegate_adapter_load_seconds", max(load_s), labels
 
     async def run(self) -> None:
         """Reconcile declared adapters and delete unused files, until cancelled."""

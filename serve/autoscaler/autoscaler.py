@@ -27,6 +27,7 @@ from serve.async_waiting import run_in_thread
 from serve.autoscaler.decision_history import DecisionHistory
 from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
+from serve.autoscaler.decision_metrics import DecisionCounts
 from serve.autoscaler.live_model_fitting import CalibrationStore
 from serve.autoscaler.mode_switch_evaluation import expected_gain, review
 from serve.autoscaler.policies import MadePolicies, restore_policies
@@ -81,6 +82,7 @@ class Autoscaler:
     def __post_init__(self) -> None:
         self.journal = Journal(self.state.decisions_path)
         self.history = DecisionHistory()
+        self.counts = DecisionCounts()
         self._calibrations = CalibrationStore(self.state)
         self.situations = SituationBuilder(
             self.targets, self.observed, self._calibrations, self.aggregator, self.now
@@ -172,6 +174,7 @@ class Autoscaler:
             self.latest.pop(gone)
             self.decided_on.pop(gone)
             self.history.forget(gone)
+            self.counts.forget(gone)
             self._modes.pop(gone, None)
             self.journal.forget(gone)
 
@@ -204,6 +207,7 @@ class Autoscaler:
         self.decided_on |= made.situations
         for name, decision in decisions.items():
             self.history.add(made.situations[name], decision)
+        self.counts.take(decisions, made.situations)
         self.journal.put(made)
         if revision != self._revision:
             # A new deployment, whose modes and bounds may differ, is decided on at once.

@@ -37,6 +37,7 @@ from serve.autoscaler.gpu_fault_replacement import ReplicaReplacement
 from serve.autoscaler.policies import MadePolicies, make_policies
 from serve.controller.live_state import LiveState, WorkerDetails, live_state
 from serve.controller.liveness_probe import probe_silent
+from serve.controller.metrics import ControllerMetrics
 from serve.controller.model_status import fleet_models, model_status
 from serve.controller_api_schema import ControllerStatus, ModelStatus
 from serve.host.weight_verification import Resolver
@@ -105,6 +106,10 @@ class Controller:
             failures=self._failures,
         )  # fmt: skip
         self.adapters.declare(self._deployment, applied=False)
+        self.metrics = ControllerMetrics(
+            self._targets, self._observed, self._failures, self.aggregator, self.autoscaler, self.adapters,
+            budget=lambda: self._deployment.budget, now=monotonic,
+        )  # fmt: skip
 
     # What the HTTP API calls.
 
@@ -258,8 +263,10 @@ class Controller:
             probe_silent(self.registry, self._state.secret(), self._lost, self._hung, self._monotonic)
         )
         adapting = asyncio.create_task(self.adapters.run())
+        measuring = asyncio.create_task(self.metrics.measure_lag())
         try:
             while True:
+                began = self._monotonic()
                 try:
                     await self.tick()
                 except Exception as error:
@@ -268,6 +275,7 @@ class Controller:
                         log.exception("a tick failed")
                     self._event(describe(error))
                     await asyncio.sleep(RETRY_S)
+                self.metrics.ticked(self._monotonic() - began)
                 if self._failures.take():
                     await asyncio.sleep(RETRY_S)
                 await wait_at_most(self._wake, TICK_S)
@@ -275,6 +283,7 @@ class Controller:
         finally:
             probing.cancel()
             adapting.cancel()
+            measuring.cancel()
 
     async def rebuild(self) -> None:
         """Restore counts and revisions from the actuator's layers."""

@@ -24,6 +24,7 @@ from policy.wire.controller import (
     GPUS,
     HISTORY,
     LIVE,
+    METRICS,
     MODE,
     REPLICAS,
     SCALE,
@@ -127,6 +128,9 @@ def build_app(controller: Controller, secret: str) -> Starlette:
         await controller.check_placeable(document)
         return json_answer(controller.apply(document, policies))
 
+    async def metrics(request: Request) -> Response:
+        return json_answer(await controller.metrics.collect())
+
     async def decisions(request: Request) -> Response:
         asked = msgspec.convert(dict(request.query_params), DecisionsQuery, strict=False)
         journal = controller.autoscaler.journal
@@ -156,6 +160,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             Route(DECISIONS, refusing(decisions)),
             Route(HISTORY, refusing(history)),
             _get(LIVE, controller.live),
+            Route(METRICS, metrics),
             Route(STEPS, refusing(steps)),
             _post(REPLICAS, Heartbeat, controller.beat),
             _post(SIGNALS, GatewayReport, controller.signals),

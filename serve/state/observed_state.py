@@ -143,7 +143,7 @@ class ObservedState:
     def model(self, target: Target, budget: Budget) -> ObservedModel:
         """The model of ``target``: what is desired, what it has, and what the others hold of the budget."""
         name = target.spec.name
-        others = [self._held(other) for other in self.targets.names() if other != name]
+        others = [self.footprint(other) for other in self.targets.names() if other != name]
         return ObservedModel(
             spec=target.spec,
             mode=target.aim.mode,
@@ -210,7 +210,8 @@ class ObservedState:
         }
         return {key: known.get(key, Resources()) for key in {*known, *self.layers(model)}}
 
-    def _held(self, model: str) -> Resources:
+    def footprint(self, model: str) -> Resources:
+        """What the replicas of ``model`` take of the budget's GPUs and cores."""
         target = self.targets.get(model)
         asleep = {key.generation for key, held in self.held.items() if key.model == model and held.sleeps}
         groups = {generation: group for generation, group in _groups(target).items() if generation in asleep}

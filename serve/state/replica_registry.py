@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -39,6 +40,8 @@ class ReplicaRegistry:
         # Replicas that were given up: their hosts may hang.
         self._gone: dict[str, _Entry] = {}
         self._models: tuple[Model, ...] = ()
+        # Engines that were started again in place, by model.
+        self.restarts: Counter[str] = Counter()
 
     def put(self, replica: Replica, now: float) -> bool:
         """Take a heartbeat; returns whether more than its load, and what it has loaded, changed."""
@@ -47,10 +50,16 @@ class ReplicaRegistry:
         if replica.state is ReplicaPhase.STOPPED:
             return self._remove(replica.id)
         self._entries[replica.id] = _Entry(replica, now)
+        if old is not None and replica.incarnation > old.replica.incarnation:
+            self.restarts[replica.model] += replica.incarnation - old.replica.incarnation
         if old is not None and _identity(old.replica) == _identity(replica):
             return False
         self.revision.bump()
         return True
+
+    def ages(self, now: float) -> dict[str, float]:
+        """The seconds since the last heartbeat of each replica."""
+        return {name: now - entry.seen for name, entry in self._entries.items()}
 
     def silent(self, now: float) -> list[Replica]:
         """Replicas whose heartbeat is overdue."""

@@ -180,6 +180,7 @@ class FakeReplica(_Server):
         self.refused: list[str] = []
         self.hits: list[Exchange] = []
         self.answer: Answer = answer_json
+        self.metrics = b""
         self._changed = asyncio.Event()
 
     def report(self, **fields: Any) -> None:
@@ -214,6 +215,8 @@ class FakeReplica(_Server):
             await exchange.reply(b"{}", status=401)
         elif exchange.path == "/internal/load":
             await _follow(exchange, self._changed, self._report)
+        elif exchange.path == "/metrics":
+            await exchange.reply(self.metrics, content_type="text/plain", status=200 if self.metrics else 404)
         else:
             self.hits.append(exchange)
             self.in_flight += 1
@@ -267,6 +270,7 @@ class FakeController(_Server):
         self.asked: list[Exchange] = []
         self.reports: list[dict[str, Any]] = []
         self.answer: Answer = answer_json
+        self.samples: dict[str, Any] = {}
         self._changed = asyncio.Event()
         self._published = asyncio.Event()
 
@@ -291,6 +295,8 @@ class FakeController(_Server):
         elif exchange.path == "/signals":
             self.reports.append(exchange.json)
             await exchange.reply(b"{}")
+        elif exchange.path == "/metrics":
+            await exchange.reply(json.dumps(self.samples).encode())
         else:
             self.asked.append(exchange)
             await self.answer(exchange)

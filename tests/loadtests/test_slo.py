@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from flask import Flask
+from prometheus_client import generate_latest
 
 from gateway.telemetry.metrics import Metrics
 from loadtests import gateway_metrics, report
@@ -105,7 +105,8 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
 
 
 def samples(metrics: Metrics) -> Counter[gateway_metrics.Key]:
-    return read(asyncio.run(metrics.scrape()).decode(), "m")
+    metrics.publish()
+    return read(generate_latest(SimpleNamespace(collect=metrics.collect)).decode(), "m")
 
 
 def test_gateway_metrics_match_the_users_measurements(metrics: Metrics) -> None:

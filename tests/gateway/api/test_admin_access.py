@@ -19,8 +19,8 @@ OPEN = ("/livez", "/readyz", "/metrics", "/docs", "/openapi.json")
 GUARDED = ("/admin/fleet", "/admin/tenants", "/admin/adapters", "/admin/capture", "/admin", "/other")
 
 
-async def scrape() -> bytes:
-    return b""
+async def scrape(*, openmetrics: bool) -> bytes:
+    return b"# EOF\n" if openmetrics else b""
 
 
 class Port:
@@ -28,7 +28,7 @@ class Port:
         self.state = state
         services: Any = SimpleNamespace(
             fleet=SimpleNamespace(describe=dict),
-            metrics=SimpleNamespace(scrape=scrape),
+            scraper=SimpleNamespace(scrape=scrape),
             not_ready=list,
             access=SimpleNamespace(on=False),
         )
@@ -55,6 +55,22 @@ async def test_probes_metrics_and_the_schema_need_no_token(port: Port, path: str
     assert (await port.ask(path)).status_code == 200
     head = await port.ask(path, method="HEAD")
     assert (head.status_code, head.content) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("*/*", "text/plain; version=0.0.4; charset=utf-8"),
+        (
+            "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.2",
+            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        ),
+    ],
+)
+async def test_the_format_of_metrics_is_negotiated(port: Port, accept: str, kind: str) -> None:
+    answer = await port.ask("/metrics", accept=accept)
+    assert answer.headers["content-type"] == kind
+    assert answer.content == (b"# EOF\n" if "openmetrics" in kind else b"")
 
 
 @pytest.mark.parametrize("path", GUARDED)

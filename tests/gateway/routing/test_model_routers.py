@@ -22,6 +22,7 @@ from policy.routing.cost import CostEstimate
 from policy.types import Load, ReplicaPhase
 from policy.wire.load_stream import CachedPrefix, LoadLine
 from tests.gateway.fake_replica import ready_replica
+from tests.gateway.telemetry.test_metrics import samples
 
 CHAIN = tuple(range(100, 116, 2))
 DEPTHS = tuple(range(128, 1025, 128))
@@ -140,10 +141,10 @@ async def test_predictions_are_measured() -> None:
     assert here.describe(1)[0]["ttft_s"] is None
     here.timed(request, quote, quote.total * 1.2, 0.0)
     assert here.describe(1)[0]["ttft_s"] == pytest.approx(quote.total * 1.2, abs=1e-6)
-    text = (await metrics.scrape()).decode()
-    assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.175",model="m"} 1.0' in text
-    assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.15",model="m"} 0.0' in text
-    assert 'tidegate_ttft_prediction_error_seconds_bucket{le="0.0",model="m"} 1.0' in text
+    ratio = samples(metrics, "tidegate_ttft_prediction_error_ratio_bucket")
+    assert (ratio['{le="0.15",model="m"}'], ratio['{le="0.175",model="m"}']) == (0.0, 1.0)
+    seconds = samples(metrics, "tidegate_ttft_prediction_error_seconds_bucket")
+    assert seconds['{le="0.0",model="m"}'] == 1.0
 
 
 async def test_a_new_document_acts_on_the_next_choice() -> None:

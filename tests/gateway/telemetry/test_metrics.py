@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,11 +15,10 @@ from prometheus_client.metrics import MetricWrapperBase
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.protocol.usage import Usage
 from gateway.telemetry import adapter_metrics, tenant_metrics
-from gateway.telemetry import metrics as metrics_module
 from gateway.telemetry.metrics import Metrics
+from policy.types import Priority
 from policy.wire.adapter_catalog import NAME, Alias, Catalog
 from tests.gateway.fake_replica import alias
-from tests.gateway.worker import until
 
 
 def call(outcome: str, first_byte_at: float | None = None) -> Any:
@@ -30,9 +27,13 @@ def call(outcome: str, first_byte_at: float | None = None) -> Any:
 
 def samples(metrics: Metrics, name: str) -> dict[str, float]:
     """The samples of one metric by their labels."""
-    lines = asyncio.run(metrics.scrape()).decode().splitlines()
-    found = [line.rpartition(" ") for line in lines if line.startswith(name + "{")]
-    return {labels.removeprefix(name): float(value) for labels, _, value in found}
+    metrics.publish()
+    found = [each for family in metrics.collect() for each in family.samples if each.name == name]
+    return {_text(each.labels): each.value for each in found}
+
+
+def _text(labels: dict[str, str]) -> str:
+    return "{" + ",".join(f'{label}="{value}"' for label, value in sorted(labels.items())) + "}"
 
 
 @contextmanager
@@ -175,7 +176,7 @@ def test_no_adapter_can_have_the_shared_label() -> None:
     assert NAME.fullmatch(adapter_metrics.OTHER) is None
 
 
-@pytest.mark.parametrize("after", range(18))
+@pytest.mark.parametrize("after", range(24))
 def test_a_full_disk_loses_and_repeats_no_count(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     metrics = Metrics()
     meter = metrics.model("m")
@@ -185,12 +186,15 @@ def test_a_full_disk_loses_and_repeats_no_count(monkeypatch: pytest.MonkeyPatch,
     meter.tokens.count(Usage(1, 1, 3))
     meter.coalesced_calls = meter.coalesced_requests = meter.queue.displaced = meter.queue.predicted = 6
     meter.queue.refused["queue_full"] += 7
+    for _ in range(8):
+        meter.totals.judge(0.1, 0.01, Priority.STANDARD)
     with full_disk(monkeypatch, after):
         metrics.publish()
     metrics.publish()
     expected = {
         "requests": 2, "upstream_attempts": 3, "served_streams": 4, "tokens": 5, "coalesced_calls": 6,
         "coalesced_requests": 6, "queue_displaced": 6, "queue_foreseen": 6, "queue_refused": 7,
+        "slo_judged": 8, "slo_met": 24,
     }  # fmt: skip
     assert {name: sum(samples(metrics, f"tidegate_{name}_total").values()) for name in expected} == expected
 
@@ -204,9 +208,9 @@ def test_requests_without_a_model_are_counted_under_one_label_and_nothing_else_i
         '{model="_none",outcome="unknown_model",route="/v1/completions"}': 2.0,
         '{model="_none",outcome="head_too_large",route="_none"}': 1.0,
     }
-    lines = asyncio.run(metrics.scrape()).decode().splitlines()
-    assert not [line for line in lines if '=""' in line]
-    assert {line.partition("{")[0] for line in lines if '"_none"' in line} <= {
+    found = [each for family in metrics.collect() for each in family.samples]
+    assert not [each for each in found if "" in each.labels.values() and "error_type" not in each.labels]
+    assert {each.name for each in found if "_none" in each.labels.values()} <= {
         "tidegate_requests_total", "tidegate_requests_created"
     }  # fmt: skip
 
@@ -227,19 +231,3 @@ def test_tenants_are_counted_by_name_up_to_a_bound(monkeypatch: pytest.MonkeyPat
     assert tokens['{kind="completion",tenant="web"}'] == 6.0
     assert tokens['{kind="cached",tenant="_other"}'] == 4.0
     assert not NAME.fullmatch("_other") and not NAME.fullmatch("_none")
-
-
-async def test_a_scrape_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, scraped, threads = Metrics(), threading.Event(), set[int]()
-
-    def collect(_: object) -> bytes:
-        threads.add(threading.get_ident())
-        assert scraped.wait(60)  # which the loop sets
-        return b"text"
-
-    monkeypatch.setattr(metrics_module, "generate_latest", collect)
-    both = asyncio.gather(metrics.scrape(), metrics.scrape())
-    await until(lambda: bool(threads), "it collects")
-    scraped.set()
-    assert await both == [b"text", b"text"]
-    assert threading.get_ident() not in threads
