@@ -36,6 +36,12 @@ COPIES = 2.0
 VICTIMS = 8
 # How far beyond the mean a replica's load may be before requests for its adapters go elsewhere.
 UNEVEN = 0.15
+# The price of a session's tokens that another replica holds, per second of their prefill: at 0 sessions move
+# so often that twice as many tokens are computed twice, at 1 they wait too long for a full replica.
+SECOND_PREFILL = 0.7
+# Preempted requests are preempted again: tokens that do not fit are computed more often than once. At 1,
+# agents at full load, with half of the cache that they need, compute 1.7 to 4 times as many twice.
+PREEMPTIONS = 3.0
 # With each request for an adapter, a replica's load time moves this far towards the mean: one that is
 # believed slow gets no loads that could correct it.
 ALIKE = 0.1
@@ -90,11 +96,14 @@ class CostEstimate(NamedTuple):
         return self.wait + self.prefill + self.adapter + self.pressure
 
 
-def pressure_s(request: Request, candidate: Candidate, site: ReplicaState, uncached: int) -> float:
-    """Seconds to recompute the KV tokens that do not fit; only for a replica with a known KV size."""
+def pressure_s(request: Request, candidate: Candidate, site: ReplicaState) -> float:
+    """Seconds to recompute the KV tokens that do not fit; only for a replica with a known KV size.
+
+    A running request takes KV for its whole prompt: cached tokens that no other one uses count as free.
+    """
     pace = site.pace
-    wanted = site.kv_tokens + candidate.pending_tokens + uncached + request.output_tokens
-    return (wanted - pace.kv_tokens) / pace.capacity if wanted > pace.kv_tokens else 0.0
+    wanted = site.kv_tokens + candidate.pending_tokens + request.prompt_tokens + request.output_tokens
+    return PREEMPTIONS * (wanted - pace.kv_tokens) / pace.capacity if wanted > pace.kv_tokens else 0.0
 
 
 def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
@@ -126,7 +135,7 @@ def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
         tokens, shared = site.rest + uncached, site.rest_s
     own = pace.prefill_s(tokens, site.kv_tokens, site.running) - shared
     loads = 0.0 if not request.adapter_key or request.adapter_key in site.slots else site.load_s
-    presses = pressure_s(request, candidate, site, uncached) if pace.kv_tokens else 0.0
+    presses = pressure_s(request, candidate, site) if pace.kv_tokens else 0.0
     modelled = waits + own + copied_s + presses
     own *= slope
     floor, took = LEAST * own, own + copied_s * slope + fixed_s
@@ -238,7 +247,9 @@ class CostModel:
                     burden += self._eviction(key, site)
                 if resident and site is not primary:
                     burden += COPIES * site.load_s
-            if new:
+            if request.session:
+                burden += SECOND_PREFILL * (own - warm_s)
+            elif new:
                 burden += cold_s * (share.due - least_due) * dear
                 if key and (fair := share.weight * mean) > 0.0 and share.load / fair - 1.0 > SLACK:
                     burden += unit * balance.share_price(share, 0.0)

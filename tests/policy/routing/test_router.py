@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policy.engine.performance_model import EngineModel, Limits, Timing
 from policy.request import Request
-from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.cost import SECOND_PREFILL, Candidate, CostEstimate
 from policy.routing.router import (
     AWAY,
     CACHED,
@@ -103,6 +103,18 @@ def test_a_full_engine_adds_a_wait_and_a_full_kv_cache_a_pressure() -> None:
     assert waits[0] < waits[1] < waits[2]
     candidate.in_flight, candidate.kv_used = 4, 0.99
     assert quoted(prompt(), candidate).pressure > 0.0
+
+
+def test_cached_tokens_take_kv_when_they_run() -> None:
+    router, [home] = Router(), fleet(1)
+    send(router, prompt(), [home])
+    home.in_flight = 4
+    pressures = []
+    for home.kv_used in (0.94, 0.96):  # 1,200 and 800 of 20,000 tokens are free
+        quote = quoted(prompt(output_tokens=100), home, router=router)
+        assert quote.uncached < 100
+        pressures.append(quote.pressure)
+    assert pressures[0] == 0.0 < pressures[1]
 
 
 def test_a_cached_prefix_stays_and_a_new_one_goes_elsewhere() -> None:
@@ -477,6 +489,17 @@ def test_what_a_full_cache_would_lose_is_a_burden() -> None:
     assert burden(1) == burden(1000) == 0.0
     # 500 tokens more than fit; the least recent sessions are taken to return with a probability of 0.3.
     assert burden(1500) == pytest.approx(0.3 * 500 * MODEL.step_time(512, 0, 8) / 512, rel=0.05)
+
+
+def test_a_session_moves_only_for_more_than_a_second_prefill_and_its_price() -> None:
+    router, candidates = Router(), fleet(2)
+    turn = prompt(session=9)
+    home = next(each for each in candidates if each.id == chosen(send(router, turn, candidates)))
+    other = next(each for each in candidates if each is not home)
+    decision = router.choose(turn, candidates, 1.0, 0.5)
+    second_s = quoted_at(decision, other).prefill - quoted_at(decision, home).prefill
+    assert quoted_at(decision, home).burden == 0.0
+    assert quoted_at(decision, other).burden == pytest.approx(SECOND_PREFILL * second_s, rel=0.2)
 
 
 def test_a_session_loses_its_own_tokens_by_waiting_the_likelier_the_older_they_are() -> None:
