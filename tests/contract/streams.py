@@ -27,16 +27,21 @@ class Stream:
 
 @dataclass
 class Streams:
-    """Clients that each send one stream after the other; their lengths in tokens are drawn of ``lengths``."""
+    """Clients that each send one stream after the other; their lengths in tokens are drawn of ``lengths``.
+
+    A client waits until ``every_s`` seconds have passed since another one began, which may change meanwhile.
+    """
 
     stack: Stack
     model: str
     lengths: tuple[int, ...]
     clients: int = 12
+    every_s: float = 0.0
     ended: list[Stream] = field(default_factory=list)
 
     def __enter__(self) -> Streams:
         self._stop = threading.Event()
+        self._turn = threading.Lock()
         self._threads = [threading.Thread(target=self._client, args=(i,)) for i in range(self.clients)]
         for thread in self._threads:
             thread.start()
@@ -65,13 +70,18 @@ class Streams:
     def _client(self, number: int) -> None:
         draw = random.Random(number)  # noqa: S311 - no secret
         with httpx.Client(base_url=self.stack.base_url, timeout=600, trust_env=False) as client:
-            while not self._stop.is_set():
+            while self._begins():
                 stream = Stream(sent=time.time())
                 try:
                     self._run(client, stream, draw.choice(self.lengths), f"{number} {len(self.ended)}")
                 except httpx.HTTPError as error:
                     stream.problem = repr(error)
                 self.ended.append(stream)
+
+    def _begins(self) -> bool:
+        """Wait for the client's turn; false in the end."""
+        with self._turn:
+            return not self._stop.wait(self.every_s)
 
     def _run(self, client: httpx.Client, stream: Stream, tokens: int, prompt: str) -> None:
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens}

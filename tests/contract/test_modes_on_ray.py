@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1800, func_
 
 log = logging.getLogger(__name__)
 
-GPUS, WAKE_S, WITHIN_S = 8, 1.0, 240.0
+GPUS, WAKE_S, WITHIN_S = 8, 1.0, 400.0
 # "Wake plus 2 s" beyond the last token of the old mode.
 GAP_S = WAKE_S + 2.0
 MODES = {"tp8": (8, 1), "tp4": (4, 2), "tp1": (1, 8)}
@@ -25,15 +25,25 @@ MODES = {"tp8": (8, 1), "tp4": (4, 2), "tp1": (1, 8)}
 TOUR = ("tp8", "tp4", "tp1", "tp8", "tp1", "tp4", "tp8")
 # 1 to 60 s on one GPU of the profile at this speed.
 SPEED, LENGTHS = 0.1, (12, 12, 25, 25, 25, 50, 50, 100, 100, 200, 400, 750)
+# By load: some streams of 120 s there. Only tp8 is within the SLO. With four streams at once per replica it
+# carries two a second, or three where none is long; tp4 carries 3.5 and 5, tp1 7 and 10.
+MIXED = (*(12,) * 30, *(25,) * 30, *(50,) * 25, *(100,) * 14, 1500)
+LOADS = (("tp8", 1.0), ("tp4", 2.5), ("tp1", 4.2), ("tp4", 2.5), ("tp8", 1.0))
+BY_LOAD: dict[str, Any] = {
+    "policy": "predictive",
+    "tick_s": 1,
+    "slo": {"itl_p95_s": 0.038},
+    "mode": {"confirm_s": 5, "dwell_s": 60, "drain_timeout_s": 150},
+}
 
 
-def document(**control: Any) -> dict[str, Any]:
+def document(seats: int = 64, queue_s: float = 120, **control: Any) -> dict[str, Any]:
     model = {
         "name": "m",
         "engine": "sim",
         "sim": {"profile": "h100-8b", "speed": SPEED, "start_s": 1.0, "wake_s": WAKE_S},
         "shapes": {
-            mode: {"gpus": gpus, "tensor_parallel": gpus, "max_in_flight": 64}
+            mode: {"gpus": gpus, "tensor_parallel": gpus, "max_in_flight": seats}
             for mode, (gpus, _) in MODES.items()
         },
         "modes": {mode: {"shape": mode, "replicas": count} for mode, (_, count) in MODES.items()},
@@ -44,13 +54,13 @@ def document(**control: Any) -> dict[str, Any]:
         "budget": {"gpus": GPUS},
         "cluster": {"simulated_gpus": GPUS},
         # A head that is sent early would not name the replica.
-        "gateway": {"queue_timeout_s": 120, "sse_keepalive_s": 600},
+        "gateway": {"queue_timeout_s": queue_s, "sse_keepalive_s": 600},
     }
 
 
 @pytest.fixture
-def stack() -> Iterator[Stack]:
-    with running(document()) as stack:
+def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    with running(document(**getattr(request, "param", {}))) as stack:
         yield stack
 
 
@@ -79,3 +89,21 @@ def test_every_switch_of_a_ladder_by_hand(stack: Stack) -> None:
     assert {stream.replica.split("-")[1] for stream in streams.ended} == set(MODES)
     assert max(gaps.values()) < GAP_S, gaps
     assert {replica.id for replica in stack.replicas("m")} == engines
+
+
+@pytest.mark.parametrize("stack", [BY_LOAD | {"seats": 4, "queue_s": 400}], indirect=True)
+def test_load_climbs_and_descends_the_ladder(stack: Stack) -> None:
+    """As by hand; and the controller finds the mode that each load needs."""
+    stack.steady("m", sum(count for _, count in MODES.values()))
+    switched: list[tuple[str, float, float]] = []
+    with Streams(stack, "m", MIXED, clients=100, every_s=1.0) as streams:
+        for mode, rate in LOADS:
+            began, streams.every_s = time.time(), 1 / rate
+            eventually(lambda mode=mode: is_steady(stack, mode), WITHIN_S, lambda: str(stack.model("m")))
+            served = len(streams.ended)
+            eventually(lambda served=served: len(streams.ended) > served + 10, WITHIN_S)
+            switched.append((mode, began, time.time()))
+    gaps = {f"{mode} {began:.0f}": streams.gap_s(began, ended) for mode, began, ended in switched}
+    log.info("%d streams in %s; seconds without one: %s", len(streams.ended), switched, gaps)
+    assert not streams.problems
+    assert max(gaps.values()) < GAP_S, gaps
