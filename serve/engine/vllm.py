@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -145,6 +146,28 @@ def refuse_early(responses: Any, llm: CheckedLLM) -> None:
         return generate(sampling_params=sampling_params, **kwargs)
 
     responses._generate_with_builtin_tools = checked
+
+
+def send_stream_errors(responses: Any) -> None:
+    """Have vLLM's responses API send the error of a stream, in the form of its other APIs.
+
+    vLLM itself validates that error as one of the events of this API, which fails and cuts the stream.
+    """
+    generate = responses.responses_stream_generator
+
+    def raised(error: GenerationError) -> None:
+        raise error
+
+    async def sent(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        async with aclosing(generate(*args, **kwargs)) as events:
+            try:
+                async for event in events:
+                    yield event
+            except GenerationError as error:
+                yield create_error_response(error)
+
+    responses._convert_generation_error_to_streaming_response = raised
+    responses.responses_stream_generator = sent
 
 
 def name_prompts(llm: CheckedLLM, events: KvEvents) -> None:
@@ -331,6 +354,7 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     await init_app_state(llm, app.state, args, tasks)
     if (responses := getattr(app.state, "openai_serving_responses", None)) is not None:
         refuse_early(responses, llm)
+        send_stream_errors(responses)
     # vLLM's error handler stops the server when the engine dies; this server ends by itself.
     app.state.server = types.SimpleNamespace()
     events = followed(llm)

@@ -446,6 +446,32 @@ async def test_parameters_are_refused_before_a_stream_is_open() -> None:
     )
 
 
+async def test_an_error_in_a_stream_of_the_responses_api_is_sent() -> None:
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses  # noqa: PLC0415
+
+    from serve.engine.vllm import NoToken, send_stream_errors  # noqa: PLC0415
+
+    class Responses:
+        def _convert_generation_error_to_streaming_response(self, error: Exception) -> str:
+            raise NotImplementedError
+
+        async def responses_stream_generator(self, *events: Any) -> AsyncGenerator[Any, None]:
+            try:
+                for event in events:
+                    yield event
+                raise NoToken
+            except NoToken as error:
+                yield self._convert_generation_error_to_streaming_response(error)
+
+    # vLLM has both methods.
+    assert all(hasattr(OpenAIServingResponses, name) for name in vars(Responses) if not name.startswith("__"))
+    responses: Any = Responses()
+    send_stream_errors(responses)
+    created, error = [each async for each in responses.responses_stream_generator("created")]
+    assert created == "created"
+    assert error.error.code == 400
+
+
 async def test_a_grammar_without_a_next_token_is_the_requests_error() -> None:
     from vllm.entrypoints.serve.exception_handling.error_response import (  # noqa: PLC0415
         create_error_response,
