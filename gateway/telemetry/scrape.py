@@ -66,7 +66,7 @@ class Scraper:
         self._metrics = metrics
         self._deployment = deployment
         self._replicas = replicas
-        self._http = internal_client(secret, timeout=SCRAPE_S, keepalive_connections=AT_ONCE)
+        self._http = internal_client(secret, timeout=SCRAPE_S)
         self._at_once = asyncio.Semaphore(AT_ONCE)
         self._scraping = asyncio.Lock()
 

@@ -71,6 +71,17 @@ def nvmlEventSetWait(events, timeout_ms):
     except (OSError, ValueError):
         raise NVMLError from None
     return SimpleNamespace(eventData=xid)
+
+
+def __getattr__(name):
+    # All else that NVML has is not supported by this GPU.
+    if not name.startswith("nvmlDevice"):
+        return 0
+
+    def unsupported(*arguments):
+        raise NVMLError
+
+    return unsupported
 """
 
 
