@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -129,8 +131,9 @@ def test_a_gateway_needs_a_running_deployment(run: Run) -> None:
         (
             "Error: no symbols\nReason: stripped",
             TidegateError,
-            "py-spy failed with status 1: Reason: stripped",
+            "py-spy failed with status 1: Error: no symbols\nReason: stripped",
         ),
+        ("Error: No stack counts found\n 8: main", TidegateError, "computed nothing in 10 s: send requests"),
     ],
 )
 def test_failures_say_what_to_do(
@@ -163,7 +166,20 @@ def test_a_gateway_worker_is_found_by_its_number(site: Site, tmp_path: Path) -> 
     site.up({"models": [{"name": "m", "engine": "external", "urls": [site.upstream]}],
              "gateway": {"port": site.port, "admin_port": site.admin_port, "workers": 1}})  # fmt: skip
     out = tmp_path / "gateway.svg"
-    code, _, err = site.tidegate("profile", "gateway", "0", "--seconds", "1", "--out", str(out))
+    done = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(trust_env=False) as http:
+            while not done.is_set():
+                http.get(f"http://127.0.0.1:{site.admin_port}/livez")
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        code, _, err = site.tidegate("profile", "gateway", "0", "--seconds", "1", "--out", str(out))
+    finally:
+        done.set()
+        asking.join()
     assert (code, out.exists()) == (0, True), err
     code, _, err = site.tidegate("profile", "gateway", "7")
     assert (code, "no gateway worker '7'; there are 0" in err) == (5, True)

@@ -25,6 +25,8 @@ _CONTROLLER = ("serve.controller.process", "ControllerActor")
 # Beside the duration: py-spy reads the symbols of all libraries first, and draws at the end.
 _LONGER_S = 60.0
 _DENIED = ("permission denied", "operation not permitted")
+# What py-spy says if no sample found the process at work.
+_IDLE = "No stack counts found"
 
 
 @click.command(
@@ -75,7 +77,12 @@ def _record(pid: int, seconds: float, flags: list[str], out: Path) -> None:
     )
     if ran.returncode == 0 and out.exists():
         return
+    out.unlink(missing_ok=True)  # py-spy creates it first
     said = (ran.stdout + ran.stderr).strip()
+    if _IDLE in said:
+        raise TidegateError(
+            f"process {pid} computed nothing in {seconds:g} s: send requests meanwhile, or sample for longer"
+        )
     if any(word in said.lower() for word in _DENIED):
         raise PreconditionFailed(
             f"this user may not read process {pid}: run the command as root (sudo), or allow it:"
@@ -83,9 +90,7 @@ def _record(pid: int, seconds: float, flags: list[str], out: Path) -> None:
         )
     if find(pid) is None:
         raise TidegateError(f"process {pid} ended before it was sampled")
-    raise TidegateError(
-        f"py-spy failed with status {ran.returncode}: {said.splitlines()[-1] if said else ''}"
-    )
+    raise TidegateError(f"py-spy failed with status {ran.returncode}: {said[:500]}")
 
 
 def _pid(state: StateDir, process: str, name: str | None) -> int:
