@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from gateway.worker import PUBLISH_EVERY_S
 from policy.wire.metrics import ENGINE_PREFIX, METRICS
 from store.api_keys import digest_of
 from tests.e2e.stack import Stack, eventually, running
@@ -60,7 +62,8 @@ class Client:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self.before = scraped(stack)  # with the requests of the start
+        time.sleep(3 * PUBLISH_EVERY_S)  # then every worker has published the requests of the start
+        self.before = scraped(stack)
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
 

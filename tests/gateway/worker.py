@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import httpx
 
-from store.state_dir import StateDir
+from store.state_dir import StateDir, write_atomic
 from tests.gateway.fake_replica import SECRET, FakeController, FakeReplica
 from tests.gateway.fake_upstream import FakeUpstream
 
@@ -72,9 +72,8 @@ class Stack:
         self.admin = admin_client(self.admin_url, root)
 
     def write_secret(self) -> None:
-        secret = self.root / "secret"
-        secret.touch(mode=0o600)
-        secret.write_text(SECRET)
+        # A running controller reads it at any moment.
+        write_atomic(self.root / "secret", SECRET.encode(), mode=0o600)
 
     def write_document(self) -> None:
         document = {

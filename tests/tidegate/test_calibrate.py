@@ -40,6 +40,7 @@ def sim(site: Site) -> Site:
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_calibration_finds_the_coefficients_and_the_simulator_agrees(sim: Site, tmp_path: Path) -> None:
     out = tmp_path / "model.json"
     # The last errors depend on the load of the machine, and are not compared.

@@ -62,6 +62,7 @@ class GroupSite(Site[SharedGpuActuator]):
             lambda: (
                 (len(self.layer(LARGE, READY)), len(self.layer(SMALL, READY))) == (large, small)
                 and len(self.layer(LARGE, ASLEEP)) + len(self.layer(SMALL, ASLEEP)) == 3 - large - small
+                and all(replica.pid for replica in self.replicas.values())
             )
         )
         return {replica.pid for replica in self.replicas.values()}
