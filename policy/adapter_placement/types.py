@@ -48,13 +48,13 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    rank: int = 0
     key: int
+    rank: int = 0
     waiting: int = 0
+    rate: float
+    forecast: float = 0.0
     load_s: float = 0.25
     service_s: float = 0.0
-    forecast: float = 0.0
-    rate: float
 
     @property
     def expected(self) -> float:

@@ -31,13 +31,13 @@ class ObservedCapacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ``trust`` (0..1) weighs the conclusion; ``mu`` is the last assumed capacity of a replica.
     """
 
-    since: float
-    at: float
+    mode: str
     rate: float = 0.0
     used: float = 0.0
-    mode: str
     mu: float = 0.0
     trust: float = 1.0
+    since: float
+    at: float
 
 
 def observe_capacity(before: ObservedCapacity | None, view: View, mu: float) -> ObservedCapacity:
