@@ -1,1 +1,1 @@
-"""The checks of ``tidegate doctor``: machine, GPUs and deployment. Read first: `examination`."""
+"""The checks of ``tidegate doctor``: machine, GPUs and deployment. Read first: `checks`."""

@@ -19,7 +19,7 @@ from tidegate.commands.deployment_context import controller_client
 from tidegate.commands.options import FILE, as_json
 from tidegate.commands.terminal import console, print_json, table
 from tidegate.commands.units import plural
-from tidegate.doctor.examination import Subject, examine
+from tidegate.doctor.checks import Subject, run_checks
 from tidegate.doctor.finding import Finding, Level
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.control_socket import SupervisorClient
@@ -36,7 +36,7 @@ _COLORS = {Level.ERROR: "red", Level.WARNING: "yellow", Level.OK: "green", Level
 @as_json
 @click.pass_obj
 def doctor(state: StateDir, file: Path | None, as_json: bool) -> None:
-    findings = examine(_subject(state, file))
+    findings = run_checks(_subject(state, file))
     healthy = not any(finding.level is Level.ERROR for finding in findings)
     if as_json:
         print_json({"ok": healthy, "findings": findings})

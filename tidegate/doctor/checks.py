@@ -46,7 +46,7 @@ _CUDA = re.compile(r"^cuda\b.*?=\s*'(\d+)\.(\d+)'", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is examined: this machine, a ``deployment``, and what ``runs`` on the state directory.
+    """What is checked: this machine, a ``deployment``, and what ``runs`` on the state directory.
 
     ``raw`` is the deployment as a document. ``reports`` are those of the GPUs of running replicas, ``None``
     if no controller answers.
@@ -80,7 +80,7 @@ class Subject:
         )
 
 
-def examine(subject: Subject) -> list[Finding]:
+def run_checks(subject: Subject) -> list[Finding]:
     """All checks; the worst results first, and those of one level from the most important check down."""
     return by_importance(
         [*_installation(subject), *_gpus(subject), *_machine(subject), *_surroundings(subject)]
