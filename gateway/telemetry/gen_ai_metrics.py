@@ -20,8 +20,12 @@ TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2
 PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 TOKENS = tuple(4.0**i for i in range(14))
 # Their names for what routes do; engines only tokenize for the routes that have no runner.
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
-_OPERATIONS |= {"/v1/score": "score", "/v1/rerank": "rerank"}
+_OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "score",
+    "/v1/rerank": "rerank",
+}
 OPERATIONS = {path: _OPERATIONS.get(path, "chat") for path, route in ROUTES.items() if route.runner}
 
 

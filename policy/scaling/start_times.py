@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from statistics import median_high
 
 import msgspec
 
@@ -74,7 +75,7 @@ class StartTimes:
             if path is StartPath.SLEEPING and not sleeps:
                 continue
             if seconds := self._measured.get((model, shape, path)):
-                return sorted(seconds)[len(seconds) // 2]
+                return median_high(seconds)
         return assumed_s
 
     def remaining_s(self, replicas: Iterable[Replica], lead_s: float, at: float) -> tuple[float, ...]:

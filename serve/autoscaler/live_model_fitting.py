@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_high
 
 import msgspec
 from msgspec.structs import replace
@@ -140,7 +141,7 @@ class CalibrationStore:
             for (model, other), known in self._all.items()
             if model == spec.name and other != shape and _is_fitted(known, spec)
         ]
-        return prior.faster(1.0 / sorted(factors)[len(factors) // 2]) if factors else None
+        return prior.faster(1.0 / median_high(factors)) if factors else None
 
     def slowness(self, replica: str, model: EngineModel | None, at: float) -> float:
         """The measured duration of the replica's steps by that of ``model``; 1 without recent steps."""

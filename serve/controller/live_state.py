@@ -1,4 +1,4 @@
-"""The state of all models at an instant, as the page and ``tidegate top`` show it."""
+"""The state of all models at an instant, as the page shows it."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median_high
 
 from policy.config.deployment import Budget
 from policy.scaling.resources import summed, total
@@ -136,8 +137,8 @@ class ControllerMetrics:
         self._put("budget_held", held.gpus, "gpus")
         self._put("budget_held", held.cpus, "cpus")
         for start in self.observed.starts.saved():
-            median_s = sorted(start.seconds)[len(start.seconds) // 2]
-            self._put("start_seconds", median_s, start.model, start.shape, str(start.path))
+            usual_s = median_high(start.seconds)
+            self._put("start_seconds", usual_s, start.model, start.shape, str(start.path))
 
     def _replicas(self) -> None:
         registry = self.observed.registry
