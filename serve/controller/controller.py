@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.engine_revision import digest
 from policy.deployment_file.parse import parse
-from policy.errors import SwitchRefused, TargetError, TidegateError
+from policy.errors import SwitchRefused, TargetError, TidegateError, Unreachable
 from policy.scaling.decision_types import Override
 from policy.scaling.transition_steps import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
@@ -57,6 +57,8 @@ TICK_S = 0.2
 # Four heartbeat intervals: until then a restarted controller does not know the running replicas.
 LISTEN_S = 2.0
 RETRY_S = 1.0
+# Half of what a client waits for an answer.
+RESTORED_WITHIN_S = 5.0
 EVENTS_KEPT = 100
 
 
@@ -79,6 +81,7 @@ class Controller:
         self._monotonic = monotonic
         self._epoch = wall()
         self._listen_until = monotonic() + LISTEN_S
+        self._restored = asyncio.Event()
         self._all_reported = asyncio.Event()
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._failures = ModelFailures(self._event)
@@ -123,6 +126,14 @@ class Controller:
         A snapshot of a restarted controller before that would remove them from the gateways.
         """
         await wait_at_most(self._all_reported, LISTEN_S)
+
+    async def wait_until_restored(self) -> None:
+        """Return once the models of the deployment are known, which a change needs.
+
+        Raises :class:`policy.errors.Unreachable` after :data:`RESTORED_WITHIN_S`.
+        """
+        if not await wait_at_most(self._restored, RESTORED_WITHIN_S):
+            raise Unreachable("the controller has just started and still reads what runs; try again")
 
     def status(self) -> ControllerStatus:
         """The status of each model."""
@@ -305,6 +316,7 @@ class Controller:
                         self._set_target(spec.name, self._adopted(spec, self._deployment))
                     except SwitchRefused as refused:
                         self._event(str(refused))
+        self._restored.set()
 
     async def _layers_once_known(self) -> Mapping[LayerKey, Held]:
         while True:

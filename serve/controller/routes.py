@@ -39,7 +39,6 @@ from serve.adapters import api
 from serve.async_waiting import run_in_thread
 from serve.autoscaler.decision_history import DAY_S
 from serve.controller.controller import Controller
-from serve.controller_api_schema import ModelStatus
 from serve.http import error_answer, json_answer, refusing
 
 MAX_DECISIONS = 1000
@@ -115,16 +114,22 @@ def build_app(controller: Controller, secret: str) -> Starlette:
         asked = msgspec.convert(dict(request.query_params), StepsQuery)
         return StreamingResponse(_lines(controller.steps(asked.model)), media_type="application/x-ndjson")
 
-    def scale(wanted: ScaleRequest) -> ModelStatus:
+    async def scale(request: Request) -> Response:
+        wanted = msgspec.json.decode(await request.body(), type=ScaleRequest)
+        await controller.wait_until_restored()
         count = None if wanted.replicas == "auto" else wanted.replicas
-        return controller.scale(wanted.model, count, wanted.for_s)
+        return json_answer(controller.scale(wanted.model, count, wanted.for_s))
 
-    def mode(wanted: ModeRequest) -> ModelStatus:
-        return controller.mode(wanted.model, None if wanted.mode == "auto" else wanted.mode, wanted.for_s)
+    async def mode(request: Request) -> Response:
+        wanted = msgspec.json.decode(await request.body(), type=ModeRequest)
+        await controller.wait_until_restored()
+        name = None if wanted.mode == "auto" else wanted.mode
+        return json_answer(controller.mode(wanted.model, name, wanted.for_s))
 
     async def apply(request: Request) -> Response:
         document = msgspec.json.decode(await request.body(), type=dict[str, object])
         policies = await run_in_thread(lambda: controller.prepare(document), "apply")
+        await controller.wait_until_restored()
         await controller.check_placeable(document)
         return json_answer(controller.apply(document, policies))
 
@@ -164,8 +169,8 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             Route(STEPS, refusing(steps)),
             _post(REPLICAS, Heartbeat, controller.beat),
             _post(SIGNALS, GatewayReport, controller.signals),
-            _post(SCALE, ScaleRequest, scale),
-            _post(MODE, ModeRequest, mode),
+            Route(SCALE, refusing(scale), methods=["POST"]),
+            Route(MODE, refusing(mode), methods=["POST"]),
             Route("/apply", refusing(apply), methods=["POST"]),
             *api.routes(controller.adapters),
         ],

@@ -52,11 +52,15 @@ class Plane:
 
     async def restart(self) -> None:
         """Replace the controller, as after a kill; its hosts continue."""
+        self.replace()
+        await self.controller.rebuild()
+
+    def replace(self) -> None:
+        """Replace the controller by one that has read nothing yet."""
         actuator = MemoryActuator(self.cluster)
         self.controller = Controller(
             actuator, self.state, 1, lambda: self.store, wall=self.clock, monotonic=lambda: self.now - 700.0
         )
-        await self.controller.rebuild()
 
     def client(self) -> httpx.AsyncClient:
         """A client of the controller's HTTP API."""

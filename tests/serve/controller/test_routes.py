@@ -85,6 +85,33 @@ async def test_scale_mode_and_apply_change_the_target(plane: Plane, served: http
     assert written == document(gateway={"workers": 3})
 
 
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("/scale", {"model": "m", "replicas": 2}),
+        ("/mode", {"model": "m", "mode": "multi-replica"}),
+        ("/apply", document(gateway={"workers": 3})),
+    ],
+)
+async def test_a_change_waits_until_a_restarted_controller_knows_what_runs(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, path: str, change: dict[str, Any]
+) -> None:
+    await plane.up(document())
+    plane.state.targets_path.unlink()
+    plane.replace()
+    async with plane.client() as client:
+        asked = asyncio.create_task(client.post(path, json=change))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        await plane.controller.rebuild()
+        assert (await asked).status_code == 200
+    monkeypatch.setattr("serve.controller.controller.RESTORED_WITHIN_S", 0.01)
+    plane.replace()
+    async with plane.client() as client:
+        refused = await client.post(path, json=change)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (409, "Unreachable")
+
+
 async def test_overrides_expire_and_are_cleared(plane: Plane, served: httpx.AsyncClient) -> None:
     answer = await served.post("/scale", json={"model": "m", "replicas": 2, "for_s": 60})
     status = msgspec.json.decode(answer.content, type=ModelStatus)
