@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from math import inf
 from time import monotonic
 
 from starlette.types import Message
@@ -35,12 +36,15 @@ from gateway.telemetry.metrics import ModelCounters
 from policy.admission.retry import AttemptOutcome
 from policy.errors import Refusal
 from policy.types import Runner
-from policy.wire.headers import REFUSAL_HEADER, REPLICA_HEADER
+from policy.wire.headers import ENGINE_TIME_HEADER, REFUSAL_HEADER, REPLICA_HEADER
 
 # An answer up to this size is held until it is whole, so that one that breaks, or is no JSON, can be had
 # elsewhere. Longer ones (many vectors) pass as they come. The worst JSON of this size is checked in 12 ms.
 MAX_HELD = 2 * 1024 * 1024
 _REFUSAL, _REPLICA = REFUSAL_HEADER.encode(), REPLICA_HEADER.encode()
+_ENGINE_TIME = ENGINE_TIME_HEADER.encode()
+_ENGINE_SPAN = b": %b " % _ENGINE_TIME
+_NEWLINE = ord("\n")
 FAILED = "The replica failed to answer the request."
 
 
@@ -223,15 +227,20 @@ class Relay:
 
     def _relay_events(self, data: bytes, complete: bool, framed: bytes | None = None) -> None:
         validator = self._validator
+        finished = validator.finished
+        if (finished or complete) and (at := data.rfind(_ENGINE_SPAN)) >= 0 and _begins_line(data, at):
+            self._call.engine_span_s = _seconds_of(data[at + len(_ENGINE_SPAN) :])
+            data, framed = data[:at], None
+            if not data and not complete:
+                return
         if validator.closed and not complete:  # data after the final event
             self._cut()
             return
-        finished = validator.finished
+        now = monotonic()
         out = validator.feed(data)
         if complete:
             out += validator.rest()
         if out:
-            now = monotonic()
             if not self.committed:
                 if validator.failed and validator.closed and self._fails_at_once():
                     return
@@ -252,6 +261,7 @@ class Relay:
             if self._rewrite is not None:
                 out = self._rewrite.whole(out)
             self._pass_on(out, framed if out is data else None)
+            self._call.handled_s += monotonic() - now
         if complete:
             if not self.committed:
                 self._failed("The replica's stream is empty.")
@@ -349,6 +359,8 @@ class Relay:
             call.contradiction, usage = what, bounds.estimate(events)
             self.meter.contradictions[what] += 1
         call.events = events
+        if (took := self._headers.get(_ENGINE_TIME)) is not None:
+            call.engine_s = _seconds_of(took)
         call.usage = usage = usage or Usage(completion=events, exact=False)
         self.meter.tokens.count(usage)
 
@@ -420,6 +432,20 @@ class Relay:
         self._connection.abort(self)
         if not self.done.done():
             self.done.set_exception(error)
+
+
+def _begins_line(data: bytes, at: int) -> bool:
+    """Whether a line begins ``at`` this place: an answer's text has no line ends of its own."""
+    return at == 0 or data[at - 1] == _NEWLINE
+
+
+def _seconds_of(text: bytes) -> float:
+    """A duration that a replica reports; -1 if it is none."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return -1.0
+    return seconds if 0.0 <= seconds < inf else -1.0
 
 
 # Not the request's fault: wrong credentials of ours, a conflict or timeout there, a rate limit, an overload.

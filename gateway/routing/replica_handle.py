@@ -19,7 +19,7 @@ from policy.routing.concurrency_limit import ConcurrencyLimit, ServerQueue
 from policy.routing.cost import Candidate
 from policy.routing.replica_health import BreakerState, HealthCounters, ReplicaHealth, Watchdog
 from policy.types import Replica, ReplicaPhase
-from policy.wire.headers import SECRET_HEADER
+from policy.wire.headers import ENGINE_TIME_HEADER, SECRET_HEADER
 from policy.wire.load_stream import LOAD_LINE, LoadLine
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class ReplicaHandle:
         self.pool = ConnectionPool(replica.url, connect_timeout_s)
         self.constant_head = self._fixed_head
         if secret is not None:
-            self.constant_head += f"{SECRET_HEADER}: {secret}\r\n".encode()
+            self.constant_head += f"{SECRET_HEADER}: {secret}\r\n{ENGINE_TIME_HEADER}: 1\r\n".encode()
         self.their_model = ""
         # Tidegate's replicas report their adapters themselves.
         self.adapters = LoadedAdapters(replica.adapters if secret is None else (), loads=secret is not None)

@@ -106,9 +106,8 @@ class LatencyParts:
         self.network = HistogramCounter(SECONDS)
         self.engine = HistogramCounter(SECONDS)
 
-    def add(self, before_s: float, queued_s: float, round_trip_s: float, upstream_s: float) -> None:
+    def add(self, before_s: float, queued_s: float, network_s: float, upstream_s: float) -> None:
         """Count a request that was sent ``before_s`` after its arrival and took ``upstream_s`` from then."""
-        network_s = min(round_trip_s, upstream_s)
         self.gateway.add(max(0.0, before_s - queued_s))
         self.queue.add(queued_s)
         self.network.add(network_s)
@@ -116,6 +115,27 @@ class LatencyParts:
 
     def publish(self, metric: MergedHistogram, model: str) -> None:
         for part in PART_NAMES:
+            metric.labels(model, part).merge(getattr(self, part))
+
+
+class GapParts:
+    """What the parts of the way of a stream's events were on average, one observation a stream."""
+
+    def __init__(self) -> None:
+        self.gateway = HistogramCounter(GAPS)
+        self.network = HistogramCounter(GAPS)
+        self.engine = HistogramCounter(GAPS)
+
+    def add(self, call: Call) -> None:
+        """Count a stream of several events whose replica reported the engine's times."""
+        gap_s, events = call.mean_gap_s, call.events
+        engine_s = min(gap_s, call.engine_span_s / (events - 1))
+        self.engine.add(engine_s)
+        self.network.add(gap_s - engine_s)
+        self.gateway.add(call.handled_s / events)
+
+    def publish(self, metric: MergedHistogram, model: str) -> None:
+        for part in ("gateway", "network", "engine"):
             metric.labels(model, part).merge(getattr(self, part))
 
 
@@ -144,6 +164,7 @@ class ModelCounters(HealthCounters):
         self.ttft_error_part = HistogramCounter(PARTS)
         self.ttft_parts = LatencyParts()
         self.e2e_parts = LatencyParts()
+        self.itl_parts = GapParts()
         self.gen_ai: dict[str, GenAiCounters] = {}
         self.totals = WorkerCounters()
         self.published: dict[str, int] = {}
@@ -181,10 +202,17 @@ class ModelCounters(HealthCounters):
             self.e2e_examples[bucket] = e2e_s, ended, request_id, traceparent
             sent_at = call.sent_at
             if sent_at > 0.0 and not call.by_fallback:
-                before_s = sent_at - began
-                self.e2e_parts.add(before_s, queued_s, call.round_trip_s, ended - sent_at)
+                before_s, upstream_s = sent_at - began, ended - sent_at
+                first_s = upstream_s if first_at is None else first_at - sent_at
+                engine_s = call.engine_s
+                network_s = (
+                    min(call.round_trip_s, first_s) if engine_s < 0.0 else max(0.0, first_s - engine_s)
+                )
+                self.e2e_parts.add(before_s, queued_s, network_s, upstream_s)
                 if first_at is not None:
-                    self.ttft_parts.add(before_s, queued_s, call.round_trip_s, first_at - sent_at)
+                    self.ttft_parts.add(before_s, queued_s, network_s, first_s)
+                    if call.engine_span_s >= 0.0 and call.events > 1:
+                        self.itl_parts.add(call)
             if own:
                 self.totals.end(ended - began)
                 if (usage := call.usage) is not None:
@@ -260,6 +288,7 @@ class Metrics:
         ]
         self._ttft_parts = declared.histogram("tidegate_ttft_part_seconds", SECONDS)
         self._e2e_parts = declared.histogram("tidegate_e2e_part_seconds", SECONDS)
+        self._itl_parts = declared.histogram("tidegate_itl_part_seconds", GAPS)
         self._judged = counter("tidegate_slo_judged")
         self._met = counter("tidegate_slo_met")
         self._coalesced_calls = counter("tidegate_coalesced_calls")
@@ -306,6 +335,7 @@ class Metrics:
                 histogram.labels(model).merge(getattr(meter, name))
             meter.ttft_parts.publish(self._ttft_parts, model)
             meter.e2e_parts.publish(self._e2e_parts, model)
+            meter.itl_parts.publish(self._itl_parts, model)
             self._gen_ai.publish(model, meter.gen_ai)
             self._merge_slo(model, meter)
             meter.tokens.publish(self._tokens, model)

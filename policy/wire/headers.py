@@ -19,6 +19,10 @@ ADAPTER_HEADER: Final = "x-tidegate-adapter"
 # Marks a health check that a replica serves before it is ready.
 CANARY_HEADER: Final = "x-tidegate-canary"
 
+# A gateway asks with it for the engine's times. Answers then have the seconds from the request's arrival to the
+# first byte in it, and streams end with a comment of its name and the seconds from the first byte to the last.
+ENGINE_TIME_HEADER: Final = "x-tidegate-engine-s"
+
 # From a replica: why it refused, as a `policy.errors.Refusal`.
 REFUSAL_HEADER: Final = "x-tidegate-refusal"
 

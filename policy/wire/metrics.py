@@ -91,11 +91,15 @@ LATENCY = (
     Metric("tidegate_itl_seconds", _H, "seconds", "Gap between chunks of a stream.", _MODEL),
     Metric("tidegate_e2e_seconds", _H, "seconds", "Time of a served request.", _MODEL),
     Metric("tidegate_ttft_part_seconds", _H, "seconds",
-           "The parts of the time to first token of served streams: queue; network, the smallest round trip "
-           "to the replica; engine, the rest of the last attempt; gateway, all else.", ("model", "part")),
+           "The parts of the time to first token of served streams: queue; network, what the last attempt "
+           "took without the engine (external servers: the smallest round trip); engine; gateway, all else.",
+           ("model", "part")),
     Metric("tidegate_e2e_part_seconds", _H, "seconds",
            "The same parts of the time of a served request. The engine's has the time for which the client "
            "did not read.", ("model", "part")),
+    Metric("tidegate_itl_part_seconds", _H, "seconds",
+           "The mean gap of a served stream in the engine; what it grew by on the network; and the mean time "
+           "of an event in the gateway, which delays all alike. Not of external servers.", ("model", "part")),
     Metric("tidegate_served_streams", _C, "streams",
            "Served streams by time to the first byte and mean gap: the limits of the buckets.",
            ("model", "ttft_le", "itl_le")),

@@ -9,6 +9,7 @@ import math
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from policy.wire.headers import (
     ADAPTER_HEADER,
     CANARY_HEADER,
     DEPTHS_HEADER,
+    ENGINE_TIME_HEADER,
     PREFILL_HEADER,
     PREFIX_HEADER,
     REFUSAL_HEADER,
@@ -34,7 +36,7 @@ from serve.engine.kv_block_index import NamedPrompt
 
 _CANARY, _REFUSAL, _SECRET = CANARY_HEADER.encode(), REFUSAL_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()
-_DEPTHS = DEPTHS_HEADER.encode()
+_DEPTHS, _ENGINE_TIME = DEPTHS_HEADER.encode(), ENGINE_TIME_HEADER.encode()
 _ADAPTER = re.compile(f"({NAME.pattern})@({DIGEST.pattern})")
 
 # A load line is sent at least this often, so that a reader can tell an idle replica from a dead one.
@@ -165,7 +167,8 @@ class Guard:
         return Refusal.BUSY if self._in_flight >= self._bound else None
 
     async def _count(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
-        answer = _Answer(self._engine, send, self._answered)
+        timed = _ENGINE_TIME in headers
+        answer = (_TimedAnswer if timed else _Answer)(self._engine, send, self._answered)
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
@@ -312,8 +315,42 @@ class _Answer:
                 return
             self._answered(self)
             self.begun = True
-            await self._send(self._head)
+            await self._send_head(self._head)
             self._head = None
+        await self._send_body(message)
+
+    async def _send_head(self, head: Message) -> None:
+        await self._send(head)
+
+    async def _send_body(self, message: Message) -> None:
+        await self._send(message)
+
+
+class _TimedAnswer(_Answer):
+    """An answer that says how long the engine took for it, as :data:`ENGINE_TIME_HEADER` defines."""
+
+    def __init__(self, engine: Engine, send: Send, answered: Callable[[_Answer], None]) -> None:
+        super().__init__(engine, send, answered)
+        self._arrived_at = self._first_at = self._last_at = monotonic()
+        self._stream = False
+
+    async def _send_head(self, head: Message) -> None:
+        headers = list(head["headers"])
+        self._stream = any(
+            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
+        )
+        self._first_at = self._last_at = monotonic()
+        headers.append((_ENGINE_TIME, b"%.6f" % (self._first_at - self._arrived_at)))
+        await self._send({**head, "headers": headers})
+
+    async def _send_body(self, message: Message) -> None:
+        if self._stream:
+            body = message.get("body", b"")
+            if body:
+                self._last_at = monotonic()
+            if not message.get("more_body"):
+                comment = b": %b %.6f\n\n" % (_ENGINE_TIME, self._last_at - self._first_at)
+                message = {**message, "body": body + comment}
         await self._send(message)
 
 

@@ -152,6 +152,7 @@ def test_counters_are_what_the_client_counted(stack: Stack, loaded: Client) -> N
         assert grown(f"tidegate_{name}_seconds_count") == sent
     for part in ("gateway", "queue", "network", "engine"):
         assert grown("tidegate_e2e_part_seconds_count", part=part) == sent
+        assert grown("tidegate_itl_part_seconds_count", part=part) == (0 if part == "queue" else sent)
     assert grown("gen_ai_server_request_duration_seconds_count", error_type="") == sent
     assert grown("tidegate_slo_judged_total") == sent
     for kind, count in loaded.tokens.items():

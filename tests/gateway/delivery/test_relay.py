@@ -7,6 +7,7 @@ import json
 import httpx
 import pytest
 
+from policy.wire.headers import ENGINE_TIME_HEADER
 from tests.gateway.fake_replica import (
     ANSWER,
     DONE,
@@ -60,6 +61,30 @@ async def test_every_choice_needs_a_finish_reason(shared: Stack) -> None:
     both = OK + event("b", index=1) + event(finish="length", index=1) + DONE
     replica.answer = stream(both)
     assert (await shared.chat(stream=True, n=2)).content == both
+
+
+@pytest.mark.parametrize("how", ["with the last event", "alone", "with the end", "not at all"])
+async def test_the_engines_times_are_no_part_of_the_answer(shared: Stack, how: str) -> None:
+    replica = await shared.serve("timed")
+    likewise = event(f"\\n: {ENGINE_TIME_HEADER} 9")  # an answer may be about it
+    times = f": {ENGINE_TIME_HEADER} 0.5\n\n".encode() if how != "not at all" else b""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.head("text/event-stream", x_tidegate_engine_s="0.25")
+        await exchange.chunk(event("a") + event(finish="stop"))
+        await exchange.chunk(likewise + DONE + (times if how == "with the last event" else b""))
+        if how == "with the end":
+            await exchange.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(times), times))
+            return
+        if how == "alone":
+            await exchange.chunk(times)
+        await exchange.end()
+
+    replica.answer = answer
+    got = await shared.chat(stream=True)
+    assert got.content == event("a") + event(finish="stop") + likewise + DONE
+    assert ENGINE_TIME_HEADER not in got.headers
+    assert replica.hits[0].headers[ENGINE_TIME_HEADER]
 
 
 @pytest.mark.parametrize("size", [8, 5 * 1024 * 1024], ids=["held", "too long to be held"])

@@ -79,7 +79,7 @@ def served(began: float, *, ttft_s: float, **more: Any) -> Any:
         "queued_s": 0.1, "request_id": b"r-1", "headers": {b"traceparent": TRACEPARENT}, "probe": False,
         "first_byte_at": began + ttft_s, "last_event_at": began + ttft_s + 0.04, "sent_at": began + 0.15,
         "round_trip_s": 0.01, "by_fallback": False, "usage": Usage(10, 4, 5), "mean_gap_s": 0.04,
-        "priority": Priority.STANDARD,
+        "priority": Priority.STANDARD, "engine_s": -1.0, "engine_span_s": -1.0, "handled_s": 0.0, "events": 5,
     }  # fmt: skip
     return SimpleNamespace(**{**fields, **more})
 
@@ -131,6 +131,15 @@ async def test_the_parts_of_a_latency_add_up(site: Site) -> None:
             {("m", "gateway"): 0.05, ("m", "queue"): 0.1, ("m", "network"): 0.01, ("m", "engine"): engine_s}
         )
         assert sum(sums.values()) == pytest.approx(whole_s)
+
+
+async def test_a_replica_says_what_the_engine_took(site: Site) -> None:
+    told = served(50.0, ttft_s=0.25, engine_s=0.07, engine_span_s=0.12, handled_s=0.005)
+    site.metrics.model("m").count(told, 50.0, 50.5)
+    first = await site.values("tidegate_ttft_part_seconds_sum")
+    assert (first["m", "network"], first["m", "engine"]) == pytest.approx((0.03, 0.07))
+    gaps = await site.values("tidegate_itl_part_seconds_sum")
+    assert gaps == pytest.approx({("m", "gateway"): 0.001, ("m", "network"): 0.01, ("m", "engine"): 0.03})
 
 
 async def test_latencies_have_exemplars(site: Site) -> None:

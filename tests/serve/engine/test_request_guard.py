@@ -316,6 +316,33 @@ async def test_the_first_byte_of_a_stream_ends_its_pending_prefill(guard: Guard,
     await request.task
 
 
+@pytest.mark.parametrize("asked", [True, False])
+async def test_an_answer_has_the_engines_times_if_they_are_asked_for(engine: Held, asked: bool) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        kind = (b"content-type", b"text/event-stream")
+        await send({"type": "http.response.start", "status": 200, "headers": [kind]})
+        await asyncio.sleep(0.01)
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await asyncio.sleep(0.02)
+        await send({"type": "http.response.body", "body": b"data: 2\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    engine.app = app  # type: ignore[method-assign]
+    guard = guarded(engine)
+    guard.become(ReplicaPhase.READY)
+    given = SECRET | ({headers.ENGINE_TIME_HEADER: "1"} if asked else {})
+    transport = httpx.ASGITransport(guard)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://r", headers=given) as client:
+        answer = await client.post(CHAT)
+    events, _, comment = answer.content.partition(b"\n: ")
+    assert events.strip() == b"data: 1\n\ndata: 2"
+    assert (headers.ENGINE_TIME_HEADER in answer.headers) is asked
+    if asked:
+        assert float(answer.headers[headers.ENGINE_TIME_HEADER]) >= 0.009
+        name, seconds = comment.split()
+        assert (name.decode(), float(seconds) >= 0.019) == (headers.ENGINE_TIME_HEADER, True)
+
+
 async def test_computed_prompts_are_not_pending_before_the_first_byte(engine: Held) -> None:
     now = 0.0
     guard = guarded(engine, bound=4, clock=lambda: now)
