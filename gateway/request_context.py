@@ -52,10 +52,10 @@ class Call:
     event yet. ``replica``: the last one that the request was sent to, or a fallback provider
     (``by_fallback``), at ``sent_at``; ``round_trip_s`` is the network's to it. ``first_byte_at`` (streams
     only), ``last_event_at``: the first and last event of its answer. ``engine_s``: the engine's time to the
-    first byte, and ``engine_span_s`` from there to the last (streams only), as the replica reports them; -1 if
-    it does not. ``handled_s``: between reading the events and handing them on, in sum. ``events``: their number up to the one
-    that finishes it. ``usage``: the tokens of an answer that has ended, within ``usage_bounds``;
-    ``contradiction``: which of the engine's counts is not.
+    first byte, and ``engine_span_s`` from there to the last (streams only), as the replica reports them; -1
+    if it does not. ``handled_s``: between reading the events and handing them on, in sum. ``events``: their
+    number up to the one that finishes it. ``usage``: the tokens of an answer that has ended, within
+    ``usage_bounds``; ``contradiction``: which of the engine's counts is not.
     ``explain`` yields the routing decision, if an admin requested it. ``priority``: that of its tenant.
     ``probe``: our own, of which nothing is learned. ``adapter``: the version that it names. ``exchange``:
     the client's, on the client port.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from functools import partial
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-T = TypeVar("T")
+from serve import nvml as library
 
 # How far apart two GPUs are, the nearest first; by NVML's topology level.
 NVLINK = "NVLink"
@@ -68,9 +67,9 @@ class GpuInventory(msgspec.Struct, frozen=True, kw_only=True):
 def read_inventory() -> GpuInventory | str:
     """The GPUs of this machine, or why NVML cannot read them. Blocks."""
     try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return "nvidia-ml-py is not installed"
+        nvml = library.load_nvml()
+    except library.NvmlMissing as error:
+        return str(error)
     try:
         return inventory(nvml)
     except nvml.NVMLError as error:
@@ -78,8 +77,7 @@ def read_inventory() -> GpuInventory | str:
 
 
 def inventory(nvml: Any) -> GpuInventory:
-    """The GPUs that ``nvml`` knows; raises its ``NVMLError`` without a driver."""
-    nvml.nvmlInit()
+    """The GPUs that ``nvml`` knows; raises its ``NVMLError`` if the driver ends meanwhile."""
     cuda = int(nvml.nvmlSystemGetCudaDriverVersion())
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(int(nvml.nvmlDeviceGetCount()))]
     return GpuInventory(
@@ -94,12 +92,7 @@ def inventory(nvml: Any) -> GpuInventory:
 
 
 def _card(nvml: Any, handle: Any) -> GpuCard:
-    def ask(question: Callable[..., T], *more: Any) -> T | None:
-        try:
-            return question(handle, *more)
-        except nvml.NVMLError:
-            return None
-
+    ask = partial(library.ask, nvml, handle)
     memory = ask(nvml.nvmlDeviceGetMemoryInfo)
     milliwatts = ask(nvml.nvmlDeviceGetPowerUsage)
     rows = ask(nvml.nvmlDeviceGetRemappedRows) or (0, 0, 0, 0)

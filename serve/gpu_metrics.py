@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib
 import logging
 import math
 import operator
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from policy.wire.reports import PowerReport, is_of_card
+from policy.wire.reports import GpuReport, is_of_card
+from serve.nvml import NvmlMissing, ask, gpu_handle, load_nvml
 
 log = logging.getLogger("tidegate.host")
 
@@ -43,18 +43,11 @@ def devices(gpus: float, environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def product_name(names: Sequence[str]) -> str:
     """The name of the first GPU, as all of a replica are alike; ``GPU`` if NVML does not know it. Blocks."""
-    with contextlib.suppress(ImportError, IndexError):
-        nvml = importlib.import_module("pynvml")
+    with contextlib.suppress(NvmlMissing, IndexError):
+        nvml = load_nvml()
         with contextlib.suppress(nvml.NVMLError):
-            nvml.nvmlInit()
-            return str(nvml.nvmlDeviceGetName(_handle(nvml, names[0])))
+            return str(nvml.nvmlDeviceGetName(gpu_handle(nvml, names[0])))
     return "GPU"
-
-
-def _handle(nvml: Any, name: str) -> Any:
-    if name.isdigit():
-        return nvml.nvmlDeviceGetHandleByIndex(int(name))
-    return nvml.nvmlDeviceGetHandleByUUID(name)
 
 
 class GpuSet:
@@ -63,8 +56,7 @@ class GpuSet:
     def __init__(self, nvml: Any, names: Sequence[str]) -> None:
         """Raises the library's ``NVMLError`` for a GPU that does not exist."""
         self._nvml = nvml
-        nvml.nvmlInit()
-        self._handles = [_handle(nvml, name) for name in names]
+        self._handles = [gpu_handle(nvml, name) for name in names]
         self._xid, self._card = 0, ""
         # One event set per GPU, because an event does not name its GPU.
         self._errors: dict[str, Any] = {}
@@ -76,7 +68,7 @@ class GpuSet:
         except nvml.NVMLError as error:
             log.info("NVML reports no errors of the GPUs: %s", error)
 
-    def read(self) -> PowerReport | None:
+    def read(self) -> GpuReport | None:
         """The sum over the GPUs; ``None`` if none reports its power."""
         nvml = self._nvml
         milliwatts = self._ask(nvml.nvmlDeviceGetPowerUsage)
@@ -90,7 +82,7 @@ class GpuSet:
         self._note_errors()
         if not milliwatts and not self._xid:
             return None
-        return PowerReport(
+        return GpuReport(
             watts=sum(milliwatts) / 1e3,
             joules=sum(millijoules) / 1e3,
             celsius=float(max(celsius, default=0)),
@@ -134,13 +126,8 @@ class GpuSet:
 
     def _ask(self, question: Callable[..., Any], *more: Any) -> list[Any]:
         """The answers of the GPUs that support the question."""
-        answers = []
-        for handle in self._handles:
-            try:
-                answers.append(question(handle, *more))
-            except self._nvml.NVMLError:
-                continue
-        return answers
+        answers = (ask(self._nvml, handle, question, *more) for handle in self._handles)
+        return [answer for answer in answers if answer is not None]
 
     def _note_errors(self) -> None:
         """Take the newest error; the wait of 0 ms ends with NVML's time-out."""
@@ -156,18 +143,18 @@ class GpuSet:
 def discover(names: Sequence[str]) -> GpuSet | None:
     """The GPUs with these names; ``None``, after a log line, if NVML cannot read them. Blocks."""
     try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        log.warning("GPU power metrics unavailable: nvidia-ml-py is not installed")
+        nvml = load_nvml()
+    except NvmlMissing as error:
+        log.warning("GPU metrics unavailable: %s", error)
         return None
     try:
         return GpuSet(nvml, names)
     except nvml.NVMLError as error:
-        log.warning("GPU power metrics unavailable: %s", error)
+        log.warning("GPU metrics unavailable: %s", error)
         return None
 
 
-async def watch(names: Sequence[str]) -> AsyncIterator[PowerReport | None]:
+async def watch(names: Sequence[str]) -> AsyncIterator[GpuReport | None]:
     """A report every :data:`POLL_S`; ends at once without GPUs."""
     cards = await asyncio.to_thread(discover, names) if names else None
     while cards is not None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from policy.stats.backoff import Backoff
-from policy.wire.reports import PowerReport, is_of_card
+from policy.wire.reports import GpuReport, is_of_card
 
 # NVML's reasons for slow clocks that are the hardware's own: slowdown, heat, power brake.
 HARDWARE = 0x08 | 0x40 | 0x80
@@ -42,7 +42,7 @@ class Condition(NamedTuple):
     fatal: bool
 
 
-def observe(before: GpuHealth | None, report: PowerReport, at: float) -> GpuHealth:
+def observe(before: GpuHealth | None, report: GpuReport, at: float) -> GpuHealth:
     """The health after a report; an error of a GPU stays until the replica has ended."""
     before = before or GpuHealth(at)
     since = before.throttled_since if at - before.reported_at <= UNHEARD_S else None

@@ -16,7 +16,7 @@ from policy.stats.histogram import BUCKETS, quantile
 from policy.stats.windows import Count, RateBins
 from policy.types import Priority
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, GatewayReport, ModelReport, PowerReport, PriorityReport
+from policy.wire.reports import EngineReport, GatewayReport, GpuReport, ModelReport, PriorityReport
 
 # A worker without a report for this long, while others report, is not counted.
 SILENT_S = 10.0
@@ -124,7 +124,7 @@ class SignalAggregator:
         """Take the heartbeat of a replica."""
         self._replicas.take(beat, at)
 
-    def gpus(self, at: float) -> dict[str, PowerReport]:
+    def gpus(self, at: float) -> dict[str, GpuReport]:
         """The last report on the GPUs of each replica that has some, by its id."""
         return self._replicas.gpus(at)
 

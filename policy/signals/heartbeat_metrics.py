@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from policy.signals.types import ReplicaSample
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, PowerReport, is_of_card
+from policy.wire.reports import EngineReport, GpuReport, is_of_card
 
 # Rates are means over RATE_S, of samples at least APART_S apart.
 RATE_S = 6.0
@@ -27,7 +27,7 @@ class _Reports:
     replica: Replica
     at: float = 0.0
     engine: EngineReport | None = None
-    power: PowerReport | None = None
+    gpus: GpuReport | None = None
     marks: deque[tuple[float, int, int]] = field(default_factory=deque)
 
     def take(self, beat: Heartbeat, at: float) -> None:
@@ -36,8 +36,8 @@ class _Reports:
             if self.engine is None:  # earlier counts are not of this moment
                 self.marks.clear()
             self.engine = beat.engine
-        if beat.power is not None:
-            self.power = beat.power
+        if beat.gpus is not None:
+            self.gpus = beat.gpus
         marks = self.marks
         if len(marks) > 1 and at - marks[-2][0] < APART_S:
             marks.pop()
@@ -75,12 +75,12 @@ class ReplicaMetrics:
             reports = self._replicas[replica.id] = _Reports(replica)
         reports.take(beat, at)
 
-    def gpus(self, at: float) -> dict[str, PowerReport]:
+    def gpus(self, at: float) -> dict[str, GpuReport]:
         """The last report on the GPUs of each replica that has some, by its id."""
         return {
-            name: reports.power
+            name: reports.gpus
             for name, reports in sorted(self._replicas.items())
-            if reports.power is not None and reports.at >= at - SILENT_S
+            if reports.gpus is not None and reports.at >= at - SILENT_S
         }
 
     def engines(self) -> dict[str, EngineReport]:
@@ -100,11 +100,11 @@ class ReplicaMetrics:
         )
 
     def _figures(self, reports: _Reports, at: float) -> ReplicaSample:
-        load, engine, power = reports.replica.load, reports.engine, reports.power
+        load, engine, gpus = reports.replica.load, reports.engine, reports.gpus
         tokens_per_s, preempted_per_s = reports.rates()
-        throttled = "" if power is None else power.throttled
-        if power is not None and is_of_card(power.xid):
-            failed = f"XID {power.xid} on {power.card or 'a card'}"
+        throttled = "" if gpus is None else gpus.throttled
+        if gpus is not None and is_of_card(gpus.xid):
+            failed = f"XID {gpus.xid} on {gpus.card or 'a card'}"
             throttled = f"{failed}, {throttled}" if throttled else failed
         return ReplicaSample(
             id=reports.replica.id,
@@ -115,8 +115,8 @@ class ReplicaMetrics:
             tokens_per_s=tokens_per_s,
             deferred=0 if engine is None else engine.deferred,
             preempted_per_s=preempted_per_s,
-            watts=None if power is None else power.watts,
-            celsius=None if power is None else power.celsius,
+            watts=None if gpus is None else gpus.watts,
+            celsius=None if gpus is None else gpus.celsius,
             throttled=throttled,
         )
 

@@ -19,8 +19,8 @@ ADAPTER_HEADER: Final = "x-tidegate-adapter"
 # Marks a health check that a replica serves before it is ready.
 CANARY_HEADER: Final = "x-tidegate-canary"
 
-# A gateway asks with it for the engine's times. Answers then have the seconds from the request's arrival to the
-# first byte in it, and streams end with a comment of its name and the seconds from the first byte to the last.
+# A gateway asks with it for the engine's times. Answers then have in it the seconds from the arrival of the
+# request to the first byte; streams end with a comment of its name and those from the first byte to the last.
 ENGINE_TIME_HEADER: Final = "x-tidegate-engine-s"
 
 # From a replica: why it refused, as a `policy.errors.Refusal`.

@@ -9,7 +9,7 @@ import msgspec
 from policy.config.control import ControlConfig
 from policy.types import Replica
 from policy.wire.adapter_catalog import served_name
-from policy.wire.reports import EngineReport, PowerReport
+from policy.wire.reports import EngineReport, GpuReport
 
 # A host sends a heartbeat at each change, and at least this often.
 HEARTBEAT_PERIOD_S = 0.5
@@ -66,7 +66,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replica: Replica
     uses: tuple[AdapterUse, ...] = ()
     engine: EngineReport | None = None
-    power: PowerReport | None = None
+    gpus: GpuReport | None = msgspec.field(default=None, name="power")
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):

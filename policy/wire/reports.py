@@ -115,7 +115,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     hardware: str = ""
 
 
-class PowerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GpuReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The GPUs of one replica: the sum of ``watts`` and total ``joules``, ``celsius`` of the hottest.
 
     ``throttled`` are NVML's clock-throttle reasons as text, ``reasons`` as bits. ``xid`` is the last error,

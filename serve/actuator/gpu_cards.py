@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -12,6 +11,7 @@ import msgspec
 
 from policy.config.deployment import Cluster
 from policy.scaling.resources import ROUNDING
+from serve.nvml import NvmlMissing, load_nvml
 
 # An index or a UUID.
 _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
@@ -31,10 +31,9 @@ def cards_of_machine(cluster: Cluster, environment: Mapping[str, str]) -> tuple[
     if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         # As CUDA reads it: an invalid name, such as -1, hides itself and all that follow.
         return tuple(takewhile(_GPU.fullmatch, map(str.strip, visible.split(","))))
-    with contextlib.suppress(ImportError):
-        nvml = importlib.import_module("pynvml")
+    with contextlib.suppress(NvmlMissing):
+        nvml = load_nvml()
         with contextlib.suppress(nvml.NVMLError):
-            nvml.nvmlInit()
             return tuple(str(index) for index in range(int(nvml.nvmlDeviceGetCount())))
     return ()
 

@@ -34,14 +34,14 @@ class ReplicaReplacement:
         replica, at = beat.replica, self.now()
         if replica.state is ReplicaPhase.STOPPED:
             self._health.pop(replica.id, None)
-        elif beat.power is not None:
+        elif beat.gpus is not None:
             if replica.id not in self._health:
                 recent = self._health.items()
                 self._health = {
                     name: health for name, health in recent if at - health.reported_at <= UNHEARD_S
                 }
             self._health[replica.id] = gpu_fault_replacement.observe(
-                self._health.get(replica.id), beat.power, at
+                self._health.get(replica.id), beat.gpus, at
             )
 
     def leave(self, replica: Replica) -> str:

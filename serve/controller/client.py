@@ -28,7 +28,7 @@ from policy.wire.controller import (
     with_query,
 )
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 from serve.adapters.status import AdaptersStatus
 from serve.autoscaler.engine_step_publisher import StepLine
 from serve.controller_api_schema import ControllerStatus, LoggedDecision, ModelStatus
@@ -77,9 +77,9 @@ class ControllerClient:
         """The status of each model."""
         return self._call("GET", STATUS, None, ControllerStatus)
 
-    def gpus(self) -> dict[str, PowerReport]:
+    def gpus(self) -> dict[str, GpuReport]:
         """The last report on the GPUs of each replica that has some, by its id."""
-        return self._call("GET", GPUS, None, dict[str, PowerReport])
+        return self._call("GET", GPUS, None, dict[str, GpuReport])
 
     def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
         """Override the replica count for ``for_s`` seconds or until cleared; ``None`` clears the override."""

@@ -25,7 +25,7 @@ from policy.scaling.transition_steps import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
 from policy.types import Fleet, Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat, Orders, Timeouts
-from policy.wire.reports import GatewayReport, PowerReport, ReportAnswer
+from policy.wire.reports import GatewayReport, GpuReport, ReportAnswer
 from serve.actuator.interface import Actuator, Held
 from serve.actuator.node_capacity import check_placeable
 from serve.actuator.shared_gpus import SharedGpuActuator
@@ -145,7 +145,7 @@ class Controller:
             events=tuple(self._events),
         )
 
-    def gpus(self) -> dict[str, PowerReport]:
+    def gpus(self) -> dict[str, GpuReport]:
         """The last report on the GPUs of each replica that has some, by its id."""
         return self.aggregator.gpus(self._monotonic())
 

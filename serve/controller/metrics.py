@@ -14,7 +14,7 @@ from policy.scaling.resources import summed, total
 from policy.signals.aggregator import SignalAggregator
 from policy.types import ReplicaPhase
 from policy.wire.metrics import METRICS, Samples
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import run_in_thread
 from serve.autoscaler.autoscaler import Autoscaler
@@ -149,7 +149,7 @@ class ControllerMetrics:
                 if state is not ReplicaPhase.STOPPED:
                     self._put("replicas", states[model, shape, state], model, shape, str(state))
         ages, engines = registry.ages(self.now()), self.aggregator.engines()
-        power = self.aggregator.gpus(self.now())
+        gpus = self.aggregator.gpus(self.now())
         situations = self.autoscaler.decided_on.values()
         slowness = {each.id: each.slowness for seen in situations for each in seen.signals.replicas}
         for replica in replicas:
@@ -167,25 +167,25 @@ class ControllerMetrics:
                 self._put("replica_preempted", engine.preempted, *labels)
             if replica.id in slowness:
                 self._put("replica_slowness_ratio", slowness[replica.id], *labels)
-            if replica.id in power:
-                self._power(power[replica.id], labels)
+            if replica.id in gpus:
+                self._gpus(gpus[replica.id], labels)
 
-    def _power(self, power: PowerReport, labels: tuple[str, str]) -> None:
-        self._put("replica_power_watts", power.watts, *labels)
-        self._put("replica_energy_joules", power.joules, *labels)
-        self._put("replica_temperature_celsius", power.celsius, *labels)
-        self._put("replica_xid", power.xid, *labels)
+    def _gpus(self, gpus: GpuReport, labels: tuple[str, str]) -> None:
+        self._put("replica_power_watts", gpus.watts, *labels)
+        self._put("replica_energy_joules", gpus.joules, *labels)
+        self._put("replica_temperature_celsius", gpus.celsius, *labels)
+        self._put("replica_xid", gpus.xid, *labels)
         for bit, reason in REASONS.items():
-            self._put("replica_throttled", bool(power.reasons & bit), *labels, reason)
-        self._put("replica_gpu_clock_hertz", 1e6 * power.clock_mhz, *labels)
-        self._put("replica_gpu_max_clock_hertz", 1e6 * power.clock_max_mhz, *labels)
-        self._put("replica_gpu_memory_used_bytes", power.memory_used, *labels)
-        self._put("replica_gpu_memory_bytes", power.memory_total, *labels)
-        self._put("replica_gpu_ecc_errors", power.ecc_corrected, *labels, "corrected")
-        self._put("replica_gpu_ecc_errors", power.ecc_uncorrected, *labels, "uncorrected")
-        self._put("replica_gpu_link_bytes", power.pcie_tx, *labels, "pcie", "tx")
-        self._put("replica_gpu_link_bytes", power.pcie_rx, *labels, "pcie", "rx")
-        self._put("replica_gpu_link_bytes", power.nvlink_tx, *labels, "nvlink", "tx")
-        self._put("replica_gpu_link_bytes", power.nvlink_rx, *labels, "nvlink", "rx")
-        self._put("replica_gpu_link_errors", power.pcie_replays, *labels, "pcie")
-        self._put("replica_gpu_link_errors", power.nvlink_errors, *labels, "nvlink")
+            self._put("replica_throttled", bool(gpus.reasons & bit), *labels, reason)
+        self._put("replica_gpu_clock_hertz", 1e6 * gpus.clock_mhz, *labels)
+        self._put("replica_gpu_max_clock_hertz", 1e6 * gpus.clock_max_mhz, *labels)
+        self._put("replica_gpu_memory_used_bytes", gpus.memory_used, *labels)
+        self._put("replica_gpu_memory_bytes", gpus.memory_total, *labels)
+        self._put("replica_gpu_ecc_errors", gpus.ecc_corrected, *labels, "corrected")
+        self._put("replica_gpu_ecc_errors", gpus.ecc_uncorrected, *labels, "uncorrected")
+        self._put("replica_gpu_link_bytes", gpus.pcie_tx, *labels, "pcie", "tx")
+        self._put("replica_gpu_link_bytes", gpus.pcie_rx, *labels, "pcie", "rx")
+        self._put("replica_gpu_link_bytes", gpus.nvlink_tx, *labels, "nvlink", "tx")
+        self._put("replica_gpu_link_bytes", gpus.nvlink_rx, *labels, "nvlink", "rx")
+        self._put("replica_gpu_link_errors", gpus.pcie_replays, *labels, "pcie")
+        self._put("replica_gpu_link_errors", gpus.nvlink_errors, *labels, "nvlink")

@@ -28,7 +28,7 @@ from policy.wire.heartbeat import (
     Orders,
     Timeouts,
 )
-from policy.wire.reports import EngineReport, PowerReport
+from policy.wire.reports import EngineReport, GpuReport
 from serve.async_waiting import wait_at_most
 from serve.engine.interface import EngineSpec
 from serve.engine.main import Event
@@ -139,7 +139,7 @@ class ReplicaHost:
         self._waiting: tuple[AdapterUse, ...] = ()
         self._engine: EngineReport | None = None
         self._preempted = self._preempted_before = 0
-        self._power: PowerReport | None = None
+        self._gpu_report: GpuReport | None = None
         self._began = 0.0
         self._ready_at: float | None = None
         self._process: EngineProcess | None = None
@@ -166,7 +166,7 @@ class ReplicaHost:
         """The replica, its power, and its adapter usage and steps since the last call."""
         uses, self._uses = (*self._uses, *self._waiting), []
         engine, self._engine = self._engine, None
-        return Heartbeat(replica=self.snapshot(), uses=uses, engine=engine, power=self._power)
+        return Heartbeat(replica=self.snapshot(), uses=uses, engine=engine, gpus=self._gpu_report)
 
     def obey(self, orders: Orders) -> None:
         """Pass the controller's orders to the engine; one that starts later receives them first."""
@@ -406,14 +406,14 @@ class ReplicaHost:
         )
 
     async def _watch_cards(self) -> None:
-        async for power in watch(devices(self._shape.gpus, os.environ | self._environment())):
+        async for report in watch(devices(self._shape.gpus, os.environ | self._environment())):
             share = self._shape.share
-            if power is not None and share < 1:
+            if report is not None and share < 1:
                 # The others on the card report their own part.
-                parts = {"watts": share * power.watts, "joules": share * power.joules}
-                self._power = msgspec.structs.replace(power, **parts)
+                parts = {"watts": share * report.watts, "joules": share * report.joules}
+                self._gpu_report = msgspec.structs.replace(report, **parts)
                 continue
-            self._power = power
+            self._gpu_report = report
 
     def _environment(self) -> dict[str, str]:
         """The environment variables that this host adds for its engine."""

@@ -11,7 +11,7 @@ from policy.scaling.transition_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat, Orders
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
 from store.state_dir import StateDir
@@ -32,7 +32,7 @@ class Plane:
     ahead: float = 0.0
     store: FakeAdapterStore = field(init=False)
     # GPU reports of replicas by id.
-    power_reports: dict[str, PowerReport] = field(default_factory=dict)
+    gpu_reports: dict[str, GpuReport] = field(default_factory=dict)
     cluster: MemoryCluster = field(init=False)
     controller: Controller = field(init=False)
 
@@ -71,7 +71,7 @@ class Plane:
         return self.now + self.ahead
 
     def _beat(self, replica: Replica) -> Orders:
-        return self.controller.beat(Heartbeat(replica=replica, power=self.power_reports.get(replica.id)))
+        return self.controller.beat(Heartbeat(replica=replica, gpus=self.gpu_reports.get(replica.id)))
 
     async def ticks(self, count: int = 12) -> None:
         for _ in range(count):

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from policy.types import EngineKind
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 from serve.engine.main import describe_machine
 from serve.gpu_metrics import GpuSet, devices, watch
 from tests.serve.fake_nvml import FakeNvml, gpu
 from tests.serve.sim_driver import spec
 
 
-def report_of(gpu_set: GpuSet) -> PowerReport:
+def report_of(gpu_set: GpuSet) -> GpuReport:
     report = gpu_set.read()
     assert report is not None
     return report
@@ -24,7 +24,7 @@ def report_of(gpu_set: GpuSet) -> PowerReport:
 
 def test_metrics_are_summed_over_gpus() -> None:
     nvml = FakeNvml(gpu(), gpu(mw=150_500, mj=1_000, c=71, why=0x4), gpu(mw=999_000))
-    assert GpuSet(nvml, ("0", "GPU-1")).read() == PowerReport(
+    assert GpuSet(nvml, ("0", "GPU-1")).read() == GpuReport(
         watts=450.5, joules=5001.0, celsius=71.0, throttled="software power cap", reasons=0x4
     )
     assert nvml.told_of == [0, 1]
@@ -53,7 +53,7 @@ def test_the_last_gpu_error_and_its_gpu_are_kept() -> None:
     # A GPU that fell off the bus reports nothing else.
     for each in nvml.gpus:
         each.clear()
-    assert gpu_set.read() == PowerReport(watts=0.0, xid=79, card="GPU-1")
+    assert gpu_set.read() == GpuReport(watts=0.0, xid=79, card="GPU-1")
 
 
 def test_a_program_error_is_replaced_by_a_gpu_error() -> None:
@@ -70,7 +70,7 @@ def test_a_program_error_is_replaced_by_a_gpu_error() -> None:
 
 
 def test_unsupported_metrics_are_left_out() -> None:
-    assert GpuSet(FakeNvml({"mw": 70_000}), ("0",)).read() == PowerReport(watts=70.0)
+    assert GpuSet(FakeNvml({"mw": 70_000}), ("0",)).read() == GpuReport(watts=70.0)
     assert GpuSet(FakeNvml({"c": 50}), ("0",)).read() is None
 
 
@@ -146,7 +146,7 @@ async def test_without_nvml_there_are_no_metrics_and_one_log_line(
     monkeypatch.setitem(sys.modules, "pynvml", None if missing == "library" else nvml)
     assert [report async for report in watch(("0",))] == []
     (line,) = caplog.messages
-    assert line.startswith("GPU power metrics unavailable")
+    assert line.startswith("GPU metrics unavailable")
 
 
 async def test_a_shape_without_gpus_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:

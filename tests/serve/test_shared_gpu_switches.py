@@ -10,7 +10,7 @@ from policy.errors import SwitchRefused
 from policy.scaling.transition_steps import CLOSED_SHARE, LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import GpuOrder, Heartbeat
-from policy.wire.reports import GatewayReport, ModelReport, PowerReport
+from policy.wire.reports import GatewayReport, GpuReport, ModelReport
 from tests.serve.memory_actuator import MemoryCluster
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -272,7 +272,7 @@ async def test_an_engine_on_a_failed_gpu_sleeps_while_another_serves(plane: Plan
     plane.controller.mode("m", "multi-replica")
     await plane.ticks()
     first, second = plane.cluster.of(SMALL, READY)
-    plane.power_reports[first.id] = PowerReport(watts=0.0, xid=79, card="GPU 0")
+    plane.gpu_reports[first.id] = GpuReport(watts=0.0, xid=79, card="GPU 0")
     await plane.ticks()
     serving = {replica.id for replica in plane.cluster.of(SMALL, READY)}
     assert len(serving) == 2 and second.id in serving and first.id not in serving

@@ -22,7 +22,7 @@ from policy.config.engine_revision import used_shapes
 from policy.config.ports import Listener, listeners
 from policy.errors import ConfigError
 from policy.types import EngineKind
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 from serve.actuator.gpu_cards import cards_of_machine
 from serve.actuator.node_capacity import check_placeable, machine
 from serve.gpu_inventory import GpuInventory, read_inventory
@@ -58,7 +58,7 @@ class Subject:
     raw: object = None
     runs: SupervisorStatus | None = None
     running: Deployment | None = None
-    reports: Mapping[str, PowerReport] | None = None
+    reports: Mapping[str, GpuReport] | None = None
 
     @property
     def is_local(self) -> bool:

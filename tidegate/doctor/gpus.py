@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from policy.wire.reports import PowerReport, is_of_card
+from policy.wire.reports import GpuReport, is_of_card
 from serve.gpu_inventory import NVLINK, GpuCard, GpuInventory
 from serve.gpu_metrics import REASONS
 from tidegate.doctor.finding import Finding, error, not_applicable, ok, warning
@@ -163,7 +163,7 @@ def persistence(inventory: GpuInventory) -> Finding:
     )
 
 
-def replicas(reports: Mapping[str, PowerReport] | None) -> Finding:
+def replicas(reports: Mapping[str, GpuReport] | None) -> Finding:
     """What the replicas of the running deployment report of their GPUs, on any node."""
     check = "GPUs of replicas"
     if not reports:
@@ -186,7 +186,7 @@ def replicas(reports: Mapping[str, PowerReport] | None) -> Finding:
     return ok(check, f"{len(reports)} report, {watts:.0f} W in sum; no error, not throttled")
 
 
-def _failure(report: PowerReport) -> str:
+def _failure(report: GpuReport) -> str:
     if is_of_card(report.xid):
         return f"XID {report.xid} on {report.card or 'a GPU'}"
     return f"{report.ecc_uncorrected} uncorrected ECC errors" if report.ecc_uncorrected else ""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from policy.scaling import gpu_fault_replacement as replacement
 from policy.scaling.gpu_fault_replacement import ReplacementState, Slot, condition, observe, step
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 
 XID, SLOW = (
     replacement.Condition("XID 79 on GPU 3", fatal=True),
@@ -23,7 +23,7 @@ def health(*reasons: tuple[float, int]) -> replacement.GpuHealth:
     """The health after reports of reasons for slow clocks, with their instants."""
     found: replacement.GpuHealth | None = None
     for at, bits in reasons:
-        found = observe(found, PowerReport(watts=300, reasons=bits), at)
+        found = observe(found, GpuReport(watts=300, reasons=bits), at)
     assert found is not None
     return found
 
@@ -58,11 +58,11 @@ def test_missing_reports_are_no_throttling() -> None:
 
 
 def test_a_gpu_error_stays_and_a_program_error_is_ignored() -> None:
-    found = observe(None, PowerReport(watts=0, xid=79, card="GPU 3"), 0.0)
+    found = observe(None, GpuReport(watts=0, xid=79, card="GPU 3"), 0.0)
     assert condition(found, 0.0) == XID
-    assert condition(observe(found, PowerReport(watts=300), 2.0), 99.0) == XID
+    assert condition(observe(found, GpuReport(watts=300), 2.0), 99.0) == XID
     for xid in (13, 31, 43, 45):
-        assert condition(observe(None, PowerReport(watts=300, xid=xid, card="GPU 0"), 0.0), 0.0) is None
+        assert condition(observe(None, GpuReport(watts=300, xid=xid, card="GPU 0"), 0.0), 0.0) is None
 
 
 @dataclass

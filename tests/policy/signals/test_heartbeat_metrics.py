@@ -11,7 +11,7 @@ from policy.signals.heartbeat_metrics import SILENT_S, ReplicaMetrics
 from policy.signals.types import ReplicaSample
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, PowerReport
+from policy.wire.reports import EngineReport, GpuReport
 
 T = 1000.0
 
@@ -22,14 +22,14 @@ def beat(
     state: ReplicaPhase = ReplicaPhase.READY,
     incarnation: int = 0,
     engine: EngineReport | None = None,
-    power: PowerReport | None = None,
+    power: GpuReport | None = None,
     **load: Any,
 ) -> Heartbeat:
     replica = Replica(
         id=name, model="m", shape="s", generation=1, state=state, incarnation=incarnation, pid=7,
         load=Load(at=0.0, **load),
     )  # fmt: skip
-    return Heartbeat(replica=replica, engine=engine, power=power)
+    return Heartbeat(replica=replica, engine=engine, gpus=power)
 
 
 def taken(*beats: Heartbeat) -> ReplicaMetrics:
@@ -85,13 +85,13 @@ def test_counts_before_the_first_engine_report_are_not_a_rate() -> None:
 
 
 def test_the_last_engine_and_power_reports_are_kept_until_the_next() -> None:
-    power = PowerReport(watts=300.0, celsius=71.0, throttled="sw_power_cap")
+    power = GpuReport(watts=300.0, celsius=71.0, throttled="sw_power_cap")
     seen = only(taken(beat(engine=EngineReport(deferred=2), power=power), beat()), T + 1)
     assert (seen.deferred, seen.watts, seen.celsius, seen.throttled) == (2, 300.0, 71.0, "sw_power_cap")
 
 
 def test_gpu_reports_are_kept_by_replica_until_it_is_silent() -> None:
-    metrics, power = ReplicaMetrics(), PowerReport(watts=300.0, ecc_corrected=3)
+    metrics, power = ReplicaMetrics(), GpuReport(watts=300.0, ecc_corrected=3)
     metrics.take(beat("b", power=power), T)
     metrics.take(beat("a"), T)
     assert metrics.gpus(T + SILENT_S) == {"b": power}
@@ -120,10 +120,10 @@ def test_a_silent_replica_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("power", "throttled"),
     [
-        (PowerReport(watts=0.0, xid=79, card="GPU 3"), "XID 79 on GPU 3"),
-        (PowerReport(watts=0.0, xid=79, throttled="heat"), "XID 79 on a card, heat"),
-        (PowerReport(watts=0.0, xid=31, card="GPU 3"), ""),
+        (GpuReport(watts=0.0, xid=79, card="GPU 3"), "XID 79 on GPU 3"),
+        (GpuReport(watts=0.0, xid=79, throttled="heat"), "XID 79 on a card, heat"),
+        (GpuReport(watts=0.0, xid=31, card="GPU 3"), ""),
     ],
 )
-def test_a_gpu_error_is_reported_with_the_throttling(power: PowerReport, throttled: str) -> None:
+def test_a_gpu_error_is_reported_with_the_throttling(power: GpuReport, throttled: str) -> None:
     assert only(taken(beat(power=power)), T).throttled == throttled

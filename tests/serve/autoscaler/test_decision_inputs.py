@@ -12,7 +12,7 @@ from policy.engine.prefill_estimate import GENERIC
 from policy.engine.step_samples import StepSample
 from policy.scaling.decision_types import ModeOption
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, PowerReport
+from policy.wire.reports import EngineReport, GpuReport
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import deployment, document, sim_model
 from tests.serve.traffic import Traffic
@@ -93,7 +93,7 @@ async def test_the_budgets_prices_and_watts_apply_until_power_is_measured(plane:
     assert (found["multi-replica"].cost_per_h, found["single-large"].cost_per_h) == pytest.approx((2.2, 4.0))
     (replica,) = plane.cluster.replicas.values()
     for _ in range(5):
-        plane.controller.beat(Heartbeat(replica=replica, power=PowerReport(watts=150.0)))
+        plane.controller.beat(Heartbeat(replica=replica, gpus=GpuReport(watts=150.0)))
         await traffic.run(1)
     assert options(plane)["multi-replica"].watts == 160
 
@@ -108,7 +108,7 @@ async def test_draining_layer_does_not_count_for_the_new_shape(plane: Plane) -> 
 
     async def reporting() -> list[str]:
         for _ in range(8):
-            plane.controller.beat(Heartbeat(replica=replica, power=PowerReport(watts=150.0)))
+            plane.controller.beat(Heartbeat(replica=replica, gpus=GpuReport(watts=150.0)))
             await traffic.run(1, m=1.0)
         (now,) = plane.controller.autoscaler.journal.read(1)
         return [each.id for each in now.situation.signals.replicas]

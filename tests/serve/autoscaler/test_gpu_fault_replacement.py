@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from policy.types import ReplicaPhase
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 
-WELL = PowerReport(watts=300.0)
-SLOW = PowerReport(watts=300.0, throttled="hardware thermal slowdown", reasons=0x40)
-FAILED = PowerReport(watts=0.0, xid=79, card="GPU 3")
+WELL = GpuReport(watts=300.0)
+SLOW = GpuReport(watts=300.0, throttled="hardware thermal slowdown", reasons=0x40)
+FAILED = GpuReport(watts=0.0, xid=79, card="GPU 3")
 
 
 def written(gpus: int, count: int = 2, **scale: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def note(plane: Plane) -> str:
 
 async def test_throttled_replica_is_replaced_after_a_minute(plane: Plane) -> None:
     first, second = await up(plane, gpus=3)
-    plane.power_reports[first] = SLOW
+    plane.gpu_reports[first] = SLOW
     await seconds(plane, 58)
     assert plane.counts() == {SMALL: 2}
     await seconds(plane, 4)
@@ -76,7 +76,7 @@ async def test_throttled_replica_is_replaced_after_a_minute(plane: Plane) -> Non
 
 async def test_failed_gpu_drains_its_replica_at_once(plane: Plane) -> None:
     first, second = await up(plane, gpus=2)
-    plane.power_reports[second] = FAILED
+    plane.gpu_reports[second] = FAILED
     await seconds(plane, 1)
     assert [replica.id for replica in plane.cluster.of(SMALL, READY)] == [first]
     (leaving,) = plane.cluster.of(SMALL, ReplicaPhase.DRAINING)
@@ -92,7 +92,7 @@ async def test_failed_gpu_drains_its_replica_at_once(plane: Plane) -> None:
 
 async def test_min_healthy_keeps_a_slow_replica_without_room(plane: Plane) -> None:
     first, _ = await up(plane, gpus=2, min_healthy=2)
-    plane.power_reports[first] = SLOW
+    plane.gpu_reports[first] = SLOW
     await seconds(plane, 90)
     assert plane.counts(READY) == {SMALL: 2}
     assert "kept: too few other replicas serve" in note(plane)
@@ -100,7 +100,7 @@ async def test_min_healthy_keeps_a_slow_replica_without_room(plane: Plane) -> No
 
 async def test_a_restarted_controller_receives_earlier_gpu_errors(plane: Plane) -> None:
     first, second = await up(plane, gpus=2)
-    plane.power_reports[second] = FAILED
+    plane.gpu_reports[second] = FAILED
     await seconds(plane, 1)
     await plane.restart()
     await seconds(plane, 5)

@@ -10,7 +10,7 @@ import pytest
 from policy.types import Load, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.metrics import ADAPTERS, CONTROL, PROCESSES, REPLICAS, Samples
-from policy.wire.reports import EngineReport, GatewayReport, ModelReport, PowerReport
+from policy.wire.reports import EngineReport, GatewayReport, GpuReport, ModelReport
 from tests.serve.plane import Plane
 from tests.serve.replicas import replica
 from tests.serve.sim_documents import document
@@ -29,12 +29,10 @@ async def collected(plane: Plane) -> dict[str, dict[tuple[str, ...], float]]:
 
 def beat(plane: Plane, **over: Any) -> None:
     load = Load(at=0.0, running=3, waiting=1, in_flight=4, bound=8, kv_used=0.5, tokens=700)
-    power = PowerReport(
-        watts=250.0, joules=9e4, celsius=61.0, reasons=0x40, xid=79, clock_mhz=900, nvlink_rx=5
-    )
+    power = GpuReport(watts=250.0, joules=9e4, celsius=61.0, reasons=0x40, xid=79, clock_mhz=900, nvlink_rx=5)
     engine = EngineReport(deferred=1, preempted=2)
     running = replica(load=load, **over)
-    plane.controller.beat(Heartbeat(replica=running, engine=engine, power=power))
+    plane.controller.beat(Heartbeat(replica=running, engine=engine, gpus=power))
 
 
 async def test_targets_replicas_and_signals(plane: Plane) -> None:

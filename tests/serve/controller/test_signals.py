@@ -10,7 +10,7 @@ import pytest
 
 from policy.types import Load
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, GatewayReport, ModelReport, PowerReport
+from policy.wire.reports import EngineReport, GatewayReport, GpuReport, ModelReport
 from tests.serve.plane import Plane
 from tests.serve.replicas import replica
 from tests.serve.sim_documents import document
@@ -39,7 +39,7 @@ async def test_gateway_reports_reach_the_aggregator(plane: Plane, served: httpx.
 
 async def test_heartbeats_reach_the_aggregator(plane: Plane, served: httpx.AsyncClient) -> None:
     running = replica(load=Load(at=0.0, running=3))
-    beat = Heartbeat(replica=running, engine=EngineReport(deferred=2), power=PowerReport(watts=250.0))
+    beat = Heartbeat(replica=running, engine=EngineReport(deferred=2), gpus=GpuReport(watts=250.0))
     assert (await served.post("/replicas", content=msgspec.json.encode(beat))).status_code == 200
     (seen,) = plane.controller.aggregator.signals("m", plane.controller._monotonic() + 1.0).replicas
     assert (seen.running, seen.deferred, seen.watts, seen.age_s) == (3, 2, 250.0, 1.0)

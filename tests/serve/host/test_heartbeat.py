@@ -11,7 +11,7 @@ import msgspec
 from policy.engine.step_samples import StepSample
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
-from policy.wire.reports import EngineReport, PowerReport
+from policy.wire.reports import EngineReport, GpuReport
 from serve.engine.adapters.usage_accumulator import MAX_VERSIONS, AdapterUsage
 from serve.host.heartbeat import send_heartbeats
 from tests.serve.replicas import replica
@@ -49,12 +49,12 @@ class Host:
         self.state = ReplicaPhase.READY
         self.uses: list[AdapterUse] = []
         self.engine: EngineReport | None = None
-        self.power: PowerReport | None = None
+        self.gpus: GpuReport | None = None
         self.obeyed: list[Orders] = []
 
     def take_heartbeat(self) -> Heartbeat:
         stub = replica(state=self.state)
-        beat = Heartbeat(replica=stub, uses=tuple(self.uses), engine=self.engine, power=self.power)
+        beat = Heartbeat(replica=stub, uses=tuple(self.uses), engine=self.engine, gpus=self.gpus)
         self.uses, self.engine = [], None
         return beat
 
@@ -112,7 +112,7 @@ async def test_the_last_heartbeat_of_a_stopped_replica_has_all_that_was_not_rece
 async def test_steps_are_sent_until_they_are_received_and_power_as_it_is() -> None:
     controller = ControllerStub(httpx.ConnectError("away"), httpx.Response(409, json={"error": {}}))
     host = Host()
-    host.power = PowerReport(watts=300.0)
+    host.gpus = GpuReport(watts=300.0)
     step = StepSample(2, 4.0, 600.0, 4.0, 0.1)
     host.engine = EngineReport(preempted=1, steps=(step,))
     beating = asyncio.create_task(send_heartbeats([host], controller))  # type: ignore[list-item]
@@ -122,7 +122,7 @@ async def test_steps_are_sent_until_they_are_received_and_power_as_it_is() -> No
         host.changed.set()
         await asyncio.sleep(0)
     beating.cancel()
-    assert [each.power for each in controller.received[:4]] == [host.power] * 4
+    assert [each.gpus for each in controller.received[:4]] == [host.gpus] * 4
     counts = [each.engine.steps[0].count if each.engine else None for each in controller.received[:4]]
     assert counts == [2, 4, 4, None]
     assert controller.received[2].engine is not None

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from policy.errors import TargetError, Unreachable
 from policy.types import EMPTY_FLEET, Load, Replica, ReplicaPhase
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 from serve.controller_api_schema import LoggedDecision, ModelStatus
 from store.state_dir import StateDir
 from tests.tidegate.conftest import Site, until
@@ -96,7 +96,7 @@ def test_what_is_not_known_is_left_open() -> None:
 
 
 def test_replicas_show_their_load_adapters_and_gpus() -> None:
-    power = PowerReport(watts=612.4, celsius=71.0, clock_mhz=1755)
+    power = GpuReport(watts=612.4, celsius=71.0, clock_mhz=1755)
     shown = data(replica("b"), replica("a", adapters=("x", "y"), cards=(0, 1)), gpus={"a": power})
     lines = words(screen(shown))
     first = lines.index("replica shape state in flight waiting KV adapters GPUs power clock heat")
@@ -142,8 +142,8 @@ class Controller:
             raise TargetError("no model is called e")
         return tuple(self.made[:last])
 
-    def gpus(self) -> dict[str, PowerReport]:
-        return {"r": PowerReport(watts=1.0)}
+    def gpus(self) -> dict[str, GpuReport]:
+        return {"r": GpuReport(watts=1.0)}
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_changes_are_kept_while_decisions_go_on(watched: tuple[Watcher, Controll
     assert [each.decision.at for each in seen.changes] == [1000.0]
     assert seen.latest["sim"].decision.at == 1005.0
     assert "e" not in seen.latest
-    assert seen.gpus == {"r": PowerReport(watts=1.0)}
+    assert seen.gpus == {"r": GpuReport(watts=1.0)}
     later = LoggedDecision(situation=situation(), decision=decision(at=1010.0, count=5))
     controller.made.insert(0, later)
     controller.made.insert(0, LoggedDecision(situation=situation(), decision=unchanged(1015.0)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 from serve.gpu_inventory import GpuInventory, inventory, read_inventory
 from tests.serve.fake_nvml import FakeNvml, gpu
 from tidegate.doctor import gpus
@@ -144,14 +144,14 @@ def test_one_gpu_has_no_topology() -> None:
     [
         (None, Level.NOT_APPLICABLE, "no deployment runs"),
         ({}, Level.NOT_APPLICABLE, "no replica reports GPUs"),
-        ({"a": PowerReport(watts=300.0), "b": PowerReport(watts=200.0, xid=31)}, Level.OK, "2 report, 500 W"),
-        ({"a": PowerReport(watts=0.0, xid=79, card="GPU 3")}, Level.ERROR, "a: XID 79 on GPU 3"),
-        ({"a": PowerReport(watts=1.0, ecc_uncorrected=2)}, Level.ERROR, "a: 2 uncorrected ECC errors"),
-        ({"a": PowerReport(watts=1.0, reasons=0x48, throttled="heat")}, Level.WARNING, "a: heat"),
-        ({"a": PowerReport(watts=1.0, reasons=0x4, throttled="cap")}, Level.OK, "1 report, 1 W"),
+        ({"a": GpuReport(watts=300.0), "b": GpuReport(watts=200.0, xid=31)}, Level.OK, "2 report, 500 W"),
+        ({"a": GpuReport(watts=0.0, xid=79, card="GPU 3")}, Level.ERROR, "a: XID 79 on GPU 3"),
+        ({"a": GpuReport(watts=1.0, ecc_uncorrected=2)}, Level.ERROR, "a: 2 uncorrected ECC errors"),
+        ({"a": GpuReport(watts=1.0, reasons=0x48, throttled="heat")}, Level.WARNING, "a: heat"),
+        ({"a": GpuReport(watts=1.0, reasons=0x4, throttled="cap")}, Level.OK, "1 report, 1 W"),
     ],
 )
-def test_what_replicas_report(reports: dict[str, PowerReport] | None, level: Level, text: str) -> None:
+def test_what_replicas_report(reports: dict[str, GpuReport] | None, level: Level, text: str) -> None:
     found: Finding = gpus.replicas(reports)
     assert found.level is level
     assert text in found.found

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from policy.deployment_file.parse import parse
 from policy.errors import TargetError, Unreachable
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 from store.state_dir import StateDir
 from tidegate import deployment_file
 from tidegate.commands.deployment_context import controller_client
@@ -85,7 +85,7 @@ def _subject(state: StateDir, file: Path | None) -> Subject:
     )
 
 
-def _reports(state: StateDir) -> dict[str, PowerReport] | None:
+def _reports(state: StateDir) -> dict[str, GpuReport] | None:
     try:
         return controller_client(state).gpus()
     except (Unreachable, TargetError):

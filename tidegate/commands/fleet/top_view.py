@@ -12,7 +12,7 @@ from rich.text import Text
 
 from policy.signals.types import Demand, LatencyQuantiles
 from policy.types import Replica
-from policy.wire.reports import PowerReport
+from policy.wire.reports import GpuReport
 from serve.controller_api_schema import LoggedDecision, ModelStatus
 from tidegate.commands.fleet.status import StatusData, colored
 from tidegate.commands.terminal import table_of_rows
@@ -37,7 +37,7 @@ class TopData(msgspec.Struct, frozen=True, kw_only=True):
     status: StatusData
     latest: Mapping[str, LoggedDecision] = {}
     changes: Sequence[LoggedDecision] = ()
-    gpus: Mapping[str, PowerReport] = {}
+    gpus: Mapping[str, GpuReport] = {}
 
     @property
     def nothing_runs(self) -> str:
@@ -169,8 +169,8 @@ def _goodput(logged: LoggedDecision, demand: Demand) -> Text | None:
     return Text(f"{demand.met.both:.1%}", style="red" if missed else "green")
 
 
-def _replica_columns(gpus: Mapping[str, PowerReport]) -> list[_Column[Replica]]:
-    def of_gpus(cell: Callable[[PowerReport], object]) -> Callable[[Replica], object]:
+def _replica_columns(gpus: Mapping[str, GpuReport]) -> list[_Column[Replica]]:
+    def of_gpus(cell: Callable[[GpuReport], object]) -> Callable[[Replica], object]:
         return lambda replica: cell(gpus[replica.id]) if replica.id in gpus else None
 
     return [
@@ -193,7 +193,7 @@ def _in_flight(replica: Replica) -> str:
     return f"{load.in_flight}/{load.bound}" if load.bound else str(load.in_flight)
 
 
-def _heat(report: PowerReport) -> Text:
+def _heat(report: GpuReport) -> Text:
     return Text(f"{report.celsius:.0f} C", style="red" if report.throttled else "")
 
 
