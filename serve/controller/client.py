@@ -16,6 +16,7 @@ from policy.wire.controller import (
     DECISIONS,
     FLEET,
     GPUS,
+    HISTORY,
     MODE,
     SCALE,
     STATUS,
@@ -30,6 +31,7 @@ from policy.wire.controller import (
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.reports import GpuReport
 from serve.adapters.status import AdaptersStatus
+from serve.autoscaler.decision_history import ModelHistory
 from serve.autoscaler.engine_step_publisher import StepLine
 from serve.controller_api_schema import ControllerStatus, LoggedDecision, ModelStatus
 
@@ -97,6 +99,12 @@ class ControllerClient:
         """The ``last`` decisions, newest first: of one ``model``, up to the instant ``at`` (Unix seconds)."""
         path = with_query(DECISIONS, model=model, last=last, at=at)
         return self._call("GET", path, None, tuple[LoggedDecision, ...])
+
+    def history(self, since: float, step_s: float) -> tuple[ModelHistory, ...]:
+        """The history of every model from ``since`` (Unix seconds) on, in rows of ``step_s`` seconds."""
+        return self._call(
+            "GET", with_query(HISTORY, since=since, step_s=step_s), None, tuple[ModelHistory, ...]
+        )
 
     def steps(self, model: str) -> Iterator[StepLine]:
         """Endless step reports of the engines of ``model``: at least one line a second, the first empty."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from policy.errors import TargetError, Unreachable
 from policy.types import EMPTY_FLEET, Load, Replica, ReplicaPhase
 from policy.wire.reports import GpuReport
+from serve.autoscaler.decision_history import ModelHistory
 from serve.controller_api_schema import LoggedDecision, ModelStatus
 from store.state_dir import StateDir
 from tests.tidegate.conftest import Site, until
@@ -142,6 +143,14 @@ class Controller:
             raise TargetError("no model is called e")
         return tuple(self.made[:last])
 
+    def history(self, since: float, step_s: float) -> tuple[ModelHistory, ...]:
+        """3 requests a second came before the screen was opened, and now 6; the rest is not known."""
+        assert step_s == 30.0
+        columns = {"arrivals_per_s": [3.0, None, 6.0]}
+        return (ModelHistory(
+            model="sim", step_s=30.0, at=[900.0, 930.0, 990.0], mode=["s"] * 3, columns=columns, changes=[]
+        ),)  # fmt: skip
+
     def gpus(self) -> dict[str, GpuReport]:
         return {"r": GpuReport(watts=1.0)}
 
@@ -167,6 +176,13 @@ def test_changes_are_kept_while_decisions_go_on(watched: tuple[Watcher, Controll
     controller.made.insert(0, LoggedDecision(situation=situation(), decision=unchanged(1015.0)))
     # Between two looks two decisions were made: the change is not missed for good.
     assert [each.decision.at for each in watcher.read(NOW + 10).changes] == [1010.0, 1000.0]
+
+
+def test_the_curve_begins_before_the_screen_was_opened(watched: tuple[Watcher, Controller]) -> None:
+    seen = watched[0].read(NOW)
+    assert seen.arrivals == {"sim": [None] * 16 + [3.0, None, None, 6.0]}
+    assert screen(seen, 140)[4].endswith("▅  █")
+    assert "█" not in "".join(screen(seen, 120))
 
 
 def test_without_a_controller_the_status_is_shown(watched: tuple[Watcher, Controller]) -> None:

@@ -8,13 +8,14 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.live import Live
 from rich.text import Text
 
 from policy.errors import TargetError, Unreachable
+from serve.autoscaler.decision_history import ModelHistory
 from serve.controller.client import ControllerClient
 from serve.controller_api_schema import LoggedDecision
 from store.state_dir import StateDir
@@ -27,6 +28,8 @@ from tidegate.exit_codes import Exit
 _PERIOD_S = 1.0
 # Decisions that are searched for changes at the start, and changes that are kept.
 _SEARCHED, _KEPT = 200, 50
+# How long ago the curves begin, the seconds of one of their points, and how often they are read.
+_HISTORY_S, _POINT_S, _READ_EVERY_S = 600.0, 30.0, 10.0
 # More than can be made between two looks.
 _RECENT = 5
 _QUIT = "q"
@@ -39,6 +42,8 @@ class Watcher:
         self._state = state
         self._client: ControllerClient | None = None
         self._changes: dict[tuple[str, float], LoggedDecision] | None = None
+        self._arrivals: dict[str, Sequence[float | None]] = {}
+        self._history_at = 0.0
 
     def read(self, at: float) -> TopData:
         """The state now; what does not answer is left out."""
@@ -55,8 +60,14 @@ class Watcher:
             recent = [found for model in status.models if (found := self._recent(client, model.name))]
             for found in recent:
                 self._keep(found)
+            if at - self._history_at >= _READ_EVERY_S:
+                self._arrivals = {
+                    each.model: _arrivals(each, at) for each in client.history(at - _HISTORY_S, _POINT_S)
+                }
+                self._history_at = at
             return TopData(
                 status=status,
+                arrivals=self._arrivals,
                 latest={found[0].decision.model: found[0] for found in recent},
                 changes=tuple(self._changes.values()),
                 gpus=client.gpus(),
@@ -78,10 +89,20 @@ class Watcher:
         self._changes = dict(newest[:_KEPT])
 
 
+def _arrivals(history: ModelHistory, at: float) -> list[float | None]:
+    """The arrivals a second at each point of the last ``_HISTORY_S`` seconds; ``None`` where not known."""
+    known = dict(
+        zip((int(began // _POINT_S) for began in history.at), history.columns["arrivals_per_s"], strict=True)
+    )
+    last = int(at // _POINT_S)
+    return [known.get(point) for point in range(last - int(_HISTORY_S // _POINT_S) + 1, last + 1)]
+
+
 @click.command(
     help="Show models, replicas and the last changes of the running deployment, once a second. q or Ctrl-C"
     " ends it.\n\nLatencies are the 95th percentiles of the last minute beside the SLO; goodput is the"
-    " fraction of requests that met it."
+    " fraction of requests that met it. In a wide terminal the load of the last ten minutes is a curve, from"
+    " the controller's history."
 )
 @click.option("--once", is_flag=True, help="Print the state once, also without a terminal.")
 @click.pass_obj

@@ -21,7 +21,8 @@ from tidegate.commands.units import age, clock, latency, rate
 T = TypeVar("T")
 
 # The widths of terminals from which on more columns are shown.
-_WIDE, _MEDIUM, _NARROW = 120, 90, 50
+_WIDER, _WIDE, _MEDIUM, _NARROW = 140, 120, 90, 50
+_HEIGHTS = "▁▂▃▄▅▆▇█"
 _LEAST_CUT = 6
 # Lines of headings, of the heads of tables and of the space between them.
 _OTHER_LINES = 9
@@ -31,13 +32,15 @@ _LEAST_ROWS = 3
 class TopData(msgspec.Struct, frozen=True, kw_only=True):
     """What is shown: the status, the ``latest`` decision of each model, the last changes, newest first.
 
-    ``gpus`` are the reports on the GPUs of replicas, by their id.
+    ``gpus`` are the reports on the GPUs of replicas, by their id; ``arrivals`` the load of each model in the
+    last minutes, oldest first, ``None`` where it is not known.
     """
 
     status: StatusData
     latest: Mapping[str, LoggedDecision] = {}
     changes: Sequence[LoggedDecision] = ()
     gpus: Mapping[str, GpuReport] = {}
+    arrivals: Mapping[str, Sequence[float | None]] = {}
 
     @property
     def nothing_runs(self) -> str:
@@ -73,7 +76,7 @@ def render_top(data: TopData, width: int, height: int | None = None) -> Renderab
     return Group(
         _header(status, width),
         Text(),
-        _table(models, _model_columns(data.latest), width),
+        _table(models, _model_columns(data.latest, data.arrivals), width),
         Text(),
         _table(shown, _replica_columns(data.gpus), width),
         *([Text(f"and {more} more", style="dim")] if more else []),
@@ -116,7 +119,9 @@ def _cell(item: T, column: _Column[T]) -> object:
     return value
 
 
-def _model_columns(latest: Mapping[str, LoggedDecision]) -> list[_Column[ModelStatus]]:
+def _model_columns(
+    latest: Mapping[str, LoggedDecision], arrivals: Mapping[str, Sequence[float | None]]
+) -> list[_Column[ModelStatus]]:
     def of_demand(cell: Callable[[LoggedDecision, Demand], object]) -> Callable[[ModelStatus], object]:
         def text(model: ModelStatus) -> object:
             logged = latest.get(model.name)
@@ -146,7 +151,21 @@ def _model_columns(latest: Mapping[str, LoggedDecision]) -> list[_Column[ModelSt
             _MEDIUM,
         ),
         _Column(">goodput", of_demand(_goodput)),
+        *(
+            [_Column("load, 10 min", lambda model: curve(arrivals.get(model.name, ())), _WIDER)]
+            if arrivals
+            else []
+        ),
     ]
+
+
+def curve(values: Sequence[float | None]) -> str | None:
+    """One character a value, its height relative to the largest; a space where there is none."""
+    highest = max((value for value in values if value is not None), default=0.0)
+    if not highest:
+        return None
+    steps = len(_HEIGHTS) - 1
+    return "".join(" " if value is None else _HEIGHTS[round(value / highest * steps)] for value in values)
 
 
 def _queued(demand: Demand) -> Text:
