@@ -216,7 +216,8 @@ class ModelCounters(HealthCounters):
             if own:
                 self.totals.end(ended - began)
                 if (usage := call.usage) is not None:
-                    self.totals.count_tokens(usage.prompt, usage.cached, usage.completion)
+                    adapter = "" if call.adapter is None else call.adapter.name
+                    self.totals.count_tokens(usage.prompt, usage.cached, usage.completion, adapter)
             if first_at is not None:
                 self.served_stream(first_at - began, call.mean_gap_s, call.priority, own=own)
         elif call.outcome in NO_ROOM:

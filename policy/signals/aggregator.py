@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS, ASSUMED_REQUESTS
+from policy.signals.energy import BASE, EnergyAttribution
 from policy.signals.heartbeat_metrics import ReplicaMetrics
 from policy.signals.types import Demand, LatencyQuantiles, PriorityShares, Rates, Shares, Signals
 from policy.stats.histogram import BUCKETS, quantile
 from policy.stats.windows import Count, RateBins
-from policy.types import Priority
+from policy.types import Priority, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport, GatewayReport, GpuReport, ModelReport, PriorityReport
 
@@ -97,6 +98,7 @@ class SignalAggregator:
 
     def __init__(self) -> None:
         self._replicas = ReplicaMetrics()
+        self.energy = EnergyAttribution()
         self._workers: dict[str, _Worker] = {}
         self._models: dict[str, _Model] = {}
         self._began: float | None = None
@@ -116,6 +118,7 @@ class SignalAggregator:
             if model is None:
                 model = self._models[name] = _Model(at)
             model.count(was, now, level / 2, begin, at)
+            self.energy.computed(name, _computed(was, now), at)
         worker.models.update(report.models)
         worker.named = frozenset(report.models)
         worker.number, worker.reported_at, worker.left = report.number, at, report.last
@@ -123,6 +126,10 @@ class SignalAggregator:
     def take_beat(self, beat: Heartbeat, at: float) -> None:
         """Take the heartbeat of a replica."""
         self._replicas.take(beat, at)
+        if beat.replica.state is ReplicaPhase.STOPPED:
+            self.energy.forget(beat.replica.id)
+        elif beat.gpus is not None:
+            self.energy.spent(beat.replica, beat.gpus.joules, at)
 
     def gpus(self, at: float) -> dict[str, GpuReport]:
         """The last report on the GPUs of each replica that has some, by its id."""
@@ -266,6 +273,17 @@ def _mean_lengths(lately: Sequence[float], last: Sequence[ModelReport]) -> tuple
         produced = mean(ASSUMED_OUTPUT_TOKENS, answers, lately[_PRODUCED])
         outputs = max(outputs, min(produced, half_done) / NOTICEABLE)
     return inputs, outputs
+
+
+def _computed(was: ModelReport, now: ModelReport) -> dict[str, int]:
+    """The tokens that were computed between two reports, by adapter."""
+
+    def total(one: ModelReport) -> int:
+        return one.input_tokens - one.cached_tokens + one.output_tokens
+
+    grown = {name: count - was.adapter_tokens.get(name, 0) for name, count in now.adapter_tokens.items()}
+    grown[BASE] = total(now) - total(was) - sum(grown.values())
+    return {name: count for name, count in grown.items() if count > 0}
 
 
 def _shares_by_priority(model: _Model, end: float) -> dict[Priority, PriorityShares]:

@@ -6,6 +6,7 @@ from math import inf
 from typing import Any
 
 from policy.config.control import ControlConfig, SloConfig
+from policy.signals.energy import OTHERS
 from policy.stats.histogram import BOUNDS, HistogramCounter
 from policy.types import Priority
 from policy.wire.reports import ModelReport, PriorityReport
@@ -14,6 +15,8 @@ _TOTALS = (
     "arrived", "arrived_tokens", "refused", "ended", "input_tokens", "cached_tokens", "output_tokens",
     "judged", "met_ttft", "met_itl", "met_both",
 )  # fmt: skip
+# Adapters of one model that a worker counts by name.
+MOST_ADAPTERS = 200
 
 
 class Judge:
@@ -48,6 +51,7 @@ class WorkerCounters:
         self.arrived = self.arrived_tokens = self.refused = self.ended = 0
         self.input_tokens = self.cached_tokens = self.output_tokens = 0
         self.judged = self.met_ttft = self.met_itl = self.met_both = 0
+        self.adapter_tokens: dict[str, int] = {}
         self.ttft = HistogramCounter(BOUNDS)
         self.itl = HistogramCounter(BOUNDS)
         self.e2e = HistogramCounter(BOUNDS)
@@ -71,11 +75,16 @@ class WorkerCounters:
         self.ended += 1
         self.e2e.add(e2e_s)
 
-    def count_tokens(self, prompt: int, cached: int, output: int) -> None:
+    def count_tokens(self, prompt: int, cached: int, output: int, adapter: str = "") -> None:
         """Count the tokens of a complete answer: prompt, the cached part of it, and output."""
         self.input_tokens += prompt
         self.cached_tokens += cached
         self.output_tokens += output
+        if adapter:
+            counts = self.adapter_tokens
+            if adapter not in counts and len(counts) >= MOST_ADAPTERS:
+                adapter = OTHERS
+            counts[adapter] = counts.get(adapter, 0) + prompt - cached + output
 
     def first_token(self, ttft_s: float, priority: Priority) -> None:
         """Count a first token, unless its priority has a looser target than others."""
@@ -117,5 +126,6 @@ class WorkerCounters:
             running=running[0],
             running_tokens=running[1],
             drain_s=round(drain_s, 3),
+            adapter_tokens=self.adapter_tokens.copy(),
             by_priority={priority: judge.report() for priority, judge in self._by_priority.items()},
         )

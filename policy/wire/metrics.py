@@ -230,6 +230,11 @@ REPLICAS = (
     Metric("tidegate_replica_power_watts", _G, "watts", "Power of its GPUs.", _REPLICA, _GPU),
     Metric("tidegate_replica_energy_joules", _C, "joules", "Energy of its GPUs since their driver started.",
            _REPLICA, _GPU),
+    Metric("tidegate_energy_joules", _C, "joules",
+           "Energy of a model's GPUs by the adapter of the tokens that were computed; _base: without one, "
+           "_idle: minutes without a token.", _ADAPTER, _GPU),
+    Metric("tidegate_energy_tokens", _C, "tokens",
+           "Tokens that this energy was spent on: uncached ones of prompts, and answers.", _ADAPTER, _GPU),
     Metric("tidegate_replica_temperature_celsius", _G, "celsius", "Of the hottest GPU.", _REPLICA, _GPU),
     Metric("tidegate_replica_throttled", _G, "", "1 for each reason for which GPUs are throttled.",
            (*_REPLICA, "reason"), _GPU),

@@ -33,8 +33,9 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     and ``e2e`` count durations in the buckets of :mod:`policy.stats.histogram`, the first two of streams
     only. ``met_ttft``, ``met_itl`` and ``met_both`` of ``judged`` streams were within the SLO as it was when
     they ended; ``by_priority`` has these where priorities have SLOs of their own, and ``ttft`` is then of
-    those with the strictest target. ``in_flight`` requests are in the gateway, ``queued`` of them without a
-    replica; the last of the others is expected to end in ``drain_s`` seconds.
+    those with the strictest target. ``adapter_tokens`` are the tokens that were computed for each adapter:
+    uncached ones of prompts, and output. ``in_flight`` requests are in the gateway, ``queued`` of them
+    without a replica; the last of the others is expected to end in ``drain_s`` seconds.
     """
 
     arrived: int = 0
@@ -58,6 +59,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     running_tokens: int = 0
     drain_s: float = 0.0
     by_priority: dict[Priority, PriorityReport] = {}
+    adapter_tokens: dict[str, int] = {}
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

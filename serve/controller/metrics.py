@@ -170,6 +170,10 @@ class ControllerMetrics:
             if replica.id in gpus:
                 self._gpus(gpus[replica.id], labels)
 
+        for key, joules in self.aggregator.energy.joules.items():
+            self._put("energy_joules", joules, *key)
+            self._put("energy_tokens", self.aggregator.energy.tokens[key], *key)
+
     def _gpus(self, gpus: GpuReport, labels: tuple[str, str]) -> None:
         self._put("replica_power_watts", gpus.watts, *labels)
         self._put("replica_energy_joules", gpus.joules, *labels)

@@ -79,7 +79,8 @@ def served(began: float, *, ttft_s: float, **more: Any) -> Any:
         "queued_s": 0.1, "request_id": b"r-1", "headers": {b"traceparent": TRACEPARENT}, "probe": False,
         "first_byte_at": began + ttft_s, "last_event_at": began + ttft_s + 0.04, "sent_at": began + 0.15,
         "round_trip_s": 0.01, "by_fallback": False, "usage": Usage(10, 4, 5), "mean_gap_s": 0.04,
-        "priority": Priority.STANDARD, "engine_s": -1.0, "engine_span_s": -1.0, "handled_s": 0.0, "events": 5,
+        "priority": Priority.STANDARD, "engine_s": -1.0, "engine_span_s": -1.0, "handled_s": 0.0,
+        "events": 5, "adapter": None,
     }  # fmt: skip
     return SimpleNamespace(**{**fields, **more})
 

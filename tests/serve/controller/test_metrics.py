@@ -79,6 +79,8 @@ async def test_a_replica_and_its_gpus(plane: Plane) -> None:
     assert {name: found[f"tidegate_replica_{name}"][mine] for name in expected} == expected
     links = found["tidegate_replica_gpu_link_bytes"]
     assert {labels[2:]: value for labels, value in links.items() if value} == {("nvlink", "rx"): 5.0}
+    plane.controller.aggregator.energy.spent(replica(), 9e4 + 60.0, plane.now + 60.0)
+    assert (await collected(plane))["tidegate_energy_joules"] == {("m", "_idle"): 60.0}
     throttled = found["tidegate_replica_throttled"]
     assert [reason for (*_, reason), value in throttled.items() if value] == ["hardware thermal slowdown"]
 

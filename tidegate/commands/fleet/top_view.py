@@ -130,7 +130,7 @@ def _model_columns(
 
         return text
 
-    return [
+    columns: list[_Column[ModelStatus]] = [
         _Column("model", lambda model: model.name, cut=True, style="bold"),
         _Column("mode", lambda model: model.mode or None, cut=True),
         _Column(
@@ -151,12 +151,10 @@ def _model_columns(
             _MEDIUM,
         ),
         _Column(">goodput", of_demand(_goodput)),
-        *(
-            [_Column("load, 10 min", lambda model: curve(arrivals.get(model.name, ())), _WIDER)]
-            if arrivals
-            else []
-        ),
     ]
+    if arrivals:
+        columns.append(_Column("load, 10 min", lambda model: curve(arrivals.get(model.name, ())), _WIDER))
+    return columns
 
 
 def curve(values: Sequence[float | None]) -> str | None:
