@@ -258,6 +258,7 @@ class Gateway:
         ended = monotonic()
         meter.count(call, began, ended)
         account.counters.requests[call.outcome] += 1
+        account.counters.queued_s += call.queued_s
         if (adapter := call.adapter) is not None:
             self.metrics.adapters.of(adapter.model, adapter.name).count(call, began)
         if self.access.on:

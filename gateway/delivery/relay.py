@@ -54,7 +54,8 @@ class Relay:
     ``refused`` is the error for the client if the request is not tried again, ``reason`` why the replica did
     not take it for ``REFUSED`` and ``DECLINED``. ``begun``: a stream's first event came. ``committed``: the
     client was sent a part of the answer. ``held_back``: reading is paused for a slow client. ``on_first`` is
-    called at the first token, ``meter`` counts for the model. ``rewrite`` gives our name of the model to the
+    called at the first token, ``meter`` counts for the model. ``lost``: the connection ended too early.
+    ``stall_from``: since when it was silent at its last stall. ``rewrite`` gives our name of the model to the
     answer of a server with another one.
     """
 
@@ -86,7 +87,8 @@ class Relay:
         self._last_at = 0.0
         self.streams = call.streaming
         self.begun = False
-        self.sent_at = self.quiet_since = 0.0
+        self.lost = False
+        self.sent_at = self.quiet_since = self.stall_from = 0.0
         self.reason = Refusal.BUSY
         self.refused: Refused | None = None
         self._on_first = on_first
@@ -190,6 +192,7 @@ class Relay:
     # by kind of answer
 
     def _lose(self, stale: bool) -> None:
+        self.lost = not stale
         if self.committed:
             if self._stream:
                 self._end_stream(clean=False)

@@ -58,8 +58,10 @@ class RetryLoop:
         call, ticket = self._call, self._ticket
         while True:
             asked_at = perf_counter()
-            replica = await ticket.wait()
-            call.queued_s += perf_counter() - asked_at
+            try:
+                replica = await ticket.wait()
+            finally:
+                call.queued_s += perf_counter() - asked_at
             call.replica, call.round_trip_s = replica.label, replica.round_trip_s
             outcome, refused = await self._tried(replica)
             if outcome is AttemptOutcome.SERVED:
@@ -161,6 +163,8 @@ class RetryLoop:
                 outcome = await relay.run(head, outgoing.parts)
             finally:
                 replica.relays.discard(relay)
+                if relay.lost:
+                    self._meter.resets[replica.id] += 1
             if outcome is AttemptOutcome.STALE:
                 connection = None
                 continue

@@ -58,7 +58,10 @@ class Probes:
         timeout_s = self.deployment().gateway.progress_timeout_s
         for served in self.fleet.models:
             self._eject_stuck(served, at, timeout_s)
+            meter = self.metrics.model(served.name)
             for handle in served.handles:
+                if stalls := handle.new_stalls():
+                    meter.stalls[handle.id] += stalls
                 if served.engine is EngineKind.EXTERNAL:
                     if handle.answering and handle.breaker.due(at):
                         handle.breaker.half_open()
@@ -66,7 +69,6 @@ class Probes:
                 elif handle.probe_at <= at and handle not in self._running:
                     self._consider(client, served, handle, at, timeout_s)
             states = Counter(handle.breaker.state for handle in served.handles)
-            meter = self.metrics.model(served.name)
             for state in BreakerState:
                 meter.breakers[state] = states[state]
             if served.is_unavailable(at):

@@ -11,6 +11,10 @@ from gateway.protocol.usage import Usage
 from policy.stats.histogram import HistogramCounter
 from policy.wire.metrics import METRICS
 
+# Replicas with a name of their own while a worker lives, as shared metric files never drop a series.
+MOST_REPLICAS = 500
+OTHER_REPLICAS = "_other"
+
 
 class MetricFamilies:
     """Declares metrics of :data:`policy.wire.metrics.METRICS` in one registry."""
@@ -67,6 +71,15 @@ def publish_counts(metric: Counter, counts: Counts[Any], *labels: str) -> None:
     for key in tuple(counts):
         values = (key,) if isinstance(key, str) else key
         metric.labels(*labels, *values).inc(counts.pop(key))
+
+
+def publish_by_replica(metric: Counter, counts: Counts[str], names: set[str], model: str) -> None:
+    """Move ``counts`` by replica into ``metric``; the first :data:`MOST_REPLICAS` have their ``names``."""
+    for replica in tuple(counts):
+        if len(names) < MOST_REPLICAS:
+            names.add(replica)
+        label = replica if replica in names else OTHER_REPLICAS
+        metric.labels(model, label).inc(counts.pop(replica))
 
 
 def publish_total(metric: Counter, counters: object, name: str, *labels: str) -> None:

@@ -25,6 +25,7 @@ from gateway.telemetry.metric_families import (
     MergedHistogram,
     MetricFamilies,
     TokenCounters,
+    publish_by_replica,
     publish_counts,
     publish_growth,
     publish_total,
@@ -152,6 +153,9 @@ class ModelCounters(HealthCounters):
         self.cached_tokens: Counts[str] = Counts()
         self.cached_tokens_error: Counts[str] = Counts()
         self.breakers: Counts[str] = Counts()
+        # By replica.
+        self.stalls: Counts[str] = Counts()
+        self.resets: Counts[str] = Counts()
         self.tokens = TokenCounters()
         self.queue = QueueCounters()
         self.coalesced_calls = self.coalesced_requests = 0
@@ -294,9 +298,12 @@ class Metrics:
         self._met = counter("tidegate_slo_met")
         self._coalesced_calls = counter("tidegate_coalesced_calls")
         self._coalesced_requests = counter("tidegate_coalesced_requests")
+        self._replica_names: set[str] = set()
+        self._stalls = counter("tidegate_replica_stalls")
+        self._resets = counter("tidegate_replica_resets")
         self._in_flight = gauge("tidegate_in_flight")
         self._replicas_up = gauge("tidegate_replicas_up", "livemin")
-        # By state and not by replica: a label that names replicas outlives them in the shared files.
+        # By state and not by replica: most replicas fail never, and names outlive them in the shared files.
         self._breakers = gauge("tidegate_breakers", "livemax")
         self._queue_depth = gauge("tidegate_queue_depth")
         self._queue_size = gauge("tidegate_queue_bytes")
@@ -338,6 +345,8 @@ class Metrics:
             meter.e2e_parts.publish(self._e2e_parts, model)
             meter.itl_parts.publish(self._itl_parts, model)
             self._gen_ai.publish(model, meter.gen_ai)
+            publish_by_replica(self._stalls, meter.stalls, self._replica_names, model)
+            publish_by_replica(self._resets, meter.resets, self._replica_names, model)
             self._merge_slo(model, meter)
             meter.tokens.publish(self._tokens, model)
             publish_total(self._coalesced_calls, meter, "coalesced_calls", model)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 
-from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts
+from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts, publish_total
 
-# Some 8 series each.
+# Some 9 series each.
 MOST = 500
 # No tenant or model can be called so: names begin with a letter or a digit.
 OTHER = "_other"
@@ -22,6 +22,7 @@ class TenantCounters:
 
     def __init__(self) -> None:
         self.requests: Counts[str] = Counts()
+        self.queued_s = 0.0
         self.tokens = TokenCounters()
 
 
@@ -31,6 +32,7 @@ class TenantMetrics:
     def __init__(self, declared: MetricFamilies) -> None:
         self._counters: dict[str, TenantCounters] = {NONE: TenantCounters(), OTHER: TenantCounters()}
         self._requests = declared.counter("tidegate_tenant_requests")
+        self._queued = declared.counter("tidegate_tenant_queue_seconds")
         self._tokens = declared.counter("tidegate_tenant_tokens")
 
     def of(self, tenant: str) -> TenantCounters:
@@ -47,5 +49,6 @@ class TenantMetrics:
         for tenant, counters in self._counters.items():
             if counters.requests:
                 publish_counts(self._requests, counters.requests, tenant)
+                publish_total(self._queued, counters, "queued_s", tenant)
             if counters.tokens.prompt or counters.tokens.completion:
                 counters.tokens.publish(self._tokens, tenant)

@@ -110,6 +110,12 @@ LATENCY = (
            "Predicted minus actual time from a replica's request to its first token.", _MODEL),
     Metric("tidegate_ttft_prediction_error_ratio", _H, "ratio",
            "Absolute error of the predicted time to the first token, as a part of the actual.", _MODEL),
+    Metric("tidegate_replica_stalls", _C, "stalls",
+           "Times that nothing of a stream came for 2 s although the replica's engine stepped and the client "
+           "read.", _REPLICA, _FIRST),
+    Metric("tidegate_replica_resets", _C, "connections",
+           "Connections to a replica that were reset or closed before the answer was complete.", _REPLICA,
+           _FIRST),
     Metric("tidegate_round_trip_seconds", _G, "seconds",
            "The smallest round trip between this gateway and a replica in some minutes, by TCP.", _REPLICA),
 )  # fmt: skip
@@ -136,8 +142,11 @@ QUEUE = (
            "By how much predicted waits were too long or short.", ("model", "sign")),
 )  # fmt: skip
 TENANTS = (
-    Metric("tidegate_tenant_requests", _C, "requests", "Requests of a tenant by outcome.",
+    Metric("tidegate_tenant_requests", _C, "requests",
+           "Requests of a tenant by outcome: ok, cancelled, or the reason of a rejection.",
            ("tenant", "outcome")),
+    Metric("tidegate_tenant_queue_seconds", _C, "seconds",
+           "Time that a tenant's requests spent in the queue, rejected ones included.", ("tenant",)),
     Metric("tidegate_tenant_tokens", _C, "tokens",
            "Tokens of answers to a tenant; what was cached is a part of the prompt.", ("tenant", "kind")),
 )  # fmt: skip

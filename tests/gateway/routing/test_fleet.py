@@ -6,6 +6,8 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -278,6 +280,24 @@ async def test_the_start_time_is_kept_when_all_replicas_are_gone() -> None:
     view.take(with_replicas(version=3), "controller", 3.0)
     assert served.start_s == 2.0
     view.close()
+
+
+@pytest.mark.parametrize(
+    ("over", "stalls"),
+    [({}, 1), ({"begun": False}, 0), ({"held_back": True}, 0), ({"quiet_since": 8.0}, 0)],
+    ids=["silent", "before its first token", "its client does not read", "events come"],
+)
+def test_a_stream_stalls_when_nothing_comes_while_its_engine_steps(over: dict[str, Any], stalls: int) -> None:
+    one = handle()
+    fields = {"begun": True, "held_back": False, "quiet_since": 4.0, "stall_from": 0.0}
+    relay = Mock(**{**fields, **over})
+    one.relays.add(relay)
+    one.count(line(tokens=10), 5.0)
+    one.count(line(tokens=20), 6.5)  # since 5.0, a second after the last event
+    assert one.new_stalls() == 0
+    one.count(line(tokens=20), 9.0)  # no step
+    one.count(line(tokens=30), 10.0)
+    assert [one.new_stalls() for _ in range(2)] == [stalls, 0]
 
 
 async def test_an_unobserved_prefill_ends_at_its_predicted_time(tmp_path: Path) -> None:

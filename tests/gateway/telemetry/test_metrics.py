@@ -14,7 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.protocol.usage import Usage
-from gateway.telemetry import adapter_metrics, tenant_metrics
+from gateway.telemetry import adapter_metrics, metric_families, tenant_metrics
 from gateway.telemetry.metrics import Metrics
 from policy.types import Priority
 from policy.wire.adapter_catalog import NAME, Alias, Catalog
@@ -215,18 +215,33 @@ def test_requests_without_a_model_are_counted_under_one_label_and_nothing_else_i
     }  # fmt: skip
 
 
+def test_replicas_have_names_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_families, "MOST_REPLICAS", 2)
+    metrics = Metrics()
+    for name in ("r1", "r2", "r3", "r1", "r4"):
+        metrics.model("m").resets[name] += 1
+        metrics.publish()
+    assert samples(metrics, "tidegate_replica_resets_total") == {
+        '{model="m",replica="r1"}': 2.0, '{model="m",replica="r2"}': 1.0, '{model="m",replica="_other"}': 2.0
+    }  # fmt: skip
+
+
 def test_tenants_are_counted_by_name_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenant_metrics, "MOST", 2)
     metrics = Metrics()
     for name in ("web", "night", "web", "third", "fourth", ""):
         counters = metrics.tenants.of(name)
         counters.requests["ok"] += 1
+        counters.queued_s += 0.5
         counters.tokens.count(Usage(prompt=5, cached=2, completion=3))
     for _ in range(2):
         assert samples(metrics, "tidegate_tenant_requests_total") == {
             '{outcome="ok",tenant="web"}': 2.0, '{outcome="ok",tenant="night"}': 1.0,
             '{outcome="ok",tenant="_other"}': 2.0, '{outcome="ok",tenant="_none"}': 1.0,
         }  # fmt: skip
+    assert samples(metrics, "tidegate_tenant_queue_seconds_total") == {
+        '{tenant="web"}': 1.0, '{tenant="night"}': 0.5, '{tenant="_other"}': 1.0, '{tenant="_none"}': 0.5
+    }  # fmt: skip
     tokens = samples(metrics, "tidegate_tenant_tokens_total")
     assert tokens['{kind="completion",tenant="web"}'] == 6.0
     assert tokens['{kind="cached",tenant="_other"}'] == 4.0
