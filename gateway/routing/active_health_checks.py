@@ -26,6 +26,8 @@ from policy.wire.canary_request import CANARIES
 from policy.wire.headers import REFUSAL_HEADER
 
 SWEEP_S = 0.25
+# A stream of which nothing comes for this time, while its engine steps, has stalled.
+STALL_S = 2.0
 # A probe without a result is repeated after this, as is one to a replica whose load stream hangs.
 AGAIN_S = 1.0
 
@@ -60,7 +62,7 @@ class Probes:
             self._eject_stuck(served, at, timeout_s)
             meter = self.metrics.model(served.name)
             for handle in served.handles:
-                if stalls := handle.new_stalls():
+                if stalls := new_stalls(handle):
                     meter.stalls[handle.id] += stalls
                 if served.engine is EngineKind.EXTERNAL:
                     if handle.answering and handle.breaker.due(at):
@@ -150,3 +152,19 @@ class Probes:
             if answer.headers.get(REFUSAL_HEADER, Refusal.REPLICA_LOST) != Refusal.REPLICA_LOST:
                 return AttemptResult.NOTHING
         return AttemptResult.BAD
+
+
+def new_stalls(handle: ReplicaHandle) -> int:
+    """The streams of this worker that have stalled there since the last call.
+
+    An engine serves each of its streams in every step, unless it preempted the request. Streams whose clients
+    do not read are exempt.
+    """
+    found = 0
+    for relay in handle.relays:
+        silent_from = relay.quiet_since
+        stalled = handle.stepped_after - silent_from >= STALL_S and relay.begun and not relay.held_back
+        if stalled and relay.stall_from != silent_from:
+            relay.stall_from = silent_from
+            found += 1
+    return found

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 _LEAVING = frozenset({ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP})
 # A load stream that sends nothing for this time, three lines, is stale.
 STALE_S = 3.0
-# A stream of which nothing comes for this time, while its engine steps, has stalled.
-STALL_S = 2.0
 
 
 def _ignore(*_: object) -> None:
@@ -91,7 +89,8 @@ class ReplicaHandle:
     ``their_model`` is its name for the model if that is not ours. ``silent`` is whether its load stream
     hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
     loop time. ``contradicting_answers`` counts those whose token counts were impossible for their requests.
-    ``round_trip_s``: of the network, 0 if unknown. ``limit`` learns a bound that is not configured.
+    ``round_trip_s``: of the network, 0 if unknown. ``stepped_after``: when its engine's last step was yet to
+    come. ``limit`` learns a bound that is not configured.
     """
 
     def __init__(
@@ -124,8 +123,7 @@ class ReplicaHandle:
         self.full = False
         self.silent = False
         self.reported_at: float | None = None
-        # The engine has stepped after this instant.
-        self._stepped_after = 0.0
+        self.stepped_after = 0.0
         self.lost_at: float | None = None
         self.probe_at = 0.0
         self.contradicting_answers = 0
@@ -277,7 +275,7 @@ class ReplicaHandle:
             if load.tokens < self._tokens:  # it counts from its start
                 self.renewed(at)
         if load.tokens > self._tokens and self.reported_at is not None:
-            self._stepped_after = self.reported_at
+            self.stepped_after = self.reported_at
         self._tokens = load.tokens
         if self.adapters.update(report.adapters, report.refused):
             self._adapters_changed()
@@ -348,25 +346,6 @@ class ReplicaHandle:
         blind = self._feed is None and self.answering
         held = sum(not relay.held_back and (relay.streams or not blind) for relay in self.relays)
         return self._watchdog.stuck_s(held, (self.pool.reads, self._tokens), at)
-
-    def new_stalls(self) -> int:
-        """The streams of this worker that have stalled since the last call.
-
-        An engine serves each of its streams in every step, unless it preempted the request. Streams whose
-        clients do not read are exempt.
-        """
-        found = 0
-        for relay in self.relays:
-            silent_from = relay.quiet_since
-            if (
-                self._stepped_after - silent_from >= STALL_S
-                and relay.begun
-                and not relay.held_back
-                and relay.stall_from != silent_from
-            ):
-                relay.stall_from = silent_from
-                found += 1
-        return found
 
     def stale(self, at: float) -> bool:
         """Whether its last load report is older than :data:`STALE_S`."""

@@ -1,4 +1,4 @@
-"""The lines of a replica's load stream, ``GET /internal/load``."""
+"""A replica's own routes: the lines of its load stream, ``GET /internal/load``, and its trace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import msgspec
 from policy.engine.performance_model import Timing
 from policy.types import Load, ReplicaPhase
 
+# A trace of the engine: `POST`, with the seconds to record.
+TRACE = "/internal/trace"
 # Changes within this many seconds are sent as one line.
 COALESCE_S = 0.02
 

@@ -153,6 +153,13 @@ class Engine(Protocol):
         Raises :class:`policy.errors.EngineFailed`.
         """
 
+    async def trace(self, seconds: float) -> Path:
+        """Record its operators and kernels for ``seconds``; returns a Chrome trace (gzip), the caller's file.
+
+        It stands still while the file is written. Raises :class:`policy.errors.PreconditionFailed` without a
+        profiler or while it records, :class:`policy.errors.EngineFailed`.
+        """
+
     @property
     def dead(self) -> bool:
         """Whether it has failed for good; cheap enough to check for every request."""

@@ -9,7 +9,6 @@ import math
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from time import monotonic
 from typing import Any
 
 import msgspec
@@ -22,21 +21,21 @@ from policy.wire.headers import (
     ADAPTER_HEADER,
     CANARY_HEADER,
     DEPTHS_HEADER,
-    ENGINE_TIME_HEADER,
     PREFILL_HEADER,
     PREFIX_HEADER,
-    REFUSAL_HEADER,
     SECRET_HEADER,
 )
-from policy.wire.load_stream import COALESCE_S, LoadLine
+from policy.wire.load_stream import COALESCE_S, TRACE, LoadLine
 from serve.async_waiting import wait_at_most
+from serve.engine import answers as responses
 from serve.engine.adapters.loader import AdapterLoader
+from serve.engine.answers import Answer, TimedAnswer
 from serve.engine.interface import ALLOWED, NAMED, Engine, Message, Receive, Scope, Send
 from serve.engine.kv_block_index import NamedPrompt
 
-_CANARY, _REFUSAL, _SECRET = CANARY_HEADER.encode(), REFUSAL_HEADER.encode(), SECRET_HEADER.encode()
+_CANARY, _SECRET = CANARY_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()
-_DEPTHS, _ENGINE_TIME = DEPTHS_HEADER.encode(), ENGINE_TIME_HEADER.encode()
+_DEPTHS = DEPTHS_HEADER.encode()
 _ADAPTER = re.compile(f"({NAME.pattern})@({DIGEST.pattern})")
 
 # A load line is sent at least this often, so that a reader can tell an idle replica from a dead one.
@@ -68,10 +67,12 @@ class Guard:
         self._emptied = asyncio.Event()
         self._serving: set[asyncio.Task[Any]] = set()
         # Prefill estimates of requests whose answer has not started, with their arrival.
-        self._prefills: dict[_Answer, tuple[int, float]] = {}
+        self._prefills: dict[Answer, tuple[int, float]] = {}
         self._prefixes: deque[int] = deque(maxlen=MAX_PREFIXES)
         self._prefix_count = 0
         self.state = ReplicaPhase.STARTING
+        # Whether the engine's profiler records, or stands still to write.
+        self.tracing = False
         self._changed = asyncio.Event()
         adapters.watch(self._notify)
         if engine.blocks is not None:
@@ -140,17 +141,19 @@ class Guard:
         headers = dict(scope["headers"])
         given = headers.get(_SECRET, b"")
         if not hmac.compare_digest(given, self._secret):
-            await _answer(send, 401, Refusal.UNAUTHORIZED, "the internal secret is missing or wrong")
+            await responses.answer(send, 401, Refusal.UNAUTHORIZED, "the internal secret is missing or wrong")
             return
         route = (scope["method"], scope["path"])
         if route == ("GET", "/internal/load"):
             await self._stream_load(receive, send)
+        elif route == ("POST", TRACE):
+            await self._trace(scope, send)
         elif route not in ALLOWED:
-            await _answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
+            await responses.answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
         elif scope["method"] == "GET":
             await self._engine.app(scope, receive, send)
         elif (refusal := self._refusal(_CANARY in headers)) is not None:
-            await _answer(send, 503, refusal, f"this replica is {refusal}")
+            await responses.answer(send, 503, refusal, f"this replica is {refusal}")
         else:
             await self._count(scope, receive, send, headers)
 
@@ -167,8 +170,8 @@ class Guard:
         return Refusal.BUSY if self._in_flight >= self._bound else None
 
     async def _count(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
-        timed = _ENGINE_TIME in headers
-        answer = (_TimedAnswer if timed else _Answer)(self._engine, send, self._answered)
+        timed = responses.ENGINE_TIME in headers
+        answer = (TimedAnswer if timed else Answer)(self._engine, send, self._answered)
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
@@ -188,7 +191,7 @@ class Guard:
                 await self._adapted(scope, receive, answer, wanted)
         except asyncio.CancelledError:
             if not answer.begun:
-                await _answer(send, 503, Refusal.DRAINING, f"this replica is {Refusal.DRAINING}")
+                await responses.answer(send, 503, Refusal.DRAINING, f"this replica is {Refusal.DRAINING}")
             raise
         finally:
             self._serving.discard(task)
@@ -201,11 +204,13 @@ class Guard:
                 # Also of a request that never reached the cache, whose sender assumes that it did.
                 asyncio.get_running_loop().call_later(SETTLED_S, blocks.announce, named.hashes)
 
-    async def _adapted(self, scope: Scope, receive: Receive, answer: _Answer, wanted: bytes) -> None:
+    async def _adapted(self, scope: Scope, receive: Receive, answer: Answer, wanted: bytes) -> None:
         """Serve a request with its adapter, which stays loaded until the request ends."""
         found = _ADAPTER.fullmatch(wanted.decode("latin-1"))
         if found is None:
-            await _answer(answer, 400, Refusal.BAD_REQUEST, "the header names no version of an adapter")
+            await responses.answer(
+                answer, 400, Refusal.BAD_REQUEST, "the header names no version of an adapter"
+            )
             return
         inbox = _Inbox(receive)
         with contextlib.ExitStack() as leased:
@@ -214,14 +219,14 @@ class Guard:
                 if arrival is not None and not await self._arrived(arrival, inbox, answer):
                     return
             except AdapterRefused as error:
-                await _answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
+                await responses.answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
                 return
             except EngineFailed as error:
-                await _answer(answer, 503, Refusal.REPLICA_LOST, str(error))
+                await responses.answer(answer, 503, Refusal.REPLICA_LOST, str(error))
                 return
             await self._engine.app(scope, inbox, answer)
 
-    async def _arrived(self, arrival: asyncio.Future[float], inbox: _Inbox, answer: _Answer) -> bool:
+    async def _arrived(self, arrival: asyncio.Future[float], inbox: _Inbox, answer: Answer) -> bool:
         """Wait for the adapter, and raise as its load does; false when the client has disconnected."""
         tokens, _ = self._prefills[answer]
         # While it waits it is not in the engine's own count.
@@ -239,7 +244,7 @@ class Guard:
         self._prefills[answer] = (tokens, self._clock())
         return True
 
-    def _answered(self, answer: _Answer) -> None:
+    def _answered(self, answer: Answer) -> None:
         """The first byte of ``answer`` was sent, so its prompt is computed."""
         if self._prefills.pop(answer, None) is not None:
             self._notify()
@@ -264,10 +269,17 @@ class Guard:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def _trace(self, scope: Scope, send: Send) -> None:
+        self.tracing = True
+        try:
+            await responses.trace(self._engine, scope["query_string"], send)
+        finally:
+            self.tracing = False
+
     async def _stream_load(self, receive: Receive, send: Send) -> None:
         await receive()
         gone = asyncio.ensure_future(receive())
-        await _start(send, 200, [(b"content-type", b"application/x-ndjson")])
+        await responses.start(send, 200, [(b"content-type", b"application/x-ndjson")])
         try:
             reported, told = 0, -1
             blocks = self._engine.blocks
@@ -285,73 +297,6 @@ class Guard:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
             gone.cancel()
-
-
-class _Answer:
-    """Holds back the head of an answer until its first byte; if there is none, answers that it never began.
-
-    When an engine dies its app answers 500, or 200 with an error. From these the gateway could not tell a
-    request that never began, which it may retry, from an invalid one.
-    """
-
-    def __init__(self, engine: Engine, send: Send, answered: Callable[[_Answer], None]) -> None:
-        self._engine = engine
-        self._send = send
-        self._answered = answered
-        self._head: Message | None = None
-        self._lost = False
-        self.begun = False
-
-    async def __call__(self, message: Message) -> None:
-        if self._lost:
-            return
-        if message["type"] == "http.response.start":
-            self._head = message
-            return
-        if self._head is not None:
-            if self._engine.dead:
-                self._lost = self.begun = True
-                await _answer(self._send, 503, Refusal.REPLICA_LOST, "the engine died under this request")
-                return
-            self._answered(self)
-            self.begun = True
-            await self._send_head(self._head)
-            self._head = None
-        await self._send_body(message)
-
-    async def _send_head(self, head: Message) -> None:
-        await self._send(head)
-
-    async def _send_body(self, message: Message) -> None:
-        await self._send(message)
-
-
-class _TimedAnswer(_Answer):
-    """An answer that says how long the engine took for it, as :data:`ENGINE_TIME_HEADER` defines."""
-
-    def __init__(self, engine: Engine, send: Send, answered: Callable[[_Answer], None]) -> None:
-        super().__init__(engine, send, answered)
-        self._arrived_at = self._first_at = self._last_at = monotonic()
-        self._stream = False
-
-    async def _send_head(self, head: Message) -> None:
-        headers = list(head["headers"])
-        self._stream = any(
-            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
-        )
-        self._first_at = self._last_at = monotonic()
-        headers.append((_ENGINE_TIME, b"%.6f" % (self._first_at - self._arrived_at)))
-        await self._send({**head, "headers": headers})
-
-    async def _send_body(self, message: Message) -> None:
-        if self._stream:
-            body = message.get("body", b"")
-            if body:
-                self._last_at = monotonic()
-            if not message.get("more_body"):
-                comment = b": %b %.6f\n\n" % (_ENGINE_TIME, self._last_at - self._first_at)
-                message = {**message, "body": body + comment}
-        await self._send(message)
 
 
 class _Inbox:
@@ -399,19 +344,3 @@ def _named(new: list[int], depths: bytes) -> NamedPrompt | None:
     else:
         hashes = [*_hashes(known), *hashes]
     return NamedPrompt(tuple(hashes), tuple(deep), whole) if len(deep) == len(hashes) > 0 else None
-
-
-async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def _answer(send: Send, status: int, refusal: Refusal, message: str) -> None:
-    error = {"message": message, "type": "tidegate_error", "param": None, "code": str(refusal)}
-    body = msgspec.json.encode({"error": error})
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (_REFUSAL, str(refusal).encode()),
-    ]
-    await _start(send, status, headers)
-    await send({"type": "http.response.body", "body": body})

@@ -29,6 +29,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from policy.engine.performance_model import Limits, Timing
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
+from serve.engine import vllm_profiler
 from serve.engine.grammar_limits import excess
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.kv_block_index import KvBlockIndex
@@ -312,6 +313,9 @@ class VLLMEngine:
         if not awake:
             raise EngineFailed("vLLM did not wake: a part of its memory stays away")
 
+    async def trace(self, seconds: float) -> Path:
+        return await vllm_profiler.record(self._llm, seconds)
+
     @property
     def dead(self) -> bool:
         return bool(self._llm.errored)
@@ -334,6 +338,7 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     cli_env_setup()
     args = arguments(spec)
     config = configuration(spec, args)
+    vllm_profiler.prepare(config)
     loggers: list[StepLogger] = []
 
     def stat_logger(vllm_config: Any, engine_index: int) -> StepLogger:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.alerts import raises
 from tests.faults.live import MODEL, Live
 from tests.gateway.worker import until
 
@@ -24,6 +25,7 @@ def processes(fleet: dict[str, dict[str, object]]) -> dict[str, tuple[object, ob
 async def test_c_gateways_serve_while_the_controller_is_killed(tmp_path: Path) -> None:
     async with Live(tmp_path).running(2) as live:
         before, worker = await live.settle(2), live.workers[0]
+        with_it = await live.scrape()
         epoch = (await live.call_controller("GET", "/fleet"))["epoch"]
         async with live.expect(MODEL, {"ok": 34}, attempts=34):
             streams = await live.streams(MODEL, 4, max_tokens=300, ignore_eos=True)
@@ -31,6 +33,8 @@ async def test_c_gateways_serve_while_the_controller_is_killed(tmp_path: Path) -
             away = await asyncio.gather(*(live.ask(MODEL, max_tokens=2) for _ in range(10)))
             assert {reply.status for reply in away} == {200}
             assert {reply.headers["x-tidegate-replica"] for reply in away} <= set(before)
+            without = await live.scrape()
+            raises(tmp_path, "TidegateControllerMissing", with_it, without, instance="g")
             # A worker that starts now does not need the controller.
             worker.send_signal(signal.SIGTERM)
             for stream in streams:

@@ -15,6 +15,7 @@ import pytest_asyncio
 from serve.state.replica_registry import HUNG_S
 from store.os_process import find
 from tests.faults import faults
+from tests.faults.alerts import raises
 from tests.faults.harness import Harness
 from tests.faults.live import MODEL, Live, host_of, send
 from tests.faults.raw_client import Reply
@@ -43,6 +44,7 @@ async def live(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any]
 async def test_23_24_a_killed_engine_or_host_fails_only_started_streams(live: Live, what: str) -> None:
     """Requests that have a byte get an error event; all others are served elsewhere."""
     fleet = await live.settle(2)
+    before = await live.scrape()
     victim = min(fleet)
     async with live.expect(MODEL) as after:
         streams = await live.streams(MODEL, 6, 2, max_tokens=200, ignore_eos=True)
@@ -66,6 +68,8 @@ async def test_23_24_a_killed_engine_or_host_fails_only_started_streams(live: Li
         assert (new == victim) == (what == "engine")  # an engine is restarted in place
         assert back[new]["pid"] != engine
         await live.serves(MODEL, new)
+    if what == "engine":
+        raises(live.root, "TidegateCrashLoop", before, await live.scrape(), model=MODEL)
 
 
 async def stop_an_engine(live: Live, stop_s: float) -> None:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from tests.faults.alerts import raises
 from tests.faults.live import MODEL, Live
 from tests.faults.load_generator import (
     REPLICAS,
@@ -74,12 +75,14 @@ async def test_admitted_requests_keep_the_slo_at_multiples_of_the_capacity(tmp_p
             capacity *= 1.05
         phases: list[Phase] = []
         memory: list[int] = []
+        before = await live.scrape()
         for times, seconds in RATES:
             attempts, ok = await counted("upstream_attempts"), await counted("requests", outcome="ok")
             phases.append(await phase(times * capacity, seconds))
             memory.append(psutil.Process(live.workers[0].pid).memory_info().rss)
             attempts = await counted("upstream_attempts") - attempts
             assert attempts <= 1.2 * (await counted("requests", outcome="ok") - ok)
+        raises(tmp_path, "TidegateRejects", before, await live.scrape(), model=MODEL)
         normal, worst, after = phases[0], phases[3], phases[4]
         assert worst.goodput >= 0.9 * min(normal.goodput, capacity), phases
         assert worst.ttft_p95 <= 1.5 * normal.ttft_p95, phases

@@ -13,7 +13,7 @@ from policy.engine.builtin_profiles import batch_limits, host_kv_tokens, profile
 from policy.engine.performance_model import BLOCK, Timing
 from policy.engine.prefix_cache import PrefixCache
 from policy.engine.step_samples import StepSample
-from policy.errors import AdapterRefused, EngineFailed
+from policy.errors import AdapterRefused, EngineFailed, PreconditionFailed
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.kv_block_index import KvBlockIndex
 from serve.engine.sim.app import build
@@ -124,6 +124,9 @@ class SimEngine:
 
     async def wake(self) -> None:
         await asyncio.sleep(self._wake_s)
+
+    async def trace(self, seconds: float) -> Path:
+        raise PreconditionFailed(f"the simulated engine has no operators to record for {seconds:g} s")
 
     @property
     def dead(self) -> bool:

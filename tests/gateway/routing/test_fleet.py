@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from gateway.control.controller_feed import fleet_replaces
+from gateway.routing.active_health_checks import new_stalls
 from gateway.routing.fleet import RESTART_S, SETTLE_S, SNAPSHOT_STALE_S, FleetView
 from gateway.routing.replica_handle import NO_EVENTS, STALE_S, FleetEvents, ReplicaHandle
 from gateway.routing.shared_counters import SharedRows
@@ -294,10 +295,10 @@ def test_a_stream_stalls_when_nothing_comes_while_its_engine_steps(over: dict[st
     one.relays.add(relay)
     one.count(line(tokens=10), 5.0)
     one.count(line(tokens=20), 6.5)  # since 5.0, a second after the last event
-    assert one.new_stalls() == 0
+    assert new_stalls(one) == 0
     one.count(line(tokens=20), 9.0)  # no step
     one.count(line(tokens=30), 10.0)
-    assert [one.new_stalls() for _ in range(2)] == [stalls, 0]
+    assert [new_stalls(one) for _ in range(2)] == [stalls, 0]
 
 
 async def test_an_unobserved_prefill_ends_at_its_predicted_time(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from policy.engine.performance_model import Limits, Timing
-from policy.errors import AdapterRefused
+from policy.errors import AdapterRefused, PreconditionFailed
 from policy.wire.headers import REFUSAL_HEADER
 from policy.wire.heartbeat import AdapterRef
 from serve.engine.adapters.files import AdapterFileCache
@@ -86,6 +86,9 @@ class FakeEngine:
             raise AdapterRefused("engine_refused", "the rank is wrong")
         assert len(self.there) < self.adapter_slots, "no slot is free"
         self.there.append(name)
+
+    async def trace(self, seconds: float) -> Path:
+        raise PreconditionFailed("it has no profiler")
 
     async def unload(self, name: str) -> None:
         assert not self._busy, "unloads while it loads"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +14,8 @@ import pytest
 from policy.engine.performance_model import Timing
 from policy.types import ReplicaPhase
 from policy.wire import headers
-from serve.engine import request_guard
+from policy.wire.load_stream import TRACE
+from serve.engine import answers, request_guard
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, NAMED, EngineStats, Receive, Scope, Send
 from serve.engine.kv_block_index import KvBlockIndex, NamedPrompt
@@ -341,6 +343,25 @@ async def test_an_answer_has_the_engines_times_if_they_are_asked_for(engine: Hel
         assert float(answer.headers[headers.ENGINE_TIME_HEADER]) >= 0.009
         name, seconds = comment.split()
         assert (name.decode(), float(seconds) >= 0.019) == (headers.ENGINE_TIME_HEADER, True)
+
+
+async def test_a_trace_is_sent_as_a_file_and_removed(
+    engine: Held, client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for query in ("?seconds=0", "?seconds=x", "?seconds=1e9"):
+        assert (await client.post(f"{TRACE}{query}")).status_code == 400
+    refused = await client.post(f"{TRACE}?seconds=1")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (409, "it has no profiler")
+    file = tmp_path / "trace.json.gz"
+
+    async def trace(seconds: float) -> Path:
+        file.write_bytes(b"x" * 5 + f"{seconds}".encode())
+        return file
+
+    monkeypatch.setattr(engine, "trace", trace)
+    monkeypatch.setattr(answers, "PART", 4)
+    assert (await client.post(f"{TRACE}?seconds=1.5")).content == b"xxxxx1.5"
+    assert not file.exists()
 
 
 async def test_computed_prompts_are_not_pending_before_the_first_byte(engine: Held) -> None:

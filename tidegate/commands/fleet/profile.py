@@ -1,4 +1,4 @@
-"""``profile``: a flame graph of one running process."""
+"""``profile``: a flame graph of one running process, or a trace of an engine's operators."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import sysconfig
 from pathlib import Path
 
 import click
+import httpx
 import psutil
 
 from policy.errors import PreconditionFailed, TargetError, TidegateError, Unreachable
 from policy.types import Replica
+from policy.wire.headers import SECRET_HEADER
+from policy.wire.load_stream import TRACE
 from store.os_process import find
 from store.state_dir import StateDir
 from tidegate.commands.deployment_context import controller_client
@@ -25,6 +28,8 @@ _CONTROLLER = ("serve.controller.process", "ControllerActor")
 # Beside the duration: py-spy reads the symbols of all libraries first, and draws at the end.
 _LONGER_S = 60.0
 _DENIED = ("permission denied", "operation not permitted")
+# vLLM writes for some seconds for each recorded one.
+_WRITING_S = 600.0
 # What py-spy says if no sample found the process at work.
 _IDLE = "No stack counts found"
 
@@ -33,20 +38,37 @@ _IDLE = "No stack counts found"
     help="Sample a running process and write a flame graph, as one SVG file.\n\nPROCESS is `gateway` (NAME:"
     " a worker number, by default 0), `controller`, `replica` (NAME: its id; the process that watches the"
     " engine) or `engine` (NAME: the id of its replica), with its child processes. NAME may be left out if"
-    " there is one replica."
+    " there is one replica.\n\nWith --torch, vLLM's own profiler records the operators and GPU kernels of an"
+    " engine, on any node: a trace for https://ui.perfetto.dev."
 )
 @click.argument("process", type=click.Choice(["gateway", "controller", "replica", "engine"]))
 @click.argument("name", required=False)
 @number_option("--seconds", Real(1, 3600), 10.0, "Duration.")
 @number_option("--rate", click.IntRange(1, 1000), 100, "Samples per second.")
 @click.option("--native", is_flag=True, help="Show functions of compiled modules too, as the request path.")
-@click.option(
-    "--out", type=OutputFile(), default=Path("profile.svg"), show_default=True, help="The SVG file."
-)
+@click.option("--torch", is_flag=True, help="Of an engine: a trace by vLLM's profiler.")
+@click.option("--out", type=OutputFile(), help="The file, by default profile.svg, or trace.json.gz.")
 @click.pass_obj
 def profile(  # noqa: PLR0917 - click passes them by name
-    state: StateDir, process: str, name: str | None, seconds: float, rate: int, native: bool, out: Path
+    state: StateDir,
+    process: str,
+    name: str | None,
+    seconds: float,
+    rate: int,
+    native: bool,
+    torch: bool,
+    out: Path | None,
 ) -> None:
+    if torch:
+        if process != "engine":
+            raise click.UsageError("--torch is for an engine")
+        replica = _replica(controller_client(state).fleet().replicas, name)
+        trace = out or Path("trace.json.gz")
+        warn(f"Recording {replica.id} for {seconds:g} s. It stands still while the trace is written.")
+        _trace(replica, state.secret(), seconds, trace)
+        click.echo(str(trace))
+        return
+    out = out or Path("profile.svg")
     pid = _pid(state, process, name)
     flags = [*(["--native"] if native else []), *(["--subprocesses"] if process == "engine" else [])]
     warn(f"Sampling {process} (pid {pid}) for {seconds:g} s.")
@@ -91,6 +113,25 @@ def _record(pid: int, seconds: float, flags: list[str], out: Path) -> None:
     if find(pid) is None:
         raise TidegateError(f"process {pid} ended before it was sampled")
     raise TidegateError(f"py-spy failed with status {ran.returncode}: {said[:500]}")
+
+
+def _trace(replica: Replica, secret: str, seconds: float, out: Path) -> None:
+    """Write the trace of an engine; raises :class:`policy.errors.TidegateError` with its message."""
+    url = f"{replica.url}{TRACE}?seconds={seconds:g}"
+    headers = {SECRET_HEADER: secret}
+    try:
+        with httpx.stream(
+            "POST", url, headers=headers, timeout=seconds + _WRITING_S, trust_env=False
+        ) as answer:
+            if answer.status_code != httpx.codes.OK:
+                answer.read()
+                raise TidegateError(f"{replica.id}: {answer.json()['error']['message']}")
+            with out.open("wb") as file:
+                for part in answer.iter_bytes():
+                    file.write(part)
+    except httpx.HTTPError as error:
+        out.unlink(missing_ok=True)
+        raise Unreachable(f"{replica.id} at {replica.url} did not answer: {error!r}") from error
 
 
 def _pid(state: StateDir, process: str, name: str | None) -> int:
