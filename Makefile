@@ -4,7 +4,7 @@ DEPLOYMENT ?= deployments/smollm2-cpu.yaml
 # Without what Python compiled, each of the many processes compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up down test test-all check install clean
+.PHONY: up down test test-all check docs install clean
 
 up: install
 	.venv/bin/tidegate up $(DEPLOYMENT)
@@ -33,6 +33,12 @@ test-all:
 check:
 	@scripts/install --dev
 	scripts/check
+
+# The documentation as a site, in build/site.
+docs:
+	@scripts/install --dev
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "The documentation is in build/site/index.html; .venv/bin/mkdocs serve shows it, with search, at http://127.0.0.1:8000"
 
 # Prepared models stay in the cache directory: they are verified before each use.
 clean:

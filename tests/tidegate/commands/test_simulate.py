@@ -91,8 +91,8 @@ def test_the_lower_bounds_are_below_the_cost_of_a_policy(site: Path, monkeypatch
     assert "what a replica of multi-replica attains" in result.stderr
 
 
-def test_simulate_prints_a_table_and_writes_a_report_and_a_log(site: Path) -> None:
-    files = ("--report", str(site / "r.html"), "--log", str(site / "d.jsonl"))
+def test_simulate_prints_a_table_and_writes_a_report_a_chart_and_a_log(site: Path) -> None:
+    files = ("--report", str(site / "r.html"), "--plot", str(site / "c.svg"), "--log", str(site / "d.jsonl"))
     result = run(site, *files, "--rate", "3", "--no-oracle")
     assert result.exit_code == 0, result.output
     shown = (
@@ -101,16 +101,22 @@ def test_simulate_prints_a_table_and_writes_a_report_and_a_log(site: Path) -> No
         "attainment",
         "GPU-hours",
         "r.html",
+        "Chart written to",
     )
     assert all(words in result.stdout for words in shown)
     text = (site / "r.html").read_text()
     assert ElementTree.fromstring(text).findtext(".//h2") == "target_tracking"  # noqa: S314 - written above
+    chart = (site / "c.svg").read_text()
+    titles = ("m: requests/s", "ready replicas", "TTFT at p90", "% within the SLO", "target_tracking: ")
+    assert all(title in chart for title in titles) and "ITL" not in chart
     lines = [json.loads(line) for line in (site / "d.jsonl").read_text().splitlines()]
     assert lines and all(list(line) == ["policy", "at", "decision"] for line in lines)
     assert lines[0]["decision"]["reason"] and lines[0]["policy"] == "target_tracking"
 
 
-@pytest.mark.parametrize("words", [("--report",), ("--log",), ("--json", "--report"), ("--json", "--log")])
+@pytest.mark.parametrize(
+    "words", [("--report",), ("--log",), ("--json", "--report"), ("--json", "--log"), ("--plot",)]
+)
 def test_the_result_is_printed_if_a_file_cannot_be_written(site: Path, words: tuple[str, ...]) -> None:
     result = run(site, "--no-oracle", "--rate", "3", *words, "/dev/full")
     assert result.exit_code == Exit.FAILED and not isinstance(result.exception, OSError)
@@ -149,8 +155,8 @@ def names(site: Path, *words: str) -> list[str]:
 def test_policies_are_named_as_written(site: Path) -> None:
     assert names(site) == ["target_tracking"]
     assert names(site, "--policy", "predictive: {quantile: 0.8}") == ["predictive"]
-    several = "predictive, predictive: {quantile: 0.8}, panic_window"
-    assert names(site, "--compare", several) == ["predictive", 'predictive {"quantile":0.8}', "panic_window"]
+    several = "predictive: {quantile: 0.8}, predictive, panic_window"
+    assert names(site, "--compare", several) == ['predictive {"quantile":0.8}', "predictive", "panic_window"]
     assert names(site, "--policy", "static", "--compare", "target_tracking") == ["static", "target_tracking"]
 
 

@@ -61,12 +61,15 @@ def policy_entries(
     if not given:
         labels = dict.fromkeys(_chosen(spec).label for spec in deployment.models)
         return [_entry("+".join(_short(label) for label in labels), deployment, event)]
-    entries: list[PolicyEntry] = []
+    rows = []
     for choice in given:
         models = tuple(_with(spec, choice) for spec in deployment.models)
-        name = _short(choose("--policy", models[0].control.policy).label)
-        if any(name == entry.name for entry in entries) and isinstance(choice, dict):
-            name += " " + msgspec.json.encode(next(iter(choice.values()))).decode()
+        rows.append((_short(choose("--policy", models[0].control.policy).label), choice, models))
+    policies = [policy for policy, _, _ in rows]
+    entries: list[PolicyEntry] = []
+    for name, choice, models in rows:
+        if isinstance(choice, dict) and policies.count(name) > 1:
+            name += " " + msgspec.json.encode(next(iter(choice.values()))).decode()  # noqa: PLW2901
         if any(name == entry.name for entry in entries):
             raise ConfigError("--compare", name, "each policy once")
         entries.append(_entry(name, msgspec.structs.replace(deployment, models=models), event))

@@ -12,6 +12,7 @@ import msgspec
 from policy.engine.builtin_profiles import max_request_tokens
 from policy.errors import ConfigError, TargetError
 from sim.arrival_stream import Arrival
+from sim.charts.comparison_chart import comparison_chart
 from sim.charts.comparison_table import describe_bounds, figures
 from sim.charts.page import page
 from sim.oracle.offline_optimum import Bounds, bounds_of
@@ -31,6 +32,7 @@ from tidegate.commands.options import (
     OutputFile,
     as_json,
     file_argument,
+    plot_option,
     rate_option,
     seed_option,
     slice_options,
@@ -64,6 +66,7 @@ from tidegate.commands.terminal import Bar, console, print_json, table_of_rows, 
     "--no-oracle", is_flag=True, help="Skip the lower bound and the offline optimum, which are slow."
 )
 @click.option("--report", type=OutputFile(), help="Write charts to this file, as HTML.")
+@plot_option("a chart with a line for each policy")
 @click.option(
     "--log", type=OutputFile(), help="Write each decision that changed something, as lines of JSON."
 )
@@ -83,6 +86,7 @@ def simulate(
     world_file: Path | None,
     no_oracle: bool,
     report: Path | None,
+    plot: Path | None,
     log: Path | None,
     as_json: bool,
 ) -> None:
@@ -146,13 +150,15 @@ def simulate(
         print_json(comparison.plain())
     else:
         _print(comparison)
-    if report is not None:
+    for name, path, drawn in (("report", report, page), ("chart", plot, comparison_chart)):
+        if path is None:
+            continue
         try:
-            report.write_text(page(comparison), encoding="utf-8")
+            path.write_text(drawn(comparison), encoding="utf-8")
         except OSError as error:
-            raise click.ClickException(f"{report}: {error.strerror}: the report is not written") from None
+            raise click.ClickException(f"{path}: {error.strerror}: the {name} is not written") from None
         if not as_json:
-            click.echo(f"Report written to {report}")
+            click.echo(f"{name.capitalize()} written to {path}")
     if decisions.error is not None:
         raise click.ClickException(f"{log}: {decisions.error.strerror}: not all decisions are written")
 
