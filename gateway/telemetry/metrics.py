@@ -30,6 +30,7 @@ from gateway.telemetry.metric_families import (
     publish_growth,
     publish_total,
 )
+from gateway.telemetry.metric_files import MetricFiles
 from gateway.telemetry.process_metrics import ProcessMetrics
 from gateway.telemetry.tenant_metrics import NONE, TenantMetrics
 from policy.routing.replica_health import HealthCounters
@@ -48,7 +49,6 @@ ERRORS = (
     0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
 PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
-
 
 # Parts of the time of a request; the bounds are those of the whole.
 PART_NAMES = ("gateway", "queue", "network", "engine")
@@ -274,6 +274,9 @@ class Metrics:
         self._spare = ReserveDescriptor()
         directory = os.environ.get(DIRECTORY_VARIABLE)
         self._directory = directory or None
+        self._files = MetricFiles(Path(directory), os.getpid()) if directory else None
+        if self._files is not None:
+            self._files.reserve(models=0)
         self.exemplars = ExemplarStore(Path(directory) if directory else None, time() - monotonic())
         declared = MetricFamilies(registry)
         self.adapters = AdapterMetrics(declared)
@@ -323,10 +326,12 @@ class Metrics:
     def publish(self) -> None:
         """Merge the counts into the shared metrics; what fails is merged the next time.
 
-        The reserved descriptor is for files that grow.
+        The reserved descriptor is for files that grow. Raises :class:`OSError` where they cannot.
         """
         self._spare.give()
         try:
+            if self._files is not None:
+                self._files.reserve(len(self._meters))
             self._merge()
         finally:
             self._spare.keep()

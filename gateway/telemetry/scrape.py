@@ -7,6 +7,7 @@ and counted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -83,7 +84,8 @@ class Scraper:
             if deployment.needs_controller:
                 self._missing(samples, "controller", found is None)
             self._missing(samples, "replica", len(urls) - len(answers))
-            self._metrics.publish()
+            with contextlib.suppress(OSError):  # the counts as they were last published
+                self._metrics.publish()
             return await asyncio.to_thread(self._text, samples, found, answers, openmetrics)
 
     async def close(self) -> None:

@@ -17,9 +17,17 @@ def gateway(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(getattr(request.module, "GATEWAY", {}))
 
 
+@pytest.fixture(scope="module")
+def tests(request: pytest.FixtureRequest) -> int:
+    """The number of tests in the file."""
+    return sum(item.path == request.path for item in request.session.items)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def worker(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any]) -> AsyncIterator[Harness]:
-    harness = Harness(tmp_path_factory.mktemp("faults"), gateway)
+async def worker(
+    tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any], tests: int
+) -> AsyncIterator[Harness]:
+    harness = Harness(tmp_path_factory.mktemp("faults"), gateway, tests=tests)
     await harness.start_controller()
     await harness.start_worker()
     yield harness

@@ -19,27 +19,32 @@ from tests.gateway.worker import Stack, admin_client, model, until
 
 _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-# A model for each test, with its own breakers, budgets and counts.
-MODELS = tuple(f"row-{number}" for number in range(60))
 POOLING = "vectors"
 # In-flight requests of a replica that reports to be busy.
 BUSY_IN_FLIGHT = 16
 
 
 class Harness(Stack):
-    """One worker, the fleet that the current test sets, and raw clients."""
+    """One worker, the fleet that the current test sets, and raw clients.
+
+    Each of the ``tests`` that share it has a model of its own, with its own breakers, budgets and counts. No
+    more: each model has 500 lines in a scrape, of which a test reads many.
+    """
 
     gauges = ("tidegate_in_flight", "tidegate_queue_depth", "tidegate_queue_bytes")
 
-    def __init__(self, root: Path, gateway: dict[str, Any] | None = None, **more: Any) -> None:
+    def __init__(
+        self, root: Path, gateway: dict[str, Any] | None = None, *, tests: int = 1, **more: Any
+    ) -> None:
         super().__init__(root)
         self.gateway = {"queue_timeout_s": 5, **(gateway or {})}
-        self.models = [*(model(name, **more) for name in MODELS), model(POOLING, runner="pooling")]
+        names = [f"row-{number}" for number in range(tests)]
+        self.models = [*(model(name, **more) for name in names), model(POOLING, runner="pooling")]
         self.upstreams: list[FaultyUpstream] = []
         self.clients: list[RawClient] = []
         self.tenants: list[dict[str, Any]] = []
         self.environment: dict[str, str] = {}
-        self._fresh = iter(MODELS)
+        self._fresh = iter(names)
         self._names = itertools.count(1)
 
     @property

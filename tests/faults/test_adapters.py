@@ -35,9 +35,10 @@ FLAT_BYTES = 256 * 1024
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
+async def worker(tmp_path_factory: pytest.TempPathFactory, tests: int) -> AsyncIterator[Harness]:
     """A worker for models that take adapters, and for tenants of whom one has an adapter of its own."""
-    harness = Harness(tmp_path_factory.mktemp("adapters"), adapters={"slots_per_replica": 4})
+    root = tmp_path_factory.mktemp("adapters")
+    harness = Harness(root, tests=tests, adapters={"slots_per_replica": 4})
     harness.tenants = [
         {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()], "admin": key == ADMINS}
         for name, key in (("mine", MINE), ("others", OTHERS), ("admins", ADMINS))
