@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gateway.delivery.replica_idle_timeouts import IdleTimeouts
     from gateway.http.asgi_exchange import Exchange
     from gateway.intake.adapter_catalog import Adapter
+    from gateway.telemetry.traces.request_trace import RequestTrace
 
 _CANARY, _EXPLAIN, _REPLICA = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode(), REPLICA_HEADER.encode()
 # nginx and its kind buffer an answer otherwise, and caches store it.
@@ -34,6 +35,7 @@ _WANTED = frozenset(
         b"authorization",
         b"content-encoding",
         b"traceparent",
+        b"tracestate",
         b"x-api-key",
         b"x-request-id",
         b"x-request-timeout-s",
@@ -58,7 +60,7 @@ class Call:
     ``usage_bounds``; ``contradiction``: which of the engine's counts is not.
     ``explain`` yields the routing decision, if an admin requested it. ``priority``: that of its tenant.
     ``probe``: our own, of which nothing is learned. ``adapter``: the version that it names. ``exchange``:
-    the client's, on the client port.
+    the client's, on the client port. ``trace`` is its trace, if requests are traced.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Call:
         self.contradiction = ""
         self.explain: Callable[[], bytes] | None = None
         self.adapter: Adapter | None = None
+        self.trace: RequestTrace | None = None
 
     @property
     def disconnected(self) -> bool:
@@ -165,5 +168,7 @@ class Call:
         headers = refused.headers()
         if self.replica:
             headers.append((_REPLICA, self.replica))
+        if (trace := self.trace) is not None:
+            headers.append((b"traceresponse", trace.response(failed=refused.status >= 500)))
         body = refused.body(anthropic=self.route.api is Api.MESSAGES)
         await self.answer(refused.status, headers, body)

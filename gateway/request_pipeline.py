@@ -48,6 +48,7 @@ from gateway.telemetry.metrics import Metrics, ModelCounters
 from gateway.telemetry.scrape import Scraper
 from gateway.telemetry.structured_log import Log
 from gateway.telemetry.tenant_metrics import NONE
+from gateway.telemetry.traces.exporter import TraceExporter
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.request import Request
@@ -75,6 +76,7 @@ class Gateway:
         admin_token: Callable[[], str],
         log: Log,
         access: AccessLog,
+        traces: TraceExporter,
         rng: random.Random,
         shared: SharedCounts,
         captures: Path,
@@ -86,6 +88,8 @@ class Gateway:
         self.draining = False
         self.log = log
         self.access = access
+        self.traces = traces
+        self.tracer = traces.tracer
         self.metrics = Metrics()
         self._limits = watcher.deployment.gateway
         self.deadlines = IdleTimeouts(lambda: watcher.deployment.gateway)
@@ -134,6 +138,7 @@ class Gateway:
         """Apply a new deployment: tenants, models, adapters, fallback providers."""
         self._limits = deployment.gateway
         self.access.on = deployment.gateway.access_log
+        self.tracer.read(deployment.tracing)
         self.client.allow_origins(deployment.gateway.cors)
         self.tenants.read(deployment)
         self.fleet.read_document(deployment)
@@ -171,6 +176,7 @@ class Gateway:
         self.publish()
         await self.scraper.close()
         await self.access.close()
+        await self.traces.close()
 
     def body_limit(self, scope: Scope) -> int:
         """How large the body of a request may be: 0 unless its route, coding and key are accepted."""
@@ -200,6 +206,7 @@ class Gateway:
         """The pipeline: one call from its first byte to its last, counted in any case."""
         began = monotonic()
         call = Call(route, scope, receive, send, self.deadlines)
+        call.trace = self.tracer.begin(call.headers) if self.tracer.on else None
         meter, account = self.metrics.no_model, self._account(scope)
         try:
             raw = await call.read()
@@ -243,9 +250,7 @@ class Gateway:
             if call.waits:
                 await call.refuse(Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))
         finally:
-            if call.streaming:
-                self.keepalive.forget(call)
-            self._count(call, meter, account, began)
+            self._end(call, meter, account, began)
 
     async def chat_of_operator(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A chat completion from the admin port, which has checked the token: of any model or adapter."""
@@ -253,9 +258,13 @@ class Gateway:
         scope = {**scope, "path": path, _ACCOUNT: self.tenants.operator, _REFUSED: None}
         await self.serve(ROUTES[path], scope, receive, send)
 
-    def _count(self, call: Call, meter: ModelCounters, account: TenantAccount, began: float) -> None:
-        """Count a call that has ended, and log it if requests are logged."""
+    def _end(self, call: Call, meter: ModelCounters, account: TenantAccount, began: float) -> None:
+        """Count a call that has ended, and log and trace it if requests are."""
         ended = monotonic()
+        if call.streaming:
+            self.keepalive.forget(call)
+        if call.trace is not None:
+            self.tracer.end(call, meter.model, account.name, began, ended)
         meter.count(call, began, ended)
         account.counters.requests[call.outcome] += 1
         account.counters.queued_s += call.queued_s

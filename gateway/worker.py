@@ -29,6 +29,7 @@ from gateway.routing.shared_counters import BEAT_EVERY_S, SharedRows
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.exemplars import WRITE_EVERY_S
 from gateway.telemetry.structured_log import LibraryHandler, Log
+from gateway.telemetry.traces.exporter import TraceExporter
 from policy.config.deployment import Deployment
 from policy.wire.controller import SIGNALS
 from store.api_keys import salt_secret
@@ -70,8 +71,8 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     if not isinstance(loop, uvloop.Loop):
         raise RuntimeError("the gateway runs on uvloop only")
     log = Log(worker)
-    logging.getLogger("uvicorn").addHandler(LibraryHandler(log))
-    logging.getLogger("asyncio").addHandler(LibraryHandler(log))
+    for library in ("uvicorn", "asyncio", "opentelemetry"):
+        logging.getLogger(library).addHandler(LibraryHandler(log))
 
     watcher = DeploymentWatcher(state, log)
 
@@ -91,6 +92,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         admin_token=state.admin_token,
         log=log,
         access=access,
+        traces=TraceExporter(worker, rng, lambda count: log.warning("traces_lost", traces=count)),
         rng=rng,
         shared=shared,
         captures=state.captures,
@@ -127,6 +129,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         "sse_keepalive": gateway.keepalive.run(),
         "capture": gateway.capture.run(),
         "access_log": gateway.access.run(),
+        "traces": gateway.traces.run(),
     }.items():
         background.start(name, upkeep)
 

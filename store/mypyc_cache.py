@@ -92,6 +92,7 @@ MODULES = {
         "telemetry/gen_ai_metrics",
         "telemetry/metrics",
         "telemetry/metric_families",
+        "telemetry/traces/request_trace",
         "telemetry/tenant_metrics",
     ),
 }

@@ -15,7 +15,10 @@ from starlette.types import ASGIApp, Message, Scope, Send
 from policy.wire.headers import EXPLAIN_HEADER, REPLICA_HEADER
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-_EXPOSED = ("x-request-id", "request-id", "retry-after", "x-should-retry", REPLICA_HEADER, EXPLAIN_HEADER)
+_EXPOSED = (
+    "x-request-id", "request-id", "retry-after", "x-should-retry", "traceresponse",
+    REPLICA_HEADER, EXPLAIN_HEADER,
+)  # fmt: skip
 
 
 class Cors:

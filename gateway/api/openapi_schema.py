@@ -42,6 +42,7 @@ _HEADERS = {
     "x-request-id": "The id of this request; the one that the client sent, if it sent a valid one.",
     REPLICA_HEADER: "A label of the replica that answered, or upstream:NAME.",
     EXPLAIN_HEADER: "Asked for by an admin: the candidates with their predicted seconds, as JSON.",
+    "traceresponse": "Of an error, where requests are traced: its trace, as in traceparent.",
     "retry-after": "Seconds after which a retry makes sense, at most 120.",
     "x-should-retry": "false where a retry would do harm.",
     "www-authenticate": "Bearer.",
@@ -50,7 +51,8 @@ _HEADERS = {
 _SESSION = "An id of the client's session, if it sends none of a more specific kind."
 _PARAMETERS = (
     ("x-request-id", "An id of the client's: up to 128 letters, digits, - and _.", _TEXT),
-    ("traceparent", "W3C trace context: metrics name the trace of slow requests.", _TEXT),
+    ("traceparent", "W3C trace context: the trace that the request is a part of.", _TEXT),
+    ("tracestate", "W3C trace context: what tracing systems add to it.", _TEXT),
     ("x-request-timeout-s", "How many seconds the client would wait for a replica.", {"type": "number"}),
     (
         "x-session-id",

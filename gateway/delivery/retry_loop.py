@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from time import monotonic, perf_counter, time
+from time import monotonic, time
 
 from gateway.delivery.relay import Relay
 from gateway.delivery.suspects import SuspectRequests, fingerprint
@@ -19,6 +19,7 @@ from gateway.queue.dispatcher_driver import Ticket
 from gateway.request_context import Call
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.telemetry.metrics import ModelCounters
+from gateway.telemetry.traces.request_trace import Attempt
 from policy.admission.retry import MAX_BEGUN, AttemptOutcome
 from policy.errors import Refusal
 from policy.request import Request
@@ -33,6 +34,8 @@ DYING_S, TOGETHER_S = 0.05, 0.5
 # Prefix hashes that a request's head carries for other hosts, 17 bytes each.
 MAX_NEW_HASHES = 64
 
+_FORWARDED = (b"accept", b"anthropic-version", b"tracestate")
+_FORWARDED_UNTRACED = (*_FORWARDED, b"traceparent")
 _PREFILL, _PREFIX, _DEPTHS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), DEPTHS_HEADER.encode()
 
 
@@ -57,12 +60,26 @@ class RetryLoop:
         """Serve the call; raises :class:`gateway.protocol.errors.Refused` with its client's error."""
         call, ticket = self._call, self._ticket
         while True:
-            asked_at = perf_counter()
+            asked_at = monotonic()
+            if (trace := call.trace) is not None:
+                trace.asked_at = asked_at
             try:
                 replica = await ticket.wait()
             finally:
-                call.queued_s += perf_counter() - asked_at
+                granted_at = monotonic()
+                call.queued_s += granted_at - asked_at
             call.replica, call.round_trip_s = replica.label, replica.round_trip_s
+            if trace is not None:
+                trace.begin(
+                    Attempt(
+                        asked_at,
+                        granted_at,
+                        replica.label,
+                        ticket.expected_wait_s,
+                        ticket.quote,
+                        ticket.decision,
+                    )
+                )
             outcome, refused = await self._tried(replica)
             if outcome is AttemptOutcome.SERVED:
                 call.outcome = "ok"
@@ -108,6 +125,8 @@ class RetryLoop:
         finally:
             if alone:
                 self._suspects.end()
+            if (trace := self._call.trace) is not None:
+                trace.attempts[-1].end(self._call, outcome)
             usage = self._call.usage
             if self._call.contradiction:
                 replica.contradicting_answers += 1
@@ -212,7 +231,10 @@ class RetryLoop:
             if call.adapter is not None:
                 head += call.adapter.header
             head += prefix_headers(self._ticket.request, self._ticket.new_hashes)
-        for name in (b"accept", b"anthropic-version"):
+        trace = call.trace
+        if trace is not None:
+            head += trace.header()
+        for name in _FORWARDED_UNTRACED if trace is None else _FORWARDED:
             if (value := call.headers.get(name)) is not None and value.isascii() and b"\n" not in value:
                 head += b"%b: %b\r\n" % (name, value)
         return head + b"\r\n"

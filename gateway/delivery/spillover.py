@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from time import monotonic
 
 from gateway.delivery.fallback_provider import FallbackProvider
 from gateway.delivery.relay import Relay
@@ -16,6 +17,7 @@ from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
+from gateway.telemetry.traces.request_trace import Attempt
 from policy.admission.retry import AttemptOutcome
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
@@ -134,9 +136,14 @@ class Spillover:
                 None,
                 AttemptResult.NOTHING,
             )  # if the client disconnects; the provider may bill it
+            now = monotonic()
+            attempt = Attempt(now, now, endpoint.label)
+            if call.trace is not None:
+                call.trace.begin(attempt)
             try:
                 verdict, result = await self._attempt(endpoint, call, name, body, raw)
             finally:
+                attempt.end(call, verdict or AttemptOutcome.LEFT)
                 billed = verdict is None or verdict in _MAY_BE_BILLED
                 bill = endpoint.bill(hold, call.usage) if billed else 0.0
                 endpoint.spend_cap.settle(hold, bill, self._clock())

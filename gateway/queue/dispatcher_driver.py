@@ -17,6 +17,7 @@ from policy.admission.retry import AttemptOutcome, Cause, Rejection
 from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.replica_health import ReplicaHealth
+from policy.routing.router import Decision
 
 # Replicas report hundreds of times a second; waiting requests are offered slots at most this often.
 REST_S = 0.004
@@ -40,6 +41,11 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
     @property
     def served(self) -> ServedModel:
         return self._queue.served
+
+    @property
+    def decision(self) -> Decision | None:
+        """The router's decision that :attr:`quote` is of, if it is one of the last."""
+        return self._queue.routers.decision_on(self.request)
 
     async def wait(self) -> ReplicaHandle:
         """The replica to send the request to, with its slot taken; a retry keeps its place in the queue.
@@ -105,6 +111,7 @@ class ModelQueue:
         peers: SharedPeers | None,
     ) -> None:
         self.served = pool.served
+        self.routers = pool.routers
         self.dispatcher: Dispatcher[ReplicaHandle] = Dispatcher(
             pool, health, weight=weight, peers=peers, resolved=self._resolved, changed=self._changed
         )

@@ -165,7 +165,7 @@ class Coalescer:
         request.size += len(raw)
         inbox = _Inbox()
         call = Call(first.call.route, {"headers": []}, inbox.receive, inbox.send, first.call.deadlines)
-        call.adapter = first.call.adapter
+        call.adapter, call.trace = first.call.adapter, first.call.trace
         is_large = len(raw) > bodies.MAX_DECODED
         body = await bodies.read_large(raw, self._pieces) if is_large else bodies.read(raw)
         await self._deliver(call, first.served, request, body, raw)
@@ -179,6 +179,8 @@ class Coalescer:
         for member in members:
             member.call.replica, member.call.by_fallback = call.replica, call.by_fallback
             member.call.queued_s = call.queued_s
+            if (trace := member.call.trace) is not None and call.trace is not None:
+                trace.attempts = call.trace.attempts
         return answers
 
     def _withdraw(self, member: _Member) -> None:

@@ -7,6 +7,7 @@ import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -25,6 +26,8 @@ from policy.wire.load_stream import LoadLine
 
 # How many decisions are kept for explanations.
 KEPT = 512
+# Requests that wait are sent together, and look for their decisions when all are made.
+RECENT = 64
 # How many measured times are kept; those of estimates that are gone are overwritten or forgotten together.
 MAX_TIMED = 4 * KEPT
 _COST_PARTS = ("total", "wait", "prefill", "adapter", "pressure", "burden")
@@ -144,6 +147,13 @@ class ModelRouters:
             if kept[1] is request:
                 return msgspec.json.encode(self._described(*kept))
         return b"{}"
+
+    def decision_on(self, request: Request) -> Decision | None:
+        """The last decision on ``request``, if it was made just now; ``None`` otherwise."""
+        if self._kept and self._kept[-1][1] is request:
+            return self._kept[-1][2]
+        found = (kept[2] for kept in islice(reversed(self._kept), RECENT) if kept[1] is request)
+        return next(found, None)
 
     def _read_news(self, now: float) -> None:
         for model_key, replica_key, hashes in self._shared.published_by_others():

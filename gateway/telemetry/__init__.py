@@ -1,4 +1,4 @@
-"""Metrics, access log and capture of what a gateway worker serves.
+"""Metrics, traces, access log and capture of what a gateway worker serves.
 
 Read first: `metrics`.
 """

@@ -41,6 +41,7 @@ class AccessLog:
         fields: dict[str, Field] = {
             "worker": self._worker,
             "request_id": call.request_id.decode(),
+            "trace_id": None if call.trace is None or not call.trace.kept else call.trace.trace_id.decode(),
             "route": call.route.path,
             "model": model or None,
             "adapter": None if adapter is None else adapter.name,

@@ -188,22 +188,27 @@ class ModelCounters(HealthCounters):
         self.requests[call.route.path, call.outcome] += 1
         first_at, queued_s = call.first_byte_at, call.queued_s
         request_id, traceparent = call.request_id, call.headers.get(b"traceparent")
+        # Where requests are traced, an exemplar names a trace that is exported.
+        shown = call.trace is None or call.trace.kept != ""
         if self.model:
             bucket = self.queue_wait.add(queued_s)
-            self.queue_wait_examples[bucket] = queued_s, ended, request_id, traceparent
+            if shown:
+                self.queue_wait_examples[bucket] = queued_s, ended, request_id, traceparent
             self._count_gen_ai(call, began, ended)
         # Answers of a fallback provider, token counts and probes say nothing about the replicas' load.
         own = not call.by_fallback and call.route.runner is not None and not call.probe
         if first_at is not None:
             ttft_s = first_at - began
             bucket = self.ttft.add(ttft_s)
-            self.ttft_examples[bucket] = ttft_s, ended, request_id, traceparent
+            if shown:
+                self.ttft_examples[bucket] = ttft_s, ended, request_id, traceparent
             if own:
                 self.totals.first_token(ttft_s, call.priority)
         if call.outcome == "ok":
             e2e_s = ended - began
             bucket = self.e2e.add(e2e_s)
-            self.e2e_examples[bucket] = e2e_s, ended, request_id, traceparent
+            if shown:
+                self.e2e_examples[bucket] = e2e_s, ended, request_id, traceparent
             sent_at = call.sent_at
             if sent_at > 0.0 and not call.by_fallback:
                 before_s, upstream_s = sent_at - began, ended - sent_at

@@ -34,8 +34,12 @@ class Log:
             self._stream.flush()
 
 
+# Whose templates are no text of a client.
+_TEXTLESS = ("uvicorn", "opentelemetry")
+
+
 class LibraryHandler(logging.Handler):
-    """Python's logging in the same form: the error, and of uvicorn alone the message's template.
+    """Python's logging in the same form: the error, and of libraries without texts of clients the template.
 
     Other texts may hold what a client sent.
     """
@@ -45,7 +49,7 @@ class LibraryHandler(logging.Handler):
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        template = str(record.msg).strip() if record.name.startswith("uvicorn") else None
+        template = str(record.msg).strip() if record.name.startswith(_TEXTLESS) else None
         cause = record.exc_info[1] if record.exc_info else None
         fields: dict[str, Field] = {"logger": record.name, "template": template}
         self._log.write(record.levelname.lower(), "library", cause, fields)

@@ -39,7 +39,7 @@ def chosen(
 ) -> tuple[list[System], dict[str, str]]:
     """The systems to compare, Tidegate first, and the peers that were left out with the reason.
 
-    ``wanted`` are names of peers or ``peer/policy``; empty takes all.
+    ``wanted`` are names of peers or ``peer/policy``, or ``tidegate/traced``; empty takes all but that.
     """
     names = {name.partition("/")[0] for name in wanted}
     peers = [peer for peer in PEERS if not wanted or peer.name in names]
@@ -47,8 +47,9 @@ def chosen(
     systems = [
         System("tidegate" if count == 1 else f"tidegate, {count} workers", workers=count)
         for count in workers
-        if not wanted or "tidegate" in names
+        if not wanted or "tidegate" in wanted
     ]
+    systems += [System("tidegate/traced", traced=True)] if "tidegate/traced" in wanted else []
     systems += [
         System(f"{peer.name}/{policy}", peer=peer, policy=policy, python=pythons[peer.name])
         for peer in peers
@@ -91,7 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--peers-dir", type=Path, help="where the peers' environments are, or are made")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)}")
-    parser.add_argument("--systems", default="", help="tidegate, a peer, peer/policy; all without it")
+    parser.add_argument(
+        "--systems",
+        default="",
+        help="tidegate, tidegate/traced, a peer, peer/policy; without it all but traced",
+    )
     parser.add_argument("--workers", default="1,2,8", help="Tidegate's worker counts in the routing parts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the numbers of requests")

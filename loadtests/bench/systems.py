@@ -111,13 +111,17 @@ READY_S = 60.0
 
 @dataclass(frozen=True)
 class System:
-    """One column of the comparison: Tidegate with a number of workers, or a peer with a policy."""
+    """One column of the comparison: Tidegate with a number of workers, or a peer with a policy.
+
+    Tidegate that is ``traced`` sends the traces of 1 % of the requests to the upstream.
+    """
 
     name: str
     peer: Peer | None = None
     policy: str = ""
     workers: int = 1
     python: Path | None = None
+    traced: bool = False
 
     @property
     def ours(self) -> bool:
@@ -134,8 +138,8 @@ class Running:
     cold_start_s: float = 0.0
 
 
-def document(urls: Sequence[str], *, adapters: int = 8) -> dict[str, object]:
-    """Tidegate's deployment with all features: weighted tenants, an SLO, adapters."""
+def document(urls: Sequence[str], *, adapters: int = 8, traced: bool = False) -> dict[str, object]:
+    """Tidegate's deployment with all features: weighted tenants, an SLO, adapters; traces if ``traced``."""
     key = hashlib.sha256(KEY.encode()).hexdigest()
     other = hashlib.sha256(b"sk-other").hexdigest()
     return {
@@ -149,6 +153,7 @@ def document(urls: Sequence[str], *, adapters: int = 8) -> dict[str, object]:
                 "control": {"slo": {"ttft_p95_s": 60.0}},
             }
         ],
+        "tracing": {"endpoint": urls[0] if traced else "", "sample_ratio": 0.01},
         "tenants": [
             {"name": "bench", "keys_sha256": [key], "weight": 2.0},
             {"name": "other", "keys_sha256": [other]},
@@ -170,7 +175,7 @@ def running(
             client, admin = (
                 stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=2048)) for _ in "ab"
             )
-            (root / "deployment.json").write_text(json.dumps(document(urls)))
+            (root / "deployment.json").write_text(json.dumps(document(urls, traced=system.traced)))
             for worker in range(system.workers):
                 part = gateway_worker(StateDir(root), worker, client.fileno(), admin.fileno())
                 tree.start(part.argv, cores, cwd=ROOT, env=part.env, fds=part.fds)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from policy.config.control import ControlConfig, Count, Positive, Seconds, Section
+from policy.config.tracing import Tracing
 from policy.errors import TargetError
 from policy.types import EngineKind, Priority, Runner
 
@@ -361,6 +362,7 @@ class Deployment(Section, frozen=True):
     cluster: Cluster = Cluster()
     gateway: GatewayConfig = GatewayConfig()
     store: str = ""
+    tracing: Tracing = Tracing()
     tenants: tuple[Tenant, ...] = ()
     upstreams: tuple[Upstream, ...] = ()
 

@@ -81,7 +81,7 @@ def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
 
 def _plain(deployment: Deployment) -> dict[str, Any]:
     """The deployment as mappings; the order of models, tenants and other named entries does not matter."""
-    sections = ("budget", "cluster", "gateway", "store")
+    sections = ("budget", "cluster", "gateway", "store", "tracing")
     return {
         "models": {f"[{spec.name}]": _plain_model(spec) for spec in deployment.models},
         **{section: msgspec.to_builtins(getattr(deployment, section)) for section in sections},

@@ -8,7 +8,7 @@ from ipaddress import ip_network
 from typing import Any
 from urllib.parse import urlsplit
 
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 
 from policy.config.control import ScaleConfig
 from policy.config.convert import convert, require
@@ -30,6 +30,7 @@ from policy.config.deployment import (
 )
 from policy.config.engine_arguments import expected_instead
 from policy.config.ports import check_ports, is_loopback
+from policy.config.tracing import traced
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
@@ -82,7 +83,10 @@ def parse(document: object) -> Deployment:
     _check_store(deployment.store)
     _check_tenants(deployment.tenants)
     _check_upstreams(deployment.upstreams, models)
-    return deployment
+    if not (endpoint := deployment.tracing.endpoint):
+        return deployment
+    _check_url("tracing.endpoint", endpoint, "http(s)://HOST:PORT of a receiver of OTLP over HTTP, or empty")
+    return structs.replace(deployment, models=tuple(traced(spec, endpoint) for spec in deployment.models))
 
 
 def _check_external(path: str, spec: ModelSpec) -> None:

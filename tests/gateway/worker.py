@@ -62,6 +62,7 @@ class Stack:
         self.workers: list[asyncio.subprocess.Process] = []
         self.gateway: dict[str, Any] = {"queue_timeout_s": 15}
         self.models = [model("alpha"), model("vectors", runner="pooling")]
+        self.tracing: dict[str, Any] = {}
         self.tenants: list[dict[str, Any]] = []
         self.upstreams: list[dict[str, Any]] = []
         self.client_socket = _bound()
@@ -80,6 +81,7 @@ class Stack:
             "models": self.models,
             "cluster": {"controller": f"127.0.0.1:{self.controller.port or 9}"},
             "gateway": self.gateway,
+            "tracing": self.tracing,
             "tenants": self.tenants,
             "upstreams": self.upstreams,
         }

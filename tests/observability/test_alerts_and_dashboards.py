@@ -99,13 +99,30 @@ def test_each_alert_has_a_section_of_the_runbook_and_links_to_it() -> None:
 
 def test_compose_mounts_files_that_exist() -> None:
     services = yaml.safe_load((FOLDER / "docker-compose.yaml").read_text())["services"]
-    assert services.keys() == {"prometheus", "grafana", "collector"}
+    assert services.keys() == {"prometheus", "grafana", "collector", "jaeger"}
     for service in services.values():
-        for volume in service["volumes"]:
+        for volume in service.get("volumes", ()):
             source, _, _ = volume.partition(":")
             assert not source.startswith(".") or (FOLDER / source).exists()
     board = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert (FOLDER / "dashboards" / Path(board).name).exists()
+
+
+def test_traces_reach_the_store_that_exemplars_link_to() -> None:
+    collector = yaml.safe_load((FOLDER / "collector.yaml").read_text())
+    for pipeline in collector["service"]["pipelines"].values():
+        for part in ("receivers", "processors", "exporters"):
+            assert set(pipeline[part]) <= collector[part].keys()
+    taken = collector["receivers"]["otlp"]["protocols"]["http"]["endpoint"]
+    assert f"http://{taken}" in (ROOT / "docs" / "tracing.md").read_text()
+    (exporter,) = collector["service"]["pipelines"]["traces"]["exporters"]
+    store = yaml.safe_load((FOLDER / "docker-compose.yaml").read_text())["services"]["jaeger"]
+    published = dict(port.rsplit(":", 1) for port in store["ports"])
+    assert published[collector["exporters"][exporter]["endpoint"]] == "4317"
+    prometheus, jaeger = yaml.safe_load((FOLDER / "grafana-datasource.yaml").read_text())["datasources"]
+    (link,) = prometheus["jsonData"]["exemplarTraceIdDestinations"]
+    assert (link["name"], link["datasourceUid"]) == ("trace_id", jaeger["uid"])
+    assert jaeger["url"].removeprefix("http://") in published
 
 
 def promtool(*arguments: str) -> None:

@@ -22,6 +22,7 @@ from gateway.routing.shared_counters import LOCAL
 from gateway.telemetry import access_log
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.structured_log import Log
+from gateway.telemetry.traces.exporter import TraceExporter
 from policy.errors import Refusal
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import Exchange
@@ -46,7 +47,8 @@ def logging_gateway(state: StateDir, stream: io.StringIO) -> Gateway:
     watcher = DeploymentWatcher(state, log)
     gateway = Gateway(
         watcher, "secret", b"s" * 32, admin_token=state.admin_token, log=log, access=access,
-        rng=random.SystemRandom(), shared=LOCAL, captures=state.captures,
+        traces=TraceExporter(0, random.SystemRandom(), list[int]().append), rng=random.SystemRandom(),
+        shared=LOCAL, captures=state.captures,
     )  # fmt: skip
     gateway.read(watcher.deployment)
     return gateway

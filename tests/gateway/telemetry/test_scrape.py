@@ -80,7 +80,7 @@ def served(began: float, *, ttft_s: float, **more: Any) -> Any:
         "first_byte_at": began + ttft_s, "last_event_at": began + ttft_s + 0.04, "sent_at": began + 0.15,
         "round_trip_s": 0.01, "by_fallback": False, "usage": Usage(10, 4, 5), "mean_gap_s": 0.04,
         "priority": Priority.STANDARD, "engine_s": -1.0, "engine_span_s": -1.0, "handled_s": 0.0,
-        "events": 5, "adapter": None,
+        "events": 5, "adapter": None, "trace": None,
     }  # fmt: skip
     return SimpleNamespace(**{**fields, **more})
 

@@ -72,6 +72,8 @@ REFUSED: Rows = [
     ("models[0].env", {"VLLM_SERVER_DEV_MODE": "1"}, "does not guard", ".VLLM_SERVER_DEV_MODE"),
     ("models[0].env", {"A": 1}, "str", ".A"), ("models[0].control.mode.drain_timeout_s", 0, "> 0"),
     ("models[0].control.start_timeout_s", "soon", "float"),
+    *(("tracing.endpoint", url, "OTLP over HTTP") for url in ("127.0.0.1:4318", "http://h:4318?a", "grpc://h:1")),
+    ("tracing.sample_ratio", 1.5, "<= 1"), ("tracing.max_rate", 0, ">= 1"), ("tracing.slow_s", 0, "> 0"),
     ("budget.cpus", 1, "budget.cpus = 1", "models[0].shapes.large.cpus"),
     ("budget.gpu", 1, "did you mean 'gpus'"),
     *(("cluster.controller", at, "HOST:PORT") for at in ("7070", "h:99999", "h:0")),
@@ -353,3 +355,17 @@ def test_a_budget_that_holds_no_replica_is_refused(budget: dict[str, float], pat
     # Another mode fits the budget.
     if path == "budget.watts":
         assert parse({"models": [model | {"modes": modes | large}], "budget": budget})
+
+
+def test_engines_send_their_spans_where_the_gateway_does_unless_they_say_where_to() -> None:
+    model = GOOD["models"][0]
+    given = [{}, {"otlp_traces_endpoint": "http://mine:4317"}, {"otlp_traces_endpoint": None}]
+    models = [{**model, "name": f"m{i}", "engine_args": args} for i, args in enumerate(given)]
+    models.append({**model, "name": "sim", "engine": "sim", "source": ""})
+    tracing = {"tracing": {"endpoint": "http://c:4318/"}}
+    ours, *others = parse(GOOD | {"models": models, "budget": {}} | tracing).models
+    assert ours.engine_args == {"otlp_traces_endpoint": "http://c:4318/v1/traces"}
+    assert ours.env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+    assert [(spec.engine_args, spec.env) for spec in others] == [
+        (args, dict(model.get("env", {}))) for args in [*given[1:], model.get("engine_args", {})]
+    ]

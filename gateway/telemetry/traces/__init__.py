@@ -1,0 +1,1 @@
+"""OpenTelemetry traces of requests. Read first: `request_trace`."""
