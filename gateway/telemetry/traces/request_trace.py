@@ -1,7 +1,7 @@
 """The trace of one request: W3C trace context in and out, its attempts, and whether it is exported.
 
-While a request runs only instants are kept. Spans are made of them (:mod:`gateway.telemetry.traces.spans`) when
-it has ended and only if it is exported: that it failed or was slow is known by then.
+While a request runs only instants are kept. Spans are made of them (:mod:`gateway.telemetry.traces.spans`)
+when it has ended and only if it is exported: that it failed or was slow is known by then.
 Source: https://www.w3.org/TR/trace-context/.
 """
 

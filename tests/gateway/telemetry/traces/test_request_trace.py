@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from policy.admission.retry import AttemptOutcome
 from policy.config.tracing import Tracing
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import HOME, Decision
-from policy.types import Priority
+from tests.gateway.telemetry.test_scrape import served
 from tests.gateway.worker import Stack, until
 from tests.otlp_receiver import OtlpReceiver, receiving
 
@@ -56,13 +55,12 @@ def test_a_traceparent_is_read_as_the_standard_says(value: bytes | None, sampled
 
 
 def call(trace: RequestTrace | None, outcome: str = "ok", status: int = 200, **more: Any) -> Any:
+    """A streamed chat that arrived at 10 s, with its first token at 11 s."""
     given = {
-        "route": ROUTES["/v1/chat/completions"], "adapter": None, "priority": Priority.STANDARD,
-        "request_id": b"r-1", "streaming": True, "first_byte_at": 11.0, "headers": {}, "sent_at": 10.3,
-        "usage": Usage(30, 10, 5), "queued_s": 0.2, "by_fallback": False, "probe": False, "mean_gap_s": 0.0,
-        "last_event_at": 11.5, "round_trip_s": 0.0,
+        "route": ROUTES["/v1/chat/completions"], "usage": Usage(30, 10, 5), "streaming": True, "headers": {},
+        "trace": trace, "outcome": outcome, "status": status,
     }  # fmt: skip
-    return SimpleNamespace(trace=trace, outcome=outcome, status=status, **given | more)
+    return served(10.0, ttft_s=1.0, **given | more)
 
 
 def tracing(settings: Tracing) -> Tracer:
