@@ -90,6 +90,7 @@ MODULES = {
         "routing/shared_counters",
         "telemetry/adapter_metrics",
         "telemetry/gen_ai_metrics",
+        "telemetry/latency_parts",
         "telemetry/metrics",
         "telemetry/metric_families",
         "telemetry/traces/request_trace",

@@ -21,8 +21,8 @@ from gateway.protocol.errors import NO_ROOM
 from gateway.telemetry.adapter_metrics import AdapterMetrics
 from gateway.telemetry.exemplars import Example, ExemplarStore
 from gateway.telemetry.gen_ai_metrics import OPERATIONS, GenAiCounters, GenAiMetrics
+from gateway.telemetry.latency_parts import GapParts, LatencyParts
 from gateway.telemetry.metric_families import (
-    MergedHistogram,
     MetricFamilies,
     TokenCounters,
     publish_by_replica,
@@ -50,8 +50,6 @@ ERRORS = (
 )  # fmt: skip
 PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 
-# Parts of the time of a request; the bounds are those of the whole.
-PART_NAMES = ("gateway", "queue", "network", "engine")
 # The counts of :class:`ModelCounters` by attribute, with their metric. Latencies of a stream are counted
 # together: two histograms would not say how many met both limits.
 _COUNTS = {
@@ -96,48 +94,6 @@ class QueueCounters:
             self.predicted += 1
             error = predicted_s - seconds
             self.wait_error_s["long" if error > 0 else "short"] += abs(error)
-
-
-class LatencyParts:
-    """The parts of one latency, which add up to it."""
-
-    def __init__(self) -> None:
-        self.gateway = HistogramCounter(SECONDS)
-        self.queue = HistogramCounter(SECONDS)
-        self.network = HistogramCounter(SECONDS)
-        self.engine = HistogramCounter(SECONDS)
-
-    def add(self, before_s: float, queued_s: float, network_s: float, upstream_s: float) -> None:
-        """Count a request that was sent ``before_s`` after its arrival and took ``upstream_s`` from then."""
-        self.gateway.add(max(0.0, before_s - queued_s))
-        self.queue.add(queued_s)
-        self.network.add(network_s)
-        self.engine.add(upstream_s - network_s)
-
-    def publish(self, metric: MergedHistogram, model: str) -> None:
-        for part in PART_NAMES:
-            metric.labels(model, part).merge(getattr(self, part))
-
-
-class GapParts:
-    """What the parts of the way of a stream's events were on average, one observation a stream."""
-
-    def __init__(self) -> None:
-        self.gateway = HistogramCounter(GAPS)
-        self.network = HistogramCounter(GAPS)
-        self.engine = HistogramCounter(GAPS)
-
-    def add(self, call: Call) -> None:
-        """Count a stream of several events whose replica reported the engine's times."""
-        gap_s, events = call.mean_gap_s, call.events
-        engine_s = min(gap_s, call.engine_span_s / (events - 1))
-        self.engine.add(engine_s)
-        self.network.add(gap_s - engine_s)
-        self.gateway.add(call.handled_s / events)
-
-    def publish(self, metric: MergedHistogram, model: str) -> None:
-        for part in ("gateway", "network", "engine"):
-            metric.labels(model, part).merge(getattr(self, part))
 
 
 class ModelCounters(HealthCounters):

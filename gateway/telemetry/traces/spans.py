@@ -98,9 +98,8 @@ class SpanBuilder:
         for i, attempt in enumerate(trace.attempts):
             self._attempt(server, request, attempt, i)
         if trace.asked_at:
-            rejected: Attributes = {"error.type": request.outcome}
-            queue = self._start(server, "queue", trace.asked_at, rejected)
-            queue.end(self._at(request.ended_at))
+            left = {} if request.outcome == "cancelled" else {"error.type": request.outcome}
+            self._start(server, "queue", trace.asked_at, {**left}).end(self._at(request.ended_at))
         if is_error(request.outcome, request.status):
             server.set_status(Status(StatusCode.ERROR, request.outcome))
         server.end(self._at(request.ended_at))

@@ -57,13 +57,15 @@ async def test_only_listed_headers_reach_the_replica(shared: Stack) -> None:
         "cookie": "a=b",
         "anthropic-version": "2023-06-01",
         "x-request-id": "my_id-1",
+        "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+        "tracestate": "vendor=1",
     }
     answer = await shared.http.post("/v1/chat/completions", json=CHAT, headers=sent)
     assert answer.headers["x-request-id"] == "my_id-1"
     got = replica.hits[0].headers
     assert set(got) == {
         "host", "content-type", "content-length", "x-tidegate-secret", "x-request-id", "accept",
-        "anthropic-version", "x-tidegate-prefill",
+        "anthropic-version", "x-tidegate-prefill", "x-tidegate-engine-s", "traceparent", "tracestate",
     }  # fmt: skip
     assert got["x-tidegate-secret"] != "guess"
     assert int(got["x-tidegate-prefill"]) < 999

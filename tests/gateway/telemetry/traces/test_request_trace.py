@@ -194,6 +194,17 @@ def test_a_request_has_the_attributes_of_the_conventions() -> None:
     }.items()  # fmt: skip
 
 
+def test_a_request_that_got_no_replica_ends_in_the_queue() -> None:
+    tracer = tracing(NEVER)
+    trace = tracer.begin({})
+    trace.asked_at = 10.1
+    tracer.end(call(trace, "deadline", 503, first_byte_at=None), "m", "", 10.0, 12.0)
+    admission, queue, server = SpanBuilder(Resource({})).build(list(tracer.waiting), 0)
+    assert (admission.name, queue.name, queue.end_time) == ("admission", "queue", server.end_time)
+    assert queue.attributes == {"error.type": "deadline"}
+    assert (server.status.status_code, server.events) == (StatusCode.ERROR, ())
+
+
 @pytest.mark.process
 async def test_a_worker_sends_traces_that_its_replica_continues(stack: Stack) -> None:
     with receiving() as receiver:
