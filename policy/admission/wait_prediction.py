@@ -20,6 +20,9 @@ LEAST_SHARE = 0.05
 MOST_LOOKED_AT = 128
 # The mean relative deviation of service times (0.74 if exponential) from which on slots fall free evenly.
 EVEN = 0.5
+# A service time counts as at most so many times the mean, which one very long request would else multiply. If
+# all become ten times as long, the mean has followed after a dozen of them.
+LONGEST = 3.0
 # One to two blocks of waits are remembered: about one wait in a hundred exceeds them all.
 BLOCK = 64
 # The least margin, as a fraction of the predicted wait: requests of others may still come.
@@ -71,20 +74,26 @@ class ServiceRate:
             stayed_s = at - began_at
             if not self.unmeasured and self._stays:
                 self._spread += 0.1 * (min(1.0, abs(stayed_s / self._stays - 1.0)) - self._spread)
+                stayed_s = min(stayed_s, LONGEST * self._stays)
             self._stays += (1.0 if self.unmeasured else 0.1) * (stayed_s - self._stays)
             self.unmeasured = False
 
     def rate(self, priority: Priority) -> float | None:
         """Tokens per second that higher priorities leave to ``priority``; ``None`` while unknown."""
-        began, busy_s = sum(self._began), self._busy_s
+        began, busy_s = self._began_in()
         better = sum(self._began[: RANK[priority]])
+        if not began or not busy_s:
+            return None
+        return max(began - better, LEAST_SHARE * began) / busy_s
+
+    def _began_in(self) -> tuple[float, float]:
+        """The tokens that began, and in how many seconds, with those that Little's law adds."""
+        began, busy_s = sum(self._began), self._busy_s
         if self._stays and self._in_flight > 0:
             prior_s = PRIOR * self._memory_s()
             began += prior_s * self._in_flight / self._stays
             busy_s += prior_s
-        if not began or not busy_s:
-            return None
-        return max(began - better, LEAST_SHARE * began) / busy_s
+        return began, busy_s
 
     def _memory_s(self) -> float:
         return max(MEMORY_S, MEMORY_STAYS * self._stays)
@@ -93,12 +102,14 @@ class ServiceRate:
         """Seconds until a slot falls free for a request with ``ahead`` tokens before it; 0 while unknown.
 
         If all have the mean service time, requests that began together end together, and that is when there
-        is a slot, whatever the rate. The more service times differ, the more evenly slots fall free.
+        is a slot, whatever the rate. The more service times differ, the more evenly slots fall free, and then
+        the measured rate says when.
         """
         if not self._stays or not self._in_flight:
             return 0.0
         alike_s = self._alike_s(ahead, at)
-        even_s = self._stays * (ahead / self._in_flight + 1.0 / len(self._held))
+        began, busy_s = self._began_in()
+        even_s = ahead * busy_s / began + self._stays / len(self._held)
         return alike_s - min(1.0, self._spread / EVEN) * max(0.0, alike_s - even_s)
 
     def _alike_s(self, ahead: float, at: float) -> float:

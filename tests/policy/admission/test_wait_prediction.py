@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Callable
 
@@ -60,3 +61,22 @@ def test_slots_of_requests_that_began_together_fall_free(
     for i in range(8):
         rate.began(i, 10, Priority.STANDARD, 100.0, waited=False)
     assert rate.free_s(0.0, 100.0) == pytest.approx(free_s, rel=0.5)
+
+
+def test_one_very_long_request_among_different_ones_does_not_lower_the_rate() -> None:
+    """Seven of eight slots serve requests of 10 tokens in 7 s on average, one a request of 400 s."""
+    rate, rng = ServiceRate(), random.Random(3)  # noqa: S311
+    ends = [(400.0, 0), *((rng.expovariate(1 / 7.0), ticket) for ticket in range(1, 8))]
+    for _, ticket in ends:
+        rate.began(ticket, 10, Priority.STANDARD, 0.0, waited=True)
+    heapq.heapify(ends)
+    for ticket in range(8, 1000):
+        at, ended = heapq.heappop(ends)
+        rate.busy(at, waits=True)
+        rate.ended(ended, at, whole=True)
+        rate.began(ticket, 10, Priority.STANDARD, at, waited=True)
+        if not ended:
+            break
+        heapq.heappush(ends, (at + rng.expovariate(1 / 7.0), ticket))
+    assert at == 400.0
+    assert rate.free_s(590.0, at) == pytest.approx(59.0, rel=0.3)
