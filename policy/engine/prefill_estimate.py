@@ -55,7 +55,7 @@ class StepTable:
         room = max(self.batch - running, self.batch * 0.1)
         if 0 < tokens < room:  # as nearly all are; step_s, written out
             scheduled = running + tokens
-            i = int(scheduled * self.per_width)
+            i = min(int(scheduled * self.per_width), SEGMENTS)  # more may run than a batch has tokens
             return (
                 self.height[i]
                 + self.slope[i] * (scheduled - i * self.width)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.prefill_estimate import GENERIC
+from policy.engine.performance_model import Limits, Timing
+from policy.engine.prefill_estimate import GENERIC, StepTable
 from policy.request import Request
 from policy.routing.cost import Candidate, estimate
 from policy.routing.replica_state import ReplicaState
@@ -36,3 +37,10 @@ def test_the_prefill_of_an_estimate_is_that_of_the_step_table(
     alone = pace.prefill_s(before, site.kv_tokens, site.running) if before else 0.0
     expected = pace.prefill_s(before + uncached, site.kv_tokens, site.running) - alone
     assert own == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("running", [57, 64, 100, 256])
+def test_a_prefill_beside_more_requests_than_a_batch_has_tokens_is_estimated(running: int) -> None:
+    limits = Limits(max_num_batched_tokens=64, max_num_seqs=256, kv_tokens=0)
+    table = StepTable(Timing(limits=limits, model=GENERIC.model))
+    assert table.prefill_s(6, 0.0, running) > table.prefill_s(5, 0.0, 0)
