@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.http.asgi_exchange import id_headers, request_ids
 from gateway.protocol.client_session import SESSION_HEADERS
 from gateway.protocol.errors import Refused
+from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import Api, Route
 from gateway.protocol.usage import Usage, UsageBounds
 from policy.errors import Refusal
@@ -60,15 +61,24 @@ class Call:
     ``usage_bounds``; ``contradiction``: which of the engine's counts is not.
     ``explain`` yields the routing decision, if an admin requested it. ``priority``: that of its tenant.
     ``probe``: our own, of which nothing is learned. ``adapter``: the version that it names. ``exchange``:
-    the client's, on the client port. ``trace`` is its trace, if requests are traced.
+    the client's, on the client port. ``trace`` is its trace, if requests are traced. ``pieces`` checks large
+    answers.
     """
 
     def __init__(
-        self, route: Route, scope: Scope, receive: Receive, send: Send, deadlines: IdleTimeouts | None = None
+        self,
+        route: Route,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        deadlines: IdleTimeouts | None = None,
+        *,
+        pieces: PieceReader | None = None,
     ) -> None:
         self.route = route
         self.send = send
         self.deadlines = deadlines
+        self.pieces = pieces or PieceReader()
         self._receive = receive
         self.exchange: Exchange | None = scope.get("tidegate.exchange")
         self.headers = {name: value for name, value in scope["headers"] if name in _WANTED}

@@ -205,7 +205,7 @@ class Gateway:
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """The pipeline: one call from its first byte to its last, counted in any case."""
         began = monotonic()
-        call = Call(route, scope, receive, send, self.deadlines)
+        call = Call(route, scope, receive, send, self.deadlines, pieces=self._pieces)
         call.trace = self.tracer.begin(call.headers) if self.tracer.on else None
         meter, account = self.metrics.no_model, self._account(scope)
         try:

@@ -17,6 +17,7 @@ from starlette.types import Message
 
 from gateway.http.asgi_exchange import SENT
 from gateway.http.client import ClientConnection
+from gateway.protocol.byte_accumulator import ByteAccumulator
 from gateway.protocol.errors import (
     MAX_ERROR_BYTES,
     Refused,
@@ -41,6 +42,8 @@ from policy.wire.headers import ENGINE_TIME_HEADER, REFUSAL_HEADER, REPLICA_HEAD
 # An answer up to this size is held until it is whole, so that one that breaks, or is no JSON, can be had
 # elsewhere. Longer ones (many vectors) pass as they come. The worst JSON of this size is checked in 12 ms.
 MAX_HELD = 2 * 1024 * 1024
+# A longer one is checked in a turn of the event loop of its own.
+MAX_CHECKED = 64 * 1024
 _REFUSAL, _REPLICA = REFUSAL_HEADER.encode(), REPLICA_HEADER.encode()
 _ENGINE_TIME = ENGINE_TIME_HEADER.encode()
 _ENGINE_SPAN = b": %b " % _ENGINE_TIME
@@ -80,8 +83,8 @@ class Relay:
         self._stream = False
         self._error: bytearray | None = None
         self._end = b""
-        self._held: list[bytes] = []
-        self._size = 0
+        self._held = ByteAccumulator()
+        self._unchecked = b""
         self.committed = False
         self.held_back = False
         self._last_at = 0.0
@@ -104,7 +107,11 @@ class Relay:
             deadlines.attempts.add(self)
         try:
             self._connection.send(self, head, body)
-            return await self.done
+            outcome = await self.done
+            if self._unchecked:
+                await call.pieces.alone(self._check_large)
+                outcome = await self.done
+            return outcome
         except asyncio.CancelledError:
             self._connection.abort(self)
             if self.committed and self._stream and not (call.disconnected or call.answered):
@@ -204,16 +211,32 @@ class Relay:
         if not self.committed:
             if not data and not complete:
                 return
-            if not self._held:
+            held = self._held
+            if not held.size:
                 self._first()
-            self._held.append(data)
-            self._size += len(data)
-            if not complete and self._size <= MAX_HELD:
+            length = self._headers.get(b"content-length", b"")
+            held.add(data, min(int(length), MAX_HELD) if length.isdigit() else 0)
+            if not complete and held.size <= MAX_HELD:
                 return
-            data = b"".join(self._held)
-            self._held.clear()
+            data = held.take()
+            if complete and len(data) > MAX_CHECKED:
+                self._unchecked = data
+                self._settle(AttemptOutcome.SERVED)
+                return
             if complete and not self._is_answer(data):
                 return
+        self._relay_part(data, complete)
+
+    def _check_large(self) -> None:
+        """Relay a large answer that has arrived, or end the attempt if it is none."""
+        data, self._unchecked = self._unchecked, b""
+        self.done = asyncio.get_running_loop().create_future()
+        if self._is_answer(data):
+            self._relay_part(data, True)
+
+    def _relay_part(self, data: bytes, complete: bool) -> None:
+        """Relay a part of an answer that is no stream, or the whole of it."""
+        if not self.committed:
             length = self._headers.get(b"content-length")
             if self._rewrite is not None:
                 data = self._rewrite.feed(data, complete=complete)

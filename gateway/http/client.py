@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from gateway.http.read_turns import PARSED_BYTES, READ_BYTES, PacedReader
+
 MAX_IDLE = 256
 MAX_BUFFERED_WRITE = 64 * 1024
-# After a read of so many bytes others have their turn: libuv would read 32 times at once.
-LARGE_READ = 64 * 1024
 # Of a large request over TLS, written in one turn of the event loop: a millisecond of encryption.
 TLS_SLICE = 256 * 1024
 # Bytes that may come before the end of a response's head, interim responses included.
@@ -70,12 +70,13 @@ class ClientConnection:
         self._parser: httptools.HttpResponseParser | None = None
         self._transport: asyncio.Transport | None = None
         self._sink: Sink | None = None
-        self._paused = False
+        # It holds this connection, which releases it when it is lost.
+        self._reader: PacedReader | None = None
         self.reused = False
         self.received = False
         self._sent = self._sent_before = 0
         self._is_tls = False
-        self._full = self._resting = False
+        self._full = False
         self._reset()
 
     def _reset(self) -> None:
@@ -117,14 +118,12 @@ class ClientConnection:
 
     def pause(self, sink: Sink) -> None:
         """Stop reading: the client reads too slowly."""
-        if self._sink is sink and self.alive:
-            assert self._transport is not None
-            self._paused = True
-            self._transport.pause_reading()
+        if self._sink is sink and self._reader is not None:
+            self._reader.pause()
 
     def resume(self, sink: Sink) -> None:
-        if self._sink is sink:
-            self._read_on()
+        if self._sink is sink and self._reader is not None:
+            self._reader.resume()
 
     def abort(self, sink: Sink) -> None:
         """Close immediately: the replica sees the disconnect and frees the slot."""
@@ -143,10 +142,20 @@ class ClientConnection:
         # uvloop's transports have the interface without being a subclass.
         self._transport = cast("asyncio.Transport", transport)
         self._parser = httptools.HttpResponseParser(self)
+        self._reader = PacedReader(self._transport, self.data_received)
         self._is_tls = transport.get_extra_info("ssl_object") is not None
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        assert self._reader is not None
+        has_length = self._in_body and b"content-length" in self._headers
+        return self._reader.buffer(READ_BYTES if has_length else PARSED_BYTES)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._reader is not None:
+            self._reader.updated(nbytes)
 
     def data_received(self, data: bytes) -> None:
         sink = self._taker()
@@ -155,8 +164,6 @@ class ClientConnection:
             return
         self._begun = self.received = True
         self._pool.reads += 1
-        if len(data) >= LARGE_READ:
-            self._rest()
         # An engine writes each event as one chunk, which is recognized without the parser and relayed as is.
         if self._between and (chunk := encode_chunk(data)) is not None:
             sink.on_chunk(chunk, data)
@@ -198,6 +205,9 @@ class ClientConnection:
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.discard(self)
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
         self._parser = None  # it holds this connection
         sink, self._sink = self._sink, None
         if sink is None:
@@ -290,30 +300,10 @@ class ClientConnection:
             self._transport.write(self._unwritten.popleft())
             asyncio.get_running_loop().call_soon(self._write_on)
 
-    def _rest(self) -> None:
-        """Read no more in this turn of the event loop."""
-        if not self._paused and self.alive:
-            assert self._transport is not None
-            self._resting = True
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._rested)
-
-    def _rested(self) -> None:
-        self._resting = False
-        if not self._paused and self.alive:
-            assert self._transport is not None
-            self._transport.resume_reading()
-
-    def _read_on(self) -> None:
-        if self._paused and self.alive:
-            assert self._transport is not None
-            self._paused = False
-            if not self._resting:
-                self._transport.resume_reading()
-
     def _release(self) -> None:
         if self._keep and not (self._extra or self._unwritten) and self.alive:
-            self._read_on()
+            if self._reader is not None:
+                self._reader.resume()
             self.reused = True
             self._pool.give(self)
         elif self._transport is not None:

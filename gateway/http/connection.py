@@ -19,7 +19,9 @@ import httptools
 from starlette.types import Scope
 
 from gateway.http.asgi_exchange import SENT, Exchange, id_headers, request_ids
+from gateway.http.read_turns import CHUNKED_BYTES, PARSED_BYTES, READ_BYTES, PacedReader
 from gateway.http.upload_budget import MIN_RATE, Upload
+from gateway.protocol.byte_accumulator import ByteAccumulator
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import is_anthropic
 from policy.errors import Refusal
@@ -35,9 +37,6 @@ HEADER_OVERHEAD = 160
 MAX_PIECE = 4096
 # Bytes of chunk sizes, extensions and trailers, beyond an eighth of the body: each tiny chunk costs a call.
 MAX_FRAMING_BYTES = 1024 * 1024
-# Shorter parts of a body are joined as they arrive, up to the other size: an object takes 50 bytes more.
-MIN_PART = 1024
-MAX_JOINED_PART = 64 * 1024
 # Bytes of a rejected request that are read and discarded: closing while the client still sends would reset
 # the connection and lose the response.
 MAX_DISCARDED = 64 * 1024 * 1024
@@ -66,15 +65,14 @@ class ServerConnection:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._transport: asyncio.Transport
-        # It holds this connection, so that the connection releases it when it is lost.
+        # They hold this connection, so that it releases them when it is lost.
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        self._reader: PacedReader | None = None
         self._active: Exchange | None = None
         self._ahead: deque[tuple[Scope, Exchange, int]] = deque()
         self._ahead_bytes = 0
         self._unparsed = b""
-        # Of a body; the second is empty or the beginning of the next part.
-        self._parts: list[bytes] = []
-        self._joined = bytearray()
+        self._body = ByteAccumulator()
         self._refused: Refused | None = None
         self._discarded = 0
         self._unsent = 0
@@ -145,6 +143,7 @@ class ServerConnection:
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the interface without being a subclass.
         self._transport = cast("asyncio.Transport", transport)
+        self._reader = PacedReader(self._transport, self.data_received)
         self.deadline = self._server.now + self._server.times.idle_s
         if not self._server.admit(self):
             self._refuse(Refused(Refusal.BUSY, "Too many connections are open."))
@@ -162,6 +161,9 @@ class ServerConnection:
             self._server.uploads.end(self._upload)
             self._upload = None
         self._refused = self._parser = self._scope = None
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
         active, self._active = self._active, None
         if active is not None and not active.done:
             active.disconnect()
@@ -183,6 +185,16 @@ class ServerConnection:
 
     def eof_received(self) -> None:
         """The client sends no more: the connection closes."""
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        assert self._reader is not None
+        if self._length:
+            return self._reader.buffer(READ_BYTES)
+        return self._reader.buffer(CHUNKED_BYTES if self._reading and self._head_done else PARSED_BYTES)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._reader is not None:
+            self._reader.updated(nbytes)
 
     def data_received(self, data: bytes) -> None:
         if self.ended or self._fault() is not None:
@@ -359,16 +371,7 @@ class ServerConnection:
     def _keep(self, part: bytes) -> None:
         """Add a part of a body."""
         self._size += len(part)
-        if self._parts and len(part) < MIN_PART:
-            self._joined += part
-            if len(self._joined) < MAX_JOINED_PART:
-                return
-            part = b""
-        if self._joined:
-            self._parts.append(bytes(self._joined))
-            self._joined.clear()
-        if part:
-            self._parts.append(part)
+        self._body.add(part, self._length)
 
     def _serve_without_body(self) -> None:
         """Serve a request whose body, if it has one, the app does not want."""
@@ -386,12 +389,7 @@ class ServerConnection:
             if self._active is None:
                 self._next()
             return
-        parts = self._parts
-        if self._joined:
-            parts.append(bytes(self._joined))
-            self._joined.clear()
-        self._parts = []
-        self._serve(parts[0] if len(parts) == 1 else b"".join(parts))
+        self._serve(self._body.take())
 
     def _serve(self, body: bytes) -> None:
         """Serve a request now or, if another one is served, after it."""
@@ -414,8 +412,7 @@ class ServerConnection:
     def _release(self) -> None:
         """Forget what was received of requests that will not be served."""
         self._unparsed = b""
-        self._parts.clear()
-        self._joined.clear()
+        self._body.clear()
 
     def _is_ahead(self) -> bool:
         """Whether as much is read ahead of the current request as may be."""
@@ -472,10 +469,12 @@ class ServerConnection:
                 paused = paused or self._size > MAX_AHEAD_BYTES
         if paused is not self._paused:
             self._paused = paused
-            if paused:
-                self._transport.pause_reading()
+            if self._reader is None:
+                pass
+            elif paused:
+                self._reader.pause()
             else:
-                self._transport.resume_reading()
+                self._reader.resume()
 
     # serving
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import msgspec
@@ -207,7 +208,10 @@ class StructureScan:
 
 
 class PieceReader:
-    """Reads large values, one piece of one of them in each turn of the event loop, each in its turn."""
+    """Reads large values, one piece of one of them in each turn of the event loop, each in its turn.
+
+    Between two pieces of different values is a turn without any.
+    """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -219,6 +223,12 @@ class PieceReader:
                 if scan.advance():
                     return scan.members
                 await asyncio.sleep(0)
+
+    async def alone(self, check: Callable[[], None]) -> None:
+        """Call ``check``, which takes some milliseconds, in a turn without pieces of others."""
+        async with self._turn:
+            check()
+            await asyncio.sleep(0)
 
 
 def _string_end(raw: bytes, at: int, end: int) -> int:

@@ -164,7 +164,14 @@ class Coalescer:
         raw = join(shares)
         request.size += len(raw)
         inbox = _Inbox()
-        call = Call(first.call.route, {"headers": []}, inbox.receive, inbox.send, first.call.deadlines)
+        call = Call(
+            first.call.route,
+            {"headers": []},
+            inbox.receive,
+            inbox.send,
+            first.call.deadlines,
+            pieces=self._pieces,
+        )
         call.adapter, call.trace = first.call.adapter, first.call.trace
         is_large = len(raw) > bodies.MAX_DECODED
         body = await bodies.read_large(raw, self._pieces) if is_large else bodies.read(raw)

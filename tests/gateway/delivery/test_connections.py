@@ -9,14 +9,16 @@ import socket
 import struct
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 from typing import cast
 
 import pytest
 from starlette.types import Message
 
-from gateway.delivery.relay import MAX_HELD, Relay
+from gateway.delivery.relay import MAX_CHECKED, MAX_HELD, Relay
 from gateway.http.asgi_exchange import SENT
 from gateway.http.client import TLS_SLICE, ClientConnection, ConnectionPool, is_local_fault
+from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.sse_validator import ChatValidator
 from gateway.protocol.usage import Usage
@@ -124,9 +126,13 @@ async def _no_message() -> Message:
 
 @pytest.fixture
 def line(request: pytest.FixtureRequest) -> Line:
+    return idle_line(tls=getattr(request, "param", False))
+
+
+def idle_line(*, tls: bool = False) -> Line:
     pool = ConnectionPool("http://replica:1", 1.0)
     line = Line(pool, ClientConnection(pool))
-    line.wire = Wire(tls=getattr(request, "param", False))
+    line.wire = Wire(tls=tls)
     line.connection.connection_made(cast("asyncio.Transport", line.wire))
     pool.give(line.connection)
     return line
@@ -176,6 +182,35 @@ async def test_a_client_that_catches_up_does_not_resume_the_next_requests_connec
     await asyncio.sleep(0.01)
     line.answer(LONG[-2:])
     assert await second is AttemptOutcome.SERVED
+
+
+@pytest.mark.parametrize("ends", ["as JSON", "as none", "when its client left"])
+async def test_large_answers_are_checked_in_turns_of_their_own(ends: str) -> None:
+    pieces, checked, clients = PieceReader(), list[int](), [Client() for _ in range(6)]
+    asked, lines = [], []
+    for client in clients:
+        line = idle_line()
+        asked.append(await line.ask(client.send))
+        line.call.pieces = pieces
+        lines.append(line)
+    body = b'{"choices":[' + b" " * MAX_CHECKED + (b"]}" if ends != "as none" else b"]")
+    for line in lines:
+        line.answer(HEAD.replace(b"14", b"%d" % len(body)) + body)
+    if ends == "when its client left":
+        asked[0].cancel()
+    for _ in range(40):
+        before = sum(not line.relay._unchecked for line in lines)
+        await asyncio.sleep(0)
+        checked.append(sum(not line.relay._unchecked for line in lines) - before)
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    if ends == "when its client left":
+        assert isinstance(outcomes.pop(0), asyncio.CancelledError)
+        assert clients.pop(0).got == 0
+    assert sum(checked) == len(clients) and max(checked) == 1
+    assert all(one == 0 or other == 0 for one, other in pairwise(checked))
+    served = ends != "as none"
+    assert set(outcomes) == {AttemptOutcome.SERVED if served else AttemptOutcome.FAILED}
+    assert {client.got for client in clients} == {2 if served else 0}
 
 
 async def test_a_disconnect_after_the_answer_keeps_the_connection(line: Line) -> None:
