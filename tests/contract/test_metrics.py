@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,24 @@ class Client:
         self.before = scraped(stack)
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self.seen: list[float] = []
+
+    @contextmanager
+    def scraping(self) -> Iterator[None]:
+        """Scrape all the time, and note the requests that are counted."""
+        ended = threading.Event()
+
+        def scrape() -> None:
+            while not ended.wait(0.1):
+                self.seen.append(total(scraped(self._stack), "tidegate_requests_total"))
+
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(scrape)
+            try:
+                yield
+            finally:
+                ended.set()
+                running.result()
 
     def load(self, count: int) -> None:
         """Send ``count`` requests, some at the same time, on connections of their own: to both workers."""
@@ -127,9 +147,10 @@ def restart_a_worker(stack: Stack) -> None:
 def loaded(stack: Stack) -> Client:
     """The client of a load with a restart of a worker in its midst."""
     client = Client(stack)
-    client.load(40)
-    restart_a_worker(stack)
-    client.load(40)
+    with client.scraping():
+        client.load(40)
+        restart_a_worker(stack)
+        client.load(40)
     began = total(client.before, "tidegate_requests_total")
     eventually(
         lambda: total(scraped(stack), "tidegate_requests_total") >= began + client.requests.total(),
@@ -158,8 +179,16 @@ def test_counters_are_what_the_client_counted(stack: Stack, loaded: Client) -> N
     for kind, count in loaded.tokens.items():
         assert grown("tidegate_tokens_total", kind=kind) == count
     assert grown("gen_ai_client_token_usage_sum") == loaded.tokens.total()
+    assert grown("tidegate_tenant_queue_seconds_total") == pytest.approx(
+        grown("tidegate_queue_wait_seconds_sum")
+    )
     for tenant, count in loaded.requests.items():
         assert grown("tidegate_tenant_requests_total", tenant=tenant, outcome="ok") == count
+
+
+def test_counts_never_fall_under_load_and_a_restart(loaded: Client) -> None:
+    assert loaded.seen == sorted(loaded.seen)
+    assert len(set(loaded.seen)) > 2
 
 
 def test_every_documented_metric_and_no_other(stack: Stack, loaded: Client) -> None:
