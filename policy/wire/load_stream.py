@@ -1,4 +1,4 @@
-"""A replica's own routes: the lines of its load stream, ``GET /internal/load``, and its trace."""
+"""A replica's own routes: the lines of its load stream, ``GET /internal/load``, and its profile."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import msgspec
 from policy.engine.performance_model import Timing
 from policy.types import Load, ReplicaPhase
 
-# A trace of the engine: `POST`, with the seconds to record.
-TRACE = "/internal/trace"
+# A trace by the engine's profiler: `POST`, with the seconds to record.
+PROFILE = "/internal/profile"
 # Changes within this many seconds are sent as one line.
 COALESCE_S = 0.02
 

@@ -86,7 +86,7 @@ class TimedAnswer(Answer):
         await self._send(message)
 
 
-async def trace(engine: Engine, query: bytes, send: Send) -> None:
+async def profile(engine: Engine, query: bytes, send: Send) -> None:
     """Answer with a trace of the seconds in ``query``, as a file."""
     try:
         seconds = float(parse_qs(query.decode("ascii", "replace")).get("seconds", ["2"])[0])
@@ -96,7 +96,7 @@ async def trace(engine: Engine, query: bytes, send: Send) -> None:
         await answer(send, 400, Refusal.BAD_REQUEST, f"seconds must be a number up to {MAX_TRACE_S:g}")
         return
     try:
-        path = await engine.trace(seconds)
+        path = await engine.profile(seconds)
     except (PreconditionFailed, EngineFailed) as error:
         await answer(send, 409, Refusal.BAD_REQUEST, str(error))
         return

@@ -153,7 +153,7 @@ class Engine(Protocol):
         Raises :class:`policy.errors.EngineFailed`.
         """
 
-    async def trace(self, seconds: float) -> Path:
+    async def profile(self, seconds: float) -> Path:
         """Record its operators and kernels for ``seconds``; returns a Chrome trace (gzip), the caller's file.
 
         It stands still while the file is written. Raises :class:`policy.errors.PreconditionFailed` without a

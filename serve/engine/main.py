@@ -133,7 +133,7 @@ async def _watch(engine: Engine, guard: Guard, timeout_s: Callable[[], float]) -
         await engine.check()
         stats = engine.stats()
         patience = FIRST_STEPS if guard.state is ReplicaPhase.STARTING else 1
-        busy = stats.running + stats.waiting > 0 and not guard.tracing
+        busy = stats.running + stats.waiting > 0 and not guard.profiling
         progress.check(stats.steps, busy, time.monotonic(), patience * timeout_s())
 
 

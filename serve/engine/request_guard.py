@@ -25,7 +25,7 @@ from policy.wire.headers import (
     PREFIX_HEADER,
     SECRET_HEADER,
 )
-from policy.wire.load_stream import COALESCE_S, TRACE, LoadLine
+from policy.wire.load_stream import COALESCE_S, PROFILE, LoadLine
 from serve.async_waiting import wait_at_most
 from serve.engine import answers as responses
 from serve.engine.adapters.loader import AdapterLoader
@@ -72,7 +72,7 @@ class Guard:
         self._prefix_count = 0
         self.state = ReplicaPhase.STARTING
         # Whether the engine's profiler records, or stands still to write.
-        self.tracing = False
+        self.profiling = False
         self._changed = asyncio.Event()
         adapters.watch(self._notify)
         if engine.blocks is not None:
@@ -146,8 +146,8 @@ class Guard:
         route = (scope["method"], scope["path"])
         if route == ("GET", "/internal/load"):
             await self._stream_load(receive, send)
-        elif route == ("POST", TRACE):
-            await self._trace(scope, send)
+        elif route == ("POST", PROFILE):
+            await self._profile(scope, send)
         elif route not in ALLOWED:
             await responses.answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
         elif scope["method"] == "GET":
@@ -269,12 +269,15 @@ class Guard:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _trace(self, scope: Scope, send: Send) -> None:
-        self.tracing = True
+    async def _profile(self, scope: Scope, send: Send) -> None:
+        if self.profiling:
+            await responses.answer(send, 409, Refusal.BUSY, "another profile is being recorded")
+            return
+        self.profiling = True
         try:
-            await responses.trace(self._engine, scope["query_string"], send)
+            await responses.profile(self._engine, scope["query_string"], send)
         finally:
-            self.tracing = False
+            self.profiling = False
 
     async def _stream_load(self, receive: Receive, send: Send) -> None:
         await receive()

@@ -313,7 +313,7 @@ class VLLMEngine:
         if not awake:
             raise EngineFailed("vLLM did not wake: a part of its memory stays away")
 
-    async def trace(self, seconds: float) -> Path:
+    async def profile(self, seconds: float) -> Path:
         return await vllm_profiler.record(self._llm, seconds)
 
     @property

@@ -125,7 +125,7 @@ class SimEngine:
     async def wake(self) -> None:
         await asyncio.sleep(self._wake_s)
 
-    async def trace(self, seconds: float) -> Path:
+    async def profile(self, seconds: float) -> Path:
         raise PreconditionFailed(f"the simulated engine has no operators to record for {seconds:g} s")
 
     @property

@@ -87,7 +87,7 @@ class FakeEngine:
         assert len(self.there) < self.adapter_slots, "no slot is free"
         self.there.append(name)
 
-    async def trace(self, seconds: float) -> Path:
+    async def profile(self, seconds: float) -> Path:
         raise PreconditionFailed("it has no profiler")
 
     async def unload(self, name: str) -> None:

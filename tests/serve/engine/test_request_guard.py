@@ -14,7 +14,7 @@ import pytest
 from policy.engine.performance_model import Timing
 from policy.types import ReplicaPhase
 from policy.wire import headers
-from policy.wire.load_stream import TRACE
+from policy.wire.load_stream import PROFILE
 from serve.engine import answers, request_guard
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, NAMED, EngineStats, Receive, Scope, Send
@@ -349,18 +349,18 @@ async def test_a_trace_is_sent_as_a_file_and_removed(
     engine: Held, client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for query in ("?seconds=0", "?seconds=x", "?seconds=1e9"):
-        assert (await client.post(f"{TRACE}{query}")).status_code == 400
-    refused = await client.post(f"{TRACE}?seconds=1")
+        assert (await client.post(f"{PROFILE}{query}")).status_code == 400
+    refused = await client.post(f"{PROFILE}?seconds=1")
     assert (refused.status_code, refused.json()["error"]["message"]) == (409, "it has no profiler")
     file = tmp_path / "trace.json.gz"
 
-    async def trace(seconds: float) -> Path:
+    async def profile(seconds: float) -> Path:
         file.write_bytes(b"x" * 5 + f"{seconds}".encode())
         return file
 
-    monkeypatch.setattr(engine, "trace", trace)
+    monkeypatch.setattr(engine, "profile", profile)
     monkeypatch.setattr(answers, "PART", 4)
-    assert (await client.post(f"{TRACE}?seconds=1.5")).content == b"xxxxx1.5"
+    assert (await client.post(f"{PROFILE}?seconds=1.5")).content == b"xxxxx1.5"
     assert not file.exists()
 
 

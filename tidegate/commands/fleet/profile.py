@@ -14,7 +14,7 @@ import psutil
 from policy.errors import PreconditionFailed, TargetError, TidegateError, Unreachable
 from policy.types import Replica
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.load_stream import TRACE
+from policy.wire.load_stream import PROFILE
 from store.os_process import find
 from store.state_dir import StateDir
 from tidegate.commands.deployment_context import controller_client
@@ -117,7 +117,7 @@ def _record(pid: int, seconds: float, flags: list[str], out: Path) -> None:
 
 def _trace(replica: Replica, secret: str, seconds: float, out: Path) -> None:
     """Write the trace of an engine; raises :class:`policy.errors.TidegateError` with its message."""
-    url = f"{replica.url}{TRACE}?seconds={seconds:g}"
+    url = f"{replica.url}{PROFILE}?seconds={seconds:g}"
     headers = {SECRET_HEADER: secret}
     try:
         with httpx.stream(

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.load_stream import TRACE
+from policy.wire.load_stream import PROFILE
 from tests.serve.engine.vllm_host import WITHIN_S, running
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -28,8 +28,8 @@ async def test_a_trace_has_the_operators_of_the_steps(tmp_path: Path) -> None:
         async with client as http:
             for _ in range(2):  # the profiler can be used again
                 first, second, answer = await asyncio.gather(
-                    http.post(f"{TRACE}?seconds=2"),
-                    http.post(f"{TRACE}?seconds=1"),
+                    http.post(f"{PROFILE}?seconds=2"),
+                    http.post(f"{PROFILE}?seconds=1"),
                     http.post("/v1/completions", json=body),
                 )
                 assert answer.status_code == 200
