@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 README = PurePosixPath("README.md")
 DOCS, OUTSIDE = PurePosixPath("docs"), PurePosixPath("repository")
 PICTURES = {".svg", ".png"}
+BACKGROUND = ("adr/", "repository/")
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
 # Code is not searched for links.
 _CODE = re.compile(r"^( *)```.*?^\1```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
@@ -58,6 +59,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Turn links between files of the repository into links between pages."""
     here = page.file.src_uri
     place = _repository(here)
+    # A search should find explanations first.
+    if place.suffix != ".md":
+        page.meta["search"] = {"exclude": True}
+    elif here.startswith(BACKGROUND):
+        page.meta["search"] = {"boost": 0.3}
 
     def link(found: re.Match[str]) -> str:
         uri = _site(_target(place, found[2]))

@@ -22,7 +22,7 @@ def hooks() -> ModuleType:
 
 
 def page(uri: str) -> Any:
-    return SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+    return SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
 
 
 @pytest.mark.parametrize(
