@@ -22,6 +22,7 @@ from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
+from gateway.telemetry.traces.request_trace import Attempt, RequestTrace
 from policy.config.deployment import Coalesce
 from policy.errors import Refusal
 from policy.request import Request
@@ -55,6 +56,8 @@ class Site:
         inputs = json.loads(raw)["input"]
         inputs = [inputs] if isinstance(inputs, str) else inputs
         self.sent.append(inputs)
+        assert call.trace is not None
+        call.trace.begin(Attempt(0.0, 0.0, b"r1"))
         self.requests.append(request)
         try:
             await self.hold.wait()
@@ -85,6 +88,7 @@ class Site:
             return {"type": "http.disconnect"}
 
         call = Call(ROUTE, {"headers": []}, receive, send)
+        call.trace = RequestTrace(b"1" * 32, b"", 1, sampled=True)
         body = bodies.read(raw)
         request = Request("vectors", prompt_tokens=len(raw), size=len(raw), deadline=deadline)
         share = sub_request_of(ROUTE, body, raw, "", self.bounds)
@@ -101,6 +105,7 @@ class Site:
         received["indices"] = [item["index"] for item in received["data"]]
         received["headers"] = dict(head["headers"])
         received["outcome"] = call.outcome
+        received["attempts"] = len(call.trace.attempts)
         return received
 
 
@@ -144,7 +149,7 @@ async def test_concurrent_requests_share_a_call_and_get_their_own_answers() -> N
     assert site.sent == [["a"], ["b", "c", "d"]]
     assert [received["texts"] for received in answers] == [["a"], ["b", "c"], ["d"]]
     assert [received["indices"] for received in answers] == [[0], [0, 1], [0]]
-    assert all(received["own"] for received in answers)
+    assert all(received["own"] and received["attempts"] == 1 for received in answers)
     assert answers[1]["usage"]["prompt_tokens"] + answers[2]["usage"]["prompt_tokens"] == 8
     assert all(received["headers"][b"content-type"] == b"application/json" for received in answers)
     assert answers[1]["headers"][b"x-tidegate-replica"] == b"r1"
