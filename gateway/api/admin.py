@@ -37,10 +37,14 @@ async def readyz(services: GatewayServices) -> JsonResponse:
 
 
 @health.get("/metrics", summary="Metrics of all workers, of the controller, and of the replicas' engines")
-async def prometheus(services: GatewayServices, request: Request) -> Response:
+async def prometheus(
+    services: GatewayServices,
+    request: Request,
+    names: Annotated[tuple[str, ...], Query(alias="name[]", description="Only these of Tidegate's")] = (),
+) -> Response:
     """OpenMetrics with exemplars if it is accepted, else Prometheus' text format."""
     openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")
-    text = await services.scraper.scrape(openmetrics=openmetrics)
+    text = await services.scraper.scrape(names, openmetrics=openmetrics)
     return Response(text, media_type=OPENMETRICS if openmetrics else TEXT)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from time import monotonic, time
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ from policy.routing.replica_health import HealthCounters
 from policy.signals.worker_counters import WorkerCounters
 from policy.stats.histogram import GAPS, SECONDS, HistogramCounter
 from policy.types import Priority
+from policy.wire.metrics import Kind
 from store.process_usage import ProcessUsage
 
 if TYPE_CHECKING:
@@ -348,14 +349,18 @@ class Metrics:
         """Publish what this process uses, and how late its event loop was."""
         self._processes.publish(process, usage, lag_s)
 
-    def collect(self) -> Iterable[Metric]:
-        """The families over all workers, live gauges over those that still run. Takes long: in a thread."""
+    def collect(self, kinds: Collection[str] = tuple(Kind)) -> Iterable[Metric]:
+        """The families of ``kinds`` over all workers, live gauges over those that still run.
+
+        Takes long: in a thread.
+        """
         if self._directory is None:
             return self._registry.collect()
-        for path in Path(self._directory).glob("gauge_live*_*.db"):
+        directory = Path(self._directory)
+        for path in directory.glob("gauge_live*_*.db"):
             pid = int(path.stem.rpartition("_")[2])
             if not Path(f"/proc/{pid}").exists():
                 multiprocess.mark_process_dead(pid, self._directory)  # type: ignore[no-untyped-call]
-        registry = CollectorRegistry()
-        multiprocess.MultiProcessCollector(registry, self._directory)  # type: ignore[no-untyped-call]
-        return registry.collect()
+        files = [str(path) for kind in kinds for path in directory.glob(f"{kind}_*.db")]
+        merged: Iterable[Metric] = multiprocess.MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
+        return merged

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import httpx
@@ -27,11 +27,16 @@ from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
 from policy.stats.histogram import SECONDS
 from policy.wire.controller import METRICS as CONTROLLER_METRICS
-from policy.wire.metrics import METRICS, Kind, Metric, Samples
+from policy.wire.metrics import GROUPS, METRICS, WORKERS, Kind, Metric, Samples
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _END = b"# EOF\n"
+# Not the name of a replica.
+CONTROLLER = ""
+COUNTED_BY_WORKERS = frozenset(
+    metric for group in GROUPS if group.source == WORKERS for metric in group.metrics
+)
 # Prometheus waits for 10 s by default.
 SCRAPE_S = 2.0
 # Replicas that are asked at the same time.
@@ -71,22 +76,35 @@ class Scraper:
         self._at_once = asyncio.Semaphore(AT_ONCE)
         self._scraping = asyncio.Lock()
 
-    async def scrape(self, *, openmetrics: bool = False) -> bytes:
-        """The text. It is made in a thread, one at a time: many workers and names take 100 milliseconds."""
+    async def scrape(self, names: Collection[str] = (), *, openmetrics: bool = False) -> bytes:
+        """The text of all metrics, or of those of Tidegate with one of ``names``, with or without ``_total``.
+
+        It is made in a thread, one at a time: many workers and models take 100 milliseconds. Controller and
+        engines are asked only for what they count.
+        """
+        chosen = [
+            each for each in METRICS.values() if not names or not {each.name, each.series}.isdisjoint(names)
+        ]
         async with self._scraping:
-            replicas, deployment = self._replicas(), self._deployment()
-            urls = {replica.id: f"{replica.url}/metrics" for replica in replicas if replica.url}
-            controller = {"": f"http://{deployment.cluster.controller}{CONTROLLER_METRICS}"}
-            asked = urls | (controller if deployment.needs_controller else {})
-            answers = await self._answers(asked)
-            found = answers.pop("", None)
-            samples = _samples(replicas)
-            if deployment.needs_controller:
-                self._missing(samples, "controller", found is None)
-            self._missing(samples, "replica", len(urls) - len(answers))
+            samples: Samples = {}
+            answers: dict[str, bytes] = {}
+            if not COUNTED_BY_WORKERS.issuperset(chosen):
+                samples, answers = await self._others(engines=not names)
             with contextlib.suppress(OSError):  # the counts as they were last published
                 self._metrics.publish()
-            return await asyncio.to_thread(self._text, samples, found, answers, openmetrics)
+            return await asyncio.to_thread(self._text, chosen, samples, answers, openmetrics)
+
+    async def _others(self, *, engines: bool) -> tuple[Samples, dict[str, bytes]]:
+        """What this worker knows of the moment, and the answers of ``engines`` by replica and controller."""
+        replicas, deployment = self._replicas(), self._deployment()
+        urls = {replica.id: f"{replica.url}/metrics" for replica in replicas if replica.url and engines}
+        controller = {CONTROLLER: f"http://{deployment.cluster.controller}{CONTROLLER_METRICS}"}
+        answers = await self._answers(urls | (controller if deployment.needs_controller else {}))
+        samples = _samples(replicas)
+        if deployment.needs_controller:
+            self._missing(samples, "controller", CONTROLLER not in answers)
+        self._missing(samples, "replica", len(urls.keys() - answers.keys()))
+        return samples, answers
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -118,33 +136,37 @@ class Scraper:
             return None
 
     def _text(
-        self, samples: Samples, controller: bytes | None, engines: Mapping[str, bytes], openmetrics: bool
+        self, chosen: Sequence[Metric], samples: Samples, answers: dict[str, bytes], openmetrics: bool
     ) -> bytes:
-        engine_metrics = EngineMetrics()
-        for replica, text in engines.items():
-            engine_metrics.add(replica, text)
-        if controller is not None:
+        if (controller := answers.pop(CONTROLLER, None)) is not None:
             for name, more in msgspec.json.decode(controller, type=Samples).items():
                 samples.setdefault(name, []).extend(more)
-        families = _Families(self._metrics, samples, openmetrics)
+        engine_metrics = EngineMetrics()
+        for replica, text in answers.items():
+            engine_metrics.add(replica, text)
+        families = _Families(chosen, self._metrics, samples, openmetrics)
         own: bytes = generate_openmetrics(families) if openmetrics else generate_latest(families)  # type: ignore[no-untyped-call]
         text = own.removesuffix(_END) + engine_metrics.text(openmetrics=openmetrics)
         return text + _END if openmetrics else text
 
 
 class _Families:
-    """All families of :data:`policy.wire.metrics.METRICS`, in its order, as a registry collects them."""
+    """The families of ``chosen``, in their order, as a registry collects them."""
 
-    def __init__(self, metrics: Metrics, samples: Samples, openmetrics: bool) -> None:
+    def __init__(
+        self, chosen: Sequence[Metric], metrics: Metrics, samples: Samples, openmetrics: bool
+    ) -> None:
+        self._chosen = chosen
         self._metrics = metrics
         self._samples = samples
         self._openmetrics = openmetrics
 
     def collect(self) -> Iterator[Family]:
-        collected = {family.name: family for family in self._metrics.collect()}
+        kinds = {metric.kind for metric in self._chosen}
+        collected = {family.name: family for family in self._metrics.collect(kinds)}
         shown = self._metrics.exemplars.all() if self._openmetrics else {}
         marked = {exemplar.metric for exemplar in shown.values()}
-        for metric in METRICS.values():
+        for metric in self._chosen:
             family = Family(metric.name, metric.text, metric.kind)
             if metric.name.endswith(f"_{metric.unit}"):
                 family.unit = metric.unit

@@ -53,7 +53,7 @@ _MODEL = ("model",)
 _REPLICA = ("model", "replica")
 _ADAPTER = ("model", "adapter")
 _OPERATION = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
-_WORKERS = "All gateway workers of the host."
+WORKERS: Final = "All gateway workers of the host."
 _CONTROLLER = "The controller."
 
 # Without it, nothing of the kind has happened.
@@ -285,13 +285,13 @@ PROCESSES = (
 )  # fmt: skip
 
 GROUPS: Final = (
-    Group("Requests", _WORKERS, REQUESTS),
-    Group("Latency", _WORKERS, LATENCY),
-    Group("Tokens", _WORKERS, TOKENS),
-    Group("Queue", _WORKERS, QUEUE),
-    Group("Tenants", _WORKERS, TENANTS),
-    Group("Adapters in the gateway", _WORKERS, GATEWAY_ADAPTERS),
-    Group("OpenTelemetry GenAI", _WORKERS, GEN_AI),
+    Group("Requests", WORKERS, REQUESTS),
+    Group("Latency", WORKERS, LATENCY),
+    Group("Tokens", WORKERS, TOKENS),
+    Group("Queue", WORKERS, QUEUE),
+    Group("Tenants", WORKERS, TENANTS),
+    Group("Adapters in the gateway", WORKERS, GATEWAY_ADAPTERS),
+    Group("OpenTelemetry GenAI", WORKERS, GEN_AI),
     Group("Control", _CONTROLLER, CONTROL),
     Group("Replicas", _CONTROLLER, REPLICAS),
     Group("Adapters on replicas", _CONTROLLER, ADAPTERS),

@@ -62,7 +62,7 @@ class Postconditions:
         self.stalls = Stalls()
 
     async def __aenter__(self) -> Postconditions:
-        scraped = await self._harness.scrape()
+        scraped = await self._harness.scrape("tidegate_requests", "tidegate_upstream_attempts")
         self._before = await self._counted(scraped)
         self._attempts_before = await self._attempted(scraped)
         self.stalls.start()
@@ -116,7 +116,7 @@ class Postconditions:
                 for key in ("mine", "in_flight", "pending_tokens")
                 if link.get(key)
             ]
-        scraped = await self._harness.scrape()
+        scraped = await self._harness.scrape(*self._harness.gauges)
         for name in self._harness.gauges:
             samples = await self._harness.samples(name, scraped)
             held += [f"{name}{labels}: {value}" for labels, value in samples if value]

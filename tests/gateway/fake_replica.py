@@ -271,6 +271,7 @@ class FakeController(_Server):
         self.reports: list[dict[str, Any]] = []
         self.answer: Answer = answer_json
         self.samples: dict[str, Any] = {}
+        self.scrapes = 0
         self._changed = asyncio.Event()
         self._published = asyncio.Event()
 
@@ -296,6 +297,7 @@ class FakeController(_Server):
             self.reports.append(exchange.json)
             await exchange.reply(b"{}")
         elif exchange.path == "/metrics":
+            self.scrapes += 1
             await exchange.reply(json.dumps(self.samples).encode())
         else:
             self.asked.append(exchange)

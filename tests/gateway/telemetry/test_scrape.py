@@ -143,6 +143,23 @@ async def test_a_replica_says_what_the_engine_took(site: Site) -> None:
     assert gaps == pytest.approx({("m", "gateway"): 0.001, ("m", "network"): 0.01, ("m", "engine"): 0.03})
 
 
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["tidegate_requests_total", "tidegate_in_flight"], ["tidegate_requests", "tidegate_in_flight"]),
+        (["tidegate_in_flight", "nothing"], ["tidegate_in_flight"]),
+        (["tidegate_replicas"], ["tidegate_replicas"]),
+    ],
+)
+async def test_a_scrape_of_some_names_asks_only_who_counts_them(
+    site: Site, names: list[str], found: list[str]
+) -> None:
+    await site.scraper.scrape(names)
+    text = (await site.scraper.scrape(names, openmetrics=True)).decode()
+    assert [family.name for family in text_string_to_metric_families(text)] == found
+    assert site.controller.scrapes == (2 if "tidegate_replicas" in names else 0)
+
+
 async def test_latencies_have_exemplars(site: Site) -> None:
     site.metrics.model("m").count(served(50.0, ttft_s=0.25), 50.0, 50.5)
     marked = {each.name: each for each in await site.samples() if each.exemplar is not None}
@@ -174,7 +191,7 @@ async def test_gen_ai_metrics_are_of_the_same_requests(site: Site) -> None:
 async def test_a_scrape_leaves_the_event_loop_free(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     scraped, threads = threading.Event(), set[int]()
 
-    def collect() -> list[object]:
+    def collect(kinds: object) -> list[object]:
         threads.add(threading.get_ident())
         assert scraped.wait(60)  # which the loop sets
         return []
