@@ -110,6 +110,7 @@ def test_inline_commands_and_options_exist(page: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.long
 @pytest.mark.parametrize("picture", sorted(ROOT.glob("docs/tuning/*.svg")), ids=lambda picture: picture.name)
 def test_a_picture_is_what_its_command_draws(
     picture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
