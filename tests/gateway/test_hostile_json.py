@@ -247,6 +247,30 @@ async def test_no_answer_of_a_replica_stalls_the_others(
         assert {kind: stall_s for kind, (_, stall_s) in found.items() if stall_s > LONGEST_S} == {}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("unit", [b",0.0123", DEEP])
+async def test_many_large_answers_at_once_do_not_stall_the_others(
+    shared: Stack, replicas: list[FakeReplica], heartbeat: Heartbeat, unit: bytes
+) -> None:
+    count, body, let_go = 64, Made(b'{"x":[1', unit, b"]}").of(2 * MB), asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await let_go.wait()
+        await exchange.reply(body)
+
+    replicas[0].answer = answer
+    replicas[0].hits.clear()
+    replicas[0].report(bound=count)
+    await shared.shows(replicas[0], bound=count)
+    asked = [asyncio.create_task(shared.chat()) for _ in range(count)]
+    await until(lambda: len(replicas[0].hits) == count, "all are asked")
+    await heartbeat.longest_s()
+    let_go.set()
+    answers = await asyncio.gather(*asked)
+    assert {(answer.status_code, answer.content == body) for answer in answers} == {(200, True)}
+    assert await heartbeat.longest_s() < LONGEST_S
+
+
 def whole(body: bytes, status: int, content_type: str) -> Answer:
     async def answer(exchange: Exchange) -> None:
         await exchange.reply(body, status=status, content_type=content_type)
