@@ -148,7 +148,9 @@ pathlib.Path(os.environ["CLOCK_THAT_JUMPS"]).touch()
 '''
 
 
-@pytest.mark.parametrize("jumps", [False, True], ids=["as it is", "jumping"])
+@pytest.mark.parametrize(
+    "jumps", [pytest.param(False, marks=pytest.mark.long), True], ids=["as it is", "jumping"]
+)
 async def test_39_deadlines_and_breakers_use_the_monotonic_clock(harness: Harness, jumps: bool) -> None:
     mark = harness.root / "the-clock-jumps"
     if jumps:

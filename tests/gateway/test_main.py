@@ -15,7 +15,7 @@ KEEP
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def body():
-    return b"".join([b"x" * 1_000_000, b"y" * 1_000_000])
+    return b"".join([b"x" * 400_000, b"y" * 400_000])
 body()
 before = faults()
 for _ in range(100):

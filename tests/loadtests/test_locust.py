@@ -106,6 +106,7 @@ def _stats(prefix: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.long
 def test_a_missed_slo_sets_the_exit_code(deployment: Deployment) -> None:
     limits = ["--slo-ttft-s", "0.001", "--slo-attainment", "0.5", "--stream-share", "1"]
     ran = deployment.locust("-u", "2", "-t", "8s", "--max-tokens", "4", *limits)

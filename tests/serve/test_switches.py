@@ -196,7 +196,7 @@ async def until_phase(switch: Switch, rate: float, phase: str, to: str) -> None:
     raise AssertionError(f"never {phase}, but {plane.phase()}")
 
 
-@pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
+@pytest.mark.parametrize("gpus", [pytest.param(ROOMY, marks=pytest.mark.long), SCARCE])
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_a_failed_mode_is_retried_with_backoff(plane: Plane, gpus: int, kills: bool) -> None:
     switch = await up(plane, gpus)

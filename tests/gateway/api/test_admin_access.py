@@ -19,7 +19,7 @@ OPEN = ("/livez", "/readyz", "/metrics", "/docs", "/openapi.json")
 GUARDED = ("/admin/fleet", "/admin/tenants", "/admin/adapters", "/admin/capture", "/admin", "/other")
 
 
-async def scrape(*, openmetrics: bool) -> bytes:
+async def scrape(names: tuple[str, ...], *, openmetrics: bool) -> bytes:
     return b"# EOF\n" if openmetrics else b""
 
 

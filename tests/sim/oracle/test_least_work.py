@@ -43,7 +43,7 @@ def timing_of(document: Deployment) -> Timing:
     ("prompt", "answer", "shared"),
     [(50, 400, 0), (1500, 200, 0), (4000, 1, 0), (3500, 60, 8), (3000, 300, 4)],
 )
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_run_takes_at_least_the_least_work(
     profile: str, prompt: int, answer: int, shared: int, replicas: int
 ) -> None:

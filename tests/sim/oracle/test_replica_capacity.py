@@ -69,7 +69,7 @@ def test_requests_beyond_the_context_length_are_refused_without_a_run(runs: list
     assert not runs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_request_beyond_the_context_length_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_capacity, "REQUESTS", 500)
     usual = [Arrival(float(i), 200, 20) for i in range(500)]

@@ -51,6 +51,7 @@ def complete(site: Site, tokens: int) -> tuple[int, float]:
     return answer.status_code, time.monotonic()
 
 
+@pytest.mark.long
 def test_replicas_serve_until_the_longest_stream_of_a_switch_ends(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

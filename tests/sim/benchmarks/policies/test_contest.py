@@ -131,7 +131,7 @@ def test_policies_are_compared_at_what_a_plan_attains_where_none_meets_the_slo(t
     assert (table.oracles[0].lower_gpu_hours, table.standings[0].lower_ratio) == (None, None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trials_have_the_same_result_in_another_process(tmp_path: Path) -> None:
     setup = setup_of(trace(tmp_path, each_s=0.5), TraceHalf.TUNE)
     size = size_of(setup, 30.0)
