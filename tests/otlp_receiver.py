@@ -18,11 +18,11 @@ class ReceivedSpan(msgspec.Struct, frozen=True):
 
     service: str
     name: str
+    begin: float
+    end: float
     trace_id: str
     span_id: str
     parent_id: str
-    begin: float
-    end: float
     attributes: dict[str, Any]
     events: dict[str, float]
     status: int

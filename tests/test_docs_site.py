@@ -25,22 +25,24 @@ def page(uri: str) -> Any:
     return SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
 
 
-@pytest.mark.parametrize(
-    ("uri", "link", "expected"),
-    [
-        ("index.md", "docs/scaling.md#which-policy", "scaling.md#which-policy"),
-        ("index.md", "docs/adr", "adr/index.md"),
-        ("index.md", "CONTRIBUTING.md", "repository/CONTRIBUTING.md"),
-        ("page.md", "page/now.png", "page/now.png"),
-        ("scaling.md", "examples/custom_policy.py", "examples/custom_policy.py.md"),
-        ("modes.md", "../deployments/crossover.yaml", "repository/deployments/crossover.yaml.md"),
-        ("adr/0014-simulator-runs-production-code.md", "../simulation.md", "../simulation.md"),
-        ("repository/deployments/observability/README.md", "../../docs/metrics.md", "../../../metrics.md"),
-        ("repository/deployments/index.md", "workloads", "workloads/index.md"),
-        ("index.md", "https://example.org/x.md", "https://example.org/x.md"),
-    ],
-)
-def test_a_link_leads_to_the_page_of_its_file(hooks: ModuleType, uri: str, link: str, expected: str) -> None:
+# The page, a link of it in the repository, and the link on the site.
+LINKS = """
+index.md docs/scaling.md#which-policy scaling.md#which-policy
+index.md docs/adr adr/index.md
+index.md CONTRIBUTING.md repository/CONTRIBUTING.md
+page.md page/now.png page/now.png
+scaling.md examples/custom_policy.py examples/custom_policy.py.md
+modes.md ../deployments/crossover.yaml repository/deployments/crossover.yaml.md
+adr/0014-simulator-runs-production-code.md ../simulation.md ../simulation.md
+repository/deployments/observability/README.md ../../docs/metrics.md ../../../metrics.md
+repository/deployments/index.md workloads workloads/index.md
+index.md https://example.org/x.md https://example.org/x.md
+"""
+
+
+@pytest.mark.parametrize("case", LINKS.strip().splitlines())
+def test_a_link_leads_to_the_page_of_its_file(hooks: ModuleType, case: str) -> None:
+    uri, link, expected = case.split()
     text = hooks.on_page_markdown(f"[a]({link}), `[b]({link})`", page=page(uri), config=None, files=None)
     assert text == f"[a]({expected}), `[b]({link})`"
 

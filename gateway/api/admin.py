@@ -120,8 +120,7 @@ async def remove(services: GatewayServices, model: str, name: str) -> JsonRespon
 )
 async def split(services: GatewayServices, model: str, name: str, request: Request) -> JsonResponse:
     """The body maps versions (``v1``) to weights."""
-    path = adapter_path(model, name, "split")
-    return JsonResponse(await services.controller.ask("POST", path, await request.body()))
+    return await _change(services, request, adapter_path(model, name, "split"))
 
 
 @router.post(
@@ -130,7 +129,11 @@ async def split(services: GatewayServices, model: str, name: str, request: Reque
 )
 async def rollback(services: GatewayServices, model: str, name: str, request: Request) -> JsonResponse:
     """The alias after the rollback; an optional body names one version, ``{"to": "v1"}``."""
-    path = adapter_path(model, name, "rollback")
+    return await _change(services, request, adapter_path(model, name, "rollback"))
+
+
+async def _change(services: GatewayServices, request: Request, path: str) -> JsonResponse:
+    """The controller's answer to the body of ``request``."""
     return JsonResponse(await services.controller.ask("POST", path, await request.body()))
 
 

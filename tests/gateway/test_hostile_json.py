@@ -97,7 +97,7 @@ BODIES: dict[str, tuple[str, int, Made]] = {
     "long name": (CHAT, 200, Made(b'{"model":"alpha","', b"a", b'":1}')),
     "long escaped name": (CHAT, 200, Made(b'{"model":"alpha","', rb"\u0061", b'":1}')),
     "long model": (CHAT, 400, Made(b'{"model":"', b"a", b'"}')),
-    "long n": (CHAT, 400, member("n", b"", b"1", b"")),
+    "long n": (CHAT, 400, Made(b'{"model":"alpha","n":', b"1", b"}")),
     "list for n": (CHAT, 400, member("n", b"[1", b",1", b"]")),
     "stops": (TEXT, 400, member("stop", b'[""', b',""', b"]")),
     "long stop": (TEXT, 400, member("stop", b'"', b"a", b'"')),

@@ -71,12 +71,11 @@ class Attempt:
         quote: CostEstimate | None = None,
         decision: Decision | None = None,
     ) -> None:
-        self.asked_at = asked_at
-        self.granted_at = granted_at
         self.replica = replica
         self.expected_wait_s = expected_wait_s
         self.quote = quote
         self.decision = decision
+        self.asked_at, self.granted_at = asked_at, granted_at
         self.sent_at = self.ended_at = 0.0
         self.first_at: float | None = None
         self.outcome = ""

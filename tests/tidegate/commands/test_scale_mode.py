@@ -13,16 +13,9 @@ from click.testing import CliRunner, Result
 
 from policy.scaling.decision_types import Override
 from serve.controller_api_schema import ModelStatus
+from tests.tidegate.commands.fleet_status import model_status
 from tidegate.cli import group
 from tidegate.commands.fleet import manual_overrides
-
-
-def status(**over: Any) -> ModelStatus:
-    fields: dict[str, Any] = {
-        "name": "sim", "engine": "sim", "mode": "multi-replica", "shape": "small", "generation": 1,
-        "target": 1, "ready": 1, "phase": "steady",
-    }  # fmt: skip
-    return ModelStatus(**fields | over)
 
 
 class Controller:
@@ -30,21 +23,23 @@ class Controller:
 
     def __init__(self, result: ModelStatus | None = None) -> None:
         self.requests: list[tuple[Any, ...]] = []
-        self._now = status()
+        self._now = model_status()
         self._result = result
 
     def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
         self.requests.append((model, replicas, for_s))
-        self._now = status(target=replicas or 1, phase="starting")
+        self._now = model_status(target=replicas or 1, phase="starting")
         return self._now
 
     def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
         self.requests.append((model, mode, for_s))
-        self._now = status(mode=mode or "multi-replica", phase="switching")
+        self._now = model_status(mode=mode or "multi-replica", phase="switching")
         return self._now
 
     def status(self) -> SimpleNamespace:
-        now = self._result or status(mode=self._now.mode, target=self._now.target, ready=self._now.target)
+        now = self._result or model_status(
+            mode=self._now.mode, target=self._now.target, ready=self._now.target
+        )
         return SimpleNamespace(models=[now])
 
 
@@ -95,7 +90,7 @@ def test_remaining_overrides_are_shown(
     run: Run, monkeypatch: pytest.MonkeyPatch, command: str, other: str
 ) -> None:
     controller = Controller()
-    remaining = status(override=Override(mode="multi-replica", count=1))
+    remaining = model_status(override=Override(mode="multi-replica", count=1))
     monkeypatch.setattr(controller, command, lambda *wanted: remaining)
     shown = run(controller, command, "sim", "auto").output
     assert f"Another manual override remains; end it with `tidegate {other} sim auto`." in shown
@@ -109,7 +104,7 @@ def test_wait_returns_the_reached_status(run: Run) -> None:
 
 
 def test_a_change_that_was_rolled_back_fails(run: Run) -> None:
-    back = status(note="rolled back from single-large x 1: out of memory")
+    back = model_status(note="rolled back from single-large x 1: out of memory")
     result = run(Controller(back), "mode", "sim", "single-large", "--wait")
     assert result.exit_code == 1
     assert "did not reach single-large x 1" in result.stderr

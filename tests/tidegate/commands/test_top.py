@@ -19,6 +19,7 @@ from policy.wire.reports import GpuReport
 from serve.autoscaler.decision_history import ModelHistory
 from serve.controller_api_schema import LoggedDecision, ModelStatus
 from store.state_dir import StateDir
+from tests.tidegate.commands.fleet_status import model_status
 from tests.tidegate.conftest import Site, until
 from tests.tidegate.decisions import DEMAND, SIGNALS, decision, situation, unchanged
 from tidegate.cli import group
@@ -36,11 +37,7 @@ SUPERVISOR = SupervisorStatus(
 
 
 def model(**over: Any) -> ModelStatus:
-    fields: dict[str, Any] = {
-        "name": "sim", "engine": "sim", "mode": "multi-replica", "shape": "small", "generation": 1,
-        "target": 4, "ready": 2, "phase": "starting",
-    }  # fmt: skip
-    return ModelStatus(**fields | over)
+    return model_status(**{"target": 4, "ready": 2, "phase": "starting"} | over)
 
 
 def replica(name: str, **over: Any) -> Replica:
