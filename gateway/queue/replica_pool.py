@@ -42,9 +42,6 @@ class ModelPool:
     def __post_init__(self) -> None:
         self._key = hash_name(f"waits for {self.served.name}")
         self._keys = [hash_name(f"waits for {self.served.name}, {rank}") for rank in range(RANKS)]
-        for key in (self._key, *self._keys):  # other workers look for new keys at each beat
-            self.shared.begin(key, 0)
-            self.shared.end(key)
         self._left = LeftSlots()
         self._handles: dict[str, ReplicaHandle] = {}
         self._begun_by_others = -1
@@ -78,6 +75,7 @@ class ModelPool:
         return Bounds(limits.max_queue, size)
 
     def candidates(self) -> list[Candidate]:
+        self.shared.refresh()
         alone = self.shared.alone
         now = monotonic() if alone else math.inf
         found = []
@@ -108,7 +106,17 @@ class ModelPool:
         return not adapter or self.replica(candidate).adapters.serves(adapter)
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
-        return self.routers.choose(request, candidates, at)
+        quote = self.routers.choose(request, candidates, at)
+        while quote is not None and not self._has_room_still(quote.candidate):
+            quote = self.routers.choose(request, candidates, at)
+        return quote
+
+    def _has_room_still(self, candidate: Candidate) -> bool:
+        """Whether no other worker took its last slot meanwhile: a choice takes long enough for that."""
+        if self.shared.alone:
+            return True
+        self.shared.refresh()
+        return has_room(self.replica(candidate).look())
 
     def loss_s(self, request: Request, candidate: Candidate, replicas: int, at: float) -> float:
         return self.routers.loss_s(request, candidate, replicas, at)

@@ -1,7 +1,8 @@
 """Counts that the gateway workers of one host share: a mapped file with a row for each.
 
 A row has one writer and only whole aligned words are written, so there is no lock. Two counts of one replica
-may be read at two moments, which the next read corrects; published prefixes carry a check word.
+may be read at two moments, which the next read corrects; published prefixes carry a check word. One word has
+many writers: it differs after each new key of a replica or model, for others to look for it at once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ RING_ENTRIES = 4096
 _MASK = (1 << 64) - 1
 # Words of a row's header; a header is a cache line, and all headers lie together before all tables.
 _LAYOUT, _PID, _INCARNATION, _BEAT, _CLAIMS, _SEQUENCE, _CONNECTIONS = range(7)
+# In the first header only: the row with the last new key of a replica or model, and how many it has.
+_LAST_CLAIM = 7
 _HEADER = 8
 _ENTRY = struct.Struct("4Q")
 _ENTRY_WORDS = 4
@@ -123,6 +126,12 @@ class SharedCounts:
     def beat(self) -> None:
         """Report that this worker lives, and look which others do; every :data:`BEAT_EVERY_S`."""
 
+    def refresh(self) -> None:
+        """Find replicas and models that others count for the first time, which else the next beat does.
+
+        Before it, a worker that chooses a replica would see neither their requests there nor those that wait.
+        """
+
     def close(self) -> None:
         """Leave: the others count nothing of this worker any more."""
 
@@ -156,6 +165,7 @@ class SharedRows(SharedCounts):
         self._tenants: dict[int, int] = {}
         self._peers: tuple[tuple[int, int, int], ...] = ()
         self.alone = True
+        self._last_claim = 0
         self._rings: list[int] = []
         self._accepting: list[int] = []
         self._read_upto: list[int] = []
@@ -247,9 +257,17 @@ class SharedRows(SharedCounts):
         return self._sums(_ACCOUNTS, self._account_places, tenant_key)
 
     def beat(self) -> None:
-        now = int(self._clock() * 1e9)
-        self._words[self._head + _BEAT] = now
-        peers = tuple(self._look(now))
+        self._words[self._head + _BEAT] = int(self._clock() * 1e9)
+        self._follow()
+
+    def refresh(self) -> None:
+        if self._words[_LAST_CLAIM] != self._last_claim:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Look which other workers live, and forget where they count what if their keys changed."""
+        self._last_claim = self._words[_LAST_CLAIM]
+        peers = tuple(self._look(int(self._clock() * 1e9)))
         if peers != self._peers:
             self._read_of.update(zip(self._rings, self._read_upto, strict=True))
             self._peers = peers
@@ -346,6 +364,8 @@ class SharedRows(SharedCounts):
                 counts[at + i] = 0
             words[at] = key
             words[self._head + _CLAIMS] += 1
+            if table is _LINKS:  # of tenants the others may hear later
+                words[_LAST_CLAIM] = self.row << 32 | words[self._head + _CLAIMS]
         # A key that was left out once stays so: its end must not be counted where its begin was not.
         if at > 0 or len(known) < 2 * table.slots:
             known[key] = at

@@ -125,12 +125,11 @@ class _Window:
                 most, dearest = seconds, turn
         if dearest is None or self._slots.choose(dearest.request) is not candidate:
             return None
+        if not self._may_pass(dearest, [first, *self._turns], candidate):
+            return None
+        self._turns.remove(dearest)
         self._turns.insert(0, first)
-        if self._may_pass(dearest, candidate):
-            self._turns.remove(dearest)
-            return dearest.request
-        del self._turns[0]
-        return None
+        return dearest.request
 
     def companions(self, first: Request, candidate: Candidate) -> Iterator[Request]:
         """The companions of ``first``, as long as the router sends them to ``candidate``."""
@@ -146,14 +145,14 @@ class _Window:
         for _, _, turn in sorted(ranked):
             if self._slots.choose(turn.request) is not candidate:
                 return
-            if self._may_pass(turn, candidate):
+            if self._may_pass(turn, self._turns, candidate):
                 self._turns.remove(turn)
                 yield turn.request
 
-    def _may_pass(self, turn: QueueOrder, candidate: Candidate) -> bool:
-        """Whether the turn may be taken there before the earlier ones; they are then counted as passed."""
+    def _may_pass(self, turn: QueueOrder, turns: list[QueueOrder], candidate: Candidate) -> bool:
+        """Whether it may go there before those that precede it in ``turns``; they then count as passed."""
         passed: list[Request] = []
-        for other, tag in self._turns:
+        for other, tag in turns:
             if other is turn.request:
                 break
             if candidate in self._slots.usable(other):

@@ -43,6 +43,7 @@ class Queues:
         ttft_s: float | None = None,
         weight: Callable[[str], float] = lambda tenant: 1.0,
         shared: SharedCounts = LOCAL,
+        rng: random.Random | None = None,
     ) -> None:
         self._shared = shared
         self.metrics = Metrics()
@@ -53,7 +54,7 @@ class Queues:
         )
         self.admission = Admission(
             self.metrics,
-            ModelRouters(random.Random(1)),  # noqa: S311 - ties, not secrets
+            ModelRouters(rng or random.Random(1)),  # noqa: S311 - ties, not secrets
             lambda: deployment,
             weight=weight,
             shared=shared,
@@ -360,6 +361,25 @@ async def test_a_slot_that_is_left_is_taken_if_no_worker_uses_it(rows: tuple[Sha
     assert not waits.done()
     assert await waits is queues.alpha.handles[0]
     await leave(there)
+
+
+async def test_a_slot_that_another_worker_takes_during_a_choice_is_not_taken_twice(
+    rows: tuple[SharedRows, SharedRows],
+) -> None:
+    class Meanwhile(random.Random):
+        def random(self) -> float:
+            if not taken:
+                taken.append(others.arrive(others.alpha))
+                taken[0].enter(0.0)
+            return super().random()
+
+    taken: list[Ticket] = []
+    queues, others = Queues(shared=rows[0], rng=Meanwhile()), Queues(shared=rows[1])
+    asked = await queues.ask(queues.arrive(queues.alpha))
+    assert taken[0].replica is others.alpha.handles[0]
+    assert not asked.done()
+    end(taken[0])
+    assert await asked is queues.alpha.handles[0]
 
 
 def test_deadlines_below_the_timers_resolution_are_met() -> None:

@@ -83,10 +83,6 @@ def serve(path: Path, arrivals: Iterable[Arrival], slots: int, workers: int = 1)
                 served.append(Served(arrival, asked, began, loop.time()))
 
             beating = asyncio.create_task(beat())
-            for queue in queues:  # the workers hear of each other's counts at the next beat
-                for ticket in [await queue.fill(queue.alpha) for _ in range(2)]:
-                    end(ticket)
-            await asyncio.sleep(2 * BEAT_EVERY_S)
             await asyncio.gather(*map(ask, arrivals))
             beating.cancel()
 
@@ -117,6 +113,7 @@ def idle_s(served: list[Served], slots: int) -> float:
     for at, what in sorted(changes):
         if what == "x begins":
             free, waiting = free - 1, waiting - 1
+            assert free >= 0, "more run than there are slots"
             longest = max(longest, at - wanted.popleft())
         elif what == "ends":
             free += 1

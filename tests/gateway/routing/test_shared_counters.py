@@ -91,6 +91,15 @@ def test_a_worker_without_a_heartbeat_is_not_counted_until_the_next(worker: Work
     assert me.others(REPLICA) == (1, 10, 1)
 
 
+def test_a_replica_that_another_worker_uses_first_is_found_between_heartbeats(worker: Worker) -> None:
+    me, other = worker(0), worker(1)
+    me.beat()
+    assert me.others(REPLICA) == (0, 0, 0)
+    other.begin(REPLICA, 10)
+    me.refresh()
+    assert me.others(REPLICA) == (1, 10, 1)
+
+
 def test_a_heartbeat_from_before_boot_is_ignored(worker: Worker, clock: Clock) -> None:
     me, other = worker(0), worker(1)
     other.begin(REPLICA, 10)
