@@ -7,42 +7,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import os
-import sys
 from pathlib import Path
 
 import uvloop
 
+from gateway.process_memory import keep_freed_memory
 from store import mypyc_cache
 from store.os_process import allow_connections
 from store.state_dir import StateDir
 
-# glibc's names for what mallopt sets.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-
-# Larger blocks are mapped, as those of gateway.protocol.byte_accumulator: the heap gives memory back in one
-# step, which takes 70 ms where many were freed.
-LARGEST_ON_HEAP = 1024 * 1024 - 1
-
-KEPT_BYTES = 64 * 1024 * 1024
-
 # Objects made and not freed until the collector looks for cycles among them.
 YOUNGEST = 10_000
-
-
-def keep_freed_memory() -> None:
-    """Allocate bodies from the heap, and give it back only beyond :data:`KEPT_BYTES`; glibc only.
-
-    By default glibc maps blocks of 128 KiB anew: to copy 240 KB takes 430 us for page faults, not 25.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, LARGEST_ON_HEAP)
-        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def collect_seldom() -> None:

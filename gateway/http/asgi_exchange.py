@@ -59,8 +59,9 @@ SENT: Awaitable[None] = _Sent()
 
 
 class Exchange:
-    """A complete request. ``disconnected``: the client left before the response was complete.
+    """A complete request, with a body of ``size`` bytes.
 
+    ``disconnected``: the client left before the response was complete.
     ``keep`` is whether the connection stays open for another request. ``begun`` is set when its ``task``
     runs, ``started`` and ``done`` when the first and the last byte of the response are written.
     """
@@ -70,6 +71,7 @@ class Exchange:
     ) -> None:
         self._connection = connection
         self._body: bytes | None = body
+        self.size = len(body)
         self._http_1_1 = http_1_1
         self._headless = headless
         self._head: Message | None = None

@@ -1,9 +1,10 @@
-"""How much of what clients and replicas send is taken in one turn of the event loop.
+"""How much of what clients and replicas send is taken in one turn of the event loop, and what begins in it.
 
 libuv reads from all connections that have data in one turn, up to 32 times each: hundreds of large uploads
 or answers that come together would stop everything else for a quarter of a second. Here all reads of a turn
 share a few milliseconds. A connection that has more to read waits for its next turn, and what is read when
-the time is spent is processed in later ones, in order.
+the time is spent is processed in later ones: the oldest and the newest in turns, so that who comes after a
+crowd does not wait for all of it. The requests that begin in a turn share such a time too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
+from typing import Any
 from weakref import WeakKeyDictionary
 
 # The time of a turn in which what was read is processed, half of it for what waits from earlier turns.
@@ -24,6 +26,12 @@ CHUNKED_BYTES = 16 * 1024
 LATE_BYTES = 4 * 1024
 # Connections that read again in one turn.
 MOST_RESUMED = 8
+# The time of a turn in which requests begin: until they are sent to a replica, or wait for one. A part of it
+# is for new requests that are not large, so that they need not wait for others; a large one takes 2 ms.
+STARTS_S, SMALL_STARTS_S = 0.005, 0.003
+SMALL_BYTES = 32 * 1024
+# Requests that waited and may begin in one turn, if there is time: a small one begins in 0.1 ms.
+MOST_STARTED = 32
 
 
 class ReadTurns:
@@ -77,8 +85,8 @@ class ReadTurns:
             return
         self._begin()
         half = self._until - TURN_S / 2
-        for _ in range(len(self._unprocessed)):
-            self._unprocessed.popleft().proceed()
+        for number in range(len(self._unprocessed)):
+            (self._unprocessed.pop() if number % 2 else self._unprocessed.popleft()).proceed()
             if self._clock() >= half:
                 break
         for _ in range(min(MOST_RESUMED, len(self._resting))):
@@ -167,6 +175,69 @@ class PacedReader:
         self._is_resting = True
         if not self._is_paused and not self._transport.is_closing():
             self._transport.pause_reading()
+
+
+class RequestStarts:
+    """The starts of requests on one event loop: those of a turn share :data:`STARTS_S`, the others wait.
+
+    Of these the oldest and the newest begin in turns, so that who comes after a crowd does not wait for all
+    of it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._has_begun = False
+        self._until = 0.0
+        self._waiting: deque[asyncio.Future[deque[Any]]] = deque()
+        self._let_on = False
+        # Those that were let on and for which there was no time.
+        self._oldest: deque[asyncio.Future[deque[Any]]] = deque()
+        self._newest: deque[asyncio.Future[deque[Any]]] = deque()
+
+    def may_begin(self, size: int) -> bool:
+        """Whether a new request of ``size`` bytes may begin now; otherwise it must :meth:`wait`."""
+        return self._has_time(0.0 if size <= SMALL_BYTES else SMALL_STARTS_S)
+
+    async def wait(self) -> None:
+        """Return when the request may begin."""
+        loop = asyncio.get_running_loop()
+        queue = self._waiting
+        while True:
+            turn: asyncio.Future[deque[Any]] = loop.create_future()
+            queue.append(turn)
+            queue = await turn
+            if self._has_time(SMALL_STARTS_S):
+                return
+
+    def _has_time(self, kept_s: float) -> bool:
+        """Whether a request may begin in this turn: the first may."""
+        if not self._until:
+            self._until = self._clock() + STARTS_S
+            if not self._has_begun:
+                self._has_begun = True
+                asyncio.get_running_loop().call_soon(self._end)
+            return True
+        return self._clock() < self._until - kept_s
+
+    def _end(self) -> None:
+        """Runs before the starts of the next turn, and lets some on for the turn after it."""
+        self._until = 0.0
+        waiting, let_on = self._waiting, self._let_on
+        self._has_begun = let_on or bool(waiting or self._oldest or self._newest)
+        if not self._has_begun:
+            return
+        asyncio.get_running_loop().call_soon(self._end)
+        self._let_on = not let_on
+        if let_on:  # they begin in this turn
+            return
+        waiting.extendleft(reversed(self._oldest))
+        waiting.extend(reversed(self._newest))
+        self._oldest.clear()
+        self._newest.clear()
+        for number in range(min(MOST_STARTED, len(waiting))):
+            turn, queue = (waiting.pop(), self._newest) if number % 2 else (waiting.popleft(), self._oldest)
+            if not turn.done():  # its client has not left
+                turn.set_result(queue)
 
 
 _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, ReadTurns] = WeakKeyDictionary()

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Scope
 from gateway.http.acceptor import Acceptor, Peers
 from gateway.http.asgi_exchange import Exchange
 from gateway.http.connection import ServerConnection
+from gateway.http.read_turns import RequestStarts
 from gateway.http.upload_budget import UploadBudget
 from gateway.protocol.errors import Refused
 
@@ -82,6 +83,7 @@ class Server:
         self._connections: set[ServerConnection] = set()
         self._rejected: set[ServerConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._starts = RequestStarts()
         self._sweep_every_s = min(SWEEP_EVERY_S, min(times) / 4)
         self._listening: Acceptor | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -155,6 +157,8 @@ class Server:
     async def _run(self, scope: Scope, exchange: Exchange) -> None:
         exchange.begun = True
         try:
+            if not self._starts.may_begin(exchange.size):
+                await self._starts.wait()
             await self._app(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
             pass  # the client disconnected, or the drain timed out

@@ -9,7 +9,19 @@ from typing import cast
 import pytest
 
 from gateway.http import read_turns as module
-from gateway.http.read_turns import LATE_BYTES, MOST_RESUMED, READ_BYTES, TURN_S, PacedReader, ReadTurns
+from gateway.http.read_turns import (
+    LATE_BYTES,
+    MOST_RESUMED,
+    MOST_STARTED,
+    READ_BYTES,
+    SMALL_BYTES,
+    SMALL_STARTS_S,
+    STARTS_S,
+    TURN_S,
+    PacedReader,
+    ReadTurns,
+    RequestStarts,
+)
 
 COST_S = TURN_S / 5
 
@@ -73,11 +85,13 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(monkeypatch)
 
 
-async def test_hundreds_that_have_data_at_once_are_served_in_many_turns_in_order(site: Site) -> None:
+async def test_hundreds_that_have_data_at_once_are_served_in_many_turns(site: Site) -> None:
     wires = [Wire(site, 100) for _ in range(300)]
     longest_s = max([await site.turn(wires) for _ in range(200)])
     assert longest_s <= 1.5 * TURN_S + 2 * COST_S
-    assert site.order == wires
+    # Of those that wait, the oldest and the newest in turns.
+    assert site.order[:3] == wires[:3] and set(site.order) == {*wires}
+    assert wires[-1] in site.order[:9] and site.order.index(wires[60]) < 180
     assert all(wire.got == [100] and wire.reading for wire in wires)
 
 
@@ -131,3 +145,60 @@ async def test_an_error_of_one_connection_ends_that_one_only(site: Site) -> None
         await site.turn(wires)
     assert [type(error) for error in raised] == [ZeroDivisionError]
     assert broken.aborted and after.got == [30]
+
+
+class Starts:
+    """Requests of a turn's time each, by ``costs``, as :class:`gateway.http.server.Server` begins them."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+        self.turns = RequestStarts(lambda: self.now)
+        self.order: list[int] = []
+
+    async def begin(self, number: int, cost_s: float, size: int = 100) -> None:
+        if not self.turns.may_begin(size):
+            await self.turns.wait()
+        self.now += cost_s
+        self.order.append(number)
+
+
+@pytest.mark.parametrize("part", [2, 20, 400])
+async def test_hundreds_of_requests_that_come_at_once_begin_in_many_turns(part: int) -> None:
+    starts, cost_s, count = Starts(), STARTS_S / part, 300
+    tasks = [asyncio.create_task(starts.begin(number, cost_s)) for number in range(count)]
+    turns = 0
+    while len(starts.order) < len(tasks):
+        before = starts.now
+        await asyncio.sleep(0)
+        turns += 1
+        assert starts.now - before < STARTS_S + 2 * cost_s
+        if (
+            turns % 2
+        ):  # new ones, which do not wait for the crowd, and of which the crowd does not wait for all
+            tasks.append(asyncio.create_task(starts.begin(len(tasks), cost_s)))
+    assert starts.order[:2] == [0, 1]  # at once
+    assert sorted(starts.order) == [*range(len(tasks))]
+    assert turns < 2 * (len(tasks) * cost_s / (STARTS_S - SMALL_STARTS_S) + len(tasks) / MOST_STARTED) + 10
+    if part < 400:
+        assert starts.order.index(count) < 2 * part + MOST_STARTED
+
+
+async def test_a_request_that_is_cancelled_while_it_waits_keeps_no_place() -> None:
+    starts = Starts()
+    tasks = [asyncio.create_task(starts.begin(number, STARTS_S)) for number in range(100)]
+    await asyncio.sleep(0)
+    for task in tasks[1:99]:
+        task.cancel()
+    for _ in range(12):
+        await asyncio.sleep(0)
+    assert starts.order == [0, 99]
+
+
+async def test_a_small_request_begins_at_once_among_large_ones() -> None:
+    starts = Starts()
+    large = [asyncio.create_task(starts.begin(0, SMALL_STARTS_S / 2, SMALL_BYTES + 1)) for _ in range(100)]
+    while len(starts.order) < len(large):
+        small = asyncio.create_task(starts.begin(1, 0.0))
+        await asyncio.sleep(0)
+        assert small.done()
+        starts.order.remove(1)

@@ -13,6 +13,7 @@ import re
 import resource
 import socket
 import tracemalloc
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -31,7 +32,7 @@ from gateway.http.connection import (
     MAX_PIECE,
     ServerConnection,
 )
-from gateway.http.read_turns import read_turns
+from gateway.http.read_turns import STARTS_S, RequestStarts, read_turns
 from gateway.http.server import (
     SWEPT_AT_ONCE,
     Server,
@@ -430,6 +431,34 @@ async def test_of_long_heads_little_is_kept(port: Port, data: bytes) -> None:
     finally:
         tracemalloc.stop()
     assert kept < 200_000
+
+
+@on_uvloop
+async def test_requests_of_many_clients_that_come_at_once_begin_in_many_turns(port: Port) -> None:
+    turn, now = 0, 1.0
+    began: Counter[int] = Counter()
+
+    def count() -> None:
+        nonlocal turn
+        turn += 1
+        asyncio.get_running_loop().call_soon(count)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal now
+        now += STARTS_S / 4
+        began[turn] += 1
+        await echo(scope, receive, send)
+
+    port.app = app
+    clients = [await port.open() for _ in range(60)]
+    port.server._starts = RequestStarts(lambda: now)
+    count()
+    for _, writer in clients:
+        writer.write(post(b"x", CLOSE))
+    for reader, _ in clients:
+        assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 200")
+    assert began.total() == len(clients)
+    assert max(began.values()) <= 5
 
 
 @on_uvloop
