@@ -6,17 +6,16 @@ Prometheus' shared metric files have none, so each worker writes its own to a fi
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
+from gateway.telemetry.traces.request_trace import read_traceparent
+
 WRITE_EVERY_S = 5.0
 # OpenMetrics allows 128 characters for names and values of an exemplar's labels.
 MAX_ID = 112
-_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*", re.DOTALL)
-
 
 # An observation of one request: its value, when it ended (of ``time.monotonic``), the request's id, and the
 # client's header `traceparent`. A plain tuple, which is made on the request path.
@@ -44,9 +43,8 @@ def shown(metric: str, model: str, bucket: int, example: Example, epoch: float) 
     """The exemplar of ``example``; ``epoch`` is the Unix time at 0 of its clock."""
     value, at, request_id, traceparent = example
     label, name = "request_id", request_id.decode("ascii", "replace")
-    trace = _TRACEPARENT.fullmatch(traceparent or b"")
-    if trace is not None and trace[1].strip(b"0"):
-        label, name = "trace_id", trace[1].decode()
+    if (parent := read_traceparent(traceparent)) is not None:
+        label, name = "trace_id", parent.trace_id.decode()
     if len(name) > MAX_ID:
         return None
     return Exemplar(metric, model, bucket, label, name, value, round(at + epoch, 3))

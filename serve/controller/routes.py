@@ -39,7 +39,8 @@ from serve.adapters import api
 from serve.async_waiting import run_in_thread
 from serve.autoscaler.decision_history import DAY_S
 from serve.controller.controller import Controller
-from serve.http import error_answer, json_answer, refusing
+from serve.controller_api_schema import ModelStatus
+from serve.http import Handler, error_answer, json_answer, refusing
 
 MAX_DECISIONS = 1000
 
@@ -114,22 +115,16 @@ def build_app(controller: Controller, secret: str) -> Starlette:
         asked = msgspec.convert(dict(request.query_params), StepsQuery)
         return StreamingResponse(_lines(controller.steps(asked.model)), media_type="application/x-ndjson")
 
-    async def scale(request: Request) -> Response:
-        wanted = msgspec.json.decode(await request.body(), type=ScaleRequest)
-        await controller.wait_until_restored()
+    def scale(wanted: ScaleRequest) -> ModelStatus:
         count = None if wanted.replicas == "auto" else wanted.replicas
-        return json_answer(controller.scale(wanted.model, count, wanted.for_s))
+        return controller.scale(wanted.model, count, wanted.for_s)
 
-    async def mode(request: Request) -> Response:
-        wanted = msgspec.json.decode(await request.body(), type=ModeRequest)
-        await controller.wait_until_restored()
-        name = None if wanted.mode == "auto" else wanted.mode
-        return json_answer(controller.mode(wanted.model, name, wanted.for_s))
+    def mode(wanted: ModeRequest) -> ModelStatus:
+        return controller.mode(wanted.model, None if wanted.mode == "auto" else wanted.mode, wanted.for_s)
 
     async def apply(request: Request) -> Response:
         document = msgspec.json.decode(await request.body(), type=dict[str, object])
         policies = await run_in_thread(lambda: controller.prepare(document), "apply")
-        await controller.wait_until_restored()
         await controller.check_placeable(document)
         return json_answer(controller.apply(document, policies))
 
@@ -155,6 +150,15 @@ def build_app(controller: Controller, secret: str) -> Starlette:
         )
         return Response(found, media_type="application/json")
 
+    def restored(path: str, handler: Handler) -> Route:
+        """A change, for which the controller must know its models."""
+
+        async def endpoint(request: Request) -> Response:
+            await controller.wait_until_restored()
+            return await handler(request)
+
+        return Route(path, refusing(endpoint), methods=["POST"])
+
     return Starlette(
         routes=[
             _get("/livez", lambda: OK),
@@ -169,9 +173,9 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             Route(STEPS, refusing(steps)),
             _post(REPLICAS, Heartbeat, controller.beat),
             _post(SIGNALS, GatewayReport, controller.signals),
-            Route(SCALE, refusing(scale), methods=["POST"]),
-            Route(MODE, refusing(mode), methods=["POST"]),
-            Route("/apply", refusing(apply), methods=["POST"]),
+            restored(SCALE, _decoded(ScaleRequest, scale)),
+            restored(MODE, _decoded(ModeRequest, mode)),
+            restored("/apply", apply),
             *api.routes(controller.adapters),
         ],
         middleware=[Middleware(_Secret, secret=secret)],
@@ -186,10 +190,14 @@ def _get(path: str, answer: Callable[[], object]) -> Route:
 
 
 def _post(path: str, kind: type[T], answer: Callable[[T], object]) -> Route:
+    return Route(path, refusing(_decoded(kind, answer)), methods=["POST"])
+
+
+def _decoded(kind: type[T], answer: Callable[[T], object]) -> Handler:
     async def endpoint(request: Request) -> Response:
         return json_answer(answer(msgspec.json.decode(await request.body(), type=kind)))
 
-    return Route(path, refusing(endpoint), methods=["POST"])
+    return endpoint
 
 
 def _json_list(values: Iterable[object]) -> bytes:

@@ -27,11 +27,11 @@ from policy.wire.headers import (
 )
 from policy.wire.load_stream import COALESCE_S, PROFILE, LoadLine
 from serve.async_waiting import wait_at_most
-from serve.engine import answers as responses
+from serve.engine import responses
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.answers import Answer, TimedAnswer
 from serve.engine.interface import ALLOWED, NAMED, Engine, Message, Receive, Scope, Send
 from serve.engine.kv_block_index import NamedPrompt
+from serve.engine.responses import Answer, TimedAnswer
 
 _CANARY, _SECRET = CANARY_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()

@@ -36,25 +36,26 @@ print(psutil.Process().memory_info().rss)
 """
 
 
+def printed(program: str) -> int:
+    """The number that a process of its own prints."""
+    return int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout)
+
+
 @pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's setting")
 def test_freed_memory_before_used_memory_is_given_back() -> None:
-    def resident(give_back: str) -> int:
-        ran = subprocess.run(
-            [sys.executable, "-c", KEPT.replace("RETURN", give_back)], check=True, capture_output=True
-        )
-        return int(ran.stdout)
-
-    assert resident("return_freed_memory()") < resident("") - 80_000_000
+    kept, returned = (
+        printed(KEPT.replace("RETURN", "")),
+        printed(KEPT.replace("RETURN", "return_freed_memory()")),
+    )
+    assert returned < kept - 80_000_000
 
 
 @pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's setting")
 def test_freed_memory_is_reused_for_bodies() -> None:
-    def touched(keep: str) -> int:
-        ran = subprocess.run(
-            [sys.executable, "-c", FAULTS.replace("KEEP", keep)], check=True, capture_output=True
-        )
-        return int(ran.stdout)
-
-    assert touched("keep_freed_memory()") < touched("") / 4
+    usual, touched = (
+        printed(FAULTS.replace("KEEP", "")),
+        printed(FAULTS.replace("KEEP", "keep_freed_memory()")),
+    )
+    assert touched < usual / 4

@@ -69,10 +69,12 @@ def policy_entries(
     entries: list[PolicyEntry] = []
     for name, choice, models in rows:
         if isinstance(choice, dict) and policies.count(name) > 1:
-            name += " " + msgspec.json.encode(next(iter(choice.values()))).decode()  # noqa: PLW2901
-        if any(name == entry.name for entry in entries):
-            raise ConfigError("--compare", name, "each policy once")
-        entries.append(_entry(name, msgspec.structs.replace(deployment, models=models), event))
+            label = f"{name} {msgspec.json.encode(next(iter(choice.values()))).decode()}"
+        else:
+            label = name
+        if any(label == entry.name for entry in entries):
+            raise ConfigError("--compare", label, "each policy once")
+        entries.append(_entry(label, msgspec.structs.replace(deployment, models=models), event))
     return entries
 
 
