@@ -10,7 +10,8 @@ from gateway.protocol.errors import Refused
 from gateway.protocol.usage import Usage
 from gateway.routing.shared_counters import SharedCounts
 from gateway.telemetry.tenant_metrics import TenantCounters, TenantMetrics
-from policy.config.deployment import Deployment, Tenant
+from policy.config.deployment import Deployment
+from policy.config.tenancy import Tenant
 from policy.errors import Refusal
 from policy.hashing import hash_name
 from policy.types import Priority

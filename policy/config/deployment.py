@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from policy.config.control import ControlConfig, Count, Positive, Seconds, Section
+from policy.config.tenancy import Tenant, TokenPrice
 from policy.config.tracing import Tracing
 from policy.errors import TargetError
 from policy.types import EngineKind, Priority, Runner
@@ -169,7 +170,7 @@ class ModelSpec(Section, frozen=True):
 
     ``profile`` is the initial engine model, until measurements replace it: a name, or the content of a
     calibration file (:mod:`policy.engine.performance_model_file`). When a budget is short, models with higher
-    ``priority`` are served first.
+    ``priority`` are served first. ``price`` is what tenants are charged for its tokens.
     """
 
     name: str
@@ -187,6 +188,7 @@ class ModelSpec(Section, frozen=True):
     profile: str | dict[str, Any] | None = None
     adapters: Adapters | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    price: TokenPrice | None = None
     control: ControlConfig = ControlConfig()
 
     @property
@@ -313,19 +315,6 @@ class GatewayConfig(Section, frozen=True):
     coalesce: Coalesce = Coalesce()
     eject: Eject = Eject()
     retry: Retry = Retry()
-
-
-class Tenant(Section, frozen=True):
-    """A client with its own API keys: ``keys_sha256`` are their SHA-256 digests in hex.
-
-    ``weight`` is its share when tenants compete; ``admin`` allows it to ask for the reasons of routing.
-    """
-
-    name: str
-    keys_sha256: Annotated[tuple[str, ...], Meta(min_length=1)]
-    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
-    priority: Priority = Priority.STANDARD
-    admin: bool = False
 
 
 class Price(Section, frozen=True):

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from policy.config.deployment import AdapterSource, Cluster, Deployment, ModelSpec, Tenant, Upstream
+from policy.config.deployment import AdapterSource, Cluster, Deployment, ModelSpec, Upstream
 from policy.config.engine_revision import changed_shapes, engine_inputs, used_shapes
 from policy.config.shapes_on_shared_gpus import gpu_group_of
+from policy.config.tenancy import Tenant
 from policy.engine.performance_model_file import describe
 
 

@@ -25,11 +25,11 @@ from policy.config.deployment import (
     Mode,
     ModelSpec,
     Shape,
-    Tenant,
     Upstream,
 )
 from policy.config.engine_arguments import expected_instead
 from policy.config.ports import check_ports, is_loopback
+from policy.config.tenancy import Tenant
 from policy.config.tracing import traced
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError

@@ -20,7 +20,8 @@ from gateway.protocol.paths import ROUTES, Route
 from gateway.routing.shared_counters import LOCAL
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
-from policy.config.deployment import Deployment, ModelSpec, Tenant
+from policy.config.deployment import Deployment, ModelSpec
+from policy.config.tenancy import Tenant
 from store.api_keys import digest_of
 
 KEY, ADMIN_KEY = "key-of-shop", "key-of-boss"

@@ -129,7 +129,6 @@ REFUSED_EXTERNAL: Rows = [
 ]  # fmt: skip
 REFUSED_TENANTS: Rows = [
     ("tenants[0].name", "a b", "matches"), ("tenants[1].name", "acme", "no other tenant"),
-    ("tenants[0].keys_sha256", [], "length >= 1"),
     ("tenants[0].keys_sha256", ["A" * 64], "64 hex digits", "[0]"),
     ("tenants[1].keys_sha256[1]", "a" * 64, "tenant 'acme' has it"),
     ("tenants[1].keys_sha256[1]", "b" * 64, "tenant 'bits' has it"), ("tenants[0].weight", 0, "> 0"),
