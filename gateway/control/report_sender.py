@@ -77,17 +77,18 @@ class Reporter:
         """Send the last report, and none after it."""
         await self._report(last=True)
 
-    def report(self, *, last: bool = False) -> GatewayReport:
+    async def report(self, *, last: bool = False) -> GatewayReport:
+        specs = [spec for spec in self.deployment().models if spec.engine is not EngineKind.EXTERNAL]
+        drains = {spec.name: await self.admission.drain_s(spec.name) for spec in specs}
+        running = self.running()
         self._number += 1
-        deployment, running = self.deployment(), self.running()
         return GatewayReport(
             worker=self._worker,
             number=self._number,
             since_s=self._clock() - self._began,
             models={
-                spec.name: self._model(spec.name, running.get(spec.name, (0, 0)))
-                for spec in deployment.models
-                if spec.engine is not EngineKind.EXTERNAL
+                spec.name: self._model(spec.name, running.get(spec.name, (0, 0)), drains[spec.name])
+                for spec in specs
             },
             last=last,
             detail=self._detail() if self._detailed else None,
@@ -108,7 +109,7 @@ class Reporter:
     async def _report(self, *, last: bool = False) -> None:
         if not self._left:
             self._left = last
-            answer = await self.send(msgspec.json.encode(self.report(last=last)))
+            answer = await self.send(msgspec.json.encode(await self.report(last=last)))
             with contextlib.suppress(msgspec.MsgspecError):
                 self._detailed = _ANSWER.decode(answer).wants_detail
 
@@ -121,14 +122,14 @@ class Reporter:
         self.admission.woken.clear()
         return True
 
-    def _model(self, name: str, running: tuple[int, int]) -> ModelReport:
+    def _model(self, name: str, running: tuple[int, int], drain_s: float) -> ModelReport:
         meter = self.metrics.model(name)
         return meter.totals.report(
             in_flight=meter.in_flight,
             queued=sum(meter.queue.depth.values()),
             oldest_s=self.admission.oldest_s(name),
             running=running,
-            drain_s=self.admission.drain_s(name),
+            drain_s=drain_s,
         )
 
 

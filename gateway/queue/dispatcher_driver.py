@@ -176,7 +176,8 @@ class ModelQueue:
 
     def _offer(self) -> None:
         self._offering = None
-        self.dispatcher.offer(self.clock())
+        if not self.dispatcher.offer(self.clock()):
+            self._offer_soon()
         self._publish()
 
     def _publish(self) -> None:
@@ -190,7 +191,8 @@ class ModelQueue:
         at = self.clock()
         self.dispatcher.expire(at + TIMER_TICK_S)
         self.dispatcher.queue.count_peers()
-        self.dispatcher.offer(at)
+        if not self.dispatcher.offer(at):
+            self._offer_soon()
         self._publish()
         self.arm()
 

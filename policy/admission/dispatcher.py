@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from typing import Generic, TypeVar
 
 from policy.admission.affinity_dispatch import FreeSlots, any_room, dispatch
@@ -28,6 +28,8 @@ from policy.types import Priority
 
 # While a request waits and a replica is ready, the passing of time alone may change what the router predicts.
 OFFER_EVERY_S = 0.02
+# Requests that are given slots in one offer: those of more begin in later turns of an event loop.
+MOST_GRANTED = 64
 # Priorities whose wait is bounded by the SLO; the others wait until their deadline.
 _BOUND_BY_SLO = frozenset({Priority.STANDARD, Priority.SHEDDABLE})
 
@@ -282,10 +284,13 @@ class Dispatcher(Generic[R]):
         """
         return self.pool.ready and not self.pool.closing and not self.pool.gives_way
 
-    def drain_s(self, at: float, before: float = math.inf) -> float:
-        """In how many seconds the last running request is expected to end, of those begun ``before``."""
+    def begun_before(self, at: float) -> list[Ticket[R]]:
+        """The tickets with a slot that was taken before ``at``."""
+        return [each for each in self.running if each.taken_at < at]
+
+    def drain_s(self, at: float, running: Iterable[Ticket[R]]) -> float:
+        """In how many seconds the last of the ``running`` requests is expected to end."""
         left = self.pool.remaining_s
-        running = [each for each in self.running if each.taken_at < before]
         ran = [(each.request, each.quote, at - each.taken_at) for each in running]
         return max([left(request, quote, ran_s) for request, quote, ran_s in ran if quote], default=0.0)
 
@@ -296,13 +301,13 @@ class Dispatcher(Generic[R]):
             return math.inf
         return min(deadline, at + OFFER_EVERY_S) if self.pool.ready else deadline
 
-    def offer(self, at: float) -> None:
-        """Give free slots to waiting requests."""
+    def offer(self, at: float) -> bool:
+        """Give free slots to at most :data:`MOST_GRANTED` waiting requests; returns whether none are left."""
         queue, pool, waiting = self.queue, self.pool, self.waiting
         queue.serve(at, ready=self.measurable)
         candidates = list(pool.candidates()) if waiting else []
         if not any_room(candidates):
-            return
+            return True
         closing = pool.closing
         serving: dict[tuple[str, frozenset[str]], list[Candidate]] = {}
 
@@ -333,6 +338,8 @@ class Dispatcher(Generic[R]):
             ticket = waiting[request.ticket]
             self.take_slot(ticket, at)
             picked.append(request.ticket)
+            if len(picked) == MOST_GRANTED:
+                break
             if ticket._probe:  # the replica takes no other until this one ends
                 assert ticket.quote is not None
                 candidates.remove(ticket.quote.candidate)
@@ -344,6 +351,7 @@ class Dispatcher(Generic[R]):
             self._resolved(ticket)
         if not picked:
             self.idle_since = at
+        return len(picked) < MOST_GRANTED
 
     def expire(self, at: float) -> None:
         """Reject the waiting requests whose deadline has passed."""

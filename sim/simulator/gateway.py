@@ -222,7 +222,7 @@ class SimulatedGateway:
             queued=self.queued,
             oldest_s=self.dispatcher.oldest_s(at),
             running=self._fleet.running_streams(),
-            drain_s=self.dispatcher.drain_s(at, self._fleet.closing_since),
+            drain_s=self.dispatcher.drain_s(at, self.dispatcher.begun_before(self._fleet.closing_since)),
         )
 
     def arrive(self, number: int, arrival: Arrival, at: float) -> None:
@@ -256,7 +256,8 @@ class SimulatedGateway:
     def offer(self, at: float) -> None:
         """Give free slots to waiting requests."""
         self._at = at
-        self.dispatcher.offer(at)
+        while not self.dispatcher.offer(at):
+            pass
 
     def expire(self, at: float) -> None:
         """Reject the requests whose deadline has passed."""

@@ -114,8 +114,8 @@ class Site:
     def instants(self) -> list[float]:
         return [at for at, _ in self.reports]
 
-    def report(self) -> ModelReport:
-        return self.reporter.report().models["m"]
+    async def report(self) -> ModelReport:
+        return (await self.reporter.report()).models["m"]
 
     async def close(self, *asked: asyncio.Task[Any]) -> None:
         for task in (*asked, self.running):
@@ -154,7 +154,7 @@ async def test_each_outcome_is_counted_once() -> None:
     ended(meter, outcome=Refusal.UPSTREAM_FAILED)
     for reason in (Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA):
         ended(meter, outcome=reason)
-    report = site.report()
+    report = await site.report()
     assert (report.arrived, report.ended, report.refused) == (11, 4, 4)
     assert (report.input_tokens, report.cached_tokens, report.output_tokens) == (207, 40, 23)
     assert (report.judged, report.met_ttft, report.met_itl, report.met_both) == (3, 2, 2, 1)
@@ -162,7 +162,7 @@ async def test_each_outcome_is_counted_once() -> None:
     assert (report.ttft[bucket_of(3.0)], report.itl[bucket_of(0.2)], report.e2e[bucket_of(0.3)]) == (1, 1, 1)
     assert (report.in_flight, report.queued, report.oldest_s) == (0, 0, 0.0)
     site.metrics.publish()  # publishing resets the counts for scrapes only
-    assert site.report() == report
+    assert (await site.report()) == report
     await site.close()
 
 
@@ -175,10 +175,10 @@ async def test_requests_not_answered_by_replicas_count_as_arrivals_only() -> Non
     ended(meter, "stream_broken", ttft_s=0.2, elsewhere=True)
     ended(meter, path="/v1/tokenize")
     ended(meter, path="/v1/detokenize")
-    assert site.report() == ModelReport(arrived=4, arrived_tokens=400, running=2, running_tokens=50)
+    assert (await site.report()) == ModelReport(arrived=4, arrived_tokens=400, running=2, running_tokens=50)
     assert sum(meter.streams.values()) == 1  # metrics count every stream
     ended(meter, ttft_s=0.2, gap_s=0.01, usage=usage, probe=True)
-    assert site.report().arrived == 4
+    assert (await site.report()).arrived == 4
     await site.close()
 
 
@@ -187,12 +187,17 @@ async def test_a_stream_is_judged_by_the_slo_at_its_end() -> None:
     site = Site()
     meter = site.metrics.model("m")
     ended(meter, ttft_s=50.0, gap_s=5.0)
-    assert (site.report().judged, site.report().met_both) == (1, 1)
+    assert ((await site.report()).judged, (await site.report()).met_both) == (1, 1)
     meter.totals.set_slo(ControlConfig(slo=SloConfig(ttft_p95_s=1.0)))
     ended(meter, ttft_s=50.0, gap_s=5.0)
-    assert (site.report().judged, site.report().met_ttft, site.report().met_itl) == (2, 1, 2)
+    assert ((await site.report()).judged, (await site.report()).met_ttft, (await site.report()).met_itl) == (
+        2,
+        1,
+        2,
+    )
     meter.served_stream(0.1, 0.0)  # a single event has no gap
-    assert (sum(site.report().itl), site.report().met_both) == (2, 2)
+    report = await site.report()
+    assert (sum(report.itl), report.met_both) == (2, 2)
     await site.close()
 
 
@@ -206,7 +211,7 @@ async def test_a_worker_reports_every_second_on_models_of_the_controller() -> No
     assert [report.since_s for report in reports] == pytest.approx([0.0, 1.0, 2.0, 3.0])
     assert {report.worker for report in reports} == {reports[0].worker}
     assert all(set(report.models) == {"m", "other"} and not report.last for report in reports)
-    assert Site().reporter.report().worker != reports[0].worker
+    assert (await Site().reporter.report()).worker != reports[0].worker
     await site.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 import uvloop
 
 from gateway.protocol.errors import Refused
-from gateway.queue.dispatcher_driver import Ticket
+from gateway.queue.dispatcher_driver import REST_S, Ticket
 from gateway.queue.model_queues import Admission
 from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.shared_counters import LOCAL, SharedCounts, SharedRows
 from gateway.telemetry.metrics import Metrics
+from policy.admission.dispatcher import MOST_GRANTED
 from policy.admission.retry import AttemptOutcome
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
@@ -173,6 +175,24 @@ async def test_slots_freed_together_are_granted_in_fair_order() -> None:
     assert quiet.done()
     assert [one.done() for one in busy] == [True, False, False, False]
     await leave(*busy[1:])
+
+
+async def test_requests_for_which_slots_fall_free_together_begin_over_several_turns() -> None:
+    queues = Queues()
+    await queues.fill(queues.alpha)
+    asked = [asyncio.create_task(queues.arrive(queues.alpha).wait()) for _ in range(2 * MOST_GRANTED + 2)]
+    await settled()
+    handle = queues.alpha.handles[0]
+    handle.view.bound = len(asked) + 1
+    await asyncio.sleep(REST_S)
+    before = handle.in_flight
+    queues.admission.replica_changed("alpha")
+    begun = [before]
+    while begun[-1] <= len(asked):
+        await asyncio.sleep(0)
+        begun.append(handle.in_flight)
+    assert max(after - before for before, after in itertools.pairwise(begun)) == MOST_GRANTED
+    await asyncio.gather(*asked)
 
 
 async def test_requests_for_a_full_replicas_adapter_delay_no_others() -> None:
@@ -424,7 +444,7 @@ async def test_a_replica_that_drains_soon_takes_only_what_ends_before() -> None:
     served, at = queues.alpha, asyncio.get_running_loop().time()
     long = {"prompt_tokens": 20, "output_tokens": 2000, "limit_tokens": 2000}
     running = await queues.fill(served, **long)
-    drain_s = queues.admission.drain_s(served.name)
+    drain_s = await queues.admission.drain_s(served.name)
     assert drain_s > 1.0
     served.layer, served.closes_at = ("other", 2), at + 0.5 * drain_s
     waiting = queues.arrive(served, **long)
@@ -434,7 +454,7 @@ async def test_a_replica_that_drains_soon_takes_only_what_ends_before() -> None:
     served.closing_since = at + 1e-9
     short = await queues.fill(served, prompt_tokens=20, output_tokens=20)
     end(running)
-    assert queues.admission.drain_s(served.name) == 0.0
+    assert await queues.admission.drain_s(served.name) == 0.0
     end(short)
     # Replicas of the desired layer stay.
     replica = served.handles[0].replica
