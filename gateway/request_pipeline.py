@@ -25,8 +25,9 @@ from gateway.delivery.spillover import Spillover
 from gateway.delivery.sse_keepalive import SseKeepalive
 from gateway.delivery.suspects import SuspectRequests
 from gateway.intake.adapter_catalog import CatalogView
+from gateway.intake.principal import Principal, TenantAccount
 from gateway.intake.request_resolver import RequestResolver
-from gateway.intake.tenants import TenantAccount, Tenants
+from gateway.intake.tenants import Tenants
 from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import COALESCED
 from gateway.protocol.body import Body
@@ -56,8 +57,8 @@ from policy.types import Runner
 from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER
 from store.api_keys import own_key
 
-# The keys of the scope for what the head tells: the account, and why the request is refused.
-_ACCOUNT, _REFUSED = "tidegate.account", "tidegate.refused"
+# The keys of the scope for what the head tells: who the client is, and why the request is refused.
+_PRINCIPAL, _REFUSED = "tidegate.principal", "tidegate.refused"
 _CANARY, _EXPLAIN = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode()
 
 
@@ -184,7 +185,7 @@ class Gateway:
             return 0
         headers = dict(scope["headers"])
         try:
-            scope[_ACCOUNT] = self.tenants.of(headers)
+            scope[_PRINCIPAL] = self.tenants.of(headers)
             _refuse_compressed(headers)
             scope[_REFUSED] = None
         except Refused as refused:
@@ -192,9 +193,9 @@ class Gateway:
             return 0
         return self._limits.max_body_bytes
 
-    def _account(self, scope: Scope) -> TenantAccount:
-        account: TenantAccount = scope.get(_ACCOUNT, self.tenants.anonymous)
-        return account
+    def _principal(self, scope: Scope) -> Principal:
+        principal: Principal = scope.get(_PRINCIPAL, self.tenants.anonymous)
+        return principal
 
     def upload_limits(self) -> tuple[int, int]:
         """How many bytes of unfinished requests are held, of all clients and of one address."""
@@ -207,7 +208,8 @@ class Gateway:
         began = monotonic()
         call = Call(route, scope, receive, send, self.deadlines, pieces=self._pieces)
         call.trace = self.tracer.begin(call.headers) if self.tracer.on else None
-        meter, account = self.metrics.no_model, self._account(scope)
+        meter, principal = self.metrics.no_model, self._principal(scope)
+        account = principal.account
         try:
             raw = await call.read()
             if (refusal := scope[_REFUSED]) is not None:
@@ -216,7 +218,7 @@ class Gateway:
             body = await bodies.read_large(raw, self._pieces) if is_large else bodies.read(raw)
             call.streaming = body.stream is True
             served, request = self.intake.take(
-                call, account, body, raw, patience_s=self._limits.queue_timeout_s
+                call, principal, body, raw, patience_s=self._limits.queue_timeout_s
             )
             if account.admin and call.headers.get(_EXPLAIN) == b"1":
                 call.explain = partial(self.routes.explain, request)
@@ -255,7 +257,7 @@ class Gateway:
     async def chat_of_operator(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A chat completion from the admin port, which has checked the token: of any model or adapter."""
         path = "/v1/chat/completions"
-        scope = {**scope, "path": path, _ACCOUNT: self.tenants.operator, _REFUSED: None}
+        scope = {**scope, "path": path, _PRINCIPAL: self.tenants.operator, _REFUSED: None}
         await self.serve(ROUTES[path], scope, receive, send)
 
     def _end(self, call: Call, meter: ModelCounters, account: TenantAccount, began: float) -> None:
@@ -295,7 +297,7 @@ class Gateway:
 
     def count_refused(self, refused: Refused, scope: Scope | None, request_id: bytes) -> None:
         """Count a request that was rejected before it was read; ``scope`` if its head was."""
-        account = self._account(scope or {})
+        account = self._principal(scope or {}).account
         self.metrics.no_model.requests[NONE, refused.reason] += 1
         account.counters.requests[refused.reason] += 1
         if self.access.on:

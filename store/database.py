@@ -8,13 +8,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from alembic import command
 from alembic.config import Config
 from alembic.util.exc import CommandError
-from sqlalchemy import URL, Connection, Engine, MetaData, create_engine, event, make_url, text
+from sqlalchemy import (
+    URL,
+    BigInteger,
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    Table,
+    Text,
+    create_engine,
+    event,
+    make_url,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -22,6 +38,13 @@ from policy.errors import PreconditionFailed, Unreachable
 from store.state_dir import locked
 
 metadata = MetaData()
+# Revisions, by what they count the changes of.
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)
 BUSY_S = 30
 # The key of the advisory lock; arbitrary, to be unlikely on a shared PostgreSQL server.
 _LOCK = 0x7469646567617465
@@ -30,10 +53,13 @@ _LOCK = 0x7469646567617465
 class Database:
     """One database, migrated when it is opened; safe for all threads."""
 
-    def __init__(self, url: str) -> None:
-        """Raises :class:`policy.errors.PreconditionFailed` for an unusable database, and
-        :class:`policy.errors.Unreachable` for one that does not answer."""
-        self._engine = _engine(url)
+    def __init__(self, url: str, busy_s: float = BUSY_S) -> None:
+        """``busy_s`` bounds the wait for other processes' transactions on SQLite.
+
+        Raises :class:`policy.errors.PreconditionFailed` for an unusable database, and
+        :class:`policy.errors.Unreachable` for one that does not answer.
+        """
+        self._engine = _engine(url, busy_s)
         # SQLite transactions are snapshots already.
         self._reader = self._engine
         if self._engine.dialect.name == "postgresql":
@@ -76,7 +102,18 @@ class Database:
                 ) from error
 
 
-def _engine(url: str) -> Engine:
+def counter(connection: Connection, name: str) -> int:
+    """The value of the counter ``name``."""
+    return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one())
+
+
+def increment(connection: Connection, name: str) -> int:
+    """Add one to the counter ``name`` and return it."""
+    connection.execute(update(counters).where(counters.c.name == name).values(value=counters.c.value + 1))
+    return counter(connection, name)
+
+
+def _engine(url: str, busy_s: float) -> Engine:
     try:
         parsed = make_url(url)
     except ArgumentError:
@@ -93,18 +130,18 @@ def _engine(url: str) -> Engine:
     except NoSuchModuleError:
         raise PreconditionFailed(f"store: there is no database called {parsed.drivername!r}") from None
     if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _settle)
+        event.listen(engine, "connect", partial(_settle, busy_s))
         event.listen(engine, "begin", _begin)
     return engine
 
 
-def _settle(connection: Any, _record: Any) -> None:
+def _settle(busy_s: float, connection: Any, _record: Any) -> None:
     # Otherwise the driver begins transactions itself, and too late.
     connection.isolation_level = None
     cursor = connection.cursor()
     # The first connection to a new file is opened under the lock of :func:`_prepared`.
     settings = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON")
-    for pragma in (f"busy_timeout = {BUSY_S * 1000}", *settings):
+    for pragma in (f"busy_timeout = {int(busy_s * 1000)}", *settings):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 

@@ -69,6 +69,7 @@ MODULES = {
         "http/server",
         "http/upload_budget",
         "intake/adapter_catalog",
+        "intake/principal",
         "intake/request_resolver",
         "intake/tenants",
         "protocol/batched_body",

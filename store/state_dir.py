@@ -155,6 +155,8 @@ class StateDir:
     adapters = _Under("adapters")
     # The embedded database, unless the deployment file names another.
     database_path = _Under("tidegate.db")
+    # Tenants and keys of the database, as the accounting process gives them to the workers; mode 600.
+    access_path = _Under("access.ndjson")
     # Shared memory of this machine's gateway workers; mode 600.
     rows_path = _Under("gateway.rows")
 
@@ -170,6 +172,11 @@ class StateDir:
         return self._short_path("supervisor.sock", "sock", 100)
 
     @property
+    def accounting_socket_path(self) -> Path:
+        """The accounting process's Unix socket."""
+        return self._short_path("accounting.sock", "accounting", 100)
+
+    @property
     def captures(self) -> Path:
         """The directory of the sockets of captures, made by the first one."""
         return self._short_path("captures", "captures", 80)
@@ -180,6 +187,10 @@ class StateDir:
         if len(os.fsencode(direct)) <= max_bytes:
             return direct
         return private_directory() / f"{hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]}.{suffix}"
+
+    def database_url(self, store: str) -> str:
+        """The database of a deployment: ``store`` of its file, or the embedded one."""
+        return store or f"sqlite:///{self.database_path}"
 
     def secret(self) -> str:
         """The secret that guards every internal port, made on first use with mode 600."""
@@ -214,6 +225,23 @@ class StateDir:
             os.close(descriptor)
             return None
         return descriptor
+
+
+def listen_at(path: Path) -> socket.socket:
+    """A listening Unix socket that only this user can open, in place of any at ``path``."""
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        sock.bind(os.fspath(path))
+        sock.listen(128)
+    except OSError:
+        sock.close()
+        raise
+    finally:
+        os.umask(mask)
+    sock.setblocking(False)
+    return sock
 
 
 def listen(host: str, port: int) -> socket.socket:

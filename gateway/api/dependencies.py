@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.model_list import ModelList
-from gateway.intake.tenants import TenantAccount, Tenants
+from gateway.intake.principal import Principal
+from gateway.intake.tenants import Tenants
 from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView
 from gateway.routing.model_routers import ModelRouters
@@ -55,28 +56,28 @@ async def services_of(request: Request) -> Services:
 GatewayServices = Annotated[Services, Depends(services_of)]
 
 
-async def tenant_account(
+async def caller(
     request: Request, services: GatewayServices, _bearer: object = _BEARER, _key: object = _KEY
-) -> TenantAccount:
-    """The tenant of the request's API key; answers 401 without a valid one, if there are tenants."""
-    account = services.tenants.of(dict(request.scope["headers"]))
-    request.scope[TENANT] = account.name
-    return account
+) -> Principal:
+    """Who the request's API key belongs to; answers 401 without a valid one, if there are tenants."""
+    principal = services.tenants.of(dict(request.scope["headers"]))
+    request.scope[TENANT] = principal.account.name
+    return principal
 
 
-Account = Annotated[TenantAccount, Depends(tenant_account)]
+Caller = Annotated[Principal, Depends(caller)]
 
 
-async def admin_account(account: Account) -> TenantAccount:
-    """The tenant, if the deployment makes it an admin; answers 403 otherwise."""
-    if not account.admin:
+async def admin_caller(principal: Caller) -> Principal:
+    """The caller, if its tenant is an admin; answers 403 otherwise."""
+    if not principal.account.admin:
         raise Refused(
             Refusal.UNAUTHORIZED, "This needs the key of an admin tenant.", status=403, code="not_admin"
         )
-    return account
+    return principal
 
 
-AdminAccount = Annotated[TenantAccount, Depends(admin_account)]
+AdminCaller = Annotated[Principal, Depends(admin_caller)]
 
 
 class JsonResponse(Response):

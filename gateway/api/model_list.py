@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.intake.adapter_catalog import CatalogView, Entry
-from gateway.intake.tenants import TenantAccount
+from gateway.intake.principal import Principal
 from gateway.routing.fleet import FleetView, ServedModel
 
 # Encoded lists of adapters kept, one per set of tenants that see the same; each may have thousands of cards.
@@ -25,19 +25,19 @@ class ModelList:
         self._made: dict[_View, bytes] = {}
         self._made_of: object = None
 
-    def all(self, account: TenantAccount) -> bytes:
-        """Every model and adapter that ``account`` may name."""
+    def all(self, principal: Principal) -> bytes:
+        """Every model and adapter that ``principal`` may name."""
         cards = [card for served in self._fleet.models for card in _served_cards(served)]
         parts = [msgspec.json.encode(card) for card in cards]
-        if adapters := self._adapters(account):
+        if adapters := self._adapters(principal):
             parts.append(adapters)
         return b'{"object":"list","data":[' + b",".join(parts) + b"]}"
 
-    def one(self, name: str, account: TenantAccount) -> bytes | None:
+    def one(self, name: str, principal: Principal) -> bytes | None:
         """The model or adapter that a request with this ``model`` would be served by."""
         if (served := self._fleet.get(name)) is not None:
             return msgspec.json.encode(_served_cards(served)[0])
-        if (found := self._catalog.find(name, account)) is not None:
+        if (found := self._catalog.find(name, principal)) is not None:
             entry, pinned = found
             base = self._fleet.get(entry.alias.model)
             if base is not None:
@@ -47,23 +47,23 @@ class ModelList:
             return msgspec.json.encode(_card(name, listed[0], listed[0].name))
         return None
 
-    def _adapters(self, account: TenantAccount) -> bytes:
+    def _adapters(self, principal: Principal) -> bytes:
         """The cards of the catalog's adapters with commas between them."""
         bases = [(served.name, served.max_model_len) for served in self._fleet.models]
         made_of = (self._catalog.changed, bases)
         if made_of != self._made_of or len(self._made) >= KEPT:
             self._made_of = made_of
             self._made.clear()
-        view = self._catalog.views(account)
+        view = self._catalog.views(principal)
         made = self._made.get(view)
         if made is None:
-            made = self._made[view] = b",".join(self._cards(account))
+            made = self._made[view] = b",".join(self._cards(principal))
         return made
 
-    def _cards(self, account: TenantAccount) -> list[bytes]:
+    def _cards(self, principal: Principal) -> list[bytes]:
         taken = {served.name for served in self._fleet.models}
         cards = []
-        for entry in self._catalog.visible(account):
+        for entry in self._catalog.visible(principal):
             base = self._fleet.get(entry.alias.model)
             if base is None:
                 continue

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 import xxhash
 
-from gateway.intake.tenants import TenantAccount
+from gateway.intake.principal import Principal
 from policy.config.deployment import Deployment
 from policy.hashing import hash_name
 from policy.types import EngineKind
@@ -40,15 +40,16 @@ class Entry:
         self._versions: dict[str, Adapter] = {}
         self._only = self._of(self.main) if len(given) == 1 else None
 
-    def shows(self, account: TenantAccount) -> bool:
-        """Whether ``account`` may see the adapter; an admin sees all."""
+    def shows(self, principal: Principal) -> bool:
+        """Whether ``principal`` may see the adapter; an admin sees all."""
+        account = principal.account
         return not self._tenants or account.name in self._tenants or account.admin
 
-    def pick(self, account: TenantAccount, session: bytes | None, draw: Callable[[], int]) -> Adapter:
+    def pick(self, principal: Principal, session: bytes | None, draw: Callable[[], int]) -> Adapter:
         """The version for this client: stable per session, else per tenant, else drawn by ``draw``."""
         if self._only is not None:
             return self._only
-        name = account.name
+        name = principal.account.name
         key = xxhash.xxh3_64_intdigest(session) if session else hash_name(name) if name else draw()
         return self._of(self.alias.pick(key))
 
@@ -121,36 +122,37 @@ class CatalogView:
         self._on_names(entries.keys())
         self._index()
 
-    def resolve(self, name: str, account: TenantAccount, session: bytes | None) -> Adapter | None:
+    def resolve(self, name: str, principal: Principal, session: bytes | None) -> Adapter | None:
         """The adapter version for ``name`` and this client; ``None`` also if the client may not see it."""
-        found = self.find(name, account)
+        found = self.find(name, principal)
         if found is None:
             return None
         entry, pinned = found
-        return entry.pick(account, session, self._draw) if pinned is None else pinned
+        return entry.pick(principal, session, self._draw) if pinned is None else pinned
 
-    def find(self, name: str, account: TenantAccount) -> tuple[Entry, Adapter | None] | None:
-        """The entry of ``name``, and the version if it pins one; ``None`` if ``account`` sees none."""
+    def find(self, name: str, principal: Principal) -> tuple[Entry, Adapter | None] | None:
+        """The entry of ``name``, and the version if it pins one; ``None`` if ``principal`` sees none."""
         entries = self._names.get(name)
         if entries is not None:
             for entry in entries:
-                if entry.shows(account):
+                if entry.shows(principal):
                     return entry, None
             return None
         bare, pin, digest = name.rpartition("@")
         entries = self._names.get(bare) if pin else None
         if entries is not None:
             for entry in entries:
-                if entry.shows(account) and (pinned := entry.pinned(digest)) is not None:
+                if entry.shows(principal) and (pinned := entry.pinned(digest)) is not None:
                     return entry, pinned
         return None
 
-    def visible(self, account: TenantAccount) -> list[Entry]:
-        """The adapters that ``account`` may see, in the order of the deployment's models."""
-        return [entry for entry in self._order if entry.shows(account)]
+    def visible(self, principal: Principal) -> list[Entry]:
+        """The adapters that ``principal`` may see, in the order of the deployment's models."""
+        return [entry for entry in self._order if entry.shows(principal)]
 
-    def views(self, account: TenantAccount) -> frozenset[tuple[str, ...]]:
-        """The tenant lists that ``account`` is on: accounts on the same lists see the same adapters."""
+    def views(self, principal: Principal) -> frozenset[tuple[str, ...]]:
+        """The tenant lists that ``principal`` is on: those on the same lists see the same adapters."""
+        account = principal.account
         return frozenset([names for names in self._lists if account.admin or account.name in names])
 
     def _index(self) -> None:

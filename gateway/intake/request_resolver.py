@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.tenants import TenantAccount
+from gateway.intake.principal import Principal
 from gateway.protocol.body import Body
 from gateway.protocol.client_session import given_session, session_key
 from gateway.protocol.errors import Refused, unknown
@@ -30,7 +30,7 @@ class RequestResolver:
         self._clock = asyncio.get_running_loop().time
 
     def take(
-        self, call: Call, account: TenantAccount, body: Body, raw: bytes, *, patience_s: float
+        self, call: Call, principal: Principal, body: Body, raw: bytes, *, patience_s: float
     ) -> tuple[ServedModel, Request]:
         """The model that serves ``call``, and the request as admission and routing see it.
 
@@ -39,9 +39,10 @@ class RequestResolver:
         """
         given = given_session(call.headers, body)
         served, adapter = self._resolve(
-            call, body.model, account, given.id if given is not None and given.of_one_user else None
+            call, body.model, principal, given.id if given is not None and given.of_one_user else None
         )
-        name, tenant, route = served.name, account.name, call.route
+        account, name, route = principal.account, served.name, call.route
+        tenant = account.name
         if route.runner is None:
             prompt, session = NOTHING, 0
         else:
@@ -74,12 +75,12 @@ class RequestResolver:
         )
 
     def _resolve(
-        self, call: Call, name: str, account: TenantAccount, session: bytes | None
+        self, call: Call, name: str, principal: Principal, session: bytes | None
     ) -> tuple[ServedModel, str]:
         """The model that a call names, and the adapter if it names one, as its replicas call it."""
         served, adapter, route = self.fleet.get(name), "", call.route
         if served is None:
-            served, adapter = self._adapter(call, name, account, session)
+            served, adapter = self._adapter(call, name, principal, session)
         if route.runner is not None and served.runner is not route.runner:
             raise Refused(
                 Refusal.UNSUPPORTED,
@@ -90,10 +91,10 @@ class RequestResolver:
         return served, adapter
 
     def _adapter(
-        self, call: Call, name: str, account: TenantAccount, session: bytes | None
+        self, call: Call, name: str, principal: Principal, session: bytes | None
     ) -> tuple[ServedModel, str]:
         """The adapter; one that the client may not see is answered exactly like one that does not exist."""
-        adapter = self.catalog.resolve(name, account, session)
+        adapter = self.catalog.resolve(name, principal, session)
         if adapter is not None and (served := self.fleet.get(adapter.model)) is not None:
             call.adapter = adapter
             return served, adapter.served

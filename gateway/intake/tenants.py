@@ -6,42 +6,21 @@ import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from gateway.intake.principal import Principal, TenantAccount
 from gateway.protocol.errors import Refused
 from gateway.protocol.usage import Usage
 from gateway.routing.shared_counters import SharedCounts
-from gateway.telemetry.tenant_metrics import TenantCounters, TenantMetrics
+from gateway.telemetry.tenant_metrics import TenantMetrics
 from policy.config.deployment import Deployment
-from policy.config.tenancy import Tenant
+from policy.config.tenancy import Access
 from policy.errors import Refusal
-from policy.hashing import hash_name
-from policy.types import Priority
 from store.api_keys import salt_of
 
+# A key of the deployment file is limited by its tenant alone.
+NO_LIMITS = Access()
 _MISSING = "This server requires an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key'."
 _WRONG = "The API key is not valid."
 _DESCRIBED = ("name", "weight", "priority", "admin", "in_flight", "prompt_tokens", "output_tokens")
-
-
-class TenantAccount:
-    """A tenant in this worker. ``salt`` (a JSON string, empty without tenants) isolates its prefix cache.
-
-    ``counters`` are those of its label in metrics.
-    """
-
-    def __init__(self, name: str, salt: bytes, counters: TenantCounters | None = None) -> None:
-        self.name = name
-        self.salt = salt
-        self.counters = counters or TenantCounters()
-        self.key = hash_name(f"tenant {name}")
-        self.weight = 1.0
-        self.priority = Priority.STANDARD
-        self.admin = False
-        self.in_flight = 0
-        self.prompt_tokens = 0
-        self.output_tokens = 0
-
-    def read(self, tenant: Tenant) -> None:
-        self.weight, self.priority, self.admin = tenant.weight, tenant.priority, tenant.admin
 
 
 class Tenants:
@@ -59,15 +38,16 @@ class Tenants:
         self._own = hashlib.sha256(own_key.encode()).digest()
         self._metrics = metrics
         self._shared = shared
-        self.anonymous = TenantAccount("", b"", metrics.of(""))
-        self.operator = TenantAccount("", b"", metrics.of(""))
-        self.operator.admin = True
+        self.anonymous = Principal(TenantAccount("", b"", metrics.of("")))
+        self.operator = Principal(TenantAccount("", b"", metrics.of("")))
+        self.operator.account.admin = True
         self._by_name: dict[str, TenantAccount] = {}
-        self._by_digest: dict[bytes, TenantAccount] = {}
+        self._by_digest: dict[bytes, Principal] = {}
 
     def read(self, deployment: Deployment) -> None:
         """Take the tenants of the deployment; requests in flight go on."""
-        self.anonymous.priority = self.operator.priority = deployment.gateway.priority
+        for principal in (self.anonymous, self.operator):
+            principal.account.priority = deployment.gateway.priority
         accounts: dict[str, TenantAccount] = {}
         digests = {self._own: self.anonymous} if deployment.tenants else {}
         for tenant in deployment.tenants:
@@ -76,21 +56,23 @@ class Tenants:
                 account = TenantAccount(tenant.name, self._salt(tenant.name), self._metrics.of(tenant.name))
             account.read(tenant)
             accounts[tenant.name] = account
-            digests |= {bytes.fromhex(digest): account for digest in tenant.keys_sha256}
+            for digest in tenant.keys_sha256:
+                key_id = f"declared-{digest[:12]}"
+                digests[bytes.fromhex(digest)] = Principal(account, key_id, (tenant, NO_LIMITS))
         self._by_name, self._by_digest = accounts, digests
 
-    def of(self, headers: Mapping[bytes, bytes]) -> TenantAccount:
-        """The account of a request; raises :class:`gateway.protocol.errors.Refused` without a valid key."""
+    def of(self, headers: Mapping[bytes, bytes]) -> Principal:
+        """Who a request is; raises :class:`gateway.protocol.errors.Refused` without a valid key."""
         if not self._by_digest:
             return self.anonymous
         key = _key_of(headers)
         if not key:
             raise Refused(Refusal.UNAUTHORIZED, _MISSING)
         # By digest, so that the time of a lookup leaks nothing about a key.
-        account = self._by_digest.get(hashlib.sha256(key).digest())
-        if account is None:
+        principal = self._by_digest.get(hashlib.sha256(key).digest())
+        if principal is None:
             raise Refused(Refusal.UNAUTHORIZED, _WRONG)
-        return account
+        return principal
 
     def is_own(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request has Tidegate's own key."""
@@ -104,10 +86,10 @@ class Tenants:
     def salt(self, name: str) -> bytes:
         """The prefix cache salt of a tenant, as a JSON string, also of one that was removed."""
         account = self._by_name.get(name)
-        return self._salt(name) if account is None and name else (account or self.anonymous).salt
+        return self._salt(name) if account is None and name else (account or self.anonymous.account).salt
 
     def served(self, name: str, usage: Usage) -> None:
-        account = self._by_name.get(name, self.anonymous)
+        account = self._by_name.get(name, self.anonymous.account)
         account.prompt_tokens += usage.prompt
         account.output_tokens += usage.completion
         account.counters.tokens.count(usage)
@@ -132,7 +114,7 @@ class Tenants:
         return described
 
     def _accounts(self) -> Collection[TenantAccount]:
-        return self._by_name.values() if self._by_digest else (self.anonymous,)
+        return self._by_name.values() if self._by_digest else (self.anonymous.account,)
 
     def _salt(self, name: str) -> bytes:
         return b'"%b"' % salt_of(self._secret, name).encode()

@@ -71,7 +71,7 @@ def _open_adapters(state: StateDir) -> AdapterStore:
     from serve.adapters.adapter_store import AdapterStore  # noqa: PLC0415 - its database takes long to import
 
     deployment = parse(state.load(state.deployment_path, dict[str, object]))
-    return AdapterStore(state, deployment.store or f"sqlite:///{state.database_path}")
+    return AdapterStore(state, state.database_url(deployment.store))
 
 
 async def _run(state: StateDir) -> None:

@@ -22,12 +22,11 @@ from sqlalchemy import (
     insert,
     select,
     true,
-    update,
 )
 from sqlalchemy.types import TypeEngine
 
 from policy.wire.adapter_catalog import Alias, Version
-from store.database import metadata
+from store.database import counter, increment, metadata
 
 _TO_ALIAS = (["model", "name"], ["aliases.model", "aliases.name"])
 _TO_VERSION = (["model", "name", "number"], ["versions.model", "versions.name", "versions.number"])
@@ -80,7 +79,6 @@ history = Table(
 )
 # Digests that no version uses any more, with the instant since when.
 retired = Table("retired", metadata, *_key(Text, "digest"), *_required(Double, "at"))
-counters = Table("counters", metadata, *_key(Text, "name"), *_required(BigInteger, "value"))
 
 Split = tuple[tuple[int, float], ...]
 
@@ -169,12 +167,9 @@ def retire(connection: Connection, digests: Iterable[str], at: float) -> None:
 
 def next_revision(connection: Connection) -> int:
     """Increment the revision and return it."""
-    connection.execute(
-        update(counters).where(counters.c.name == "revision").values(value=counters.c.value + 1)
-    )
-    return revision(connection)
+    return increment(connection, "revision")
 
 
 def revision(connection: Connection) -> int:
     """The highest revision of any name, removed ones included."""
-    return int(connection.execute(select(counters.c.value).where(counters.c.name == "revision")).scalar_one())
+    return counter(connection, "revision")

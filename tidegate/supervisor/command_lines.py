@@ -39,6 +39,15 @@ def gateway_worker(state: StateDir, worker: int, fd: int, admin_fd: int) -> Proc
     )
 
 
+def accounting(state: StateDir) -> ProcessSpec:
+    """The process for keys, limits, the ledger and the audit trail."""
+    return ProcessSpec(
+        name="accounting",
+        argv=_python("gateway.accounting.main", "--state", str(state.root)),
+        env=_environment(),
+    )
+
+
 def local_controller(state: StateDir) -> ProcessSpec:
     """The controller and its replicas without Ray."""
     return ProcessSpec(

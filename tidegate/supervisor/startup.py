@@ -48,6 +48,7 @@ class Startup:
     controller_client: Callable[[], ControllerClient]
     sockets: list[socket.socket] = field(default_factory=list)
     workers: list[Child] = field(default_factory=list)
+    accounting: Child | None = None
     controller: Child | None = None
     head: Child | None = None
     joined: bool = False
@@ -72,7 +73,8 @@ class Startup:
 
     @property
     def children(self) -> list[Child]:
-        return self.workers + [child for child in (self.controller, self.head) if child is not None]
+        others = (self.accounting, self.controller, self.head)
+        return self.workers + [child for child in others if child is not None]
 
     def _environment(self) -> None:
         problems = []
@@ -132,6 +134,8 @@ class Startup:
             child = self.child(command_lines.gateway_worker(self.state, worker, fd, admin_fd))
             self.workers.append(child)
             child.start()
+        self.accounting = self.child(command_lines.accounting(self.state))
+        self.accounting.start()
 
     async def _ray(self) -> None:
         address = self.deployment.cluster.address

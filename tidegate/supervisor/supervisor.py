@@ -31,6 +31,7 @@ _SNAPSHOT_S = 2.0
 _APPLY_S = 60.0
 _COLLECT_S = 0.1
 _HEAD_GRACE_S = 20.0
+_ACCOUNTING_GRACE_S = 20.0
 
 
 class Supervisor:
@@ -190,7 +191,7 @@ class Supervisor:
                 await watch_controller(client.hangs, self._start.restart_controller, self._note)
 
     async def _end(self) -> bool:
-        """Stop the gateway workers (with drain), the controller and its replicas, the Ray head, and the rest.
+        """Stop the gateway workers (with drain), accounting, the controller and its replicas, and Ray.
 
         Returns whether all have exited; otherwise the record is kept for `down`.
         """
@@ -200,6 +201,8 @@ class Supervisor:
         await asyncio.gather(*(self._end_child(child, drain_s) for child in start.workers))
         for sock in start.sockets:
             sock.close()
+        if start.accounting is not None:
+            await self._end_child(start.accounting, _ACCOUNTING_GRACE_S)
         replicas_s = 30.0 + max(spec.control.mode.drain_timeout_s for spec in self._deployment.models)
         left_cluster = not start.joined or await self._leave_cluster(replicas_s)
         if start.controller is not None:

@@ -44,8 +44,8 @@ class Port:
             )
         )
         models = SimpleNamespace(
-            all=lambda account: b'["%s"]' % account.name.encode(),
-            one=lambda name, account: b"{}" if name == "alpha" else None,
+            all=lambda caller: b'["%s"]' % caller.account.name.encode(),
+            one=lambda name, caller: b"{}" if name == "alpha" else None,
         )
         self.logged = io.StringIO()
         self.reasons: list[str] = []

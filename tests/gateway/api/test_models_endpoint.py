@@ -11,7 +11,7 @@ import pytest
 
 from gateway.api.model_list import KEPT, ModelList
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.tenants import TenantAccount
+from gateway.intake.principal import Principal, TenantAccount
 from gateway.routing.fleet import FleetView, external_replica
 from gateway.routing.replica_handle import ReplicaHandle, ServerAccess
 from gateway.telemetry.metrics import Metrics
@@ -28,7 +28,7 @@ DOCUMENT = Deployment(
         ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",)),
     )
 )
-ANYONE, WEB, SHOP = TenantAccount("", b""), TenantAccount("web", b""), TenantAccount("shop", b"")
+ANYONE, WEB, SHOP = (Principal(TenantAccount(name, b"")) for name in ("", "web", "shop"))
 
 
 class Site:
@@ -42,12 +42,12 @@ class Site:
     def publish(self, *aliases: dict[str, Any]) -> None:
         self.catalog.take(msgspec.convert({"epoch": 1.0, "version": 1, "aliases": list(aliases)}, Catalog))
 
-    def ids(self, account: TenantAccount = ANYONE) -> list[str]:
+    def ids(self, account: Principal = ANYONE) -> list[str]:
         listed = json.loads(self.listing.all(account))
         assert listed["object"] == "list"
         return [card["id"] for card in listed["data"]]
 
-    def one(self, name: str, account: TenantAccount = ANYONE) -> Any:
+    def one(self, name: str, account: Principal = ANYONE) -> Any:
         found = self.listing.one(name, account)
         return None if found is None else json.loads(found)
 
@@ -114,7 +114,7 @@ async def test_a_list_is_cached_until_the_catalog_or_fleet_changes(site: Site) -
 async def test_the_number_of_cached_lists_is_bounded(site: Site) -> None:
     site.publish(*(alias(f"adapter-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(10 * KEPT)))
     for i in range(10 * KEPT):
-        assert site.ids(TenantAccount(f"tenant-{i}", b""))[3:] == [f"adapter-{i}"]
+        assert site.ids(Principal(TenantAccount(f"tenant-{i}", b"")))[3:] == [f"adapter-{i}"]
     assert len(site.listing._made) <= KEPT
 
 

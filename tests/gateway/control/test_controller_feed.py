@@ -12,7 +12,7 @@ import pytest
 
 from gateway.control.controller_feed import CatalogDecoder, catalog_feed
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.tenants import TenantAccount
+from gateway.intake.principal import Principal, TenantAccount
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Adapters, Deployment, ModelSpec
 from policy.wire.adapter_catalog import Alias
@@ -44,7 +44,7 @@ class Site:
         self.source.receive(msgspec.json.encode(catalog))
 
     def has(self, name: str) -> bool:
-        return self.view.resolve(name, TenantAccount("", b""), None) is not None
+        return self.view.resolve(name, Principal(TenantAccount("", b"")), None) is not None
 
 
 @pytest.fixture

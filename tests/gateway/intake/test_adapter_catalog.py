@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.tenants import TenantAccount
+from gateway.intake.principal import Principal, TenantAccount
 from policy.config.deployment import Adapters, Deployment, ModelSpec
 from policy.hashing import hash_name
 from policy.types import EngineKind
@@ -19,10 +19,8 @@ from policy.wire.adapter_catalog import Catalog
 from tests.gateway.fake_replica import alias
 
 OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64
-ANYONE = TenantAccount("", b"")
-WEB, SHOP = TenantAccount("web", b""), TenantAccount("shop", b"")
-ADMIN = TenantAccount("boss", b"")
-ADMIN.admin = True
+ANYONE, WEB, SHOP, ADMIN = (Principal(TenantAccount(name, b"")) for name in ("", "web", "shop", "boss"))
+ADMIN.account.admin = True
 MODELS = (
     ModelSpec(name="alpha", adapters=Adapters()),
     ModelSpec(name="org/beta", adapters=Adapters()),
@@ -42,7 +40,7 @@ def view(*aliases: dict[str, Any], draw: Callable[[], int] = lambda: 7) -> Catal
 
 
 def digest(
-    made: CatalogView, name: str, account: TenantAccount = ANYONE, session: bytes | None = None
+    made: CatalogView, name: str, account: Principal = ANYONE, session: bytes | None = None
 ) -> str | None:
     found = made.resolve(name, account, session)
     return None if found is None else f"{found.model}/{found.digest[0]}"
@@ -106,7 +104,7 @@ def test_a_split_follows_its_weights_and_keeps_each_client_where_it_is() -> None
     first = [digest(made, "sql", WEB, session) for session in sessions]
     assert first == [digest(made, "alpha:sql", SHOP, session) for session in sessions]
     assert 0.03 < Counter(first)["alpha/b"] / len(first) < 0.07
-    tenants = [TenantAccount(f"tenant-{i}", b"") for i in range(2000)]
+    tenants = [Principal(TenantAccount(f"tenant-{i}", b"")) for i in range(2000)]
     by_tenant = [digest(made, "sql", tenant) for tenant in tenants]
     assert by_tenant == [digest(made, "sql", tenant) for tenant in tenants]
     assert 0.03 < Counter(by_tenant)["alpha/b"] / len(by_tenant) < 0.07

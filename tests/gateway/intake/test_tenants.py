@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.intake.principal import TenantAccount
 from gateway.intake.tenants import Tenants
 from gateway.protocol.errors import Refused
 from gateway.protocol.usage import Usage
@@ -36,24 +37,28 @@ def tenants(*entries: dict[str, Any]) -> Tenants:
     return found
 
 
+def account_of(found: Tenants, headers: dict[bytes, bytes]) -> TenantAccount:
+    return found.of(headers).account
+
+
 def bearer(key: bytes) -> dict[bytes, bytes]:
     return {b"authorization": b"Bearer " + key}
 
 
 def test_without_tenants_every_key_is_the_anonymous_account() -> None:
     found = tenants()
-    account = found.of({})
+    account = account_of(found, {})
     assert (account.name, account.salt, account.weight, account.admin) == ("", b"", 1.0, False)
     assert account.priority is Priority.STANDARD
-    assert found.of(bearer(b"anything")) is account
+    assert account_of(found, bearer(b"anything")) is account
 
 
 def test_the_default_priority_follows_the_deployment() -> None:
     accounts = tenants()
-    account = accounts.of({})
+    account = account_of(accounts, {})
     for priority in (Priority.CRITICAL, Priority.SHEDDABLE):
         accounts.read(parse({**GOOD, "gateway": {"priority": priority.value}}))
-        assert accounts.of({}) is account
+        assert account_of(accounts, {}) is account
         assert account.priority is priority
     accounts.read(parse(GOOD))
     assert account.priority is Priority.STANDARD
@@ -70,7 +75,7 @@ def test_the_default_priority_follows_the_deployment() -> None:
     ],
 )
 def test_a_key_is_accepted_in_either_header(headers: dict[bytes, bytes]) -> None:
-    account = tenants(tenant("acme", b"k-1", weight=3, priority="critical", admin=True)).of(headers)
+    account = account_of(tenants(tenant("acme", b"k-1", weight=3, priority="critical", admin=True)), headers)
     assert (account.name, account.weight, account.priority, account.admin) == (
         "acme", 3.0, Priority.CRITICAL, True,
     )  # fmt: skip
@@ -91,7 +96,7 @@ WRONG = (b"", b"Bearer ", b"Bearer", b"k-1", b"Bearer k-2", b"Bearer k-1 x", b"B
 )
 def test_a_wrong_key_is_refused_and_not_echoed(headers: dict[bytes, bytes]) -> None:
     with pytest.raises(Refused) as caught:
-        tenants(tenant("acme", b"k-1")).of(headers)
+        account_of(tenants(tenant("acme", b"k-1")), headers)
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
     assert "k-" not in caught.value.message
     anthropic = msgspec.json.decode(caught.value.body(anthropic=True))
@@ -100,20 +105,20 @@ def test_a_wrong_key_is_refused_and_not_echoed(headers: dict[bytes, bytes]) -> N
 
 def test_tidegates_own_key_is_anonymous() -> None:
     found = tenants(tenant("acme", b"k-1"))
-    account = found.of(bearer(OWN.encode()))
+    account = account_of(found, bearer(OWN.encode()))
     assert (account.name, account.admin) == ("", False)
     assert [entry["name"] for entry in found.describe()] == ["acme"]
 
 
 def test_a_new_document_revokes_and_admits_at_once_and_keeps_the_counts() -> None:
     found = tenants(tenant("acme", b"k-1"), tenant("bits", b"k-2"))
-    acme = found.of(bearer(b"k-1"))
+    acme = account_of(found, bearer(b"k-1"))
     acme.in_flight, acme.prompt_tokens = 2, 70
     found.read(parse({**GOOD, "tenants": [tenant("acme", b"k-3", weight=5)]}))
     for revoked in (b"k-1", b"k-2"):
         with pytest.raises(Refused):
-            found.of(bearer(revoked))
-    assert found.of(bearer(b"k-3")) is acme
+            account_of(found, bearer(revoked))
+    assert account_of(found, bearer(b"k-3")) is acme
     assert found.weight("acme") == 5.0
     assert found.weight("bits") == 1.0
     (shown,) = found.describe()
@@ -126,7 +131,7 @@ def test_counts_are_summed_over_the_workers_of_the_host(tmp_path: Path) -> None:
     workers = [Tenants(SECRET, OWN, Metrics().tenants, row) for row in rows]
     for number, worker in enumerate(workers, start=1):
         worker.read(parse({**GOOD, "tenants": [tenant("acme", b"k-1"), tenant("bits", b"k-2")]}))
-        worker.of(bearer(b"k-1")).in_flight = number
+        account_of(worker, bearer(b"k-1")).in_flight = number
         worker.served("acme", Usage(prompt=10 * number, cached=0, completion=100 * number))
         worker.share()
     for row, worker in zip(rows, workers, strict=True):
@@ -143,10 +148,10 @@ def test_counts_are_summed_over_the_workers_of_the_host(tmp_path: Path) -> None:
 
 def test_salts_differ_by_tenant_and_outlast_a_key() -> None:
     found = tenants(tenant("acme", b"k-1"), tenant("bits", b"k-2"))
-    acme, bits = found.of(bearer(b"k-1")), found.of(bearer(b"k-2"))
+    acme, bits = account_of(found, bearer(b"k-1")), account_of(found, bearer(b"k-2"))
     assert acme.salt != bits.salt
     assert len(msgspec.json.decode(acme.salt, type=str)) == 32
-    assert tenants(tenant("acme", b"k-9")).of(bearer(b"k-9")).salt == acme.salt
+    assert account_of(tenants(tenant("acme", b"k-9")), bearer(b"k-9")).salt == acme.salt
     assert found.salt("acme") == acme.salt
     found.read(parse({**GOOD, "tenants": [tenant("bits", b"k-2")]}))
     assert found.salt("acme") == acme.salt

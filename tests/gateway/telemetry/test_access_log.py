@@ -86,7 +86,7 @@ async def test_a_request_that_is_refused_before_it_is_read_is_its_tenants(tmp_pa
     assert gateway.body_limit(scope)
     gateway.count_refused(Refused(Refusal.TOO_LARGE, "It is too large."), scope, b"mine")
     gateway.count_refused(Refused(Refusal.HEAD_TOO_LARGE, "Its head is too large."), None, b"other")
-    assert gateway.tenants.of(dict(HEADERS)).counters.requests == {"too_large": 1}
+    assert gateway.tenants.of(dict(HEADERS)).account.counters.requests == {"too_large": 1}
     gateway.end_captures()
     await gateway.close()
     large, unknown = lines(state.logs)

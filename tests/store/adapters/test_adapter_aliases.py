@@ -18,9 +18,8 @@ from sqlalchemy import delete, insert
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError
 from policy.wire.adapter_catalog import Alias
 from store.adapters.adapter_aliases import DOCUMENT, KEPT_VERSIONS, AdapterNames, NewVersion
-from store.adapters.database_tables import counters
 from store.adapters.validate import AdapterFacts
-from store.database import Database, metadata
+from store.database import Database, counters, metadata
 from tests.clock import Clock
 
 FACTS = AdapterFacts(rank=8, size=1000)

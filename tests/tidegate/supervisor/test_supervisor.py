@@ -59,7 +59,9 @@ def running(tmp_path_factory: pytest.TempPathFactory, upstream: str) -> Iterator
 def test_status_shows_processes_models_and_replicas(running: Site) -> None:
     status = running.status()
     assert status["supervisor"]["phase"] == "ready"
-    assert [entry["name"] for entry in status["supervisor"]["processes"]] == ["gateway-0", "gateway-1"]
+    assert [entry["name"] for entry in status["supervisor"]["processes"]] == [
+        *("gateway-0", "gateway-1", "accounting"),
+    ]
     assert [(model["name"], model["phase"]) for model in status["models"]] == [("m", "external")]
     assert [replica["url"] for replica in status["fleet"]["replicas"]] == [running.upstream]
     assert get(running.port, "/v1/models") == 200
@@ -103,7 +105,7 @@ def test_a_killed_worker_is_restarted_on_the_same_port(running: Site) -> None:
     assert get(running.port, "/v1/models") == 200
     until(lambda: running.workers()["gateway-0"] not in (0, before["gateway-0"]), "a new gateway-0")
     restarts = {entry["name"]: entry["restarts"] for entry in running.status()["supervisor"]["processes"]}
-    assert restarts == {"gateway-0": 1, "gateway-1": 0}
+    assert restarts == {"gateway-0": 1, "gateway-1": 0, "accounting": 0}
     assert running.workers()["gateway-1"] == before["gateway-1"]
 
 

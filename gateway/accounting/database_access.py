@@ -1,0 +1,36 @@
+"""The database of the accounting process, opened when it first answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from policy.errors import PreconditionFailed, Unreachable
+from store.database import Database
+
+# How long a change waits for other processes' transactions.
+BUSY_S = 5.0
+
+
+class DatabaseAccess:
+    """A database that may not answer yet; safe for all threads. ``url`` is read until it was opened."""
+
+    def __init__(self, url: Callable[[], str]) -> None:
+        self._url = url
+        self._opening = threading.Lock()
+        self._database: Database | None = None
+
+    def get(self) -> Database:
+        """The database; raises :class:`policy.errors.Unreachable` while it cannot be opened."""
+        with self._opening:
+            if self._database is None:
+                try:
+                    self._database = Database(self._url(), BUSY_S)
+                except PreconditionFailed as error:
+                    raise Unreachable(str(error)) from error
+            return self._database
+
+    def close(self) -> None:
+        with self._opening:
+            if self._database is not None:
+                self._database.close()

@@ -1,0 +1,66 @@
+"""Who a request is: its tenant's account, its key, and what both may use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import inf
+
+from gateway.telemetry.tenant_metrics import TenantCounters
+from policy.config.tenancy import Access, Tenant
+from policy.hashing import hash_name
+from policy.types import Priority
+
+
+class TenantAccount:
+    """A tenant in this worker. ``salt`` (a JSON string, empty without tenants) isolates its prefix cache.
+
+    ``counters`` are those of its label in metrics.
+    """
+
+    def __init__(self, name: str, salt: bytes, counters: TenantCounters | None = None) -> None:
+        self.name = name
+        self.salt = salt
+        self.counters = counters or TenantCounters()
+        self.key = hash_name(f"tenant {name}")
+        self.weight = 1.0
+        self.priority = Priority.STANDARD
+        self.admin = False
+        self.in_flight = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+
+    def read(self, tenant: Tenant) -> None:
+        self.weight, self.priority, self.admin = tenant.weight, tenant.priority, tenant.admin
+
+
+class Principal:
+    """An account and the key that identified it; it is replaced when what either may use changes.
+
+    ``key_id`` is public: that of a key of the database, ``declared-`` and 12 hex digits of its digest for one
+    of the deployment file, empty without a key. ``access`` is what its tenant and its key may use, in this
+    order; it is empty where nothing is limited. ``models`` and ``adapters`` are the names that both allow
+    (``None``: all). ``max_tokens`` is the longest answer, ``expires`` Unix seconds.
+    """
+
+    def __init__(
+        self,
+        account: TenantAccount,
+        key_id: str = "",
+        access: tuple[Access, ...] = (),
+        expires: float = inf,
+    ) -> None:
+        self.account = account
+        self.key_id = key_id
+        self.access = access
+        self.expires = expires
+        self.models = _common([each.models for each in access if each.models])
+        self.adapters = _common([each.adapters for each in access if each.adapters])
+        self.features = _common([each.features for each in access if each.features is not None])
+        self.max_tokens = min(
+            (each.max_tokens for each in access if each.max_tokens is not None), default=None
+        )
+
+
+def _common(lists: list[Collection[str]]) -> frozenset[str] | None:
+    """What is in all of ``lists``; ``None`` without any."""
+    return frozenset(lists[0]).intersection(*lists[1:]) if lists else None
