@@ -18,8 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api import admin, health, live, models_endpoint, playground, static_page, swagger_ui
-from gateway.api.admin_access import AdminAccess
+from gateway.api import health, models_endpoint, static_page, swagger_ui
+from gateway.api.admin import live, operations, playground
+from gateway.api.admin.access import AdminAccess
 from gateway.api.cors import Cors
 from gateway.api.dependencies import TENANT, Services
 from gateway.api.openapi_schema import add_errors, add_hot_routes
@@ -32,8 +33,8 @@ from policy.errors import Refusal
 
 CLIENT_ROUTERS = (models_endpoint.router, health.router, swagger_ui.router)
 ADMIN_ROUTERS = (
-    admin.health,
-    admin.router,
+    operations.health,
+    operations.router,
     live.router,
     playground.router,
     static_page.router,

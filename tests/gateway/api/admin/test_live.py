@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.api import live
+from gateway.api.admin import live
 from gateway.api.application import admin_app
 from gateway.protocol.errors import Refused
 from policy.config.deployment import GatewayConfig
