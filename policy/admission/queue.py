@@ -181,7 +181,7 @@ class Queue:
         return self._drain.unmeasured
 
     def expect(self, stays_s: float) -> None:
-        """Assume a service time in seconds, while :attr:`unmeasured`."""
+        """Assume a service time in seconds, while :attr:`unmeasured`; 0 if none can be assumed."""
         self._drain.expect(stays_s)
 
     def expire(self, at: float) -> list[Request]:

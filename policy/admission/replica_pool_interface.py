@@ -78,7 +78,7 @@ class ReplicaPool(Protocol[R_co]):
         """Whether every replica that is up has failed to load ``adapter``."""
 
     def service_s(self, request: Request) -> float:
-        """How long the request would run on the fullest replica, by the performance model."""
+        """How long the request would run on the fullest replica, by its performance model; 0 without one."""
 
     def remaining_s(self, request: Request, quote: CostEstimate, ran_s: float) -> float:
         """How long the request is expected to run on where ``quote`` sent it ``ran_s`` seconds ago."""

@@ -57,7 +57,7 @@ class ServiceRate:
         self._since = at if waits else None
 
     def expect(self, stays_s: float) -> None:
-        """No request has ended yet; the performance model predicts this service time."""
+        """No request has ended yet; the performance model predicts this service time (0: unknown)."""
         self._stays = stays_s
 
     def began(self, ticket: int, tokens: int, priority: Priority, at: float, *, waited: bool) -> None:

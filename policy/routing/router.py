@@ -11,7 +11,7 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from policy.engine.performance_model import Timing
-from policy.engine.prefill_estimate import step_table_of
+from policy.engine.prefill_estimate import GENERIC, step_table_of
 from policy.hashing import rendezvous
 from policy.request import Request
 from policy.routing.cache_affinity import Popularity, add_taker, balance_of
@@ -213,10 +213,16 @@ class Router:
         return 0.0 if site is None else site.loss_s(request, replicas, at)
 
     def service_s(self, request: Request, candidates: Sequence[Candidate]) -> float:
-        """How long ``request`` would run on the fullest of ``candidates``, in seconds; 0 without any."""
+        """How long ``request`` would run on the fullest of ``candidates``, in seconds.
+
+        It is 0 without any, and where neither the replica nor the deployment says how fast it is.
+        """
         if not candidates:
             return 0.0
         fullest = max(candidates, key=lambda candidate: candidate.in_flight)
+        timed = fullest.timing is not None and fullest.timing.model is not None
+        if not timed and self.settings.assumed is GENERIC:
+            return 0.0
         return self._stays_s(request, fullest, request.output_tokens)
 
     def longest_s(self, request: Request, candidate: Candidate) -> float:

@@ -195,6 +195,14 @@ async def test_requests_for_which_slots_fall_free_together_begin_over_several_tu
     await asyncio.gather(*asked)
 
 
+async def test_no_request_is_refused_for_a_service_time_that_nothing_confirms() -> None:
+    """Neither the replica nor the deployment says how fast it is, and no answer has ended."""
+    queues = Queues(bound=5, ttft_s=1.0)
+    asked = [await queues.ask(queues.arrive(queues.alpha, output_tokens=128)) for _ in range(90)]
+    assert [one.done() for one in asked] == [True] * 5 + [False] * 85
+    await leave(*asked[5:])
+
+
 async def test_requests_for_a_full_replicas_adapter_delay_no_others() -> None:
     queues = Queues(bound=1, replicas=2)
     queues.alpha.handles[1].adapters.update(("x",), ())

@@ -16,6 +16,7 @@ from gateway.routing.shared_counters import PublishedPrefixes, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, ModelSpec
+from policy.engine.prefill_estimate import GENERIC
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import CostEstimate
@@ -162,6 +163,9 @@ async def test_a_new_document_acts_on_the_next_choice() -> None:
 
 async def test_service_time_grows_with_requests_in_flight() -> None:
     here, model = routes(), served()
+    assert here.service_s(prompt(), [model.handles[0].view]) == 0.0  # nothing says how fast it is
+    for handle in model.handles:
+        handle.view.timing = GENERIC
     alone = here.service_s(prompt(), [handle.view for handle in model.handles])
     for _ in range(100):
         model.handles[0].begin()
