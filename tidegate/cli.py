@@ -18,6 +18,7 @@ from tidegate.exit_codes import MEANINGS, Exit, exit_of
 # and `up` do not import httpx and rich.
 _COMMANDS = {
     "up": ("deployment.up_run_down", "Start a deployment in the background; return when it is ready."),
+    "serve": ("deployment.serve", "Serve a model with the flags of `vllm serve`."),
     "run": ("deployment.up_run_down", "Run a deployment in the foreground until SIGINT or SIGTERM."),
     "down": ("deployment.up_run_down", "Stop the deployment."),
     "status": ("fleet.status", "Show processes, models and replicas."),
@@ -29,6 +30,7 @@ _COMMANDS = {
     "adapters": ("fleet.adapters", "Show, add, replace, split, roll back or remove LoRA adapters."),
     "check": ("deployment.check_apply", "Validate a deployment file."),
     "profile": ("fleet.profile", "Write a flame graph of a gateway worker, the controller or a replica."),
+    "import": ("deployment.import_file", "Write a deployment file from LiteLLM's or production-stack's."),
     "doctor": ("deployment.doctor", "Check this machine: GPUs, memory, disk, ports, limits, packages."),
     "apply": ("deployment.check_apply", "Show what a deployment file would change, and apply it."),
     "keys": ("deployment.keys", "Create API keys for tenants."),
@@ -44,6 +46,8 @@ _COMMANDS = {
     "plan": ("simulation.plan", "Find the fewest GPUs that meet the SLO, now and as the load grows."),
     "bench": ("simulation.bench", "Compare policies on simulated replicas."),
 }
+# A keyword of Python is no name of a function.
+_FUNCTIONS = {"import": "import_file"}
 
 _EPILOG = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANINGS.items()) + "."
 
@@ -58,7 +62,7 @@ class _LazyGroup(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"tidegate.commands.{_COMMANDS[cmd_name][0]}")
-        command = getattr(module, cmd_name)
+        command = getattr(module, _FUNCTIONS.get(cmd_name, cmd_name))
         assert isinstance(command, click.Command)
         return command
 
