@@ -25,7 +25,7 @@ from policy.scaling.decision_types import ModeForecast, ModeOption, Situation, S
 from policy.scaling.forecast import likely
 from policy.scaling.guardrails import metrics_stale, unsettled
 from policy.scaling.resources import ROUNDING, Resources
-from policy.scaling.switch_cost import Capacities, Switch, interruption, switch_cost
+from policy.scaling.switch_cost import Capacities, Switch, describe_gain, interruption, switch_cost
 from policy.scaling.transition_steps import Goal, Layer, LayerKey, Rollout
 
 # The percentile of the latencies that an SLO bounds.
@@ -160,7 +160,7 @@ class ModeComparison:
                     if not queue:
                         verdict = verdict._replace(to=there, early=early)
                 why = why or ("worth a switch" if best.mode == mode else f"{best.mode} costs less")
-                why = f"gain {gain:.0%}: {why}"
+                why = f"{describe_gain(gain)}: {why}"
             outlooks.append(msgspec.structs.replace(there, why=why))
         return verdict._replace(outlooks=tuple(outlooks), better_since=since)
 

@@ -31,6 +31,13 @@ def start_cores(cpus: int) -> int:
     return min(cpus, START_CORES)
 
 
+def describe_gain(gain: float) -> str:
+    """A fraction of the present cost that is saved, or how much higher the cost is, which has no bound."""
+    if gain > -0.005:
+        return f"gain {max(gain, 0.0):.0%}"
+    return f"costs {-gain:.0%} more" if gain > -1.0 else f"costs {1.0 - gain:.1f} times as much"
+
+
 class Phase(NamedTuple):
     """``seconds`` of a switch in which ``old`` and ``new`` replicas serve at ``speed`` (0 to 1).
 

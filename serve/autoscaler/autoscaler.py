@@ -21,6 +21,7 @@ from policy.scaling.decide import ModelPolicies, decide_all
 from policy.scaling.decision_schedule import DecisionSchedule
 from policy.scaling.decision_types import Decision, Memory, Situation
 from policy.scaling.start_times import StartTime
+from policy.scaling.switch_cost import describe_gain
 from policy.signals.aggregator import SignalAggregator
 from policy.wire.reports import GatewayReport
 from serve.async_waiting import run_in_thread
@@ -306,7 +307,7 @@ class Autoscaler:
             self.journal.put(found)
             self.event(
                 f"{name}: {found.was} -> {found.mode}: predicted gain {found.promised:.0%},"
-                f" measured {found.measured:.0%};"
+                f" measured: {describe_gain(found.measured)};"
                 f" {found.met_before:.1%} of requests met the SLO before, {found.met:.1%} since"
             )
         if promise != target.promise:

@@ -266,20 +266,8 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else float(f"{value:.6g}")
 
 
-def _change(decision: Decision) -> Change:
-    return Change(
-        at=decision.at,
-        mode=decision.mode,
-        count=decision.count,
-        was_mode=decision.was_mode,
-        was_count=decision.was_count,
-        reason=decision.reason,
-        dry_run=decision.dry_run,
-    )
-
-
 def _point(situation: Situation, decision: Decision) -> _Point:
-    change = _change(decision) if decision.changes else None
+    change = msgspec.convert(decision, Change, from_attributes=True) if decision.changes else None
     return _Point(decision.model, decision.at, decision.mode, _numbers(situation, decision), change)
 
 

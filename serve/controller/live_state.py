@@ -129,17 +129,7 @@ def _model(status: ModelStatus, decision: Decision | None, situation: Situation 
         return LiveModel(status=status)
     return LiveModel(
         status=status,
-        modes=tuple(
-            LiveMode(
-                mode=option.mode,
-                shape=option.shape,
-                least=option.least,
-                most=option.most,
-                gpus=option.gpus,
-                cpus=option.cpus,
-            )
-            for option in situation.rungs
-        ),
+        modes=tuple(msgspec.convert(option, LiveMode, from_attributes=True) for option in situation.rungs),
         slo=situation.slo,
         signals=situation.signals,
         supply=situation.supply,

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 
-from tests.gateway.fake_replica import DONE, Answer, Exchange, event
+from tests.gateway.fake_replica import ANSWER, DONE, Answer, Exchange, event
 
 EVENTS = "text/event-stream; charset=utf-8"
 
@@ -24,7 +24,9 @@ def status(code: int, message: str = "boom", **headers: str) -> Answer:
     return answer
 
 
-def reply(body: bytes, *, code: int = 200, content_type: str = "application/json", **headers: str) -> Answer:
+def reply(
+    body: bytes = ANSWER, *, code: int = 200, content_type: str = "application/json", **headers: str
+) -> Answer:
     async def answer(exchange: Exchange) -> None:
         await exchange.reply(body, status=code, content_type=content_type, **headers)
 
@@ -61,7 +63,7 @@ def paced(count: int, gap_s: float, *, first_s: float = 0.0) -> Answer:
     async def answer(exchange: Exchange) -> None:
         if not exchange.json.get("stream"):
             await asyncio.sleep(first_s + count * gap_s)
-            await exchange.reply(WHOLE)
+            await exchange.reply(ANSWER)
             return
         await exchange.head(EVENTS)
         began = time.monotonic() + first_s
@@ -81,7 +83,7 @@ def held(until: asyncio.Event, before: int = 3) -> Answer:
 
     async def answer(exchange: Exchange) -> None:
         if not exchange.json.get("stream"):
-            await exchange.reply(WHOLE)
+            await exchange.reply(ANSWER)
             return
         await exchange.head(EVENTS)
         for i in range(before):
@@ -124,17 +126,3 @@ def flooding(block: bytes, total: int, *, end: bytes = b"") -> Answer:
         await exchange.end()
 
     return answer
-
-
-WHOLE = json.dumps(
-    {
-        "id": "c",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "any",
-        "choices": [
-            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Paris"}}
-        ],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
-    }
-).encode()

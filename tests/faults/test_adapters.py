@@ -65,7 +65,7 @@ def bearer(key: str, **more: str) -> dict[str, str]:
 
 
 async def test_48_requests_go_to_the_replica_that_can_load_the_adapter(harness: Harness, model: str) -> None:
-    good = faults.reply(faults.WHOLE)
+    good = faults.reply()
     bad, works = await harness.fleet(model, 2)
     bad.usual, works.usual = refusing(good), good
     await harness.publish(alias("sql", DIGEST, model=model), key=ADMINS)
@@ -91,7 +91,7 @@ async def test_48_requests_go_to_the_replica_that_can_load_the_adapter(harness: 
 
 
 async def test_48_an_adapter_that_no_replica_can_load_fails(harness: Harness, model: str) -> None:
-    good = faults.reply(faults.WHOLE)
+    good = faults.reply()
     fleet = await harness.fleet(model, 2)
     for one in fleet:
         one.usual = refusing(good)

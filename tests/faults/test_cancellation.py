@@ -63,7 +63,7 @@ async def test_20_a_disconnect_while_queued_frees_all(harness: Harness, model: s
         await harness.reaches(0, "tidegate_queue_depth", model=model)
         holder.leave()
         await left_at(one)
-        one.usual = faults.reply(faults.WHOLE)
+        one.usual = faults.reply()
     assert len(one.log) == 1
 
 

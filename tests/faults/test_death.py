@@ -138,7 +138,7 @@ async def test_26_a_healthy_replica_that_answers_nothing_is_ejected(harness: Har
         assert {reply.headers["x-tidegate-replica"] for reply in during} == {good.id}
         assert len(bad.log) - hits <= 1  # a probe
         assert (await first.end()).headers["x-tidegate-replica"] == good.id
-        bad.usual = faults.reply(faults.WHOLE)
+        bad.usual = faults.reply()
         await harness.serves(model, bad.id)
         assert set(await after.outcomes()) == {"ok"}
 

@@ -77,7 +77,7 @@ async def test_36_a_killed_worker_is_replaced_and_serves(harness: Harness) -> No
         await harness.reconnect_admin()
         await harness.start_worker()
         await until(lambda: harness.admissible(one.id), "the last fleet")
-        one.usual = faults.reply(faults.WHOLE)
+        one.usual = faults.reply()
         assert (await harness.ask(model, headers=with_key)).status == 200
         refused = await harness.ask(model)
         assert refused.status == 401

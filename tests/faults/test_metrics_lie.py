@@ -31,7 +31,7 @@ async def spread(harness: Harness, model: str, fleet: list[FaultyUpstream], stre
     for client in clients:
         client.leave()
     for one in fleet:
-        one.usual = faults.reply(faults.WHOLE)
+        one.usual = faults.reply()
     return found
 
 
@@ -63,7 +63,7 @@ async def test_42_a_replica_with_a_stale_full_report_gets_requests(harness: Harn
         served.set()
         for holder in holders:
             assert (await holder.end()).status == 200
-        one.usual = faults.reply(faults.WHOLE)
+        one.usual = faults.reply()
         replies = await asyncio.gather(*(harness.ask(model) for _ in range(10)))
         assert {reply.status for reply in replies} == {200}
         one.frozen = False

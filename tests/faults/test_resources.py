@@ -185,7 +185,7 @@ async def test_39_deadlines_and_breakers_use_the_monotonic_clock(harness: Harnes
         opened = [hit.left_at for hit in bad.log][-1]
         assert opened is not None
         assert not await harness.admissible(bad.id)
-        bad.usual = faults.reply(faults.WHOLE)
+        bad.usual = faults.reply()
         await until(lambda: harness.admissible(bad.id), "it is back")
         asked = bad.probes[0].at - opened
         stalls_s = after.stalls.seconds

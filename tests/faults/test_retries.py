@@ -152,7 +152,7 @@ async def test_29_attempts_on_failing_replicas_are_bounded(harness: Harness, mod
         if how == "connections":
             await one.stop()
             await one.start()
-        one.usual = faults.reply(faults.WHOLE)
+        one.usual = faults.reply()
     await harness.serves(model, fleet[0].id)
 
 

@@ -36,26 +36,24 @@ print(psutil.Process().memory_info().rss)
 """
 
 
-def printed(program: str) -> int:
-    """The number that a process of its own prints."""
-    return int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout)
+def printed(program: str, mark: str, call: str) -> tuple[int, int]:
+    """The numbers that processes of their own print, without and with ``call`` at the ``mark``."""
+    without, with_call = (
+        subprocess.run([sys.executable, "-c", program.replace(mark, at)], check=True, capture_output=True)
+        for at in ("", call)
+    )
+    return int(without.stdout), int(with_call.stdout)
 
 
 @pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's setting")
 def test_freed_memory_before_used_memory_is_given_back() -> None:
-    kept, returned = (
-        printed(KEPT.replace("RETURN", "")),
-        printed(KEPT.replace("RETURN", "return_freed_memory()")),
-    )
+    kept, returned = printed(KEPT, "RETURN", "return_freed_memory()")
     assert returned < kept - 80_000_000
 
 
 @pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's setting")
 def test_freed_memory_is_reused_for_bodies() -> None:
-    usual, touched = (
-        printed(FAULTS.replace("KEEP", "")),
-        printed(FAULTS.replace("KEEP", "keep_freed_memory()")),
-    )
+    usual, touched = printed(FAULTS, "KEEP", "keep_freed_memory()")
     assert touched < usual / 4

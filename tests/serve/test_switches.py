@@ -130,7 +130,7 @@ async def test_the_predicted_saving_is_compared_with_the_measured(plane: Plane) 
         for event in plane.controller.status().events
         if "predicted gain" in event and "measured" in event
     ]
-    assert f"predicted gain {found.promised:.0%}, measured {found.measured:.0%}" in event
+    assert f"predicted gain {found.promised:.0%}, measured: gain {found.measured:.0%}" in event
     # It is logged with its decision only.
     decisions = plane.controller.autoscaler.journal.read(500)
     assert [(each.decision.mode, each.outcome) for each in decisions if each.outcome] == [

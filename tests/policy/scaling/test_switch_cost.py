@@ -13,13 +13,26 @@ from hypothesis import strategies as st
 from policy.scaling.decision_types import ModeOption, Situation
 from policy.scaling.resources import Resources
 from policy.scaling.serving_mode_selection import Verdict
-from policy.scaling.switch_cost import Capacities, Phase, Switch, core_share, switch_cost
+from policy.scaling.switch_cost import Capacities, Phase, Switch, core_share, describe_gain, switch_cost
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from tests.policy.control_play import LARGE, NOON, SMALL, demand, figures, mode_option
 from tests.policy.scaling.test_serving_mode_selection import comparison, confirmed, large
 
 NO_BOUND = Resources(math.inf, math.inf, math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("gain", "text"),
+    [
+        (0.584, "gain 58%"),
+        (-0.001, "gain 0%"),
+        (-0.5, "costs 50% more"),
+        (-6.44, "costs 7.4 times as much"),
+    ],
+)
+def test_a_mode_that_costs_more_is_not_said_to_gain(gain: float, text: str) -> None:
+    assert describe_gain(gain) == text
 
 
 def on_cores(name: str, cpus: int) -> ModeOption:

@@ -247,7 +247,7 @@ def review(measured: float) -> SwitchOutcome:
         (SWITCH, {}, SWITCHED, None, "applied; predicted gain of the switch: 31%"),
         (
             SWITCH, {}, SWITCHED, review(-0.1),
-            "applied; predicted gain of the switch: 31%, measured: -10%; 90.0% of requests"
+            "applied; predicted gain of the switch: 31%, measured: costs 10% more; 90.0% of requests"
             " within the SLO before, 99.0% since",
         ),
         (decision(short=1.25), {}, DONE, None, "applied; 1.25/s exceed the capacity"),

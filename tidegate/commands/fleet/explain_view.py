@@ -15,6 +15,7 @@ from policy.engine.replica_capacity import Capability, idle_latency
 from policy.scaling.decide import slo_misses, workload_of
 from policy.scaling.decision_types import Decision, Guardrail, Limit, Override, Situation
 from policy.scaling.guardrails import bound_of_policy, override_in_force, scheduled
+from policy.scaling.switch_cost import describe_gain
 from policy.scaling.view import Proposal
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample
 from serve.controller_api_schema import LoggedDecision
@@ -207,8 +208,8 @@ def _outcome(logged: LoggedDecision, after: Aftermath | None, now: float) -> Tex
         text.append(f"; predicted gain of the switch: {decision.gain:.0%}", style="green")
     if (review := logged.outcome) is not None:
         text.append(
-            f", measured: {review.measured:.0%}; {_share(review.met_before)} of requests within the SLO"
-            f" before, {_share(review.met)} since",
+            f", measured: {describe_gain(review.measured)}; {_share(review.met_before)} of requests within"
+            f" the SLO before, {_share(review.met)} since",
             style="green" if review.measured > 0 else "yellow",
         )
     if (override := situation.override) is not None:
