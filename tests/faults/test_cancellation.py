@@ -72,7 +72,7 @@ async def test_21_five_hundred_random_disconnects_leak_nothing(harness: Harness,
     draw = random.Random(21)  # noqa: S311 - moments
     await harness.fleet(model, 2, usual=faults.paced(20, 0.01, first_s=0.05), bound=30)
     await harness.ask(model)  # the service time is known, so that no request is refused by an estimate
-    room = asyncio.Semaphore(together)
+    room, resets = asyncio.Semaphore(together), list[bool]()
     async with harness.expect(model) as after:
 
         async def visit(stream: bool, stays_s: float, reset: bool) -> None:
@@ -83,12 +83,14 @@ async def test_21_five_hundred_random_disconnects_leak_nothing(harness: Harness,
                         await client.end()
                 except TimeoutError:
                     client.leave(reset=reset)
+                    resets.append(reset)
 
         visits = [(draw.random() < 0.7, draw.uniform(0.0, 0.5), draw.random() < 0.5) for _ in range(clients)]
         await asyncio.gather(*(visit(*one) for one in visits))
 
         async def counted() -> bool:
-            return (await after.outcomes()).total() == clients
+            # A reset discards a request that a busy worker has not read yet.
+            return clients - sum(resets) <= (await after.outcomes()).total() <= clients
 
         await until(counted, "every visit ended")
         outcomes = await after.outcomes()
