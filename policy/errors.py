@@ -57,6 +57,14 @@ class AdapterUnknown(TidegateError):
     """No adapter has this name, or it has no such version."""
 
 
+class AccessUnknown(TidegateError):
+    """No tenant or key has this name or id."""
+
+
+class AccessRefused(TidegateError):
+    """The present tenants and keys do not allow the change."""
+
+
 class EngineFailed(TidegateError):
     """An engine did not become ready, or died."""
 

@@ -12,13 +12,15 @@ from pathlib import Path
 from store.state_dir import StateDir, read_secret
 
 PREFIX = "tg-"
+# Of keys for the admin port.
+ADMIN_PREFIX = "tga-"
 _BYTES = 32
 _WORD = re.compile(rb"[!-~]+")
 
 
-def new_key() -> str:
+def new_key(prefix: str = PREFIX) -> str:
     """A new key of 256 random bits; it is not stored."""
-    return PREFIX + secrets.token_urlsafe(_BYTES)
+    return prefix + secrets.token_urlsafe(_BYTES)
 
 
 def digest_of(key: bytes) -> str:

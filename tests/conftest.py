@@ -9,6 +9,8 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.postgresql"]
+
 # No deadline: the machine may be busy. The same examples in each run, so that a failure is due to a change.
 settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

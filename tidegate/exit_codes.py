@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 from policy.errors import (
+    AccessRefused,
+    AccessUnknown,
     AdapterRefused,
     AdapterUnknown,
     ConfigError,
@@ -35,7 +37,7 @@ MEANINGS = {
     Exit.USAGE: "usage error",
     Exit.INVALID: "invalid deployment file, workload or trace",
     Exit.NOT_RUNNING: "nothing is running, or it does not answer",
-    Exit.REFUSED: "refused: replica count, mode switch, adapter, or a change that needs down and up",
+    Exit.REFUSED: "refused: replica count, mode switch, adapter, key, or a change that needs down and up",
     Exit.PRECONDITION: "precondition not met: port, memory, another Ray cluster, or external servers",
     Exit.INACCURATE: "calibration written, but its error is high",
     Exit.ROLLED_BACK: "applied and rolled back: the new revision did not start (apply --wait)",
@@ -45,7 +47,10 @@ MEANINGS = {
 _BY_ERROR: dict[Exit, tuple[type[Exception], ...]] = {
     Exit.INVALID: (ConfigError, TraceError),
     Exit.NOT_RUNNING: (Unreachable,),
-    Exit.REFUSED: (TargetError, SwitchRefused, AdapterRefused, AdapterUnknown),
+    Exit.REFUSED: (
+        *(TargetError, SwitchRefused, AdapterRefused, AdapterUnknown),
+        *(AccessRefused, AccessUnknown),
+    ),
     Exit.PRECONDITION: (PreconditionFailed,),
 }
 

@@ -11,20 +11,27 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
 import uvloop
 
+from gateway.accounting.access_snapshot_file import AccessSnapshotFile
+from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.app import build_app
 from gateway.accounting.database_access import DatabaseAccess
+from gateway.accounting.declared_access import DeclaredAccess
 from gateway.accounting.periodic_tasks import PeriodicTasks
-from policy.deployment_file.parse import parse
 from store.log_lines import log_to
 from store.state_dir import StateDir, listen_at
 
 log = logging.getLogger("tidegate.accounting")
+
+
+# For changes that other hosts made.
+LOOK_EVERY_S = 0.3
 
 
 class _Server(uvicorn.Server):
@@ -38,13 +45,13 @@ class _Server(uvicorn.Server):
 async def account(state: StateDir) -> None:
     """Serve until SIGTERM or SIGINT."""
 
-    def url() -> str:
-        deployment = parse(state.load(state.deployment_path, dict[str, object]))
-        return state.database_url(deployment.store)
-
-    database = DatabaseAccess(url)
+    declared = DeclaredAccess(state)
+    database = DatabaseAccess(lambda: declared.get().database)
+    access = AccessDatabase(database, declared, time.time)
+    snapshot = AccessSnapshotFile(access, state)
+    access.on_change = snapshot.update
     config = uvicorn.Config(
-        build_app(database), http="httptools", ws="none", lifespan="off", server_header=False,
+        build_app(access), http="httptools", ws="none", lifespan="off", server_header=False,
         access_log=False, log_level="warning", log_config=None, timeout_graceful_shutdown=5,
     )  # fmt: skip
     server = _Server(config)
@@ -52,7 +59,7 @@ async def account(state: StateDir) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     periodic = PeriodicTasks(stopping.set)
-    periodic.start("database", 1.0, database.get)
+    periodic.start("access_file", LOOK_EVERY_S, snapshot.update)
     serving = asyncio.create_task(server.serve(sockets=[listen_at(state.accounting_socket_path)]))
     log.info("accounting_started")
     await stopping.wait()

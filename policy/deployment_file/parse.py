@@ -29,7 +29,7 @@ from policy.config.deployment import (
 )
 from policy.config.engine_arguments import expected_instead
 from policy.config.ports import check_ports, is_loopback
-from policy.config.tenancy import Tenant
+from policy.config.tenancy_checks import check_tenants
 from policy.config.tracing import traced
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
@@ -37,7 +37,6 @@ from policy.scaling.policies.registry import choose
 from policy.scaling.resources import ROUNDING
 from policy.types import EngineKind, Priority
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _VISIBLE = re.compile(r"[!-~]+")
 # As browsers send it.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::\d{1,5})?")
@@ -81,7 +80,7 @@ def parse(document: object) -> Deployment:
     _check_gateway(deployment)
     check_ports(deployment)
     _check_store(deployment.store)
-    _check_tenants(deployment.tenants)
+    check_tenants(deployment.tenants, models)
     _check_upstreams(deployment.upstreams, models)
     if not (endpoint := deployment.tracing.endpoint):
         return deployment
@@ -337,21 +336,6 @@ def _check_store(store: str) -> None:
     # The part before the @ may contain a password.
     shown = "***" if "@" in store else store
     require(good, "store", shown, "sqlite:///PATH or postgresql://HOST/NAME")
-
-
-def _check_tenants(tenants: tuple[Tenant, ...]) -> None:
-    seen: set[str] = set()
-    owners: dict[str, str] = {}
-    for i, tenant in enumerate(tenants):
-        _check_name(f"tenants[{i}].name", tenant.name, seen, "tenant")
-        for j, digest in enumerate(tenant.keys_sha256):
-            path = f"tenants[{i}].keys_sha256[{j}]"
-            # A value of another form may be the key itself, so it is not shown.
-            expected = "64 hex digits in lower case, as `tidegate keys new` prints them"
-            require(_DIGEST.fullmatch(digest), path, "***", expected)
-            expected = f"a digest that is used once (tenant {owners.get(digest)!r} has it)"
-            require(digest not in owners, path, f"{digest[:8]}...", expected)
-            owners[digest] = tenant.name
 
 
 def _check_upstreams(upstreams: tuple[Upstream, ...], models: set[str]) -> None:

@@ -1,7 +1,7 @@
 """Tenants and keys of the database as the accounting process hands them to the workers of its host.
 
-The file is NDJSON: a :class:`SnapshotHead`, then a line for each tenant and key, so that a worker can read it
-in pieces. Keys are digests; the file has mode 600 all the same.
+The file is NDJSON: a :class:`SnapshotHead`, then a line for each tenant and key, tenants first, so that a
+worker can read it in pieces. Keys are digests; the file has mode 600 all the same.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from policy.config.tenancy import Access, Tenant
+from policy.wire.accounting import Role
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
@@ -17,6 +18,7 @@ class SnapshotHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
     revision: int
     tenants: int
     keys: int
+    admin_keys: int
 
 
 class TenantRow(msgspec.Struct, frozen=True, kw_only=True, tag="tenant"):
@@ -41,4 +43,14 @@ class KeyRow(msgspec.Struct, frozen=True, kw_only=True, tag="key"):
     expires: float | None = None
 
 
-SnapshotLine = SnapshotHead | TenantRow | KeyRow
+class AdminKeyRow(msgspec.Struct, frozen=True, kw_only=True, tag="admin_key"):
+    """A key of the admin port, as :class:`KeyRow`."""
+
+    id: str
+    sha256: str
+    name: str
+    role: Role
+    expires: float | None = None
+
+
+SnapshotLine = SnapshotHead | TenantRow | KeyRow | AdminKeyRow

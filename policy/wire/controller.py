@@ -10,6 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from policy.errors import (
+    AccessRefused,
+    AccessUnknown,
     AdapterRefused,
     AdapterUnknown,
     ConfigError,
@@ -111,6 +113,9 @@ ERROR_ANSWERS = {
     "BadRequest": ErrorAnswer(400, 400, "bad_request"),
     # No such adapter or version.
     "AdapterUnknown": ErrorAnswer(404, 404, "adapter_not_found"),
+    # No such tenant or key, and a change of them that is not allowed in the present state.
+    "AccessUnknown": ErrorAnswer(404, 404, "not_found"),
+    "AccessRefused": ErrorAnswer(409, 409, "not_allowed"),
     # A value that is never allowed, and an operation that is not allowed in the present state.
     "ConfigError": ErrorAnswer(409, 400, "bad_value"),
     "TargetError": ErrorAnswer(409, 409, "not_allowed"),
@@ -123,7 +128,7 @@ OTHER_ERROR = ErrorAnswer(409, 502, "controller_failed")
 _CLASSES: dict[str, type[TidegateError]] = {
     kind.__name__: kind
     for kind in (
-        *(TargetError, SwitchRefused, AdapterUnknown),
+        *(TargetError, SwitchRefused, AdapterUnknown, AccessUnknown, AccessRefused),
         *(ModelUnavailable, PreconditionFailed, Unreachable),
     )
 }

@@ -1,25 +1,18 @@
-"""Aliases and their splits, as a timeline of changes.
-
-On SQLite, and also on PostgreSQL where ``TIDEGATE_TEST_POSTGRES`` is the URL of a database to be emptied.
-"""
+"""Aliases and their splits, as a timeline of changes, on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import delete, insert
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError
 from policy.wire.adapter_catalog import Alias
 from store.adapters.adapter_aliases import DOCUMENT, KEPT_VERSIONS, AdapterNames, NewVersion
 from store.adapters.validate import AdapterFacts
-from store.database import Database, counters, metadata
 from tests.clock import Clock
 
 FACTS = AdapterFacts(rank=8, size=1000)
@@ -31,25 +24,9 @@ def clock() -> Clock:
     return Clock()
 
 
-POSTGRES = os.environ.get("TIDEGATE_TEST_POSTGRES")
-
-
-@pytest.fixture(params=["sqlite", *(["postgresql"] if POSTGRES else [])])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite" or POSTGRES is None:
-        return f"sqlite:///{tmp_path}/t.db"
-    database = Database(POSTGRES)
-    with database.writing() as connection:
-        for table in reversed(metadata.sorted_tables):
-            connection.execute(delete(table))
-        connection.execute(insert(counters).values(name="revision", value=0))
-    database.close()
-    return POSTGRES
-
-
 @pytest.fixture
-def registry(url: str, clock: Clock) -> Iterator[AdapterNames]:
-    opened = AdapterNames(url, clock)
+def registry(database_url: str, clock: Clock) -> Iterator[AdapterNames]:
+    opened = AdapterNames(database_url, clock)
     yield opened
     opened.close()
 

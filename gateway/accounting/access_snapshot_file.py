@@ -1,0 +1,63 @@
+"""The file by which the workers of this host know the tenants and keys of the database."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+
+from gateway.accounting.access_transaction import AccessDatabase
+from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, SnapshotLine, TenantRow
+from store.database import counter
+from store.state_dir import StateDir, write_atomic
+from store.tenancy.keys import every_admin_key, every_key
+from store.tenancy.tables import REVISION
+from store.tenancy.tenants import every_tenant
+
+
+class AccessSnapshotFile:
+    """Written at the start, and when the revision of tenants and keys has changed; safe for all threads."""
+
+    def __init__(self, database: AccessDatabase, state: StateDir) -> None:
+        self._database = database
+        self._path = state.access_path
+        self._writing = threading.Lock()
+        self._revision = -1
+
+    def update(self) -> None:
+        """Write the file if it is out of date; raises :class:`policy.errors.Unreachable` and ``OSError``."""
+        with self._writing:
+            with self._database.reading() as connection:
+                revision = counter(connection, REVISION)
+                if revision == self._revision:
+                    return
+                now = self._database.now()
+                tenants = every_tenant(connection)
+                keys = every_key(connection, valid_at=now)
+                admins = every_admin_key(connection, valid_at=now)
+            lines: list[SnapshotLine] = [
+                SnapshotHead(
+                    revision=revision, tenants=len(tenants), keys=len(keys), admin_keys=len(admins)
+                ),
+                *(
+                    TenantRow(
+                        tenant=msgspec.structs.replace(each.tenant, metadata={}), blocked=each.blocked
+                    )
+                    for each in tenants
+                ),
+                *(
+                    KeyRow(
+                        id=each.id, sha256=each.sha256, tenant=each.tenant, alias=each.alias,
+                        access=msgspec.structs.replace(each.access, metadata={}), expires=each.expires,
+                    )
+                    for each in keys
+                ),
+                *(
+                    AdminKeyRow(
+                        id=each.id, sha256=each.sha256, name=each.name, role=each.role, expires=each.expires
+                    )
+                    for each in admins
+                ),
+            ]  # fmt: skip
+            write_atomic(self._path, msgspec.json.Encoder().encode_lines(lines), mode=0o600)
+            self._revision = revision

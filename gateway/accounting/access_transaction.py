@@ -1,0 +1,97 @@
+"""A change of tenants or keys: one transaction with its audit entry, then the file of the workers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection
+
+from gateway.accounting.database_access import DatabaseAccess
+from gateway.accounting.declared_access import Declared, DeclaredAccess
+from policy.config.convert import require
+from policy.config.tenancy import Access
+from policy.wire.accounting import Actor
+from store.database import increment
+from store.tenancy import audit
+from store.tenancy.tables import REVISION
+
+log = logging.getLogger("tidegate.accounting")
+
+_DURATION = re.compile(r"([1-9]\d{0,8})([smhd])")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+# A hundred years: a key without an end has no expiry.
+_LONGEST_S = 100 * 366 * 86_400.0
+
+
+class AccessTransaction:
+    """One change by ``actor`` at the instant ``now`` (Unix seconds), on an open transaction."""
+
+    def __init__(self, connection: Connection, now: float, actor: Actor) -> None:
+        self.connection = connection
+        self.now = now
+        self._actor = actor
+
+    def record(self, action: str, target: str, *, before: Any = None, after: Any = None) -> None:
+        """Append the change to the audit trail."""
+        audit.record(self.connection, self.now, self._actor, action, target, before=before, after=after)
+
+
+class AccessDatabase:
+    """Reads and changes of tenants and keys; each blocks, and raises :class:`policy.errors.TidegateError`.
+
+    ``on_change`` is called after each change; ``now`` gives Unix seconds.
+    """
+
+    def __init__(self, database: DatabaseAccess, declared: DeclaredAccess, now: Callable[[], float]) -> None:
+        self._database = database
+        self._declared = declared
+        self.on_change: Callable[[], object] = lambda: None
+        self.now = now
+
+    @property
+    def declared(self) -> Declared:
+        return self._declared.get()
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        with self._database.get().reading() as connection:
+            yield connection
+
+    @contextmanager
+    def changing(self, actor: Actor) -> Iterator[AccessTransaction]:
+        """A transaction that is in force on this host when it ends, and on the others soon after."""
+        with self._database.get().writing() as connection:
+            yield AccessTransaction(connection, self.now(), actor)
+            increment(connection, REVISION)
+        try:
+            self.on_change()
+        except OSError as error:  # a full disk: written at the next turn that can
+            log.warning("access_file: %s", error)
+
+
+def access_of(given: Access) -> Access:
+    """The limits and permissions alone of a structure that has more."""
+    return Access(**{name: getattr(given, name) for name in Access.__struct_fields__})
+
+
+def expiry(expires: float | None, duration: str | None, now: float) -> float | None:
+    """When a key expires, given as one of two; raises :class:`policy.errors.ConfigError`."""
+    if duration is not None:
+        require(expires is None, "duration", duration, "nothing beside expires")
+        match = _DURATION.fullmatch(duration)
+        require(match, "duration", duration, "a number with s, m, h or d, such as 30d")
+        assert match is not None
+        expires = now + int(match[1]) * _UNITS[match[2]]
+    good = expires is None or now < expires < now + _LONGEST_S
+    require(good, "expires", expires, "Unix seconds in the future, within a hundred years")
+    return expires
+
+
+def check_text(path: str, text: str) -> None:
+    """Check a free text that lists show."""
+    good = len(text) <= 128 and text.isprintable()
+    require(good, path, text[:128], "at most 128 printable characters")

@@ -1,0 +1,127 @@
+"""Tenants: those that the deployment file declares are shown, those of the database can be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import structs, to_builtins
+
+from gateway.accounting.access_transaction import AccessDatabase, AccessTransaction, access_of
+from policy.config.convert import convert, require
+from policy.config.tenancy import Tenant
+from policy.config.tenancy_checks import check_access, check_name
+from policy.errors import AccessRefused, AccessUnknown
+from policy.wire.accounting import MAX_TENANTS, Actor, CreateTenant, TenantView
+from store.tenancy.keys import end_key, every_key, valid_by_tenant
+from store.tenancy.tenants import (
+    TenantRecord,
+    count_tenants,
+    delete_tenant,
+    every_tenant,
+    find_tenant,
+    insert_tenant,
+    update_tenant,
+)
+
+
+class TenantChanges:
+    """What the routes of tenants do."""
+
+    def __init__(self, database: AccessDatabase) -> None:
+        self._database = database
+
+    def every(self) -> list[TenantView]:
+        """All tenants, declared ones first. A declared one counts before one of the database."""
+        declared = self._database.declared.tenants
+        with self._database.reading() as connection:
+            records = every_tenant(connection)
+            keys = valid_by_tenant(connection, self._database.now())
+        views = [_view(TenantRecord(tenant, False, 0.0), keys, declared=True) for tenant in declared.values()]
+        return views + [_view(each, keys) for each in records if each.tenant.name not in declared]
+
+    def one(self, name: str) -> TenantView:
+        """The tenant called ``name``; raises :class:`policy.errors.AccessUnknown`."""
+        for view in self.every():
+            if view.name == name:
+                return view
+        raise _unknown(name)
+
+    def create(self, wanted: CreateTenant, actor: Actor) -> TenantView:
+        """Make a tenant, without keys."""
+        check_name("name", wanted.name)
+        require(not wanted.keys_sha256, "keys_sha256", "***", "nothing: keys of the database are made apart")
+        check_access("", wanted, self._database.declared.models)
+        tenant = Tenant(**{name: getattr(wanted, name) for name in Tenant.__struct_fields__})
+        with self._database.changing(actor) as change:
+            if wanted.name in self._database.declared.tenants:
+                raise AccessRefused(f"the deployment file declares a tenant {wanted.name!r}")
+            if find_tenant(change.connection, wanted.name) is not None:
+                raise AccessRefused(f"there is a tenant {wanted.name!r} already")
+            if count_tenants(change.connection) >= MAX_TENANTS:
+                raise AccessRefused(f"there are {MAX_TENANTS} tenants already, the most that workers keep")
+            record = TenantRecord(tenant, wanted.blocked, change.now)
+            insert_tenant(change.connection, record)
+            view = _view(record, {})
+            change.record("tenant.create", wanted.name, after=_settings(record))
+        return view
+
+    def update(self, name: str, patch: Mapping[str, Any], actor: Actor) -> TenantView:
+        """Set the members of ``patch`` (``null`` removes a limit); the others stay."""
+        for key in ("name", "keys_sha256"):
+            require(key not in patch, key, "***" if key == "keys_sha256" else patch.get(key), "nothing")
+        with self._database.changing(actor) as change:
+            before = self._of_database(change, name)
+            given = convert({**_settings(before), **patch, "name": name}, CreateTenant, "")
+            check_access("", given, self._database.declared.models)
+            tenant = Tenant(**{key: getattr(given, key) for key in Tenant.__struct_fields__})
+            record = TenantRecord(tenant, given.blocked, before.created)
+            update_tenant(change.connection, record)
+            keys = valid_by_tenant(change.connection, change.now)
+            change.record("tenant.update", name, before=_settings(before), after=_settings(record))
+        return _view(record, keys)
+
+    def delete(self, name: str, actor: Actor) -> TenantView:
+        """Delete a tenant and revoke its keys; returns what it was."""
+        with self._database.changing(actor) as change:
+            record = self._of_database(change, name)
+            keys = valid_by_tenant(change.connection, change.now)
+            for key in every_key(change.connection, tenant=name, valid_at=change.now):
+                end_key(change.connection, key._replace(revoked=change.now))
+                change.record("key.revoke", key.id, before={"tenant": name, "alias": key.alias})
+            delete_tenant(change.connection, name)
+            change.record("tenant.delete", name, before=_settings(record))
+        return _view(record, keys)
+
+    def _of_database(self, change: AccessTransaction, name: str) -> TenantRecord:
+        if name in self._database.declared.tenants:
+            raise AccessRefused(f"tenant {name!r} is declared: change it in the deployment file")
+        record = find_tenant(change.connection, name)
+        if record is None:
+            raise _unknown(name)
+        return record
+
+
+def _unknown(name: str) -> AccessUnknown:
+    return AccessUnknown(f"there is no tenant {name!r}")
+
+
+def _settings(record: TenantRecord) -> dict[str, Any]:
+    settings: dict[str, Any] = to_builtins(structs.replace(record.tenant, keys_sha256=()))
+    del settings["keys_sha256"], settings["name"]
+    return settings | {"blocked": record.blocked}
+
+
+def _view(record: TenantRecord, keys: Mapping[str, int], *, declared: bool = False) -> TenantView:
+    tenant = record.tenant
+    return TenantView(
+        **structs.asdict(access_of(tenant)),
+        name=tenant.name,
+        declared=declared,
+        blocked=record.blocked,
+        created=None if declared else record.created,
+        keys=keys.get(tenant.name, 0) + len(tenant.keys_sha256),
+        weight=tenant.weight,
+        priority=tenant.priority,
+        admin=tenant.admin,
+    )

@@ -1,0 +1,168 @@
+"""The accounting process's HTTP API on its Unix socket: paths, changes of tenants and keys, and answers.
+
+Instants are Unix seconds. A caller of the socket says for whom it acts by :data:`ACTOR_HEADER` and
+:data:`ROLE_HEADER`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+
+from policy.config.control import Section
+from policy.config.tenancy import Access, Tenant
+from policy.types import Priority
+
+KEYS: Final = "/keys"
+TENANTS: Final = "/tenants"
+ADMIN_KEYS: Final = "/admin-keys"
+AUDIT: Final = "/audit"
+READY: Final = "/readyz"
+
+ACTOR_HEADER: Final = "x-tidegate-actor"
+ROLE_HEADER: Final = "x-tidegate-role"
+
+# What a worker keeps in memory, of one database.
+MAX_KEYS: Final = 20_000
+MAX_TENANTS: Final = 5_000
+MAX_ADMIN_KEYS: Final = 200
+
+
+class Role(StrEnum):
+    """What an admin key may do: read, also operate the fleet, also change tenants and keys."""
+
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    ADMIN = "admin"
+
+    def allows(self, needed: Role) -> bool:
+        """Whether this role includes ``needed``."""
+        order = list(Role)
+        return order.index(self) >= order.index(needed)
+
+
+class Actor(msgspec.Struct, frozen=True):
+    """Who makes a change, and in which role."""
+
+    name: str
+    role: Role
+
+
+class TenantView(Access, frozen=True, kw_only=True):
+    """A tenant with its limits. ``declared``: by the deployment file; ``keys``: how many are valid."""
+
+    name: str
+    declared: bool
+    blocked: bool = False
+    created: float | None = None
+    keys: int = 0
+    weight: float = 1.0
+    priority: Priority = Priority.STANDARD
+    admin: bool = False
+
+
+class KeyView(Access, frozen=True, kw_only=True):
+    """A key without itself: ``state`` is ``valid``, ``expired``, ``revoked`` or ``blocked`` (its tenant is).
+
+    Of a declared key ``created`` is unknown, and its limits are those of its tenant alone.
+    """
+
+    id: str
+    tenant: str
+    state: str
+    declared: bool = False
+    alias: str = ""
+    created: float | None = None
+    expires: float | None = None
+    revoked: float | None = None
+
+
+class CreatedKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A new key: ``key`` is shown here and never again."""
+
+    key: str
+    view: KeyView
+
+
+class CreateKey(Access, frozen=True, kw_only=True):
+    """A key to make for ``tenant``, valid until ``expires`` or for ``duration`` (``30d``)."""
+
+    tenant: str
+    alias: str = ""
+    expires: float | None = None
+    duration: str | None = None
+
+
+class RotateKey(Section, frozen=True, kw_only=True):
+    """A key to replace by a new one with the same settings; the old one stays valid for ``grace_s``."""
+
+    grace_s: float = 0.0
+
+
+class CreateTenant(Tenant, frozen=True, kw_only=True):
+    """A tenant to make; its keys are made apart."""
+
+    blocked: bool = False
+
+
+class AdminKeyView(msgspec.Struct, frozen=True, kw_only=True):
+    """An admin key without the key; ``state`` as that of :class:`KeyView`."""
+
+    id: str
+    name: str
+    role: Role
+    state: str
+    created: float
+    expires: float | None = None
+    revoked: float | None = None
+
+
+class CreatedAdminKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A new admin key: ``key`` is shown here and never again."""
+
+    key: str
+    view: AdminKeyView
+
+
+class CreateAdminKey(Section, frozen=True, kw_only=True):
+    """An admin key to make, valid until ``expires`` or for ``duration``."""
+
+    name: str
+    role: Role
+    expires: float | None = None
+    duration: str | None = None
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that was made: ``before`` and ``after`` are what ``target`` was and became, if it was at all.
+
+    ``action`` names the kind of target and the verb, as in ``key.revoke``.
+    """
+
+    number: int
+    at: float
+    actor: str
+    role: str
+    action: str
+    target: str
+    before: Any = None
+    after: Any = None
+
+
+class AuditQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """The ``last`` entries, newest first: of one ``actor``, of a ``target``, of actions that begin so."""
+
+    last: int = 100
+    actor: str | None = None
+    target: str | None = None
+    action: str | None = None
+    since: float | None = None
+    before_number: int | None = None
+
+
+def item_path(collection: str, name: str, change: str = "") -> str:
+    """The path of one item of a collection, or of a ``change`` of it."""
+    return f"{collection}/{quote(name, safe='')}{'/' + change if change else ''}"
