@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gateway.delivery.replica_idle_timeouts import IdleTimeouts
     from gateway.http.asgi_exchange import Exchange
     from gateway.intake.adapter_catalog import Adapter
+    from gateway.intake.usage_journal import Charge
     from gateway.telemetry.traces.request_trace import RequestTrace
 
 _CANARY, _EXPLAIN, _REPLICA = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode(), REPLICA_HEADER.encode()
@@ -60,9 +61,9 @@ class Call:
     number up to the one that finishes it. ``usage``: the tokens of an answer that has ended, within
     ``usage_bounds``; ``contradiction``: which of the engine's counts is not.
     ``explain`` yields the routing decision, if an admin requested it. ``priority``: that of its tenant.
-    ``probe``: our own, of which nothing is learned. ``adapter``: the version that it names. ``exchange``:
-    the client's, on the client port. ``trace`` is its trace, if requests are traced. ``pieces`` checks large
-    answers.
+    ``charge``: what its tenant pays, if it may. ``probe``: our own, of which nothing is learned.
+    ``adapter``: the version that it names. ``exchange``: the client's, on the client port. ``trace`` is its
+    trace, if requests are traced. ``pieces`` checks large answers.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Call:
         self.contradiction = ""
         self.explain: Callable[[], bytes] | None = None
         self.adapter: Adapter | None = None
+        self.charge: Charge | None = None
         self.trace: RequestTrace | None = None
 
     @property

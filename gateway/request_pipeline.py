@@ -28,6 +28,7 @@ from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.intake.request_resolver import RequestResolver
 from gateway.intake.tenants import Tenants
+from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import COALESCED
 from gateway.protocol.body import Body
@@ -81,6 +82,7 @@ class Gateway:
         rng: random.Random,
         shared: SharedCounts,
         captures: Path,
+        journal: UsageJournal,
     ) -> None:
         def current() -> Deployment:
             return watcher.deployment
@@ -97,6 +99,7 @@ class Gateway:
         self.keepalive = SseKeepalive(lambda: watcher.deployment.gateway)
         self.catalog = CatalogView(partial(rng.getrandbits, 64), self.metrics.adapters.follow)
         self.tenants = Tenants(salt_secret, own_key(secret), self.metrics.tenants, shared)
+        self.journal = journal
         self.suspects = SuspectRequests(shared)
         self.routes = ModelRouters(rng, shared, current, self.metrics, self.suspects.lost_elsewhere)
         self.admission = Admission(
@@ -142,6 +145,7 @@ class Gateway:
         self.tracer.read(deployment.tracing)
         self.client.allow_origins(deployment.gateway.cors)
         self.tenants.read(deployment)
+        self.journal.read(deployment)
         self.fleet.read_document(deployment)
         self.catalog.read(deployment)
         self.spillover.read(deployment)
@@ -170,6 +174,7 @@ class Gateway:
         """Merge this worker's counts into those of its host."""
         self.tenants.share()
         self.fleet.measure_round_trips()
+        self.metrics.count_unrecorded(self.journal.unrecorded)
         self.metrics.publish()
 
     async def close(self) -> None:
@@ -178,6 +183,7 @@ class Gateway:
         await self.scraper.close()
         await self.access.close()
         await self.traces.close()
+        self.journal.close()
 
     def body_limit(self, scope: Scope) -> int:
         """How large the body of a request may be: 0 unless its route, coding and key are accepted."""
@@ -224,9 +230,8 @@ class Gateway:
                 call.explain = partial(self.routes.explain, request)
             elif call.streaming and route.runner is Runner.GENERATE:
                 self.keepalive.watch(call, began)
-            meter, call.priority = self.metrics.model(served.name), request.priority
-            call.probe = call.headers.get(_CANARY) == b"1" and self.tenants.is_own(call.headers)
-            meter.arrive(request.prompt_tokens, probe=call.probe)
+            meter = self.metrics.model(served.name)
+            self._arrive(call, meter, principal, request)
             account.in_flight += 1
             try:
                 if route.path not in COALESCED or call.probe or call.explain is not None:
@@ -259,6 +264,14 @@ class Gateway:
         path = "/v1/chat/completions"
         scope = {**scope, "path": path, _PRINCIPAL: self.tenants.operator, _REFUSED: None}
         await self.serve(ROUTES[path], scope, receive, send)
+
+    def _arrive(self, call: Call, meter: ModelCounters, principal: Principal, request: Request) -> None:
+        """Count a call whose model is known, and prepare what its tenant is charged for it."""
+        call.priority = request.priority
+        call.probe = call.headers.get(_CANARY) == b"1" and self.tenants.is_own(call.headers)
+        meter.arrive(request.prompt_tokens, probe=call.probe)
+        if call.route.runner is not None and not call.probe:
+            call.charge = self.journal.charge(call, principal.account.name, principal.key_id, request)
 
     def _end(self, call: Call, meter: ModelCounters, account: TenantAccount, began: float) -> None:
         """Count a call that has ended, and log and trace it if requests are."""

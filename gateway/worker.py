@@ -22,6 +22,7 @@ from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.control.report_sender import Reporter, ReportSender
 from gateway.http.server import Server
 from gateway.http.upload_budget import UploadBudget
+from gateway.intake.usage_journal import UsageJournal
 from gateway.process_memory import return_freed_memory
 from gateway.request_pipeline import Gateway
 from gateway.routing.active_health_checks import Probes
@@ -99,6 +100,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         rng=rng,
         shared=shared,
         captures=state.captures,
+        journal=UsageJournal(state.usage_path, log),
     )
     sender = ReportSender(lambda: current().cluster.controller, SIGNALS, state.secret(), log)
     reporter = Reporter(
@@ -131,6 +133,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         "memory": _every(RETURN_MEMORY_EVERY_S, return_freed_memory),
         "idle_timeouts": gateway.deadlines.run(),
         "sse_keepalive": gateway.keepalive.run(),
+        "usage_journal": gateway.journal.run(),
         "capture": gateway.capture.run(),
         "access_log": gateway.access.run(),
         "traces": gateway.traces.run(),

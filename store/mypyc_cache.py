@@ -51,6 +51,7 @@ MODULES = {
         "signals/worker_counters",
         "stats/histogram",
         "stats/windows",
+        "tenancy/price",
     ),
     "gateway": (
         "request_pipeline",
@@ -72,6 +73,7 @@ MODULES = {
         "intake/principal",
         "intake/request_resolver",
         "intake/tenants",
+        "intake/usage_journal",
         "protocol/batched_body",
         "protocol/body",
         "protocol/byte_accumulator",

@@ -157,6 +157,8 @@ class StateDir:
     database_path = _Under("tidegate.db")
     # Tenants and keys of the database, as the accounting process gives them to the workers; mode 600.
     access_path = _Under("access.ndjson")
+    # The usage of requests that the ledger does not have yet.
+    usage_path = _Under("usage")
     # Shared memory of this machine's gateway workers; mode 600.
     rows_path = _Under("gateway.rows")
 

@@ -17,6 +17,7 @@ from starlette.types import Message
 
 from gateway.http.asgi_exchange import SENT
 from gateway.http.client import ClientConnection
+from gateway.intake.usage_journal import Charge
 from gateway.protocol.byte_accumulator import ByteAccumulator
 from gateway.protocol.errors import (
     MAX_ERROR_BYTES,
@@ -85,6 +86,9 @@ class Relay:
         self._end = b""
         self._held = ByteAccumulator()
         self._unchecked = b""
+        self._charge = call.charge
+        self._reported: Usage | None = None
+        self._accounted = False
         self.committed = False
         self.held_back = False
         self._last_at = 0.0
@@ -247,6 +251,7 @@ class Relay:
         self._end = data if not self._end else (self._end + data)[-MAX_USAGE_BYTES:]
         if complete:
             self._call.answered = True
+            self._account()
         self._put({"type": "http.response.body", "body": data, "more_body": not complete})
         if complete:
             self._settle(AttemptOutcome.SERVED)
@@ -286,6 +291,12 @@ class Relay:
                 self._call.last_event_at = now
             if self._rewrite is not None:
                 out = self._rewrite.whole(out)
+            if (charge := self._charge) is not None:
+                charge.relay(validator.events)
+                if validator.usage is not self._reported:
+                    self._report(charge)
+            if validator.counted and self.committed:
+                self._account()
             self._pass_on(out, framed if out is data else None)
             self._call.handled_s += monotonic() - now
         if complete:
@@ -316,8 +327,16 @@ class Relay:
             self._failed("The replica's stream is invalid.")
         return True
 
+    def _report(self, charge: Charge) -> None:
+        """Charge what the engine reports within a stream, until it is counted."""
+        self._reported = usage = self._validator.usage
+        if usage is not None:
+            charge.report(usage)
+
     def _commit(self, headers: list[tuple[bytes, bytes]]) -> None:
         self.committed = True
+        if (charge := self._charge) is not None:
+            charge.begin()
         self._open(headers)
         self._call.only_opened = False
 
@@ -339,11 +358,13 @@ class Relay:
         if (refused := self._validator.end(clean=clean)) is not None:
             last = refused.event(self._call.route.api)
         self._call.answered = True
+        self._account()
         self._put({"type": "http.response.body", "body": last, "more_body": False})
 
     def _end_with_error(self, refused: Refused) -> None:
         """End a stream that was begun with an error event."""
         self._call.answered = True
+        self._account()
         self._put({"type": "http.response.body", "body": refused.event(self._call.route.api)})
 
     def _put(self, message: Message) -> None:
@@ -377,18 +398,31 @@ class Relay:
         return self._stream and (not validator.failed or 400 <= status_of(validator.error) < 500)
 
     def _account(self) -> None:
-        """Count the tokens of the answer, as far as it came."""
-        call, events = self._call, self._validator.events
-        usage = self._validator.usage if self._stream else usage_of_answer(self._end)
+        """Count the tokens of the answer, as far as it came; once, and before the client has all of it."""
+        if self._accounted:
+            return
+        self._accounted = True
+        call, validator = self._call, self._validator
+        events = validator.events
+        usage = usage_of_answer(self._end) if not self._stream else validator.usage
+        if self._stream and not validator.counted:
+            usage = None  # what was reported on the way is not all
         bounds = call.usage_bounds
-        if usage is not None and bounds is not None and (what := bounds.contradiction(usage, events)):
-            call.contradiction, usage = what, bounds.estimate(events)
-            self.meter.contradictions[what] += 1
+        charged = usage
+        if bounds is not None:
+            if usage is not None and (what := bounds.contradiction(usage, events)):
+                call.contradiction, usage = what, bounds.estimate(events)
+                charged = usage
+                self.meter.contradictions[what] += 1
+            elif usage is None and not self._stream:
+                charged = bounds.estimate(0)
         call.events = events
         if (took := self._headers.get(_ENGINE_TIME)) is not None:
             call.engine_s = _seconds_of(took)
         call.usage = usage = usage or Usage(completion=events, exact=False)
         self.meter.tokens.count(usage)
+        if self._charge is not None:
+            self._charge.end(charged)
 
     def _collect(self, data: bytes, complete: bool) -> None:
         assert self._error is not None

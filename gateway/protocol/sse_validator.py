@@ -36,7 +36,7 @@ class SseValidator:
 
     ``finished``: its last event has come. ``failed``: it contained an error, whose payload is ``error``.
     ``closed``: nothing more may follow. ``events``: those with a payload up to the one that finishes the
-    answer. ``usage``: as the engine reported it.
+    answer. ``usage``: as the engine reported it last; ``counted``: nothing that may come changes it.
     """
 
     def __init__(self, last_words: tuple[str, ...] = (), api: Api = Api.OPENAI) -> None:
@@ -48,6 +48,7 @@ class SseValidator:
         self.error = b""
         self.events = 0
         self.usage: Usage | None = None
+        self.counted = False
         self._held = bytearray()
         self._returns = False  # whether there was a CR
 
@@ -77,6 +78,7 @@ class SseValidator:
         """The upstream has ended: the error to send to the client, if any."""
         self._held.clear()
         if self.failed or (self.finished and (clean or self.closed)):
+            self.counted = not self.failed
             return None
         self.failed = True
         return Refused(Refusal.STREAM_BROKEN, "The stream ended before the answer was complete.")
@@ -121,6 +123,7 @@ class SseValidator:
         if payload == _DONE:
             self.closed = True
             if self.finished:
+                self.counted = True
                 return event
             return self._broken("The stream ended before the answer was complete.")
         if not event.isascii() and not _is_text(event):
@@ -149,6 +152,7 @@ class SseValidator:
         self._count(decoded)
         if decoded.type in self._final_events:
             self.finished = True
+            self.counted = not self.failed
         return event
 
     def _count(self, decoded: Typed) -> None:
@@ -190,8 +194,10 @@ class ChatValidator(SseValidator):
             return self._fail(payload)
         if decoded.usage is not NULL and decoded.usage != NULL:
             self.usage = read_usage(decoded.usage) or self.usage
-            if self._strip_usage and not choices:
-                return b""
+            if not choices:
+                self.counted = self.finished
+                if self._strip_usage:
+                    return b""
         return event
 
 

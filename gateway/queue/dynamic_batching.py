@@ -15,6 +15,7 @@ from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import SubRequest, join, split, sub_request_of
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
+from gateway.protocol.usage import Usage, usage_of_answer
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
@@ -112,6 +113,9 @@ class Coalescer:
             raise
         if isinstance(turn, bytes):
             call.outcome = "ok"
+            if (charge := call.charge) is not None:
+                charge.begin()
+                charge.end(_usage_of(call, request, turn))
             headers = [(b"content-type", b"application/json"), (_REPLICA, call.replica)]
             await call.answer(200, headers, turn)
         elif turn is None:
@@ -186,6 +190,7 @@ class Coalescer:
         for member in members:
             member.call.replica, member.call.by_fallback = call.replica, call.by_fallback
             member.call.queued_s = call.queued_s
+            member.call.contradiction = call.contradiction
             if (trace := member.call.trace) is not None and call.trace is not None:
                 trace.attempts = call.trace.attempts
         return answers
@@ -247,6 +252,12 @@ class _Inbox:
         if self._size > MAX_ANSWER:
             raise ValueError(f"the answer of the shared call has more than {MAX_ANSWER} bytes")
         return b"".join(self._parts)
+
+
+def _usage_of(call: Call, request: Request, answer: bytes) -> Usage:
+    """The usage in a member's part of a shared call's ``answer``, unless that contradicts the shared call."""
+    usage = None if call.contradiction else usage_of_answer(answer)
+    return usage or Usage(request.prompt_tokens, 0, request.output_tokens, exact=False)
 
 
 def _together(members: Sequence[_Member]) -> Request:

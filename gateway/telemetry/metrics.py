@@ -276,6 +276,8 @@ class Metrics:
         self._displaced = counter("tidegate_queue_displaced")
         self._predicted = counter("tidegate_queue_foreseen")
         self._wait_error = counter("tidegate_queue_foresight_error_seconds")
+        self._unrecorded = counter("tidegate_usage_unrecorded_requests")
+        self._unrecorded_before = 0
         self._processes = ProcessMetrics(declared)
 
     def model(self, name: str) -> ModelCounters:
@@ -344,6 +346,11 @@ class Metrics:
         for sign, seconds in queue.wait_error_s.items():
             self._wait_error.labels(model, sign).inc(seconds)
             queue.wait_error_s[sign] = 0.0
+
+    def count_unrecorded(self, total: int) -> None:
+        """Publish how many requests this worker could not record in its usage journal."""
+        self._unrecorded.inc(total - self._unrecorded_before)
+        self._unrecorded_before = total
 
     def publish_process(self, process: str, usage: ProcessUsage, lag_s: float) -> None:
         """Publish what this process uses, and how late its event loop was."""

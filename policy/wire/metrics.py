@@ -149,6 +149,8 @@ TENANTS = (
            "Time that a tenant's requests spent in the queue, rejected ones included.", ("tenant",)),
     Metric("tidegate_tenant_tokens", _C, "tokens",
            "Tokens of answers to a tenant; what was cached is a part of the prompt.", ("tenant", "kind")),
+    Metric("tidegate_usage_unrecorded_requests", _C, "requests",
+           "Requests that are in no ledger: there was no room to record their usage, as on a full disk."),
 )  # fmt: skip
 GATEWAY_ADAPTERS = (
     Metric("tidegate_adapter_requests", _C, "requests", "Requests for an adapter by outcome.",
