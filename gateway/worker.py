@@ -92,7 +92,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     gateway = Gateway(
         watcher,
         state.secret(),
-        salt_secret(state),
+        salt_secret(state.secret()),
         admin_token=state.admin_token,
         log=log,
         access=access,
@@ -161,6 +161,8 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     await client.start(socket.socket(fileno=client_fd))
     log.info("worker_started", pid=os.getpid(), compiled=compiled)
     await stopping.wait()
+    # Load balancers see by /readyz that it drains, and send no more, before it accepts no more.
+    await asyncio.sleep(current().gateway.drain_delay_s)
     await client.drain(current().gateway.drain_timeout_s)
     gateway.end_captures()
     admin.should_exit = True

@@ -77,6 +77,10 @@ class Unreachable(TidegateError):
     """A controller, supervisor or replica did not answer."""
 
 
+class Unauthorized(Unreachable):
+    """A process of another deployment answered: its internal secret is another one."""
+
+
 class PreconditionFailed(TidegateError):
     """A port that is taken, too little memory, or a Ray cluster that Tidegate does not own."""
 

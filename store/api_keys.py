@@ -9,8 +9,6 @@ import re
 import secrets
 from pathlib import Path
 
-from store.state_dir import StateDir, read_secret
-
 PREFIX = "tg-"
 # Of keys for the admin port.
 ADMIN_PREFIX = "tga-"
@@ -50,13 +48,9 @@ def read_key(file: str | None, variable: str | None) -> tuple[bytes, str]:
     return (key, "") if _WORD.fullmatch(key) else (b"", "the key is not one word of ASCII")
 
 
-def salt_secret(state: StateDir) -> bytes:
-    """The secret of this deployment's cache salts, made on first use with mode 600.
-
-    It is independent of the internal secret, so a leaked salt opens no port. Raises ``PermissionError`` if
-    other users can read it.
-    """
-    return read_secret(state.ensure().root / "salt-secret", _BYTES)
+def salt_secret(secret: str) -> bytes:
+    """The secret of the cache salts on all hosts of a deployment; it does not reveal the ``secret``."""
+    return hmac.new(secret.encode(), b"cache salts", hashlib.sha256).digest()
 
 
 def salt_of(secret: bytes, tenant: str) -> str:

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from policy.errors import PreconditionFailed
+
 T = TypeVar("T")
 
 MIN_SECRET = 16
@@ -197,6 +199,21 @@ class StateDir:
     def secret(self) -> str:
         """The secret that guards every internal port, made on first use with mode 600."""
         return read_secret(self.ensure().secret_path, MIN_SECRET).decode()
+
+    def adopt_secret(self, path: Path) -> None:
+        """Use the secret in the file ``path``, which another host made.
+
+        Raises :class:`policy.errors.PreconditionFailed` if there is none.
+        """
+        try:
+            secret = path.read_bytes().strip()
+        except OSError as error:
+            raise PreconditionFailed(f"{path}: {error.strerror}") from None
+        if len(secret) < MIN_SECRET:
+            raise PreconditionFailed(
+                f"{path}: expected the secret of a deployment, {MIN_SECRET} characters or more"
+            )
+        write_atomic(self.ensure().secret_path, secret, mode=0o600)
 
     def admin_token(self) -> str:
         """The token for ``/admin`` on the admin port, made on first use with mode 600.

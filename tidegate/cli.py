@@ -20,6 +20,7 @@ _COMMANDS = {
     "up": ("deployment.up_run_down", "Start a deployment in the background; return when it is ready."),
     "serve": ("deployment.serve", "Serve a model with the flags of `vllm serve`."),
     "run": ("deployment.up_run_down", "Run a deployment in the foreground until SIGINT or SIGTERM."),
+    "gateway": ("deployment.gateway", "Run a gateway on a further host, for the controller of another."),
     "down": ("deployment.up_run_down", "Stop the deployment."),
     "status": ("fleet.status", "Show processes, models and replicas."),
     "top": ("fleet.top", "Show models, replicas and decisions live."),

@@ -302,7 +302,7 @@ class Dispatcher(Generic[R]):
         return min(deadline, at + OFFER_EVERY_S) if self.pool.ready else deadline
 
     def offer(self, at: float) -> bool:
-        """Give free slots to at most :data:`MOST_GRANTED` waiting requests; returns False if more may follow."""
+        """Give free slots to at most :data:`MOST_GRANTED` waiting requests; returns whether that was all."""
         queue, pool, waiting = self.queue, self.pool, self.waiting
         queue.serve(at, ready=self.measurable)
         candidates = list(pool.candidates()) if waiting else []

@@ -311,6 +311,7 @@ class GatewayConfig(Section, frozen=True):
     answer_timeout_s: Seconds = 600.0
     progress_timeout_s: Seconds = 30.0
     drain_timeout_s: Seconds = 30.0
+    drain_delay_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
     sse_keepalive_s: Annotated[float, Meta(ge=0, le=86_400)] = 15.0
     coalesce: Coalesce = Coalesce()
     eject: Eject = Eject()

@@ -20,6 +20,7 @@ from policy.errors import (
     SwitchRefused,
     TargetError,
     TidegateError,
+    Unauthorized,
     Unreachable,
 )
 from policy.wire.adapter_catalog import Alias
@@ -29,6 +30,7 @@ FLEET_STREAM: Final = FLEET + "/stream"
 ADAPTERS: Final = "/adapters"
 ADAPTERS_STREAM: Final = ADAPTERS + "/stream"
 STATUS: Final = "/status"
+DOCUMENT: Final = "/document"
 GPUS: Final = "/gpus"
 DECISIONS: Final = "/decisions"
 HISTORY: Final = "/history"
@@ -129,7 +131,7 @@ _CLASSES: dict[str, type[TidegateError]] = {
     kind.__name__: kind
     for kind in (
         *(TargetError, SwitchRefused, AdapterUnknown, AccessUnknown, AccessRefused),
-        *(ModelUnavailable, PreconditionFailed, Unreachable),
+        *(ModelUnavailable, PreconditionFailed, Unauthorized, Unreachable),
     )
 }
 

@@ -14,6 +14,7 @@ from policy.wire.adapter_catalog import Alias
 from policy.wire.controller import (
     ADAPTERS,
     DECISIONS,
+    DOCUMENT,
     FLEET,
     GPUS,
     HISTORY,
@@ -78,6 +79,10 @@ class ControllerClient:
     def status(self) -> ControllerStatus:
         """The status of each model."""
         return self._call("GET", STATUS, None, ControllerStatus)
+
+    def document(self) -> dict[str, Any]:
+        """The deployment file in force, as JSON."""
+        return self._call("GET", DOCUMENT, None, dict[str, Any])
 
     def gpus(self) -> dict[str, GpuReport]:
         """The last report on the GPUs of each replica that has some, by its id."""

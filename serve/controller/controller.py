@@ -145,6 +145,10 @@ class Controller:
             events=tuple(self._events),
         )
 
+    def document(self) -> dict[str, object]:
+        """The deployment file in force, as JSON."""
+        return self._state.load(self._state.deployment_path, dict[str, object]) or {}
+
     def gpus(self) -> dict[str, GpuReport]:
         """The last report on the GPUs of each replica that has some, by its id."""
         return self.aggregator.gpus(self._monotonic())

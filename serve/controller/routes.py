@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from policy.config.control import Seconds
 from policy.wire.controller import (
     DECISIONS,
+    DOCUMENT,
     FLEET,
     FLEET_STREAM,
     GPUS,
@@ -164,6 +165,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             _get("/livez", lambda: OK),
             _get(FLEET, controller.fleet),
             _get(STATUS, controller.status),
+            _get(DOCUMENT, controller.document),
             _get(GPUS, controller.gpus),
             Route(FLEET_STREAM, stream),
             Route(DECISIONS, refusing(decisions)),

@@ -6,6 +6,9 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
+from policy.errors import PreconditionFailed
 from store.api_keys import PREFIX, digest_of, new_key, own_key, salt_of, salt_secret
 from store.state_dir import StateDir
 
@@ -24,14 +27,29 @@ def test_the_own_key_is_derived_from_the_secret_and_does_not_reveal_it() -> None
     assert "secret-1" not in own_key("secret-1")
 
 
-def test_the_salt_secret_is_created_once_and_private(tmp_path: Path) -> None:
+def test_the_secret_is_created_once_and_private(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     with ThreadPoolExecutor(8) as threads:
-        found = set(threads.map(lambda _: salt_secret(state), range(8)))
-    assert found == {salt_secret(state)}
-    assert (state.root / "salt-secret").stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in state.root.iterdir() if path.is_file()] == ["salt-secret"]
-    assert salt_secret(state).decode() != state.secret()
+        found = set(threads.map(lambda _: state.secret(), range(8)))
+    assert found == {state.secret()}
+    assert state.secret_path.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in state.root.iterdir() if path.is_file()] == ["secret"]
+
+
+def test_another_host_has_the_secret_and_the_cache_salts_of_the_first(tmp_path: Path) -> None:
+    first, second = StateDir(tmp_path / "first"), StateDir(tmp_path / "second")
+    first.secret()
+    second.adopt_secret(first.secret_path)
+    assert second.secret() == first.secret()
+    assert salt_secret(second.secret()) == salt_secret(first.secret())
+    assert first.secret().encode() not in salt_secret(first.secret())
+    for text in (None, "short"):
+        path = tmp_path / "given"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(PreconditionFailed, match="given: "):
+            second.adopt_secret(path)
+    assert second.secret() == first.secret()
 
 
 def test_salts_differ_by_tenant_and_by_deployment() -> None:

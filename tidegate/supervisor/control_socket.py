@@ -34,7 +34,7 @@ class SupervisorStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     since: float
     phase: Literal["starting", "ready", "stopping"]
-    actuator: Literal["ray", "local", "external"]
+    actuator: Literal["ray", "local", "external", "remote"]
     endpoint: str
     admin: str
     processes: tuple[ProcessStatus, ...]

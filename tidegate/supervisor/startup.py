@@ -35,13 +35,17 @@ _LOGS = {"ray": ("ray",), "replica": ("controller", "replica-*"), "gateway": ("g
 
 @dataclass
 class Startup:
-    """What one start needs, and what it has started so far."""
+    """What one start needs, and what it has started so far.
+
+    On a ``remote`` host only the gateway is started: controller and replicas run elsewhere.
+    """
 
     deployment: Deployment
     state: StateDir
     record: ProcessRecord
     progress: Progress
     ray: bool
+    remote: bool
     timeout_s: float
     servers_timeout_s: float
     child: Callable[[ProcessSpec], Child]
@@ -58,10 +62,11 @@ class Startup:
     async def run(self) -> None:
         """Run all steps; raises a :class:`policy.errors.TidegateError` that names the process that failed."""
         self._environment()
-        await self._models()
+        if not self.remote:
+            await self._models()
         # The gateway starts before Ray: its imports take seconds, and it can queue requests.
         self._gateway_workers()
-        if self.deployment.needs_controller:
+        if self.deployment.needs_controller and not self.remote:
             if self.ray:
                 await self._ray()
             else:
@@ -79,6 +84,8 @@ class Startup:
     def _environment(self) -> None:
         problems = []
         for listener in listeners(self.deployment, ray=self.ray):
+            if self.remote and not listener.path.startswith("gateway."):
+                continue
             try:
                 sock = preflight.bind(*listener)
             except PreconditionFailed as error:
@@ -92,7 +99,7 @@ class Startup:
             ours = {entry.pid for entry in self.record.living()}
             if (foreign := preflight.foreign_ray(ours)) is not None:
                 problems.append(foreign)
-        if not self.ray:
+        if not self.ray and not self.remote:
             check_placeable(self.deployment, machine(cards_of_machine(self.deployment.cluster, os.environ)))
         available = preflight.available_memory()
         sizes = {
@@ -100,7 +107,8 @@ class Startup:
             for spec in self.deployment.models
             if spec.source.startswith("/")
         }
-        if (memory := preflight.memory_problem(self.deployment, sizes, available)) is not None:
+        memory = preflight.memory_problem(self.deployment, sizes, available)
+        if memory is not None and not self.remote:
             problems.append(memory)
         if problems:
             raise PreconditionFailed("\n".join(problems))

@@ -14,7 +14,7 @@ import psutil
 
 from policy.deployment_file.diff import Effect, diff
 from policy.deployment_file.parse import parse
-from policy.errors import ConfigError, EngineFailed, TidegateError
+from policy.errors import ConfigError, EngineFailed, PreconditionFailed, TidegateError
 from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
 from tidegate.deployment_file import Document
@@ -25,6 +25,7 @@ from tidegate.supervisor.controller_watch import TIMEOUT_S, watch_controller
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.orphan_cleanup import forget_targets, leave_cluster
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, adopt_orphans
+from tidegate.supervisor.remote_controller import RemoteController
 from tidegate.supervisor.startup import SERVERS_S, Startup
 
 _SNAPSHOT_S = 2.0
@@ -35,11 +36,15 @@ _ACCOUNTING_GRACE_S = 20.0
 
 
 class Supervisor:
-    """One deployment on this machine, from start to stop. The caller holds the state's lock."""
+    """One deployment on this machine, from start to stop. The caller holds the state's lock.
+
+    With a ``remote`` controller it is the gateway of a further host, with that controller's deployment.
+    """
 
     def __init__(
-        self, state: StateDir, document: Document, *, ray: bool, timeout_s: float | None, progress: Progress
-    ) -> None:
+        self, state: StateDir, document: Document, *, ray: bool, timeout_s: float | None, progress: Progress,
+        remote: RemoteController | None = None,
+    ) -> None:  # fmt: skip
         deployment = document.deployment
         self._state = state
         self._raw: object = document.raw
@@ -49,8 +54,15 @@ class Supervisor:
         self._applying = asyncio.Lock()
         self._phase: Literal["starting", "ready", "stopping"] = "starting"
         self._record = ProcessRecord(state)
-        self._actuator: Literal["ray", "local", "external"] = (
-            "external" if not deployment.needs_controller else "ray" if ray else "local"
+        self._remote = remote
+        self._actuator: Literal["ray", "local", "external", "remote"] = (
+            "remote"
+            if remote
+            else "external"
+            if not deployment.needs_controller
+            else "ray"
+            if ray
+            else "local"
         )
         self._start = Startup(
             deployment=deployment,
@@ -58,6 +70,7 @@ class Supervisor:
             record=self._record,
             progress=progress,
             ray=ray,
+            remote=remote is not None,
             timeout_s=timeout_s or max(spec.control.start_timeout_s for spec in deployment.models),
             servers_timeout_s=timeout_s or SERVERS_S,
             child=self._child,
@@ -141,6 +154,8 @@ class Supervisor:
         Raises :class:`policy.errors.ConfigError` for an invalid file and for changes that need a restart, and
         the controller's errors.
         """
+        if self._remote is not None:
+            raise PreconditionFailed(f"apply at the host of the controller, {self._remote.address}")
         deployment = parse(document)
         # One at a time, so that the stored file, the controller and the next comparison agree.
         async with self._applying:
@@ -164,8 +179,9 @@ class Supervisor:
         self._state.secret()
         self._state.admin_token()
         self._state.save(self._state.deployment_path, self._raw)
-        # A start applies the whole file, including adapters that were removed by command.
-        self._state.removed_path.unlink(missing_ok=True)
+        if self._remote is None:
+            # A start applies the whole file, including adapters that were removed by command.
+            self._state.removed_path.unlink(missing_ok=True)
         shutil.rmtree(self._state.metrics_dir, ignore_errors=True)
         self._state.metrics_dir.mkdir(mode=0o700)
         start = asyncio.create_task(self._start.run())
@@ -186,9 +202,17 @@ class Supervisor:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _watch_controller(self) -> None:
-        if self._deployment.needs_controller:
+        if self._remote is not None:
+            await self._remote.follow(self._raw, self._follow, self._note)
+        elif self._deployment.needs_controller:
             with contextlib.closing(self._controller(TIMEOUT_S)) as client:
                 await watch_controller(client.hangs, self._start.restart_controller, self._note)
+
+    def _follow(self, document: Document) -> None:
+        """Take a new deployment of the remote controller; gateway workers read the file when it changes."""
+        self._state.save(self._state.deployment_path, document.raw)
+        self._raw, self._deployment = document.raw, document.deployment
+        self._note("the controller has a new deployment file")
 
     async def _end(self) -> bool:
         """Stop the gateway workers (with drain), accounting, the controller and its replicas, and Ray.
@@ -197,7 +221,8 @@ class Supervisor:
         """
         start = self._start
         start.stop_recovering()
-        drain_s = self._deployment.gateway.drain_timeout_s + 5.0
+        gateway = self._deployment.gateway
+        drain_s = gateway.drain_delay_s + gateway.drain_timeout_s + 5.0
         await asyncio.gather(*(self._end_child(child, drain_s) for child in start.workers))
         for sock in start.sockets:
             sock.close()

@@ -40,7 +40,7 @@ _EXIT_S = 5.0
 _LEVELS = {"note": "warning", "failed": "error"}
 
 _no_ray = click.option("--no-ray", is_flag=True, help="Run replicas as child processes, without Ray.")
-_timeout = click.option(
+timeout_option = click.option(
     "--timeout-s",
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds until ready; default: the largest control.start_timeout_s, and 10 for external servers.",
@@ -111,7 +111,7 @@ print(answer.choices[0].message.content)
 @click.argument("file", type=FILE, required=False)
 @click.option("--foreground", is_flag=True, help="Same as `tidegate run`.")
 @_no_ray
-@_timeout
+@timeout_option
 @click.pass_obj
 def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeout_s: float | None) -> None:
     path = _spec_path(state, file)
@@ -136,7 +136,7 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
 @click.command(help="Run FILE in the foreground until SIGINT or SIGTERM (systemd, containers).")
 @file_argument
 @_no_ray
-@_timeout
+@timeout_option
 @click.pass_obj
 def run(state: StateDir, file: Path, no_ray: bool, timeout_s: float | None) -> None:
     sys.exit(_run(state, deployment_file.load(file, ray=not no_ray), no_ray, timeout_s))
@@ -185,6 +185,16 @@ def _run(state: StateDir, document: deployment_file.Document, no_ray: bool, time
         raise PreconditionFailed(f"a supervisor already runs on {state.root}: see `tidegate status`")
     from tidegate.supervisor.supervisor import Supervisor  # noqa: PLC0415 - `up` and `down` answer without it
 
+    progress = printed_progress(state, document)
+
+    async def supervise() -> int:
+        return await Supervisor(state, document, ray=not no_ray, timeout_s=timeout_s, progress=progress).run()
+
+    return asyncio.run(supervise())
+
+
+def printed_progress(state: StateDir, document: deployment_file.Document | None = None) -> Progress:
+    """Events to the terminal and the supervisor's log; when it is ready, a first request to ``document``."""
     printer = EventPrinter()
     log = RotatingLog(state.logs / "supervisor.log")
 
@@ -193,14 +203,10 @@ def _run(state: StateDir, document: deployment_file.Document, no_ray: bool, time
         text = " ".join(filter(None, (event.kind, event.step, event.message)))
         with contextlib.suppress(OSError):
             log.write(line(_LEVELS.get(event.kind, "info"), text, {}))
-        if event.kind == "ready":
+        if event.kind == "ready" and document is not None:
             click.echo(welcome(document.deployment))
 
-    async def supervise() -> int:
-        progress = Progress(echo)
-        return await Supervisor(state, document, ray=not no_ray, timeout_s=timeout_s, progress=progress).run()
-
-    return asyncio.run(supervise())
+    return Progress(echo)
 
 
 def _start_detached(

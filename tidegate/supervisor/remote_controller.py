@@ -1,0 +1,86 @@
+"""The controller of another host, whose deployment this host's gateway workers serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from policy.deployment_file.parse import parse
+from policy.errors import TidegateError, Unauthorized, Unreachable
+from serve.controller.client import ControllerClient
+from store.state_dir import StateDir
+from tidegate.deployment_file import Document
+
+FOLLOW_EVERY_S = 1.0
+_TIMEOUT_S = 3.0
+_RETRY_S = 0.5
+
+
+@dataclass
+class RemoteController:
+    """The controller at ``address``; ``gateway`` replaces values of the section ``gateway`` on this host."""
+
+    state: StateDir
+    address: str
+    gateway: dict[str, Any]
+
+    async def first_document(self, timeout_s: float, note: Callable[[str], None]) -> Document:
+        """The deployment, or the last one that this host served if no controller answers in ``timeout_s``.
+
+        Raises :class:`policy.errors.Unreachable` if there is neither, and
+        :class:`policy.errors.Unauthorized` for another secret than the controller's.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            try:
+                return await self._document()
+            except Unauthorized:
+                raise
+            except Unreachable as error:
+                saved = self.state.load(self.state.deployment_path, dict[str, Any])
+                if saved is not None:
+                    note(f"{error}; this host serves as it did last")
+                    return self._on_this_host(saved)
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
+            await asyncio.sleep(_RETRY_S)
+
+    async def follow(
+        self, current: object, take: Callable[[Document], None], note: Callable[[str], None]
+    ) -> None:
+        """Call ``take`` with each new deployment, until cancelled."""
+        answers = True
+        while True:
+            await asyncio.sleep(FOLLOW_EVERY_S)
+            try:
+                document = await self._document()
+            except TidegateError as error:
+                if answers:
+                    note(f"{error}; this host serves with what it knows")
+                answers = False
+                continue
+            if not answers:
+                note(f"the controller at {self.address} answers again")
+            answers = True
+            if document.raw != current:
+                current = document.raw
+                take(document)
+
+    async def _document(self) -> Document:
+        return self._on_this_host(await asyncio.to_thread(self._fetch))
+
+    def _fetch(self) -> dict[str, Any]:
+        client = ControllerClient(self.address, self.state.secret(), timeout_s=_TIMEOUT_S)
+        try:
+            return client.document()
+        finally:
+            client.close()
+
+    def _on_this_host(self, raw: dict[str, Any]) -> Document:
+        """The deployment with this host's addresses and this way to the controller."""
+        changed = dict(raw)
+        changed["gateway"] = {**raw.get("gateway", {}), **self.gateway}
+        changed["cluster"] = {**raw.get("cluster", {}), "controller": self.address}
+        return Document(raw=changed, deployment=parse(changed))
