@@ -159,6 +159,7 @@ class StateDir:
     database_path = _Under("tidegate.db")
     # Tenants and keys of the database, as the accounting process gives them to the workers; mode 600.
     access_path = _Under("access.ndjson")
+    host_id_path = _Under("host-id")
     # The usage of requests that the ledger does not have yet.
     usage_path = _Under("usage")
     # Shared memory of this machine's gateway workers; mode 600.
@@ -221,6 +222,10 @@ class StateDir:
         It is read for each request: removing the file replaces the token at once.
         """
         return read_secret(self.ensure().admin_token_path, MIN_SECRET).decode()
+
+    def host_id(self) -> str:
+        """The id of this machine among those that share a database, made on first use."""
+        return read_secret(self.ensure().host_id_path, MIN_SECRET).decode()
 
     def load(self, path: Path, kind: type[T]) -> T | None:
         """Decode a JSON file of this directory; ``None`` when it does not exist."""

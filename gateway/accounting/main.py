@@ -23,13 +23,14 @@ from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.app import build_app
 from gateway.accounting.database_access import DatabaseAccess
 from gateway.accounting.declared_access import DeclaredAccess
+from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.periodic_tasks import PeriodicTasks
 from store.log_lines import log_to
 from store.state_dir import StateDir, listen_at
 
 log = logging.getLogger("tidegate.accounting")
 
-
+DRAIN_EVERY_S = 0.5
 # For changes that other hosts made.
 LOOK_EVERY_S = 0.3
 
@@ -60,12 +61,15 @@ async def account(state: StateDir) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     periodic = PeriodicTasks(stopping.set)
     periodic.start("access_file", LOOK_EVERY_S, snapshot.update)
+    writer = LedgerWriter(database.get, state.usage_path, state.host_id())
+    periodic.start("ledger", DRAIN_EVERY_S, writer.drain)
     serving = asyncio.create_task(server.serve(sockets=[listen_at(state.accounting_socket_path)]))
     log.info("accounting_started")
     await stopping.wait()
     server.should_exit = True
     await serving
     await periodic.close()
+    writer.close()
     database.close()
     if periodic.failure is not None:
         raise periodic.failure

@@ -26,16 +26,15 @@ from policy.request import Request
 from policy.tenancy.price import FREE, TokenRates, rates_of
 from policy.tenancy.usage_record import (
     AT_MS,
-    CACHED,
     CHECK,
     DIMS_SHIFT,
     DONE,
     ESTIMATED,
     EVENTS,
+    HALF,
     OPEN,
     OUTPUT,
     PROMPT,
-    REPORTED_AT,
     STATE,
     WORDS,
     UsageDims,
@@ -259,14 +258,10 @@ class Charge:
     def report(self, usage: Usage) -> None:
         """The engine reported this ``usage`` within a stream, after the last of the relayed events."""
         self._count(usage)
-        self._reported_at = self._events
         words = self.words
         if words is not None:
-            place = self.place
-            words[place + PROMPT] = self.prompt
-            words[place + CACHED] = self.cached
-            words[place + OUTPUT] = self.output
-            words[place + REPORTED_AT] = self._events
+            words[self.place + PROMPT] = self.prompt | self.cached << HALF
+            words[self.place + OUTPUT] = self.output | self._reported_at << HALF
 
     def end(self, usage: Usage | None) -> None:
         """The answer has ended: with this ``usage``, or cut short, so that what was relayed counts.
@@ -278,6 +273,7 @@ class Charge:
         self.ended = True
         if usage is None:
             self.output += max(0, self._events - self._reported_at)
+            self._reported_at = self._events
             self.estimated = True
         else:
             self._count(usage)
@@ -287,10 +283,10 @@ class Charge:
             return
         place = self.place
         state = self.state | (DONE | ESTIMATED if self.estimated else DONE)
-        words[place + PROMPT] = self.prompt
-        words[place + CACHED] = self.cached
-        words[place + OUTPUT] = self.output
-        words[place + CHECK] = state + self.at_ms + self.prompt + self.cached + self.output
+        prompt, output = self.prompt | self.cached << HALF, self.output | self._reported_at << HALF
+        words[place + PROMPT] = prompt
+        words[place + OUTPUT] = output
+        words[place + CHECK] = state + self.at_ms + prompt + output
         words[place + STATE] = state
         self.words = self.segment = None
         self._journal.finished(segment)
@@ -300,6 +296,7 @@ class Charge:
             self.prompt = _bounded(usage.prompt)
         self.cached = min(_bounded(usage.cached), self.prompt)
         self.output = _bounded(usage.completion)
+        self._reported_at = self._events
 
 
 def _bounded(tokens: int) -> int:

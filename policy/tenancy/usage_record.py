@@ -13,21 +13,21 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-# A slot is as large as a cache line, and lies in one sector of a disk.
+# A slot is as large as a cache line, and lies in one sector of a disk; two words are spare.
 WORDS: Final = 8
-# The state word has the dimensions' number in its upper part.
+# The state has the number of the dimensions in its upper part.
 STATE: Final = 0
 # Unix time of the first part of the answer, in milliseconds.
 AT_MS: Final = 1
-# Until the slot is done, prompt and output tokens are what the engine reported last; without a report the
-# prompt is an estimate, and the output 0.
+# Tokens of the prompt, and in the upper half those of them that were cached: an estimate until the engine
+# reports them.
 PROMPT: Final = 2
-CACHED: Final = 3
-OUTPUT: Final = 4
-# Events relayed so far, and how many of them were when the engine reported.
-EVENTS: Final = 5
-REPORTED_AT: Final = 6
-CHECK: Final = 7
+# Tokens of the answer as the engine reported them last, and in the upper half how many events had been
+# relayed then. Two numbers in a word change together.
+OUTPUT: Final = 3
+EVENTS: Final = 4
+CHECK: Final = 5
+HALF: Final = 32
 
 OPEN: Final = 1
 DONE: Final = 2
@@ -66,7 +66,7 @@ class UsageRecord(NamedTuple):
 
 def check_of(words: Sequence[int]) -> int:
     """The check word of a done slot."""
-    return words[STATE] + words[AT_MS] + words[PROMPT] + words[CACHED] + words[OUTPUT]
+    return words[STATE] + words[AT_MS] + words[PROMPT] + words[OUTPUT]
 
 
 def read_record(state: int, words: Sequence[int], *, abandoned: bool) -> UsageRecord | None:
@@ -77,9 +77,10 @@ def read_record(state: int, words: Sequence[int], *, abandoned: bool) -> UsageRe
     done = state & DONE and words[STATE] == state and words[CHECK] == check_of(words)
     if not done and not abandoned:
         return None
-    prompt, cached, output = words[PROMPT], words[CACHED], words[OUTPUT]
+    cached, prompt = divmod(words[PROMPT], 1 << HALF)
+    reported_at, output = divmod(words[OUTPUT], 1 << HALF)
     if not done:
-        output += max(0, words[EVENTS] - words[REPORTED_AT])
+        output += max(0, words[EVENTS] - reported_at)
     return UsageRecord(
         state >> DIMS_SHIFT,
         words[AT_MS] / 1000,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gateway.control.deployment_watcher import DeploymentWatcher
+from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES
 from gateway.request_pipeline import Gateway
@@ -48,7 +49,7 @@ def logging_gateway(state: StateDir, stream: io.StringIO) -> Gateway:
     gateway = Gateway(
         watcher, "secret", b"s" * 32, admin_token=state.admin_token, log=log, access=access,
         traces=TraceExporter(0, random.SystemRandom(), list[int]().append), rng=random.SystemRandom(),
-        shared=LOCAL, captures=state.captures,
+        shared=LOCAL, captures=state.captures, journal=UsageJournal(state.usage_path, log),
     )  # fmt: skip
     gateway.read(watcher.deployment)
     return gateway

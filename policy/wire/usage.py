@@ -1,0 +1,65 @@
+"""What the accounting process tells of the ledger."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+USAGE: Final = "/usage"
+LEDGER: Final = "/ledger"
+
+
+class UsageBy(StrEnum):
+    """What usage can be summed by."""
+
+    DAY = "day"
+    MODEL = "model"
+    ADAPTER = "adapter"
+    KEY = "key"
+    TENANT = "tenant"
+
+
+class UsageQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Usage of one ``tenant`` or of all, from the UTC day ``since`` to ``until``, both included."""
+
+    by: tuple[UsageBy, ...] = (UsageBy.TENANT,)
+    tenant: str | None = None
+    since: str | None = None
+    until: str | None = None
+
+
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A sum of usage; of ``day``, ``tenant``, ``key``, ``model``, ``adapter`` those that it is summed by.
+
+    ``prompt_tokens`` include the ``cached_tokens``. ``estimated`` requests are charged by estimates, and
+    ``interrupted`` ones too, as their gateway worker was killed. ``cost`` is in the currency of the prices.
+    ``joules`` is 0 where no power is measured.
+    """
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    estimated: int
+    interrupted: int
+    cost: float
+    joules: float
+    day: str | None = None
+    tenant: str | None = None
+    key: str | None = None
+    model: str | None = None
+    adapter: str | None = None
+
+
+class LedgerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host's ledger lacks: ``waiting`` requests, those in flight included, in ``segments`` files.
+
+    ``behind_s``: since all that was final was in it. ``lost``: requests whose tenant was lost with a disk.
+    """
+
+    waiting: int
+    behind_s: float
+    segments: int
+    lost: int

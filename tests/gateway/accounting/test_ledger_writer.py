@@ -1,0 +1,243 @@
+"""The ledger has each request once, whichever process is killed at whatever step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sqlalchemy import Connection, func, select
+
+from gateway.accounting.ledger_writer import LedgerWriter
+from gateway.intake.usage_journal import Charge, UsageJournal
+from gateway.protocol.usage import Usage
+from gateway.telemetry.structured_log import Log
+from policy.config.tenancy import TokenPrice
+from policy.errors import Unreachable
+from policy.tenancy.price import rates_of
+from store.database import Database
+from store.tenancy import ledger
+from store.tenancy.tables import ledger_segments
+
+RATES = rates_of(TokenPrice(input=2.0, cached_input=0.5, output=8.0))
+ESTIMATE = 10
+FAULTS = ("none", "away", "lost before the commit", "lost after the commit")
+tokens = st.integers(0, 50)
+
+
+class KilledError(Exception):
+    """A process ends here."""
+
+
+class Fuse:
+    """The words of a segment; the process is killed before one more is written than it has ``left``."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+        self.left = -1
+
+    def __setitem__(self, at: int, value: int) -> None:
+        if self.left == 0:
+            raise KilledError
+        self.left -= 1
+        self.words[at] = value
+
+
+class FaultyDatabase:
+    """Transactions that fail as ``faults`` says, one after the other."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.faults: list[str] = []
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        fault = self.faults.pop(0) if self.faults else "none"
+        if fault == "away":
+            raise Unreachable(fault)
+        with self._database.writing() as connection:
+            yield connection
+            if fault == "lost before the commit":
+                raise Unreachable(fault)
+        if fault == "lost after the commit":
+            raise Unreachable(fault)
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        with self._database.reading() as connection:
+            rows = ledger.usage(connection, ("key_id", "tenant", "model", "adapter"))
+        return {row["key_id"]: row for row in rows}
+
+    def segments(self) -> int:
+        with self._database.reading() as connection:
+            return int(connection.execute(select(func.count()).select_from(ledger_segments)).scalar_one())
+
+
+def journal(directory: Path, slots: int = 3) -> UsageJournal:
+    return UsageJournal(directory, Log(0, StringIO()), slots)
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("empty") / "t.db"
+    Database(f"sqlite:///{path}").close()
+    return path
+
+
+class Ledger(RuleBasedStateMachine):
+    """Two workers and an accounting process. ``allowed`` are the counts that each request's row may have."""
+
+    template: Path
+
+    @initialize()
+    def begin(self) -> None:
+        self.root = Path(mkdtemp(dir=self.template.parent))
+        shutil.copy(self.template, self.root / "t.db")
+        self.database = FaultyDatabase(Database(f"sqlite:///{self.root / 't.db'}"))
+        self.workers = [journal(self.root / "usage") for _ in range(2)]
+        self.writer = self.new_writer()
+        self.charges: list[list[Charge]] = [[], []]
+        self.allowed: dict[str, set[tuple[int, int, int, bool, bool]]] = {}
+        self.number = 0
+
+    def new_writer(self) -> LedgerWriter:
+        return LedgerWriter(lambda: self.database, self.root / "usage", "host")  # type: ignore[arg-type, return-value]
+
+    def seen(self, charge: Charge, *, interrupted: bool = False) -> None:
+        """Allow what ``charge`` has counted now."""
+        output = charge.output + (charge._events - charge._reported_at if interrupted else 0)
+        estimated = charge.estimated or interrupted
+        row = charge.prompt, charge.cached, output, estimated, interrupted
+        self.allowed.setdefault(charge.key, set()).add(row)
+
+    @contextmanager
+    def fused(self, worker: int, charge: Charge, left: int) -> Iterator[None]:
+        """The worker is killed after ``left`` more words; what it counted before and after is allowed."""
+        segment = charge.segment
+        if segment is None or not 0 <= left < 4:
+            yield
+            return
+        before = charge.prompt, charge.cached, charge.output + charge._events - charge._reported_at
+        fuse = Fuse(charge.words)
+        fuse.left = left
+        charge.words = fuse  # type: ignore[assignment]
+        try:
+            yield
+        except KilledError:
+            after = charge.prompt, charge.cached, charge.output + charge._events - charge._reported_at
+            for prompt, cached, output in (before, after, (*after[:2], before[2]), (*before[:2], after[2])):
+                self.allowed.setdefault(charge.key, set()).add((prompt, cached, output, True, True))
+            self.charges[worker].remove(charge)
+            self.kill(worker)
+        else:
+            if charge.words is fuse:
+                charge.words = fuse.words
+
+    def kill(self, worker: int) -> None:
+        for charge in self.charges[worker]:
+            self.seen(charge, interrupted=True)
+        segments = {charge.segment for charge in self.charges[worker]}
+        for segment in (*segments, self.workers[worker]._segment, self.workers[worker]._next):
+            if segment is not None:
+                segment.close()
+        self.charges[worker] = []
+        self.workers[worker] = journal(self.root / "usage")
+
+    @rule(worker=st.integers(0, 1))
+    def a_request_is_committed(self, worker: int) -> None:
+        self.number += 1
+        charge = Charge(self.workers[worker], "t", f"k{self.number}", "m", "", RATES, ESTIMATE)
+        charge.begin()
+        self.charges[worker].append(charge)
+
+    @rule(worker=st.integers(0, 1), which=st.integers(0, 9), events=st.integers(1, 9), left=st.integers(0, 9))
+    def events_are_relayed(self, worker: int, which: int, events: int, left: int) -> None:
+        if self.charges[worker]:
+            charge = self.charges[worker][which % len(self.charges[worker])]
+            with self.fused(worker, charge, left):
+                charge.relay(charge._events + events)
+
+    @rule(
+        worker=st.integers(0, 1), which=st.integers(0, 9), usage=st.tuples(tokens, tokens, tokens),
+        final=st.booleans(), exact=st.booleans(), left=st.integers(0, 9),
+    )  # fmt: skip
+    def an_engine_reports(  # noqa: PLR0917 - what hypothesis draws
+        self, worker: int, which: int, usage: tuple[int, int, int], final: bool, exact: bool, left: int
+    ) -> None:
+        if not self.charges[worker]:
+            return
+        charge = self.charges[worker][which % len(self.charges[worker])]
+        with self.fused(worker, charge, left):
+            if final:
+                charge.end(Usage(*usage, exact=exact))
+                self.seen(charge)
+                self.charges[worker].remove(charge)
+            else:
+                charge.report(Usage(*usage))
+
+    @rule(worker=st.integers(0, 1), which=st.integers(0, 9), left=st.integers(0, 9))
+    def a_client_leaves(self, worker: int, which: int, left: int) -> None:
+        if self.charges[worker]:
+            charge = self.charges[worker][which % len(self.charges[worker])]
+            with self.fused(worker, charge, left):
+                charge.end(None)
+                self.seen(charge)
+                self.charges[worker].remove(charge)
+
+    @rule(worker=st.integers(0, 1))
+    def a_worker_is_killed(self, worker: int) -> None:
+        self.kill(worker)
+
+    @rule(worker=st.integers(0, 1))
+    def a_segment_is_made_ahead(self, worker: int) -> None:
+        self.workers[worker].prepare()
+
+    @rule(faults=st.lists(st.sampled_from(FAULTS), max_size=3), killed=st.booleans())
+    def the_journal_is_drained(self, faults: list[str], killed: bool) -> None:
+        self.database.faults = list(faults)
+        try:
+            self.writer.drain()
+        except Unreachable:
+            if killed:
+                self.writer.close()
+                self.writer = self.new_writer()
+        self.database.faults = []
+
+    @precondition(lambda self: self.number)
+    @invariant()
+    def nothing_is_added_twice_or_wrongly(self) -> None:
+        for key, row in self.database.rows().items():
+            counts = row["prompt_tokens"], row["cached_tokens"], row["output_tokens"]
+            flags = bool(row["estimated"]), bool(row["interrupted"])
+            assert row["requests"] == 1
+            assert (*counts, *flags) in self.allowed[key]
+            assert row["cost_nano"] == RATES.cost(*counts)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "root"):
+            return
+        for worker in range(2):
+            self.kill(worker)
+            self.workers[worker].close()
+        self.writer.drain()
+        assert set(self.database.rows()) == {f"k{n}" for n in range(1, self.number + 1)}, "each is there"
+        self.nothing_is_added_twice_or_wrongly()
+        assert list((self.root / "usage").glob("*.usage")) == []
+        assert self.database.segments() == 0
+        self.writer.close()
+        shutil.rmtree(self.root)
+
+
+@pytest.mark.slow
+def test_any_order_of_requests_kills_and_faults(empty: Path) -> None:
+    Ledger.template = empty
+    from hypothesis.stateful import run_state_machine_as_test  # noqa: PLC0415
+
+    run_state_machine_as_test(Ledger, settings=settings(max_examples=60, stateful_step_count=40))
