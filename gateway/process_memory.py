@@ -8,7 +8,7 @@ import sys
 # glibc's names for what mallopt sets.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
-# Larger blocks are mapped, as those of gateway.protocol.byte_accumulator: the heap gives memory back in one
+# Larger blocks are mapped, as those of gateway.http.byte_accumulator: the heap gives memory back in one
 # step, which takes 70 ms where many were freed.
 LARGEST_ON_HEAP = 1024 * 1024 - 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from gateway.protocol.paths import Api, Route
 from gateway.protocol.usage import Usage, UsageBounds
 from policy.errors import Refusal
 from policy.types import Priority
-from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER, REPLICA_HEADER
+from policy.wire.headers import CANARY_HEADER, DROPPED_HEADER, EXPLAIN_HEADER, REPLICA_HEADER
 
 if TYPE_CHECKING:
     from gateway.delivery.replica_idle_timeouts import IdleTimeouts
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from gateway.telemetry.traces.request_trace import RequestTrace
 
 _CANARY, _EXPLAIN, _REPLICA = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode(), REPLICA_HEADER.encode()
+_DROPPED = DROPPED_HEADER.encode()
+# Of names that can stand in a header, so many are listed.
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_LISTED = 8
 # nginx and its kind buffer an answer otherwise, and caches store it.
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 _EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -62,8 +67,9 @@ class Call:
     ``usage_bounds``; ``contradiction``: which of the engine's counts is not.
     ``explain`` yields the routing decision, if an admin requested it. ``priority``: that of its tenant.
     ``charge``: what its tenant pays, if it may. ``probe``: our own, of which nothing is learned.
-    ``adapter``: the version that it names. ``exchange``: the client's, on the client port. ``trace`` is its
-    trace, if requests are traced. ``pieces`` checks large answers.
+    ``adapter``: the version that it names. ``exchange``: the client's, on the client port. ``dropped``:
+    fields of the body that no replica gets. ``trace`` is its trace, if requests are traced. ``pieces`` checks
+    large answers.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class Call:
         self.headers = {name: value for name, value in scope["headers"] if name in _WANTED}
         self.request_id, self.upstream_id = request_ids(self.headers.get(b"x-request-id"))
         self.streaming = False
+        self.dropped: list[str] = []
         self.priority = Priority.STANDARD
         self.probe = False
         self.started = False
@@ -163,6 +170,8 @@ class Call:
         headers += id_headers(self.request_id, anthropic=self.route.api is Api.MESSAGES)
         if self.explain is not None:
             headers.append((_EXPLAIN, self.explain()))
+        if self.dropped:
+            headers.append((_DROPPED, _listed(self.dropped)))
         return {"type": "http.response.start", "status": status, "headers": headers}
 
     async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
@@ -184,3 +193,10 @@ class Call:
             headers.append((b"traceresponse", trace.response(failed=refused.status >= 500)))
         body = refused.body(anthropic=self.route.api is Api.MESSAGES)
         await self.answer(refused.status, headers, body)
+
+
+def _listed(names: list[str]) -> bytes:
+    """The first of ``names`` that are plain ones, as a header's value; ``*`` for all others."""
+    plain = [name for name in names if _FIELD_NAME.fullmatch(name)]
+    listed = plain[:_MAX_LISTED]
+    return ", ".join(listed if len(listed) == len(names) else [*listed, "*"]).encode()

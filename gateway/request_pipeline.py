@@ -31,7 +31,7 @@ from gateway.intake.tenants import Tenants
 from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import COALESCED
-from gateway.protocol.body import Body
+from gateway.protocol.body import Body, BodyRules
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES, Route
@@ -52,6 +52,7 @@ from gateway.telemetry.structured_log import Log
 from gateway.telemetry.tenant_metrics import NONE
 from gateway.telemetry.traces.exporter import TraceExporter
 from policy.config.deployment import Deployment
+from policy.config.media_hosts import allowed_hosts
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Runner
@@ -95,6 +96,7 @@ class Gateway:
         self.tracer = traces.tracer
         self.metrics = Metrics()
         self._limits = watcher.deployment.gateway
+        self._rules = BodyRules()
         self.deadlines = IdleTimeouts(lambda: watcher.deployment.gateway)
         self.keepalive = SseKeepalive(lambda: watcher.deployment.gateway)
         self.catalog = CatalogView(partial(rng.getrandbits, 64), self.metrics.adapters.follow)
@@ -141,6 +143,7 @@ class Gateway:
     def read(self, deployment: Deployment) -> None:
         """Apply a new deployment: tenants, models, adapters, fallback providers."""
         self._limits = deployment.gateway
+        self._rules = BodyRules(allowed_hosts(deployment), frozenset(deployment.gateway.extra_fields))
         self.access.on = deployment.gateway.access_log
         self.tracer.read(deployment.tracing)
         self.client.allow_origins(deployment.gateway.cors)
@@ -220,8 +223,8 @@ class Gateway:
             raw = await call.read()
             if (refusal := scope[_REFUSED]) is not None:
                 raise refusal
-            is_large = len(raw) > bodies.MAX_DECODED
-            body = await bodies.read_large(raw, self._pieces) if is_large else bodies.read(raw)
+            accepted = await bodies.accept(raw, route, self._pieces, self._rules)
+            body, raw, call.dropped = accepted.body, accepted.raw, accepted.dropped
             call.streaming = body.stream is True
             served, request = self.intake.take(
                 call, principal, body, raw, patience_s=self._limits.queue_timeout_s

@@ -16,9 +16,9 @@ from time import monotonic
 from starlette.types import Message
 
 from gateway.http.asgi_exchange import SENT
+from gateway.http.byte_accumulator import ByteAccumulator
 from gateway.http.client import ClientConnection
 from gateway.intake.usage_journal import Charge
-from gateway.protocol.byte_accumulator import ByteAccumulator
 from gateway.protocol.errors import (
     MAX_ERROR_BYTES,
     Refused,

@@ -142,7 +142,7 @@ class RetryLoop:
     def _fingerprint(self) -> int:
         if not self._hash:  # all of the body is read for it
             tenant, path = self._ticket.request.tenant, self._call.route.path
-            self._hash = fingerprint(tenant, path, self._body, self._raw)
+            self._hash = fingerprint(tenant, path, self._body)
         return self._hash
 
     async def _is_excused(self) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import xxhash
-from msgspec import Raw
 
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_decoders import Body, LargeBody
+from gateway.protocol.json_decoders import Body
 from gateway.routing.shared_counters import SharedCounts
 from policy.admission.suspects import Suspects, Suspicion
 from policy.errors import Refusal
@@ -22,20 +20,13 @@ VOLATILE = frozenset(
 # When another suspect has probably ended.
 AGAIN_S = 5
 
-_members = msgspec.json.Decoder(dict[str, Raw])
 
-
-def fingerprint(tenant: str, path: str, body: Body, raw: bytes) -> int:
+def fingerprint(tenant: str, path: str, body: Body) -> int:
     """A hash of the request without volatile fields, never 0."""
     digest = xxhash.xxh3_64(f"{tenant}\0{path}".encode())
-    try:
-        members = body.members if isinstance(body, LargeBody) else _members.decode(raw)
-    except ValueError:  # invalid UTF-8 in a name
-        digest.update(raw)
-    else:
-        for name in sorted(members.keys() - VOLATILE):
-            digest.update(name.encode() + b"\0")
-            digest.update(members[name])
+    for name in sorted(body.members.keys() - VOLATILE):
+        digest.update(name.encode() + b"\0")
+        digest.update(body.members[name])
     return digest.intdigest() or 1
 
 

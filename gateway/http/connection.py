@@ -19,9 +19,9 @@ import httptools
 from starlette.types import Scope
 
 from gateway.http.asgi_exchange import SENT, Exchange, id_headers, request_ids
+from gateway.http.byte_accumulator import ByteAccumulator
 from gateway.http.read_turns import CHUNKED_BYTES, PARSED_BYTES, READ_BYTES, PacedReader
 from gateway.http.upload_budget import MIN_RATE, Upload
-from gateway.protocol.byte_accumulator import ByteAccumulator
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import is_anthropic
 from policy.errors import Refusal

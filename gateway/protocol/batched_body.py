@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from gateway.protocol.body import MAX_DECODED, MAX_DEPTH, MAX_MEMBERS, Body
-from gateway.protocol.json_structure import PieceReader, StructureScan
+from gateway.protocol.body import MAX_DECODED, MAX_MEMBERS, Body
+from gateway.protocol.json_structure import MAX_DEPTH, PieceReader, StructureScan
 from gateway.protocol.paths import Route
 from policy.admission.dynamic_batching import apportion
 from policy.config.deployment import Coalesce
@@ -61,10 +61,7 @@ def sub_request_of(
         return None
     if len(raw) > MAX_SHARED:
         return None
-    try:
-        fields = _fields_of.decode(raw)
-    except ValueError:  # invalid UTF-8 in a name: the engine refuses it
-        return None
+    fields = body.members
     if route.path == "/v1/score":
         names: tuple[str, ...] = _PAIR
         inputs, kind = _pairs(fields)

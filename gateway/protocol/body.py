@@ -3,64 +3,170 @@
 from __future__ import annotations
 
 import re
-from operator import attrgetter
+from typing import Final
 
 import msgspec
 from msgspec import Raw
 
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_decoders import ABSENT, BODY, LARGE_BODY, RAW_FIELDS, SCALARS, SHORT_FIELDS, Body
+from gateway.protocol.json_decoders import ABSENT, BODY, ITEMS, MEMBERS, RAW_FIELDS, SCALARS, Body
 from gateway.protocol.json_structure import (
+    MAX_DEPTH,
     MAX_GAP_BYTES,
     BoundExceeded,
     Member,
     PieceReader,
     StructureScan,
-    count_items,
     depth_exceeds,
+    name_of,
 )
+from gateway.protocol.paths import Route
+from gateway.protocol.validation.bounds import (
+    CHECKS,
+    INPUTS,
+    MAX_FIELD,
+    MAX_INPUTS,
+    MAX_N,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+    check_size,
+    check_tools,
+    first_item,
+    inputs_of,
+    too_many,
+)
+from gateway.protocol.validation.known_fields import KNOWN, STEERING
+from gateway.protocol.validation.media import WALKED, MediaCheck
 from policy.errors import Refusal
 
-__all__ = ["Body", "read", "read_large"]
+__all__ = ["AcceptedBody", "Body", "BodyRules", "accept", "read", "read_large"]
 
 # Up to this size a body is decoded at once, in 3 ms at most; a larger one is read in pieces.
-MAX_DECODED = 256 * 1024
-MAX_DEPTH = 64
-MAX_N = 8
-MAX_STOP = 4
-# Of a body that is read in pieces: engines know some eighty parameters; those that are no prompts are short.
-MAX_MEMBERS = 1024
-MAX_FIELD = 64 * 1024
+MAX_DECODED: Final = 256 * 1024
+# So are bodies of many objects, which take longer.
+MAX_OBJECTS, FEW_OBJECTS_BYTES = 16 * 1024, 64 * 1024
+# Of a body that is read in pieces: engines know some eighty parameters.
+MAX_MEMBERS: Final = 1024
 
-# They steer an engine past what a tenant may decide: scheduling, caches, files, foreign templates.
-STEERING = (
-    "priority",
-    "request_id",
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "vllm_xargs",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "prompt_embeds",
-    "allowed_token_ids",
-    "use_beam_search",
-    "return_prompt_text",
-    "prompt_logprobs",
-    "chat_template",
-)
-# vLLM reads these before it validates them, and fails on other types, as if the replica were at fault.
-_LIST, _LIST_OR_NULL, _OBJECT_OR_NULL = b"[", b"[n", b"{n"
-_steering = attrgetter(*STEERING)
-_UNSTEERED = (ABSENT,) * len(STEERING)
+# What a body's field is to the gateway.
+_SCALAR, _RAW, _CHECK, _PASS, _UNKNOWN = range(5)
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
+# vLLM reads these before it validates them, and fails on other types, as if the replica were at fault.
+_LIST, _LIST_OR_NULL = b"[", b"[n"
+
+
+def _uses(known: frozenset[str]) -> dict[str, int]:
+    uses = dict.fromkeys(known, _PASS)
+    uses |= {name: _CHECK for name in CHECKS if name in known or name in STEERING}
+    uses |= dict.fromkeys(RAW_FIELDS & known, _RAW)
+    return uses | dict.fromkeys(SCALARS & known, _SCALAR)
+
+
+_USES = {path: _uses(known) for path, known in KNOWN.items()}
+_ALL_USES = _uses(frozenset[str]().union(*KNOWN.values()))
+
+
+class BodyRules:
+    """What a deployment accepts: media from ``media_hosts``, and ``extra_fields`` beside known ones."""
+
+    __slots__ = ("extra_fields", "media_hosts")
+
+    def __init__(
+        self, media_hosts: frozenset[str] = frozenset(), extra_fields: frozenset[str] = frozenset()
+    ) -> None:
+        self.media_hosts = media_hosts
+        self.extra_fields = extra_fields
+
+
+class AcceptedBody:
+    """A body, and its bytes without the fields that are not known, whose names are ``dropped``."""
+
+    __slots__ = ("body", "dropped", "raw")
+
+    def __init__(self, body: Body, raw: bytes, dropped: list[str]) -> None:
+        self.body = body
+        self.raw = raw
+        self.dropped = dropped
+
+
+async def accept(raw: bytes, route: Route, pieces: PieceReader, rules: BodyRules) -> AcceptedBody:
+    """Decode and check the body of a request; raises ``Refused`` naming the parameter.
+
+    Of up to :data:`MAX_DECODED` bytes this is done at once, of more in ``pieces``.
+    """
+    path = route.path
+    uses = _USES[path]
+    if _is_large(raw):
+        return await _accept_large(raw, path, pieces, rules)
+    unknown: list[str] = []
+    fields = _fields_of(raw)
+    body = _body_of(fields, uses, unknown)
+    if unknown:
+        unknown = [name for name in unknown if name not in rules.extra_fields]
+    if unknown:
+        kept = [
+            b"%b:%b" % (msgspec.json.encode(name), fields[name]) for name in fields if name not in unknown
+        ]
+        raw = b"{%b}" % b",".join(kept)
+        body = _body_of(MEMBERS.decode(raw), uses, [])
+    for name in WALKED.get(path, ()):
+        if (value := body.members.get(name)) is not None and memoryview(value)[0] in b"[{":
+            media = MediaCheck(name, rules.media_hosts)
+            media.walk(value)
+            body.media += media.count
+    for name in INPUTS.get(path, ()):
+        if (value := body.members.get(name)) is not None and (count := inputs_of(value)) > MAX_INPUTS:
+            raise too_many(name, MAX_INPUTS, count, "inputs")
+    if body.tools is not ABSENT:
+        check_size("tools", body.tools, MAX_TOOLS_BYTES)
+        check_tools(ITEMS.decode(body.tools) if memoryview(body.tools)[0] in _LIST else [])
+    return AcceptedBody(body, raw, unknown)
+
+
+async def _accept_large(raw: bytes, path: str, pieces: PieceReader, rules: BodyRules) -> AcceptedBody:
+    spans, dropped = await _spans(raw, pieces), []
+    for name in spans:
+        if name not in _USES[path] and name not in rules.extra_fields:
+            dropped.append(name)
+    if dropped:
+        raw, spans = _without(raw, spans, dropped)
+    body = _large_body(raw, spans, _USES[path])
+    for name in WALKED.get(path, ()):
+        if name in spans:
+            media = MediaCheck(name, rules.media_hosts)
+            await media.walk_large(raw, spans[name], pieces)
+            body.media += media.count
+    for name in INPUTS.get(path, ()):
+        if name in spans and (count := _inputs_at(raw, spans[name])) > MAX_INPUTS:
+            raise too_many(name, MAX_INPUTS, count, "inputs")
+    if body.tools is not ABSENT and (tools := spans["tools"]).items:
+        check_size("tools", body.tools, MAX_TOOLS_BYTES)
+        if tools.items > MAX_TOOLS:
+            raise too_many("tools", MAX_TOOLS, tools.items, "tools")
+        await pieces.alone(lambda: check_tools(ITEMS.decode(body.tools)))
+    return AcceptedBody(body, raw, dropped)
 
 
 def read(raw: bytes) -> Body:
-    """Decode and check at most :data:`MAX_DECODED` bytes; raises ``Refused`` naming the parameter."""
+    """Decode at most :data:`MAX_DECODED` bytes, and check their fields, of any route."""
+    return _body_of(_fields_of(raw), _ALL_USES, [])
+
+
+async def read_large(raw: bytes, pieces: PieceReader) -> Body:
+    """As :func:`read`, of a body of any size, which is read in pieces."""
+    return _large_body(raw, await _spans(raw, pieces), _ALL_USES)
+
+
+def _is_large(raw: bytes) -> bool:
+    size = len(raw)
+    return size > MAX_DECODED or (size > FEW_OBJECTS_BYTES and raw.count(b"{") > MAX_OBJECTS)
+
+
+def _fields_of(raw: bytes) -> dict[str, Raw]:
     try:
-        body = BODY.decode(raw)
+        fields = MEMBERS.decode(raw)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except ValueError as error:
@@ -69,12 +175,59 @@ def read(raw: bytes) -> Body:
         raise _too_deep() from None
     if _opens_more_than(raw, MAX_DEPTH) and depth_exceeds(raw, MAX_DEPTH):
         raise _too_deep()
-    _check(body)
+    return fields
+
+
+def _body_of(fields: dict[str, Raw], uses: dict[str, int], unknown: list[str]) -> Body:
+    """The body with these ``fields``, which are checked; the names without a use are added to ``unknown``."""
+    scalars: list[bytes] = []
+    raws: list[str] = []
+    for name, value in fields.items():
+        use = uses.get(name, _UNKNOWN)
+        if use == _SCALAR:
+            text = bytes(value)
+            if len(text) > MAX_FIELD:
+                raise Refused(Refusal.BAD_REQUEST, f"{name} takes at most {MAX_FIELD} bytes.", param=name)
+            scalars.append(b'"%b":%b' % (name.encode(), text))
+        elif use == _RAW:
+            raws.append(name)
+        elif use == _CHECK:
+            _check_field(name, value)
+        elif use == _UNKNOWN:
+            unknown.append(name)
+    try:
+        body = BODY.decode(b"{%b}" % b",".join(scalars))
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except ValueError as error:
+        raise _not_json(error) from None
+    for name in raws:
+        setattr(body, name, fields[name])
+    body.members = fields
+    _check_type("messages", body.messages, _LIST)
+    _check_type("tools", body.tools, _LIST_OR_NULL)
+    if body.n is not None and not 1 <= body.n <= MAX_N:
+        raise Refused(Refusal.BAD_REQUEST, f"n must be between 1 and {MAX_N}, got {body.n}.", param="n")
+    if body.background:
+        raise Refused(Refusal.UNSUPPORTED, "background responses are not supported.", param="background")
+    if body.stream_options is not ABSENT:
+        check_size("stream_options", body.stream_options)
+    if body.cache_salt is not ABSENT:
+        check_size("cache_salt", body.cache_salt)
+    if body.prompt is not ABSENT and len(memoryview(body.prompt)) <= MAX_DECODED:
+        body.prompts = inputs_of(body.prompt)
     return body
 
 
-async def read_large(raw: bytes, pieces: PieceReader) -> Body:
-    """As :func:`read`, of a body of any size, which is read in pieces."""
+def _check_field(name: str, value: Raw) -> None:
+    try:
+        CHECKS[name](name, value)
+    except ValueError as error:  # of what was skipped before
+        raise _not_json(error) from None
+
+
+async def _spans(raw: bytes, pieces: PieceReader) -> dict[str, Member]:
+    """Where each member of a body is; of equal names the last counts."""
     if not _OBJECT.match(raw, 0, MAX_GAP_BYTES):
         raise Refused(Refusal.BAD_REQUEST, "The body is not a JSON object.")
     try:
@@ -83,58 +236,41 @@ async def read_large(raw: bytes, pieces: PieceReader) -> Body:
         raise Refused(Refusal.BAD_REQUEST, f"The body {bound}.") from None
     except ValueError as error:
         raise _not_json(error) from None
-    body = _assemble(raw, members)
-    _check(body)
-    return body
+    return {name_of(member.name): member for member in members}
 
 
-def _assemble(raw: bytes, members: list[Member]) -> Body:
-    """The body with these ``members``, of which the last of equal names counts."""
-    found = {_name_of(member.name): member for member in members}
+def _large_body(raw: bytes, spans: dict[str, Member], uses: dict[str, int]) -> Body:
     text = memoryview(raw)
-    values = {name: Raw(text[member.begin : member.end]) for name, member in found.items()}
-    for name in SHORT_FIELDS.intersection(values):
-        if len(memoryview(values[name])) > MAX_FIELD:
-            raise Refused(Refusal.BAD_REQUEST, f"{name} takes at most {MAX_FIELD} bytes.", param=name)
-    scalars = [b'"%b":%b' % (name.encode(), bytes(values[name])) for name in SCALARS.intersection(values)]
-    try:
-        body = LARGE_BODY.decode(b"{%b}" % b",".join(scalars))
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    for name in RAW_FIELDS.intersection(values):
-        setattr(body, name, values[name])
-    body.members = values
-    body.prompts = found["prompt"].items if "prompt" in found else 0
+    fields = {name: Raw(text[member.begin : member.end]) for name, member in spans.items()}
+    body = _body_of(fields, uses, [])
+    if "prompt" in spans:
+        body.prompts = _inputs_at(raw, spans["prompt"])
     return body
 
 
-def _name_of(written: bytes) -> str:
-    """The name of a member; empty if it is invalid, or so long that it was not kept."""
-    try:
-        if b"\\" in written:
-            return msgspec.json.decode(b'"%b"' % written, type=str)
-        return str(written, "utf-8")
-    except ValueError:
-        return ""
+def _without(raw: bytes, spans: dict[str, Member], dropped: list[str]) -> tuple[bytes, dict[str, Member]]:
+    """``raw`` and its ``spans`` without those ``dropped``, and without members that others override."""
+    text, at = memoryview(raw), 0
+    parts: list[bytes | memoryview] = []
+    kept: dict[str, Member] = {}
+    for name, span in spans.items():
+        if name not in dropped:
+            before = b"%b%b:" % (b"," if kept else b"{", msgspec.json.encode(name))
+            parts += [before, text[span.begin : span.end]]
+            begin = at + len(before)
+            at = begin + span.end - span.begin
+            kept[name] = Member(span.name, begin, at, span.items)
+    return b"".join([*parts, b"}" if kept else b"{}"]), kept
 
 
-def _check(body: Body) -> None:
-    if (values := _steering(body)) != _UNSTEERED:
-        for name, value in zip(STEERING, values, strict=True):
-            if value is not ABSENT and _steers(value):
-                raise _refused_field(name)
-    _check_type("messages", body.messages, _LIST)
-    _check_type("tools", body.tools, _LIST_OR_NULL)
-    _check_type("structured_outputs", body.structured_outputs, _OBJECT_OR_NULL)
-    if body.chat_template_kwargs is not ABSENT:
-        _check_template_arguments(body.chat_template_kwargs)
-    _check_bounds(body)
+def _inputs_at(raw: bytes, span: Member) -> int:
+    """As :func:`inputs_of`, of the value at ``span``."""
+    return span.items if span.items and first_item(raw, span.begin) in b'["{' else 1
 
 
 def _check_type(name: str, value: Raw, begins: bytes) -> None:
     if value is not ABSENT and memoryview(value)[0] not in begins:
-        kind = "a list" if _LIST in begins else "an object"
-        raise Refused(Refusal.BAD_REQUEST, f"{name} must be {kind}.", param=name)
+        raise Refused(Refusal.BAD_REQUEST, f"{name} must be a list.", param=name)
 
 
 def _opens_more_than(raw: bytes, limit: int) -> bool:
@@ -147,46 +283,6 @@ def _opens_more_than(raw: bytes, limit: int) -> bool:
                 return True
             at = raw.find(bracket, at + 1)
     return False
-
-
-def _check_bounds(body: Body) -> None:
-    if body.n is not None and not 1 <= body.n <= MAX_N:
-        raise Refused(Refusal.BAD_REQUEST, f"n must be between 1 and {MAX_N}, got {body.n}.", param="n")
-    if body.stop is not ABSENT:
-        count = count_items(bytes(body.stop))
-        if count > MAX_STOP:
-            raise Refused(
-                Refusal.BAD_REQUEST, f"stop takes at most {MAX_STOP} sequences, got {count}.", param="stop"
-            )
-    if body.previous_response_id is not ABSENT and bytes(body.previous_response_id) != b"null":
-        raise Refused(
-            Refusal.UNSUPPORTED,
-            "previous_response_id is not supported: send the whole conversation as input.",
-            param="previous_response_id",
-        )
-    if body.background:
-        raise Refused(Refusal.UNSUPPORTED, "background responses are not supported.", param="background")
-
-
-def _check_template_arguments(raw: Raw) -> None:
-    try:
-        arguments = msgspec.json.decode(raw, type=dict[str, Raw] | None) or {}
-    except ValueError:  # also for names that are no UTF-8
-        raise Refused(
-            Refusal.BAD_REQUEST, "chat_template_kwargs must be an object.", param="chat_template_kwargs"
-        ) from None
-    for name in STEERING:
-        if name in arguments and _steers(arguments[name]):
-            raise _refused_field(f"chat_template_kwargs.{name}")
-
-
-def _steers(value: Raw) -> bool:
-    """Clients that write out defaults send null or false, which steer nothing."""
-    return bytes(value) not in (b"null", b"false")
-
-
-def _refused_field(name: str) -> Refused:
-    return Refused(Refusal.UNSUPPORTED, f"{name} is not accepted by this server.", param=name)
 
 
 def _too_deep() -> Refused:

@@ -5,22 +5,20 @@ This module stays uncompiled: msgspec builds its structures from classes at run 
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from gateway.protocol.json_structure import count_items
-
 ABSENT = Raw(b"")
-
-# Several prompts: texts, or lists of token ids.
-_PROMPTS = re.compile(rb"\[[ \t\r\n]*[\"\[]")
 
 
 class Body(msgspec.Struct, gc=False):
-    """The fields that are checked or decided on; everything else goes through unread."""
+    """The fields that are decided on; all are ``members``, and go through unread.
+
+    ``media`` is the number of images, videos and recordings, ``prompts`` that of a completion's prompts; both
+    are counted when the body is checked.
+    """
 
     model: str
     stream: bool | None = None
@@ -28,65 +26,25 @@ class Body(msgspec.Struct, gc=False):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
-    stop: Raw = ABSENT
+    background: bool | None = None
     system: Raw = ABSENT
     instructions: Raw = ABSENT
     messages: Raw = ABSENT
     prompt: Raw = ABSENT
     input: Raw = ABSENT
     tools: Raw = ABSENT
-    structured_outputs: Raw = ABSENT
     stream_options: Raw = ABSENT
     cache_salt: Raw = ABSENT
     prompt_cache_key: Raw = ABSENT
     metadata: Raw = ABSENT
-    previous_response_id: Raw = ABSENT
-    chat_template_kwargs: Raw = ABSENT
-    priority: Raw = ABSENT
-    request_id: Raw = ABSENT
-    kv_transfer_params: Raw = ABSENT
-    ec_transfer_params: Raw = ABSENT
-    vllm_xargs: Raw = ABSENT
-    mm_processor_kwargs: Raw = ABSENT
-    media_io_kwargs: Raw = ABSENT
-    prompt_embeds: Raw = ABSENT
-    allowed_token_ids: Raw = ABSENT
-    use_beam_search: Raw = ABSENT
-    return_prompt_text: Raw = ABSENT
-    prompt_logprobs: Raw = ABSENT
-    chat_template: Raw = ABSENT
-    background: bool | None = None
+    members: dict[str, Raw] = {}
+    media: int = 0
+    prompts: int = 1
 
     @property
     def choices(self) -> int:
         """How many choices a complete answer has: ``n`` for each prompt."""
-        n = self.n or 1
-        return n if self.prompt is ABSENT else n * self._prompts()
-
-    def _prompts(self) -> int:
-        return self._items() if _PROMPTS.match(memoryview(self.prompt)) else 1
-
-    def _items(self) -> int:
-        return count_items(bytes(self.prompt))
-
-
-class LargeBody(Body, gc=False):
-    """A body that was read in pieces; :func:`gateway.protocol.body.read_large` sets what is no scalar.
-
-    ``members`` are all of its members, ``prompts`` is the number of items in the prompt.
-    """
-
-    members: dict[str, Raw] = {}
-    prompts: int = 0
-
-    def _items(self) -> int:
-        return self.prompts
-
-
-class Named(msgspec.Struct, gc=False):
-    """The model alone, as it is written."""
-
-    model: Raw
+        return (self.n or 1) * self.prompts
 
 
 class Metadata(msgspec.Struct, gc=False):
@@ -96,17 +54,52 @@ class Metadata(msgspec.Struct, gc=False):
     session_id: Any = None
 
 
+class Part(msgspec.Struct, gc=False):
+    """A message, an item of an input, or a part of one: where more parts are, and where media are."""
+
+    content: Raw = ABSENT
+    output: Raw = ABSENT
+    image_url: Raw = ABSENT
+    audio_url: Raw = ABSENT
+    video_url: Raw = ABSENT
+    file_url: Raw = ABSENT
+    source: Raw = ABSENT
+    input_audio: Raw = ABSENT
+    file: Raw = ABSENT
+    file_data: Raw = ABSENT
+    image_embeds: Raw = ABSENT
+    audio_embeds: Raw = ABSENT
+    video_embeds: Raw = ABSENT
+    prompt_embeds: Raw = ABSENT
+    image_pil: Raw = ABSENT
+    uuid: Raw = ABSENT
+
+
+class Medium(msgspec.Struct, gc=False):
+    """What a part's medium is: its URL, its bytes in base64, or parts of its own."""
+
+    type: Raw = ABSENT
+    url: Raw = ABSENT
+    data: Raw = ABSENT
+    file_data: Raw = ABSENT
+    content: Raw = ABSENT
+
+
+# The fields of a body by their types.
+SCALARS = frozenset(
+    {"model", "stream", "n", "max_tokens", "max_completion_tokens", "max_output_tokens", "background"}
+)
+RAW_FIELDS = frozenset(Body.__struct_fields__) - SCALARS - {"members", "media", "prompts"}
+
 BODY = msgspec.json.Decoder(Body)
-LARGE_BODY = msgspec.json.Decoder(LargeBody)
+MEMBERS = msgspec.json.Decoder(dict[str, Raw])
+ITEMS = msgspec.json.Decoder(list[Raw])
+PART = msgspec.json.Decoder(Part)
+PARTS = msgspec.json.Decoder(list[Part])
+MEDIUM = msgspec.json.Decoder(Medium)
 OPTIONS = msgspec.json.Decoder(dict[str, Raw] | None)
-NAMED = msgspec.json.Decoder(Named)
 METADATA = msgspec.json.Decoder(Metadata | None)
 USER = msgspec.json.Decoder(Metadata)
-# The fields of a body by their types, and those of which a long one is refused: none that clients may fill.
-RAW_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is Raw)
-SCALARS = frozenset(Body.__struct_fields__) - RAW_FIELDS
-_LONG_FIELDS = {"system", "instructions", "messages", "prompt", "input", "tools", "structured_outputs"}
-SHORT_FIELDS = SCALARS | RAW_FIELDS - _LONG_FIELDS - {"metadata", "prompt_cache_key"}
 
 NULL = Raw(b"null")
 

@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from gateway.protocol.body import Body
 from gateway.protocol.buffer_offset import address
-from gateway.protocol.json_decoders import ABSENT, NAMED, OPTIONS, LargeBody
+from gateway.protocol.json_decoders import ABSENT, OPTIONS
 from gateway.protocol.paths import Route
 
 Buffer = bytes | memoryview
@@ -49,8 +49,7 @@ def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
 
 
 def set_model(raw: bytes, body: Body, name: str) -> Edit:
-    written = body.members["model"] if isinstance(body, LargeBody) else NAMED.decode(raw).model
-    return Edit(*locate(raw, written), msgspec.json.encode(name))
+    return Edit(*locate(raw, body.members["model"]), msgspec.json.encode(name))
 
 
 def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:

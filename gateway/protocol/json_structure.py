@@ -12,6 +12,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+# The most levels of a body.
+MAX_DEPTH: Final = 64
 # Read in one turn of the event loop: 2 ms at most, 10 without machine code.
 PIECE_BYTES: Final = 64 * 1024
 # Where a piece could end; no sensible JSON has neither a comma nor a string in so many bytes.
@@ -53,6 +55,16 @@ class Member(NamedTuple):
     items: int
 
 
+def name_of(written: bytes) -> str:
+    """The name of a member; empty if it is invalid, or so long that it was not kept."""
+    try:
+        if b"\\" in written:
+            return msgspec.json.decode(b'"%b"' % written, type=str)
+        return str(written, "utf-8")
+    except ValueError:
+        return ""
+
+
 def depth_exceeds(raw: bytes, limit: int) -> bool:
     """Whether valid JSON nests deeper than ``limit``."""
     at, end, depth = 0, len(raw), 0
@@ -68,23 +80,6 @@ def depth_exceeds(raw: bytes, limit: int) -> bool:
         elif byte | _KIND == _CLOSE:
             depth -= 1
     return False
-
-
-def count_items(raw: bytes) -> int:
-    """How many items a valid JSON array has."""
-    at, end, depth, commas = 0, len(raw), 0, 0
-    while 0 <= at < end:
-        byte = raw[at]
-        at += 1
-        if byte == _QUOTE:
-            at = _string_end(raw, at, end)
-        elif byte == _COMMA:
-            commas += depth == 1
-        elif byte | _KIND == _OPEN:
-            depth += 1
-        elif byte | _KIND == _CLOSE:
-            depth -= 1
-    return _items(raw, 0, end, commas)
 
 
 class StructureScan:
@@ -223,6 +218,11 @@ class PieceReader:
                 if scan.advance():
                     return scan.members
                 await asyncio.sleep(0)
+
+    async def pause(self) -> None:
+        """Let other tasks go first, of those that read pieces one."""
+        async with self._turn:
+            await asyncio.sleep(0)
 
     async def alone(self, check: Callable[[], None]) -> None:
         """Call ``check``, which takes some milliseconds, in a turn without pieces of others."""

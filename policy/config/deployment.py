@@ -282,12 +282,14 @@ class GatewayConfig(Section, frozen=True):
     """The data plane: where it listens and how long it waits.
 
     ``admin_allowed_hosts`` are names by which the admin port may be called, beside its own address.
-    ``cors`` are the origins whose web pages may use the client port. ``access_log`` writes a line for each
-    request. ``priority`` is that of all requests without tenants. ``queue_timeout_s`` is the default deadline
-    of a request. ``first_token_timeout_s`` and ``inter_token_timeout_s`` bound the silence of a replica
-    before and after a stream's first event, ``answer_timeout_s`` the time to a whole answer,
-    ``progress_timeout_s`` how long a replica may have requests and move none of them. ``sse_keepalive_s`` is
-    the time between comments to the client of a stream that waits, 0 for none.
+    ``cors`` are the origins whose web pages may use the client port. Engines may fetch media of requests from
+    ``media_hosts``. ``extra_fields`` are parameters that replicas get beside those that the gateway knows.
+    ``access_log`` writes a line for each request. ``priority`` is that of all requests without tenants.
+    ``queue_timeout_s`` is the default deadline of a request. ``first_token_timeout_s`` and
+    ``inter_token_timeout_s`` bound the silence of a replica before and after a stream's first event,
+    ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how long a replica may have
+    requests and move none of them. ``sse_keepalive_s`` is the time between comments to the client of a
+    stream that waits, 0 for none.
     """
 
     host: str = "127.0.0.1"
@@ -297,6 +299,8 @@ class GatewayConfig(Section, frozen=True):
     admin_port: Port = 8081
     admin_allowed_hosts: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
+    media_hosts: tuple[str, ...] = ()
+    extra_fields: tuple[str, ...] = ()
     access_log: bool = False
     priority: Priority = Priority.STANDARD
     queue_timeout_s: Seconds = 60.0

@@ -28,6 +28,7 @@ from policy.config.deployment import (
     Upstream,
 )
 from policy.config.engine_arguments import expected_instead
+from policy.config.media_hosts import fetching
 from policy.config.ports import check_ports, is_loopback
 from policy.config.tenancy_checks import check_tenants
 from policy.config.tracing import traced
@@ -82,6 +83,7 @@ def parse(document: object) -> Deployment:
     _check_store(deployment.store)
     check_tenants(deployment.tenants, models)
     _check_upstreams(deployment.upstreams, models)
+    deployment = fetching(deployment)
     if not (endpoint := deployment.tracing.endpoint):
         return deployment
     _check_url("tracing.endpoint", endpoint, "http(s)://HOST:PORT of a receiver of OTLP over HTTP, or empty")

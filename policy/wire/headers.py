@@ -29,3 +29,5 @@ REFUSAL_HEADER: Final = "x-tidegate-refusal"
 # To a client: the replica that answered, and (also from an admin client) the explanation of the route.
 REPLICA_HEADER: Final = "x-tidegate-replica"
 EXPLAIN_HEADER: Final = "x-tidegate-explain"
+# To a client: the fields of its body that are not known, which no replica got.
+DROPPED_HEADER: Final = "x-tidegate-dropped-fields"

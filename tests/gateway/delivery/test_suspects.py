@@ -25,13 +25,12 @@ BODY = b'{"model":"m","prompt":"hi","logprobs":1}'
         (PATH, b'{"model":"m","prompt":"hi","logprobs":2}', False),
         (PATH, b'{"model":"m","prompt":"hi"}', False),
         ("/v1/chat/completions", BODY, False),
-        (PATH, b'{"model":"m","prompt":"hi","\xff":1}', False),
     ],
 )
 def test_a_request_is_known_again_by_what_an_engine_computes(path: str, raw: bytes, same: bool) -> None:
     known, found = read(BODY), read(raw)
-    assert (fingerprint("t", path, found, raw) == fingerprint("t", PATH, known, BODY)) is same
-    assert fingerprint("other", path, found, raw) != fingerprint("t", path, found, raw)
+    assert (fingerprint("t", path, found) == fingerprint("t", PATH, known)) is same
+    assert fingerprint("other", path, found) != fingerprint("t", path, found)
 
 
 def test_requests_that_died_together_run_one_by_one() -> None:

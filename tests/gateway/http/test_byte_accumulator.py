@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from gateway.protocol.byte_accumulator import LARGE_BYTES, ByteAccumulator
+from gateway.http.byte_accumulator import LARGE_BYTES, ByteAccumulator
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])

@@ -1,0 +1,229 @@
+"""Bounds of the fields that multiply an engine's work, beside those of a body's size and depth.
+
+docs/request-limits.md has the table. Of which type a field is, is left to the engine, which refuses others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from gateway.protocol.errors import Refused
+from gateway.protocol.json_decoders import ITEMS, MEMBERS
+from gateway.protocol.json_structure import depth_exceeds
+from gateway.protocol.validation.known_fields import STEERING
+from gateway.protocol.validation.regex_size import expanded_size
+from policy.errors import Refusal
+
+MAX_N: Final = 8
+MAX_LOGPROBS: Final = 20
+MAX_STOPS: Final = 4
+MAX_STOP_SEQUENCES: Final = 16
+MAX_STOP_BYTES: Final = 4096
+MAX_TOKEN_IDS: Final = 64
+MAX_BIASES: Final = 300
+MAX_MIN_TOKENS: Final = 1_000_000
+MAX_TOKENS: Final = 1 << 20
+# The fields that are no prompts are short.
+MAX_FIELD: Final = 64 * 1024
+MAX_TOOLS: Final = 512
+MAX_TOOLS_BYTES: Final = 1024 * 1024
+MAX_SCHEMA_DEPTH: Final = 32
+MAX_CHOICES: Final = 1000
+MAX_REGEX: Final = 10_000
+# Messages of a conversation, and inputs that are computed on their own.
+MAX_MESSAGES: Final = 10_000
+MAX_INPUTS: Final = 2048
+
+# Of each route, the fields that are lists of what is computed on its own.
+INPUTS: dict[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("documents",),
+    "/v1/completions": ("prompt",),
+    "/v1/embeddings": ("input",),
+    "/v1/score": ("text_1", "text_2", "data_1", "data_2", "queries", "documents", "items"),
+    "/v1/rerank": ("documents",),
+}
+
+_NUMBER_BYTES: Final = 32
+_OPEN: Final = ord("[")
+_WORDS = (b"null", b"true", b"false")
+_SPACE = b" \t\r\n"
+
+Check = Callable[[str, Raw], None]
+
+
+def too_many(name: str, most: int, count: int, what: str) -> Refused:
+    message = f"{name} takes at most {most} {what}, got {count}."
+    return Refused(Refusal.BAD_REQUEST, message, param=name)
+
+
+def check_size(name: str, value: Raw, most: int = MAX_FIELD) -> None:
+    """Refuse a ``value`` of over ``most`` bytes of JSON."""
+    size = len(memoryview(value))
+    if size > most:
+        raise too_many(name, most, size, "bytes")
+
+
+def check_number(name: str, value: Raw, most: int) -> None:
+    """Refuse a number over ``most``, and what engines could read as one."""
+    text = bytes(memoryview(value)[: _NUMBER_BYTES + 1])
+    if text in _WORDS:
+        return
+    try:
+        number = float(text) if len(text) <= _NUMBER_BYTES else most + 1.0
+    except ValueError:
+        raise Refused(Refusal.BAD_REQUEST, f"{name} must be a number.", param=name) from None
+    if not number <= most:
+        shown = text[:_NUMBER_BYTES].decode()
+        raise Refused(Refusal.BAD_REQUEST, f"{name} must be at most {most}, got {shown}.", param=name)
+
+
+def first_item(raw: bytes | memoryview, begin: int = 0) -> int:
+    """The first byte of the first item of the JSON list that begins there; its bracket if it is empty."""
+    at = begin + 1
+    while raw[at] in _SPACE:
+        at += 1
+    return raw[at]
+
+
+def inputs_of(value: Raw) -> int:
+    """How many texts, objects or lists of token ids ``value`` is; a list of numbers is one."""
+    view = memoryview(value)
+    is_list = view[0] == _OPEN and first_item(view) in b'["{'
+    return len(ITEMS.decode(value)) if is_list else 1
+
+
+def check_tools(items: list[Raw]) -> None:
+    """Refuse too many tools, and too large ones."""
+    if len(items) > MAX_TOOLS:
+        raise too_many("tools", MAX_TOOLS, len(items), "tools")
+    for at, item in enumerate(items):
+        check_size(f"tools.{at}", item)
+
+
+def _number(most: int) -> Check:
+    return lambda name, value: check_number(name, value, most)
+
+
+def _list(most: int, what: str, size: int = MAX_STOP_BYTES) -> Check:
+    def check(name: str, value: Raw) -> None:
+        check_size(name, value, size)
+        if memoryview(value)[0] == _OPEN and (count := len(ITEMS.decode(value))) > most:
+            raise too_many(name, most, count, what)
+
+    return check
+
+
+def _biases(name: str, value: Raw) -> None:
+    check_size(name, value)
+    if memoryview(value)[0] == ord("{") and (count := len(MEMBERS.decode(value))) > MAX_BIASES:
+        raise too_many(name, MAX_BIASES, count, "tokens")
+
+
+def _ids(name: str, value: Raw) -> None:
+    view = memoryview(value)
+    # Each takes two bytes at least.
+    if view[0] == _OPEN and len(view) > 2 * MAX_TOKENS:
+        raise too_many(name, 2 * MAX_TOKENS, len(view), "bytes")
+
+
+def _schema(name: str, value: Raw) -> None:
+    """What an engine compiles to a grammar."""
+    check_size(name, value)
+    raw = bytes(value)
+    if depth_exceeds(raw, MAX_SCHEMA_DEPTH):
+        message = f"{name} nests deeper than {MAX_SCHEMA_DEPTH} levels."
+        raise Refused(Refusal.BAD_REQUEST, message, param=name)
+    choices = 0
+    for key, found in _members(name, msgspec.json.decode(raw)):
+        if key in _CHOICES and isinstance(found, list):
+            choices += len(found)
+        elif key in _REGEXES and isinstance(found, str) and (size := expanded_size(found)) > MAX_REGEX:
+            message = f"{name} takes regular expressions of at most {MAX_REGEX} states, got {size}."
+            raise Refused(Refusal.BAD_REQUEST, message, param=name)
+    if choices > MAX_CHOICES:
+        raise too_many(name, MAX_CHOICES, choices, "values of enumerations")
+
+
+_CHOICES = frozenset({"enum", "choice", "guided_choice"})
+_REGEXES = frozenset({"pattern", "regex", "guided_regex", "whitespace_pattern"})
+# Engines take these as JSON in a text, too.
+_JSON = frozenset({"json", "guided_json", "structural_tag"})
+
+
+def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Each member of each object within ``value``, which itself is called ``name``."""
+    waiting: list[tuple[str, Any]] = [(name, value)]
+    while waiting:
+        key, found = waiting.pop()
+        yield key, found
+        if isinstance(found, str) and key in _JSON:
+            try:
+                found = msgspec.json.decode(found)
+            except (ValueError, RecursionError):
+                continue
+        if isinstance(found, dict):
+            waiting.extend(found.items())
+        elif isinstance(found, list):
+            waiting.extend([("", each) for each in found])
+
+
+def refuse_steering(name: str, value: Raw) -> None:
+    """Clients that write out defaults send null or false, which steer nothing."""
+    if bytes(memoryview(value)[:8]) not in (b"null", b"false"):
+        raise Refused(Refusal.UNSUPPORTED, f"{name} is not accepted by this server.", param=name)
+
+
+def _template_arguments(name: str, value: Raw) -> None:
+    check_size(name, value)
+    try:
+        arguments = msgspec.json.decode(value, type=dict[str, Raw] | None) or {}
+    except ValueError:  # also for names that are no UTF-8
+        raise Refused(Refusal.BAD_REQUEST, f"{name} must be an object.", param=name) from None
+    for argument in STEERING:
+        if argument in arguments:
+            refuse_steering(f"{name}.{argument}", arguments[argument])
+
+
+def _structured_outputs(name: str, value: Raw) -> None:
+    # vLLM reads it before it validates it, and fails on other types, as if the replica were at fault.
+    if memoryview(value)[0] not in b"{n":
+        raise Refused(Refusal.BAD_REQUEST, f"{name} must be an object.", param=name)
+    _schema(name, value)
+
+
+def _previous_response(name: str, value: Raw) -> None:
+    if bytes(memoryview(value)[:5]) != b"null":
+        message = f"{name} is not supported: send the whole conversation as input."
+        raise Refused(Refusal.UNSUPPORTED, message, param=name)
+
+
+CHECKS: dict[str, Check] = {
+    **dict.fromkeys(STEERING, refuse_steering),
+    **dict.fromkeys(("logprobs", "top_logprobs"), _number(MAX_LOGPROBS)),
+    "best_of": _number(MAX_N),
+    "min_tokens": _number(MAX_MIN_TOKENS),
+    "truncate_prompt_tokens": _number(MAX_TOKENS),
+    "stop": _list(MAX_STOPS, "sequences"),
+    "stop_sequences": _list(MAX_STOP_SEQUENCES, "sequences"),
+    "bad_words": _list(MAX_TOKEN_IDS, "words"),
+    "stop_token_ids": _list(MAX_TOKEN_IDS, "tokens"),
+    "logprob_token_ids": _list(MAX_LOGPROBS, "tokens"),
+    "include": _list(MAX_STOP_SEQUENCES, "fields"),
+    "logit_bias": _biases,
+    **dict.fromkeys(
+        (
+            "response_format", "text", "output_config", "output_format", "guided_json", "guided_regex",
+            "guided_choice", "guided_grammar", "guided_whitespace_pattern",
+        ),
+        _schema,
+    ),
+    "structured_outputs": _structured_outputs,
+    "chat_template_kwargs": _template_arguments,
+    "previous_response_id": _previous_response,
+    "tokens": _ids,
+}  # fmt: skip
+"""By field, what is checked of it where it is present."""

@@ -1,0 +1,228 @@
+"""Media of requests: how many there are, how large, and from where.
+
+The gateway fetches nothing. Engines do, so a URL could let a client read what only their machines reach. It
+is refused unless its host is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from operator import attrgetter
+from typing import Final
+
+import msgspec
+from msgspec import Raw
+
+from gateway.protocol.errors import Refused
+from gateway.protocol.json_decoders import ABSENT, ITEMS, MEDIUM, PART, PARTS, Medium, Part
+from gateway.protocol.json_structure import (
+    MAX_DEPTH,
+    BoundExceeded,
+    Member,
+    PieceReader,
+    StructureScan,
+    name_of,
+)
+from gateway.protocol.validation.bounds import MAX_MESSAGES, first_item, too_many
+from policy.errors import Refusal
+
+MAX_MEDIA: Final = 128
+MAX_MEDIUM_BYTES: Final = 10 * 1024 * 1024
+MAX_URL: Final = 8192
+# Messages hold parts; results of tools hold parts, too, and documents within these.
+MAX_LEVEL: Final = 4
+
+# The fields of each route that may hold parts.
+WALKED: dict[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("messages",),
+    "/v1/responses": ("input", "previous_input_messages"),
+    "/v1/messages": ("messages",),
+    "/v1/messages/count_tokens": ("messages",),
+    "/v1/embeddings": ("messages", "input"),
+    "/v1/score": ("text_1", "text_2", "data_1", "data_2", "queries", "documents", "items"),
+    "/v1/rerank": ("query", "documents"),
+    "/v1/tokenize": ("messages",),
+}
+
+_URLS = ("image_url", "audio_url", "video_url", "file_url")
+_HELD = ("source", "input_audio", "file", "file_data")
+# Tensors, and objects of the engine's process.
+_FORBIDDEN = ("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil")
+_MEDIA = (*_URLS, *_HELD)
+_FIELDS = (*_FORBIDDEN, *_MEDIA)
+# The name that an engine keeps a medium by, for all who send it.
+_UUID = "uuid"
+_MEDIUM = frozenset(Medium.__struct_fields__)
+_media = attrgetter(*_FIELDS)
+_NO_MEDIA = (ABSENT,) * len(_FIELDS)
+# Only what every parser of URLs reads alike: neither credentials nor backslashes.
+_URL = re.compile(r"https?://(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*)(?::[0-9]{1,5})?(?:[/?#][!#-\[\]-~]*)?")
+_DATA = b'"data:'
+_OPEN, _OBJECT, _QUOTE = ord("["), ord("{"), ord('"')
+_NULL = ord("n")
+_PARTS_BEGIN = b'{["'
+# Decoded in one turn of the event loop.
+_AT_ONCE = 64 * 1024
+# As much time as reading so many bytes takes each of them.
+_OF_ITEM = 64
+
+
+class MediaCheck:
+    """Counts the media of one field of a body; ``hosts`` are those from which engines may fetch some."""
+
+    __slots__ = ("_hosts", "_name", "count")
+
+    def __init__(self, name: str, hosts: frozenset[str]) -> None:
+        self._hosts = hosts
+        self._name = name
+        self.count = 0
+
+    def walk(self, value: Raw, level: int = 0) -> None:
+        """Check all that ``value`` holds, a list or an object; texts and lists of numbers are skipped."""
+        kind = memoryview(value)[0]
+        if kind == _OBJECT:
+            self._part(PART.decode(value), level)
+        elif kind == _OPEN:
+            first = first_item(memoryview(value))
+            if first == _OBJECT:
+                try:
+                    parts = PARTS.decode(value)
+                except msgspec.ValidationError:  # there are texts among them
+                    first = _OPEN
+                else:
+                    self._bound(len(parts), level)
+                    for part in parts:
+                        self._part(part, level)
+            if first in (_OPEN, _QUOTE):
+                items = ITEMS.decode(value)
+                self._bound(len(items), level)
+                for item in items:
+                    self.walk(item, level + 1)
+
+    async def walk_large(self, raw: bytes, span: Member, pieces: PieceReader, level: int = 0) -> None:
+        """As :meth:`walk`, of the value at ``span`` of ``raw``, which may have any size."""
+        value = _at(raw, span)
+        kind = raw[span.begin]
+        if span.end - span.begin <= _AT_ONCE:
+            self.walk(value, level)
+        elif kind == _OBJECT:
+            await self._large_part(raw, span, pieces, level)
+        elif kind == _OPEN and first_item(memoryview(value)) in _PARTS_BEGIN:
+            read = 0
+            for item in await self._members(raw, span, pieces):
+                nested = level + (raw[item.begin] == _OPEN)
+                self._bound(1, nested)
+                await self.walk_large(raw, item, pieces, nested)
+                read += min(item.end - item.begin, _AT_ONCE) + _OF_ITEM
+                if read > _AT_ONCE:
+                    read = 0
+                    await pieces.pause()
+
+    def _part(self, part: Part, level: int) -> None:
+        """Check one message or part, and those that it holds."""
+        inner = [part.content, part.output]
+        if _media(part) != _NO_MEDIA:
+            for name, value in self._present(part):
+                kind = memoryview(value)[0]
+                medium = MEDIUM.decode(value) if kind == _OBJECT else _bare(name, value)
+                self._judge(name, medium)
+                inner.append(medium.content)
+        for value in inner:
+            if value is not ABSENT and memoryview(value)[0] in b"{[":
+                self.walk(value, level + 1)
+
+    async def _large_part(self, raw: bytes, span: Member, pieces: PieceReader, level: int) -> None:
+        fields = await self._fields(raw, span, pieces)
+        part = Part()
+        for name in (*_FIELDS, _UUID):
+            if name in fields:
+                setattr(part, name, _at(raw, fields[name]))
+        inner = [fields[name] for name in ("content", "output") if name in fields]
+        for name, value in self._present(part):
+            medium = _bare(name, value)
+            if memoryview(value)[0] == _OBJECT:
+                held = await self._fields(raw, fields[name], pieces)
+                medium = Medium(**{key: _at(raw, held[key]) for key in held if key in _MEDIUM})
+                inner += [held["content"]] if "content" in held else []
+            self._judge(name, medium)
+        for each in inner:
+            if raw[each.begin] in b"{[":
+                self._bound(1, level + 1)
+                await self.walk_large(raw, each, pieces, level + 1)
+
+    async def _members(self, raw: bytes, span: Member, pieces: PieceReader) -> list[Member]:
+        scan = StructureScan(raw, MAX_DEPTH, MAX_MESSAGES, begin=span.begin, end=span.end)
+        try:
+            return await pieces.members(scan)
+        except BoundExceeded as bound:
+            raise Refused(Refusal.BAD_REQUEST, f"{self._name} {bound}.", param=self._name) from None
+
+    async def _fields(self, raw: bytes, span: Member, pieces: PieceReader) -> dict[str, Member]:
+        return {name_of(each.name): each for each in await self._members(raw, span, pieces)}
+
+    def _bound(self, count: int, level: int) -> None:
+        if count > MAX_MESSAGES:
+            raise too_many(self._name, MAX_MESSAGES, count, "items")
+        if count and level > MAX_LEVEL:
+            raise self._refused(f"parts are nested deeper than {MAX_LEVEL} levels")
+
+    def _present(self, part: Part) -> list[tuple[str, Raw]]:
+        """The media of ``part``, by field."""
+        for name in _FORBIDDEN:
+            if not _is_null(getattr(part, name)):
+                raise self._refused(f"{name} is not accepted by this server", Refusal.UNSUPPORTED)
+        found = [(name, value) for name in _MEDIA if (value := getattr(part, name)) is not ABSENT]
+        if found and not _is_null(part.uuid):
+            raise self._refused(f"{_UUID} is not accepted by this server", Refusal.UNSUPPORTED)
+        return [(name, value) for name, value in found if not _is_null(value)]
+
+    def _judge(self, name: str, medium: Medium) -> None:
+        """Count a medium, and refuse one that is too large, or from elsewhere."""
+        data = medium.data if medium.file_data is ABSENT else medium.file_data
+        has_url = not _is_null(medium.url)
+        if not has_url and (_is_null(data) or bytes(memoryview(medium.type)[:8]) == b'"text"'):
+            return
+        self.count += 1
+        if self.count > MAX_MEDIA:
+            raise too_many(self._name, MAX_MEDIA, self.count, "images, videos and recordings")
+        for value in (data, medium.url):
+            if (size := len(memoryview(value))) > MAX_MEDIUM_BYTES:
+                raise self._refused(f"{name} takes at most {MAX_MEDIUM_BYTES} bytes, got {size}")
+        if has_url:
+            self._url(name, medium.url)
+
+    def _url(self, name: str, value: Raw) -> None:
+        view = memoryview(value)
+        if bytes(view[: len(_DATA)]).lower() == _DATA:
+            return
+        if view[0] != _QUOTE or len(view) > MAX_URL:
+            raise self._refused(f"{name} must be a URL of at most {MAX_URL} bytes")
+        text = msgspec.json.decode(value, type=str)
+        match = _URL.fullmatch(text)
+        if match is None:
+            raise self._refused(f"{name} must be a data: or https:// URL")
+        host = match["host"].lower()
+        if host not in self._hosts:
+            raise self._refused(
+                f"{name}: this server fetches nothing from {host[:256]!r}: send the medium as a data: URL",
+                Refusal.UNSUPPORTED,
+            )
+
+    def _refused(self, what: str, reason: Refusal = Refusal.BAD_REQUEST) -> Refused:
+        return Refused(reason, f"{self._name}: {what}.", param=self._name)
+
+
+def _at(raw: bytes, span: Member) -> Raw:
+    return Raw(memoryview(raw)[span.begin : span.end])
+
+
+def _is_null(value: Raw) -> bool:
+    return value is ABSENT or memoryview(value)[0] == _NULL
+
+
+def _bare(name: str, value: Raw) -> Medium:
+    """The medium of a field that is no object: a URL, or bytes."""
+    if name in _URLS:
+        return Medium(url=value)
+    # Of a search result, ``source`` is a text to be quoted.
+    return Medium(data=value) if name != "source" else Medium()

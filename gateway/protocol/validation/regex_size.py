@@ -1,0 +1,65 @@
+"""How large a regular expression is when its repetitions are written out, as grammar compilers do."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# No need to count further.
+_MANY: Final = 1 << 40
+_MAX_DIGITS: Final = 9
+
+
+def expanded_size(pattern: str) -> int:
+    """The characters and classes of ``pattern``, a valid one, with every ``{m,n}`` written out."""
+    outer: list[int] = []  # the size so far of each open group's surroundings
+    size = last = at = 0
+    end = len(pattern)
+    while at < end:
+        char = pattern[at]
+        at += 1
+        if char == "(":
+            outer.append(size)
+            size = last = 0
+            continue
+        if char == ")":
+            last = max(size, 1)
+            size = last + (outer.pop() if outer else 0)
+            continue
+        if char == "{" and (close := pattern.find("}", at)) >= 0 and last:
+            times = _times(pattern[at:close])
+            if times >= 0:
+                size = min(size + last * max(times - 1, 0), _MANY)
+                last = min(last * max(times, 1), _MANY)
+                at = close + 1
+                continue
+        if char in "*+?|":
+            continue
+        if char == "\\":
+            at += 1
+        elif char == "[":
+            at = _class_end(pattern, at)
+        last = 1
+        size = min(size + 1, _MANY)
+    return size
+
+
+def _times(text: str) -> int:
+    """The most repetitions that ``m``, ``m,`` or ``m,n`` asks for; -1 if it is none of these."""
+    most = 0
+    for part in text.split(",", 1):
+        digits = part.strip()
+        if digits and not (digits.isascii() and digits.isdigit()):
+            return -1
+        most = max(most, _MANY if len(digits) > _MAX_DIGITS else int(digits or 0))
+    return most
+
+
+def _class_end(pattern: str, at: int) -> int:
+    """Behind the bracket that closes the class which is open at ``at``."""
+    if pattern.startswith("^", at):
+        at += 1
+    if pattern.startswith("]", at):
+        at += 1
+    while at < len(pattern) and pattern[at] != "]":
+        at += 2 if pattern[at] == "\\" else 1
+    return at + 1
