@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.chat_template import Content, Message, anthropic_turns, prompt_of
-from serve.engine.sim.generation_service import Positive, Sampling, Service, call_id, request_id
+from serve.engine.sim.generation_service import Positive, Sampling, Service, Temperature, call_id, request_id
 from serve.engine.sim.http_exchange import ApiError, answer, event, read, respond
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Prompt
@@ -66,6 +66,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     stream: bool | None = False
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    temperature: Temperature | None = None
 
 
 _DECODER = msgspec.json.Decoder(MessagesRequest)

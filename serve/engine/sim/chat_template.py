@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -22,7 +22,6 @@ Content = str | list[dict[str, Any]] | None
 # Types of content parts that are text, and the field that holds it.
 _CHAT = {"text": "text", "refusal": "refusal", "thinking": "thinking", "tool_reference": "name"}
 _RESPONSES = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
-_MESSAGES = {"text": "text", "tool_reference": "name"}
 # Types that vLLM knows and a text model does not take.
 _MEDIA = frozenset(
     {
@@ -36,7 +35,10 @@ _MEDIA = frozenset(
         "video_url",
     }
 )
-_SILENT = frozenset({"thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference"})
+# The types of Anthropic's blocks; thinking, and references outside of results, are dropped.
+_BLOCKS = frozenset(
+    {"text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"}
+)
 # Claude Code's first system block, with a value that changes: vLLM drops it, for its prefix cache.
 _ATTRIBUTION = "x-anthropic-billing-header"
 
@@ -45,14 +47,15 @@ class Function(msgspec.Struct, frozen=True):
     """A function and its arguments, as the model wrote them."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: str
 
 
 class Call(msgspec.Struct, frozen=True):
     """A call of a tool in an assistant's message."""
 
+    id: str
     function: Function
-    id: str = ""
+    type: Literal["function"]
 
 
 class CallItem(msgspec.Struct, frozen=True):
@@ -102,7 +105,9 @@ def chat_turns(messages: Iterable[Message]) -> list[Turn]:
 def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
     """The turns of Anthropic's messages: a result of a tool is a turn of its own, before the user's text."""
     given = _unattributed(system, blocks=True)
-    turns = [Turn("system", _text(given, _MESSAGES, ""))] if given else []
+    turns = (
+        [Turn("system", given if isinstance(given, str) else _block_text(given, "system"))] if given else []
+    )
     for each in messages:
         if each.role not in ("user", "assistant", "system"):
             raise ApiError(400, "role must be user, assistant or system", "messages")
@@ -111,21 +116,50 @@ def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
         blocks = [{"type": "text", "text": each.content}] if isinstance(each.content, str) else each.content
         if each.role == "system":
             blocks = _unattributed(blocks, blocks=True)
-        results = [block for block in blocks if block.get("type") == "tool_result"]
-        said = [block for block in blocks if block.get("type") not in _SILENT]
+        said = list(blocks)
+        results = [block.get("content") or "" for block in blocks if block.get("type") == "tool_result"]
         if each.role == "user":
-            turns += [Turn("tool", _text(block.get("content"), _MESSAGES)) for block in results]
+            turns += [turn for result in results for turn in _result_turns(result)]
         else:
-            said += [{"type": "text", "text": f"Tool result: {block.get('content')}"} for block in results]
+            said += [{"type": "text", "text": f"Tool result: {result}"} for result in results]
         calls = [
             _called(str(block.get("name", "")), block.get("input"))
             for block in blocks
             if block.get("type") == "tool_use"
         ]
-        text = _joined(_text(said, _MESSAGES), calls)
+        text = _joined(_block_text(said, each.role), calls)
         if text or each.role == "assistant":
             turns.append(Turn(each.role, text))
     return turns
+
+
+def _block_text(blocks: list[dict[str, Any]], role: str) -> str:
+    """The text of Anthropic's blocks; a 400 for types that are none and for media, which a system's drop."""
+    for block in blocks:
+        kind = block.get("type")
+        if kind not in _BLOCKS:
+            raise ApiError(400, f"{kind!r} is no type of a content block", "messages")
+        if kind == "image" and block.get("source") and role != "system":
+            raise ApiError(400, "this model is not multimodal: it takes no image", "messages")
+    texts = [block for block in blocks if block["type"] == "text" and block.get("text") is not None]
+    return _text(texts, {"text": "text"}, "" if role == "system" else "\n")
+
+
+def _result_turns(content: object) -> list[Turn]:
+    """The turns of a tool's result: its text, then the tools that it names; other parts are dropped."""
+    if not isinstance(content, list):
+        return [Turn("tool", _text(content, {}))]
+    parts = [part for part in content if isinstance(part, dict)]
+    if any(part.get("type") == "image" for part in parts):
+        raise ApiError(400, "this model is not multimodal: it takes no image", "messages")
+    texts = [{"text": "", **part} for part in parts if part.get("type") == "text"]
+    names = [
+        str(part.get("tool_name") or part.get("name"))
+        for part in parts
+        if part.get("type") == "tool_reference"
+    ]
+    named = [Turn("tool", "\n".join(names))] if names else []
+    return [Turn("tool", _text(texts, {"text": "text"})), *named]
 
 
 def responses_turns(given: str | list[dict[str, Any]], instructions: str | None) -> list[Turn]:
@@ -139,6 +173,8 @@ def responses_turns(given: str | list[dict[str, Any]], instructions: str | None)
             call = _call_item(item)
             turns = _with_assistant(turns, _called(call.name, call.arguments))
         elif kind == "function_call_output":
+            if item.get("output") is None:
+                raise ApiError(400, "output is required", "input")
             turns.append(Turn("tool", _text(item.get("output"), _RESPONSES)))
         elif kind == "reasoning":
             continue
@@ -146,6 +182,8 @@ def responses_turns(given: str | list[dict[str, Any]], instructions: str | None)
             turns = _with_assistant(turns, _text(item.get("content"), _RESPONSES))
         elif kind == "message" and item.get("role") in ("user", "system", "developer"):
             content = item.get("content")
+            if content is None:
+                raise ApiError(400, "content is required", "input")
             if item["role"] == "system":
                 content = _unattributed(content)
             turns.append(Turn(item["role"], _text(content, _RESPONSES)))
@@ -215,7 +253,7 @@ def _text(content: object, fields: Mapping[str, str], between: str = "\n") -> st
             raise ApiError(400, f"this model is not multimodal: it takes no {kind}", "messages")
         if not isinstance(kind, str) or kind not in fields:
             raise ApiError(400, f"Unsupported chat content part type: {kind!r}.", "messages")
-        text = part.get(fields[kind], "" if fields is _MESSAGES else None)
+        text = part.get(fields[kind])
         if not isinstance(text, str):
             raise ApiError(400, f"{fields[kind]} of a content part must be a string", "messages")
         texts.append(text)

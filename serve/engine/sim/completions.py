@@ -14,14 +14,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.chat_template import Message, chat_turns, prompt_of
-from serve.engine.sim.generation_service import Positive, Sampling, Service, call_id, now, request_id
+from serve.engine.sim.generation_service import (
+    NotEmpty,
+    Positive,
+    Sampling,
+    Service,
+    call_id,
+    now,
+    request_id,
+)
 from serve.engine.sim.http_exchange import DONE, ApiError, answer, event, read, respond
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Output, Prompt, mix, token_bytes, token_id
 from serve.engine.sim.tool_calls import Tool, Tools, tools_of
 
 Id = Annotated[int, Meta(ge=0)]
-Prompts = str | list[str | int | list[int]]
+Prompts = NotEmpty | list[str | Id | list[Id]]
 
 # OpenAI's default for completions, and vLLM's.
 _DEFAULT_MAX_TOKENS = 16
@@ -162,6 +170,8 @@ def _usage(generation: Generation, n: int) -> dict[str, Any]:
 async def chat(service: Service, request: Request) -> Response:
     """A chat completion, as a stream or as a whole."""
     body = await read(request, _CHAT)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
     turns = chat_turns(body.messages)
     echoed = turns[-1].text if body.echo and turns[-1].role == "assistant" else ""
 

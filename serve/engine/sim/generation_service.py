@@ -20,6 +20,11 @@ from serve.engine.sim.text import Output, Prompt, call, natural_length, seed_of,
 from serve.engine.sim.tool_calls import Tools
 
 Positive = Annotated[int, Meta(ge=1)]
+NotEmpty = Annotated[str, Meta(min_length=1)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# vLLM's VLLM_MAX_STOP_STRINGS.
+MOST_STOPS = 4
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,9 +38,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
+    stop: NotEmpty | Annotated[list[NotEmpty], Meta(max_length=MOST_STOPS)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     max_tokens: Positive | None = None
     ignore_eos: bool = False
     cache_salt: str | None = None

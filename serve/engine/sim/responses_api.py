@@ -12,7 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.chat_template import prompt_of, responses_turns
-from serve.engine.sim.generation_service import Positive, Sampling, Service, call_id, now, request_id
+from serve.engine.sim.generation_service import (
+    Positive,
+    Sampling,
+    Service,
+    Temperature,
+    call_id,
+    now,
+    request_id,
+)
 from serve.engine.sim.http_exchange import ApiError, event, read, respond
 from serve.engine.sim.text import Output
 from serve.engine.sim.tool_calls import Definition, Tools
@@ -25,6 +33,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
+    temperature: Temperature | None = None
     stream: bool | None = False
     previous_response_id: str | None = None
     background: bool | None = False
@@ -45,6 +54,8 @@ async def responses(service: Service, request: Request) -> Response:
     if not turns:
         raise ApiError(400, "input has no message", "input")
     functions = [tool for tool in body.tools if tool.get("type") == "function"]
+    if body.tool_choice == "required" and not body.tools:
+        raise ApiError(400, "Tool choice 'required' must be specified with 'tools' parameter.", "tool_choice")
     generation = service.generate(
         [prompt_of(turns, functions)], sampling, _tools(functions, body.tool_choice)
     )

@@ -43,7 +43,50 @@ def items(*given: dict[str, Any], turns: Turns = None, **more: Any) -> tuple[str
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 
+NAMED = {"type": "tool_reference", "tool_name": "look"}
+
 CASES = [
+    chat(USER, {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "look"}}]}),
+    chat(USER, {"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}),
+    chat(USER, {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "x", "arguments": {}}}]}),
+    chat(USER, stop=""),
+    chat(USER, stop=["a"] * 5),
+    chat(USER, temperature=2.5),
+    chat(USER, top_k=-5),
+    chat(USER, frequency_penalty=-3),
+    chat(USER, top_logprobs=5),
+    block({**RESULT, "content": [{"type": "odd"}, {"type": "text"}]}, turns=[HI, ("tool", "")]),
+    block(
+        {**RESULT, "content": [{"type": "text", "text": "4"}, NAMED]},
+        turns=[HI, ("tool", "4"), ("tool", "look")],
+    ),
+    block({**RESULT, "content": [{"type": "image", "source": {"data": "aGk="}}]}),
+    block({**RESULT, "content": 5}),
+    block(
+        {"type": "text", "text": "a"},
+        RESULT,
+        RESULT,
+        turns=[HI, ("tool", "42"), ("tool", "42"), ("user", "a")],
+    ),
+    block({"type": "text", "text": None}, turns=[HI]),
+    block({"type": "image"}, turns=[HI]),
+    claude(
+        USER,
+        {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        turns=[HI, ("system", "ab")],
+    ),
+    claude(
+        USER,
+        system=[{"type": "image", "source": {"data": "aGk="}}, {"type": "text", "text": "x"}],
+        turns=[("system", "x"), HI],
+    ),
+    claude(USER, system=[{"type": "odd"}]),
+    claude(USER, temperature=5),
+    items({"type": "function_call_output", "output": "x"}, turns=[("tool", "x")]),
+    items({"type": "function_call_output", "call_id": "c"}),
+    items({"type": "message", "role": "user", "content": None}),
+    items(USER, temperature=5),
+    items(USER, tool_choice="required"),
     chat(
         USER,
         {"role": "assistant", "content": None, "tool_calls": [CALL]},

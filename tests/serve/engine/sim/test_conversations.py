@@ -87,15 +87,18 @@ def vllms(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The conversation that vLLM's chat template is given."""
     chat, anthropics, serving, responses, items, chat_utils = map(importlib.import_module, VLLM)
     if path == "/v1/chat/completions":
-        messages = chat.ChatCompletionRequest(**body).messages
+        taken = chat.ChatCompletionRequest(**body)
+        messages = taken.messages
     elif path == "/v1/messages":
         asked = anthropics.AnthropicMessagesRequest(**body)
-        messages = serving.AnthropicServingMessages.to_chat_completion_request(asked).messages
+        taken = serving.AnthropicServingMessages.to_chat_completion_request(asked)
+        messages = taken.messages
     else:
-        asked = responses.ResponsesRequest(**body)
+        taken = asked = responses.ResponsesRequest(**body)
         messages = items.construct_input_messages(
             request_instructions=asked.instructions, request_input=asked.input
         )
+    taken.to_sampling_params(4, {})  # its ranges
     config = SimpleNamespace(
         enable_prompt_embeds=False, multimodal_config=None, is_multimodal_model=False,
         allowed_local_media_path="", allowed_media_domains=None,
