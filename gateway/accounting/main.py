@@ -25,6 +25,7 @@ from gateway.accounting.database_access import DatabaseAccess
 from gateway.accounting.declared_access import DeclaredAccess
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.periodic_tasks import PeriodicTasks
+from gateway.accounting.usage_query import usage_routes
 from store.log_lines import log_to
 from store.state_dir import StateDir, listen_at
 
@@ -51,8 +52,10 @@ async def account(state: StateDir) -> None:
     access = AccessDatabase(database, declared, time.time)
     snapshot = AccessSnapshotFile(access, state)
     access.on_change = snapshot.update
+    writer = LedgerWriter(database.get, state.usage_path, state.host_id())
     config = uvicorn.Config(
-        build_app(access), http="httptools", ws="none", lifespan="off", server_header=False,
+        build_app(access, usage_routes(access.reading, writer.status)),
+        http="httptools", ws="none", lifespan="off", server_header=False,
         access_log=False, log_level="warning", log_config=None, timeout_graceful_shutdown=5,
     )  # fmt: skip
     server = _Server(config)
@@ -61,7 +64,6 @@ async def account(state: StateDir) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     periodic = PeriodicTasks(stopping.set)
     periodic.start("access_file", LOOK_EVERY_S, snapshot.update)
-    writer = LedgerWriter(database.get, state.usage_path, state.host_id())
     periodic.start("ledger", DRAIN_EVERY_S, writer.drain)
     serving = asyncio.create_task(server.serve(sockets=[listen_at(state.accounting_socket_path)]))
     log.info("accounting_started")
