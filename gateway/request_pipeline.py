@@ -24,7 +24,9 @@ from gateway.delivery.retry_loop import RetryLoop
 from gateway.delivery.spillover import Spillover
 from gateway.delivery.sse_keepalive import SseKeepalive
 from gateway.delivery.suspects import SuspectRequests
+from gateway.intake.access_checks import bounded_answer, check_features
 from gateway.intake.adapter_catalog import CatalogView
+from gateway.intake.admin_keys import AdminKeys
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.intake.request_resolver import RequestResolver
 from gateway.intake.tenants import Tenants
@@ -102,6 +104,7 @@ class Gateway:
         self.catalog = CatalogView(partial(rng.getrandbits, 64), self.metrics.adapters.follow)
         self.tenants = Tenants(salt_secret, own_key(secret), self.metrics.tenants, shared)
         self.journal = journal
+        self.admin_keys = AdminKeys()
         self.suspects = SuspectRequests(shared)
         self.routes = ModelRouters(rng, shared, current, self.metrics, self.suspects.lost_elsewhere)
         self.admission = Admission(
@@ -223,8 +226,7 @@ class Gateway:
             raw = await call.read()
             if (refusal := scope[_REFUSED]) is not None:
                 raise refusal
-            accepted = await bodies.accept(raw, route, self._pieces, self._rules)
-            body, raw, call.dropped = accepted.body, accepted.raw, accepted.dropped
+            body, raw = await self._accept(call, principal, raw)
             call.streaming = body.stream is True
             served, request = self.intake.take(
                 call, principal, body, raw, patience_s=self._limits.queue_timeout_s
@@ -261,6 +263,18 @@ class Gateway:
                 await call.refuse(Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))
         finally:
             self._end(call, meter, account, began)
+
+    async def _accept(self, call: Call, principal: Principal, raw: bytes) -> tuple[Body, bytes]:
+        """The body of a call that may be made of it, with the longest answer that the caller may have."""
+        accepted = await bodies.accept(raw, call.route, self._pieces, self._rules)
+        call.dropped = accepted.dropped
+        if principal.features is not None:
+            check_features(call.route, accepted.body, principal.features)
+        if principal.max_tokens is not None:
+            bounded = bounded_answer(call.route, accepted.body, accepted.raw, principal.max_tokens)
+            if bounded is not None:
+                accepted = await bodies.accept(bounded, call.route, self._pieces, self._rules)
+        return accepted.body, accepted.raw
 
     async def chat_of_operator(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A chat completion from the admin port, which has checked the token: of any model or adapter."""

@@ -22,6 +22,7 @@ from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.control.report_sender import Reporter, ReportSender
 from gateway.http.server import Server
 from gateway.http.upload_budget import UploadBudget
+from gateway.intake.access_feed import AccessFeed
 from gateway.intake.usage_journal import UsageJournal
 from gateway.process_memory import return_freed_memory
 from gateway.request_pipeline import Gateway
@@ -69,15 +70,15 @@ class AdminServer(uvicorn.Server):
         yield
 
 
-async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, compiled: bool) -> None:
+async def work(  # noqa: PLR0915 - the composition root of a process
+    state: StateDir, client_fd: int, admin_fd: int, worker: int, *, compiled: bool
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     loop = asyncio.get_running_loop()
     if not isinstance(loop, uvloop.Loop):
         raise RuntimeError("the gateway runs on uvloop only")
     log = Log(worker)
-    for library in ("uvicorn", "asyncio", "opentelemetry"):
-        logging.getLogger(library).addHandler(LibraryHandler(log))
-
+    _take_libraries_lines(log)
     watcher = DeploymentWatcher(state, log)
 
     def current() -> Deployment:
@@ -124,7 +125,10 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
                     background.start(f"{feed.name}_file", feed.keep_on_disk())
 
     read(current())
+    access_feed = AccessFeed(state.access_path, gateway.tenants, gateway.admin_keys, log)
+    access_feed.start_from_disk()
     for name, upkeep in {
+        "access_file": access_feed.run(),
         "deployment": watcher.follow(read),
         "external_servers": ExternalPoller(gateway.fleet, current).run(),
         "probes": Probes(gateway.fleet, gateway.metrics, current, state.secret()).run(),
@@ -192,6 +196,11 @@ class BackgroundTasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("background_failed", cause=error, task=task.get_name())
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _take_libraries_lines(log: Log) -> None:
+    for library in ("uvicorn", "asyncio", "opentelemetry"):
+        logging.getLogger(library).addHandler(LibraryHandler(log))
 
 
 async def _publish_metrics(gateway: Gateway, process: str, log: Log) -> None:

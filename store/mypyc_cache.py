@@ -70,6 +70,7 @@ MODULES = {
         "http/read_turns",
         "http/server",
         "http/upload_budget",
+        "intake/access_checks",
         "intake/adapter_catalog",
         "intake/principal",
         "intake/request_resolver",

@@ -6,14 +6,12 @@ from typing import Any
 
 import msgspec
 
-from gateway.intake.adapter_catalog import CatalogView, Entry
+from gateway.intake.adapter_catalog import CatalogView, Entry, View
 from gateway.intake.principal import Principal
 from gateway.routing.fleet import FleetView, ServedModel
 
 # Encoded lists of adapters kept, one per set of tenants that see the same; each may have thousands of cards.
 KEPT = 16
-
-_View = frozenset[tuple[str, ...]]
 
 
 class ModelList:
@@ -22,12 +20,12 @@ class ModelList:
     def __init__(self, fleet: FleetView, catalog: CatalogView) -> None:
         self._fleet = fleet
         self._catalog = catalog
-        self._made: dict[_View, bytes] = {}
+        self._made: dict[View, bytes] = {}
         self._made_of: object = None
 
     def all(self, principal: Principal) -> bytes:
         """Every model and adapter that ``principal`` may name."""
-        cards = [card for served in self._fleet.models for card in _served_cards(served)]
+        cards = [card for served in self._fleet.models for card in _served_cards(served, principal)]
         parts = [msgspec.json.encode(card) for card in cards]
         if adapters := self._adapters(principal):
             parts.append(adapters)
@@ -35,15 +33,15 @@ class ModelList:
 
     def one(self, name: str, principal: Principal) -> bytes | None:
         """The model or adapter that a request with this ``model`` would be served by."""
-        if (served := self._fleet.get(name)) is not None:
-            return msgspec.json.encode(_served_cards(served)[0])
+        if (served := self._fleet.get(name)) is not None and principal.may_use(served.name):
+            return msgspec.json.encode(_card(served.name, served, None))
         if (found := self._catalog.find(name, principal)) is not None:
             entry, pinned = found
             base = self._fleet.get(entry.alias.model)
             if base is not None:
                 digest = entry.main.digest if pinned is None else pinned.digest
                 return msgspec.json.encode(_adapter_card(name, entry, base, digest))
-        if (listed := self._fleet.listing(name)) is not None:
+        if (listed := self._fleet.listing(name)) is not None and principal.may_use(listed[0].name, listed[1]):
             return msgspec.json.encode(_card(name, listed[0], listed[0].name))
         return None
 
@@ -75,9 +73,12 @@ class ModelList:
         return cards
 
 
-def _served_cards(served: ServedModel) -> list[dict[str, Any]]:
-    """A model, and the adapters that its servers list where they are not ours."""
-    return [_card(served.name, served, None), *(_card(name, served, served.name) for name in served.listed)]
+def _served_cards(served: ServedModel, principal: Principal) -> list[dict[str, Any]]:
+    """A model, and the adapters that its servers list where they are not ours, as far as one may use them."""
+    if not principal.may_use(served.name):
+        return []
+    listed = [name for name in served.listed if principal.may_use(served.name, name)]
+    return [_card(served.name, served, None), *(_card(name, served, served.name) for name in listed)]
 
 
 def _adapter_card(name: str, entry: Entry, base: ServedModel, digest: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from policy.types import EngineKind
 from policy.wire.adapter_catalog import Alias, Catalog, Version, served_name
 from policy.wire.headers import ADAPTER_HEADER
 
+View = tuple[frozenset[tuple[str, ...]], frozenset[str] | None, frozenset[str] | None]
+
 EMPTY = Catalog(epoch=0.0, version=0)
 
 
@@ -41,9 +43,10 @@ class Entry:
         self._only = self._of(self.main) if len(given) == 1 else None
 
     def shows(self, principal: Principal) -> bool:
-        """Whether ``principal`` may see the adapter; an admin sees all."""
-        account = principal.account
-        return not self._tenants or account.name in self._tenants or account.admin
+        """Whether ``principal`` may see the adapter; an admin sees all that its limits allow."""
+        account, alias = principal.account, self.alias
+        listed = not self._tenants or account.name in self._tenants or account.admin
+        return listed and principal.may_use(alias.model, alias.name)
 
     def pick(self, principal: Principal, session: bytes | None, draw: Callable[[], int]) -> Adapter:
         """The version for this client: stable per session, else per tenant, else drawn by ``draw``."""
@@ -150,10 +153,11 @@ class CatalogView:
         """The adapters that ``principal`` may see, in the order of the deployment's models."""
         return [entry for entry in self._order if entry.shows(principal)]
 
-    def views(self, principal: Principal) -> frozenset[tuple[str, ...]]:
-        """The tenant lists that ``principal`` is on: those on the same lists see the same adapters."""
+    def views(self, principal: Principal) -> View:
+        """The tenant lists that ``principal`` is on, and its limits: with the same, one sees the same."""
         account = principal.account
-        return frozenset([names for names in self._lists if account.admin or account.name in names])
+        lists = [names for names in self._lists if account.admin or account.name in names]
+        return frozenset(lists), principal.models, principal.adapters
 
     def _index(self) -> None:
         last = len(self._places)

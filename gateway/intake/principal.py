@@ -14,13 +14,14 @@ from policy.types import Priority
 class TenantAccount:
     """A tenant in this worker. ``salt`` (a JSON string, empty without tenants) isolates its prefix cache.
 
-    ``counters`` are those of its label in metrics.
+    ``counters`` are those of its label in metrics, once it is ``labelled``.
     """
 
-    def __init__(self, name: str, salt: bytes, counters: TenantCounters | None = None) -> None:
+    def __init__(self, name: str, salt: bytes) -> None:
         self.name = name
         self.salt = salt
-        self.counters = counters or TenantCounters()
+        self.counters = TenantCounters()
+        self.labelled = False
         self.key = hash_name(f"tenant {name}")
         self.weight = 1.0
         self.priority = Priority.STANDARD
@@ -28,6 +29,9 @@ class TenantAccount:
         self.in_flight = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
+
+    def count_as(self, counters: TenantCounters) -> None:
+        self.counters, self.labelled = counters, True
 
     def read(self, tenant: Tenant) -> None:
         self.weight, self.priority, self.admin = tenant.weight, tenant.priority, tenant.admin
@@ -59,6 +63,13 @@ class Principal:
         self.max_tokens = min(
             (each.max_tokens for each in access if each.max_tokens is not None), default=None
         )
+
+    def may_use(self, model: str, adapter: str = "") -> bool:
+        """Whether the model, or the adapter on it, is among those that tenant and key allow."""
+        if self.models is not None and model not in self.models:
+            return False
+        allowed = self.adapters
+        return not adapter or allowed is None or adapter in allowed or f"{model}:{adapter}" in allowed
 
 
 def _common(lists: list[Collection[str]]) -> frozenset[str] | None:

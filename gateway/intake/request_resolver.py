@@ -79,7 +79,7 @@ class RequestResolver:
     ) -> tuple[ServedModel, str]:
         """The model that a call names, and the adapter if it names one, as its replicas call it."""
         served, adapter, route = self.fleet.get(name), "", call.route
-        if served is None:
+        if served is None or not principal.may_use(served.name):
             served, adapter = self._adapter(call, name, principal, session)
         if route.runner is not None and served.runner is not route.runner:
             raise Refused(
@@ -99,7 +99,7 @@ class RequestResolver:
             call.adapter = adapter
             return served, adapter.served
         listed = self.fleet.listing(name)
-        if listed is not None:
+        if listed is not None and principal.may_use(listed[0].name, listed[1]):
             return listed
         if self.catalog.wanted and not self.catalog.known:
             raise Refused(Refusal.STARTING, "The gateway has not received the adapter catalog yet.")

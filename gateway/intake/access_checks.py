@@ -1,0 +1,42 @@
+"""What a request may use of what its tenant and key allow: features, and the longest answer."""
+
+from __future__ import annotations
+
+from gateway.protocol.errors import Refused
+from gateway.protocol.features import used_features
+from gateway.protocol.json_decoders import Body
+from gateway.protocol.paths import Api, Route
+from policy.errors import Refusal
+from policy.types import Runner
+
+
+def check_features(route: Route, body: Body, allowed: frozenset[str]) -> None:
+    """Refuse a request that uses a feature that is not among the ``allowed`` ones."""
+    if denied := used_features(body, route) - allowed:
+        names = ", ".join(sorted(denied))
+        message = f"This API key does not allow {names}."
+        raise Refused(Refusal.UNSUPPORTED, message, status=403, code="feature_not_allowed")
+
+
+def bounded_answer(route: Route, body: Body, raw: bytes, most: int) -> bytes | None:
+    """``raw`` with a bound of ``most`` tokens for each answer if the client gave none, ``None`` if it did.
+
+    Raises :class:`gateway.protocol.errors.Refused` for a request for more.
+    """
+    if route.runner is not Runner.GENERATE:
+        return None
+    if route.api is Api.RESPONSES:
+        given = {"max_output_tokens": body.max_output_tokens}
+    elif route.path == "/v1/chat/completions":
+        given = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
+    else:
+        given = {"max_tokens": body.max_tokens}
+    for name, tokens in given.items():
+        if tokens is not None and tokens > most:
+            message = f"{name} is {tokens}: this API key allows answers of at most {most} tokens."
+            raise Refused(Refusal.BAD_REQUEST, message, param=name, code="max_tokens_exceeded")
+    if any(given.values()):
+        return None
+    # At the end, where it counts before a null of the same name.
+    end = raw.rindex(b"}")
+    return b'%b,"%b":%d}' % (raw[:end], next(iter(given)).encode(), most)

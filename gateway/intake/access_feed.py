@@ -1,0 +1,93 @@
+"""Follow the file of tenants and keys that the accounting process writes; read it in pieces.
+
+A file that cannot be read leaves the last tenants and keys in force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from gateway.intake.admin_keys import AdminKeys
+from gateway.intake.tenants import Tenants
+from gateway.telemetry.structured_log import Log
+from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, SnapshotLine, TenantRow
+
+LOOK_EVERY_S = 0.2
+# Some 200 keys, which take a millisecond.
+PIECE_BYTES = 32 * 1024
+
+_LINES = msgspec.json.Decoder(SnapshotLine)
+
+
+class AccessFeed:
+    """The tenants and keys of the database in this worker, by the file at ``path``; none without it."""
+
+    def __init__(self, path: Path, tenants: Tenants, admin_keys: AdminKeys, log: Log) -> None:
+        self._path = path
+        self._tenants = tenants
+        self._admin_keys = admin_keys
+        self._log = log
+        self._read: object = None
+
+    def start_from_disk(self) -> None:
+        """Read the file at once, before the first request."""
+        try:
+            if (state := self._state()) is not None:
+                for _ in self._pieces(self._path.read_bytes()):
+                    pass
+                self._read = state
+        except (OSError, ValueError) as error:
+            self._log.error("access_file_refused", cause=error)
+
+    async def run(self) -> None:
+        """Read the file when it or the deployment has changed, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                state = self._state()
+                if state is None or state == self._read:
+                    continue
+                data = await asyncio.to_thread(self._path.read_bytes)
+                for _ in self._pieces(data):
+                    await asyncio.sleep(0)
+                self._read = state
+            except (OSError, ValueError) as error:
+                self._log.error("access_file_refused", cause=error)
+                await asyncio.sleep(1.0)
+
+    def _state(self) -> object:
+        """What changes when the file has to be read again; ``None`` without a file."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size, self._tenants.changed
+
+    def _pieces(self, data: bytes) -> Iterator[None]:
+        """Read ``data`` in pieces, and put it in force at the end; raises ``ValueError``."""
+        draft, admin_keys, changed = self._tenants.draft(), list[AdminKeyRow](), self._tenants.changed
+        head: SnapshotHead | None = None
+        begin = 0
+        while begin < len(data):
+            end = data.find(b"\n", begin + PIECE_BYTES) + 1 or len(data)
+            for row in _LINES.decode_lines(data[begin:end]):
+                if isinstance(row, TenantRow):
+                    draft.add_tenant(row)
+                elif isinstance(row, KeyRow):
+                    draft.add_key(row)
+                elif isinstance(row, AdminKeyRow):
+                    admin_keys.append(row)
+                else:
+                    head = row
+            begin = end
+            yield
+        if head is None or len(draft.tenants) != head.tenants or len(admin_keys) != head.admin_keys:
+            raise ValueError("the file of tenants and keys is not complete")
+        # Keys are checked against the deployment with which they were read; another is read again at once.
+        if self._tenants.changed == changed:
+            self._tenants.take(draft)
+            self._admin_keys.take(admin_keys)
