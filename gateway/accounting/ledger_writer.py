@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from time import time
@@ -21,8 +21,9 @@ from policy.tenancy.usage_record import UsageDims, UsageRecord
 from policy.wire.usage import LedgerStatus
 from store.database import Database
 from store.state_dir import own_directory
-from store.tenancy import ledger
+from store.tenancy import ledger, spending
 from store.tenancy.ledger import Counts, LedgerKey
+from store.tenancy.spending import Budget
 from store.usage_segments import SEGMENT_SUFFIX, SegmentReader
 
 log = logging.getLogger("tidegate.accounting")
@@ -36,13 +37,24 @@ STALE_S = 60.0
 _LOCK = ".lock"
 
 Final = tuple[int, UsageRecord]
+Spent = Counter[Budget]
 
 
 class LedgerWriter:
-    """The ledger's only writer of one host. ``directory`` has the segments, ``host`` is this host's id."""
+    """The ledger's only writer of one host. ``directory`` has the segments, ``host`` is this host's id.
 
-    def __init__(self, database: Callable[[], Database], directory: Path, host: str) -> None:
+    ``budgets`` are those that pay for a request of this tenant, key and instant.
+    """
+
+    def __init__(
+        self,
+        database: Callable[[], Database],
+        directory: Path,
+        host: str,
+        budgets: Callable[[str, str, float], Iterable[Budget]] = lambda tenant, key, at: (),
+    ) -> None:
         self._database = database
+        self._budgets = budgets
         self._directory = own_directory(directory)
         self._host = host
         self._readers: dict[str, SegmentReader] = {}
@@ -122,16 +134,18 @@ class LedgerWriter:
         marked: list[tuple[SegmentReader, bytearray]] = []
         with self._database().writing() as connection:
             sums: defaultdict[LedgerKey, Counts] = defaultdict(Counts)
+            spent: Spent = Counter()
             for reader, found in batch:
                 bitmap = reader.empty_bitmap()
                 before = ledger.drained(connection, self._host, reader.name)
                 bitmap[: len(before)] = before
                 for slot, record in found:
                     if not bitmap[slot >> 3] >> (slot & 7) & 1:
-                        self._count(sums, reader, record)
+                        self._count(sums, spent, reader, record)
                         bitmap[slot >> 3] |= 1 << (slot & 7)
                 ledger.set_drained(connection, self._host, reader.name, bytes(bitmap))
                 marked.append((reader, bitmap))
+            spending.add(connection, spent)
             ledger.add(connection, sums)
         # Only what is committed is left out from now on.
         for reader, bitmap in marked:
@@ -139,7 +153,7 @@ class LedgerWriter:
         return left == 0
 
     def _count(
-        self, sums: defaultdict[LedgerKey, Counts], reader: SegmentReader, record: UsageRecord
+        self, sums: dict[LedgerKey, Counts], spent: Spent, reader: SegmentReader, record: UsageRecord
     ) -> None:
         dims = reader.dims(record.dims)
         if dims is None:
@@ -153,7 +167,10 @@ class LedgerWriter:
         counts.output_tokens += record.output
         counts.interrupted += record.interrupted
         counts.estimated += record.estimated
-        counts.cost_nano += TokenRates(*dims.rates).cost(record.prompt, record.cached, record.output)
+        nano = TokenRates(*dims.rates).cost(record.prompt, record.cached, record.output)
+        counts.cost_nano += nano
+        for budget in self._budgets(dims.tenant, dims.key, record.at_s):
+            spent[budget] += nano
 
     def _delete_drained(self) -> bool:
         """Delete segments that are in the ledger whole; whether there were some."""

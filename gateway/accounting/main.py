@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.app import build_app
 from gateway.accounting.database_access import DatabaseAccess
 from gateway.accounting.declared_access import DeclaredAccess
+from gateway.accounting.ledger_metrics import LedgerMetrics
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.periodic_tasks import PeriodicTasks
 from gateway.accounting.usage_query import usage_routes
@@ -31,6 +33,7 @@ from store.state_dir import StateDir, listen_at
 
 log = logging.getLogger("tidegate.accounting")
 
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 DRAIN_EVERY_S = 0.5
 # For changes that other hosts made.
 LOOK_EVERY_S = 0.3
@@ -65,6 +68,8 @@ async def account(state: StateDir) -> None:
     periodic = PeriodicTasks(stopping.set)
     periodic.start("access_file", LOOK_EVERY_S, snapshot.update)
     periodic.start("ledger", DRAIN_EVERY_S, writer.drain)
+    if directory := os.environ.get(METRICS_VARIABLE):
+        periodic.start("ledger_metrics", 1.0, LedgerMetrics(Path(directory), writer.status).publish)
     serving = asyncio.create_task(server.serve(sockets=[listen_at(state.accounting_socket_path)]))
     log.info("accounting_started")
     await stopping.wait()

@@ -151,6 +151,12 @@ TENANTS = (
            "Tokens of answers to a tenant; what was cached is a part of the prompt.", ("tenant", "kind")),
     Metric("tidegate_usage_unrecorded_requests", _C, "requests",
            "Requests that are in no ledger: there was no room to record their usage, as on a full disk."),
+    Metric("tidegate_ledger_waiting_requests", _G, "requests",
+           "Recorded requests that are not in the ledger yet, those in flight included."),
+    Metric("tidegate_ledger_behind_seconds", _G, "seconds",
+           "Since all that was complete was in the ledger: over a second when the database is away."),
+    Metric("tidegate_ledger_lost_requests", _G, "requests",
+           "Recorded requests whose tenant a power failure lost; since the accounting process started."),
 )  # fmt: skip
 GATEWAY_ADAPTERS = (
     Metric("tidegate_adapter_requests", _C, "requests", "Requests for an adapter by outcome.",

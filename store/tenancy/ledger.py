@@ -39,7 +39,7 @@ class Counts:
 
 def add(connection: Connection, sums: Mapping[LedgerKey, Counts]) -> None:
     """Add ``sums`` to the ledger."""
-    insert: Any = _insert(connection)(ledger)
+    insert: Any = insert_of(connection)(ledger)
     added = {name: ledger.c[name] + insert.excluded[name] for name in COUNTS}
     statement = insert.on_conflict_do_update(index_elements=list(LedgerKey._fields), set_=added)
     rows = [
@@ -58,7 +58,7 @@ def drained(connection: Connection, host: str, segment: str) -> bytes:
 
 def set_drained(connection: Connection, host: str, segment: str, bitmap: bytes) -> None:
     """Note which slots of a segment are in the ledger now."""
-    insert: Any = _insert(connection)(ledger_segments)
+    insert: Any = insert_of(connection)(ledger_segments)
     statement = insert.on_conflict_do_update(
         index_elements=["segment", "host"], set_={"bitmap": insert.excluded.bitmap}
     )
@@ -102,6 +102,6 @@ def _plain(name: str, value: Any) -> Any:
     return int(value) if name in COUNTS else value
 
 
-def _insert(connection: Connection) -> type[Insert]:
+def insert_of(connection: Connection) -> type[Insert]:
     """The dialect's INSERT, which can update a row that exists."""
     return postgresql.Insert if connection.dialect.name == "postgresql" else sqlite.Insert

@@ -80,6 +80,14 @@ ledger = Table(
 ledger_segments = Table(
     "ledger_segments", metadata, *_key(Text, "segment", "host"), *_required(LargeBinary, "bitmap")
 )
+# What the owner of a budget ("tenant NAME" or "key ID") spent in the period since ``begin``, in 1e-9 of the
+# currency; ``duration`` is that of the budget, empty without one.
+spending = Table(
+    "spending",
+    metadata,
+    *_key(Text, "owner", "duration"),
+    *_required(BigInteger, "begin", "cost_nano"),
+)
 # The share of a limit that a host may use until ``expires``.
 limit_leases = Table(
     "limit_leases", metadata, *_key(Text, "limit_id", "host"), *_required(Double, "share", "expires")

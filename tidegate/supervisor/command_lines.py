@@ -44,7 +44,7 @@ def accounting(state: StateDir) -> ProcessSpec:
     return ProcessSpec(
         name="accounting",
         argv=_python("gateway.accounting.main", "--state", str(state.root)),
-        env=_environment(),
+        env=_environment(**{_METRICS: str(state.metrics_dir)}),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
@@ -24,7 +25,8 @@ from policy.config.tenancy import TokenPrice
 from policy.errors import Unreachable
 from policy.tenancy.price import rates_of
 from store.database import Database
-from store.tenancy import ledger
+from store.tenancy import ledger, spending
+from store.tenancy.spending import Budget
 from store.tenancy.tables import ledger_segments
 
 RATES = rates_of(TokenPrice(input=2.0, cached_input=0.5, output=8.0))
@@ -241,3 +243,47 @@ def test_any_order_of_requests_kills_and_faults(empty: Path) -> None:
     from hypothesis.stateful import run_state_machine_as_test  # noqa: PLC0415
 
     run_state_machine_as_test(Ledger, settings=settings(max_examples=60, stateful_step_count=40))
+
+
+def test_a_budget_has_what_was_spent_in_its_period(tmp_path: Path, database_url: str) -> None:
+    """By all hosts, and also before it was set, but for periods that are no whole days."""
+    database = Database(database_url)
+    now = int(time.time())
+    today = now // 86_400 * 86_400
+    whole_days = [Budget("t", False, "7d", today), Budget("k1", True, "", 0)]
+    minutes, next_week = (
+        Budget("t", False, "90s", now // 2 * 2 - 1),
+        Budget("t", False, "7d", now + 86_400),
+    )
+    budgets: list[Budget] = []
+    hosts = [
+        (
+            journal(tmp_path / name),
+            LedgerWriter(lambda: database, tmp_path / name, name, lambda *_: iter(budgets)),
+        )
+        for name in ("a", "b")
+    ]
+
+    def spend(host: int, tokens: int) -> None:
+        workers, writer = hosts[host]
+        charge = Charge(workers, "t", "k1", "m", "", RATES, 0)
+        charge.begin()
+        charge.end(Usage(0, 0, tokens))
+        writer.drain()
+
+    def spent() -> dict[Budget, int]:
+        with database.reading() as connection:
+            return spending.read(connection, [*whole_days, minutes, next_week])
+
+    spend(0, 1)
+    budgets = [*whole_days, minutes]
+    spend(1, 10)
+    spend(0, 100)
+    assert spent() == dict.fromkeys(whole_days, 111 * 8000) | {minutes: 110 * 8000}
+    with database.writing() as connection:
+        spending.note(connection, [next_week])
+    assert spent()[next_week] == 0, "a new period begins with nothing"
+    budgets = [next_week]
+    spend(1, 5)
+    assert spent()[next_week] == 5 * 8000
+    database.close()
