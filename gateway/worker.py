@@ -130,7 +130,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
     for name, upkeep in {
         "access_file": access_feed.run(),
         "deployment": watcher.follow(read),
-        "external_servers": ExternalPoller(gateway.fleet, current).run(),
+        "external_servers": ExternalPoller(gateway.fleet, current, log).run(),
         "probes": Probes(gateway.fleet, gateway.metrics, current, state.secret()).run(),
         "metrics": _publish_metrics(gateway, f"gateway-{worker}", log),
         "shared_counters": _every(BEAT_EVERY_S, shared.beat),

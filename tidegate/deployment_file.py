@@ -96,6 +96,9 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
             if isinstance(server, dict):
                 _absolute_file(server, "key_file", f"models[{i}].urls[{j}]", folder)
                 _absolute_file(server, "ca_file", f"models[{i}].urls[{j}]", folder)
+        if isinstance(found := model.get("discovery"), dict):
+            for key in ("file", "key_file", "ca_file"):
+                _absolute_file(found, key, f"models[{i}].discovery", folder)
         # An adapter may be missing: the deployment file is valid without it.
         for adapter in (model.get("adapters") or {}).get("sources", []):
             for entry in (adapter, *adapter.get("versions", {}).values()):

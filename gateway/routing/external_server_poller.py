@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import ssl
@@ -17,13 +18,18 @@ import msgspec
 from gateway.http.client import causes, is_local_fault
 from gateway.routing.fleet import FleetView, external_replica
 from gateway.routing.replica_handle import ServerAccess
-from policy.config.deployment import Deployment, ExternalServer, ModelSpec
+from gateway.routing.server_discovery import ServerDiscovery
+from gateway.telemetry.structured_log import Log
+from policy.config.deployment import Deployment, ModelSpec
+from policy.config.external_servers import ExternalServer
 from policy.routing.concurrency_limit import ServerQueue
 from policy.types import EngineKind, Replica
 from store.api_keys import read_key
 
 PROBE_EVERY_S = 2.0
 PROBE_TIMEOUT_S = 2.0
+# Servers that come and go together are taken together.
+COALESCE_S = 0.05
 # How often a server that answers requests is asked for its models.
 LIST_EVERY_S = 10.0
 # The most names of models that are shown for a server that does not serve ours.
@@ -62,12 +68,15 @@ class _Answer(NamedTuple):
 
 @dataclass(eq=False)
 class ExternalPoller:
-    """Probes every URL of every external model, without any of Tidegate's secrets."""
+    """Probes every server of every external model, without any of Tidegate's secrets."""
 
     view: FleetView
     deployment: Callable[[], Deployment]
+    log: Log
 
     def __post_init__(self) -> None:
+        self._discovery = ServerDiscovery(self.log)
+        self._servers: dict[str, tuple[ExternalServer, ...]] = {}
         self._clock = asyncio.get_running_loop().time
         self._answers: dict[tuple[str, str], _Answer] = {}
         # When servers without metrics are asked for them again.
@@ -81,6 +90,7 @@ class ExternalPoller:
                 group.create_task(self._probe_models())
                 group.create_task(self._read_queues())
         finally:
+            await self._discovery.close()
             for client in self._clients.values():
                 await client.aclose()
 
@@ -91,20 +101,30 @@ class ExternalPoller:
     async def _probe_models(self) -> None:
         while True:
             specs = self._specs
-            used = {(each.ca_file, _changed_ns(each.ca_file)) for spec in specs for each in spec.servers}
+            await self._discovery.keep([spec.name for spec in specs if spec.discovery is not None])
+            found = await asyncio.gather(*map(self._discovery.servers, specs))
+            self._servers = {spec.name: servers for spec, servers in zip(specs, found, strict=True)}
+            used = {(each.ca_file, _changed_ns(each.ca_file)) for servers in found for each in servers}
             for unused in self._clients.keys() - used:
                 await self._clients.pop(unused).aclose()
             await asyncio.gather(*map(self._probe_model, specs))
-            await asyncio.sleep(PROBE_EVERY_S)
+            current = {(name, each.base) for name, servers in self._servers.items() for each in servers}
+            self._answers = {key: answer for key, answer in self._answers.items() if key in current}
+            bases = {base for _, base in current}
+            self._metrics_due = {base: due for base, due in self._metrics_due.items() if base in bases}
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._discovery.changed.wait(), PROBE_EVERY_S)
+                await asyncio.sleep(COALESCE_S)
+            self._discovery.changed.clear()
 
     async def _read_queues(self) -> None:
         while True:
             await asyncio.sleep(READ_EVERY_S)
             busy = [
-                self._read_queue(spec.name, server)
-                for spec in self._specs
-                for server in spec.servers
-                if self.view.learns_bound(spec.name, server.base)
+                self._read_queue(name, server)
+                for name, servers in self._servers.items()
+                for server in servers
+                if self.view.learns_bound(name, server.base)
             ]
             await asyncio.gather(*busy)
 
@@ -123,7 +143,7 @@ class ExternalPoller:
         self.view.learn_bound(model, server.base, queue)
 
     async def _probe_model(self, spec: ModelSpec) -> None:
-        found = await asyncio.gather(*(self._probe(spec.name, server) for server in spec.servers))
+        found = await asyncio.gather(*(self._probe(spec.name, each) for each in self._servers[spec.name]))
         lengths = [answer.max_model_len for answer in found if answer.max_model_len is not None]
         servers = [(answer.replica, answer.access) for answer in found]
         self.view.set_external(spec.name, servers, min(lengths) if lengths else None)

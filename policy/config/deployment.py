@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from policy.config.control import ControlConfig, Count, Positive, Seconds, Section
+from policy.config.external_servers import Discovery, ExternalServer
 from policy.config.tenancy import Tenant, TokenPrice
 from policy.config.tracing import Tracing
 from policy.errors import TargetError
@@ -144,27 +145,6 @@ class Adapters(Section, frozen=True):
     sources: tuple[AdapterSource, ...] = ()
 
 
-class ExternalServer(Section, frozen=True):
-    """A server of an external model.
-
-    ``model`` is its name for the model, if it differs from ours. The API key is in ``key_file``, or in the
-    environment variable ``key_env`` of the gateway. ``ca_file`` contains the certificates that its own is
-    verified with, instead of the system's. ``max_in_flight`` bounds its requests; it is learned if ``None``.
-    """
-
-    url: str
-    model: str = ""
-    key_file: str | None = None
-    key_env: str | None = None
-    ca_file: str | None = None
-    max_in_flight: Annotated[int, Meta(ge=1, le=65_536)] | None = None
-
-    @property
-    def base(self) -> str:
-        """The URL without the part that all paths of the API begin with."""
-        return self.url.rstrip("/").removesuffix("/v1")
-
-
 class ModelSpec(Section, frozen=True):
     """One model: source of its weights, engine, shapes and modes.
 
@@ -184,6 +164,7 @@ class ModelSpec(Section, frozen=True):
     modes: dict[str, Mode] = {}
     mode: str | None = None
     urls: tuple[str | ExternalServer, ...] = ()
+    discovery: Discovery | None = None
     sim: Sim = Sim()
     profile: str | dict[str, Any] | None = None
     adapters: Adapters | None = None
@@ -198,7 +179,7 @@ class ModelSpec(Section, frozen=True):
 
     @property
     def servers(self) -> tuple[ExternalServer, ...]:
-        """The servers of an external model; a plain URL is one without further settings."""
+        """The listed servers of an external model; a plain URL is one without further settings."""
         return tuple(ExternalServer(url=each) if isinstance(each, str) else each for each in self.urls)
 
     @property

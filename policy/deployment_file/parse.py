@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Mapping
 from ipaddress import ip_network
 from typing import Any
-from urllib.parse import urlsplit
 
 from msgspec import structs, to_builtins
 
@@ -21,7 +20,6 @@ from policy.config.deployment import (
     AdapterSource,
     Budget,
     Deployment,
-    ExternalServer,
     Mode,
     ModelSpec,
     Shape,
@@ -32,6 +30,7 @@ from policy.config.media_hosts import fetching
 from policy.config.ports import check_ports, is_loopback
 from policy.config.tenancy_checks import check_tenants
 from policy.config.tracing import traced
+from policy.deployment_file.external_servers import check_external, check_key, check_url
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
@@ -71,7 +70,7 @@ def parse(document: object) -> Deployment:
         if spec.control.shadow is not None:
             choose(f"{path}.control.shadow", spec.control.shadow)
         if spec.engine is EngineKind.EXTERNAL:
-            _check_external(path, spec)
+            check_external(path, spec)
         else:
             _check_deployed(path, spec, deployment)
     tenants = {tenant.name for tenant in deployment.tenants}
@@ -86,32 +85,15 @@ def parse(document: object) -> Deployment:
     deployment = fetching(deployment)
     if not (endpoint := deployment.tracing.endpoint):
         return deployment
-    _check_url("tracing.endpoint", endpoint, "http(s)://HOST:PORT of a receiver of OTLP over HTTP, or empty")
+    check_url("tracing.endpoint", endpoint, "http(s)://HOST:PORT of a receiver of OTLP over HTTP, or empty")
     return structs.replace(deployment, models=tuple(traced(spec, endpoint) for spec in deployment.models))
 
 
-def _check_external(path: str, spec: ModelSpec) -> None:
-    require(spec.urls, f"{path}.urls", list(spec.urls), "at least one base URL for an external engine")
-    seen: dict[str, str] = {}
-    for i, server in enumerate(spec.servers):
-        at = f"{path}.urls[{i}]"
-        where = at if isinstance(spec.urls[i], str) else f"{at}.url"
-        expected = "http(s)://HOST:PORT, optionally ending in /v1"
-        _check_url(where, server.url, expected)
-        parts = urlsplit(server.url)
-        require(parts.path.rstrip("/") in ("", "/v1"), where, server.url, expected)
-        first = seen.setdefault(parts.netloc, where)
-        require(first == where, where, server.url, f"a server that is listed once (see {first})")
-        _check_key(at, server)
-        tls = server.ca_file is None or parts.scheme == "https"
-        require(tls, f"{at}.ca_file", server.ca_file, "nothing: its URL is not https")
-    for key in ("source", "shapes", "modes", "mode", "engine_args", "env"):
-        value = getattr(spec, key)
-        require(not value, f"{path}.{key}", value, "nothing: Tidegate does not deploy an external engine")
-
-
 def _check_deployed(path: str, spec: ModelSpec, deployment: Deployment) -> None:
-    require(not spec.urls, f"{path}.urls", list(spec.urls), "urls only with engine: external")
+    for key in ("urls", "discovery"):
+        require(
+            not getattr(spec, key), f"{path}.{key}", getattr(spec, key), f"{key} only with engine: external"
+        )
     expected = "package:NAME, a local path or a Hugging Face id (ORG/NAME)"
     require(spec.source or spec.engine is not EngineKind.VLLM, f"{path}.source", spec.source, expected)
     for key in ("shapes", "modes"):
@@ -345,10 +327,10 @@ def _check_upstreams(upstreams: tuple[Upstream, ...], models: set[str]) -> None:
     for i, upstream in enumerate(upstreams):
         path = f"upstreams[{i}]"
         _check_name(f"{path}.name", upstream.name, seen, "upstream")
-        _check_url(
+        check_url(
             f"{path}.url", upstream.url, "http(s)://HOST[:PORT][/PATH], as in https://api.example.com/v1"
         )
-        _check_key(path, upstream)
+        check_key(path, upstream)
         for name, theirs in upstream.models.items():
             model, colon, adapter = name.partition(":")
             good = model in models and (not colon or ENTRY_NAME.fullmatch(adapter))
@@ -364,20 +346,3 @@ def _check_name(
     require(pattern.fullmatch(name), path, name, f"a name that matches {pattern.pattern}")
     require(name not in seen, path, name, f"a name that no other {kind} has")
     seen.add(name)
-
-
-def _check_key(path: str, server: ExternalServer | Upstream) -> None:
-    one = server.key_file is None or server.key_env is None
-    require(one, f"{path}.key_env", server.key_env, "nothing: key_file is set")
-
-
-def _check_url(path: str, url: str, expected: str) -> None:
-    parts = urlsplit(url)
-    try:
-        port_is_good = parts.port != 0
-    except ValueError:
-        port_is_good = False
-    good = parts.scheme in ("http", "https") and parts.hostname and port_is_good and _VISIBLE.fullmatch(url)
-    plain = not parts.query and not parts.fragment and "@" not in parts.netloc
-    shown = "***" if "@" in parts.netloc else url  # the part before the @ may contain a password
-    require(good and plain, path, shown, expected)

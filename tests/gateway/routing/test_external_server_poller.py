@@ -16,6 +16,7 @@ from gateway.routing import external_server_poller
 from gateway.routing.external_server_poller import MAX_LISTING, ExternalPoller
 from gateway.routing.fleet import FleetView
 from gateway.routing.replica_handle import ServerAccess
+from gateway.telemetry.structured_log import Log
 from policy.deployment_file.parse import parse
 from policy.routing.concurrency_limit import ServerQueue
 from policy.types import Replica, ReplicaPhase
@@ -77,7 +78,7 @@ class Busy(View):
 async def probe(view: View, server: str | dict[str, Any]) -> None:
     """Probe the only server of the model "alpha" as often as ``view`` wants."""
     document = parse({"models": [{"name": "alpha", "engine": "external", "urls": [server]}]})
-    task = asyncio.create_task(ExternalPoller(cast("FleetView", view), lambda: document).run())
+    task = asyncio.create_task(ExternalPoller(cast("FleetView", view), lambda: document, Log(0)).run())
     async with asyncio.timeout(60):
         await view.enough.wait()
     task.cancel()

@@ -120,7 +120,7 @@ REFUSED_EXTERNAL: Rows = [
     ("models[0].urls", ["http://h:1", {"url": "http://h:x"}], "http(s)://HOST:PORT", "[1].url"),
     ("models[0].urls", ["http://h:1", {"url": "http://h:1/v1"}], "models[0].urls[0]", "[1].url"),
     ("models[0].urls", [{"model": "m"}], "required", "[0].url"),
-    ("models[0].urls", [{"url": "http://h:1", "key": 1}], "url, model, key_file", "[0].key"),
+    ("models[0].urls", [{"url": "http://h:1", "key": 1}], "model, key_file", "[0].key"),
     ("models[0].urls", [{"url": "http://h:1", "key_file": "f", "key_env": "K"}], "nothing: key_file is set",
      "[0].key_env"),
     ("models[0].urls", [{"url": "http://h:1", "ca_file": "f"}], "not https", "[0].ca_file"),

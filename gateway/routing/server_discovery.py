@@ -1,0 +1,126 @@
+"""The servers of external models: those listed, and those found by DNS, in a file, or in Kubernetes.
+
+What was found stays in force while the source does not answer: servers are probed, and one that is gone gets
+no requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from msgspec import structs
+
+from gateway.routing.endpoint_slices import EndpointSlices
+from gateway.telemetry.structured_log import Log
+from policy.config.convert import convert
+from policy.config.deployment import ModelSpec
+from policy.config.external_servers import Discovery, ExternalServer, ServerSettings
+from policy.deployment_file.external_servers import check_servers
+from policy.errors import ConfigError
+
+_SETTINGS = ServerSettings.__struct_fields__
+
+
+class ServerDiscovery:
+    """The servers of all external models; to be asked every few seconds, and when they ``changed``."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self.changed = asyncio.Event()
+        self._found: dict[str, tuple[Discovery, tuple[ExternalServer, ...]]] = {}
+        self._changed_ns: dict[str, int] = {}
+        self._slices: dict[str, EndpointSlices] = {}
+        self._failed: set[str] = set()
+
+    async def servers(self, spec: ModelSpec) -> tuple[ExternalServer, ...]:
+        """The servers of a model now."""
+        discovery = spec.discovery
+        if discovery is None:
+            return spec.servers
+        last = self._found.get(spec.name)
+        found = last[1] if last is not None and last[0] == discovery else ()
+        if last is not None and last[0] != discovery:
+            await self.forget(spec.name)
+        try:
+            found = await self._look(spec.name, discovery, found)
+            self._failed.discard(spec.name)
+        except (OSError, ValueError, ConfigError, yaml.YAMLError) as error:
+            if spec.name not in self._failed:
+                self._failed.add(spec.name)
+                self._log.warning("discovery_failed", model=spec.name, cause=error)
+        self._found[spec.name] = discovery, found
+        listed = spec.servers
+        known = {server.base for server in listed}
+        return (*listed, *(server for server in found if server.base not in known))
+
+    async def keep(self, models: Sequence[str]) -> None:
+        """Forget all models but these."""
+        for name in self._found.keys() - set(models):
+            await self.forget(name)
+
+    async def forget(self, model: str) -> None:
+        """Stop to look for the servers of a model."""
+        self._found.pop(model, None)
+        self._changed_ns.pop(model, None)
+        self._failed.discard(model)
+        if (slices := self._slices.pop(model, None)) is not None:
+            await slices.close()
+
+    async def close(self) -> None:
+        await self.keep(())
+
+    async def _look(
+        self, model: str, discovery: Discovery, last: tuple[ExternalServer, ...]
+    ) -> tuple[ExternalServer, ...]:
+        if discovery.file is not None:
+            return await asyncio.to_thread(self._read_file, model, discovery, last)
+        if discovery.kubernetes is not None:
+            slices = self._slices.get(model)
+            if slices is None:
+                slices = self._slices[model] = EndpointSlices(
+                    discovery.kubernetes, self._log, self.changed.set
+                )
+            addresses = await slices.addresses()
+            return last if addresses is None else _servers(addresses, discovery)
+        return _servers(await _resolve(discovery.dns), discovery)
+
+    def _read_file(
+        self, model: str, discovery: Discovery, last: tuple[ExternalServer, ...]
+    ) -> tuple[ExternalServer, ...]:
+        path = Path(str(discovery.file))
+        changed_ns = path.stat().st_mtime_ns
+        if self._changed_ns.get(model) == changed_ns:
+            return last
+        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or []
+        given = convert(raw, tuple[str | ExternalServer, ...], str(path))
+        check_servers(str(path), given)
+        self._changed_ns[model] = changed_ns
+        defaults = {name: getattr(discovery, name) for name in _SETTINGS}
+        return tuple(
+            ExternalServer(url=each, **defaults) if isinstance(each, str) else each for each in given
+        )
+
+
+def _servers(addresses: Sequence[tuple[str, int]], discovery: Discovery) -> tuple[ExternalServer, ...]:
+    settings = {name: getattr(discovery, name) for name in _SETTINGS}
+    scheme = "https" if discovery.https else "http"
+    return tuple(
+        structs.replace(ExternalServer(url=f"{scheme}://{_bracketed(host)}:{port}"), **settings)
+        for host, port in sorted(addresses)
+    )
+
+
+async def _resolve(name: str) -> list[tuple[str, int]]:
+    """The addresses of ``HOST:PORT``; raises ``OSError``."""
+    host, _, port = name.rpartition(":")
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    return list({(str(address[0]), int(port)) for *_, address in found})
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,85 @@
+"""Checks of an external model: its servers, and where they are discovered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from policy.config.convert import require
+from policy.config.deployment import ModelSpec, Upstream
+from policy.config.external_servers import Discovery, ExternalServer, ServerSettings
+
+_VISIBLE = re.compile(r"[!-~]+")
+_HOST_PORT = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_URL = "http(s)://HOST:PORT, optionally ending in /v1"
+
+
+def check_external(path: str, spec: ModelSpec) -> None:
+    """Raise :class:`policy.errors.ConfigError` for an external model that cannot be served."""
+    expected = "at least one base URL for an external engine, or the section `discovery`"
+    require(spec.urls or spec.discovery is not None, f"{path}.urls", list(spec.urls), expected)
+    check_servers(f"{path}.urls", spec.urls)
+    if spec.discovery is not None:
+        _check_discovery(f"{path}.discovery", spec.discovery)
+    for key in ("source", "shapes", "modes", "mode", "engine_args", "env"):
+        value = getattr(spec, key)
+        require(not value, f"{path}.{key}", value, "nothing: Tidegate does not deploy an external engine")
+
+
+def check_servers(path: str, urls: Sequence[str | ExternalServer]) -> None:
+    """Raise :class:`policy.errors.ConfigError` for a list of servers that is not valid."""
+    seen: dict[str, str] = {}
+    for i, given in enumerate(urls):
+        at = f"{path}[{i}]"
+        server = ExternalServer(url=given) if isinstance(given, str) else given
+        where = at if isinstance(given, str) else f"{at}.url"
+        check_url(where, server.url, _URL)
+        parts = urlsplit(server.url)
+        require(parts.path.rstrip("/") in ("", "/v1"), where, server.url, _URL)
+        first = seen.setdefault(parts.netloc, where)
+        require(first == where, where, server.url, f"a server that is listed once (see {first})")
+        _check_settings(at, server, https=parts.scheme == "https")
+
+
+def check_url(path: str, url: str, expected: str) -> None:
+    """Raise :class:`policy.errors.ConfigError` unless ``url`` is one of HTTP without query and user."""
+    parts = urlsplit(url)
+    try:
+        port_is_good = parts.port != 0
+    except ValueError:
+        port_is_good = False
+    good = parts.scheme in ("http", "https") and parts.hostname and port_is_good and _VISIBLE.fullmatch(url)
+    plain = not parts.query and not parts.fragment and "@" not in parts.netloc
+    shown = "***" if "@" in parts.netloc else url  # the part before the @ may contain a password
+    require(good and plain, path, shown, expected)
+
+
+def check_key(path: str, server: ServerSettings | Upstream) -> None:
+    """Raise :class:`policy.errors.ConfigError` for two sources of one key."""
+    one = server.key_file is None or server.key_env is None
+    require(one, f"{path}.key_env", server.key_env, "nothing: key_file is set")
+
+
+def _check_settings(path: str, server: ServerSettings, *, https: bool) -> None:
+    check_key(path, server)
+    tls = server.ca_file is None or https
+    require(tls, f"{path}.ca_file", server.ca_file, "nothing: its URL is not https")
+
+
+def _check_discovery(path: str, found: Discovery) -> None:
+    given = [name for name in ("dns", "file", "kubernetes") if getattr(found, name)]
+    require(len(given) == 1, path, given, "one of the keys: dns, file, kubernetes")
+    _check_settings(path, found, https=found.https or found.file is not None)
+    if found.dns:
+        match = _HOST_PORT.fullmatch(found.dns)
+        good = match is not None and 0 < int(match[3]) < 65_536
+        require(good, f"{path}.dns", found.dns, "HOST:PORT, such as vllm.models.svc.cluster.local:8000")
+    if (service := found.kubernetes) is not None:
+        at = f"{path}.kubernetes"
+        require(_LABEL.fullmatch(service.service), f"{at}.service", service.service, "the name of a service")
+        named = not service.namespace or _LABEL.fullmatch(service.namespace)
+        require(named, f"{at}.namespace", service.namespace, "the name of a namespace; empty: the pod's own")
+        if service.api:
+            check_url(f"{at}.api", service.api, "http(s)://HOST:PORT of the API server or `kubectl proxy`")

@@ -1,0 +1,193 @@
+"""Servers of external models by DNS, in a file, and in Kubernetes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.routing import endpoint_slices
+from gateway.routing.server_discovery import ServerDiscovery
+from gateway.telemetry.structured_log import Log
+from policy.config.deployment import ModelSpec
+from policy.deployment_file.parse import parse
+from tests.gateway.fake_replica import Exchange, answer_json
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.kubernetes_api import KubernetesApi
+from tests.gateway.worker import Stack, until
+
+PODS = 20
+
+
+def external(*urls: str, **discovery: Any) -> ModelSpec:
+    (spec,) = parse(
+        {"models": [{"name": "alpha", "engine": "external", "urls": list(urls), "discovery": discovery}]}
+    ).models
+    return spec
+
+
+async def urls_of(discovery: ServerDiscovery, spec: ModelSpec) -> list[str]:
+    return [server.url for server in await discovery.servers(spec)]
+
+
+async def test_each_address_of_a_name_is_a_server_beside_those_listed() -> None:
+    discovery = ServerDiscovery(Log(0))
+    spec = external("http://10.0.0.1:8000", dns="127.0.0.1:9000", https=True, model="theirs", max_in_flight=7)
+    listed, found = await discovery.servers(spec)
+    assert (listed.url, found.url) == ("http://10.0.0.1:8000", "https://127.0.0.1:9000")
+    assert (found.model, found.max_in_flight) == ("theirs", 7)
+    assert await urls_of(discovery, external(dns="[::1]:9000")) == ["http://[::1]:9000"]
+
+
+async def test_a_name_that_is_not_found_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    discovery, spec = ServerDiscovery(Log(0)), external(dns="127.0.0.1:9000")
+    before = await urls_of(discovery, spec)
+
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("no name server")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", fails)
+    assert await urls_of(discovery, spec) == before != []
+
+
+async def test_a_file_is_read_again_when_it_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "servers.yaml"
+    discovery, spec = ServerDiscovery(Log(0)), external(file=str(path), model="theirs")
+    assert await urls_of(discovery, spec) == []
+
+    def write(text: str, at: int) -> None:
+        path.write_text(text)
+        os.utime(path, (at, at))
+
+    write("- http://h:1\n- {url: 'http://h:2', model: own}\n", 1)
+    assert [(each.url, each.model) for each in await discovery.servers(spec)] == [
+        ("http://h:1", "theirs"),
+        ("http://h:2", "own"),
+    ]
+    for at, text in enumerate(("- ftp://h:1\n", "- [", "3", "- http://h:1\n- http://h:1\n"), start=2):
+        write(text, at)
+        assert await urls_of(discovery, spec) == ["http://h:1", "http://h:2"]
+    write("- http://h:3\n", 9)
+    assert await urls_of(discovery, spec) == ["http://h:3"]
+    # Once when the file was missing, once when it became invalid.
+    logged = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
+    assert logged == ["discovery_failed"] * 2
+    await discovery.keep(())
+    path.unlink()
+    assert await urls_of(discovery, spec) == []
+
+
+async def test_ready_endpoints_of_a_service_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_slices, "RETRY_S", 0.01)
+    api = KubernetesApi()
+    await api.start()
+    discovery = ServerDiscovery(Log(0))
+    service = {"service": "vllm", "namespace": "models", "port": "http", "api": api.url}
+    spec = external(kubernetes=service)
+
+    async def becomes(*endpoints: str) -> None:
+        wanted = [f"http://{each}" for each in endpoints]
+
+        async def is_so() -> bool:
+            return await urls_of(discovery, spec) == wanted
+
+        await until(is_so, f"servers {wanted}")
+
+    api.put("10.0.0.1:80")
+    api.put("10.0.0.2:80", ready=None)
+    await becomes("10.0.0.1:80", "10.0.0.2:80")
+    assert api.paths[0].startswith("/apis/discovery.k8s.io/v1/namespaces/models/endpointslices?")
+    assert "labelSelector=kubernetes.io%2Fservice-name%3Dvllm" in api.paths[0]
+    api.put("10.0.0.3:80")
+    api.put("10.0.0.1:80", ready=False)
+    await becomes("10.0.0.2:80", "10.0.0.3:80")
+    api.delete("10.0.0.2:80")
+    await becomes("10.0.0.3:80")
+    api.put("10.0.0.4:80", port_name="other")
+    for lose in (api.cut, lambda: setattr(api, "forgotten", 2)):
+        api.forgotten = 0
+        lose()
+        api.put("10.0.0.5:80")
+        await becomes("10.0.0.3:80", "10.0.0.5:80")
+        api.cut()
+        api.delete("10.0.0.5:80")
+        await becomes("10.0.0.3:80")
+    await api.stop()
+    await asyncio.sleep(0.05)
+    await becomes("10.0.0.3:80")
+    await discovery.close()
+
+
+@pytest.mark.process
+@pytest.mark.long
+async def test_pods_that_come_and_go_under_load_fail_no_request(tmp_path: Path) -> None:
+    """A pod that ends is first not ready, then serves what it has, then closes."""
+    api, stack = KubernetesApi(), Stack(tmp_path)
+    await api.start()
+    service = {"service": "vllm", "namespace": "models", "api": api.url, "port": "http"}
+    stack.models = [{"name": "alpha", "engine": "external", "discovery": {"kubernetes": service}}]
+    pods: list[FakeUpstream] = []
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.path == "/v1/models":
+            await exchange.reply(b'{"data": [{"id": "alpha"}]}')
+        elif exchange.path == "/metrics":
+            await exchange.reply(b"")
+        else:
+            await asyncio.sleep(0.05)
+            await answer_json(exchange)
+
+    async def come() -> None:
+        pod = FakeUpstream()
+        pod.answer = answer
+        await pod.start()
+        pods.append(pod)
+        api.put(f"127.0.0.1:{pod.port}")
+
+    async def go(pod: FakeUpstream) -> None:
+        api.put(f"127.0.0.1:{pod.port}", ready=False)
+        await asyncio.sleep(2.0)  # the grace period
+        api.delete(f"127.0.0.1:{pod.port}")
+        await pod.stop()
+
+    for _ in range(3):
+        await come()
+    statuses: list[int] = []
+    done = asyncio.Event()
+
+    async def ask() -> None:
+        while not done.is_set():
+            body = {"model": "alpha", "messages": [{"role": "user", "content": f"hello {len(statuses)}"}]}
+            statuses.append((await stack.http.post("/v1/chat/completions", json=body)).status_code)
+
+    async def serves() -> bool:
+        try:
+            return (await stack.http.get("/health")).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    await stack.start_worker()
+    await until(serves, "the worker serves")
+    asking = [asyncio.create_task(ask()) for _ in range(8)]
+    going: list[asyncio.Task[None]] = []
+    while len(pods) < PODS:
+        await come()
+        going.append(asyncio.create_task(go(pods[len(going)])))
+        await asyncio.sleep(0.5)
+    await asyncio.gather(*going)
+    last = pods[-1]
+    await until(lambda: sum(hit.path.endswith("completions") for hit in last.hits) > 5, "the last pod serves")
+    done.set()
+    await asyncio.gather(*asking)
+    assert set(statuses) == {200}
+    await stack.close()
+    for pod in pods[len(going) :]:
+        await pod.stop()
+    await api.stop()
