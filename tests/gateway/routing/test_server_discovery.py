@@ -127,9 +127,9 @@ async def test_ready_endpoints_of_a_service_are_followed(monkeypatch: pytest.Mon
 
 @pytest.mark.process
 @pytest.mark.long
-async def test_pods_that_come_and_go_under_load_fail_no_request(tmp_path: Path) -> None:
+async def test_pods_that_come_and_go_under_load_fail_no_request(stack: Stack) -> None:
     """A pod that ends is first not ready, then serves what it has, then closes."""
-    api, stack = KubernetesApi(), Stack(tmp_path)
+    api = KubernetesApi()
     await api.start()
     service = {"service": "vllm", "namespace": "models", "api": api.url, "port": "http"}
     stack.models = [{"name": "alpha", "engine": "external", "discovery": {"kubernetes": service}}]
@@ -187,7 +187,6 @@ async def test_pods_that_come_and_go_under_load_fail_no_request(tmp_path: Path) 
     done.set()
     await asyncio.gather(*asking)
     assert set(statuses) == {200}
-    await stack.close()
     for pod in pods[len(going) :]:
         await pod.stop()
     await api.stop()
