@@ -95,6 +95,7 @@ MODULES = {
         "queue/replica_pool",
         "queue/dispatcher_driver",
         "routing/loaded_adapters",
+        "routing/mapped_rows",
         "routing/replica_handle",
         "routing/model_routers",
         "routing/shared_counters",

@@ -1,66 +1,32 @@
 """Counts that the gateway workers of one host share: a mapped file with a row for each.
 
-A row has one writer and only whole aligned words are written, so there is no lock. Two counts of one replica
-may be read at two moments, which the next read corrects; published prefixes carry a check word. One word has
-many writers: it differs after each new key of a replica or model, for others to look for it at once.
+A row has one writer, so there is no lock (:mod:`gateway.routing.mapped_rows`). Two counts of one replica may
+be read at two moments, which the next read corrects; published prefixes carry a check word.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 import struct
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+from gateway.routing.mapped_rows import HEADER, OWN, MappedRows, Peer, Table
 
 BEAT_EVERY_S = 0.25
-DEAD_AFTER_S = 3.0
-# As many workers as a deployment may configure; unused rows take no memory.
-ROWS = 256
 RING_ENTRIES = 4096
 
-_MASK = (1 << 64) - 1
-# Words of a row's header; a header is a cache line, and all headers lie together before all tables.
-_LAYOUT, _PID, _INCARNATION, _BEAT, _CLAIMS, _SEQUENCE, _CONNECTIONS = range(7)
-# In the first header only: the row with the last new key of a replica or model, and how many it has.
-_LAST_CLAIM = 7
-_HEADER = 8
+_SEQUENCE, _CONNECTIONS = OWN, OWN + 1
 _ENTRY = struct.Struct("4Q")
 _ENTRY_WORDS = 4
-# A key is within this many slots of its own, or nowhere.
-_WINDOW = 16
 
-
-class _Table(NamedTuple):
-    """Keys with counts: ``slots`` of a key and ``counts`` count words, ``at`` words into a row's tables."""
-
-    at: int
-    slots: int
-    counts: int
-
-    @property
-    def words(self) -> int:
-        return self.slots * (1 + self.counts)
-
-    def window(self, base: int, key: int) -> list[int]:
-        """The words where ``key`` may stand in the tables at ``base``."""
-        wide = 1 + self.counts
-        return [base + self.at + (key + i) % self.slots * wide for i in range(_WINDOW)]
-
-
-_LINKS = _Table(at=0, slots=1024, counts=3)
-_TENANTS = _Table(at=_LINKS.at + _LINKS.words, slots=4096, counts=1)
-_ACCOUNTS = _Table(at=_TENANTS.at + _TENANTS.words, slots=4096, counts=3)
+_LINKS = Table(at=0, slots=1024, counts=3)
+_TENANTS = Table(at=_LINKS.at + _LINKS.words, slots=4096, counts=1)
+_ACCOUNTS = Table(at=_TENANTS.at + _TENANTS.words, slots=4096, counts=3)
 _RING = _ACCOUNTS.at + _ACCOUNTS.words
 _ROW = _RING + RING_ENTRIES * _ENTRY_WORDS
-_BYTES = 8 * ROWS * (_HEADER + _ROW)
 # Another version, or other sizes, must not be read as this one.
 _THIS_LAYOUT = 3 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | RING_ENTRIES
-
-_HEADS = [(row, row * _HEADER) for row in range(ROWS)]
 
 PublishedPrefixes = tuple[int, int, list[int]]
 # The upper half of a word that stands in the place of a model's key; the lower half are seconds.
@@ -147,25 +113,14 @@ class SharedRows(SharedCounts):
     """
 
     def __init__(self, path: Path, row: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            self.row = self._take(row)
-            if os.fstat(self._file).st_size < _BYTES:
-                os.ftruncate(self._file, _BYTES)
-            self._map = mmap.mmap(self._file, _BYTES)
-        except BaseException:
-            os.close(self._file)
-            raise
-        # The same words twice: keys and sequence numbers are unsigned, counts may be corrected.
-        self._words = memoryview(self._map).cast("Q")
-        self._counts = memoryview(self._map).cast("q")
-        self._head, self._base = self.row * _HEADER, _tables(self.row)
+        self._rows = rows = MappedRows(path, row, clock, layout=_THIS_LAYOUT, size=_ROW)
+        self.row = rows.row
+        self._map, self._words, self._counts = rows.map, rows.words, rows.counts
+        self._head, self._base = rows.head, rows.base
         self._mine: dict[int, int] = {}
         self._tenants: dict[int, int] = {}
-        self._peers: tuple[tuple[int, int, int], ...] = ()
+        self._peers: tuple[Peer, ...] = ()
         self.alone = True
-        self._last_claim = 0
         self._rings: list[int] = []
         self._accepting: list[int] = []
         self._read_upto: list[int] = []
@@ -214,7 +169,7 @@ class SharedRows(SharedCounts):
             return []
         found: list[PublishedPrefixes] = []
         for i, at in enumerate(self._rings):
-            upto, ring = words[at], _tables(at // _HEADER) + _RING
+            upto, ring = words[at], self._rows.tables(at // HEADER) + _RING
             for sequence in range(max(self._read_upto[i], upto - RING_ENTRIES), upto):
                 entry = ring + sequence % RING_ENTRIES * _ENTRY_WORDS
                 check, model, replica, prefix = _ENTRY.unpack_from(self._map, entry * 8)
@@ -257,23 +212,22 @@ class SharedRows(SharedCounts):
         return self._sums(_ACCOUNTS, self._account_places, tenant_key)
 
     def beat(self) -> None:
-        self._words[self._head + _BEAT] = int(self._clock() * 1e9)
+        self._rows.beat()
         self._follow()
 
     def refresh(self) -> None:
-        if self._words[_LAST_CLAIM] != self._last_claim:
+        if self._rows.has_news:
             self._follow()
 
     def _follow(self) -> None:
         """Look which other workers live, and forget where they count what if their keys changed."""
-        self._last_claim = self._words[_LAST_CLAIM]
-        peers = tuple(self._look(int(self._clock() * 1e9)))
+        peers = self._rows.peers()
         if peers != self._peers:
             self._read_of.update(zip(self._rings, self._read_upto, strict=True))
             self._peers = peers
             self.alone = not peers
-            self._rings = [row * _HEADER + _SEQUENCE for row, _, _ in peers]
-            self._accepting = [row * _HEADER + _CONNECTIONS for row, _, _ in peers]
+            self._rings = [peer.row * HEADER + _SEQUENCE for peer in peers]
+            self._accepting = [peer.row * HEADER + _CONNECTIONS for peer in peers]
             # From a worker that is new here, all that its ring still holds.
             self._read_upto = [self._read_of.get(at, 0) for at in self._rings]
             self._places.clear()
@@ -281,50 +235,18 @@ class SharedRows(SharedCounts):
             self._account_places.clear()
 
     def close(self) -> None:
-        self._words[self._head + _BEAT] = 0
-        self._words.release()
-        self._counts.release()
-        self._map.close()
-        os.close(self._file)
-
-    def _take(self, wanted: int) -> int:
-        """Lock a row, the wanted one or the next: the lock ends with this process, however it ends."""
-        for i in range(ROWS):
-            row = (wanted + i) % ROWS
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
-            except BlockingIOError:
-                continue
-            return row
-        raise OSError(f"{ROWS} workers of this host already share their counts")
+        self._rows.close()
 
     def _clear(self) -> None:
         """Clear the counts of the row's last worker. Its published prefixes stay, and are numbered on."""
         words, head, begin = self._words, self._head, self._base * 8
-        words[head + _BEAT] = 0
-        if words[head + _LAYOUT] != _THIS_LAYOUT:
+        if self._rows.began_anew:
             words[head + _SEQUENCE] = 0
         self._map[begin : begin + _RING * 8] = bytes(_RING * 8)
-        words[head + _LAYOUT] = _THIS_LAYOUT
-        words[head + _PID] = os.getpid()
-        words[head + _INCARNATION] = (words[head + _INCARNATION] + 1) & _MASK
-        words[head + _CLAIMS] = 0
+        self._rows.begin()
         words[head + _CONNECTIONS] = 0
 
-    def _look(self, now: int) -> list[tuple[int, int, int]]:
-        """The rows of other living workers, with what changes when their keys do."""
-        words, oldest = self._words, now - int(DEAD_AFTER_S * 1e9)
-        # A beat in the future was before this machine started.
-        return [
-            (row, words[head + _INCARNATION], words[head + _CLAIMS])
-            for row, head in _HEADS
-            if words[head + _BEAT]
-            and oldest <= words[head + _BEAT] <= now
-            and head != self._head
-            and words[head + _LAYOUT] == _THIS_LAYOUT
-        ]
-
-    def _sums(self, table: _Table, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, int, int]:
+    def _sums(self, table: Table, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, int, int]:
         """The three counts of ``key``, each summed over the live rows."""
         places = known.get(key)
         if places is None:
@@ -338,40 +260,27 @@ class SharedRows(SharedCounts):
                 third += counts[at + 3]
         return first, second, third
 
-    def _find(self, table: _Table, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, ...]:
+    def _find(self, table: Table, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, ...]:
         """Where the live rows count ``key``; kept in ``known`` until their keys change."""
-        words = self._words
         if len(known) >= table.slots:
             known.clear()
-        known[key] = found = tuple(
-            at for row, _, _ in self._peers for at in table.window(_tables(row), key) if words[at] == key
-        )
+        places = [self._rows.find(table, peer.row, key) for peer in self._peers]
+        known[key] = found = tuple([at for at in places if at >= 0])
         return found
 
-    def _claim(self, table: _Table, known: dict[int, int], key: int) -> int:
+    def _claim(self, table: Table, known: dict[int, int], key: int) -> int:
         """A slot for ``key`` in this row, -1 when there is none: it is then not counted here."""
-        words, counts = self._words, self._counts
-        window = table.window(self._base, key)
-        at = next((at for at in window if not words[at]), -1)
+        words, counts, rows = self._words, self._counts, self._rows
+        at = rows.free(table, key)
         if at < 0 and table is _LINKS:
             # Replicas come and go and no slot is given back: take one where nothing runs.
+            window = table.window(self._base, key)
             at = next((at for at in window if not counts[at + 1] and not counts[at + 2]), -1)
             if at > 0:
                 del known[words[at]]
-                words[at] = 0
-        if at > 0:
-            for i in range(1, 1 + table.counts):
-                counts[at + i] = 0
-            words[at] = key
-            words[self._head + _CLAIMS] += 1
-            if table is _LINKS:  # of tenants the others may hear later
-                words[_LAST_CLAIM] = self.row << 32 | words[self._head + _CLAIMS]
+        if at > 0:  # of tenants the others may hear later
+            rows.claim(table, at, key, announce=table is _LINKS)
         # A key that was left out once stays so: its end must not be counted where its begin was not.
         if at > 0 or len(known) < 2 * table.slots:
             known[key] = at
         return at
-
-
-def _tables(row: int) -> int:
-    """The word at which the tables of ``row`` begin."""
-    return ROWS * _HEADER + row * _ROW
