@@ -91,6 +91,7 @@ class Refusal(StrEnum):
     BUSY = "busy"
     DRAINING = "draining"
     STARTING = "starting"
+    RATE_LIMITED = "rate_limit_exceeded"
     QUEUE_FULL = "queue_full"
     OVERLOADED = "overloaded"
     DEADLINE = "deadline"

@@ -1,6 +1,6 @@
 """Processes of the operating system: found again by id and start time, and ended by SIGTERM, then SIGKILL.
 
-Also the limit of descriptors of this process.
+Also the limit of descriptors of this process, and which start of the machine this is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import os
 import resource
 import signal
 import time
+import uuid
 from collections.abc import Collection
+from pathlib import Path
 
 import psutil
 
@@ -21,6 +23,7 @@ _SAME_START_S = 2.0
 _KILL_S = 5.0
 _POLL_S = 0.02
 MAX_DESCRIPTORS = 65_536
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def allow_connections() -> None:
@@ -28,6 +31,11 @@ def allow_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
+def boot_key() -> int:
+    """A number of 64 bits that is another one after each start of this machine."""
+    return int.from_bytes(uuid.UUID(_BOOT_ID.read_text().strip()).bytes[:8])
 
 
 def started_at(pid: int) -> float | None:

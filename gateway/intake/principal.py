@@ -37,13 +37,24 @@ class TenantAccount:
         self.weight, self.priority, self.admin = tenant.weight, tenant.priority, tenant.admin
 
 
+class Subject:
+    """Whom limits are of: a tenant, or a key (``is_key``). ``key`` is the 64-bit hash of its name."""
+
+    def __init__(self, name: str, key: int, access: Access, *, is_key: bool) -> None:
+        self.name = name
+        self.key = key
+        self.access = access
+        self.is_key = is_key
+
+
 class Principal:
     """An account and the key that identified it; it is replaced when what either may use changes.
 
     ``key_id`` is public: that of a key of the database, ``declared-`` and 12 hex digits of its digest for one
     of the deployment file, empty without a key. ``access`` is what its tenant and its key may use, in this
     order; it is empty where nothing is limited. ``models`` and ``adapters`` are the names that both allow
-    (``None``: all). ``max_tokens`` is the longest answer, ``expires`` Unix seconds.
+    (``None``: all). ``max_tokens`` is the longest answer, ``expires`` Unix seconds. ``limited`` are those of
+    the two that have limits.
     """
 
     def __init__(
@@ -63,6 +74,22 @@ class Principal:
         self.max_tokens = min(
             (each.max_tokens for each in access if each.max_tokens is not None), default=None
         )
+        self.limited: tuple[Subject, ...] = ()
+        if access:
+            named = ((account.name, account.key, False), (key_id, hash_name(f"key {key_id}"), True))
+            self.limited = tuple(
+                [
+                    Subject(name, key, each, is_key=is_key)
+                    for each, (name, key, is_key) in zip(access, named, strict=True)
+                    if is_limited(each)
+                ]
+            )
+
+
+def is_limited(access: Access) -> bool:
+    """Whether any limit is set."""
+    limits = (access.rpm_limit, access.tpm_limit, access.max_parallel_requests, access.max_budget)
+    return any(limit is not None for limit in limits)
 
     def may_use(self, model: str, adapter: str = "") -> bool:
         """Whether the model, or the adapter on it, is among those that tenant and key allow."""

@@ -38,6 +38,7 @@ TABLE: dict[Refusal, Answer] = {
     Refusal.TOO_LARGE: Answer(413, "invalid_request_error", "request_too_large"),
     Refusal.ENCODED: Answer(415, "invalid_request_error", "unsupported_encoding"),
     Refusal.HEAD_TOO_LARGE: Answer(431, "invalid_request_error", "head_too_large"),
+    Refusal.RATE_LIMITED: Answer(429, "rate_limit_error", "rate_limit_exceeded", 1),
     Refusal.QUEUE_FULL: Answer(429, "rate_limit_error", "queue_full", 1),
     Refusal.REPLICA_LOST: Answer(500, "server_error", "replica_lost"),
     Refusal.INTERNAL: Answer(500, "server_error", "internal_error"),
@@ -80,7 +81,8 @@ _NOT_LOADED = re.compile(
 class Refused(TidegateError):
     """A request that is not served. ``status``, ``code`` and ``retry_after_s`` override the table.
 
-    Seconds are rounded up to a whole number from 1 to :data:`MAX_RETRY_AFTER_S`.
+    Seconds are rounded up to a whole number from 1 to :data:`MAX_RETRY_AFTER_S`. ``limits`` are the headers
+    that show what is left of the client's limits.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Refused(TidegateError):
         self.type = answer.type if self.status == answer.status else _type_of(self.status)
         self.code = code or answer.code
         self.final = final
+        self.limits: list[tuple[bytes, bytes]] = []
         wait = answer.retry_after_s if retry_after_s is None else retry_after_s
         if wait is None and self.status in (429, 503):
             wait = 1
@@ -133,7 +136,7 @@ class Refused(TidegateError):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of the answer, without its length."""
-        headers = [(b"content-type", b"application/json")]
+        headers = [(b"content-type", b"application/json"), *self.limits]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
         if self.status == 401:

@@ -1,0 +1,309 @@
+"""What tenants and keys have used of their limits, shared by the processes of one host in a mapped file.
+
+A row's counts only grow, and outlive its process: what a killed worker had reserved stays used, and a worker
+that starts knows the levels that others, or its predecessor, saw last. The last row is the accounting
+process's, which writes shares of limits and spent budgets there.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Final
+
+from gateway.routing.mapped_rows import HEADER, OWN, ROWS, MappedRows, Table
+from store.os_process import boot_key
+
+# The counts of a slot, behind its key. Requests and tokens: reserved, refunded; then those that run now, the
+# money (in nano-units) that was spent and that running requests may yet spend; how often it was asked for,
+# when last, and when its buckets are full again (nanoseconds of the monotonic clock).
+_WORDS = struct.Struct("12q")
+REQUESTS: Final = 1
+REQUESTS_BACK: Final = 2
+TOKENS: Final = 3
+TOKENS_BACK: Final = 4
+RUNNING: Final = 5
+SPENT: Final = 6
+OPEN: Final = 7
+ASKED: Final = 8
+ASKED_AT: Final = 9
+REQUESTS_FULL_AT: Final = 10
+TOKENS_FULL_AT: Final = 11
+# In the accounting process's row: the lease, and what the host's counts of spent money lack of that of the
+# period, whose end follows in Unix seconds.
+_LEASE: Final = 1
+_SPENT_ELSEWHERE: Final = 2
+_PERIOD_END: Final = 3
+# In its header: how many hosts there are, and until when the database is known to answer.
+_HOSTS, _ANSWERS_UNTIL = OWN, OWN + 1
+
+_SLOTS = Table(at=0, slots=16_384, counts=11)
+ACCOUNTING = ROWS
+# A lease in one word: parts per million of the limit, whether they begin with a full bucket, and the
+# millisecond until which they hold.
+_PPM = 1_000_000
+_PPM_BITS = 20
+_UNTIL_AT = _PPM_BITS + 1
+_MASK = (1 << 64) - 1
+_DAY_NS = 86_400_000_000_000
+
+
+class Place:
+    """A row's slot of one tenant or key, and its counts as they were read last."""
+
+    def __init__(self, at: int, row: int) -> None:
+        self.at = at
+        self.row = row
+        self.lives = False
+        self.requests = self.requests_back = self.tokens = self.tokens_back = 0
+
+
+class Sums:
+    """The counts of one tenant or key over all rows: their growth since the last time, and the gauges."""
+
+    def __init__(self) -> None:
+        self.requests = self.requests_back = self.tokens = self.tokens_back = 0
+        self.running = self.spent = self.open = 0
+        self.requests_full_at = self.tokens_full_at = 0
+
+
+class Slot:
+    """One tenant or key as this process sees it: its own slot ``at``, and those of all rows."""
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.at = 0
+        self.accounting = -1
+        self.places: list[Place] = []
+        self.version = -1
+
+
+class SharedLimits:
+    """One process's row of the file. ``row`` is a worker's number, or :data:`ACCOUNTING`.
+
+    ``clock`` is the host's monotonic clock in seconds. Raises :class:`OSError` if no row is free.
+    """
+
+    def __init__(self, path: Path, row: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # Instants of another start of the machine mean nothing in this one.
+        layout = 1 << 56 | boot_key() >> 8
+        rows = MappedRows(path, row, clock, layout=layout, size=_SLOTS.words, rows=ROWS + 1)
+        self._rows = rows
+        self.counts = rows.counts
+        self._words, self._map = rows.words, rows.map
+        self._accounting_head = ACCOUNTING * HEADER
+        self._mine: dict[int, int] = {}
+        self._written: list[int] = []
+        self._living: frozenset[int] = frozenset()
+        self._seen: object = None
+        self._version = 0
+        self._adopt()
+        self.beat()
+
+    def beat(self) -> None:
+        """Report that this process lives, and look which others do."""
+        self._rows.beat()
+        self._follow()
+
+    def open(self, key: int) -> Slot:
+        """The slot of a tenant or key, which this process counts from now on."""
+        slot = Slot(key)
+        slot.at = self._mine.get(key) or self._claim(key)
+        self._find(slot)
+        for place in slot.places:
+            self._read(place, Sums(), key)
+        return slot
+
+    def add(self, slot: Slot, word: int, amount: int) -> None:
+        """Raise one of the slot's counts."""
+        self.counts[slot.at + word] += amount
+
+    def put(self, slot: Slot, word: int, value: int) -> None:
+        """Set one of the slot's counts."""
+        self.counts[slot.at + word] = value
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether the slot is still its key's: where over some 10,000 are in use, the least used give way."""
+        return self._words[slot.at] == slot.key
+
+    def sums(self, slot: Slot) -> Sums:
+        """All rows' counts; what they grew by since the last call on this ``slot``."""
+        if self._rows.has_news:
+            self._follow()
+        if slot.version != self._version:
+            self._find(slot)
+        sums = Sums()
+        key = slot.key
+        for place in slot.places:
+            self._read(place, sums, key)
+        return sums
+
+    def lease(self, slot: Slot, now: float) -> tuple[float, bool]:
+        """The share of its limits that this host has, and whether that begins with full buckets.
+
+        All of it where there is no other host; 0 if there are others and it has no lease. While the database
+        does not answer no host can get a lease: each goes on with an equal part.
+        """
+        head = self._accounting_head
+        words = self._words
+        hosts = words[head + _HOSTS]
+        if hosts <= 1:
+            return 1.0, False
+        at = slot.accounting
+        if at > 0 and words[at] == slot.key:
+            lease = words[at + _LEASE]
+            if lease >> _UNTIL_AT > now * 1e3:
+                return (lease & (1 << _PPM_BITS) - 1) / _PPM, bool(lease >> _PPM_BITS & 1)
+        return (0.0 if words[head + _ANSWERS_UNTIL] > now * 1e9 else 1.0 / hosts), False
+
+    def spent_elsewhere(self, slot: Slot) -> tuple[int, float] | None:
+        """What the ledger knows beyond this host's counts, and the end of its period; ``None``: nothing.
+
+        The sum of the rows' ``spent`` and this is what was spent in the period; this may be negative.
+        """
+        at = slot.accounting
+        if at < 0 or self._words[at] != slot.key or not self._words[at + _PERIOD_END]:
+            return None
+        end = self.counts[at + _PERIOD_END]
+        return self.counts[at + _SPENT_ELSEWHERE], inf if end < 0 else float(end)
+
+    # The accounting process alone calls what follows.
+
+    def publish_spent(self, key: int, nano: int, spent_by_host: int, period_end: float) -> None:
+        """Report what a tenant or key spent in the period that ends at ``period_end`` (Unix seconds).
+
+        ``nano`` is from the ledger. ``spent_by_host`` is :meth:`spent_by_host` as it was before that was
+        read, so that what workers spent meanwhile is counted twice for a moment, not forgotten.
+        """
+        at = self._mine.get(key) or self._claim(key)
+        # The end first: with the former period's sum the budget is refused for a moment, not exceeded.
+        self.counts[at + _PERIOD_END] = -1 if period_end == inf else int(period_end)
+        self.counts[at + _SPENT_ELSEWHERE] = nano - spent_by_host
+        self.counts[at + ASKED_AT] = int(self._clock() * 1e9)
+
+    def spent_by_host(self, key: int) -> int:
+        """The sum of what this host's workers ever counted as spent by a tenant or key."""
+        found = [self._rows.find(_SLOTS, row, key) for row in self._written if row != ACCOUNTING]
+        return sum([self.counts[at + SPENT] for at in found if at > 0])
+
+    def publish_lease(self, key: int, share: float, until: float, *, full: bool) -> None:
+        """Report that this host has ``share`` of a tenant's or key's limits until this instant."""
+        at = self._mine.get(key) or self._claim(key)
+        word = int(until * 1e3) << _UNTIL_AT | int(full) << _PPM_BITS | int(share * _PPM)
+        self._words[at + _LEASE] = word & _MASK
+        self.counts[at + ASKED_AT] = int(self._clock() * 1e9)
+
+    def publish_hosts(self, hosts: int, answers_until: float) -> None:
+        """Report how many hosts there are, as the database knew until this instant."""
+        head = self._accounting_head
+        self._words[head + _ANSWERS_UNTIL] = int(answers_until * 1e9)
+        self._words[head + _HOSTS] = hosts
+
+    def asked(self) -> dict[int, tuple[int, float]]:
+        """How often the tenants and keys were asked for that workers count, and when last."""
+        found: dict[int, tuple[int, float]] = {}
+        wide = 1 + _SLOTS.counts
+        self._follow()
+        for row in self._written:
+            if row == ACCOUNTING:
+                continue
+            begin = self._rows.tables(row)
+            keys = self._words[begin : begin + _SLOTS.words : wide].tolist()
+            for i, key in enumerate(keys):
+                if key:
+                    at = begin + i * wide
+                    count, when = found.get(key, (0, 0.0))
+                    latest = max(when, self.counts[at + ASKED_AT] / 1e9)
+                    found[key] = count + self.counts[at + ASKED], latest
+        return found
+
+    def close(self) -> None:
+        """Leave: what runs here is over, what was used stays counted."""
+        self._rows.close()
+
+    def _adopt(self) -> None:
+        """Go on with the counts of the row's last process; nothing of it runs any more."""
+        rows, wide = self._rows, 1 + _SLOTS.counts
+        begin, end = rows.base, rows.base + _SLOTS.words
+        if rows.began_anew:
+            self._map[begin * 8 : end * 8] = bytes(_SLOTS.words * 8)
+            self._words[rows.head + _HOSTS] = self._words[rows.head + _ANSWERS_UNTIL] = 0
+        for i, key in enumerate(self._words[begin:end:wide].tolist()):
+            if key:
+                at = begin + i * wide
+                self._mine[key] = at
+                if rows.row != ACCOUNTING:
+                    self.counts[at + RUNNING] = self.counts[at + OPEN] = 0
+        rows.begin()
+
+    def _claim(self, key: int) -> int:
+        """A slot for ``key`` in this row: a free one, else that of the key that was not asked for longest."""
+        rows, counts = self._rows, self.counts
+        at = rows.free(_SLOTS, key)
+        if at < 0:
+            at = min(_SLOTS.window(rows.base, key), key=self._usefulness)
+            self._mine.pop(self._words[at], None)
+        rows.claim(_SLOTS, at, key, announce=True)
+        counts[at + ASKED_AT] = int(self._clock() * 1e9)
+        self._mine[key] = at
+        return at
+
+    def _usefulness(self, at: int) -> int:
+        """When the key at ``at`` was asked for; what runs or has debts is kept before all else."""
+        counts = self.counts
+        full_at = max(counts[at + REQUESTS_FULL_AT], counts[at + TOKENS_FULL_AT])
+        later = _DAY_NS if counts[at + RUNNING] else 0
+        return max(counts[at + ASKED_AT], full_at) + later
+
+    def _follow(self) -> None:
+        """Look which rows there are; slots are found anew if any has other keys."""
+        peers = self._rows.peers()
+        if peers != self._seen:
+            self._seen = peers
+            self._written = self._rows.written()
+            self._living = frozenset([peer.row for peer in peers]) | {self._rows.row}
+            self._version += 1
+
+    def _find(self, slot: Slot) -> None:
+        """Where the rows count the slot's key. Those found for the first time began after the last look."""
+        known = {place.at: place for place in slot.places}
+        places = []
+        slot.accounting = -1
+        for row in self._written:
+            at = self._rows.find(_SLOTS, row, slot.key)
+            if row == ACCOUNTING:
+                slot.accounting = at
+            elif at > 0:
+                place = known.get(at) or Place(at, row)
+                place.lives = row in self._living
+                places.append(place)
+        slot.places = places
+        slot.version = self._version
+
+    def _read(self, place: Place, sums: Sums, key: int) -> None:
+        """Add what a place has grown by; one that another key has taken counts nothing."""
+        (
+            found, requests, requests_back, tokens, tokens_back, running, spent, open_, _, _,
+            requests_full_at, tokens_full_at,
+        ) = _WORDS.unpack_from(self._map, place.at * 8)  # fmt: skip
+        # As written: the key is unsigned.
+        if found & _MASK != key:
+            return
+        if requests < place.requests or tokens < place.tokens:  # taken by others meanwhile, and again
+            place.requests = place.requests_back = place.tokens = place.tokens_back = 0
+        sums.requests += requests - place.requests
+        sums.requests_back += requests_back - place.requests_back
+        sums.tokens += tokens - place.tokens
+        sums.tokens_back += tokens_back - place.tokens_back
+        place.requests, place.requests_back = requests, requests_back
+        place.tokens, place.tokens_back = tokens, tokens_back
+        sums.spent += spent
+        if place.lives:
+            sums.running += running
+            sums.open += open_
+        sums.requests_full_at = max(sums.requests_full_at, requests_full_at)
+        sums.tokens_full_at = max(sums.tokens_full_at, tokens_full_at)

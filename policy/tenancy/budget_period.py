@@ -1,0 +1,66 @@
+"""The periods of budgets: ``30s``, ``30m``, ``12h``, ``7d``, ``1mo``, in UTC; without one, forever.
+
+Periods begin at multiples of their length since 1970: those of days at midnight, whole weeks on Monday,
+months on their first day, 3mo with a quarter. So they end at one instant on all hosts, whenever set.
+"""
+
+from __future__ import annotations
+
+import re
+from math import inf
+from typing import NamedTuple
+
+_DURATION = re.compile(r"([1-9][0-9]{0,5})(s|m|h|d|mo)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DAY_S = 86_400
+# 1970-01-05 was a Monday.
+_MONDAY_S = 4 * _DAY_S
+
+
+class Period(NamedTuple):
+    """From ``begin`` to before ``end``, in Unix seconds."""
+
+    begin: float
+    end: float
+
+
+FOREVER = Period(0.0, inf)
+
+
+def period_of(duration: str | None, now: float) -> Period:
+    """The period of ``duration`` that holds the instant ``now`` (Unix seconds); raises ``ValueError``."""
+    if duration is None:
+        return FOREVER
+    match = _DURATION.fullmatch(duration)
+    if match is None:
+        raise ValueError(f"{duration!r} is no duration: expected a number and s, m, h, d or mo, such as 30d")
+    count, unit = int(match[1]), match[2]
+    if unit == "mo":
+        month = _month_of(int(now // _DAY_S)) // count * count
+        return Period(_first_day(month) * float(_DAY_S), _first_day(month + count) * float(_DAY_S))
+    length = count * _SECONDS[unit]
+    origin = _MONDAY_S if length % (7 * _DAY_S) == 0 else 0
+    begin = (now - origin) // length * length + origin
+    return Period(begin, begin + length)
+
+
+def _month_of(day: int) -> int:
+    """Months from January of year 0 to the day that is ``day`` days after 1970-01-01.
+
+    The civil calendar in eras of 400 years, from Howard Hinnant's "chrono-compatible low-level date
+    algorithms".
+    """
+    shifted = day + 719_468
+    era, of_era = divmod(shifted, 146_097)
+    year = (of_era - of_era // 1460 + of_era // 36_524 - of_era // 146_096) // 365
+    of_year = of_era - (365 * year + year // 4 - year // 100)
+    march = (5 * of_year + 2) // 153
+    return (era * 400 + year) * 12 + march + 2
+
+
+def _first_day(month: int) -> int:
+    """Days from 1970-01-01 to the first of ``month``, counted as by :func:`_month_of`."""
+    year, march = divmod(month - 2, 12)
+    era, of_era = divmod(year, 400)
+    days = of_era * 365 + of_era // 4 - of_era // 100 + (153 * march + 2) // 5
+    return era * 146_097 + days - 719_468
