@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gateway.delivery.replica_idle_timeouts import IdleTimeouts
     from gateway.http.asgi_exchange import Exchange
     from gateway.intake.adapter_catalog import Adapter
+    from gateway.intake.rate_limiter import Reservation
     from gateway.intake.usage_journal import Charge
     from gateway.telemetry.traces.request_trace import RequestTrace
 
@@ -66,10 +67,10 @@ class Call:
     number up to the one that finishes it. ``usage``: the tokens of an answer that has ended, within
     ``usage_bounds``; ``contradiction``: which of the engine's counts is not.
     ``explain`` yields the routing decision, if an admin requested it. ``priority``: that of its tenant.
-    ``charge``: what its tenant pays, if it may. ``probe``: our own, of which nothing is learned.
-    ``adapter``: the version that it names. ``exchange``: the client's, on the client port. ``dropped``:
-    fields of the body that no replica gets. ``trace`` is its trace, if requests are traced. ``pieces`` checks
-    large answers.
+    ``charge``: what its tenant pays, if it may; ``reservation``: what it holds of limits. ``probe``: our own,
+    of which nothing is learned. ``adapter``: the version that it names. ``exchange``: the client's, on the
+    client port. ``dropped``: fields of the body that no replica gets. ``trace`` is its trace, if requests are
+    traced. ``pieces`` checks large answers.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Call:
         self.explain: Callable[[], bytes] | None = None
         self.adapter: Adapter | None = None
         self.charge: Charge | None = None
+        self.reservation: Reservation | None = None
         self.trace: RequestTrace | None = None
 
     @property
@@ -168,6 +170,8 @@ class Call:
         """The head of the answer, with the request id."""
         self.status = status
         headers += id_headers(self.request_id, anthropic=self.route.api is Api.MESSAGES)
+        if self.reservation is not None:
+            headers += self.reservation.headers
         if self.explain is not None:
             headers.append((_EXPLAIN, self.explain()))
         if self.dropped:

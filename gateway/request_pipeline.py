@@ -28,7 +28,9 @@ from gateway.intake.access_checks import bounded_answer, check_features
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.admin_keys import AdminKeys
 from gateway.intake.principal import Principal, TenantAccount
+from gateway.intake.rate_limiter import RateLimiter
 from gateway.intake.request_resolver import RequestResolver
+from gateway.intake.shared_limits import SharedLimits
 from gateway.intake.tenants import Tenants
 from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol import body as bodies
@@ -57,6 +59,7 @@ from policy.config.deployment import Deployment
 from policy.config.media_hosts import allowed_hosts
 from policy.errors import Refusal
 from policy.request import Request
+from policy.tenancy.token_count import most_tokens
 from policy.types import Runner
 from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER
 from store.api_keys import own_key
@@ -86,6 +89,7 @@ class Gateway:
         shared: SharedCounts,
         captures: Path,
         journal: UsageJournal,
+        limits: SharedLimits,
     ) -> None:
         def current() -> Deployment:
             return watcher.deployment
@@ -105,6 +109,7 @@ class Gateway:
         self.tenants = Tenants(salt_secret, own_key(secret), self.metrics.tenants, shared)
         self.journal = journal
         self.admin_keys = AdminKeys()
+        self.limiter = RateLimiter(limits, self.metrics.tenants.exceeded)
         self.suspects = SuspectRequests(shared)
         self.routes = ModelRouters(rng, shared, current, self.metrics, self.suspects.lost_elsewhere)
         self.admission = Admission(
@@ -190,6 +195,7 @@ class Gateway:
         await self.access.close()
         await self.traces.close()
         self.journal.close()
+        self.limiter.close()
 
     def body_limit(self, scope: Scope) -> int:
         """How large the body of a request may be: 0 unless its route, coding and key are accepted."""
@@ -236,7 +242,7 @@ class Gateway:
             elif call.streaming and route.runner is Runner.GENERATE:
                 self.keepalive.watch(call, began)
             meter = self.metrics.model(served.name)
-            self._arrive(call, meter, principal, request)
+            self._arrive(call, meter, principal, served, request, body)
             account.in_flight += 1
             try:
                 if route.path not in COALESCED or call.probe or call.explain is not None:
@@ -282,17 +288,39 @@ class Gateway:
         scope = {**scope, "path": path, _PRINCIPAL: self.tenants.operator, _REFUSED: None}
         await self.serve(ROUTES[path], scope, receive, send)
 
-    def _arrive(self, call: Call, meter: ModelCounters, principal: Principal, request: Request) -> None:
-        """Count a call whose model is known, and prepare what its tenant is charged for it."""
+    def _arrive(  # noqa: PLR0917 - what is known of a call, in one place
+        self, call: Call, meter: ModelCounters, principal: Principal, served: ServedModel, request: Request,
+        body: Body,
+    ) -> None:  # fmt: skip
+        """Count a call whose model is known, and prepare what its tenant is charged for it.
+
+        Raises :class:`gateway.protocol.errors.Refused` if its tenant or key is over a limit.
+        """
         call.priority = request.priority
         call.probe = call.headers.get(_CANARY) == b"1" and self.tenants.is_own(call.headers)
-        meter.arrive(request.prompt_tokens, probe=call.probe)
         if call.route.runner is not None and not call.probe:
             call.charge = self.journal.charge(call, principal.account.name, principal.key_id, request)
+        if principal.limited:
+            tokens = nano = 0
+            if (charge := call.charge) is not None:
+                prompt = tokens = request.prompt_tokens
+                if call.route.runner is Runner.GENERATE:
+                    context, longest = served.max_model_len, principal.max_tokens
+                    tokens = most_tokens(prompt, request.limit_tokens, context, body.choices, longest)
+                nano = charge.rates.cost(prompt, 0, tokens - prompt)
+            call.reservation = self.limiter.admit(principal, tokens, nano)
+            if charge is not None:
+                charge.reservation = call.reservation
+        meter.arrive(request.prompt_tokens, probe=call.probe)
 
     def _end(self, call: Call, meter: ModelCounters, account: TenantAccount, began: float) -> None:
         """Count a call that has ended, and log and trace it if requests are."""
         ended = monotonic()
+        if (reservation := call.reservation) is not None:
+            # Nothing of an answer was relayed, or it is settled. Who leaves before may have cost a prefill.
+            charge, sent = call.charge, call.sent_at > 0.0
+            left = charge is not None and sent and call.outcome == "cancelled"
+            reservation.settle(charge.prompt if charge is not None and left else 0, 0, began=sent)
         if call.streaming:
             self.keepalive.forget(call)
         if call.trace is not None:

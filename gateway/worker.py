@@ -23,6 +23,7 @@ from gateway.control.report_sender import Reporter, ReportSender
 from gateway.http.server import Server
 from gateway.http.upload_budget import UploadBudget
 from gateway.intake.access_feed import AccessFeed
+from gateway.intake.shared_limits import SharedLimits
 from gateway.intake.usage_journal import UsageJournal
 from gateway.process_memory import return_freed_memory
 from gateway.request_pipeline import Gateway
@@ -102,6 +103,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         shared=shared,
         captures=state.captures,
         journal=UsageJournal(state.usage_path, log),
+        limits=SharedLimits(state.limits_path, shared.row),
     )
     sender = ReportSender(lambda: current().cluster.controller, SIGNALS, state.secret(), log)
     reporter = Reporter(
@@ -134,6 +136,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         "probes": Probes(gateway.fleet, gateway.metrics, current, state.secret()).run(),
         "metrics": _publish_metrics(gateway, f"gateway-{worker}", log),
         "shared_counters": _every(BEAT_EVERY_S, shared.beat),
+        "limits": _every(BEAT_EVERY_S, gateway.limiter.beat),
         "memory": _every(RETURN_MEMORY_EVERY_S, return_freed_memory),
         "idle_timeouts": gateway.deadlines.run(),
         "sse_keepalive": gateway.keepalive.run(),

@@ -162,8 +162,9 @@ class StateDir:
     host_id_path = _Under("host-id")
     # The usage of requests that the ledger does not have yet.
     usage_path = _Under("usage")
-    # Shared memory of this machine's gateway workers; mode 600.
+    # Shared memory of this machine's gateway workers; mode 600. The second is the accounting process's, too.
     rows_path = _Under("gateway.rows")
+    limits_path = _Under("limits.rows")
 
     def ensure(self) -> StateDir:
         """Create the directory and its logs folder."""

@@ -144,9 +144,11 @@ class RateLimiter:
                     self._pass(held, limit)
                 elif wait_s > longest_s:
                     longest_s, refused = wait_s, refusal(state.subject, limit, wait_s)
-        if refused is not None:
-            for held in reservation.held:
-                self._withdraw(held, nano)
+        for held in reservation.held:
+            if refused is None:
+                self._report(held.state, now, 0, 0)
+            else:
+                self._withdraw(held, nano, now)
         reservation.headers = self._headers(reservation.held, refused is not None)
         if refused is not None:
             refused.limits = reservation.headers
@@ -159,16 +161,22 @@ class RateLimiter:
         shared, slot = self._shared, state.slot
         if not shared.holds(slot):
             return
-        self._look(state, self._clock())
+        now = self._clock()
+        self._look(state, now)
+        tokens_back = requests_back = 0
         bucket = state.tokens
         if bucket is not None and held.tokens:
-            if tokens > held.tokens:
-                shared.add(slot, TOKENS, tokens - held.tokens)
-            elif tokens < held.tokens:
-                shared.add(slot, TOKENS_BACK, int(bucket.refundable(float(held.tokens - tokens))))
+            tokens_back = held.tokens - tokens
+            if tokens_back < 0:
+                shared.add(slot, TOKENS, -tokens_back)
+            else:
+                tokens_back = int(bucket.refundable(float(tokens_back)))
+                shared.add(slot, TOKENS_BACK, tokens_back)
         bucket = state.requests
         if bucket is not None and held.requests and not began:
-            shared.add(slot, REQUESTS_BACK, round(bucket.refundable(1.0)))
+            requests_back = round(bucket.refundable(1.0))
+            shared.add(slot, REQUESTS_BACK, requests_back)
+        self._report(state, now, requests_back, tokens_back)
         if state.budget >= 0:
             shared.add(slot, SPENT, spent)
         shared.add(slot, OPEN, -nano)
@@ -184,9 +192,13 @@ class RateLimiter:
         for state in self._due[:LOOKS_A_TURN]:
             if (state.asked_at + FORGET_S >= now or state.running) and self._shared.holds(state.slot):
                 self._look(state, now)
+                self._report(state, now, 0, 0)
             elif self._states.get(state.subject.key) is state:
                 del self._states[state.subject.key]
         del self._due[:LOOKS_A_TURN]
+
+    def close(self) -> None:
+        self._shared.close()
 
     def describe(self, subject: Subject) -> dict[str, Any]:
         """How much of its limits a tenant or key uses on this host, by the limit."""
@@ -264,7 +276,7 @@ class RateLimiter:
             self._shared.add(held.state.slot, TOKENS_BACK, held.tokens)
             held.tokens = 0
 
-    def _withdraw(self, held: Held, nano: int) -> None:
+    def _withdraw(self, held: Held, nano: int, now: float) -> None:
         shared, slot = self._shared, held.state.slot
         if held.requests:
             shared.add(slot, REQUESTS_BACK, 1)
@@ -273,9 +285,10 @@ class RateLimiter:
         shared.add(slot, OPEN, -nano)
         shared.add(slot, RUNNING, -1)
         held.state.running -= 1
+        self._report(held.state, now, held.requests, held.tokens)
 
     def _look(self, state: LimitState, now: float) -> None:
-        """Take what all workers of the host counted since the last look, and report the levels."""
+        """Take what all workers of the host counted since the last look."""
         shared, slot = self._shared, state.slot
         share, full = shared.lease(slot, now)
         if share != state.share:
@@ -283,10 +296,18 @@ class RateLimiter:
         state.sums = sums = shared.sums(slot)
         if (bucket := state.requests) is not None:
             bucket.observe(now, float(sums.requests), float(sums.requests_back))
-            shared.put(slot, REQUESTS_FULL_AT, int((now + bucket.full_in_s) * 1e9))
         if (bucket := state.tokens) is not None:
             bucket.observe(now, float(sums.tokens), float(sums.tokens_back))
-            shared.put(slot, TOKENS_FULL_AT, int((now + bucket.full_in_s) * 1e9))
+
+    def _report(self, state: LimitState, now: float, requests_back: int, tokens_back: int) -> None:
+        """Report the levels to workers that look here for the first time, with what was refunded since."""
+        shared, slot = self._shared, state.slot
+        if (bucket := state.requests) is not None:
+            full_at = now + bucket.full_in_s(float(requests_back))
+            shared.put(slot, REQUESTS_FULL_AT, int(full_at * 1e9))
+        if (bucket := state.tokens) is not None:
+            full_at = now + bucket.full_in_s(float(tokens_back))
+            shared.put(slot, TOKENS_FULL_AT, int(full_at * 1e9))
 
     def _resize(self, state: LimitState, share: float, *, full: bool) -> None:
         """The host's share has changed; ``full``: no host used the limit, so that its first share is full."""

@@ -18,12 +18,14 @@ from typing import Final
 
 import msgspec
 
+from gateway.intake.rate_limiter import Reservation
 from gateway.protocol.usage import Usage
 from gateway.request_context import Call
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.request import Request
 from policy.tenancy.price import FREE, TokenRates, rates_of
+from policy.tenancy.token_count import cached_weight, used_tokens
 from policy.tenancy.usage_record import (
     AT_MS,
     CHECK,
@@ -213,8 +215,8 @@ class Charge:
 
     ``prompt`` is an estimate until the engine reports. Nothing is charged before :meth:`begin`, which is
     called when the first part of an answer goes to the client. ``ended``: the counts are final, and
-    ``estimated`` if no engine reported them. ``segment``, ``words``, ``place``, ``state`` and ``at_ms`` are
-    those of its slot.
+    ``estimated`` if no engine reported them; ``reservation`` is settled then. ``segment``, ``words``,
+    ``place``, ``state`` and ``at_ms`` are those of its slot.
     """
 
     def __init__(  # noqa: PLR0917 - made for each request, in one place
@@ -231,6 +233,7 @@ class Charge:
         self.cached = self.output = 0
         self._events = self._reported_at = 0
         self.begun = self.ended = self.estimated = False
+        self.reservation: Reservation | None = None
         self.segment: Segment | None = None
         self.words: memoryview | None = None
         self.place = 0
@@ -278,6 +281,14 @@ class Charge:
         else:
             self._count(usage)
             self.estimated = not usage.exact
+        self._finish()
+        if (reservation := self.reservation) is not None:  # the ledger first: what is spent is in it then
+            weight = cached_weight(self.rates.prompt, self.rates.cached)
+            tokens = used_tokens(self.prompt, self.cached, self.output, weight)
+            reservation.settle(tokens, self.cost_nano, began=True)
+
+    def _finish(self) -> None:
+        """Write the final counts to the slot, if there is one."""
         words, segment = self.words, self.segment
         if words is None or segment is None:
             return

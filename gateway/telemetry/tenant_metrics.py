@@ -22,6 +22,7 @@ class TenantCounters:
 
     def __init__(self) -> None:
         self.requests: Counts[str] = Counts()
+        self.exceeded: Counts[tuple[str, str, str]] = Counts()
         self.queued_s = 0.0
         self.tokens = TokenCounters()
 
@@ -34,6 +35,7 @@ class TenantMetrics:
         self._requests = declared.counter("tidegate_tenant_requests")
         self._queued = declared.counter("tidegate_tenant_queue_seconds")
         self._tokens = declared.counter("tidegate_tenant_tokens")
+        self._exceeded = declared.counter("tidegate_limit_exceeded")
 
     def of(self, tenant: str) -> TenantCounters:
         """The counters of a declared tenant; those of no tenant for the empty name."""
@@ -45,10 +47,16 @@ class TenantMetrics:
             counters = self._counters[label] = TenantCounters()
         return counters
 
+    def exceeded(self, tenant: str, labels: tuple[str, str, str]) -> None:
+        """Count a request over a limit: which, whether it is the tenant's or the key's, what came of it."""
+        self.of(tenant).exceeded[labels] += 1
+
     def publish(self) -> None:
         for tenant, counters in self._counters.items():
             if counters.requests:
                 publish_counts(self._requests, counters.requests, tenant)
                 publish_total(self._queued, counters, "queued_s", tenant)
+            if counters.exceeded:
+                publish_counts(self._exceeded, counters.exceeded, tenant)
             if counters.tokens.prompt or counters.tokens.completion:
                 counters.tokens.publish(self._tokens, tenant)

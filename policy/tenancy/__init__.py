@@ -1,4 +1,4 @@
 """Money, limits and usage of tenants and their keys.
 
-Read first: `price`, `usage_record`.
+Read first: `token_bucket`, `price`, `usage_record`.
 """

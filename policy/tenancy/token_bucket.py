@@ -69,14 +69,16 @@ class TokenBucket:
         """How much of ``unused`` tokens there is room for: a full bucket is not made fuller."""
         return max(0.0, min(unused, self.capacity - self.level))
 
-    @property
-    def full_in_s(self) -> float:
-        """After how many seconds the bucket is full, counted by the whole limit if there is no share."""
+    def full_in_s(self, refunded: float = 0.0) -> float:
+        """After how many seconds the bucket is full, counted by the whole limit if there is no share.
+
+        ``refunded`` are tokens that the level does not have yet.
+        """
         share = self.share or 1.0
-        return max(0.0, (self.limit * share - self.level) / (self.limit * share) * PERIOD_S)
+        return max(0.0, 1.0 - (self.level + refunded) / (self.limit * share)) * PERIOD_S
 
 
 def level_of(limit: float, share: float, full_in_s: float) -> float:
-    """The level of a bucket by :attr:`TokenBucket.full_in_s`."""
+    """The level of a bucket by :meth:`TokenBucket.full_in_s`."""
     whole = limit * (share or 1.0)
     return whole * (1.0 - full_in_s / PERIOD_S)

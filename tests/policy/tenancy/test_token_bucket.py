@@ -53,8 +53,8 @@ def test_a_request_for_more_than_the_capacity_waits_for_a_full_bucket_and_leaves
     bucket.observe(0.0, 50, 0)
     assert bucket.level == -20
     assert bucket.wait_s(1, 0) == pytest.approx(42.0)
-    assert bucket.full_in_s == pytest.approx(100.0)
-    assert level_of(60, 0.5, bucket.full_in_s) == pytest.approx(-20)
+    assert bucket.full_in_s() == pytest.approx(100.0)
+    assert level_of(60, 0.5, bucket.full_in_s()) == pytest.approx(-20)
 
 
 def test_without_a_share_one_request_is_admitted() -> None:
