@@ -109,7 +109,7 @@ class Gateway:
         self.tenants = Tenants(salt_secret, own_key(secret), self.metrics.tenants, shared)
         self.journal = journal
         self.admin_keys = AdminKeys()
-        self.limiter = RateLimiter(limits, self.metrics.tenants.exceeded)
+        self.limiter = RateLimiter(limits)
         self.suspects = SuspectRequests(shared)
         self.routes = ModelRouters(rng, shared, current, self.metrics, self.suspects.lost_elsewhere)
         self.admission = Admission(
@@ -305,8 +305,8 @@ class Gateway:
             if (charge := call.charge) is not None:
                 prompt = tokens = request.prompt_tokens
                 if call.route.runner is Runner.GENERATE:
-                    context, longest = served.max_model_len, principal.max_tokens
-                    tokens = most_tokens(prompt, request.limit_tokens, context, body.choices, longest)
+                    context = served.max_model_len
+                    tokens = most_tokens(prompt, request.limit_tokens, context, body.choices)
                 nano = charge.rates.cost(prompt, 0, tokens - prompt)
             call.reservation = self.limiter.admit(principal, tokens, nano)
             if charge is not None:

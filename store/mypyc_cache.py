@@ -76,6 +76,7 @@ MODULES = {
         "intake/adapter_catalog",
         "intake/principal",
         "intake/limit_headers",
+        "intake/limit_state",
         "intake/rate_limiter",
         "intake/request_resolver",
         "intake/shared_limits",

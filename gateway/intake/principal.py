@@ -81,15 +81,9 @@ class Principal:
                 [
                     Subject(name, key, each, is_key=is_key)
                     for each, (name, key, is_key) in zip(access, named, strict=True)
-                    if is_limited(each)
+                    if _is_limited(each)
                 ]
             )
-
-
-def is_limited(access: Access) -> bool:
-    """Whether any limit is set."""
-    limits = (access.rpm_limit, access.tpm_limit, access.max_parallel_requests, access.max_budget)
-    return any(limit is not None for limit in limits)
 
     def may_use(self, model: str, adapter: str = "") -> bool:
         """Whether the model, or the adapter on it, is among those that tenant and key allow."""
@@ -97,6 +91,12 @@ def is_limited(access: Access) -> bool:
             return False
         allowed = self.adapters
         return not adapter or allowed is None or adapter in allowed or f"{model}:{adapter}" in allowed
+
+
+def _is_limited(access: Access) -> bool:
+    """Whether any limit is set."""
+    limits = (access.rpm_limit, access.tpm_limit, access.max_parallel_requests, access.max_budget)
+    return any(limit is not None for limit in limits)
 
 
 def _common(lists: list[Collection[str]]) -> frozenset[str] | None:

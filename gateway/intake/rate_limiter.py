@@ -12,69 +12,25 @@ from math import inf
 from typing import Any, Final
 
 from gateway.intake.limit_headers import Headers, duration, rate_limit_headers
+from gateway.intake.limit_state import NANO, Held, LimitState
 from gateway.intake.principal import Principal, Subject
-from gateway.intake.shared_limits import (
-    ASKED,
-    ASKED_AT,
-    OPEN,
-    REQUESTS,
-    REQUESTS_BACK,
-    REQUESTS_FULL_AT,
-    RUNNING,
-    SPENT,
-    TOKENS,
-    TOKENS_BACK,
-    TOKENS_FULL_AT,
-    SharedLimits,
-    Slot,
-    Sums,
-)
+from gateway.intake.shared_limits import SharedLimits
 from gateway.protocol.errors import MAX_RETRY_AFTER_S, Refused
-from policy.config.tenancy import Access, Limit
+from policy.config.tenancy import Limit
 from policy.errors import Refusal
-from policy.tenancy.token_bucket import PERIOD_S, TokenBucket, level_of
+from policy.tenancy.token_bucket import PERIOD_S, TokenBucket
 
-NANO: Final = 1_000_000_000
 # A view that was not used for so long is made anew, from what the other workers saw last.
 FORGET_S: Final = PERIOD_S
 # Views that are brought up to date in one turn of the event loop.
 LOOKS_A_TURN: Final = 256
-# A request may end at any moment.
-PARALLEL_WAIT_S: Final = 1.0
-
-
-class LimitState:
-    """A tenant's or key's use of its limits as this worker sees it; -1 and 0 stand for limits not set."""
-
-    def __init__(self, subject: Subject, slot: Slot) -> None:
-        self.subject = subject
-        self.access: Access | None = None
-        self.slot = slot
-        self.asked_at = 0.0
-        self.running = 0
-        self.share = 1.0
-        self.requests: TokenBucket | None = None
-        self.tokens: TokenBucket | None = None
-        self.parallel = 0
-        self.budget = -1
-        self.dry_run: tuple[Limit, ...] = ()
-        self.sums = Sums()
-
-
-class Held:
-    """What one request has reserved of one tenant's or key's limits."""
-
-    def __init__(self, state: LimitState, tokens: int) -> None:
-        self.state = state
-        self.requests = 0 if state.requests is None else 1
-        self.tokens = 0 if state.tokens is None else tokens
 
 
 class Reservation:
     """What a request has reserved. ``headers`` show the tighter of the limits of its key and its tenant."""
 
-    def __init__(self, limiter: RateLimiter, nano: int) -> None:
-        self._limiter = limiter
+    def __init__(self, clock: Callable[[], float], nano: int) -> None:
+        self._clock = clock
         self._nano = nano
         self._settled = False
         self.held: list[Held] = []
@@ -87,26 +43,21 @@ class Reservation:
         """
         if not self._settled:
             self._settled = True
+            now = self._clock()
             for held in self.held:
-                self._limiter.settle(held, self._nano, tokens=tokens, spent=nano, began=began)
+                held.state.settle(held, self._nano, tokens=tokens, spent=nano, began=began, now=now)
 
 
 class RateLimiter:
-    """The limits in one worker. ``clock`` is the host's monotonic clock; ``wall`` ends periods of budgets.
-
-    ``exceeded`` counts the requests that were over a limit: by tenant, limit, whether it is of the ``tenant``
-    or the ``key``, and whether they were ``refused`` or it is in ``dry_run``.
-    """
+    """The limits in one worker. ``clock`` is the host's monotonic clock; ``wall`` ends periods of budgets."""
 
     def __init__(
         self,
         shared: SharedLimits,
-        exceeded: Callable[[str, tuple[str, str, str]], None] = lambda tenant, labels: None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._shared = shared
-        self._exceeded = exceeded
         self._clock = clock
         self._wall = wall
         self._states: dict[int, LimitState] = {}
@@ -120,68 +71,35 @@ class RateLimiter:
         Raises :class:`gateway.protocol.errors.Refused` with the limit that it is over.
         """
         now = self._clock()
-        reservation = Reservation(self, nano)
+        reservation = Reservation(self._clock, nano)
+        holds = reservation.held
         for subject in principal.limited:
-            state = self._state(subject, now)
-            # More than the limit could never be admitted.
-            most = tokens if state.tokens is None else min(tokens, int(state.tokens.limit))
-            held = Held(state, most)
-            self._reserve(held, nano, now)
-            reservation.held.append(held)
+            holds.append(self._state(subject, now).reserve(tokens, nano, now))
         refused: Refused | None = None
         longest_s = -1.0
-        for held in reservation.held:
-            self._look(held.state, now)
+        for held in holds:
+            state = held.state
+            state.look(now)
             for limit, wait_s in self._over(held, nano):
-                state = held.state
                 enforced = limit not in state.dry_run
-                mode, whose = (
-                    "refused" if enforced else "dry_run",
+                whose, outcome = (
                     "key" if state.subject.is_key else "tenant",
+                    "refused" if enforced else "dry_run",
                 )
-                self._exceeded(principal.account.name, (limit.value, whose, mode))
+                principal.account.counters.exceeded[limit.value, whose, outcome] += 1
                 if not enforced:
-                    self._pass(held, limit)
+                    state.ignore(held, limit)
                 elif wait_s > longest_s:
                     longest_s, refused = wait_s, refusal(state.subject, limit, wait_s)
-        for held in reservation.held:
-            if refused is None:
-                self._report(held.state, now, 0, 0)
-            else:
-                self._withdraw(held, nano, now)
-        reservation.headers = self._headers(reservation.held, refused is not None)
         if refused is not None:
-            refused.limits = reservation.headers
+            for held in holds:
+                held.state.withdraw(held, nano)
+            refused.limits = self._headers(holds, True)
             raise refused
+        for held in holds:
+            held.state.report()
+        reservation.headers = self._headers(holds, False)
         return reservation
-
-    def settle(self, held: Held, nano: int, *, tokens: int, spent: int, began: bool) -> None:
-        """A request has ended: it used ``tokens`` and ``spent`` money, on a replica if ``began``."""
-        state = held.state
-        shared, slot = self._shared, state.slot
-        if not shared.holds(slot):
-            return
-        now = self._clock()
-        self._look(state, now)
-        tokens_back = requests_back = 0
-        bucket = state.tokens
-        if bucket is not None and held.tokens:
-            tokens_back = held.tokens - tokens
-            if tokens_back < 0:
-                shared.add(slot, TOKENS, -tokens_back)
-            else:
-                tokens_back = int(bucket.refundable(float(tokens_back)))
-                shared.add(slot, TOKENS_BACK, tokens_back)
-        bucket = state.requests
-        if bucket is not None and held.requests and not began:
-            requests_back = round(bucket.refundable(1.0))
-            shared.add(slot, REQUESTS_BACK, requests_back)
-        self._report(state, now, requests_back, tokens_back)
-        if state.budget >= 0:
-            shared.add(slot, SPENT, spent)
-        shared.add(slot, OPEN, -nano)
-        shared.add(slot, RUNNING, -1)
-        state.running -= 1
 
     def beat(self) -> None:
         """Report that this worker lives, and look at some of the limits in use, each in its turn."""
@@ -190,9 +108,9 @@ class RateLimiter:
         if not self._due:
             self._due = list(self._states.values())
         for state in self._due[:LOOKS_A_TURN]:
-            if (state.asked_at + FORGET_S >= now or state.running) and self._shared.holds(state.slot):
-                self._look(state, now)
-                self._report(state, now, 0, 0)
+            if not self._is_forgotten(state, now):
+                state.look(now)
+                state.report()
             elif self._states.get(state.subject.key) is state:
                 del self._states[state.subject.key]
         del self._due[:LOOKS_A_TURN]
@@ -203,14 +121,18 @@ class RateLimiter:
     def describe(self, subject: Subject) -> dict[str, Any]:
         """How much of its limits a tenant or key uses on this host, by the limit."""
         now = self._clock()
-        state = self._states.get(subject.key) or self._open(subject, now)
-        self._look(state, now)
+        state = self._states.get(subject.key) or LimitState(subject, self._shared, now, counts=False)
+        state.look(now)
         share, found = state.share, dict[str, dict[str, Any]]()
         for limit, bucket in ((Limit.REQUESTS, state.requests), (Limit.TOKENS, state.tokens)):
             if bucket is not None:
                 found[limit] = {"limit": int(bucket.limit), "remaining": int(bucket.level), "share": share}
         if state.parallel:
-            found[Limit.PARALLEL] = {"limit": state.parallel, "running": state.sums.running, "share": share}
+            found[Limit.PARALLEL] = {
+                "limit": state.parallel,
+                "running": state.slot.all_running,
+                "share": share,
+            }
         if state.budget >= 0:
             spent, wait_s = self._spent(state)
             found[Limit.BUDGET] = {
@@ -224,121 +146,30 @@ class RateLimiter:
 
     def _state(self, subject: Subject, now: float) -> LimitState:
         state = self._states.get(subject.key)
-        forgotten = state is not None and state.asked_at + FORGET_S < now and not state.running
-        if state is None or forgotten or not self._shared.holds(state.slot):
-            state = self._states[subject.key] = self._open(subject, now)
+        if state is None or self._is_forgotten(state, now):
+            state = self._states[subject.key] = LimitState(subject, self._shared, now)
         elif state.access is not subject.access:
-            self._read(state, subject, now)
-        state.asked_at = now
+            state.read(subject, now)
         return state
 
-    def _open(self, subject: Subject, now: float) -> LimitState:
-        """A view with the levels that another worker, or the one before this, saw last."""
-        state = LimitState(subject, self._shared.open(subject.key))
-        state.share, full = self._shared.lease(state.slot, now)
-        state.sums = sums = self._shared.sums(state.slot)
-        self._read(state, subject, now)
-        if state.share < 1.0 and not full:  # nobody here used it: what others left is not known yet
-            if state.requests is not None and not sums.requests_full_at:
-                state.requests.level = 0.0
-            if state.tokens is not None and not sums.tokens_full_at:
-                state.tokens.level = 0.0
-        return state
-
-    def _read(self, state: LimitState, subject: Subject, now: float) -> None:
-        """Take the limits as they are configured now; what was used of them stays used."""
-        access, share, sums = subject.access, state.share, state.sums
-        state.subject, state.access, state.dry_run = subject, access, access.dry_run
-        state.requests = _bucket(state.requests, access.rpm_limit, share, sums.requests_full_at, now)
-        state.tokens = _bucket(state.tokens, access.tpm_limit, share, sums.tokens_full_at, now)
-        state.parallel = access.max_parallel_requests or 0
-        state.budget = -1 if access.max_budget is None else round(access.max_budget * NANO)
-
-    def _reserve(self, held: Held, nano: int, now: float) -> None:
-        shared, state = self._shared, held.state
-        slot = state.slot
-        if held.requests:
-            shared.add(slot, REQUESTS, 1)
-        if held.tokens:
-            shared.add(slot, TOKENS, held.tokens)
-        shared.add(slot, OPEN, nano)
-        shared.add(slot, RUNNING, 1)
-        shared.add(slot, ASKED, 1)
-        shared.put(slot, ASKED_AT, int(now * 1e9))
-        state.running += 1
-
-    def _pass(self, held: Held, limit: Limit) -> None:
-        """A limit in dry run is exceeded: what it would have refused is not taken from it."""
-        if limit is Limit.REQUESTS:
-            self._shared.add(held.state.slot, REQUESTS_BACK, held.requests)
-            held.requests = 0
-        elif limit is Limit.TOKENS:
-            self._shared.add(held.state.slot, TOKENS_BACK, held.tokens)
-            held.tokens = 0
-
-    def _withdraw(self, held: Held, nano: int, now: float) -> None:
-        shared, slot = self._shared, held.state.slot
-        if held.requests:
-            shared.add(slot, REQUESTS_BACK, 1)
-        if held.tokens:
-            shared.add(slot, TOKENS_BACK, held.tokens)
-        shared.add(slot, OPEN, -nano)
-        shared.add(slot, RUNNING, -1)
-        held.state.running -= 1
-        self._report(held.state, now, held.requests, held.tokens)
-
-    def _look(self, state: LimitState, now: float) -> None:
-        """Take what all workers of the host counted since the last look."""
-        shared, slot = self._shared, state.slot
-        share, full = shared.lease(slot, now)
-        if share != state.share:
-            self._resize(state, share, full=full)
-        state.sums = sums = shared.sums(slot)
-        if (bucket := state.requests) is not None:
-            bucket.observe(now, float(sums.requests), float(sums.requests_back))
-        if (bucket := state.tokens) is not None:
-            bucket.observe(now, float(sums.tokens), float(sums.tokens_back))
-
-    def _report(self, state: LimitState, now: float, requests_back: int, tokens_back: int) -> None:
-        """Report the levels to workers that look here for the first time, with what was refunded since."""
-        shared, slot = self._shared, state.slot
-        if (bucket := state.requests) is not None:
-            full_at = now + bucket.full_in_s(float(requests_back))
-            shared.put(slot, REQUESTS_FULL_AT, int(full_at * 1e9))
-        if (bucket := state.tokens) is not None:
-            full_at = now + bucket.full_in_s(float(tokens_back))
-            shared.put(slot, TOKENS_FULL_AT, int(full_at * 1e9))
-
-    def _resize(self, state: LimitState, share: float, *, full: bool) -> None:
-        """The host's share has changed; ``full``: no host used the limit, so that its first share is full."""
-        first = full and state.share == 0.0
-        state.share = share
-        for bucket in (state.requests, state.tokens):
-            if bucket is not None:
-                bucket.resize(bucket.limit, share)
-                if first:
-                    bucket.level = min(bucket.capacity, bucket.level + bucket.capacity)
+    def _is_forgotten(self, state: LimitState, now: float) -> bool:
+        if state.asked_at + FORGET_S < now and not state.slot.running:
+            return True
+        return not self._shared.holds(state.slot)
 
     def _over(self, held: Held, nano: int) -> list[tuple[Limit, float]]:
         """The limits that the newest request is over, and how long each has to be waited for."""
-        state, found = held.state, list[tuple[Limit, float]]()
-        bucket = state.requests
-        if bucket is not None and (wait_s := bucket.wait_s(1.0, 1.0)) > 0.0:
-            found.append((Limit.REQUESTS, wait_s))
-        bucket = state.tokens
-        if bucket is not None and (wait_s := bucket.wait_s(float(held.tokens), float(held.tokens))) > 0.0:
-            found.append((Limit.TOKENS, wait_s))
-        if state.parallel and state.sums.running > max(1, int(state.parallel * state.share)):
-            found.append((Limit.PARALLEL, PARALLEL_WAIT_S))
+        state = held.state
+        found = state.over(held)
         if state.budget >= 0:
             spent, wait_s = self._spent(state)
-            if spent + state.sums.open - nano >= state.budget:
+            if spent + state.slot.all_open - nano >= state.budget:
                 found.append((Limit.BUDGET, wait_s))
         return found
 
     def _spent(self, state: LimitState) -> tuple[int, float]:
         """What was spent in this period, and how many seconds it lasts."""
-        spent, wall, end = state.sums.spent, self._wall(), -1.0
+        spent, wall, end = state.slot.all_spent, self._wall(), -1.0
         known = self._shared.spent_elsewhere(state.slot)
         if known is not None:
             nano, end = known
@@ -396,15 +227,3 @@ _WORDS: Final = {
     Limit.PARALLEL: "{} requests at a time",
     Limit.BUDGET: "{:g}, and it is spent",
 }
-
-
-def _bucket(
-    bucket: TokenBucket | None, limit: int | None, share: float, full_at: int, now: float
-) -> TokenBucket | None:
-    if limit is None:
-        return None
-    if bucket is not None:
-        bucket.resize(float(limit), share)
-        return bucket
-    level = level_of(float(limit), share, max(0.0, full_at / 1e9 - now))
-    return TokenBucket(float(limit), share, now, level)

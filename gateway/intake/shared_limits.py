@@ -17,21 +17,16 @@ from typing import Final
 from gateway.routing.mapped_rows import HEADER, OWN, ROWS, MappedRows, Table
 from store.os_process import boot_key
 
-# The counts of a slot, behind its key. Requests and tokens: reserved, refunded; then those that run now, the
-# money (in nano-units) that was spent and that running requests may yet spend; how often it was asked for,
-# when last, and when its buckets are full again (nanoseconds of the monotonic clock).
+# The words of a slot: its key, then the counts of :class:`Counts` in their order.
 _WORDS = struct.Struct("12q")
-REQUESTS: Final = 1
-REQUESTS_BACK: Final = 2
-TOKENS: Final = 3
-TOKENS_BACK: Final = 4
-RUNNING: Final = 5
-SPENT: Final = 6
-OPEN: Final = 7
-ASKED: Final = 8
-ASKED_AT: Final = 9
-REQUESTS_FULL_AT: Final = 10
-TOKENS_FULL_AT: Final = 11
+_COUNTS = struct.Struct("11q")
+_RUNNING: Final = 5
+_SPENT: Final = 6
+_OPEN: Final = 7
+_ASKED: Final = 8
+_ASKED_AT: Final = 9
+_REQUESTS_FULL_AT: Final = 10
+_TOKENS_FULL_AT: Final = 11
 # In the accounting process's row: the lease, and what the host's counts of spent money lack of that of the
 # period, whose end follows in Unix seconds.
 _LEASE: Final = 1
@@ -52,33 +47,59 @@ _DAY_NS = 86_400_000_000_000
 
 
 class Place:
-    """A row's slot of one tenant or key, and its counts as they were read last."""
+    """Another row's slot of one tenant or key, and its counts as they were read last."""
 
-    def __init__(self, at: int, row: int) -> None:
+    def __init__(self, at: int) -> None:
         self.at = at
-        self.row = row
         self.lives = False
         self.requests = self.requests_back = self.tokens = self.tokens_back = 0
 
 
-class Sums:
-    """The counts of one tenant or key over all rows: their growth since the last time, and the gauges."""
-
-    def __init__(self) -> None:
-        self.requests = self.requests_back = self.tokens = self.tokens_back = 0
-        self.running = self.spent = self.open = 0
-        self.requests_full_at = self.tokens_full_at = 0
-
-
 class Slot:
-    """One tenant or key as this process sees it: its own slot ``at``, and those of all rows."""
+    """One tenant or key as this process sees it.
+
+    Its own counts: requests and tokens reserved and refunded, since ever; requests that run; nano-units of
+    money that were spent, and that running requests may yet spend; how often it was asked for, when last, and
+    when its buckets are full again, in nanoseconds of the monotonic clock. ``places`` are those of other
+    rows. The growth (``d_``) and the other sums are those of all rows at the last :meth:`SharedLimits.look`.
+    """
 
     def __init__(self, key: int) -> None:
         self.key = key
         self.at = 0
+        self.requests = self.requests_back = self.tokens = self.tokens_back = 0
+        self.running = self.spent = self.open = self.asked = self.asked_at = 0
+        self.requests_full_at = self.tokens_full_at = 0
         self.accounting = -1
         self.places: list[Place] = []
         self.version = -1
+        self.d_requests = self.d_requests_back = self.d_tokens = self.d_tokens_back = 0
+        self.all_running = self.all_spent = self.all_open = 0
+        self.seen_requests_full_at = self.seen_tokens_full_at = 0
+        self._looked_requests = self._looked_requests_back = 0
+        self._looked_tokens = self._looked_tokens_back = 0
+
+    @property
+    def requests_since(self) -> float:
+        """What was refunded here since the last look, less what was reserved."""
+        back = self.requests_back - self._looked_requests_back
+        return float(back - self.requests + self._looked_requests)
+
+    @property
+    def tokens_since(self) -> float:
+        """As :attr:`requests_since`, of tokens."""
+        back = self.tokens_back - self._looked_tokens_back
+        return float(back - self.tokens + self._looked_tokens)
+
+    def take_own(self) -> None:
+        """Begin the sums with the slot's own counts."""
+        self.d_requests = self.requests - self._looked_requests
+        self.d_requests_back = self.requests_back - self._looked_requests_back
+        self.d_tokens = self.tokens - self._looked_tokens
+        self.d_tokens_back = self.tokens_back - self._looked_tokens_back
+        self._looked_requests, self._looked_requests_back = self.requests, self.requests_back
+        self._looked_tokens, self._looked_tokens_back = self.tokens, self.tokens_back
+        self.all_running, self.all_spent, self.all_open = self.running, self.spent, self.open
 
 
 class SharedLimits:
@@ -109,38 +130,50 @@ class SharedLimits:
         self._rows.beat()
         self._follow()
 
-    def open(self, key: int) -> Slot:
-        """The slot of a tenant or key, which this process counts from now on."""
+    def open(self, key: int, *, counts: bool) -> Slot:
+        """The slot of a tenant or key, which this process counts from now on if it ``counts``."""
         slot = Slot(key)
-        slot.at = self._mine.get(key) or self._claim(key)
+        slot.at = self._mine.get(key, 0)
+        if counts and not slot.at:
+            slot.at = self._claim(key)
+        if slot.at:
+            (
+                slot.requests, slot.requests_back, slot.tokens, slot.tokens_back, slot.running, slot.spent,
+                slot.open, slot.asked, slot.asked_at, slot.requests_full_at, slot.tokens_full_at,
+            ) = _COUNTS.unpack_from(self._map, slot.at * 8 + 8)  # fmt: skip
         self._find(slot)
-        for place in slot.places:
-            self._read(place, Sums(), key)
+        self.look(slot)
+        slot.seen_requests_full_at = max(slot.seen_requests_full_at, slot.requests_full_at)
+        slot.seen_tokens_full_at = max(slot.seen_tokens_full_at, slot.tokens_full_at)
         return slot
 
-    def add(self, slot: Slot, word: int, amount: int) -> None:
-        """Raise one of the slot's counts."""
-        self.counts[slot.at + word] += amount
+    def write(self, slot: Slot) -> None:
+        """Show the slot's counts to the others; nothing where :meth:`holds` is not so any more."""
+        if self._words[slot.at] == slot.key:
+            _COUNTS.pack_into(
+                self._map, slot.at * 8 + 8,
+                slot.requests, slot.requests_back, slot.tokens, slot.tokens_back, slot.running, slot.spent,
+                slot.open, slot.asked, slot.asked_at, slot.requests_full_at, slot.tokens_full_at,
+            )  # fmt: skip
 
-    def put(self, slot: Slot, word: int, value: int) -> None:
-        """Set one of the slot's counts."""
-        self.counts[slot.at + word] = value
+    def write_levels(self, slot: Slot) -> None:
+        """Show when the slot's buckets are full."""
+        self.counts[slot.at + _REQUESTS_FULL_AT] = slot.requests_full_at
+        self.counts[slot.at + _TOKENS_FULL_AT] = slot.tokens_full_at
 
     def holds(self, slot: Slot) -> bool:
         """Whether the slot is still its key's: where over some 10,000 are in use, the least used give way."""
         return self._words[slot.at] == slot.key
 
-    def sums(self, slot: Slot) -> Sums:
-        """All rows' counts; what they grew by since the last call on this ``slot``."""
+    def look(self, slot: Slot) -> None:
+        """Take all rows' counts, and what they grew by since the last time."""
         if self._rows.has_news:
             self._follow()
         if slot.version != self._version:
             self._find(slot)
-        sums = Sums()
-        key = slot.key
+        slot.take_own()
         for place in slot.places:
-            self._read(place, sums, key)
-        return sums
+            self._read(place, slot)
 
     def lease(self, slot: Slot, now: float) -> tuple[float, bool]:
         """The share of its limits that this host has, and whether that begins with full buckets.
@@ -183,19 +216,19 @@ class SharedLimits:
         # The end first: with the former period's sum the budget is refused for a moment, not exceeded.
         self.counts[at + _PERIOD_END] = -1 if period_end == inf else int(period_end)
         self.counts[at + _SPENT_ELSEWHERE] = nano - spent_by_host
-        self.counts[at + ASKED_AT] = int(self._clock() * 1e9)
+        self.counts[at + _ASKED_AT] = int(self._clock() * 1e9)
 
     def spent_by_host(self, key: int) -> int:
         """The sum of what this host's workers ever counted as spent by a tenant or key."""
         found = [self._rows.find(_SLOTS, row, key) for row in self._written if row != ACCOUNTING]
-        return sum([self.counts[at + SPENT] for at in found if at > 0])
+        return sum([self.counts[at + _SPENT] for at in found if at > 0])
 
     def publish_lease(self, key: int, share: float, until: float, *, full: bool) -> None:
         """Report that this host has ``share`` of a tenant's or key's limits until this instant."""
         at = self._mine.get(key) or self._claim(key)
         word = int(until * 1e3) << _UNTIL_AT | int(full) << _PPM_BITS | int(share * _PPM)
         self._words[at + _LEASE] = word & _MASK
-        self.counts[at + ASKED_AT] = int(self._clock() * 1e9)
+        self.counts[at + _ASKED_AT] = int(self._clock() * 1e9)
 
     def publish_hosts(self, hosts: int, answers_until: float) -> None:
         """Report how many hosts there are, as the database knew until this instant."""
@@ -217,8 +250,8 @@ class SharedLimits:
                 if key:
                     at = begin + i * wide
                     count, when = found.get(key, (0, 0.0))
-                    latest = max(when, self.counts[at + ASKED_AT] / 1e9)
-                    found[key] = count + self.counts[at + ASKED], latest
+                    latest = max(when, self.counts[at + _ASKED_AT] / 1e9)
+                    found[key] = count + self.counts[at + _ASKED], latest
         return found
 
     def close(self) -> None:
@@ -237,7 +270,7 @@ class SharedLimits:
                 at = begin + i * wide
                 self._mine[key] = at
                 if rows.row != ACCOUNTING:
-                    self.counts[at + RUNNING] = self.counts[at + OPEN] = 0
+                    self.counts[at + _RUNNING] = self.counts[at + _OPEN] = 0
         rows.begin()
 
     def _claim(self, key: int) -> int:
@@ -248,16 +281,16 @@ class SharedLimits:
             at = min(_SLOTS.window(rows.base, key), key=self._usefulness)
             self._mine.pop(self._words[at], None)
         rows.claim(_SLOTS, at, key, announce=True)
-        counts[at + ASKED_AT] = int(self._clock() * 1e9)
+        counts[at + _ASKED_AT] = int(self._clock() * 1e9)
         self._mine[key] = at
         return at
 
     def _usefulness(self, at: int) -> int:
         """When the key at ``at`` was asked for; what runs or has debts is kept before all else."""
         counts = self.counts
-        full_at = max(counts[at + REQUESTS_FULL_AT], counts[at + TOKENS_FULL_AT])
-        later = _DAY_NS if counts[at + RUNNING] else 0
-        return max(counts[at + ASKED_AT], full_at) + later
+        full_at = max(counts[at + _REQUESTS_FULL_AT], counts[at + _TOKENS_FULL_AT])
+        later = _DAY_NS if counts[at + _RUNNING] else 0
+        return max(counts[at + _ASKED_AT], full_at) + later
 
     def _follow(self) -> None:
         """Look which rows there are; slots are found anew if any has other keys."""
@@ -265,45 +298,44 @@ class SharedLimits:
         if peers != self._seen:
             self._seen = peers
             self._written = self._rows.written()
-            self._living = frozenset([peer.row for peer in peers]) | {self._rows.row}
+            self._living = frozenset([peer.row for peer in peers])
             self._version += 1
 
     def _find(self, slot: Slot) -> None:
-        """Where the rows count the slot's key. Those found for the first time began after the last look."""
+        """Where other rows count the slot's key. Those found for the first time began after the last look."""
         known = {place.at: place for place in slot.places}
         places = []
         slot.accounting = -1
         for row in self._written:
-            at = self._rows.find(_SLOTS, row, slot.key)
+            at = -1 if row == self._rows.row else self._rows.find(_SLOTS, row, slot.key)
             if row == ACCOUNTING:
                 slot.accounting = at
             elif at > 0:
-                place = known.get(at) or Place(at, row)
+                place = known.get(at) or Place(at)
                 place.lives = row in self._living
                 places.append(place)
         slot.places = places
         slot.version = self._version
 
-    def _read(self, place: Place, sums: Sums, key: int) -> None:
+    def _read(self, place: Place, slot: Slot) -> None:
         """Add what a place has grown by; one that another key has taken counts nothing."""
         (
-            found, requests, requests_back, tokens, tokens_back, running, spent, open_, _, _,
+            key, requests, requests_back, tokens, tokens_back, running, spent, open_, _, _,
             requests_full_at, tokens_full_at,
         ) = _WORDS.unpack_from(self._map, place.at * 8)  # fmt: skip
-        # As written: the key is unsigned.
-        if found & _MASK != key:
+        if key & _MASK != slot.key:
             return
         if requests < place.requests or tokens < place.tokens:  # taken by others meanwhile, and again
             place.requests = place.requests_back = place.tokens = place.tokens_back = 0
-        sums.requests += requests - place.requests
-        sums.requests_back += requests_back - place.requests_back
-        sums.tokens += tokens - place.tokens
-        sums.tokens_back += tokens_back - place.tokens_back
+        slot.d_requests += requests - place.requests
+        slot.d_requests_back += requests_back - place.requests_back
+        slot.d_tokens += tokens - place.tokens
+        slot.d_tokens_back += tokens_back - place.tokens_back
         place.requests, place.requests_back = requests, requests_back
         place.tokens, place.tokens_back = tokens, tokens_back
-        sums.spent += spent
+        slot.all_spent += spent
         if place.lives:
-            sums.running += running
-            sums.open += open_
-        sums.requests_full_at = max(sums.requests_full_at, requests_full_at)
-        sums.tokens_full_at = max(sums.tokens_full_at, tokens_full_at)
+            slot.all_running += running
+            slot.all_open += open_
+        slot.seen_requests_full_at = max(slot.seen_requests_full_at, requests_full_at)
+        slot.seen_tokens_full_at = max(slot.seen_tokens_full_at, tokens_full_at)

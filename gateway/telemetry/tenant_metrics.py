@@ -47,10 +47,6 @@ class TenantMetrics:
             counters = self._counters[label] = TenantCounters()
         return counters
 
-    def exceeded(self, tenant: str, labels: tuple[str, str, str]) -> None:
-        """Count a request over a limit: which, whether it is the tenant's or the key's, what came of it."""
-        self.of(tenant).exceeded[labels] += 1
-
     def publish(self) -> None:
         for tenant, counters in self._counters.items():
             if counters.requests:

@@ -1,4 +1,4 @@
-"""What limits cost a request: to admit and settle one of a key and a tenant, with all four limits or none set.
+"""What limits cost a request: to admit and settle one, with all four limits of key and tenant, or with none.
 
 ``python loadtests/bench/limits_cost.py [ROOT]`` measures the compiled modules of the checkout ROOT
 (``python -m store.mypyc_cache`` there), by default this one. Processor time, medians.
@@ -10,21 +10,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Run as a program, its folder is the first of the path.
-ROOT = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2]).resolve()
-sys.path.insert(0, str(ROOT))
-
-from loadtests.bench.telemetry_cost import nanoseconds  # noqa: E402 - of the checkout that was asked for
-from store import mypyc_cache  # noqa: E402
-
 WORKERS = 2
 
 
 def measure(path: Path) -> None:
     """Print both figures, with :data:`WORKERS` workers that count the same key and tenant."""
-    from gateway.intake.principal import Principal, TenantAccount  # noqa: PLC0415
+    from gateway.intake.principal import Principal, TenantAccount  # noqa: PLC0415 - of that checkout
     from gateway.intake.rate_limiter import RateLimiter  # noqa: PLC0415
     from gateway.intake.shared_limits import SharedLimits  # noqa: PLC0415
+    from loadtests.bench.telemetry_cost import nanoseconds  # noqa: PLC0415
     from policy.config.tenancy import Access  # noqa: PLC0415
 
     limited = Access(
@@ -42,15 +36,18 @@ def measure(path: Path) -> None:
 
     # Without limits a request only looks whether it has any.
     free = Principal(account, "key-0123456789abcdef", (Access(), Access()))
-    print(
-        f"{nanoseconds(request):.0f} ns a request, {nanoseconds(lambda: free.limited):.0f} ns without limits"
-    )  # noqa: T201 - its result
+    found = nanoseconds(request), nanoseconds(lambda: free.limited)
+    print("{:.0f} ns a request, {:.0f} ns without limits".format(*found))  # noqa: T201 - its result
 
 
 def main() -> int:
     """Measure; returns 1 if the checkout is not compiled."""
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2]).resolve()
+    sys.path.insert(0, str(root))
+    from store import mypyc_cache  # noqa: PLC0415
+
     if not mypyc_cache.use():
-        print(f"{ROOT} is not compiled: python -m store.mypyc_cache there", file=sys.stderr)  # noqa: T201
+        print(f"{root} is not compiled: python -m store.mypyc_cache there", file=sys.stderr)  # noqa: T201
         return 1
     with tempfile.TemporaryDirectory() as directory:
         measure(Path(directory) / "limits.rows")

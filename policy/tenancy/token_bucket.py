@@ -65,9 +65,11 @@ class TokenBucket:
             return 0.0
         return missing / self.capacity * PERIOD_S if self.capacity > 0.0 else NO_SHARE_WAIT_S
 
-    def refundable(self, unused: float) -> float:
-        """How much of ``unused`` tokens there is room for: a full bucket is not made fuller."""
-        return max(0.0, min(unused, self.capacity - self.level))
+    def refundable(self, unused: float, now: float) -> float:
+        """How much of ``unused`` tokens there is room for at ``now``: a full bucket is not made fuller."""
+        capacity = self.capacity
+        refilled = capacity / PERIOD_S * max(0.0, now - self.at)
+        return max(0.0, min(unused, capacity - self.level - refilled))
 
     def full_in_s(self, refunded: float = 0.0) -> float:
         """After how many seconds the bucket is full, counted by the whole limit if there is no share.

@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 
 
-def most_tokens(prompt: int, allowed: int, context: int | None, choices: int, longest: int | None) -> int:
+def most_tokens(prompt: int, allowed: int, context: int | None, choices: int) -> int:
     """Prompt and allowed answer: what a request reserves.
 
     ``allowed`` are the tokens of all answers that the client allows (0: as many as the model's ``context``
-    has left for each of ``choices``), ``longest`` those that its key may ask for in one.
+    has left for each of ``choices``).
     """
-    if not allowed:
-        allowed = max(0, (context or 0) - prompt) * choices
-    if longest is not None:
-        allowed = min(allowed or longest * choices, longest * choices)
-    return prompt + allowed
+    return prompt + (allowed or max(0, (context or 0) - prompt) * choices)
 
 
 def cached_weight(prompt_price: float, cached_price: float) -> float:
