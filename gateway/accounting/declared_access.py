@@ -12,11 +12,15 @@ from store.state_dir import StateDir
 
 
 class Declared(NamedTuple):
-    """``models`` is ``None`` where no deployment was ever started; ``database`` is its URL."""
+    """``models`` is ``None`` where no deployment was ever started; ``database`` is its URL.
+
+    ``controller`` is the address of the controller, empty without one.
+    """
 
     database: str
     tenants: dict[str, Tenant]
     models: frozenset[str] | None
+    controller: str = ""
 
 
 class DeclaredAccess:
@@ -49,4 +53,5 @@ class DeclaredAccess:
             self._state.database_url(deployment.store),
             {tenant.name: tenant for tenant in deployment.tenants},
             frozenset(spec.name for spec in deployment.models),
+            deployment.cluster.controller if deployment.needs_controller else "",
         )

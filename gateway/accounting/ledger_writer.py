@@ -10,7 +10,7 @@ import fcntl
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from time import time
@@ -43,7 +43,8 @@ Spent = Counter[Budget]
 class LedgerWriter:
     """The ledger's only writer of one host. ``directory`` has the segments, ``host`` is this host's id.
 
-    ``budgets`` are those that pay for a request of this tenant, key and instant.
+    ``budgets`` are those that pay for a request of this tenant, key and instant. ``added`` is called with
+    what was added to the ledger.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class LedgerWriter:
         directory: Path,
         host: str,
         budgets: Callable[[str, str, float], Iterable[Budget]] = lambda tenant, key, at: (),
+        added: Callable[[Mapping[LedgerKey, Counts]], None] = lambda sums: None,
     ) -> None:
         self._database = database
         self._budgets = budgets
+        self._added = added
         self._directory = own_directory(directory)
         self._host = host
         self._readers: dict[str, SegmentReader] = {}
@@ -150,6 +153,7 @@ class LedgerWriter:
         # Only what is committed is left out from now on.
         for reader, bitmap in marked:
             reader.drained = bitmap
+        self._added(sums)
         return left == 0
 
     def _count(

@@ -24,6 +24,8 @@ from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.app import build_app
 from gateway.accounting.database_access import DatabaseAccess
 from gateway.accounting.declared_access import DeclaredAccess
+from gateway.accounting.energy_shares import EVERY_S as ENERGY_EVERY_S
+from gateway.accounting.energy_shares import EnergyShares
 from gateway.accounting.ledger_metrics import LedgerMetrics
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.periodic_tasks import PeriodicTasks
@@ -55,7 +57,8 @@ async def account(state: StateDir) -> None:
     access = AccessDatabase(database, declared, time.time)
     snapshot = AccessSnapshotFile(access, state)
     access.on_change = snapshot.update
-    writer = LedgerWriter(database.get, state.usage_path, state.host_id())
+    energy = EnergyShares(lambda: declared.get().controller, state.secret(), database.get)
+    writer = LedgerWriter(database.get, state.usage_path, state.host_id(), added=energy.added)
     config = uvicorn.Config(
         build_app(access, usage_routes(access.reading, writer.status)),
         http="httptools", ws="none", lifespan="off", server_header=False,
@@ -68,6 +71,7 @@ async def account(state: StateDir) -> None:
     periodic = PeriodicTasks(stopping.set)
     periodic.start("access_file", LOOK_EVERY_S, snapshot.update)
     periodic.start("ledger", DRAIN_EVERY_S, writer.drain)
+    periodic.start("energy", ENERGY_EVERY_S, energy.ask)
     if directory := os.environ.get(METRICS_VARIABLE):
         periodic.start("ledger_metrics", 1.0, LedgerMetrics(Path(directory), writer.status).publish)
     serving = asyncio.create_task(server.serve(sockets=[listen_at(state.accounting_socket_path)]))
