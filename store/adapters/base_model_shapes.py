@@ -19,8 +19,11 @@ _PACKED_TYPES = frozenset({"U8", "I32", "F4"})
 _HUB_CACHE = re.compile(r"models--[^/]+?--(?P<name>[^/]+)/snapshots/")
 # At the end of the name of a quantized model, which has the adapters of the original.
 _QUANTIZATION = re.compile(
-    r"([-_.](bnb|awq|gptq|fp8|gguf|hf|[48]bit|int[48]|w[48]a(8|16)|i?q\d(_[0-9a-z]+)*))+$"
+    r"([-_.](unsloth|quantized|dynamic|bnb|awq|gptq|fp8|nvfp4|gguf|hf|[48]bit|int[48]|w[48]a(8|16)"
+    r"|i?q\d(_[0-9a-z]+)*))+$"
 )
+# Llama 3's repositories had it before their names, and copies still do.
+_OLD_PREFIX = "meta-"
 
 # [outputs, inputs]; None if unknown from the checkpoint.
 Shape = tuple[int, int] | None
@@ -94,6 +97,7 @@ def _comparable(name: str) -> str:
     hub = _HUB_CACHE.search(name)
     last = re.split(r"[/\\]", hub["name"] if hub else name.rstrip("/\\"))[-1]
     last = last.removeprefix("package:").partition("@")[0].partition("==")[0].lower()
+    last = last.removeprefix(_OLD_PREFIX)
     return re.sub(r"[^a-z0-9]", "", _QUANTIZATION.sub("", last))
 
 

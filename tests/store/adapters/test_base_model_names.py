@@ -31,10 +31,12 @@ def package(tmp_path: Path) -> Path:
             HUB, "llama-3.1-8b-instruct", "Llama-3_1-8B-Instruct", "/data/models/Llama-3.1-8B-Instruct/",
             "C:\\models\\Llama-3.1-8B-Instruct", "unsloth/Llama-3.1-8B-Instruct-bnb-4bit", "served",
             "hugging-quants/Llama-3.1-8B-Instruct-AWQ-INT4", "Llama-3.1-8B-Instruct.Q4_K_M", HUB + "@main",
+            "neuralmagic/Meta-Llama-3.1-8B-Instruct-quantized.w8a8", "Llama-3.1-8B-Instruct-FP8-dynamic",
+            "/hub/models--unsloth--llama-3.1-8b-instruct-unsloth-bnb-4bit/snapshots/ab12",
             "/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0123abcd", "", None, 7,
         )),
         *((name, False) for name in (
-            "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3-8B-Instruct", "Llama-3.1-70B-Instruct", "step-500",
+            "meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3.1-70B-Instruct", "step-500",
             "meta-llama", "Qwen/Qwen2.5-7B-Instruct",
         )),
     ],
