@@ -91,8 +91,12 @@ def attained_rate(
     timing = shipped(spec, shape)
     assert timing.model is not None
     sample = _sample(arrivals, load)
-    if met_alone(sample, timing.model, timing.limits, slo, max_request_tokens(spec, shape)) < slo.attainment:
-        raise ValueError(f"fewer than {slo.attainment:g} of the requests would be within the SLO alone")
+    alone = met_alone(sample, timing.model, timing.limits, slo, max_request_tokens(spec, shape))
+    if alone < slo.attainment:
+        raise ValueError(
+            f"only {alone:.2%} of the requests would be within the SLO if each had a replica for itself,"
+            f" so {slo.attainment:.2%} cannot be attained"
+        )
     edge = capability(timing, _means(sample, load, timing.limits), slo).mu_max
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
         return edge

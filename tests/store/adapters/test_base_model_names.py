@@ -36,8 +36,8 @@ def package(tmp_path: Path) -> Path:
             "/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0123abcd", "", None, 7,
         )),
         *((name, False) for name in (
-            "meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3.1-70B-Instruct", "step-500",
-            "meta-llama", "Qwen/Qwen2.5-7B-Instruct",
+            "meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3.1-70B-Instruct",
+            "meta-llama", "step-500", "Qwen/Qwen2.5-7B-Instruct",
         )),
     ],
 )  # fmt: skip

@@ -186,3 +186,15 @@ def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:
     result = run("policies", "--traces", str(tmp_path))
     assert result.exit_code != 0
     assert str(tmp_path) in str(result.exception) + result.output
+
+
+def test_a_trace_that_no_fleet_can_serve_does_not_end_the_others(tmp_path: Path) -> None:
+    tokens = [30_000 if i % 20 == 0 else 400 for i in range(1200)]
+    rows = "".join(f"2023-11-16 18:{i // 60:02}:{i % 60:02},{tokens[i]},20\n" for i in range(1200))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    result = run("policies", "--traces", str(tmp_path), "--quick")
+    assert result.exit_code != 0
+    told = " ".join(result.stderr.split())
+    for name, text in (("a", told), ("b", str(result.exception))):
+        assert f"{name}.csv: only 95.06% of the requests would be within the SLO" in text

@@ -118,7 +118,7 @@ def policies(
 ) -> None:
     traces = _traces(where)
     count = 1 if quick else seeds
-    scores = []
+    scores: list[PolicyScore] = []
     for trace in traces:
         setup = setup_of(trace, TraceHalf(half))
         warn(f"{trace.name}: measuring the capacity of a replica")
@@ -131,7 +131,10 @@ def policies(
                 advance = partial(bar.advance, len(settings), trace.name)
                 ranking = rank(run_all(settings, processes, advance))
         except ValueError as error:
-            raise TargetError(f"{trace.name}: {error}") from None
+            if trace is traces[-1] and not scores:
+                raise TargetError(f"{trace.name}: {error}") from None
+            warn(f"{trace.name}: {error}")
+            continue
         score = PolicyScore(
             trace=trace.name, half=half, seeds=count, profile=setup.profile, size=size, table=ranking
         )
