@@ -22,6 +22,7 @@ import uvloop
 from gateway.accounting.access_snapshot_file import AccessSnapshotFile
 from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.app import build_app
+from gateway.accounting.budgets import Budgets, SpentBudgets
 from gateway.accounting.database_access import DatabaseAccess
 from gateway.accounting.declared_access import DeclaredAccess
 from gateway.accounting.energy_shares import EVERY_S as ENERGY_EVERY_S
@@ -30,6 +31,7 @@ from gateway.accounting.ledger_metrics import LedgerMetrics
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.periodic_tasks import PeriodicTasks
 from gateway.accounting.usage_query import usage_routes
+from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from store.log_lines import log_to
 from store.state_dir import StateDir, listen_at
 
@@ -58,7 +60,19 @@ async def account(state: StateDir) -> None:
     snapshot = AccessSnapshotFile(access, state)
     access.on_change = snapshot.update
     energy = EnergyShares(lambda: declared.get().controller, state.secret(), database.get)
-    writer = LedgerWriter(database.get, state.usage_path, state.host_id(), added=energy.added)
+    budgets = Budgets(access)
+    writer = LedgerWriter(
+        database.get, state.usage_path, state.host_id(), budgets=budgets.of, added=energy.added
+    )
+    limits = SharedLimits(state.limits_path, ACCOUNTING)
+    spent = SpentBudgets(budgets, limits, database.get)
+
+    def write_ledger() -> None:
+        budgets.update()
+        spent.look()
+        writer.drain()
+        spent.publish()
+
     config = uvicorn.Config(
         build_app(access, usage_routes(access.reading, writer.status)),
         http="httptools", ws="none", lifespan="off", server_header=False,
@@ -70,7 +84,7 @@ async def account(state: StateDir) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     periodic = PeriodicTasks(stopping.set)
     periodic.start("access_file", LOOK_EVERY_S, snapshot.update)
-    periodic.start("ledger", DRAIN_EVERY_S, writer.drain)
+    periodic.start("ledger", DRAIN_EVERY_S, write_ledger)
     periodic.start("energy", ENERGY_EVERY_S, energy.ask)
     if directory := os.environ.get(METRICS_VARIABLE):
         periodic.start("ledger_metrics", 1.0, LedgerMetrics(Path(directory), writer.status).publish)

@@ -1,0 +1,80 @@
+"""Workers know what is spent of a budget: by their host at once, and by others as the ledger has it."""
+
+from __future__ import annotations
+
+import time
+from io import StringIO
+from pathlib import Path
+
+from gateway.accounting.budgets import Budgets, SpentBudgets
+from gateway.accounting.ledger_writer import LedgerWriter
+from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
+from gateway.intake.usage_journal import Charge, UsageJournal
+from gateway.protocol.usage import Usage
+from gateway.telemetry.structured_log import Log
+from policy.config.tenancy import TokenPrice
+from policy.hashing import hash_name
+from policy.tenancy.price import rates_of
+from policy.wire.accounting import TENANTS
+from store.tenancy import ledger
+from store.tenancy.ledger import Counts, LedgerKey
+from tests.clock import Clock
+from tests.gateway.accounting.site import AccountingSite
+
+RATES = rates_of(TokenPrice(input=0, output=1.0))
+
+
+async def test_a_host_knows_what_others_spent_and_counts_its_own_once(tmp_path: Path) -> None:
+    clock = Clock(time.time())
+    site = AccountingSite(tmp_path, f"sqlite:///{tmp_path / 't.db'}", clock)
+    await site.ask("POST", TENANTS, {"name": "t", "max_budget": 1.0, "budget_duration": "1d"})
+    journal = UsageJournal(tmp_path / "usage", Log(0, StringIO()))
+    budgets = Budgets(site.access)
+    writer = LedgerWriter(site.database.get, tmp_path / "usage", "here", budgets=budgets.of)
+    limits = SharedLimits(tmp_path / "limits", ACCOUNTING)
+    spent = SpentBudgets(budgets, limits, site.database.get)
+    worker = SharedLimits(tmp_path / "limits", 0)
+    slot = worker.open(hash_name("tenant t"), counts=True)
+
+    def spend(tokens: int) -> None:
+        charge = Charge(journal, "t", "", "m", "", RATES, 0)
+        charge.begin()
+        charge.end(Usage(0, 0, tokens))
+        slot.spent += charge.cost_nano
+        slot.asked_at = time.monotonic_ns()
+        worker.write(slot)
+
+    def known(day: float) -> tuple[int, bool]:
+        """What the worker knows to be spent of the budget, and whether its period ends in a day or less."""
+        worker.look(slot)
+        elsewhere = worker.spent_elsewhere(slot)
+        assert elsewhere is not None
+        return slot.all_spent + elsewhere[0], day < elsewhere[1] <= day + 86_400
+
+    def turn(then_spend: int = 0) -> None:
+        spent._looked_at = 0.0
+        budgets.update()
+        spent.look()
+        if then_spend:
+            spend(then_spend)
+        writer.drain()
+        spent.publish()
+
+    with site.database.get().writing() as connection:
+        elsewhere = Counts()
+        elsewhere.cost_nano = 7000
+        ledger.add(
+            connection, {LedgerKey(time.strftime("%Y-%m-%d", time.gmtime()), "t", "", "m", ""): elsewhere}
+        )
+    spend(1)
+    turn()
+    assert known(clock()) == (8000, True)
+    spend(2)
+    assert known(clock()) == (10_000, True), "at once, before the ledger has it"
+    turn(then_spend=10)
+    assert known(clock()) == (30_000, True), "twice for a moment rather than not at all"
+    turn()
+    assert known(clock()) == (20_000, True)
+    clock.now += 86_400
+    turn()
+    assert known(clock()) == (0, True), "the next day begins with nothing"
