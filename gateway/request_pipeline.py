@@ -14,6 +14,7 @@ from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.api.accounting_proxy import AccountingProxy
 from gateway.api.application import admin_app, client_app
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.dependencies import Services
@@ -88,6 +89,7 @@ class Gateway:
         rng: random.Random,
         shared: SharedCounts,
         captures: Path,
+        accounting: Path,
         journal: UsageJournal,
         limits: SharedLimits,
     ) -> None:
@@ -140,6 +142,8 @@ class Gateway:
             routers=self.routes,
             not_ready=self.not_ready,
             controller=ControllerProxy(secret, current),
+            accounting=AccountingProxy(accounting),
+            admin_keys=self.admin_keys,
             capture=self.listeners.lines,
             chat=self.chat_of_operator,
             log=log,

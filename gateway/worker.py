@@ -102,6 +102,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         rng=rng,
         shared=shared,
         captures=state.captures,
+        accounting=state.accounting_socket_path,
         journal=UsageJournal(state.usage_path, log),
         limits=SharedLimits(state.limits_path, shared.row),
     )

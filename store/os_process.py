@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pwd
 import resource
 import signal
 import time
@@ -36,6 +37,14 @@ def allow_connections() -> None:
 def boot_key() -> int:
     """A number of 64 bits that is another one after each start of this machine."""
     return int.from_bytes(uuid.UUID(_BOOT_ID.read_text().strip()).bytes[:8])
+
+
+def local_user() -> str:
+    """This process's user, for the audit trail."""
+    try:
+        return f"user {pwd.getpwuid(os.getuid()).pw_name}"
+    except KeyError:  # of a container
+        return f"user {os.getuid()}"
 
 
 def started_at(pid: int) -> float | None:

@@ -6,8 +6,6 @@ The command line also calls it in its own process, where no deployment runs.
 from __future__ import annotations
 
 import asyncio
-import os
-import pwd
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,22 +21,21 @@ from gateway.accounting.tenant_changes import TenantChanges
 from policy.config.convert import convert, require
 from policy.errors import TidegateError
 from policy.wire.accounting import (
-    ACTOR_HEADER,
     ADMIN_KEYS,
     AUDIT,
     KEYS,
     READY,
-    ROLE_HEADER,
     TENANTS,
     Actor,
     AuditQuery,
     CreateAdminKey,
     CreateKey,
     CreateTenant,
-    Role,
     RotateKey,
+    actor_in,
 )
 from policy.wire.controller import answer_of, problem_of
+from store.os_process import local_user
 from store.tenancy import audit
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -113,16 +110,7 @@ def route(method: str, path: str, work: Callable[[Request, bytes], object]) -> R
 
 def actor_of(request: Request) -> Actor:
     """Who makes the change: who the caller says, which may open the socket, or else its user."""
-    name = request.headers.get(ACTOR_HEADER, "")
-    return Actor(name or local_user(), Role(request.headers.get(ROLE_HEADER, Role.ADMIN.value)))
-
-
-def local_user() -> str:
-    """This process's user."""
-    try:
-        return f"user {pwd.getpwuid(os.getuid()).pw_name}"
-    except KeyError:
-        return f"user {os.getuid()}"
+    return actor_in(request.headers, local_user())
 
 
 def _name(request: Request) -> str:

@@ -19,7 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import health, models_endpoint, static_page, swagger_ui
-from gateway.api.admin import live, operations, playground
+from gateway.api.admin import live, operations, playground, tenancy
 from gateway.api.admin.access import AdminAccess
 from gateway.api.cors import Cors
 from gateway.api.dependencies import TENANT, Services
@@ -30,12 +30,14 @@ from gateway.protocol.paths import ROUTES, is_anthropic
 from gateway.protocol.paths import Route as HotRoute
 from policy.config.deployment import GatewayConfig
 from policy.errors import Refusal
+from policy.wire.accounting import Actor
 
 CLIENT_ROUTERS = (models_endpoint.router, health.router, swagger_ui.router)
 ADMIN_ROUTERS = (
     operations.health,
     operations.router,
     live.router,
+    tenancy.router,
     playground.router,
     static_page.router,
     swagger_ui.router,
@@ -176,7 +178,11 @@ def admin_app(
         title="Tidegate admin",
         description="The admin port: health, metrics and operations.",
     )
-    app.add_middleware(AdminAccess, token=token, gateway=gateway)
+
+    def actor(key: bytes) -> Actor | None:
+        return services.admin_keys.actor(key)
+
+    app.add_middleware(AdminAccess, token=token, actor=actor, gateway=gateway)
     return app
 
 

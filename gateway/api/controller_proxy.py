@@ -16,6 +16,7 @@ from gateway.http.internal_client import internal_client
 from gateway.protocol.errors import Refused
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
+from policy.wire.accounting import Actor, actor_headers
 from policy.wire.controller import answer_of
 
 # An add reports its progress once a second.
@@ -30,34 +31,35 @@ class ControllerProxy:
         self._deployment = deployment
         self._http = internal_client(secret, timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S))
 
-    async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+    async def ask(self, method: str, path: str, body: bytes = b"", *, actor: Actor | None = None) -> bytes:
         """The body of a 200 answer; raises :class:`gateway.protocol.errors.Refused` for any other."""
         url = self._url(path)
         try:
-            answer = await self._http.request(method, url, content=body)
+            headers = actor_headers(actor) if actor is not None else None
+            answer = await self._http.request(method, url, content=body, headers=headers)
         except httpx.HTTPError as error:
             raise self._unreachable(type(error).__name__) from error
         if answer.status_code != 200:
-            raise _refusal(answer.content)
+            raise refusal_of(answer.content)
         return answer.content
 
-    async def lines(self, path: str, body: bytes, end: str) -> AsyncIterator[dict[str, Any]]:
+    async def lines(self, path: str, body: bytes, end: str, *, actor: Actor) -> AsyncIterator[dict[str, Any]]:
         """The lines of an answer that reports progress; the last one has the member ``end``.
 
         Raises :class:`gateway.protocol.errors.Refused` for an error line, and when the controller goes away.
         """
         url = self._url(path)
         try:
-            async with self._http.stream("POST", url, content=body) as answer:
+            async with self._http.stream("POST", url, content=body, headers=actor_headers(actor)) as answer:
                 if answer.status_code != 200:
-                    raise _refusal(await answer.aread())
+                    raise refusal_of(await answer.aread())
                 rest = b""
                 async for data in answer.aiter_bytes():
                     *lines, rest = (rest + data).split(b"\n")
                     for line in lines:
                         members = msgspec.json.decode(line, type=dict[str, Any])
                         if "error" in members:
-                            raise _refusal(line)
+                            raise refusal_of(line)
                         yield members
                         if end in members:
                             return
@@ -85,7 +87,7 @@ class ControllerProxy:
         )
 
 
-def _refusal(body: bytes) -> Refused:
+def refusal_of(body: bytes) -> Refused:
     """The error in an answer of the controller, or in the last line of one."""
     try:
         problem: dict[str, Any] = msgspec.json.decode(body)["error"]

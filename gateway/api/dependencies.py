@@ -12,8 +12,10 @@ from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.types import Receive, Scope, Send
 
+from gateway.api.accounting_proxy import AccountingProxy
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.model_list import ModelList
+from gateway.intake.admin_keys import AdminKeys
 from gateway.intake.principal import Principal
 from gateway.intake.tenants import Tenants
 from gateway.protocol.errors import Refused
@@ -23,9 +25,10 @@ from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.scrape import Scraper
 from gateway.telemetry.structured_log import Log
 from policy.errors import Refusal
+from policy.wire.accounting import Actor
 
-# Where a request's scope has the name of its tenant, for the access log.
-TENANT = "tidegate.tenant"
+# Where a request's scope has the name of its tenant, for the access log, and who uses the admin port.
+TENANT, ACTOR = "tidegate.tenant", "tidegate.actor"
 
 # They put the two kinds of keys into the schema; the key itself is checked in one place, by `Tenants`.
 _BEARER = Depends(HTTPBearer(scheme_name="bearer", auto_error=False))
@@ -41,6 +44,8 @@ class Services:
     routers: ModelRouters
     not_ready: Callable[[], list[str]]
     controller: ControllerProxy
+    accounting: AccountingProxy
+    admin_keys: AdminKeys
     capture: Callable[[], AsyncIterator[bytes]]
     chat: Callable[[Scope, Receive, Send], Awaitable[None]]
     log: Log
@@ -78,6 +83,15 @@ async def admin_caller(principal: Caller) -> Principal:
 
 
 AdminCaller = Annotated[Principal, Depends(admin_caller)]
+
+
+async def actor_of(request: Request) -> Actor:
+    """Who uses the admin port, in a role that :class:`gateway.api.admin.access.AdminAccess` has checked."""
+    actor: Actor = request.scope[ACTOR]
+    return actor
+
+
+CurrentActor = Annotated[Actor, Depends(actor_of)]
 
 
 class JsonResponse(Response):

@@ -6,9 +6,10 @@ Instants are Unix seconds. A caller of the socket says for whom it acts by :data
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -161,6 +162,18 @@ class AuditQuery(msgspec.Struct, frozen=True, kw_only=True):
     action: str | None = None
     since: float | None = None
     before_number: int | None = None
+
+
+def actor_headers(actor: Actor) -> dict[str, str]:
+    """The headers by which a caller of an internal API says for whom it acts."""
+    return {ACTOR_HEADER: quote(actor.name), ROLE_HEADER: actor.role.value}
+
+
+def actor_in(headers: Mapping[str, str], unnamed: str) -> Actor:
+    """Who :func:`actor_headers` named; ``unnamed`` for a caller of this machine that named nobody."""
+    name = unquote(headers.get(ACTOR_HEADER, ""))
+    role = headers.get(ROLE_HEADER, "")
+    return Actor(name or unnamed, Role(role) if role in list(Role) else Role.ADMIN)
 
 
 def item_path(collection: str, name: str, change: str = "") -> str:

@@ -1,4 +1,6 @@
-"""Who may use the admin port: callers by a name of its own, from no other web site, with its token.
+"""Who may use the admin port: callers by a name of its own, from no other web site, with its token or a key.
+
+The token of the state directory has the role admin; admin keys of the database have a role each.
 
 A page of any site can make its visitor's browser send requests here, also by a name of that site which
 resolves to this machine. It can neither choose the Host header, which has that name, nor read the token.
@@ -14,26 +16,43 @@ from ipaddress import ip_address
 from fastapi import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.api.dependencies import ACTOR
 from gateway.protocol.errors import Refused
 from policy.config.deployment import GatewayConfig
 from policy.config.ports import WILDCARDS
 from policy.errors import Refusal
+from policy.wire.accounting import Actor, Role
 
 # Served without the token: probes and Prometheus, and the schema and the page, which have no data, with their
 # files.
 OPEN = frozenset({"/livez", "/readyz", "/metrics", "/openapi.json", "/docs", "/"})
 _OPEN_FILES = ("/docs/", "/page/")
+# What an operator may change.
+_OPERATIONS = ("/admin/scale", "/admin/mode", "/admin/adapters", "/admin/playground")
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?")
 
 
+def needed_role(method: str, path: str) -> Role:
+    """The least role for a request: what is not known as an operation needs the highest."""
+    if method in ("GET", "HEAD"):
+        return Role.VIEWER
+    return Role.OPERATOR if path.startswith(_OPERATIONS) else Role.ADMIN
+
+
 class AdminAccess:
-    """Middleware that answers 403 to a foreign Host or Origin, and 401 without the token."""
+    """Middleware that answers 403 to a foreign Host or Origin or a role too low, 401 without token or key."""
 
     def __init__(
-        self, app: ASGIApp, *, token: Callable[[], str], gateway: Callable[[], GatewayConfig]
+        self,
+        app: ASGIApp,
+        *,
+        token: Callable[[], str],
+        actor: Callable[[bytes], Actor | None],
+        gateway: Callable[[], GatewayConfig],
     ) -> None:
         self._app = app
+        self._actor_of_key = actor
         self._token = token
         self._gateway = gateway
 
@@ -68,14 +87,29 @@ class AdminAccess:
                 code="foreign_origin",
             )
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._token().encode()):
-            return None
-        return Refused(
-            Refusal.UNAUTHORIZED,
-            "This needs the token in the file admin-token of the state directory: send it as"
-            " 'Authorization: Bearer TOKEN'.",
-            code="invalid_admin_token",
-        )
+        actor = self._actor(given.strip()) if scheme.lower() == b"bearer" else None
+        if actor is None:
+            return Refused(
+                Refusal.UNAUTHORIZED,
+                "This needs the token in the file admin-token of the state directory, or an admin key: send"
+                " it as 'Authorization: Bearer TOKEN'.",
+                code="invalid_admin_token",
+            )
+        needed = needed_role(scope["method"], path)
+        if not actor.role.allows(needed):
+            return Refused(
+                Refusal.UNAUTHORIZED,
+                f"This needs an admin key with the role {needed}; this one has the role {actor.role}.",
+                status=403,
+                code="role_too_low",
+            )
+        scope[ACTOR] = actor
+        return None
+
+    def _actor(self, given: bytes) -> Actor | None:
+        if hmac.compare_digest(given, self._token().encode()):
+            return Actor("admin token", Role.ADMIN)
+        return self._actor_of_key(given)
 
     def _is_ours(self, given: str) -> bool:
         """Whether a Host header in lower case has a name of this port."""

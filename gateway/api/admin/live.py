@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
 
-from gateway.api.dependencies import GatewayServices, JsonResponse, Services
+from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse, Services
 from gateway.protocol.errors import Refused
 from policy.wire.controller import HISTORY, LIVE, MODE, SCALE, with_query
 
@@ -50,15 +50,15 @@ async def history(
 
 
 @router.post("/admin/scale", summary="Override the replica count of a model, or clear the override")
-async def scale(services: GatewayServices, request: Request) -> JsonResponse:
+async def scale(services: GatewayServices, actor: CurrentActor, request: Request) -> JsonResponse:
     """The body is ``{"model": ..., "replicas": N or "auto", "for_s": seconds or null}``."""
-    return JsonResponse(await services.controller.ask("POST", SCALE, await request.body()))
+    return JsonResponse(await services.controller.ask("POST", SCALE, await request.body(), actor=actor))
 
 
 @router.post("/admin/mode", summary="Override the mode of a model, or clear the override")
-async def mode(services: GatewayServices, request: Request) -> JsonResponse:
+async def mode(services: GatewayServices, actor: CurrentActor, request: Request) -> JsonResponse:
     """The body is ``{"model": ..., "mode": NAME or "auto", "for_s": seconds or null}``."""
-    return JsonResponse(await services.controller.ask("POST", MODE, await request.body()))
+    return JsonResponse(await services.controller.ask("POST", MODE, await request.body(), actor=actor))
 
 
 async def _state(services: Services) -> dict[str, Any]:

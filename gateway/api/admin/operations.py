@@ -13,9 +13,10 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.security import HTTPBearer
 
-from gateway.api.dependencies import GatewayServices, JsonResponse, NdjsonResponse
+from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse, NdjsonResponse
 from gateway.protocol.errors import Refused
 from gateway.telemetry.scrape import OPENMETRICS, TEXT
+from policy.wire.accounting import Actor
 from policy.wire.controller import ADAPTERS, DECISIONS, adapter_path, with_query
 
 # Open to probes and Prometheus; everything else needs the token, which `AdminAccess` checks.
@@ -62,12 +63,6 @@ async def routes(services: GatewayServices, limit: Annotated[int, Query(ge=1, le
     return JsonResponse({"worker": os.getpid(), "routes": services.routers.describe(limit)})
 
 
-@router.get("/admin/tenants", summary="Weights and priorities of tenants, and their counts on this host")
-async def tenants(services: GatewayServices) -> JsonResponse:
-    """Requests in flight and tokens served since the workers started, by tenant, summed over them."""
-    return JsonResponse({"tenants": services.tenants.describe()})
-
-
 @router.get("/admin/decisions", summary="The controller's last decisions, or those in force at an instant")
 async def decisions(
     services: GatewayServices,
@@ -99,9 +94,9 @@ async def adapters(services: GatewayServices) -> JsonResponse:
     "/admin/adapters",
     summary="Add an adapter, or a version of one; with Accept: application/x-ndjson, report the progress",
 )
-async def add(services: GatewayServices, request: Request) -> Response:
+async def add(services: GatewayServices, actor: CurrentActor, request: Request) -> Response:
     """The new alias; or lines of progress, of which the last has the alias or an error."""
-    lines = services.controller.lines(ADAPTERS, await request.body(), "alias")
+    lines = services.controller.lines(ADAPTERS, await request.body(), "alias", actor=actor)
     if NdjsonResponse.media_type not in request.headers.get("accept", ""):
         return JsonResponse([line async for line in lines][-1])
     first = await anext(lines)  # what is refused at once has its own status
@@ -109,32 +104,36 @@ async def add(services: GatewayServices, request: Request) -> Response:
 
 
 @router.delete("/admin/adapters/{model:path}/{name}", summary="Remove an adapter's name")
-async def remove(services: GatewayServices, model: str, name: str) -> JsonResponse:
+async def remove(services: GatewayServices, actor: CurrentActor, model: str, name: str) -> JsonResponse:
     """Requests for the name are answered 404 from then on."""
-    return JsonResponse(await services.controller.ask("DELETE", adapter_path(model, name)))
+    return JsonResponse(await services.controller.ask("DELETE", adapter_path(model, name), actor=actor))
 
 
 @router.post(
     "/admin/adapters/{model:path}/{name}/split",
     summary="Split a name's requests over several versions, by weight",
 )
-async def split(services: GatewayServices, model: str, name: str, request: Request) -> JsonResponse:
+async def split(
+    services: GatewayServices, actor: CurrentActor, model: str, name: str, request: Request
+) -> JsonResponse:
     """The body maps versions (``v1``) to weights."""
-    return await _change(services, request, adapter_path(model, name, "split"))
+    return await _change(services, actor, request, adapter_path(model, name, "split"))
 
 
 @router.post(
     "/admin/adapters/{model:path}/{name}/rollback",
     summary="Return a name to the versions it had before",
 )
-async def rollback(services: GatewayServices, model: str, name: str, request: Request) -> JsonResponse:
+async def rollback(
+    services: GatewayServices, actor: CurrentActor, model: str, name: str, request: Request
+) -> JsonResponse:
     """The alias after the rollback; an optional body names one version, ``{"to": "v1"}``."""
-    return await _change(services, request, adapter_path(model, name, "rollback"))
+    return await _change(services, actor, request, adapter_path(model, name, "rollback"))
 
 
-async def _change(services: GatewayServices, request: Request, path: str) -> JsonResponse:
+async def _change(services: GatewayServices, actor: Actor, request: Request, path: str) -> JsonResponse:
     """The controller's answer to the body of ``request``."""
-    return JsonResponse(await services.controller.ask("POST", path, await request.body()))
+    return JsonResponse(await services.controller.ask("POST", path, await request.body(), actor=actor))
 
 
 async def _progress(first: dict[str, Any], lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

@@ -49,7 +49,8 @@ def logging_gateway(state: StateDir, stream: io.StringIO) -> Gateway:
     gateway = Gateway(
         watcher, "secret", b"s" * 32, admin_token=state.admin_token, log=log, access=access,
         traces=TraceExporter(0, random.SystemRandom(), list[int]().append), rng=random.SystemRandom(),
-        shared=LOCAL, captures=state.captures, journal=UsageJournal(state.usage_path, log),
+        shared=LOCAL, captures=state.captures,
+        accounting=state.accounting_socket_path, journal=UsageJournal(state.usage_path, log),
     )  # fmt: skip
     gateway.read(watcher.deployment)
     return gateway

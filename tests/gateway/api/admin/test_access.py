@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from gateway.api.application import admin_app
+from gateway.intake.admin_keys import AdminKeys
 from policy.config.deployment import GatewayConfig
 from store.state_dir import StateDir
 
@@ -30,6 +31,7 @@ class Port:
             fleet=SimpleNamespace(describe=dict),
             scraper=SimpleNamespace(scrape=scrape),
             not_ready=list,
+            admin_keys=AdminKeys(lambda: 0.0),
             access=SimpleNamespace(on=False),
         )
         self.app = admin_app(services, state.admin_token, lambda: gateway)
