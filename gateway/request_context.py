@@ -68,9 +68,9 @@ class Call:
     ``usage_bounds``; ``contradiction``: which of the engine's counts is not.
     ``explain`` yields the routing decision, if an admin requested it. ``priority``: that of its tenant.
     ``charge``: what its tenant pays, if it may; ``reservation``: what it holds of limits. ``probe``: our own,
-    of which nothing is learned. ``adapter``: the version that it names. ``exchange``: the client's, on the
-    client port. ``dropped``: fields of the body that no replica gets. ``trace`` is its trace, if requests are
-    traced. ``pieces`` checks large answers.
+    of which nothing is learned. ``adapter``: the version that it names. ``client``: its address and port.
+    ``exchange``: the client's, on the client port. ``dropped``: fields of the body that no replica gets.
+    ``trace`` is its trace, if requests are traced. ``pieces`` checks large answers.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Call:
         self.pieces = pieces or PieceReader()
         self._receive = receive
         self.exchange: Exchange | None = scope.get("tidegate.exchange")
+        self.client: tuple[str, int] | None = scope.get("client")
         self.headers = {name: value for name, value in scope["headers"] if name in _WANTED}
         self.request_id, self.upstream_id = request_ids(self.headers.get(b"x-request-id"))
         self.streaming = False

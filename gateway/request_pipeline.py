@@ -25,6 +25,7 @@ from gateway.delivery.retry_loop import RetryLoop
 from gateway.delivery.spillover import Spillover
 from gateway.delivery.sse_keepalive import SseKeepalive
 from gateway.delivery.suspects import SuspectRequests
+from gateway.http.forwarded import TrustedProxies
 from gateway.intake.access_checks import bounded_answer, check_features
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.admin_keys import AdminKeys
@@ -133,6 +134,7 @@ class Gateway:
         self.spillover = Spillover(self.metrics, log, rng)
         self.capture = CapturePublisher(captures)
         self.listeners = Subscribers(captures, lambda model: self.routes.densities[model].bytes_a_token)
+        self.proxies = TrustedProxies()
         self.scraper = Scraper(self.metrics, secret, current, self.fleet.scraped)
         services = Services(
             fleet=self.fleet,
@@ -157,6 +159,7 @@ class Gateway:
         self._limits = deployment.gateway
         self._rules = BodyRules(allowed_hosts(deployment), frozenset(deployment.gateway.extra_fields))
         self.access.on = deployment.gateway.access_log
+        self.proxies.read(deployment.gateway.trusted_proxies)
         self.tracer.read(deployment.tracing)
         self.client.allow_origins(deployment.gateway.cors)
         self.tenants.read(deployment)
@@ -363,8 +366,10 @@ class Gateway:
         self.metrics.no_model.requests[NONE, refused.reason] += 1
         account.counters.requests[refused.reason] += 1
         if self.access.on:
-            name, reason = account.name, refused.reason
-            self.access.unread(request_id, tenant=name, status=refused.status, outcome=reason)
+            client, name = (scope or {}).get("client"), account.name
+            self.access.unread(
+                request_id, client=client, tenant=name, status=refused.status, outcome=refused.reason
+            )
 
 
 def _refuse_compressed(headers: dict[bytes, bytes]) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
@@ -17,9 +18,11 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from gateway.control.certificate_watcher import LOOK_EVERY_S, Certificates
 from gateway.control.controller_feed import catalog_feed, fleet_feed
 from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.control.report_sender import Reporter, ReportSender
+from gateway.http.acceptor import Acceptor
 from gateway.http.server import Server
 from gateway.http.upload_budget import UploadBudget
 from gateway.intake.access_feed import AccessFeed
@@ -29,7 +32,7 @@ from gateway.process_memory import return_freed_memory
 from gateway.request_pipeline import Gateway
 from gateway.routing.active_health_checks import Probes
 from gateway.routing.external_server_poller import ExternalPoller
-from gateway.routing.shared_counters import BEAT_EVERY_S, SharedRows
+from gateway.routing.shared_counters import BEAT_EVERY_S, LOCAL, SharedRows
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.exemplars import WRITE_EVERY_S
 from gateway.telemetry.structured_log import LibraryHandler, Log
@@ -48,9 +51,11 @@ RESUME_AFTER_S = 0.005
 
 
 class AdminServer(uvicorn.Server):
-    """The admin port's server, which leaves signals to the worker."""
+    """The admin port's server, which accepts as the client port does and leaves signals to the worker."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tls: Callable[[], ssl.SSLContext] | None) -> None:
+        self._tls = tls
+        self._acceptor: Acceptor | None = None
         super().__init__(
             uvicorn.Config(
                 app,
@@ -65,6 +70,25 @@ class AdminServer(uvicorn.Server):
                 timeout_graceful_shutdown=1,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        assert sockets is not None
+        self._acceptor = Acceptor(asyncio.get_running_loop(), sockets[0], self._protocol, LOCAL, self._tls)
+        self.servers = []
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            await self._acceptor.close()
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.BaseProtocol:
+        kind: Any = self.config.http_protocol_class
+        made: asyncio.BaseProtocol = kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -112,6 +136,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         running=gateway.deadlines.running, routes=gateway.routes.describe,
     )  # fmt: skip
     background = BackgroundTasks(log)
+    certificates = Certificates(current().gateway, log)
 
     def read(deployment: Deployment) -> None:
         gateway.read(deployment)
@@ -145,6 +170,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         "capture": gateway.capture.run(),
         "access_log": gateway.access.run(),
         "traces": gateway.traces.run(),
+        "certificates": _every(LOOK_EVERY_S, certificates.look),
     }.items():
         background.start(name, upkeep)
 
@@ -154,8 +180,9 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         gateway.count_refused,
         shared,
         UploadBudget(gateway.upload_limits, partial(loop.call_later, RESUME_AFTER_S)),
+        proxies=gateway.proxies,
     )
-    admin = AdminServer(gateway.admin)
+    admin = AdminServer(gateway.admin, certificates.of("gateway.admin_tls"))
     stopping = asyncio.Event()
 
     def drain() -> None:
@@ -166,7 +193,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain)
     admin_task = asyncio.create_task(admin.serve(sockets=[socket.socket(fileno=admin_fd)]))
-    await client.start(socket.socket(fileno=client_fd))
+    await client.start(socket.socket(fileno=client_fd), certificates.of("gateway.tls"))
     log.info("worker_started", pid=os.getpid(), compiled=compiled)
     await stopping.wait()
     # Load balancers see by /readyz that it drains, and send no more, before it accepts no more.

@@ -67,6 +67,7 @@ MODULES = {
         "http/acceptor",
         "http/byte_accumulator",
         "http/client",
+        "http/forwarded",
         "http/connection",
         "http/asgi_exchange",
         "http/read_turns",

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from policy.config.deployment import Deployment
+from policy.config.tls import AdminTls
 from policy.deployment_file.parse import parse
 from policy.engine.performance_model_file import model_file
 from policy.errors import ConfigError
@@ -111,6 +112,10 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
                 control[key] = beside(control[key], folder)
     for i, upstream in enumerate(raw.get("upstreams", [])):
         _absolute_file(upstream, "key_file", f"upstreams[{i}]", folder)
+    for port in ("tls", "admin_tls"):
+        if section := raw.get("gateway", {}).get(port):
+            for key in AdminTls.__struct_fields__:
+                _absolute_file(section, key, f"gateway.{port}", folder)
     if (store := raw.get("store", "")).startswith("sqlite:///"):
         raw["store"] = f"sqlite:///{_absolute(store.removeprefix('sqlite:///'), folder)}"
 

@@ -126,7 +126,8 @@ class Application(FastAPI):
             if services.access.on:
                 services.access.other(
                     request_id, method, _template(scope),
-                    tenant=scope.get(TENANT, ""), status=status, seconds=monotonic() - began,
+                    client=scope.get("client"), tenant=scope.get(TENANT, ""),
+                    status=status, seconds=monotonic() - began,
                 )  # fmt: skip
 
     def openapi(self) -> dict[str, Any]:

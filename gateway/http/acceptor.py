@@ -11,8 +11,10 @@ why this and not SO_REUSEPORT, with measurements.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +33,13 @@ CHECK_S = 0.001
 # After waiting in vain a worker takes 1 connection, then 2, 4, ... up to this many, before it waits again: 40
 # that come at once are delayed by 60 ms when another worker is stopped, and shared when it is slow to wake.
 MOST_TAKEN = 256
+# For a TLS handshake. With more than MOST_HANDSHAKES at once the oldest is given up: it had longest.
+HANDSHAKE_S = 10.0
+MOST_HANDSHAKES = 1024
+# For those that have begun when accepting ends.
+LAST_HANDSHAKES_S = 1.0
+# Until TLS is ended in order; connections that make no progress are closed by the server's timeouts before.
+TLS_SHUTDOWN_S = 600.0
 
 
 class Peers(Protocol):
@@ -46,25 +55,32 @@ class Peers(Protocol):
 class Acceptor:
     """Accepts on ``sock``, which is listening already, and makes a protocol for each connection.
 
-    :meth:`lost` must be called when a connection has ended.
+    ``tls`` gives the TLS of the next connection; without it the port speaks none. A failed handshake closes
+    the connection and is not reported. :meth:`lost` must be called when a connection has ended.
 
     One descriptor is reserved: without others, a connection is accepted and closed, so that its client sees
     the error at once.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Callable[[], Any], peers: Peers
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        protocol: Callable[[], Any],
+        peers: Peers,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._loop = loop
         self._sock = sock
         self._protocol = protocol
         self._peers = peers
+        self._tls = tls
         self._connections = 0
         self._to_take = 0
         self._next_to_take = 1
         self._spare = ReserveDescriptor()
         self._resting: asyncio.TimerHandle | None = None
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[None], socket.socket] = {}
         sock.setblocking(False)
         peers.report_connections(0)
         loop.add_reader(sock, self._accept)
@@ -80,7 +96,11 @@ class Acceptor:
             self._sock.close()
             self._spare.give()
         if self._opening:
-            await asyncio.wait(self._opening)
+            _, late = await asyncio.wait(list(self._opening), timeout=LAST_HANDSHAKES_S)
+            for task in late:
+                _give_up(self._opening[task])
+            if late:
+                await asyncio.wait(late)
 
     def lost(self) -> None:
         """A connection has ended."""
@@ -125,13 +145,27 @@ class Acceptor:
             return
         self._count(1)
         task = self._loop.create_task(self._open(client), name="accept")
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        self._opening[task] = client
+        task.add_done_callback(self._opened)
+        if len(self._opening) > MOST_HANDSHAKES:
+            _give_up(next(iter(self._opening.values())))
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        del self._opening[task]
 
     async def _open(self, client: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._protocol, client)
-        except OSError:  # it was reset before it could be served
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(self._protocol, client)
+            else:
+                await self._loop.connect_accepted_socket(
+                    self._protocol,
+                    client,
+                    ssl=self._tls(),
+                    ssl_handshake_timeout=HANDSHAKE_S,
+                    ssl_shutdown_timeout=TLS_SHUTDOWN_S,
+                )
+        except OSError:  # it was reset before it could be served, or speaks no TLS
             client.close()
             self.lost()
 
@@ -157,3 +191,9 @@ class Acceptor:
         self._resting = None
         self._spare.keep()
         self._loop.add_reader(self._sock, self._accept)
+
+
+def _give_up(client: socket.socket) -> None:
+    """End a handshake, as if the client had."""
+    with contextlib.suppress(OSError):
+        client.shutdown(socket.SHUT_RDWR)

@@ -20,6 +20,7 @@ from starlette.types import Scope
 
 from gateway.http.asgi_exchange import SENT, Exchange, id_headers, request_ids
 from gateway.http.byte_accumulator import ByteAccumulator
+from gateway.http.forwarded import Address
 from gateway.http.read_turns import CHUNKED_BYTES, PARSED_BYTES, READ_BYTES, PacedReader
 from gateway.http.upload_budget import MIN_RATE, Upload
 from gateway.protocol.errors import Refused
@@ -45,6 +46,8 @@ MAX_UNWANTED = 64 * 1024
 # Pipelined requests that are read ahead of the current one; then reading pauses.
 MAX_AHEAD = 16
 MAX_AHEAD_BYTES = 64 * 1024
+# Of what a client over TLS has not read; then the app waits.
+WRITE_BYTES = 64 * 1024
 # RFC 9110, 7.2: a name, an address or an IPv6 address, and a port.
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
 # Longer ones are not valid. RFC 1035: a name has 253 bytes at most.
@@ -65,8 +68,8 @@ class ServerConnection:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._transport: asyncio.Transport
-        # They hold this connection, so that it releases them when it is lost.
-        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        # They hold this connection, so that it has them from its begin until it is lost.
+        self._parser: httptools.HttpRequestParser | None = None
         self._reader: PacedReader | None = None
         self._active: Exchange | None = None
         self._ahead: deque[tuple[Scope, Exchange, int]] = deque()
@@ -79,6 +82,10 @@ class ServerConnection:
         self._feeding = 0
         self._reading = self._used = self._paused = self._held_back = False
         self._upload: Upload | None = None
+        # The other end, and who sends the last request: the same, or whom a trusted proxy names.
+        self._peer: Address | None = None
+        self._client: Address | None = None
+        self._scheme = "http"
         self.deadline = _NEVER
         self.ended = False
         self.sent: Awaitable[None] = SENT
@@ -143,7 +150,14 @@ class ServerConnection:
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the interface without being a subclass.
         self._transport = cast("asyncio.Transport", transport)
+        self._parser = httptools.HttpRequestParser(self)
         self._reader = PacedReader(self._transport, self.data_received)
+        peer = transport.get_extra_info("peername")
+        self._peer = self._client = (peer[0], peer[1]) if isinstance(peer, tuple) else None
+        if transport.get_extra_info("ssl_object") is not None:
+            self._scheme = "https"
+            # As without TLS: what a client has not read is held twice otherwise.
+            self._transport.set_write_buffer_limits(WRITE_BYTES)
         self.deadline = self._server.now + self._server.times.idle_s
         if not self._server.admit(self):
             self._refuse(Refused(Refusal.BUSY, "Too many connections are open."))
@@ -248,6 +262,7 @@ class ServerConnection:
         try:
             scope_of = _scope if len(self._url) <= MAX_KEPT_TARGET else _scope.__wrapped__
             scope: Scope = {**scope_of(self._url, self._method, self._http_1_1), "headers": headers}
+            scope["client"], scope["scheme"] = self._sender(headers)
         except ValueError:
             self._refused = Refused(Refusal.BAD_REQUEST, "The request's target is not valid.")
             return
@@ -263,6 +278,18 @@ class ServerConnection:
                 self.deadline = self._server.now + self._server.times.body_s
             if self._continue:
                 self._send_continue()
+
+    def _sender(self, headers: list[tuple[bytes, bytes]]) -> tuple[Address | None, str]:
+        """The client's address and scheme, by a trusted proxy where one sends the request."""
+        client, scheme = self._peer, self._scheme
+        if (proxies := self._server.proxies).trusted:
+            client, scheme = proxies.sender(client, scheme, headers)
+        if client != self._client:
+            self._client = client
+            if self._upload is not None:  # counted to the proxy until now
+                self._server.uploads.end(self._upload)
+                self._upload = None
+        return client, scheme
 
     def on_body(self, body: bytes) -> None:
         if self._refused is not None:
@@ -434,7 +461,7 @@ class ServerConnection:
         uploads = self._server.uploads
         if held:
             if self._upload is None:
-                self._upload = uploads.begin(self, self._transport.get_extra_info("peername"))
+                self._upload = uploads.begin(self, self._client)
             uploads.hold(self._upload, held, left)
         elif self._upload is not None:
             uploads.end(self._upload)
@@ -554,7 +581,7 @@ class ServerConnection:
         self._ahead_bytes = 0
         self._release()
         self._settle()
-        if not self._transport.is_closing():
+        if not self._transport.is_closing() and self._transport.can_write_eof():  # TLS has no such half
             self._transport.write_eof()
         self.deadline = self._server.now + self._server.times.linger_s
 

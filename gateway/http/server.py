@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from itertools import islice
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Scope
 from gateway.http.acceptor import Acceptor, Peers
 from gateway.http.asgi_exchange import Exchange
 from gateway.http.connection import ServerConnection
+from gateway.http.forwarded import TrustedProxies
 from gateway.http.read_turns import RequestStarts
 from gateway.http.upload_budget import UploadBudget
 from gateway.protocol.errors import Refused
@@ -52,7 +54,7 @@ class Server:
 
     ``body_limit`` is called with each head: how large its body may be. With 0 the app serves it at once,
     without its body if it has one. ``on_refused`` is called with each refusal before the app, the
-    request's scope if its head was read, and its id.
+    request's scope if its head was read, and its id. ``proxies`` may say who the client is.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Server:
         *,
         times: ServerTimeouts | None = None,
         max_connections: int | None = None,
+        proxies: TrustedProxies | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         if not isinstance(loop, uvloop.Loop):
@@ -74,6 +77,7 @@ class Server:
         self.body_limit = body_limit
         self.refused = on_refused
         self.uploads = uploads
+        self.proxies = proxies or TrustedProxies()
         self._peers = peers
         self.times = times = times or ServerTimeouts()
         self.max_connections = max_connections or connections_within_limit()
@@ -89,10 +93,10 @@ class Server:
         self._timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
 
-    async def start(self, sock: socket.socket) -> None:
-        """Accept on ``sock``, which is listening already."""
+    async def start(self, sock: socket.socket, tls: Callable[[], ssl.SSLContext] | None = None) -> None:
+        """Accept on ``sock``, which is listening already; ``tls`` gives that of the next connection."""
         self._sweep()
-        self._listening = Acceptor(self._loop, sock, lambda: ServerConnection(self), self._peers)
+        self._listening = Acceptor(self._loop, sock, lambda: ServerConnection(self), self._peers, tls)
 
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, give requests in flight ``timeout_s``, then answer them with an error."""

@@ -41,6 +41,7 @@ class AccessLog:
         fields: dict[str, Field] = {
             "worker": self._worker,
             "request_id": call.request_id.decode(),
+            "client": _address(call.client),
             "trace_id": None if call.trace is None or not call.trace.kept else call.trace.trace_id.decode(),
             "route": call.route.path,
             "model": model or None,
@@ -58,12 +59,21 @@ class AccessLog:
         self._add(fields)
 
     def other(
-        self, request_id: bytes, method: str, route: str, *, tenant: str, status: int, seconds: float
+        self,
+        request_id: bytes,
+        method: str,
+        route: str,
+        *,
+        client: tuple[str, int] | None,
+        tenant: str,
+        status: int,
+        seconds: float,
     ) -> None:
         """Log a request of another route; ``route`` is its template, empty if no route matched."""
         fields: dict[str, Field] = {
             "worker": self._worker,
             "request_id": request_id.decode(),
+            "client": _address(client),
             "method": method,
             "route": route or None,
             "tenant": tenant or None,
@@ -72,11 +82,14 @@ class AccessLog:
         }
         self._add(fields)
 
-    def unread(self, request_id: bytes, *, tenant: str, status: int, outcome: str) -> None:
-        """Log a request that was refused before it was read."""
+    def unread(
+        self, request_id: bytes, *, client: tuple[str, int] | None, tenant: str, status: int, outcome: str
+    ) -> None:
+        """Log a request that was refused before it was read; ``client`` if its head was."""
         fields: dict[str, Field] = {
             "worker": self._worker,
             "request_id": request_id.decode(),
+            "client": _address(client),
             "tenant": tenant or None,
             "status": status,
             "outcome": outcome,
@@ -122,3 +135,7 @@ class AccessLog:
         except OSError:
             return False
         return True
+
+
+def _address(client: tuple[str, int] | None) -> str | None:
+    return None if client is None else client[0]

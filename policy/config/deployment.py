@@ -13,6 +13,7 @@ from msgspec import Meta
 from policy.config.control import ControlConfig, Count, Positive, Seconds, Section
 from policy.config.external_servers import Discovery, ExternalServer
 from policy.config.tenancy import Tenant, TokenPrice
+from policy.config.tls import AdminTls, ServerTls
 from policy.config.tracing import Tracing
 from policy.errors import TargetError
 from policy.types import EngineKind, Priority, Runner
@@ -263,7 +264,9 @@ class GatewayConfig(Section, frozen=True):
     """The data plane: where it listens and how long it waits.
 
     ``admin_allowed_hosts`` are names by which the admin port may be called, beside its own address.
-    ``cors`` are the origins whose web pages may use the client port. Engines may fetch media of requests from
+    ``allow_unauthenticated``: without tenants and keys, other machines may use the client port too.
+    ``trusted_proxies`` are the networks whose ``X-Forwarded-For`` and ``X-Forwarded-Proto`` count. ``cors``
+    are the origins whose web pages may use the client port. Engines may fetch media of requests from
     ``media_hosts``. ``extra_fields`` are parameters that replicas get beside those that the gateway knows.
     ``access_log`` writes a line for each request. ``priority`` is that of all requests without tenants.
     ``queue_timeout_s`` is the default deadline of a request. ``first_token_timeout_s`` and
@@ -279,6 +282,10 @@ class GatewayConfig(Section, frozen=True):
     admin_host: str = "127.0.0.1"
     admin_port: Port = 8081
     admin_allowed_hosts: tuple[str, ...] = ()
+    tls: ServerTls | None = None
+    admin_tls: AdminTls | None = None
+    allow_unauthenticated: bool = False
+    trusted_proxies: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
     media_hosts: tuple[str, ...] = ()
     extra_fields: tuple[str, ...] = ()

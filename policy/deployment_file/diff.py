@@ -12,6 +12,7 @@ from policy.config.deployment import AdapterSource, Cluster, Deployment, ModelSp
 from policy.config.engine_revision import changed_shapes, engine_inputs, used_shapes
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.config.tenancy import Tenant
+from policy.config.tls import AdminTls, ServerTls
 from policy.engine.performance_model_file import describe
 
 
@@ -41,6 +42,13 @@ _FIXED = {
     **dict.fromkeys(
         (f"gateway.{key}" for key in ("host", "port", "admin_host", "admin_port", "workers")),
         "the gateway's sockets and workers are made at the start",
+    ),
+    **dict.fromkeys(
+        (
+            *("gateway.tls", *(f"gateway.tls.{key}" for key in ServerTls.__struct_fields__)),
+            *("gateway.admin_tls", *(f"gateway.admin_tls.{key}" for key in AdminTls.__struct_fields__)),
+        ),
+        "the gateway's ports get their files at the start",
     ),
     "store": "the database is opened at the start",
 }

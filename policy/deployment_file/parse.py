@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from ipaddress import ip_network
 from typing import Any
 
 from msgspec import structs, to_builtins
@@ -31,6 +30,7 @@ from policy.config.ports import check_ports, is_loopback
 from policy.config.tenancy_checks import check_tenants
 from policy.config.tracing import traced
 from policy.deployment_file.external_servers import check_external, check_key, check_url
+from policy.deployment_file.gateway_section import HOST, check_gateway, is_network
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
@@ -38,9 +38,6 @@ from policy.scaling.resources import ROUNDING
 from policy.types import EngineKind, Priority
 
 _VISIBLE = re.compile(r"[!-~]+")
-# As browsers send it.
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::\d{1,5})?")
-_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|[0-9A-Fa-f:]+")
 _HUB = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?")
 # The section ``adapters`` sets them.
 _RAY_RESOURCES = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
@@ -77,7 +74,7 @@ def parse(document: object) -> Deployment:
     for i, spec in enumerate(deployment.models):
         _check_adapters(f"models[{i}]", spec, models, tenants)
     _check_cluster(deployment)
-    _check_gateway(deployment)
+    check_gateway(deployment.gateway)
     check_ports(deployment)
     _check_store(deployment.store)
     check_tenants(deployment.tenants, models)
@@ -213,7 +210,9 @@ def _check_adapters(path: str, spec: ModelSpec, models: set[str], tenants: Colle
             raise ConfigError(f"{at}.{key}", args[key], "nothing: the model's section `adapters` sets it")
     for i, host in enumerate(spec.adapters.private_hosts):
         expected = "a host name, an address or a network such as 10.0.0.0/8"
-        require(_is_host_or_network(host), f"{path}.adapters.private_hosts[{i}]", host, expected)
+        require(
+            is_network(host) or HOST.fullmatch(host), f"{path}.adapters.private_hosts[{i}]", host, expected
+        )
     sources = spec.adapters.sources
     loads = not sources or spec.engine is not EngineKind.EXTERNAL
     expected = "nothing: Tidegate does not load them into an external engine"
@@ -226,14 +225,6 @@ def _check_adapters(path: str, spec: ModelSpec, models: set[str], tenants: Colle
         for j, tenant in enumerate(source.tenants):
             known = ", ".join(sorted(tenants)) or "none are in the deployment file"
             require(tenant in tenants, f"{at}.tenants[{j}]", tenant, f"one of the tenants: {known}")
-
-
-def _is_host_or_network(entry: str) -> bool:
-    try:
-        ip_network(entry, strict=False)
-    except ValueError:
-        return _HOST.fullmatch(entry) is not None
-    return True
 
 
 def _check_source(at: str, source: AdapterSource) -> None:
@@ -294,22 +285,6 @@ def _check_cluster(deployment: Deployment) -> None:
 def _loopback(address: str) -> bool:
     host = address.rpartition("/")[2].rpartition(":")[0].strip("[]")
     return is_loopback(host)
-
-
-def _check_gateway(deployment: Deployment) -> None:
-    gateway = deployment.gateway
-    for i, name in enumerate(gateway.admin_allowed_hosts):
-        good = _HOST.fullmatch(name)
-        require(good, f"gateway.admin_allowed_hosts[{i}]", name, "a host name or an address, without a port")
-    for i, origin in enumerate(gateway.cors):
-        expected = "SCHEME://HOST[:PORT] in lower case without a path, or '*'"
-        require(origin == "*" or _ORIGIN.fullmatch(origin), f"gateway.cors[{i}]", origin, expected)
-    base_s, max_s = gateway.eject.base_s, gateway.eject.max_s
-    expected = f"at most gateway.eject.max_s = {max_s:g}"
-    require(base_s <= max_s, "gateway.eject.base_s", base_s, expected)
-    window_s, timeout_s = gateway.coalesce.window_s, gateway.queue_timeout_s
-    expected = f"less than gateway.queue_timeout_s = {timeout_s:g}"
-    require(window_s < timeout_s, "gateway.coalesce.window_s", window_s, expected)
 
 
 def _check_store(store: str) -> None:

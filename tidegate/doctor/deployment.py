@@ -10,8 +10,10 @@ from urllib.parse import urlsplit
 
 from policy.config.deployment import Deployment
 from policy.config.ports import Listener
-from policy.errors import PreconditionFailed
+from policy.config.tls import ServerTls
+from policy.errors import ConfigError, PreconditionFailed
 from serve.node_bandwidth import Measured
+from store.tls_files import days_left, ports_with_tls
 from tidegate.doctor.finding import Finding, error, not_applicable, ok, warning
 from tidegate.supervisor import preflight
 
@@ -95,16 +97,26 @@ def network(deployment: Deployment | None, measure: Callable[[Deployment], Measu
 
 
 def certificates(deployment: Deployment | None, at: float) -> list[Finding]:
-    """The certificate of each server and fallback provider whose URL is https."""
+    """The certificates of our own ports, and of each server and fallback provider whose URL is https."""
+    own = ports_with_tls(deployment.gateway) if deployment is not None else {}
+    found = [own_certificate(files, path, at) for path, files in own.items()]
     servers: dict[tuple[str, str | None], None] = {}
     for spec in deployment.models if deployment is not None else ():
         servers |= {(server.url, server.ca_file): None for server in spec.servers}
     for upstream in deployment.upstreams if deployment is not None else ():
         servers[upstream.url, None] = None
     secure = [(url, ca_file) for url, ca_file in servers if urlsplit(url).scheme == "https"]
-    if not secure:
-        return [not_applicable("certificates", "no server has an https URL")]
-    return [certificate(url, ca_file, at) for url, ca_file in secure]
+    found += [certificate(url, ca_file, at) for url, ca_file in secure]
+    return found or [not_applicable("certificates", "no port has TLS and no server an https URL")]
+
+
+def own_certificate(files: ServerTls, path: str, at: float) -> Finding:
+    """The certificate files of the port whose section is at ``path``."""
+    try:
+        days = days_left(files, path, at)
+    except ConfigError as problem:
+        return error("certificates", str(problem), "renew or correct the files; they are read as they change")
+    return _valid_for(f"{path}: its files fit", days)
 
 
 def certificate(url: str, ca_file: str | None, at: float) -> Finding:
@@ -129,5 +141,9 @@ def certificate(url: str, ca_file: str | None, at: float) -> Finding:
     except OSError as problem:
         return warning(check, f"{host} cannot be reached: {problem}", "start the server, or correct its URL")
     days = (ssl.cert_time_to_seconds(str(peer["notAfter"])) - at) / _DAY_S
-    found = f"{host}: trusted, ends in {days:.0f} days"
-    return ok(check, found) if days > _SOON_DAYS else warning(check, found, "renew it")
+    return _valid_for(f"{host}: trusted", days)
+
+
+def _valid_for(what: str, days: float) -> Finding:
+    found = f"{what}, ends in {days:.0f} days"
+    return ok("certificates", found) if days > _SOON_DAYS else warning("certificates", found, "renew it")

@@ -48,7 +48,7 @@ def external_models(deployment: Deployment) -> list[str]:
 
 def gateway_fleet(gateway: GatewayConfig, token: str) -> GatewayFleet | None:
     """What a worker answers on the admin port, which wants the ``token``; ``None`` if none does."""
-    status, body = call(gateway.admin_host, gateway.admin_port, "/admin/fleet", key=token)
+    status, body = call(gateway, "/admin/fleet", admin=True, key=token)
     try:
         return msgspec.json.decode(body, type=GatewayFleet) if status == 200 else None
     except msgspec.MsgspecError:

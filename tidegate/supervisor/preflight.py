@@ -6,16 +6,18 @@ import contextlib
 import errno
 import os
 import socket
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import psutil
 
-from policy.config.deployment import Deployment, ModelSpec
+from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
 from policy.config.shapes_on_shared_gpus import gpu_group_of
-from policy.errors import PreconditionFailed
+from policy.errors import ConfigError, PreconditionFailed
 from policy.types import EngineKind
 from store.state_dir import listen
+from store.tls_files import days_left, ports_with_tls
 
 _GIB = 1024**3
 # A CPU engine and its host process; 3.7 GiB were measured with 0.5 GiB of weights and a 1 GiB KV cache.
@@ -33,6 +35,17 @@ def bind(path: str, host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE and (owner := _owner(port)) is not None:
             why = f"the port is in use by {owner.name()} (pid {owner.pid}); stop it, or choose another port"
         raise PreconditionFailed(f"{path} {host}:{port}: {why}") from None
+
+
+def certificate_problems(gateway: GatewayConfig) -> list[str]:
+    """What is wrong with the certificate files of ports with TLS."""
+    problems = []
+    for path, files in ports_with_tls(gateway).items():
+        try:
+            days_left(files, path, time.time())
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
 
 
 def foreign_ray(ours: Collection[int]) -> str | None:

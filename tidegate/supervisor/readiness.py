@@ -8,13 +8,15 @@ from typing import Any
 
 import msgspec
 
-from policy.config.deployment import Deployment
-from policy.errors import EngineFailed
+from policy.config.deployment import Deployment, GatewayConfig
+from policy.config.tls import ServerTls
+from policy.errors import ConfigError, EngineFailed
 from policy.scaling.transition_steps import MAX_FAILURES
 from policy.types import EngineKind, Fleet, ReplicaPhase, Runner
 from policy.wire.headers import CANARY_HEADER
 from serve.controller.run_record import last_run
 from store.state_dir import StateDir
+from store.tls_files import client_context, ports_with_tls
 
 _POLL_S = 2.0
 # A first request can wait for a long engine step.
@@ -27,9 +29,19 @@ def reachable(host: str) -> str:
     return _WILDCARDS.get(host, host)
 
 
-def endpoint(host: str, port: int) -> str:
+def client_url(gateway: GatewayConfig) -> str:
+    """The URL of the client port, from this machine."""
+    return _url(gateway.host, gateway.port, gateway.tls)
+
+
+def admin_url(gateway: GatewayConfig) -> str:
+    """The URL of the admin port, from this machine."""
+    return _url(gateway.admin_host, gateway.admin_port, gateway.admin_tls)
+
+
+def _url(host: str, port: int, tls: ServerTls | None) -> str:
     host = reachable(host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http{'s' * (tls is not None)}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def idle(deployment: Deployment, fleet: Fleet) -> frozenset[str]:
@@ -69,10 +81,10 @@ def without_controller(state: StateDir) -> str:
 def gateway_missing(deployment: Deployment, key: str) -> str | None:
     """Why the gateway is not ready, or ``None``: it must be healthy and list every model."""
     gateway = deployment.gateway
-    status, body = call(gateway.admin_host, gateway.admin_port, "/readyz")
+    status, body = call(gateway, "/readyz", admin=True)
     if status != 200:
         return f"not ready yet ({body.decode(errors='replace').strip()[:200] or status})"
-    status, body = call(gateway.host, gateway.port, "/v1/models", key=key)
+    status, body = call(gateway, "/v1/models", key=key)
     listed = {model["id"] for model in msgspec.json.decode(body)["data"]} if status == 200 else set()
     unlisted = [spec.name for spec in deployment.models if spec.name not in listed]
     return f"models not listed yet: {', '.join(unlisted)}" if unlisted else None
@@ -86,35 +98,47 @@ def answers(deployment: Deployment, idle_models: Collection[str], key: str) -> N
         if external or spec.runner is not Runner.GENERATE or spec.name in idle_models:
             continue
         body = {"model": spec.name, "prompt": "Hello", "max_tokens": 1}
-        status, answer = call(gateway.host, gateway.port, "/v1/completions", body, key=key, probe=True)
+        status, answer = call(gateway, "/v1/completions", body, key=key, probe=True)
         if status != 200:
             text = answer.decode(errors="replace")[:500]
             raise EngineFailed(f"{spec.name} does not answer through the gateway: {status} {text}")
 
 
 def call(
-    host: str,
-    port: int,
+    gateway: GatewayConfig,
     path: str,
     body: Mapping[str, Any] | None = None,
     *,
+    admin: bool = False,
     key: str = "",
     probe: bool = False,
 ) -> tuple[int, bytes]:
     """Status and body of a POST, or a GET without ``body``; status 0 with the error without an answer."""
     timeout_s = _POLL_S if body is None else _REQUEST_S
-    connection = http.client.HTTPConnection(reachable(host), port, timeout=timeout_s)
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     if probe:  # of which scaling learns nothing
         headers[CANARY_HEADER] = "1"
+    connection = None
     try:
+        connection = _connection(gateway, admin=admin, timeout_s=timeout_s)
         if body is None:
             connection.request("GET", path, headers=headers)
         else:
             connection.request("POST", path, msgspec.json.encode(body), headers)
         response = connection.getresponse()
         return response.status, response.read()
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ConfigError) as error:
         return 0, str(error).encode()
     finally:
-        connection.close()
+        if connection is not None:
+            connection.close()
+
+
+def _connection(gateway: GatewayConfig, *, admin: bool, timeout_s: float) -> http.client.HTTPConnection:
+    """A connection to the admin or the client port; with TLS its certificate must be that of its file."""
+    host, port = (gateway.admin_host, gateway.admin_port) if admin else (gateway.host, gateway.port)
+    path = "gateway.admin_tls" if admin else "gateway.tls"
+    if (tls := ports_with_tls(gateway).get(path)) is None:
+        return http.client.HTTPConnection(reachable(host), port, timeout=timeout_s)
+    context = client_context(tls, path)
+    return http.client.HTTPSConnection(reachable(host), port, timeout=timeout_s, context=context)

@@ -82,7 +82,7 @@ class Startup:
         return self.workers + [child for child in others if child is not None]
 
     def _environment(self) -> None:
-        problems = []
+        problems = preflight.certificate_problems(self.deployment.gateway)
         for listener in listeners(self.deployment, ray=self.ray):
             if self.remote and not listener.path.startswith("gateway."):
                 continue
@@ -240,8 +240,7 @@ class Startup:
 
         await self._until("gateway", check, *self.children, poll_s=_GATEWAY_POLL_S)
         await asyncio.to_thread(readiness.answers, self.deployment, self._idle, key)
-        gateway = self.deployment.gateway
-        self.progress.done("gateway", readiness.endpoint(gateway.host, gateway.port))
+        self.progress.done("gateway", readiness.client_url(self.deployment.gateway))
 
     async def _servers(self) -> None:
         """Wait until every external model has a server that serves it; name the others."""

@@ -122,8 +122,8 @@ class Supervisor:
             since=psutil.Process().create_time(),
             phase=self._phase,
             actuator=self._actuator,
-            endpoint=readiness.endpoint(gateway.host, gateway.port),
-            admin=readiness.endpoint(gateway.admin_host, gateway.admin_port),
+            endpoint=readiness.client_url(gateway),
+            admin=readiness.admin_url(gateway),
             document=self._raw,
             processes=tuple(
                 control_socket.ProcessStatus(

@@ -22,6 +22,7 @@ from policy.scaling.policies.registry import choose
 from serve.autoscaler.policies import policies_for, policies_of
 from serve.autoscaler.policy_rehearsal import rehearse
 from store.state_dir import StateDir
+from store.tls_files import days_left, ports_with_tls
 from tidegate import deployment_file
 from tidegate.commands.deployment.rollout import follow
 from tidegate.commands.deployment_context import controller_client
@@ -73,6 +74,8 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
 def check(_state: StateDir, file: Path, as_json: bool) -> None:
     try:
         deployment = deployment_file.load(file).deployment
+        for path, files in ports_with_tls(deployment.gateway).items():
+            days_left(files, path, time.time())
         scaling = {spec.name: _scaling(spec) for spec in deployment.models}
     except ConfigError as error:
         if not as_json:

@@ -30,7 +30,7 @@ from tidegate.supervisor.children import ROOT
 from tidegate.supervisor.control_socket import SupervisorClient
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.orphan_cleanup import remove_leftovers
-from tidegate.supervisor.readiness import endpoint
+from tidegate.supervisor.readiness import admin_url, client_url
 
 _QUESTION = "What is the capital of France?"
 _POLL_S = 0.02
@@ -78,8 +78,8 @@ class EventPrinter:
 
 def welcome(deployment: Deployment) -> str:
     """Where it is, and a first request with ``curl`` and in Python, ready to paste."""
-    base = endpoint(deployment.gateway.host, deployment.gateway.port)
-    page = endpoint(deployment.gateway.admin_host, deployment.gateway.admin_port)
+    base = client_url(deployment.gateway)
+    page = admin_url(deployment.gateway)
     spec = next((spec for spec in deployment.models if spec.runner is Runner.GENERATE), None)
     head = f"\nTidegate is ready at {base}/v1\nPage: {page}/ (its token: `tidegate status`)\n"
     if spec is None:

@@ -32,7 +32,7 @@ from tidegate.commands.options import (
 from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
 from tidegate.commands.terminal import Bar, console, print_json, table, table_of_rows, warn
 from tidegate.exit_codes import Exit
-from tidegate.supervisor.readiness import endpoint
+from tidegate.supervisor.readiness import client_url
 
 
 @click.command(
@@ -89,7 +89,6 @@ def calibrate(
     else:
         client = ControllerClient(deployment.cluster.controller, state.secret())
     subject = served_shape(client, deployment, model, shape)
-    gateway = deployment.gateway
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with Bar("load points") as bar:
 
@@ -100,7 +99,7 @@ def calibrate(
         fitted = CalibrationRun(
             client,
             subject,
-            url=url or endpoint(gateway.host, gateway.port),
+            url=url or client_url(deployment.gateway),
             key=key,
             seed=seed,
             progress=progress,
