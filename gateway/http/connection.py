@@ -58,6 +58,22 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 _NEVER = float("inf")
 
 
+class _LostTransport(asyncio.Transport):
+    """In place of the transport of a connection that was lost."""
+
+    def is_closing(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """It is closed."""
+
+    def abort(self) -> None:
+        """It is closed."""
+
+
+_LOST = _LostTransport()
+
+
 class ServerConnection:
     """A connection of the client port; an asyncio protocol that inherits nothing, to be compiled.
 
@@ -175,6 +191,7 @@ class ServerConnection:
             self._server.uploads.end(self._upload)
             self._upload = None
         self._refused = self._parser = self._scope = None
+        self._transport = _LOST  # one with TLS keeps this connection
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -581,7 +598,9 @@ class ServerConnection:
         self._ahead_bytes = 0
         self._release()
         self._settle()
-        if not self._transport.is_closing() and self._transport.can_write_eof():  # TLS has no such half
+        if self._scheme == "https":  # its end waits for the client's, and discards what comes before that
+            self._transport.close()
+        elif not self._transport.is_closing():
             self._transport.write_eof()
         self.deadline = self._server.now + self._server.times.linger_s
 

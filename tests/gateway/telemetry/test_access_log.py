@@ -118,7 +118,7 @@ async def test_lines_that_are_being_written_at_the_end_are_not_lost(
 
 
 def refuse(access: AccessLog) -> None:
-    access.unread(b"id", tenant="", status=400, outcome="bad_request")
+    access.unread(b"id", client=None, tenant="", status=400, outcome="bad_request")
 
 
 async def test_a_disk_that_takes_no_lines_loses_them_and_says_so(

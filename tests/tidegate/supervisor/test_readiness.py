@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from policy.config.deployment import GatewayConfig
 from policy.config.ports import Listener, listeners
 from policy.deployment_file.parse import parse
 from policy.errors import EngineFailed
@@ -100,7 +101,7 @@ def test_readiness_follows_the_controllers_targets() -> None:
     [("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80"), ("10.0.0.1", "http://10.0.0.1:80")],
 )
 def test_wildcard_addresses_are_reachable_on_loopback(host: str, url: str) -> None:
-    assert readiness.endpoint(host, 80) == url
+    assert readiness.client_url(GatewayConfig(host=host, port=80)) == url
 
 
 def test_a_controller_that_keeps_failing_is_shown_with_its_error(tmp_path: Path) -> None:
