@@ -1,7 +1,7 @@
 # Two images from one file: --target cpu (any x86_64 machine with AVX2) and --target gpu (NVIDIA).
 #
 #   docker build --target cpu -t tidegate:cpu .
-#   docker run --init --shm-size 2g -p 127.0.0.1:8080:8080 \
+#   docker run --init --shm-size 2g -p 127.0.0.1:8080:8080 -e TIDEGATE_ALLOW_UNAUTHENTICATED=1 \
 #     -v "$PWD/deployments/smollm2-cpu.yaml:/etc/tidegate/deployment.yaml:ro" tidegate:cpu
 #
 # TIDEGATE_GATEWAY_HOST=0.0.0.0 overrides the deployment's gateway.host, because a published port needs the

@@ -148,10 +148,10 @@ class Acceptor:
         self._opening[task] = client
         task.add_done_callback(self._opened)
         if len(self._opening) > MOST_HANDSHAKES:
-            _give_up(next(iter(self._opening.values())))
+            _give_up(self._opening.pop(next(iter(self._opening))))
 
     def _opened(self, task: asyncio.Task[None]) -> None:
-        del self._opening[task]
+        self._opening.pop(task, None)
 
     async def _open(self, client: socket.socket) -> None:
         try:

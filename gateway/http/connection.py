@@ -58,7 +58,7 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 _NEVER = float("inf")
 
 
-class _LostTransport(asyncio.Transport):
+class _LostTransport:
     """In place of the transport of a connection that was lost."""
 
     def is_closing(self) -> bool:
@@ -71,7 +71,7 @@ class _LostTransport(asyncio.Transport):
         """It is closed."""
 
 
-_LOST = _LostTransport()
+_LOST = cast("asyncio.Transport", _LostTransport())
 
 
 class ServerConnection:

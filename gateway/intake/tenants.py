@@ -14,6 +14,7 @@ from gateway.protocol.usage import Usage
 from gateway.routing.shared_counters import SharedCounts
 from gateway.telemetry.tenant_metrics import TenantMetrics
 from policy.config.deployment import Deployment
+from policy.config.ports import may_be_open
 from policy.config.tenancy import Access, Tenant
 from policy.errors import Refusal
 from policy.wire.access_snapshot import KeyRow, TenantRow
@@ -61,10 +62,11 @@ class AccessDraft:
 class Tenants:
     """The accounts of the deployment file and of the database.
 
-    Without tenants every request is the anonymous one's. ``salt_secret`` makes cache salts; ``own_key`` is
-    Tidegate's own, of no tenant. ``anonymous`` is who has no tenant, ``operator`` who may use the admin port.
-    ``wall`` gives Unix seconds, at which keys expire. ``changed`` counts deployment files. Keys are digested
-    for each request (under a microsecond), so that none is kept in memory.
+    Without tenants every request is the anonymous one's, unless other machines reach the port.
+    ``salt_secret`` makes cache salts; ``own_key`` is Tidegate's own, of no tenant. ``anonymous`` is who has
+    no tenant, ``operator`` who may use the admin port. ``wall`` gives Unix seconds, at which keys expire.
+    ``changed`` counts deployment files. Keys are digested for each request (under a microsecond), so that
+    none is kept in memory.
     """
 
     def __init__(
@@ -90,7 +92,8 @@ class Tenants:
         self._stored: dict[str, Tenant] = {}
         self._keys: dict[bytes, Principal] = {}
         self._by_name: dict[str, TenantAccount] = {}
-        self._required = False
+        self._may_be_open = False
+        self._required = True
 
     def read(self, deployment: Deployment) -> None:
         """Take the tenants of the deployment; requests in flight go on."""
@@ -106,6 +109,7 @@ class Tenants:
                 key_id = f"declared-{digest[:12]}"
                 keys[bytes.fromhex(digest)] = Principal(account, key_id, (tenant, NO_LIMITS))
         self._by_name, self._declared, self._declared_keys = accounts, declared, keys
+        self._may_be_open = may_be_open(deployment.gateway)
         self._require()
         self.changed += 1
 
@@ -198,8 +202,8 @@ class Tenants:
         return self._by_name.values() if self._required else (self.anonymous.account,)
 
     def _require(self) -> None:
-        """Without tenants no key is needed."""
-        self._required = bool(self._declared or self._stored)
+        """Without tenants no key is needed, where that is safe or allowed."""
+        self._required = bool(self._declared or self._stored) or not self._may_be_open
 
     def _salt(self, name: str) -> bytes:
         return b'"%b"' % salt_of(self._secret, name).encode()

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from policy.config.convert import require
-from policy.config.deployment import Deployment
+from policy.config.deployment import Deployment, GatewayConfig
 
 # Ray's own default, which the head is started with.
 RAY_WORKERS = (10_002, 19_999)
@@ -68,9 +68,9 @@ def _starts_ray(deployment: Deployment) -> bool:
     return deployment.needs_controller and deployment.cluster.address == "local"
 
 
-def open_to_all(deployment: Deployment) -> bool:
-    """Whether other machines may use the client port without a key."""
-    return not deployment.tenants and not is_loopback(deployment.gateway.host)
+def may_be_open(gateway: GatewayConfig) -> bool:
+    """Whether requests need no key while there is no tenant: on loopback, or if the file says so."""
+    return gateway.allow_unauthenticated or is_loopback(gateway.host)
 
 
 def is_loopback(host: str) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -45,10 +46,12 @@ def model(name: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def admin_client(url: str, root: Path) -> httpx.AsyncClient:
+def admin_client(url: str, root: Path, tls: ssl.SSLContext | None = None) -> httpx.AsyncClient:
     """A client of the admin port at ``url`` with the token of the state directory ``root``."""
     headers = {"authorization": f"Bearer {StateDir(root).admin_token()}"}
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False)
+    return httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls or False
+    )
 
 
 class Stack:

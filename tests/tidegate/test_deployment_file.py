@@ -147,6 +147,8 @@ def test_environment_variables_set_addresses(tmp_path: Path, monkeypatch: pytest
     assert (gateway.host, gateway.admin_host, gateway.port) == ("0.0.0.0", "127.0.0.1", 9000)
     assert document.raw["gateway"] == {"host": "0.0.0.0", "port": 9000}
     monkeypatch.setenv("TIDEGATE_ADMIN_HOST", "10.0.0.1")
+    monkeypatch.setenv("TIDEGATE_ALLOW_UNAUTHENTICATED", "1")
+    assert load(named).deployment.gateway.allow_unauthenticated
     assert load(write(tmp_path, EXTERNAL)).deployment.gateway.admin_host == "10.0.0.1"
 
 

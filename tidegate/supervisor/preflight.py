@@ -7,16 +7,20 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import psutil
 
-from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
+from policy.config.deployment import Deployment, ModelSpec
+from policy.config.ports import may_be_open
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.errors import ConfigError, PreconditionFailed
 from policy.types import EngineKind
-from store.state_dir import listen
+from policy.wire.access_snapshot import SnapshotHead, SnapshotLine
+from store.state_dir import StateDir, listen
 from store.tls_files import days_left, ports_with_tls
 
 _GIB = 1024**3
@@ -37,12 +41,41 @@ def bind(path: str, host: str, port: int) -> socket.socket:
         raise PreconditionFailed(f"{path} {host}:{port}: {why}") from None
 
 
-def certificate_problems(gateway: GatewayConfig) -> list[str]:
-    """What is wrong with the certificate files of ports with TLS."""
+def check_keys(deployment: Deployment, state: StateDir) -> None:
+    """Refuse an API that other machines reach before there is a tenant, with :class:`ConfigError`.
+
+    Of the database those count that the state directory knows of.
+    """
+    if not (may_be_open(deployment.gateway) or deployment.tenants or has_tenants(state)):
+        expected = (
+            "127.0.0.1, as there is neither a tenant nor a key (docs/tenants.md);"
+            " gateway.allow_unauthenticated: true serves every machine without keys"
+        )
+        raise ConfigError("gateway.host", deployment.gateway.host, expected)
+
+
+def has_tenants(state: StateDir) -> bool:
+    """Whether the database had tenants or keys when the accounting process wrote them last."""
+    try:
+        with state.access_path.open("rb") as file:
+            head = msgspec.json.decode(file.readline(), type=SnapshotLine)
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return isinstance(head, SnapshotHead) and head.tenants + head.keys > 0
+
+
+def problems_of_access(deployment: Deployment, state: StateDir | None) -> list[str]:
+    """What is wrong with the certificates of the gateway's ports, and with keys if there is a ``state``."""
+    checks: list[Callable[[], object]] = [
+        partial(days_left, files, path, time.time())
+        for path, files in ports_with_tls(deployment.gateway).items()
+    ]
+    if state is not None:
+        checks.append(partial(check_keys, deployment, state))
     problems = []
-    for path, files in ports_with_tls(gateway).items():
+    for check in checks:
         try:
-            days_left(files, path, time.time())
+            check()
         except ConfigError as error:
             problems.append(str(error))
     return problems

@@ -82,7 +82,7 @@ class Startup:
         return self.workers + [child for child in others if child is not None]
 
     def _environment(self) -> None:
-        problems = preflight.certificate_problems(self.deployment.gateway)
+        problems = preflight.problems_of_access(self.deployment, None if self.remote else self.state)
         for listener in listeners(self.deployment, ray=self.ray):
             if self.remote and not listener.path.startswith("gateway."):
                 continue

@@ -19,7 +19,7 @@ from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
 from tidegate.deployment_file import Document
 from tidegate.exit_codes import Exit, exit_of
-from tidegate.supervisor import control_socket, readiness
+from tidegate.supervisor import control_socket, preflight, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, log_end
 from tidegate.supervisor.controller_watch import TIMEOUT_S, watch_controller
 from tidegate.supervisor.events import Event, Progress
@@ -157,6 +157,7 @@ class Supervisor:
         if self._remote is not None:
             raise PreconditionFailed(f"apply at the host of the controller, {self._remote.address}")
         deployment = parse(document)
+        preflight.check_keys(deployment, self._state)
         # One at a time, so that the stored file, the controller and the next comparison agree.
         async with self._applying:
             for change in diff(self._deployment, deployment):

@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import socket
+import ssl
 import tracemalloc
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -54,6 +55,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         "method": scope["method"],
         "path": scope["path"],
         "query": scope["query_string"].decode(),
+        "sender": [scope["client"][0], scope["scheme"]],
         "headers": [[name.decode(), value.decode("latin-1")] for name, value in scope["headers"]],
         "body": message["body"].decode("latin-1"),
     }
@@ -62,7 +64,9 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Port:
-    """A server on its own port; a test sets its app."""
+    """A server on its own port; a test sets its app. ``tls``: that of the server and of its clients."""
+
+    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
 
     def __init__(self) -> None:
         self.app: App = echo
@@ -88,12 +92,13 @@ class Port:
         )
         sock = socket.create_server(("127.0.0.1", 0))
         self.port = sock.getsockname()[1]
-        await self.server.start(sock)
+        await self.server.start(sock, None if self.tls is None else lambda: self.tls[0])
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if not self.port:
             await self.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        tls = None if self.tls is None else self.tls[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=tls)
         self._opened.append(writer)
         return reader, writer
 

@@ -53,6 +53,24 @@ def test_without_tenants_every_key_is_the_anonymous_account() -> None:
     assert account_of(found, bearer(b"anything")) is account
 
 
+@pytest.mark.parametrize(
+    ("gateway", "is_open"),
+    [({"host": "0.0.0.0"}, False), ({"host": "0.0.0.0", "allow_unauthenticated": True}, True), ({}, True)],
+)
+def test_without_tenants_a_port_that_others_reach_is_closed_also_after_the_last_key(
+    gateway: dict[str, Any], is_open: bool
+) -> None:
+    found = tenants()
+    found.read(parse({**GOOD, "gateway": gateway, "tenants": [tenant("last", b"k")]}))
+    found.read(parse({**GOOD, "gateway": gateway}))
+    found.take(found.draft())  # of an empty database
+    if is_open:
+        assert account_of(found, {}).name == ""
+    else:
+        with pytest.raises(Refused, match="requires an API key"):
+            found.of({})
+
+
 def test_the_default_priority_follows_the_deployment() -> None:
     accounts = tenants()
     account = account_of(accounts, {})

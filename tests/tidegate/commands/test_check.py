@@ -179,12 +179,26 @@ def test_policies_in_the_documentation_are_valid(tmp_path: Path, code: str, wher
 
 
 @pytest.mark.parametrize(
-    ("host", "tenants", "warned"), [("0.0.0.0", 0, True), ("0.0.0.0", 1, False), ("::1", 0, False)]
+    ("gateway", "tenants", "said"),
+    [
+        ({"host": "0.0.0.0"}, 0, "gateway.host: got '0.0.0.0', expected 127.0.0.1"),
+        (
+            {"host": "0.0.0.0", "allow_unauthenticated": True},
+            0,
+            "other machines may use the API without a key",
+        ),
+        ({"host": "0.0.0.0"}, 1, " is valid."),
+        ({"host": "::1"}, 0, " is valid."),
+        ({"tls": {"cert_file": "none", "key_file": "none"}}, 0, "gateway.tls.cert_file: got 'none'"),
+        ({"trusted_proxies": ["10.0.0.0/8", "proxy"]}, 0, "gateway.trusted_proxies[1]: got 'proxy'"),
+    ],
 )
-def test_an_api_that_is_open_to_other_machines_without_keys_is_warned_of(
-    tmp_path: Path, host: str, tenants: int, warned: bool
+def test_who_may_reach_the_api_is_checked(
+    tmp_path: Path, gateway: dict[str, Any], tenants: int, said: str
 ) -> None:
     path = write(tmp_path)
     keys = [{"name": "t", "keys_sha256": ["a" * 64]}][:tenants]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"gateway": {"host": host}, "tenants": keys}))
-    assert ("without a key" in check(path).output) is warned
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"gateway": gateway, "tenants": keys}))
+    done = check(path)
+    assert said in f"{done.output}{done.exception}"
+    assert (done.exit_code == 0) is (" got " not in said)

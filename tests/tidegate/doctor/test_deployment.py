@@ -126,6 +126,11 @@ def test_certificates_are_verified_and_their_end_is_shown(secure: tuple[str, Pat
     assert checks.certificate(url, str(file), now - 30 * 86_400).level is Level.OK
     assert "not trusted" in checks.certificate(url, None, now).found
     assert checks.certificate(url, str(file.with_name("none")), now).level is Level.ERROR
+    ours = {"tls": {"cert_file": str(file), "key_file": str(file.with_suffix(".key"))}}
+    (own,) = checks.certificates(deployment(gateway=ours), now)
+    assert (own.level, own.found) == (Level.WARNING, "gateway.tls: its files fit, ends in 1 days")
+    ours["tls"]["key_file"] = str(file)
+    assert checks.certificates(deployment(gateway=ours), now)[0].level is Level.ERROR
     (nobody,) = free_ports(1)
     assert checks.certificate(f"https://127.0.0.1:{nobody}", None, now).level is Level.WARNING
 

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.ports import open_to_all
+from policy.config.ports import is_loopback
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.deployment_file.diff import Change, Effect, diff
 from policy.deployment_file.parse import parse
@@ -32,6 +32,7 @@ from tidegate.commands.units import duration, latency
 from tidegate.exit_codes import Exit
 from tidegate.redaction import redact
 from tidegate.supervisor.control_socket import SupervisorClient
+from tidegate.supervisor.preflight import check_keys
 
 POLL_S = 0.2
 
@@ -71,22 +72,21 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
 @file_argument
 @as_json
 @click.pass_obj
-def check(_state: StateDir, file: Path, as_json: bool) -> None:
+def check(state: StateDir, file: Path, as_json: bool) -> None:
     try:
         deployment = deployment_file.load(file).deployment
         for path, files in ports_with_tls(deployment.gateway).items():
             days_left(files, path, time.time())
+        check_keys(deployment, state)
         scaling = {spec.name: _scaling(spec) for spec in deployment.models}
     except ConfigError as error:
         if not as_json:
             raise
         print_json({"ok": False, "path": error.path, "value": error.value, "expected": error.expected})
         sys.exit(Exit.INVALID)
-    if open_to_all(deployment):
-        warn(
-            f"tidegate: gateway.host {deployment.gateway.host}: other machines may use the API without a key;"
-            " add tenants (`tidegate keys new`), or use 127.0.0.1"
-        )
+    gateway = deployment.gateway
+    if gateway.allow_unauthenticated and not (is_loopback(gateway.host) or deployment.tenants):
+        warn("tidegate: gateway.allow_unauthenticated: other machines may use the API without a key")
     for spec in deployment.models:
         drain_s, queue_s = spec.control.mode.drain_timeout_s, deployment.gateway.queue_timeout_s
         if gpu_group_of(spec) is not None and drain_s + (spec.sim.wake_s or 0.0) > queue_s:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from policy.config.deployment import Deployment
+from policy.config.ports import is_loopback, may_be_open
 from policy.deployment_file.parse import parse
 from policy.engine.replica_capacity import Capability
 from policy.errors import Unreachable
@@ -27,6 +28,7 @@ from tidegate.exit_codes import Exit
 from tidegate.redaction import redact
 from tidegate.supervisor.control_socket import ProcessStatus, SupervisorClient, SupervisorStatus
 from tidegate.supervisor.external_servers import external_models, gateway_fleet, summary
+from tidegate.supervisor.preflight import has_tenants
 
 
 class StatusData(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +41,7 @@ class StatusData(msgspec.Struct, frozen=True, kw_only=True):
     fleet: Fleet = EMPTY_FLEET
     fleet_age_s: float = 0.0
     controller: str = ""
+    access: str = ""
     events: tuple[str, ...] = ()
 
 
@@ -80,8 +83,17 @@ def gather(state: StateDir, at: float) -> StatusData:
         fleet=fleet,
         fleet_age_s=max(0.0, at - fleet.at) if fleet.at else 0.0,
         controller=controller,
+        access=_access(deployment, state),
         events=events,
     )
+
+
+def _access(deployment: Deployment, state: StateDir) -> str:
+    """Who may use the client port."""
+    gateway = deployment.gateway
+    if deployment.tenants or has_tenants(state) or not may_be_open(gateway):
+        return "with a key"
+    return "without a key: this machine" if is_loopback(gateway.host) else "without a key: every machine"
 
 
 def _external(name: str, servers: Sequence[Replica] | None) -> ModelStatus:
@@ -177,6 +189,7 @@ def _header(view: StatusData) -> Table:
         header.add_row("phase", colored(view.supervisor.phase))
         header.add_row("uptime", age(view.at - view.supervisor.since))
         header.add_row("endpoint", f"{view.supervisor.endpoint}/v1")
+        header.add_row("access", Text(view.access, style="red" if "every" in view.access else ""))
         header.add_row("page", f"{view.supervisor.admin}/ (token: {view.state_dir}/admin-token)")
     header.add_row("controller", view.controller)
     return header
