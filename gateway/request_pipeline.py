@@ -37,7 +37,7 @@ from gateway.intake.tenants import Tenants
 from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import COALESCED
-from gateway.protocol.body import Body, BodyRules
+from gateway.protocol.body import AcceptedBody, Body, BodyRules
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES, Route
@@ -279,15 +279,20 @@ class Gateway:
 
     async def _accept(self, call: Call, principal: Principal, raw: bytes) -> tuple[Body, bytes]:
         """The body of a call that may be made of it, with the longest answer that the caller may have."""
-        accepted = await bodies.accept(raw, call.route, self._pieces, self._rules)
+        accepted = await self._read(raw, call.route)
         call.dropped = accepted.dropped
         if principal.features is not None:
             check_features(call.route, accepted.body, principal.features)
         if principal.max_tokens is not None:
             bounded = bounded_answer(call.route, accepted.body, accepted.raw, principal.max_tokens)
             if bounded is not None:
-                accepted = await bodies.accept(bounded, call.route, self._pieces, self._rules)
+                accepted = await self._read(bounded, call.route)
         return accepted.body, accepted.raw
+
+    async def _read(self, raw: bytes, route: Route) -> AcceptedBody:
+        if len(raw) <= bodies.MAX_DECODED:
+            return bodies.accept(raw, route, self._rules)
+        return await bodies.accept_large(raw, route, self._rules, self._pieces)
 
     async def chat_of_operator(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A chat completion from the admin port, which has checked the token: of any model or adapter."""

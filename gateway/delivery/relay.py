@@ -26,6 +26,7 @@ from gateway.protocol.errors import (
     cause_of,
     denies_model,
     from_upstream,
+    shown_failure,
     status_of,
 )
 from gateway.protocol.json_decoders import NULL, answer
@@ -227,7 +228,7 @@ class Relay:
                 self._unchecked = data
                 self._settle(AttemptOutcome.SERVED)
                 return
-            if complete and not self._is_answer(data):
+            if complete and not (data := self._answer_of(data)):
                 return
         self._relay_part(data, complete)
 
@@ -235,16 +236,17 @@ class Relay:
         """Relay a large answer that has arrived, or end the attempt if it is none."""
         data, self._unchecked = self._unchecked, b""
         self.done = asyncio.get_running_loop().create_future()
-        if self._is_answer(data):
+        if data := self._answer_of(data):
             self._relay_part(data, True)
 
     def _relay_part(self, data: bytes, complete: bool) -> None:
         """Relay a part of an answer that is no stream, or the whole of it."""
         if not self.committed:
-            length = self._headers.get(b"content-length")
+            length = None if self._rewrite is not None else self._headers.get(b"content-length")
             if self._rewrite is not None:
                 data = self._rewrite.feed(data, complete=complete)
-                length = str(len(data)).encode() if complete else None
+            if complete:
+                length = str(len(data)).encode()
             self._commit([] if length is None else [(b"content-length", length)])
         elif self._rewrite is not None:
             data = self._rewrite.feed(data, complete=complete)
@@ -471,18 +473,20 @@ class Relay:
         self.refused = Refused(Refusal.UPSTREAM_FAILED, why)
         self._settle(AttemptOutcome.FAILED)
 
-    def _is_answer(self, data: bytes) -> bool:
-        """Whether the whole answer ``data`` is one; otherwise the attempt is ended."""
+    def _answer_of(self, data: bytes) -> bytes:
+        """The whole answer ``data`` as the client may see it; empty if it is none, which ends the attempt."""
         try:
             str(data, "utf-8")
             error = answer.decode(data).error
         except (ValueError, RecursionError):
             self._failed("The replica's answer is not valid JSON.")
-            return False
-        if error is NULL or error == NULL or self._call.route.api is Api.RESPONSES:
-            return True
+            return b""
+        if error is NULL or error == NULL:
+            return data
+        if self._call.route.api is Api.RESPONSES:
+            return shown_failure(data)
         self._judge(status_of(data), data, None)
-        return False
+        return b""
 
     def _settle(self, outcome: AttemptOutcome) -> None:
         if not self.done.done():

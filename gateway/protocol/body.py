@@ -24,7 +24,6 @@ from gateway.protocol.paths import Route
 from gateway.protocol.validation.bounds import (
     CHECKS,
     INPUTS,
-    MAX_FIELD,
     MAX_INPUTS,
     MAX_N,
     MAX_TOOLS,
@@ -39,17 +38,19 @@ from gateway.protocol.validation.known_fields import KNOWN, STEERING
 from gateway.protocol.validation.media import WALKED, MediaCheck
 from policy.errors import Refusal
 
-__all__ = ["AcceptedBody", "Body", "BodyRules", "accept", "read", "read_large"]
+__all__ = ["AcceptedBody", "Body", "BodyRules", "accept", "accept_large", "read", "read_large"]
 
 # Up to this size a body is decoded at once, in 3 ms at most; a larger one is read in pieces.
 MAX_DECODED: Final = 256 * 1024
-# So are bodies of many objects, which take longer.
-MAX_OBJECTS, FEW_OBJECTS_BYTES = 16 * 1024, 64 * 1024
+# A shorter one is read twice, which takes less time than taking parts of it together.
+SHORT_BYTES: Final = 8 * 1024
 # Of a body that is read in pieces: engines know some eighty parameters.
 MAX_MEMBERS: Final = 1024
 
 # What a body's field is to the gateway.
-_SCALAR, _RAW, _CHECK, _PASS, _UNKNOWN = range(5)
+_DECIDE: Final = 0
+_CHECK: Final = 1
+_PASS: Final = 2
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
@@ -60,8 +61,7 @@ _LIST, _LIST_OR_NULL = b"[", b"[n"
 def _uses(known: frozenset[str]) -> dict[str, int]:
     uses = dict.fromkeys(known, _PASS)
     uses |= {name: _CHECK for name in CHECKS if name in known or name in STEERING}
-    uses |= dict.fromkeys(RAW_FIELDS & known, _RAW)
-    return uses | dict.fromkeys(SCALARS & known, _SCALAR)
+    return uses | dict.fromkeys((RAW_FIELDS | SCALARS) & known, _DECIDE)
 
 
 _USES = {path: _uses(known) for path, known in KNOWN.items()}
@@ -91,41 +91,41 @@ class AcceptedBody:
         self.dropped = dropped
 
 
-async def accept(raw: bytes, route: Route, pieces: PieceReader, rules: BodyRules) -> AcceptedBody:
-    """Decode and check the body of a request; raises ``Refused`` naming the parameter.
+def accept(raw: bytes, route: Route, rules: BodyRules) -> AcceptedBody:
+    """Decode and check the body of a request, of at most :data:`MAX_DECODED` bytes.
 
-    Of up to :data:`MAX_DECODED` bytes this is done at once, of more in ``pieces``.
+    Raises ``Refused`` naming the parameter.
     """
     path = route.path
     uses = _USES[path]
-    if _is_large(raw):
-        return await _accept_large(raw, path, pieces, rules)
-    unknown: list[str] = []
     fields = _fields_of(raw)
-    body = _body_of(fields, uses, unknown)
-    if unknown:
-        unknown = [name for name in unknown if name not in rules.extra_fields]
-    if unknown:
-        kept = [
-            b"%b:%b" % (msgspec.json.encode(name), fields[name]) for name in fields if name not in unknown
-        ]
-        raw = b"{%b}" % b",".join(kept)
-        body = _body_of(MEMBERS.decode(raw), uses, [])
+    dropped: list[str] = []
+    if not fields.keys() <= uses.keys():
+        dropped = [name for name in fields if name not in uses and name not in rules.extra_fields]
+        kept = [(name, fields[name]) for name in fields if name not in dropped]
+        raw = b"{%b}" % b",".join([b"%b:%b" % (msgspec.json.encode(name), value) for name, value in kept])
+        fields = MEMBERS.decode(raw)
+    body = _body_of(fields, uses, raw)
     for name in WALKED.get(path, ()):
-        if (value := body.members.get(name)) is not None and memoryview(value)[0] in b"[{":
+        if (value := fields.get(name)) is not None and memoryview(value)[0] in b"[{":
             media = MediaCheck(name, rules.media_hosts)
-            media.walk(value)
+            try:
+                media.walk(value)
+            except ValueError as error:  # of what was skipped before
+                raise _not_json(error) from None
             body.media += media.count
     for name in INPUTS.get(path, ()):
-        if (value := body.members.get(name)) is not None and (count := inputs_of(value)) > MAX_INPUTS:
+        if (value := fields.get(name)) is not None and (count := inputs_of(value)) > MAX_INPUTS:
             raise too_many(name, MAX_INPUTS, count, "inputs")
     if body.tools is not ABSENT:
         check_size("tools", body.tools, MAX_TOOLS_BYTES)
         check_tools(ITEMS.decode(body.tools) if memoryview(body.tools)[0] in _LIST else [])
-    return AcceptedBody(body, raw, unknown)
+    return AcceptedBody(body, raw, dropped)
 
 
-async def _accept_large(raw: bytes, path: str, pieces: PieceReader, rules: BodyRules) -> AcceptedBody:
+async def accept_large(raw: bytes, route: Route, rules: BodyRules, pieces: PieceReader) -> AcceptedBody:
+    """As :func:`accept`, of a body of any size, which is read in pieces."""
+    path = route.path
     spans, dropped = await _spans(raw, pieces), []
     for name in spans:
         if name not in _USES[path] and name not in rules.extra_fields:
@@ -136,7 +136,10 @@ async def _accept_large(raw: bytes, path: str, pieces: PieceReader, rules: BodyR
     for name in WALKED.get(path, ()):
         if name in spans:
             media = MediaCheck(name, rules.media_hosts)
-            await media.walk_large(raw, spans[name], pieces)
+            try:
+                await media.walk_large(raw, spans[name], pieces)
+            except ValueError as error:  # of names, which were not read before
+                raise _not_json(error) from None
             body.media += media.count
     for name in INPUTS.get(path, ()):
         if name in spans and (count := _inputs_at(raw, spans[name])) > MAX_INPUTS:
@@ -151,17 +154,12 @@ async def _accept_large(raw: bytes, path: str, pieces: PieceReader, rules: BodyR
 
 def read(raw: bytes) -> Body:
     """Decode at most :data:`MAX_DECODED` bytes, and check their fields, of any route."""
-    return _body_of(_fields_of(raw), _ALL_USES, [])
+    return _body_of(_fields_of(raw), _ALL_USES, raw)
 
 
 async def read_large(raw: bytes, pieces: PieceReader) -> Body:
     """As :func:`read`, of a body of any size, which is read in pieces."""
     return _large_body(raw, await _spans(raw, pieces), _ALL_USES)
-
-
-def _is_large(raw: bytes) -> bool:
-    size = len(raw)
-    return size > MAX_DECODED or (size > FEW_OBJECTS_BYTES and raw.count(b"{") > MAX_OBJECTS)
 
 
 def _fields_of(raw: bytes) -> dict[str, Raw]:
@@ -178,31 +176,21 @@ def _fields_of(raw: bytes) -> dict[str, Raw]:
     return fields
 
 
-def _body_of(fields: dict[str, Raw], uses: dict[str, int], unknown: list[str]) -> Body:
-    """The body with these ``fields``, which are checked; the names without a use are added to ``unknown``."""
-    scalars: list[bytes] = []
-    raws: list[str] = []
+def _body_of(fields: dict[str, Raw], uses: dict[str, int], raw: bytes) -> Body:
+    """The body ``raw`` with these ``fields``, which are checked."""
+    decided: list[str] = []
     for name, value in fields.items():
-        use = uses.get(name, _UNKNOWN)
-        if use == _SCALAR:
-            text = bytes(value)
-            if len(text) > MAX_FIELD:
-                raise Refused(Refusal.BAD_REQUEST, f"{name} takes at most {MAX_FIELD} bytes.", param=name)
-            scalars.append(b'"%b":%b' % (name.encode(), text))
-        elif use == _RAW:
-            raws.append(name)
-        elif use == _CHECK:
+        use = uses.get(name, _PASS)
+        if use == _CHECK:
             _check_field(name, value)
-        elif use == _UNKNOWN:
-            unknown.append(name)
+        elif use == _DECIDE:
+            decided.append(name)
     try:
-        body = BODY.decode(b"{%b}" % b",".join(scalars))
+        body = BODY.decode(raw) if len(raw) <= SHORT_BYTES else _long_body(fields, decided)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except ValueError as error:
         raise _not_json(error) from None
-    for name in raws:
-        setattr(body, name, fields[name])
     body.members = fields
     _check_type("messages", body.messages, _LIST)
     _check_type("tools", body.tools, _LIST_OR_NULL)
@@ -216,6 +204,20 @@ def _body_of(fields: dict[str, Raw], uses: dict[str, int], unknown: list[str]) -
         check_size("cache_salt", body.cache_salt)
     if body.prompt is not ABSENT and len(memoryview(body.prompt)) <= MAX_DECODED:
         body.prompts = inputs_of(body.prompt)
+    return body
+
+
+def _long_body(fields: dict[str, Raw], decided: list[str]) -> Body:
+    """The body of these ``fields``, without reading long ones again."""
+    scalars: list[bytes] = []
+    for name in decided:
+        if name in SCALARS:
+            check_size(name, fields[name])
+            scalars.append(b'"%b":%b' % (name.encode(), bytes(fields[name])))
+    body = BODY.decode(b"{%b}" % b",".join(scalars))
+    for name in decided:
+        if name in RAW_FIELDS:
+            setattr(body, name, fields[name])
     return body
 
 
@@ -242,7 +244,7 @@ async def _spans(raw: bytes, pieces: PieceReader) -> dict[str, Member]:
 def _large_body(raw: bytes, spans: dict[str, Member], uses: dict[str, int]) -> Body:
     text = memoryview(raw)
     fields = {name: Raw(text[member.begin : member.end]) for name, member in spans.items()}
-    body = _body_of(fields, uses, [])
+    body = _body_of(fields, uses, raw)
     if "prompt" in spans:
         body.prompts = _inputs_at(raw, spans["prompt"])
     return body

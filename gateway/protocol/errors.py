@@ -11,7 +11,9 @@ import msgspec
 from gateway.protocol.paths import Api, Route
 from policy.errors import Refusal, TidegateError
 
-MAX_MESSAGE = 2048
+# Of a message, in bytes of JSON: an error takes 4 KiB at most, also where it has the message twice.
+MAX_MESSAGE = 1536
+MAX_PARAM, MAX_CODE = 256, 64
 # A longer error of an upstream is not decoded, which would make objects of all that it holds.
 MAX_ERROR_BYTES = 64 * 1024
 MAX_RETRY_AFTER_S = 120
@@ -69,6 +71,28 @@ _ANTHROPIC = {
 # The fleet has no capacity in time; errors that a replica reports about a request are not among them.
 NO_ROOM = frozenset({Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA})
 
+# Shorter ones are within the bounds whatever they are made of.
+_SURELY_SHORT, _SHORT_PARAM = MAX_MESSAGE // 6, MAX_PARAM // 6
+
+# Of what an upstream says, this is no client's business: addresses, files, keys and its program.
+_INTERNALS = (
+    (re.compile(r"\s*Traceback \(most recent call last\).*", re.DOTALL), ""),
+    (re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]{1,15}://[^\s'\"<>]+"), "[URL]"),
+    (re.compile(r"\b(?:sk|hf|tg)[-_][A-Za-z0-9_-]{8,}|\b[Bb]earer\s+\S+"), "[key]"),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d{1,5})?|\blocalhost:\d{1,5}\b"), "[address]"),
+    (re.compile(r"\[[0-9A-Fa-f:]*:[0-9A-Fa-f:]+\](?::\d{1,5})?"), "[address]"),
+    (
+        re.compile(
+            r"(?<![\w:])(?:(?:[0-9A-Fa-f]{1,4}:){4,7}[0-9A-Fa-f:]*|::1\b|f[cde][0-9a-f]{2}:[0-9A-Fa-f:]+)"
+        ),
+        "[address]",
+    ),
+    (re.compile(r"\b0x[0-9A-Fa-f]{6,}\b"), "[address]"),
+    # Of two names at least, and no path of ours.
+    (re.compile(r"(?<![\w/.])(?!/v1/)[~.]{0,2}/(?:[\w.@+-]+/)+[\w.@+-]*"), "[path]"),
+    (re.compile(r"\b[A-Za-z]:\\\S+|\b(?:[\w-]+/)+[\w-]+\.py\b"), "[path]"),
+)
+
 # The names of an engine's own classes, which stand for the branches of a union.
 _CLASS = re.compile(r"[A-Z]\w*")
 _CAUSE = re.compile(r"[a-z][a-z_]{0,39}")
@@ -99,11 +123,11 @@ class Refused(TidegateError):
         super().__init__(message)
         answer = TABLE[reason]
         self.reason = reason
-        self.message = message[:MAX_MESSAGE]
-        self.param = param
+        self.message = message if len(message) < _SURELY_SHORT else _cut(message, MAX_MESSAGE)
+        self.param = param if param is None or len(param) < _SHORT_PARAM else _cut(param, MAX_PARAM)
         self.status = status or answer.status
         self.type = answer.type if self.status == answer.status else _type_of(self.status)
-        self.code = code or answer.code
+        self.code = _cut(code, MAX_CODE) if code else answer.code
         self.final = final
         self.limits: list[tuple[bytes, bytes]] = []
         wait = answer.retry_after_s if retry_after_s is None else retry_after_s
@@ -150,6 +174,38 @@ class Refused(TidegateError):
         return headers
 
 
+def _cut(text: str, most: int) -> str:
+    """The begin of ``text`` that takes at most ``most`` bytes as JSON."""
+    text = text[:most]
+    while len(msgspec.json.encode(text)) > most:
+        text = text[: len(text) * 3 // 4]
+    return text
+
+
+def shown(message: str) -> str:
+    """An upstream's ``message`` as clients are told it: without addresses, paths, keys and tracebacks."""
+    message = message[: 4 * MAX_MESSAGE]
+    for pattern, instead in _INTERNALS:
+        message = pattern.sub(instead, message)
+    return message
+
+
+def shown_failure(payload: bytes) -> bytes:
+    """A ``payload`` of the API of responses, an answer or an event, as clients may see its error."""
+    try:
+        answer = _decoded(payload)
+        errors = [holder.get("error") for holder in (answer, answer.get("response")) if holder]
+        told = [str(error["message"]) for error in errors if error and "message" in error]
+        if all(message == shown(message) for message in told):
+            return payload
+        for error in errors:
+            if error and "message" in error:
+                error["message"] = shown(str(error["message"]))[:MAX_MESSAGE]
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return payload
+    return msgspec.json.encode(answer)
+
+
 def _type_of(status: int) -> str:
     if status == 429:
         return "rate_limit_error"
@@ -170,7 +226,7 @@ def from_upstream(status: int, body: bytes, retry_after: bytes | None, route: Ro
     wait = int(retry_after) if retry_after is not None and retry_after.isdigit() else None
     if status in (404, 405) and (not message or message in ("Not Found", "Method Not Allowed")):
         return Refused(Refusal.UNSUPPORTED, f"{route.path} is not served by this model's engine.")
-    message = message or f"{route.path} was refused with status {status}."
+    message = shown(message) or f"{route.path} was refused with status {status}."
     if code is None and "context length" in message:
         code = "context_length_exceeded"
         param = route.prompt

@@ -54,7 +54,10 @@ def _asks(fields: dict[str, Raw], name: str) -> bool:
 
 
 def _includes_logprobs(fields: dict[str, Raw]) -> bool:
-    included = msgspec.json.decode(fields["include"]) if "include" in fields else None
+    try:
+        included = msgspec.json.decode(fields["include"]) if "include" in fields else None
+    except ValueError:  # no UTF-8, which the engine refuses
+        return False
     return isinstance(included, list) and _INCLUDED in included
 
 

@@ -37,9 +37,10 @@ class Body(msgspec.Struct, gc=False):
     cache_salt: Raw = ABSENT
     prompt_cache_key: Raw = ABSENT
     metadata: Raw = ABSENT
-    members: dict[str, Raw] = {}
-    media: int = 0
-    prompts: int = 1
+    # Set by us: these names are known on no route.
+    members: dict[str, Raw] = msgspec.field(default_factory=dict, name="(members)")
+    media: int = msgspec.field(default=0, name="(media)")
+    prompts: int = msgspec.field(default=1, name="(prompts)")
 
     @property
     def choices(self) -> int:
@@ -52,27 +53,6 @@ class Metadata(msgspec.Struct, gc=False):
 
     user_id: Any = None
     session_id: Any = None
-
-
-class Part(msgspec.Struct, gc=False):
-    """A message, an item of an input, or a part of one: where more parts are, and where media are."""
-
-    content: Raw = ABSENT
-    output: Raw = ABSENT
-    image_url: Raw = ABSENT
-    audio_url: Raw = ABSENT
-    video_url: Raw = ABSENT
-    file_url: Raw = ABSENT
-    source: Raw = ABSENT
-    input_audio: Raw = ABSENT
-    file: Raw = ABSENT
-    file_data: Raw = ABSENT
-    image_embeds: Raw = ABSENT
-    audio_embeds: Raw = ABSENT
-    video_embeds: Raw = ABSENT
-    prompt_embeds: Raw = ABSENT
-    image_pil: Raw = ABSENT
-    uuid: Raw = ABSENT
 
 
 class Medium(msgspec.Struct, gc=False):
@@ -94,8 +74,7 @@ RAW_FIELDS = frozenset(Body.__struct_fields__) - SCALARS - {"members", "media", 
 BODY = msgspec.json.Decoder(Body)
 MEMBERS = msgspec.json.Decoder(dict[str, Raw])
 ITEMS = msgspec.json.Decoder(list[Raw])
-PART = msgspec.json.Decoder(Part)
-PARTS = msgspec.json.Decoder(list[Part])
+OBJECTS = msgspec.json.Decoder(list[dict[str, Raw]])
 MEDIUM = msgspec.json.Decoder(Medium)
 OPTIONS = msgspec.json.Decoder(dict[str, Raw] | None)
 METADATA = msgspec.json.Decoder(Metadata | None)

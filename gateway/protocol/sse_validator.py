@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from gateway.protocol.errors import Refused, read_error, status_of
+from gateway.protocol.errors import Refused, read_error, shown, shown_failure, status_of
 from gateway.protocol.json_decoders import NULL, Typed, any_json, chunk, typed
 from gateway.protocol.paths import Api
 from gateway.protocol.usage import Usage, read_usage, usage_inside
@@ -26,6 +26,7 @@ _BOUNDARY = re.compile(rb"\n(?:\n|\r\n|\r(?=[^\n]))|\r\r\n?")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _LF_BOUNDARY = re.compile(rb"\n\n")  # of streams without a CR, in a fifth of the time
 _DONE = b"[DONE]"
+_FAILED = "response.failed"
 # Looked for as numbers, which is a search for a byte and not for a string.
 _NEWLINE = ord("\n")
 _RETURN = ord("\r")
@@ -205,12 +206,18 @@ class ResponsesValidator(SseValidator):
     """OpenAI's responses: one of three events is the final one."""
 
     def __init__(self) -> None:
-        super().__init__(("response.completed", "response.incomplete", "response.failed"), Api.RESPONSES)
+        super().__init__(("response.completed", "response.incomplete", _FAILED), Api.RESPONSES)
+
+    def _read(self, event: bytes, payload: bytes) -> bytes:
+        event = super()._read(event, payload)
+        if self.failed and self.finished and (told := shown_failure(payload)) is not payload:
+            return b"event: %b\ndata: %b\n\n" % (_FAILED.encode(), told)
+        return event
 
     def _count(self, decoded: Typed) -> None:
         if decoded.type in self._final_events:
             self.usage = usage_inside(decoded.response)
-            self.failed = decoded.type == "response.failed"
+            self.failed = decoded.type == _FAILED
 
 
 class MessagesValidator(SseValidator):
@@ -240,4 +247,4 @@ def _relayed_error(payload: bytes) -> Refused:
     message, param, code = read_error(payload)
     # An engine may find only after some tokens that a request cannot be served.
     reason = Refusal.BAD_REQUEST if 400 <= status_of(payload) < 500 else Refusal.STREAM_BROKEN
-    return Refused(reason, message or "The replica reported an error.", param=param, code=code)
+    return Refused(reason, shown(message) or "The replica reported an error.", param=param, code=code)

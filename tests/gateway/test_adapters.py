@@ -88,7 +88,7 @@ async def publish(stack: Stack, *aliases: dict[str, Any]) -> None:
 async def test_each_route_names_the_version_to_both_sides(shared: Stack, path: str, base: str) -> None:
     (replica,) = await fleet(shared, f"route{path.replace('/', '-')}-{base}", model=base)
     await publish(shared, alias("sql", OLD, NEW, model=base))
-    body = {"model": "sql", "input": ["x"], "nested": {"model": "sql"}}
+    body = {"model": "sql", "input": ["x"], "metadata": {"model": "sql"}}
     answer = await shared.http.post(path + "?beta=true", json=body)
     served = served_name("sql", NEW)
     assert (answer.status_code, answer.json()["model"]) == (200, served)
@@ -96,7 +96,7 @@ async def test_each_route_names_the_version_to_both_sides(shared: Stack, path: s
     assert hit.path == ROUTES[path].upstream.decode()
     assert hit.headers["x-tidegate-adapter"] == f"sql@{NEW}"
     assert hit.json["model"] == served
-    assert hit.json["nested"] == {"model": "sql"}
+    assert hit.json["metadata"] == {"model": "sql"}
 
 
 async def occupied(

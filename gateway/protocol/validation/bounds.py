@@ -142,7 +142,7 @@ def _schema(name: str, value: Raw) -> None:
         if key in _CHOICES and isinstance(found, list):
             choices += len(found)
         elif key in _REGEXES and isinstance(found, str) and (size := expanded_size(found)) > MAX_REGEX:
-            message = f"{name} takes regular expressions of at most {MAX_REGEX} states, got {size}."
+            message = f"{name} takes regular expressions of {MAX_REGEX} characters written out, got {size}."
             raise Refused(Refusal.BAD_REQUEST, message, param=name)
     if choices > MAX_CHOICES:
         raise too_many(name, MAX_CHOICES, choices, "values of enumerations")

@@ -7,14 +7,13 @@ is refused unless its host is allowed.
 from __future__ import annotations
 
 import re
-from operator import attrgetter
 from typing import Final
 
 import msgspec
 from msgspec import Raw
 
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_decoders import ABSENT, ITEMS, MEDIUM, PART, PARTS, Medium, Part
+from gateway.protocol.json_decoders import ABSENT, ITEMS, MEDIUM, MEMBERS, OBJECTS, Medium
 from gateway.protocol.json_structure import (
     MAX_DEPTH,
     BoundExceeded,
@@ -45,21 +44,17 @@ WALKED: dict[str, tuple[str, ...]] = {
 }
 
 _URLS = ("image_url", "audio_url", "video_url", "file_url")
-_HELD = ("source", "input_audio", "file", "file_data")
+_MEDIA = (*_URLS, "source", "input_audio", "file", "file_data")
 # Tensors, and objects of the engine's process.
 _FORBIDDEN = ("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil")
-_MEDIA = (*_URLS, *_HELD)
-_FIELDS = (*_FORBIDDEN, *_MEDIA)
-# The name that an engine keeps a medium by, for all who send it.
-_UUID = "uuid"
+_HOLDS_MEDIA: Final = frozenset({*_MEDIA, *_FORBIDDEN})
 _MEDIUM = frozenset(Medium.__struct_fields__)
-_media = attrgetter(*_FIELDS)
-_NO_MEDIA = (ABSENT,) * len(_FIELDS)
 # Only what every parser of URLs reads alike: neither credentials nor backslashes.
-_URL = re.compile(r"https?://(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*)(?::[0-9]{1,5})?(?:[/?#][!#-\[\]-~]*)?")
+_URL = re.compile(r"(?i:https?)://(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*)(?::[0-9]{1,5})?(?:[/?#][!#-\[\]-~]*)?")
 _DATA = b'"data:'
 _OPEN, _OBJECT, _QUOTE = ord("["), ord("{"), ord('"')
 _NULL = ord("n")
+_NESTS = b"{["
 _PARTS_BEGIN = b'{["'
 # Decoded in one turn of the event loop.
 _AT_ONCE = 64 * 1024
@@ -79,14 +74,14 @@ class MediaCheck:
 
     def walk(self, value: Raw, level: int = 0) -> None:
         """Check all that ``value`` holds, a list or an object; texts and lists of numbers are skipped."""
-        kind = memoryview(value)[0]
-        if kind == _OBJECT:
-            self._part(PART.decode(value), level)
-        elif kind == _OPEN:
-            first = first_item(memoryview(value))
+        view = memoryview(value)
+        if view[0] == _OBJECT:
+            self._part(MEMBERS.decode(value), level)
+        elif view[0] == _OPEN:
+            first = first_item(view)
             if first == _OBJECT:
                 try:
-                    parts = PARTS.decode(value)
+                    parts = OBJECTS.decode(value)
                 except msgspec.ValidationError:  # there are texts among them
                     first = _OPEN
                 else:
@@ -118,35 +113,36 @@ class MediaCheck:
                     read = 0
                     await pieces.pause()
 
-    def _part(self, part: Part, level: int) -> None:
+    def _part(self, part: dict[str, Raw], level: int) -> None:
         """Check one message or part, and those that it holds."""
-        inner = [part.content, part.output]
-        if _media(part) != _NO_MEDIA:
+        if not _HOLDS_MEDIA.isdisjoint(part):
             for name, value in self._present(part):
                 kind = memoryview(value)[0]
                 medium = MEDIUM.decode(value) if kind == _OBJECT else _bare(name, value)
                 self._judge(name, medium)
-                inner.append(medium.content)
-        for value in inner:
-            if value is not ABSENT and memoryview(value)[0] in b"{[":
-                self.walk(value, level + 1)
+                self._inside(medium.content, level)
+        if (content := part.get("content")) is not None:
+            self._inside(content, level)
+        if (output := part.get("output")) is not None:
+            self._inside(output, level)
+
+    def _inside(self, value: Raw, level: int) -> None:
+        if value is not ABSENT and memoryview(value)[0] in _NESTS:
+            self.walk(value, level + 1)
 
     async def _large_part(self, raw: bytes, span: Member, pieces: PieceReader, level: int) -> None:
         fields = await self._fields(raw, span, pieces)
-        part = Part()
-        for name in (*_FIELDS, _UUID):
-            if name in fields:
-                setattr(part, name, _at(raw, fields[name]))
         inner = [fields[name] for name in ("content", "output") if name in fields]
-        for name, value in self._present(part):
-            medium = _bare(name, value)
-            if memoryview(value)[0] == _OBJECT:
-                held = await self._fields(raw, fields[name], pieces)
-                medium = Medium(**{key: _at(raw, held[key]) for key in held if key in _MEDIUM})
-                inner += [held["content"]] if "content" in held else []
-            self._judge(name, medium)
+        if not _HOLDS_MEDIA.isdisjoint(fields):
+            for name, value in self._present({name: _at(raw, fields[name]) for name in fields}):
+                medium = _bare(name, value)
+                if memoryview(value)[0] == _OBJECT:
+                    held = await self._fields(raw, fields[name], pieces)
+                    medium = Medium(**{key: _at(raw, held[key]) for key in held if key in _MEDIUM})
+                    inner += [held["content"]] if "content" in held else []
+                self._judge(name, medium)
         for each in inner:
-            if raw[each.begin] in b"{[":
+            if raw[each.begin] in _NESTS:
                 self._bound(1, level + 1)
                 await self.walk_large(raw, each, pieces, level + 1)
 
@@ -166,15 +162,15 @@ class MediaCheck:
         if count and level > MAX_LEVEL:
             raise self._refused(f"parts are nested deeper than {MAX_LEVEL} levels")
 
-    def _present(self, part: Part) -> list[tuple[str, Raw]]:
+    def _present(self, part: dict[str, Raw]) -> list[tuple[str, Raw]]:
         """The media of ``part``, by field."""
         for name in _FORBIDDEN:
-            if not _is_null(getattr(part, name)):
+            if not _is_null(part.get(name, ABSENT)):
                 raise self._refused(f"{name} is not accepted by this server", Refusal.UNSUPPORTED)
-        found = [(name, value) for name in _MEDIA if (value := getattr(part, name)) is not ABSENT]
-        if found and not _is_null(part.uuid):
-            raise self._refused(f"{_UUID} is not accepted by this server", Refusal.UNSUPPORTED)
-        return [(name, value) for name, value in found if not _is_null(value)]
+        # The name that an engine keeps a medium by, for all who send it.
+        if not _is_null(part.get("uuid", ABSENT)):
+            raise self._refused("uuid is not accepted by this server", Refusal.UNSUPPORTED)
+        return [(name, part[name]) for name in _MEDIA if name in part and not _is_null(part[name])]
 
     def _judge(self, name: str, medium: Medium) -> None:
         """Count a medium, and refuse one that is too large, or from elsewhere."""

@@ -7,6 +7,7 @@ from typing import Final
 # No need to count further.
 _MANY: Final = 1 << 40
 _MAX_DIGITS: Final = 9
+_KIND_ENDS: Final = ":=!>)"
 
 
 def expanded_size(pattern: str) -> int:
@@ -20,6 +21,10 @@ def expanded_size(pattern: str) -> int:
         if char == "(":
             outer.append(size)
             size = last = 0
+            if pattern.startswith("?", at):  # what kind of group it is
+                while at < end and pattern[at] not in _KIND_ENDS:
+                    at += 1
+                at += 1
             continue
         if char == ")":
             last = max(size, 1)

@@ -9,7 +9,8 @@ import pytest
 from gateway.http.asgi_exchange import request_ids
 from gateway.protocol.body import read
 from gateway.protocol.errors import Refused, from_upstream
-from gateway.protocol.paths import ROUTES
+from gateway.protocol.paths import ROUTES, Api
+from gateway.protocol.sse_validator import ResponsesValidator
 
 CHAT = ROUTES["/v1/chat/completions"]
 TOO_LONG = "This model's maximum context length is 2048 tokens. However, you requested 4000 tokens."
@@ -38,6 +39,46 @@ def test_parameter_names(message: str, location: str | None, param: str | None, 
         "param": param,
         "code": code,
     }
+
+
+KEPT = (
+    TOO_LONG,
+    "The model `a/b` does not exist. Use max_tokens/2 or 1/2; see /v1/models at 12:30, 4::int, a::b",
+    "1 validation error for {'type': 'missing', 'loc': ('body', 'input')}: and/or either/or",
+    "Value error, n must be 1 when using greedy sampling, got 2. (type=value_error) 0x12",
+)
+SCRUBBED = {
+    "a\nTraceback (most recent call last):\n  File x": "a",
+    "see https://docs.internal:80/x?y, or wss://h": "see [URL] or [URL]",
+    "cannot open /root/models/a-b/config.json: no such file": "cannot open [path]: no such file",
+    "in ~/.cache/huggingface/hub and ./a/b/c": "in [path] and [path]",
+    "vllm/entrypoints/openai/api_server.py line 3": "[path] line 3",
+    "connect to 10.0.0.7:8000 or 127.0.0.1, localhost:80": "connect to [address] or [address], [address]",
+    "at [fe80::1]:80 and 2001:db8:0:0:0:0:0:1, ::1.": "at [address] and [address], [address].",
+    "<Engine object at 0x7f00deadbeef>": "<Engine object at [address]>",
+    "key sk-proj-abcdefgh12 or Bearer abc": "key [key] or [key]",
+}
+
+
+@pytest.mark.parametrize(("message", "told"), [*zip(KEPT, KEPT, strict=True), *SCRUBBED.items()])
+def test_what_an_engine_says_of_its_host_is_left_out(message: str, told: str) -> None:
+    assert refused(message, None).message == told
+    for event in ({"error": {"message": message}}, {"type": "error", "message": message}):
+        relayed = ResponsesValidator().feed(b"data: %b\n\n" % json.dumps(event).encode())
+        assert json.loads(relayed.partition(b"data: ")[2])["message"] == told
+    failed = {"type": "response.failed", "response": {"error": {"message": message}}}
+    relayed = ResponsesValidator().feed(b"data: %b\n\n" % json.dumps(failed).encode())
+    assert json.loads(relayed.partition(b"data: ")[2])["response"]["error"]["message"] == told
+
+
+@pytest.mark.parametrize("text", ["a", "\0", "é", "😀", '"', "\\"])
+@pytest.mark.parametrize("api", Api)
+def test_an_error_takes_4_kib_at_most(text: str, api: Api) -> None:
+    error = {"message": text * 1700, "param": text * 1700, "code": text * 1700}
+    found = from_upstream(400, json.dumps({"error": error}).encode(), None, CHAT)
+    assert len(found.event(api)) <= 4096
+    assert max(len(found.body()), len(found.body(anthropic=True))) <= 4096
+    assert json.loads(found.body())["error"]["message"].strip(text) == ""
 
 
 @pytest.mark.parametrize("given", [b"bad id", b"x" * 129, "\u00e9".encode(), b"", None])

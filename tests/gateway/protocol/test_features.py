@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from typing import Any
 
 import pytest
 
-from gateway.protocol.body import BodyRules, accept
 from gateway.protocol.features import used_features
-from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
 from policy.config.tenancy import Feature
+from tests.gateway.protocol.accepted_body import accepted_body
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
@@ -42,6 +39,5 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
 def test_features_are_those_that_a_request_asks_for(
     path: str, fields: dict[str, Any], used: str, padding: int
 ) -> None:
-    raw = json.dumps({"model": "m", "user": "a" * padding, **fields}).encode()
-    accepted = asyncio.run(accept(raw, ROUTES[path], PieceReader(), BodyRules()))
+    accepted = accepted_body({"model": "m", "user": "a" * padding, **fields}, path)
     assert used_features(accepted.body, ROUTES[path]) == {Feature(name) for name in used.split()}
