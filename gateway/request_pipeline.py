@@ -290,6 +290,7 @@ class Gateway:
         return accepted.body, accepted.raw
 
     async def _read(self, raw: bytes, route: Route) -> AcceptedBody:
+        """The body of a request for ``route``; raises ``Refused`` for one that is not accepted."""
         if len(raw) <= bodies.MAX_DECODED:
             return bodies.accept(raw, route, self._rules)
         return await bodies.accept_large(raw, route, self._rules, self._pieces)

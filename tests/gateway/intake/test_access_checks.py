@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from gateway.intake.access_checks import bounded_answer, check_features
 from gateway.protocol.body import AcceptedBody, BodyRules, accept
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
 from policy.config.tenancy import Feature
 
@@ -19,7 +17,7 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
 
 
 def accepted(path: str, raw: bytes) -> AcceptedBody:
-    return asyncio.run(accept(raw, ROUTES[path], PieceReader(), BodyRules()))
+    return accept(raw, ROUTES[path], BodyRules())
 
 
 def bounded(path: str, raw: bytes) -> Any:
