@@ -34,7 +34,10 @@ _COMMANDS = {
     "import": ("deployment.import_file", "Write a deployment file from LiteLLM's or production-stack's."),
     "doctor": ("deployment.doctor", "Check this machine: GPUs, memory, disk, ports, limits, packages."),
     "apply": ("deployment.check_apply", "Show what a deployment file would change, and apply it."),
-    "keys": ("deployment.keys", "Create API keys for tenants."),
+    "tenants": ("tenancy.tenants", "Create, list, change and delete tenants."),
+    "keys": ("tenancy.keys", "Create, list, rotate and revoke API keys of tenants."),
+    "admin-keys": ("tenancy.keys", "Create, list and revoke keys for the admin port."),
+    "audit": ("tenancy.audit", "Show who changed what, and when."),
     "simulate": ("simulation.simulate", "Replay a trace on a simulated deployment."),
     "replay": (
         "simulation.replay_and_capture",
@@ -48,7 +51,7 @@ _COMMANDS = {
     "bench": ("simulation.bench", "Compare policies on simulated replicas."),
 }
 # A keyword of Python is no name of a function.
-_FUNCTIONS = {"import": "import_file"}
+_FUNCTIONS = {"import": "import_file", "admin-keys": "admin_keys"}
 
 _EPILOG = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANINGS.items()) + "."
 

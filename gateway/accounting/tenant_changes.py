@@ -72,7 +72,9 @@ class TenantChanges:
             require(key not in patch, key, "***" if key == "keys_sha256" else patch.get(key), "nothing")
         with self._database.changing(actor) as change:
             before = self._of_database(change, name)
-            given = convert({**_settings(before), **patch, "name": name}, CreateTenant, "")
+            merged = {**_settings(before), **patch, "name": name}
+            set_ = {key: value for key, value in merged.items() if value is not None}
+            given = convert(set_, CreateTenant, "")
             check_access("", given, self._database.declared.models)
             tenant = Tenant(**{key: getattr(given, key) for key in Tenant.__struct_fields__})
             record = TenantRecord(tenant, given.blocked, before.created)
@@ -107,9 +109,13 @@ def _unknown(name: str) -> AccessUnknown:
 
 
 def _settings(record: TenantRecord) -> dict[str, Any]:
-    settings: dict[str, Any] = to_builtins(structs.replace(record.tenant, keys_sha256=()))
-    del settings["keys_sha256"], settings["name"]
-    return settings | {"blocked": record.blocked}
+    """What was set of a tenant, beside its name."""
+    nothing = Tenant(name=record.tenant.name, keys_sha256=record.tenant.keys_sha256)
+    unset: dict[str, Any] = to_builtins(nothing)
+        Tenant(name=record.tenant.name, keys_sha256=record.tenant.keys_sha256)
+    )
+    settings = {name: value for name, value in to_builtins(record.tenant).items() if value != unset[name]}
+    return settings | ({"blocked": True} if record.blocked else {})
 
 
 def _view(record: TenantRecord, keys: Mapping[str, int], *, declared: bool = False) -> TenantView:

@@ -1,0 +1,105 @@
+"""``tenants``, ``keys``, ``admin-keys`` and ``audit`` on a state directory where nothing runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from policy.deployment_file.parse import parse
+from policy.errors import AccessRefused, AccessUnknown, ConfigError
+from store.api_keys import digest_of
+from store.state_dir import StateDir
+from tests.policy.example_documents import GOOD
+from tidegate.cli import group
+
+
+class Shell:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __call__(self, *words: str) -> str:
+        arguments = ["--state-dir", str(self.root), *words]
+        result = CliRunner().invoke(group, arguments, catch_exceptions=False, standalone_mode=False)
+        return result.output
+
+    def json(self, *words: str) -> Any:
+        return json.loads(self(*words, "--json"))
+
+
+@pytest.fixture
+def tidegate(tmp_path: Path) -> Shell:
+    return Shell(tmp_path / "state")
+
+
+def test_a_tenant_and_its_keys(tidegate: Shell) -> None:
+    out = tidegate("tenants", "create", "web", "--rpm-limit", "60", "--feature", "tools", "--weight", "3")
+    assert "limits: rpm_limit=60 features=tools" in out and "tidegate keys create web" in out
+    made = tidegate.json(
+        "keys", "create", "web", "--alias", "ci", "--expires", "2999-01-01", "--max-tokens", "9"
+    )
+    key_id = made["view"]["id"]
+    assert (made["view"]["expires"], made["view"]["max_tokens"]) == (32472144000.0, 9)
+    (row,) = [line for line in tidegate("keys", "list").splitlines() if key_id in line]
+    assert row.split()[1:4] == ["web", "ci", "valid"] and row.endswith("max_tokens=9")
+    assert "tpm_limit=5" in tidegate(
+        "tenants", "update", "web", "--unset", "rpm_limit", "--tpm-limit", "5", "--block"
+    )
+    assert "state: blocked" in tidegate("keys", "show", key_id)
+    new = tidegate.json("keys", "rotate", key_id, "--grace", "1h")["view"]
+    assert tidegate.json("keys", "revoke", key_id)["state"] == "revoked"
+    assert [key["id"] for key in tidegate.json("keys", "list")["keys"]] == [new["id"]]
+    assert "1 of its keys are revoked" in tidegate("tenants", "delete", "web")
+    assert tidegate.json("tenants", "list") == {"tenants": []}
+    assert made["key"] not in tidegate("keys", "list", "--all") + tidegate("audit", "--json")
+
+    entries = tidegate.json("audit", "--action", "tenant.")["entries"]
+    assert [entry["action"] for entry in entries] == ["tenant.delete", "tenant.update", "tenant.create"]
+    assert entries[0]["actor"].startswith("user ")
+    assert "rpm_limit: 60 -> null, tpm_limit: null -> 5" in tidegate("audit", "--action", "tenant.update")
+
+
+def test_admin_keys(tidegate: Shell) -> None:
+    assert "\n\n  tga-" in tidegate("admin-keys", "create", "bot", "--role", "operator", "--expires", "30d")
+    assert "operator" in tidegate("admin-keys", "list")
+    assert "is revoked" in tidegate("admin-keys", "revoke", "bot")
+    assert tidegate.json("admin-keys", "list") == {"admin_keys": []}
+
+
+def test_what_is_declared_is_marked_and_is_changed_in_the_file(tidegate: Shell) -> None:
+    state = StateDir(tidegate.root)
+    state.save(state.deployment_path, GOOD | {"tenants": [{"name": "acme", "keys_sha256": ["ab" * 32]}]})
+    (tenant,) = tidegate.json("tenants", "list")["tenants"]
+    (key,) = tidegate.json("keys", "list", "--tenant", "acme")["keys"]
+    assert tenant["declared"] and (key["declared"], key["id"]) == (True, "declared-abababababab")
+    assert "declared" in tidegate("tenants", "list") and "valid, declared" in tidegate("keys", "list")
+    tidegate("keys", "create", "acme")
+    for words in (("tenants", "delete", "acme"), ("keys", "revoke", key["id"])):
+        with pytest.raises(AccessRefused, match="change it in the deployment file"):
+            tidegate(*words)
+
+
+def test_what_is_refused_names_its_field(tidegate: Shell) -> None:
+    with pytest.raises(AccessUnknown, match="no tenant 'nobody'"):
+        tidegate("keys", "create", "nobody")
+    with pytest.raises(ConfigError, match="name: got 'a b', expected a name that matches"):
+        tidegate("tenants", "create", "a b")
+    with pytest.raises(ConfigError, match="dry_run"):
+        tidegate("tenants", "create", "web", "--dry-run", "rpm_limit")
+
+
+def test_the_snippet_is_a_tenant_with_the_digest_of_the_key(tidegate: Shell) -> None:
+    out = tidegate("keys", "new", "acme")
+    key = out.split()[7]
+    snippet = yaml.safe_load(out[out.index("tenants:") :])
+    (tenant,) = parse({**GOOD, **snippet}).tenants
+    assert (tenant.name, tenant.keys_sha256) == ("acme", (digest_of(key.encode()),))
+    assert out.count(key) == 1
+    document = tidegate.json("keys", "new", "acme")
+    assert (document["sha256"], document["name"]) == (digest_of(document["key"].encode()), "acme")
+    with pytest.raises(ConfigError, match="a name that matches"):
+        tidegate("keys", "new", "a b")

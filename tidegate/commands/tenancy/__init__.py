@@ -1,0 +1,1 @@
+"""Commands of tenants, their API keys, admin keys, and the audit trail."""
