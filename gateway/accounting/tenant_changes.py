@@ -112,8 +112,6 @@ def _settings(record: TenantRecord) -> dict[str, Any]:
     """What was set of a tenant, beside its name."""
     nothing = Tenant(name=record.tenant.name, keys_sha256=record.tenant.keys_sha256)
     unset: dict[str, Any] = to_builtins(nothing)
-        Tenant(name=record.tenant.name, keys_sha256=record.tenant.keys_sha256)
-    )
     settings = {name: value for name, value in to_builtins(record.tenant).items() if value != unset[name]}
     return settings | ({"blocked": True} if record.blocked else {})
 
