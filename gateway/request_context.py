@@ -22,6 +22,7 @@ from policy.wire.headers import CANARY_HEADER, DROPPED_HEADER, EXPLAIN_HEADER, R
 if TYPE_CHECKING:
     from gateway.delivery.replica_idle_timeouts import IdleTimeouts
     from gateway.http.asgi_exchange import Exchange
+    from gateway.http.client import ProxiedConnection
     from gateway.intake.adapter_catalog import Adapter
     from gateway.intake.rate_limiter import Reservation
     from gateway.intake.usage_journal import Charge
@@ -70,7 +71,8 @@ class Call:
     ``charge``: what its tenant pays, if it may; ``reservation``: what it holds of limits. ``probe``: our own,
     of which nothing is learned. ``adapter``: the version that it names. ``client``: its address and port.
     ``exchange``: the client's, on the client port. ``dropped``: fields of the body that no replica gets.
-    ``trace`` is its trace, if requests are traced. ``pieces`` checks large answers.
+    ``trace`` is its trace, if requests are traced. ``pieces`` checks large answers. ``proxied``: another proxy
+    sends it to the replica.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Call:
         self.charge: Charge | None = None
         self.reservation: Reservation | None = None
         self.trace: RequestTrace | None = None
+        self.proxied: ProxiedConnection | None = scope.get("tidegate.proxied")
 
     @property
     def disconnected(self) -> bool:

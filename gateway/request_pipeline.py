@@ -246,13 +246,14 @@ class Gateway:
             )
             if account.admin and call.headers.get(_EXPLAIN) == b"1":
                 call.explain = partial(self.routes.explain, request)
-            elif call.streaming and route.runner is Runner.GENERATE:
+            elif call.streaming and route.runner is Runner.GENERATE and call.proxied is None:
                 self.keepalive.watch(call, began)
             meter = self.metrics.model(served.name)
             self._arrive(call, meter, principal, served, request, body)
             account.in_flight += 1
             try:
-                if route.path not in COALESCED or call.probe or call.explain is not None:
+                alone = call.probe or call.explain is not None or call.proxied is not None
+                if route.path not in COALESCED or alone:
                     await self._deliver(call, served, request, body, raw)
                 else:
                     bounds = self._limits.coalesce
@@ -310,6 +311,9 @@ class Gateway:
         Raises :class:`gateway.protocol.errors.Refused` if its tenant or key is over a limit.
         """
         call.priority = request.priority
+        if (proxied := call.proxied) is not None:
+            urls = {handle.replica.id: handle.replica.url for handle in served.handles}
+            request.only = proxied.allowed(urls)
         call.probe = call.headers.get(_CANARY) == b"1" and self.tenants.is_own(call.headers)
         if call.route.runner is not None and not call.probe:
             call.charge = self.journal.charge(call, principal.account.name, principal.key_id, request)
@@ -356,7 +360,7 @@ class Gateway:
         delivery = RetryLoop(ticket, call, meter, self.suspects, body=body, raw=raw, salt=salt)
         call.usage_bounds = UsageBounds(request, body, raw, served.max_model_len)
         try:
-            if self.spillover.backs(request):
+            if call.proxied is None and self.spillover.backs(request):
                 await self.spillover.around(delivery.run, call, served, request, body=body, raw=raw)
             else:
                 await delivery.run()

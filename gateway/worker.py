@@ -12,7 +12,7 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -42,6 +42,9 @@ from policy.wire.controller import SIGNALS
 from store.api_keys import salt_secret
 from store.process_usage import read_usage
 from store.state_dir import StateDir
+
+if TYPE_CHECKING:
+    from gateway.endpoint_picker.server import EndpointPickerServer
 
 PUBLISH_EVERY_S = 0.5
 # Under load this costs page faults each time.
@@ -194,11 +197,15 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         loop.add_signal_handler(number, drain)
     admin_task = asyncio.create_task(admin.serve(sockets=[socket.socket(fileno=admin_fd)]))
     await client.start(socket.socket(fileno=client_fd), certificates.of("gateway.tls"))
+    picker = await _endpoint_picker(gateway, current(), log)
     log.info("worker_started", pid=os.getpid(), compiled=compiled)
     await stopping.wait()
     # Load balancers see by /readyz that it drains, and send no more, before it accepts no more.
     await asyncio.sleep(current().gateway.drain_delay_s)
-    await client.drain(current().gateway.drain_timeout_s)
+    draining = [client.drain(current().gateway.drain_timeout_s)]
+    if picker is not None:
+        draining.append(picker.drain(current().gateway.drain_timeout_s))
+    await asyncio.gather(*draining)
     gateway.end_captures()
     admin.should_exit = True
     await admin_task
@@ -210,6 +217,18 @@ async def work(  # noqa: PLR0915 - the composition root of a process
     await gateway.close()
     shared.close()
     log.info("worker_stopped")
+
+
+async def _endpoint_picker(gateway: Gateway, deployment: Deployment, log: Log) -> EndpointPickerServer | None:
+    """The endpoint picker, if there is to be one."""
+    if deployment.endpoint_picker is None:
+        return None
+    # gRPC costs 30 MB, and has packages of its own.
+    from gateway.endpoint_picker.server import EndpointPickerServer  # noqa: PLC0415
+
+    picker = EndpointPickerServer(gateway, deployment.endpoint_picker, log)
+    await picker.start()
+    return picker
 
 
 class BackgroundTasks:

@@ -58,14 +58,15 @@ class Request:
     it shows no density of tokens). ``arrived`` and ``deadline`` are seconds of one monotonic clock.
 
     ``ticket`` is its place in the order of arrival, kept when a replica returns it. ``avoid`` names replicas
-    that failed it: they are used only if there is no other. ``begun`` counts failures after an attempt began.
+    that failed it: they are used only if there is no other. ``only`` are those that it may go to (``None``:
+    all). ``begun`` counts failures after an attempt began.
     ``passed`` counts the later requests that went to a replica that could have served it while it waits.
     """
 
     # Written out, because the methods of @dataclass are not compiled.
     __slots__ = (
         "adapter", "adapter_key", "arrived", "avoid", "begun", "deadline", "depths", "limit_tokens",
-        "long_tokens", "model", "output_tokens", "passed", "prefix", "priority", "prompt_bytes",
+        "long_tokens", "model", "only", "output_tokens", "passed", "prefix", "priority", "prompt_bytes",
         "prompt_tokens", "session", "size", "tenant", "ticket",
     )  # fmt: skip
 
@@ -107,6 +108,7 @@ class Request:
         self.deadline = deadline
         self.ticket = ticket
         self.avoid = set() if avoid is None else avoid
+        self.only: frozenset[str] | None = None
         self.begun = begun
         self.limit_tokens = limit_tokens
         self.long_tokens = max(long_tokens, output_tokens)

@@ -17,7 +17,7 @@ from starlette.types import Message
 
 from gateway.http.asgi_exchange import SENT
 from gateway.http.byte_accumulator import ByteAccumulator
-from gateway.http.client import ClientConnection
+from gateway.http.client import Connection
 from gateway.intake.usage_journal import Charge
 from gateway.protocol.errors import (
     MAX_ERROR_BYTES,
@@ -67,7 +67,7 @@ class Relay:
     def __init__(
         self,
         call: Call,
-        connection: ClientConnection,
+        connection: Connection,
         validator: SseValidator,
         meter: ModelCounters,
         on_first: Callable[[], None] | None = None,

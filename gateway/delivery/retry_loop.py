@@ -8,7 +8,7 @@ from time import monotonic, time
 
 from gateway.delivery.relay import Relay
 from gateway.delivery.suspects import SuspectRequests, fingerprint
-from gateway.http.client import ClientConnection, is_local_fault
+from gateway.http.client import Connection, is_local_fault
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_splice import UpstreamBody, upstream_body
@@ -87,6 +87,8 @@ class RetryLoop:
             if outcome is AttemptOutcome.BROKEN:
                 call.outcome = Refusal.STREAM_BROKEN
                 return
+            if call.proxied is not None:  # it was sent, and cannot be again
+                raise refused or Refused(Refusal.UPSTREAM_FAILED, "The replica failed to answer the request.")
             if ticket.rejection is not None:
                 if outcome is not AttemptOutcome.LOST or not await self._is_excused():
                     raise ticket.refused(refused)
@@ -166,7 +168,10 @@ class RetryLoop:
         outgoing = self._body_for(adapter or theirs)
         rewrite = ModelRewrite(theirs, self._body.model) if theirs and not adapter else None
         head = self._head(replica, outgoing.size)
-        connection = replica.pool.take()
+        proxied = self._call.proxied
+        connection: Connection | None = replica.pool.take() if proxied is None else proxied
+        if proxied is not None:
+            proxied.to(replica.replica.url)
         while True:
             if connection is None:
                 try:
@@ -200,7 +205,7 @@ class RetryLoop:
         return upstream_body(self._call.route, self._body, self._raw, self._salt, name)
 
     def _relay(
-        self, replica: ReplicaHandle, connection: ClientConnection, rewrite: ModelRewrite | None, *,
+        self, replica: ReplicaHandle, connection: Connection, rewrite: ModelRewrite | None, *,
         strip_usage: bool,
     ) -> Relay:  # fmt: skip
         """An attempt on ``connection``, which the watchdog observes."""

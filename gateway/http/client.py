@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -56,6 +56,40 @@ class Sink(Protocol):
 
     def on_lost(self, *, stale: bool) -> None:
         """The connection broke; ``stale``: the server closed a kept one before the request arrived."""
+
+
+class Connection(Protocol):
+    """A way for one request to a server, and for its response to the sink, which may pause and abort it.
+
+    ``received`` is set by every read.
+    """
+
+    received: bool
+
+    def send(self, sink: Sink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
+        """Send a request, whose response goes to ``sink``."""
+
+    def pause(self, sink: Sink) -> None:
+        """Stop reading: the client reads too slowly."""
+
+    def resume(self, sink: Sink) -> None:
+        """Read on."""
+
+    def abort(self, sink: Sink) -> None:
+        """The rest of the response is not wanted."""
+
+
+class ProxiedConnection(Connection, Protocol):
+    """The way of a request that another proxy sends: to one server, once."""
+
+    def allowed(self, urls: Mapping[str, str]) -> frozenset[str] | None:
+        """Of the servers ``urls`` by id those that it may be sent to; ``None`` for all.
+
+        Raises :class:`gateway.protocol.errors.Refused` if it may be sent to none.
+        """
+
+    def to(self, url: str) -> None:
+        """Send it to the server at ``url``."""
 
 
 class ClientConnection:

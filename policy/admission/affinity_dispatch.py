@@ -96,7 +96,7 @@ class _Window:
             request = turn.request
             if self._options(request):
                 return turn
-            if not request.avoid and not self._slots.closing:
+            if not request.avoid and request.only is None and not self._slots.closing:
                 self._without.add(request.adapter)
         return None
 

@@ -309,10 +309,10 @@ class Dispatcher(Generic[R]):
         if not any_room(candidates):
             return True
         closing = pool.closing
-        serving: dict[tuple[str, frozenset[str]], list[Candidate]] = {}
+        serving: dict[tuple[str, frozenset[str], frozenset[str] | None], list[Candidate]] = {}
 
         def usable(request: Request) -> list[Candidate]:
-            key = (request.adapter, frozenset(request.avoid))
+            key = (request.adapter, frozenset(request.avoid), request.only)
             found = serving.get(key)
             if found is None:
                 found = serving[key] = self._serving(request, candidates, at)
@@ -389,6 +389,8 @@ class Dispatcher(Generic[R]):
 
     def _serving(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
         """The candidates that can serve it, and did not fail it while others can."""
+        if (only := request.only) is not None:
+            candidates = [each for each in candidates if each.id in only]
         if request.adapter:
             candidates = [each for each in candidates if self.pool.serves(each, request.adapter)]
         if request.avoid:

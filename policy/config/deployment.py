@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from policy.config.control import ControlConfig, Count, Positive, Seconds, Section
+from policy.config.endpoint_picker import EndpointPicker
 from policy.config.external_servers import Discovery, ExternalServer
 from policy.config.tenancy import Tenant, TokenPrice
 from policy.config.tls import AdminTls, ServerTls
@@ -345,6 +346,7 @@ class Deployment(Section, frozen=True):
     gateway: GatewayConfig = GatewayConfig()
     store: str = ""
     tracing: Tracing = Tracing()
+    endpoint_picker: EndpointPicker | None = None
     tenants: tuple[Tenant, ...] = ()
     upstreams: tuple[Upstream, ...] = ()
 

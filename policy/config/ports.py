@@ -37,6 +37,8 @@ def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
         Listener("gateway.port", gateway.host, gateway.port),
         Listener("gateway.admin_port", gateway.admin_host, gateway.admin_port),
     ]
+    if (picker := deployment.endpoint_picker) is not None:
+        found.append(Listener("endpoint_picker.port", picker.host, picker.port))
     starts_ray = ray and _starts_ray(deployment)
     if starts_ray or (deployment.needs_controller and not ray):
         host, _, port = cluster.controller.rpartition(":")

@@ -51,6 +51,7 @@ _FIXED = {
         "the gateway's ports get their files at the start",
     ),
     "store": "the database is opened at the start",
+    "endpoint_picker": "its port is opened at the start",
 }
 
 # What a new generation of a shared GPU group means.

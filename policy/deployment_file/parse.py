@@ -24,6 +24,7 @@ from policy.config.deployment import (
     Shape,
     Upstream,
 )
+from policy.config.endpoint_picker import EndpointPicker
 from policy.config.engine_arguments import expected_instead
 from policy.config.media_hosts import fetching
 from policy.config.ports import check_ports, is_loopback
@@ -75,6 +76,7 @@ def parse(document: object) -> Deployment:
         _check_adapters(f"models[{i}]", spec, models, tenants)
     _check_cluster(deployment)
     check_gateway(deployment.gateway)
+    _check_endpoint_picker(deployment.endpoint_picker)
     check_ports(deployment)
     _check_store(deployment.store)
     check_tenants(deployment.tenants, models)
@@ -295,6 +297,18 @@ def _check_store(store: str) -> None:
     # The part before the @ may contain a password.
     shown = "***" if "@" in store else store
     require(good, "store", shown, "sqlite:///PATH or postgresql://HOST/NAME")
+
+
+def _check_endpoint_picker(picker: EndpointPicker | None) -> None:
+    if picker is None:
+        return
+    given = (picker.cert_file, picker.key_file)
+    at, expected = "endpoint_picker.key_file", "cert_file and key_file, or neither"
+    require((given[0] is None) == (given[1] is None), at, picker.key_file, expected)
+    secure = picker.client_ca_file is None or picker.cert_file is not None
+    require(
+        secure, "endpoint_picker.client_ca_file", picker.client_ca_file, "cert_file and key_file beside it"
+    )
 
 
 def _check_upstreams(upstreams: tuple[Upstream, ...], models: set[str]) -> None:

@@ -68,6 +68,7 @@ class Stack:
         self.tracing: dict[str, Any] = {}
         self.tenants: list[dict[str, Any]] = []
         self.upstreams: list[dict[str, Any]] = []
+        self.more: dict[str, Any] = {}
         self.client_socket = _bound()
         self.admin_socket = _bound()
         self.url = f"http://127.0.0.1:{self.client_socket.getsockname()[1]}"
@@ -87,6 +88,7 @@ class Stack:
             "tracing": self.tracing,
             "tenants": self.tenants,
             "upstreams": self.upstreams,
+            **self.more,
         }
         part = self.root / "document.part"
         part.write_text(json.dumps(document))

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -136,6 +137,17 @@ def memory_needs(deployment: Deployment, weights: Mapping[str, int]) -> dict[str
         )
         parts[what] = count * each
     return parts
+
+
+def missing_package(deployment: Deployment) -> str | None:
+    """What to install for the endpoint picker, if it is configured."""
+    if deployment.endpoint_picker is None:
+        return None
+    try:
+        found = find_spec("grpc") and find_spec("envoy.service.ext_proc.v3")
+    except ModuleNotFoundError:
+        found = None
+    return None if found else "endpoint_picker needs packages: pip install 'tidegate[envoy]'"
 
 
 def available_memory() -> int:

@@ -101,6 +101,8 @@ class Startup:
                 problems.append(foreign)
         if not self.ray and not self.remote:
             check_placeable(self.deployment, machine(cards_of_machine(self.deployment.cluster, os.environ)))
+        if (package := preflight.missing_package(self.deployment)) is not None:
+            problems.append(package)
         available = preflight.available_memory()
         sizes = {
             spec.name: preflight.weights_bytes(Path(spec.source))
