@@ -71,8 +71,8 @@ class Call:
     ``charge``: what its tenant pays, if it may; ``reservation``: what it holds of limits. ``probe``: our own,
     of which nothing is learned. ``adapter``: the version that it names. ``client``: its address and port.
     ``exchange``: the client's, on the client port. ``dropped``: fields of the body that no replica gets.
-    ``trace`` is its trace, if requests are traced. ``pieces`` checks large answers. ``proxied``: another proxy
-    sends it to the replica.
+    ``trace`` is its trace, if requests are traced. ``pieces`` checks large answers. ``proxied``: another
+    proxy sends it to the replica.
     """
 
     def __init__(
