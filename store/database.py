@@ -84,6 +84,11 @@ class Database:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
             yield connection
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other hosts may use it."""
+        return self._engine.dialect.name != "sqlite"
+
     def close(self) -> None:
         self._engine.dispose()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import inf
 
+from gateway.intake.shared_limits import subject_key
 from gateway.telemetry.tenant_metrics import TenantCounters
 from policy.config.tenancy import Access, Tenant
 from policy.hashing import hash_name
@@ -38,11 +39,11 @@ class TenantAccount:
 
 
 class Subject:
-    """Whom limits are of: a tenant, or a key (``is_key``). ``key`` is the 64-bit hash of its name."""
+    """Whom limits are of: a tenant, or a key (``is_key``). ``key`` is the hash that they are counted by."""
 
-    def __init__(self, name: str, key: int, access: Access, *, is_key: bool) -> None:
+    def __init__(self, name: str, access: Access, *, is_key: bool) -> None:
         self.name = name
-        self.key = key
+        self.key = subject_key(name, is_key=is_key)
         self.access = access
         self.is_key = is_key
 
@@ -76,13 +77,9 @@ class Principal:
         )
         self.limited: tuple[Subject, ...] = ()
         if access:
-            named = ((account.name, account.key, False), (key_id, hash_name(f"key {key_id}"), True))
+            named = zip(access, (account.name, key_id), (False, True), strict=True)
             self.limited = tuple(
-                [
-                    Subject(name, key, each, is_key=is_key)
-                    for each, (name, key, is_key) in zip(access, named, strict=True)
-                    if _is_limited(each)
-                ]
+                [Subject(name, each, is_key=is_key) for each, name, is_key in named if _is_limited(each)]
             )
 
     def may_use(self, model: str, adapter: str = "") -> bool:

@@ -8,6 +8,7 @@ process's, which writes shares of limits and spent budgets there.
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Callable
 from math import inf
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.routing.mapped_rows import HEADER, OWN, ROWS, MappedRows, Table
+from policy.hashing import hash_name
 from store.os_process import boot_key
 
 # The words of a slot: its key, then the counts of :class:`Counts` in their order.
@@ -102,6 +104,11 @@ class Slot:
         self.all_running, self.all_spent, self.all_open = self.running, self.spent, self.open
 
 
+def subject_key(name: str, *, is_key: bool) -> int:
+    """The 64-bit hash by which a tenant or key is counted."""
+    return hash_name(f"key {name}" if is_key else f"tenant {name}")
+
+
 class SharedLimits:
     """One process's row of the file. ``row`` is a worker's number, or :data:`ACCOUNTING`.
 
@@ -122,13 +129,16 @@ class SharedLimits:
         self._living: frozenset[int] = frozenset()
         self._seen: object = None
         self._version = 0
+        # The accounting process publishes from several threads.
+        self._lock = threading.Lock()
         self._adopt()
         self.beat()
 
     def beat(self) -> None:
         """Report that this process lives, and look which others do."""
-        self._rows.beat()
-        self._follow()
+        with self._lock:
+            self._rows.beat()
+            self._follow()
 
     def open(self, key: int, *, counts: bool) -> Slot:
         """The slot of a tenant or key, which this process counts from now on if it ``counts``."""
@@ -212,11 +222,12 @@ class SharedLimits:
         ``nano`` is from the ledger. ``spent_by_host`` is :meth:`spent_by_host` as it was before that was
         read, so that what workers spent meanwhile is counted twice for a moment, not forgotten.
         """
-        at = self._mine.get(key) or self._claim(key)
-        # The end first: with the former period's sum the budget is refused for a moment, not exceeded.
-        self.counts[at + _PERIOD_END] = -1 if period_end == inf else int(period_end)
-        self.counts[at + _SPENT_ELSEWHERE] = nano - spent_by_host
-        self.counts[at + _ASKED_AT] = int(self._clock() * 1e9)
+        with self._lock:
+            at = self._mine.get(key) or self._claim(key)
+            # The end first: with the former period's sum the budget is refused for a moment, not exceeded.
+            self.counts[at + _PERIOD_END] = -1 if period_end == inf else int(period_end)
+            self.counts[at + _SPENT_ELSEWHERE] = nano - spent_by_host
+            self.counts[at + _ASKED_AT] = int(self._clock() * 1e9)
 
     def spent_by_host(self, key: int) -> int:
         """The sum of what this host's workers ever counted as spent by a tenant or key."""
@@ -225,10 +236,11 @@ class SharedLimits:
 
     def publish_lease(self, key: int, share: float, until: float, *, full: bool) -> None:
         """Report that this host has ``share`` of a tenant's or key's limits until this instant."""
-        at = self._mine.get(key) or self._claim(key)
         word = int(until * 1e3) << _UNTIL_AT | int(full) << _PPM_BITS | int(share * _PPM)
-        self._words[at + _LEASE] = word & _MASK
-        self.counts[at + _ASKED_AT] = int(self._clock() * 1e9)
+        with self._lock:
+            at = self._mine.get(key) or self._claim(key)
+            self._words[at + _LEASE] = word & _MASK
+            self.counts[at + _ASKED_AT] = int(self._clock() * 1e9)
 
     def publish_hosts(self, hosts: int, answers_until: float) -> None:
         """Report how many hosts there are, as the database knew until this instant."""
@@ -240,7 +252,6 @@ class SharedLimits:
         """How often the tenants and keys were asked for that workers count, and when last."""
         found: dict[int, tuple[int, float]] = {}
         wide = 1 + _SLOTS.counts
-        self._follow()
         for row in self._written:
             if row == ACCOUNTING:
                 continue

@@ -88,8 +88,8 @@ spending = Table(
     *_key(Text, "owner", "duration"),
     *_required(BigInteger, "begin", "cost_nano"),
 )
-# The share of a limit that a host may use until ``expires``.
+# The share of a limit that a host may use until ``expires``, and the requests a second for it.
 limit_leases = Table(
-    "limit_leases", metadata, *_key(Text, "limit_id", "host"), *_required(Double, "share", "expires")
+    "limit_leases", metadata, *_key(Text, "limit_id", "host"), *_required(Double, "share", "demand", "expires")
 )
 hosts = Table("hosts", metadata, *_key(Text, "host"), *_required(Double, "seen"))

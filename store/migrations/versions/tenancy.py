@@ -85,7 +85,9 @@ def upgrade() -> None:
     )
     op.create_table("ledger_segments", *_key("segment", "host"), *_required(sa.LargeBinary, "bitmap"))
     op.create_table("spending", *_key("owner", "duration"), *_required(sa.BigInteger, "begin", "cost_nano"))
-    op.create_table("limit_leases", *_key("limit_id", "host"), *_required(sa.Double, "share", "expires"))
+    op.create_table(
+        "limit_leases", *_key("limit_id", "host"), *_required(sa.Double, "share", "demand", "expires")
+    )
     op.create_table("hosts", *_key("host"), *_required(sa.Double, "seen"))
     name, value = sa.column("name", sa.Text), sa.column("value", sa.BigInteger)
     op.bulk_insert(sa.table("counters", name, value), [{"name": "access_revision", "value": 0}])

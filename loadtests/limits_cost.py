@@ -1,6 +1,6 @@
 """What limits cost a request: to admit and settle one, with all four limits of key and tenant, or with none.
 
-``python loadtests/bench/limits_cost.py [ROOT]`` measures the compiled modules of the checkout ROOT
+``python loadtests/limits_cost.py [ROOT]`` measures the compiled modules of the checkout ROOT
 (``python -m store.mypyc_cache`` there), by default this one. Processor time, medians.
 """
 
@@ -42,7 +42,7 @@ def measure(path: Path) -> None:
 
 def main() -> int:
     """Measure; returns 1 if the checkout is not compiled."""
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2]).resolve()
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
     sys.path.insert(0, str(root))
     from store import mypyc_cache  # noqa: PLC0415
 
