@@ -27,7 +27,10 @@ LIVES_S = 5.0
 
 
 class LeaseKeeper:
-    """The leases of ``host``; ``limits`` is the accounting process's row, ``clock`` the monotonic clock."""
+    """The leases of ``host``; ``limits`` is the accounting process's row, ``clock`` the monotonic clock.
+
+    ``shares`` are those that were held at the last renewal, by the key of the tenant or key.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class LeaseKeeper:
         self._limits = limits
         self._host = host
         self._clock = clock
-        self._shares: dict[int, float] = {}
+        self.shares: dict[int, float] = {}
         self._demands: dict[int, float] = {}
         self._asked: dict[int, int] = {}
         self._renewed_at = -RENEW_EVERY_S
@@ -56,7 +59,7 @@ class LeaseKeeper:
             self._limits.publish_hosts(1, now + LEASE_S)
             return
         asked = {} if self._alone else self._in_use(now)
-        if now - self._renewed_at >= RENEW_EVERY_S or not asked.keys() <= self._shares.keys():
+        if now - self._renewed_at >= RENEW_EVERY_S or not asked.keys() <= self.shares.keys():
             self._renew(database, now)
 
     def close(self) -> None:
@@ -91,12 +94,10 @@ class LeaseKeeper:
         for key, share in shares.items():
             self._limits.publish_lease(key, share, until, full=key in full)
         self._limits.publish_hosts(len(hosts), until)
-        self._shares, self._alone = shares, len(hosts) == 1
+        self.shares, self._alone = shares, len(hosts) == 1
         self._renewed_at = now
 
-    def _shared(
-        self, connection: Connection, at: float, now: float
-    ) -> tuple[dict[int, float], set[int]]:
+    def _shared(self, connection: Connection, at: float, now: float) -> tuple[dict[int, float], set[int]]:
         """The shares from now on, and those that begin with full buckets: of limits that nobody used."""
         until, in_use = now + LEASE_S, self._in_use(now)
         # It had all of them, and no other host took any meanwhile.

@@ -27,6 +27,8 @@ from gateway.accounting.database_access import DatabaseAccess
 from gateway.accounting.declared_access import DeclaredAccess
 from gateway.accounting.energy_shares import EVERY_S as ENERGY_EVERY_S
 from gateway.accounting.energy_shares import EnergyShares
+from gateway.accounting.lease_keeper import LOOK_EVERY_S as LEASES_EVERY_S
+from gateway.accounting.lease_keeper import LeaseKeeper
 from gateway.accounting.ledger_metrics import LedgerMetrics
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.periodic_tasks import PeriodicTasks
@@ -66,6 +68,7 @@ async def account(state: StateDir) -> None:
     )
     limits = SharedLimits(state.limits_path, ACCOUNTING)
     spent = SpentBudgets(budgets, limits, database.get)
+    keeper = LeaseKeeper(database.get, limits, state.host_id())
 
     def write_ledger() -> None:
         budgets.update()
@@ -84,6 +87,7 @@ async def account(state: StateDir) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     periodic = PeriodicTasks(stopping.set)
     periodic.start("access_file", LOOK_EVERY_S, snapshot.update)
+    periodic.start("leases", LEASES_EVERY_S, keeper.turn)
     periodic.start("ledger", DRAIN_EVERY_S, write_ledger)
     periodic.start("energy", ENERGY_EVERY_S, energy.ask)
     if directory := os.environ.get(METRICS_VARIABLE):
@@ -95,6 +99,7 @@ async def account(state: StateDir) -> None:
     await serving
     await periodic.close()
     writer.close()
+    await asyncio.to_thread(keeper.close)
     database.close()
     if periodic.failure is not None:
         raise periodic.failure

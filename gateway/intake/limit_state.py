@@ -124,6 +124,7 @@ class LimitState:
         elif limit is Limit.TOKENS:
             self.slot.tokens_back += held.tokens
             held.tokens = 0
+        self._shared.write(self.slot)
 
     def report(self) -> None:
         """Show the levels to workers that look here for the first time."""

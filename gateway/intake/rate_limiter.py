@@ -7,7 +7,7 @@ workers at the boundary at least one sees the other; what is over is withdrawn. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf
 from typing import Any, Final
 
@@ -115,6 +115,10 @@ class RateLimiter:
                 del self._states[state.subject.key]
         del self._due[:LOOKS_A_TURN]
 
+    def states(self) -> Collection[LimitState]:
+        """The limits that requests of this worker named lately."""
+        return self._states.values()
+
     def close(self) -> None:
         self._shared.close()
 
@@ -126,7 +130,11 @@ class RateLimiter:
         share, found = state.share, dict[str, dict[str, Any]]()
         for limit, bucket in ((Limit.REQUESTS, state.requests), (Limit.TOKENS, state.tokens)):
             if bucket is not None:
-                found[limit] = {"limit": int(bucket.limit), "remaining": int(bucket.level), "share": share}
+                found[limit] = {
+                    "limit": int(bucket.limit),
+                    "remaining": max(0, int(bucket.level)),
+                    "share": share,
+                }
         if state.parallel:
             found[Limit.PARALLEL] = {
                 "limit": state.parallel,

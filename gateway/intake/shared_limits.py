@@ -129,6 +129,8 @@ class SharedLimits:
         self._living: frozenset[int] = frozenset()
         self._seen: object = None
         self._version = 0
+        self._keys: list[tuple[int, int]] = []
+        self._keys_version = -1
         # The accounting process publishes from several threads.
         self._lock = threading.Lock()
         self._adopt()
@@ -251,18 +253,16 @@ class SharedLimits:
     def asked(self) -> dict[int, tuple[int, float]]:
         """How often the tenants and keys were asked for that workers count, and when last."""
         found: dict[int, tuple[int, float]] = {}
-        wide = 1 + _SLOTS.counts
-        for row in self._written:
-            if row == ACCOUNTING:
-                continue
-            begin = self._rows.tables(row)
-            keys = self._words[begin : begin + _SLOTS.words : wide].tolist()
-            for i, key in enumerate(keys):
-                if key:
-                    at = begin + i * wide
-                    count, when = found.get(key, (0, 0.0))
-                    latest = max(when, self.counts[at + _ASKED_AT] / 1e9)
-                    found[key] = count + self.counts[at + _ASKED], latest
+        if self._keys_version != self._version:
+            self._keys_version = self._version
+            self._keys = [
+                entry for row in self._written if row != ACCOUNTING for entry in self._claimed(row).items()
+            ]
+        for key, at in self._keys:
+            if self._words[at] == key:
+                count, when = found.get(key, (0, 0.0))
+                latest = max(when, self.counts[at + _ASKED_AT] / 1e9)
+                found[key] = count + self.counts[at + _ASKED], latest
         return found
 
     def close(self) -> None:
@@ -271,18 +271,21 @@ class SharedLimits:
 
     def _adopt(self) -> None:
         """Go on with the counts of the row's last process; nothing of it runs any more."""
-        rows, wide = self._rows, 1 + _SLOTS.counts
-        begin, end = rows.base, rows.base + _SLOTS.words
+        rows = self._rows
         if rows.began_anew:
-            self._map[begin * 8 : end * 8] = bytes(_SLOTS.words * 8)
+            self._map[rows.base * 8 : (rows.base + _SLOTS.words) * 8] = bytes(_SLOTS.words * 8)
             self._words[rows.head + _HOSTS] = self._words[rows.head + _ANSWERS_UNTIL] = 0
-        for i, key in enumerate(self._words[begin:end:wide].tolist()):
-            if key:
-                at = begin + i * wide
-                self._mine[key] = at
-                if rows.row != ACCOUNTING:
-                    self.counts[at + _RUNNING] = self.counts[at + _OPEN] = 0
+        self._mine = self._claimed(rows.row)
+        if rows.row != ACCOUNTING:
+            for at in self._mine.values():
+                self.counts[at + _RUNNING] = self.counts[at + _OPEN] = 0
         rows.begin()
+
+    def _claimed(self, row: int) -> dict[int, int]:
+        """Where the row counts which key."""
+        begin, wide = self._rows.tables(row), 1 + _SLOTS.counts
+        keys = self._words[begin : begin + _SLOTS.words : wide].tolist()
+        return {key: begin + i * wide for i, key in enumerate(keys) if key}
 
     def _claim(self, key: int) -> int:
         """A slot for ``key`` in this row: a free one, else that of the key that was not asked for longest."""

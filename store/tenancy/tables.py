@@ -90,6 +90,9 @@ spending = Table(
 )
 # The share of a limit that a host may use until ``expires``, and the requests a second for it.
 limit_leases = Table(
-    "limit_leases", metadata, *_key(Text, "limit_id", "host"), *_required(Double, "share", "demand", "expires")
+    "limit_leases",
+    metadata,
+    *_key(Text, "limit_id", "host"),
+    *_required(Double, "share", "demand", "expires"),
 )
 hosts = Table("hosts", metadata, *_key(Text, "host"), *_required(Double, "seen"))

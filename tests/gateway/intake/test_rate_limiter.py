@@ -1,0 +1,321 @@
+"""The limits of keys and tenants over several workers of a host: bounds, refusals, kills and shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from gateway.intake.limit_headers import duration
+from gateway.intake.principal import Principal, TenantAccount
+from gateway.intake.rate_limiter import RateLimiter, Reservation
+from gateway.intake.shared_limits import ACCOUNTING, SharedLimits, subject_key
+from gateway.protocol.errors import Refused
+from policy.config.tenancy import Access, Limit
+from tests.clock import Clock
+
+NANO = 1_000_000_000
+KEY, TENANT = subject_key("key-1", is_key=True), subject_key("web", is_key=False)
+
+
+class Host:
+    """Workers of one host that count in one file, on one clock; ``wall`` is the clock that may be set."""
+
+    def __init__(self, path: Path, workers: int = 2) -> None:
+        self.path = path
+        self.clock, self.wall = Clock(1000.0), Clock(1e9)
+        self.workers = [self.start(row) for row in range(workers)]
+
+    def start(self, row: int) -> RateLimiter:
+        return RateLimiter(SharedLimits(self.path, row, self.clock), self.clock, self.wall)
+
+    def accounting(self) -> SharedLimits:
+        return SharedLimits(self.path, ACCOUNTING, self.clock)
+
+    def beat(self) -> None:
+        for worker in self.workers:
+            worker.beat()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path / "rows")
+
+
+def principal(key: Access | None = None, tenant: Access | None = None) -> Principal:
+    return Principal(TenantAccount("web", b""), "key-1", (tenant or Access(), key or Access()))
+
+
+def admitted(limiter: RateLimiter, who: Principal, tokens: int = 1, nano: int = 0) -> Reservation | None:
+    try:
+        return limiter.admit(who, tokens, nano)
+    except Refused:
+        return None
+
+
+def burst(host: Host, who: Principal, count: int, tokens: int = 1) -> int:
+    """How many of ``count`` requests in turn at all workers are admitted."""
+    workers = host.workers
+    return sum(admitted(workers[i % len(workers)], who, tokens) is not None for i in range(count))
+
+
+class Workers(RuleBasedStateMachine):
+    """Three workers, killed and restarted at will, beside what one bucket for all events would allow."""
+
+    LIMIT, RATE = 60_000, 1000.0
+    GAP_S = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = TemporaryDirectory()
+        self.host = Host(Path(self.folder.name) / "rows", 3)
+        self.who = principal(Access(tpm_limit=self.LIMIT, rpm_limit=1_000_000))
+        self.running: list[tuple[int, Reservation, int]] = []
+        # Of each admitted request when, and what it used or may yet use.
+        self.used: list[list[Any]] = []
+
+    def teardown(self) -> None:
+        for worker in self.host.workers:
+            worker.close()
+        self.folder.cleanup()
+
+    @rule(worker=st.integers(0, 2), tokens=st.integers(1, 40_000))
+    def admit(self, worker: int, tokens: int) -> None:
+        reservation = admitted(self.host.workers[worker], self.who, tokens)
+        if reservation is not None:
+            self.used.append([self.host.clock.now, tokens])
+            self.running.append((worker, reservation, len(self.used) - 1))
+
+    @rule(which=st.integers(0, 1000), part=st.floats(0, 1.0), began=st.booleans())
+    def settle(self, which: int, part: float, began: bool) -> None:
+        if self.running:
+            _, reservation, index = self.running.pop(which % len(self.running))
+            tokens = int(self.used[index][1] * part)
+            self.used[index][1] = tokens
+            reservation.settle(tokens, 0, began=began)
+            reservation.settle(99_999, 0, began=True)  # only the first counts
+
+    @rule(elapsed_s=st.floats(0.001, 30), wall_s=st.floats(-1e6, 1e6))
+    def wait(self, elapsed_s: float, wall_s: float) -> None:
+        self.host.wall.now += wall_s
+        while elapsed_s > 0:
+            self.host.clock.now += min(elapsed_s, self.GAP_S)
+            elapsed_s -= self.GAP_S
+            self.host.beat()
+
+    @rule(worker=st.integers(0, 2))
+    def kill(self, worker: int) -> None:
+        self.host.workers[worker] = self.host.start(worker)
+        self.running = [entry for entry in self.running if entry[0] != worker]
+
+    @rule()
+    def kill_all(self) -> None:
+        for worker in range(3):
+            self.kill(worker)
+
+    @invariant()
+    def no_window_has_more_than_the_limit_and_its_refill(self) -> None:
+        total, now = 0, self.host.clock.now
+        for at, tokens in reversed(self.used):
+            total += tokens
+            bound = self.LIMIT + self.RATE * (now - at + self.GAP_S)
+            assert total <= bound + 1, (total, bound)
+
+    @invariant()
+    def no_more_is_refunded_than_was_reserved(self) -> None:
+        for worker in self.host.workers:
+            for state in worker.states():
+                slot = state.slot
+                assert 0 <= slot.tokens_back <= slot.tokens
+                assert 0 <= slot.requests_back <= slot.requests
+                assert slot.running >= 0
+                assert slot.open == 0
+
+
+TestWorkers = pytest.mark.slow(Workers.TestCase)
+TestWorkers.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+
+
+def test_two_workers_admit_together_what_the_limit_allows(host: Host) -> None:
+    assert burst(host, principal(Access(rpm_limit=30)), 100) == 30
+    host.clock.now += 10
+    assert burst(host, principal(Access(rpm_limit=30)), 100) == 5
+
+
+def test_the_tighter_of_key_and_tenant_holds_and_is_named(host: Host) -> None:
+    who = principal(Access(rpm_limit=3), Access(rpm_limit=50, tpm_limit=1000))
+    reservation = host.workers[0].admit(who, 100, 0)
+    assert reservation.headers == [
+        (b"x-ratelimit-limit-requests", b"3"),
+        (b"x-ratelimit-remaining-requests", b"2"),
+        (b"x-ratelimit-reset-requests", b"20s"),
+        (b"x-ratelimit-limit-tokens", b"1000"),
+        (b"x-ratelimit-remaining-tokens", b"900"),
+        (b"x-ratelimit-reset-tokens", b"6s"),
+    ]
+    burst(host, who, 2)
+    with pytest.raises(Refused) as refused:
+        host.workers[1].admit(who, 1, 0)
+    error = refused.value
+    assert (error.status, error.code, error.type) == (429, "rate_limit_exceeded", "rate_limit_error")
+    assert error.message == (
+        "Rate limit reached for API key 'key-1': rpm_limit is 3 requests per minute. Try again in 20s."
+    )
+    assert dict(error.headers())[b"retry-after"] == b"20"
+    assert dict(error.headers())[b"x-ratelimit-remaining-requests"] == b"0"
+    # Nothing of it counts for the tenant, either.
+    assert host.workers[0].describe(who.limited[0])[Limit.TOKENS]["remaining"] == 898
+
+
+@pytest.mark.parametrize(
+    ("access", "message"),
+    [
+        (Access(tpm_limit=100), "tpm_limit is 100 tokens per minute. Try again in 36s."),
+        (Access(max_parallel_requests=2), "max_parallel_requests is 2 requests at a time. Try again in 1s."),
+        (Access(max_budget=0.5), "max_budget is 0.5, and it is spent."),
+    ],
+)
+def test_each_limit_says_what_it_allows(host: Host, access: Access, message: str) -> None:
+    who = principal(tenant=access)
+    for worker in host.workers:
+        assert admitted(worker, who, 50, NANO // 4)
+    with pytest.raises(Refused) as refused:
+        host.workers[0].admit(who, 60, 0)
+    assert refused.value.message == f"Rate limit reached for tenant 'web': {message}"
+    assert (b"x-should-retry", b"false") in refused.value.headers() or not refused.value.final
+
+
+def test_unused_tokens_are_refunded_and_a_request_that_never_began_is_none(host: Host) -> None:
+    who = principal(Access(rpm_limit=2, tpm_limit=100))
+    host.workers[0].admit(who, 100, 0).settle(0, 0, began=False)
+    host.workers[1].admit(who, 100, 0).settle(30, 0, began=True)
+    shown = host.workers[0].describe(who.limited[0])
+    assert (shown[Limit.REQUESTS]["remaining"], shown[Limit.TOKENS]["remaining"]) == (1, 70)
+
+
+def test_what_is_used_beyond_the_reservation_is_a_debt(host: Host) -> None:
+    who = principal(Access(tpm_limit=60))
+    host.workers[0].admit(who, 1000, 0).settle(90, 0, began=True)
+    host.clock.now += 30
+    assert not admitted(host.workers[1], who)
+    host.clock.now += 1
+    assert admitted(host.workers[1], who)
+
+
+def test_a_limit_in_dry_run_is_counted_and_not_enforced(host: Host) -> None:
+    who = principal(Access(rpm_limit=2, max_parallel_requests=1, dry_run=tuple(Limit)))
+    assert burst(host, who, 6) == 6
+    assert who.account.counters.exceeded == {
+        ("rpm_limit", "key", "dry_run"): 4, ("max_parallel_requests", "key", "dry_run"): 5
+    }  # fmt: skip
+    shown = host.workers[0].describe(who.limited[0])
+    assert shown[Limit.REQUESTS] == {"limit": 2, "remaining": 0, "share": 1.0, "dry_run": True}
+    assert host.workers[0].admit(who, 1, 0).headers == []
+    # What it would have refused is no debt when it is enforced.
+    host.clock.now += 30
+    assert burst(host, principal(Access(rpm_limit=2)), 6) == 1
+
+
+def test_a_killed_worker_runs_nothing_and_its_successor_knows_the_levels(host: Host) -> None:
+    who = principal(Access(rpm_limit=10, tpm_limit=600, max_parallel_requests=4))
+    assert burst(host, who, 4, 100) == 4
+    host.workers = [host.start(row) for row in range(2)]
+    shown = host.workers[0].describe(who.limited[0])
+    assert [shown[limit]["remaining"] for limit in (Limit.REQUESTS, Limit.TOKENS)] == [6, 200]
+    assert shown[Limit.PARALLEL]["running"] == 0
+    # One that is not replaced runs nothing after three seconds.
+    assert burst(host, who, 2) == 2
+    host.clock.now += 3.5
+    host.workers[1].beat()
+    assert host.workers[1].describe(who.limited[0])[Limit.PARALLEL]["running"] == 1
+
+
+def test_another_limit_holds_for_what_was_used_before(host: Host) -> None:
+    assert burst(host, principal(Access(rpm_limit=100)), 60) == 60
+    assert burst(host, principal(Access(rpm_limit=20)), 60) == 20
+    host.clock.now += 6
+    assert burst(host, principal(Access(rpm_limit=100)), 60) == 10
+
+
+def test_a_budget_is_what_the_ledger_knows_and_what_was_spent_since(host: Host) -> None:
+    accounting, who = host.accounting(), principal(Access(max_budget=1.0, budget_duration="1d"))
+    first, second = host.workers
+    spent = NANO // 10
+    first.admit(who, 1, spent).settle(1, spent, began=True)
+    before = accounting.spent_by_host(KEY)
+    accounting.publish_spent(KEY, 7 * spent, before, host.wall.now + 100)
+    second.admit(who, 1, spent).settle(1, spent, began=True)
+    assert first.describe(who.limited[0])[Limit.BUDGET]["spent"] == pytest.approx(0.8)
+    assert admitted(second, who, 1, 3 * spent)  # the one that crosses it is served
+    with pytest.raises(Refused, match=r"max_budget is 1, and it is spent. Try again in 1m40s."):
+        first.admit(who, 1, 0)
+    # A new period, of which the accounting process has not told yet.
+    host.wall.now += 101
+    assert admitted(second, who, 1, 0)
+    assert first.describe(who.limited[0])[Limit.BUDGET]["spent"] == 0.0
+
+
+def test_a_host_has_its_share_of_a_limit_and_without_one_admits_a_request(host: Host) -> None:
+    accounting, who = host.accounting(), principal(Access(rpm_limit=60, max_parallel_requests=40))
+    accounting.publish_hosts(2, host.clock.now + 100)
+    assert burst(host, who, 10) == 1
+    accounting.publish_lease(KEY, 0.5, host.clock.now + 3, full=False)
+    host.beat()
+    assert burst(host, who, 10) == 0
+    host.clock.now += 2.9
+    assert burst(host, who, 10) == 0
+    accounting.publish_lease(KEY, 0.5, host.clock.now + 100, full=False)
+    host.clock.now += 30
+    assert burst(host, who, 100) == 15
+    accounting.publish_hosts(1, host.clock.now + 100)
+    host.clock.now += 10
+    assert burst(host, who, 100) == 10
+
+
+def test_a_limit_that_no_host_used_begins_full_and_an_outage_of_the_database_leaves_an_equal_part(
+    host: Host,
+) -> None:
+    accounting, who = host.accounting(), principal(Access(rpm_limit=60))
+    accounting.publish_hosts(3, host.clock.now + 50)
+    assert burst(host, who, 5) == 1
+    accounting.publish_lease(KEY, 1.0, host.clock.now + 3, full=True)
+    assert burst(host, who, 100) == 59
+    host.clock.now += 60
+    assert burst(host, who, 100) == 20
+
+
+def test_where_more_are_in_use_than_slots_the_least_used_are_forgotten(tmp_path: Path) -> None:
+    host = Host(tmp_path / "rows", 1)
+    limits = Access(rpm_limit=5)
+
+    def of(number: int) -> Principal:
+        return Principal(TenantAccount("web", b""), f"key-{number}", (Access(), limits))
+
+    # All of them want slots near those of the first.
+    near = subject_key("key-0", is_key=True) % 16_384
+    many = [n for n in range(1, 60_000) if (subject_key(f"key-{n}", is_key=True) - near) % 16_384 < 4][:16]
+    for number in (0, *many):
+        host.clock.now += 0.01
+        assert host.workers[0].admit(of(number), 1, 0)
+    assert burst(host, of(many[-1]), 10) == 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0ms"),
+        (0.0171, "18ms"),
+        (1, "1s"),
+        (7.66, "7.66s"),
+        (59.9999, "1m0s"),
+        (360, "6m0s"),
+        (90_180, "25h3m0s"),
+    ],
+)
+def test_durations_are_written_as_openai_writes_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
