@@ -21,7 +21,7 @@ from starlette.types import Scope
 from gateway.http.asgi_exchange import SENT, Exchange, id_headers, request_ids
 from gateway.http.byte_accumulator import ByteAccumulator
 from gateway.http.forwarded import Address
-from gateway.http.read_turns import CHUNKED_BYTES, PARSED_BYTES, READ_BYTES, PacedReader
+from gateway.http.read_turns import CHUNKED_BYTES, PARSED_BYTES, READ_BYTES, PacedReader, read_turns
 from gateway.http.upload_budget import MIN_RATE, Upload
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import is_anthropic
@@ -214,8 +214,12 @@ class ServerConnection:
             if self._active is None:
                 self._next()
 
-    def eof_received(self) -> None:
-        """The client sends no more: the connection closes."""
+    def eof_received(self) -> bool:
+        """The client sends no more: the connection closes, one over TLS at once."""
+        if self._transport.get_extra_info("ssl_object") is not None:
+            return False
+        read_turns().close(self._transport)
+        return True
 
     def get_buffer(self, sizehint: int) -> memoryview:
         assert self._reader is not None

@@ -4,7 +4,8 @@ libuv reads from all connections that have data in one turn, up to 32 times each
 or answers that come together would stop everything else for a quarter of a second. Here all reads of a turn
 share a few milliseconds. A connection that has more to read waits for its next turn, and what is read when
 the time is spent is processed in later ones: the oldest and the newest in turns, so that who comes after a
-crowd does not wait for all of it. The requests that begin in a turn share such a time too.
+crowd does not wait for all of it. The requests that begin in a turn share such a time too, and of thousands
+of clients that leave together some are closed in each.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ CHUNKED_BYTES = 16 * 1024
 LATE_BYTES = 4 * 1024
 # Connections that read again in one turn.
 MOST_RESUMED = 8
+# Connections that close in one turn after their clients did: each takes 10 us, half of it in the next turn.
+MOST_CLOSED = 64
 # The time of a turn in which requests begin: until they are sent to a replica, or wait for one. A part of it
 # is for new requests that are not large, so that they need not wait for others; a large one takes 2 ms.
 STARTS_S, SMALL_STARTS_S = 0.005, 0.003
@@ -46,6 +49,7 @@ class ReadTurns:
         self.spent = False
         self._unprocessed: deque[PacedReader] = deque()
         self._resting: deque[PacedReader] = deque()
+        self._left: deque[asyncio.Transport] = deque()
 
     def buffer(self, most: int) -> memoryview:
         """The buffer of the next read, which takes at most so many bytes. All reads share it."""
@@ -74,6 +78,12 @@ class ReadTurns:
         """Call ``reader.read_again`` in a later turn."""
         self._resting.append(reader)
 
+    def close(self, transport: asyncio.Transport) -> None:
+        """Close ``transport``, whose client sends no more, in this turn or a later one."""
+        self._left.append(transport)
+        if not self._has_begun:
+            self._begin()
+
     def _begin(self) -> None:
         self._has_begun, self.spent = True, False
         self._until = self._clock() + TURN_S
@@ -81,9 +91,11 @@ class ReadTurns:
 
     def _end(self) -> None:
         self._has_begun = self.spent = False
-        if not (self._unprocessed or self._resting):
+        if not (self._unprocessed or self._resting or self._left):
             return
         self._begin()
+        for _ in range(min(MOST_CLOSED, len(self._left))):
+            self._left.popleft().close()
         half = self._until - TURN_S / 2
         for number in range(len(self._unprocessed)):
             (self._unprocessed.pop() if number % 2 else self._unprocessed.popleft()).proceed()
@@ -189,8 +201,7 @@ class RequestStarts:
         self._has_begun = False
         self._until = 0.0
         self._waiting: deque[asyncio.Future[deque[Any]]] = deque()
-        self._let_on = False
-        # Those that were let on and for which there was no time.
+        # Those that were woken and for which there was no time.
         self._oldest: deque[asyncio.Future[deque[Any]]] = deque()
         self._newest: deque[asyncio.Future[deque[Any]]] = deque()
 
@@ -220,20 +231,16 @@ class RequestStarts:
         return self._clock() < self._until - kept_s
 
     def _end(self) -> None:
-        """Runs before the starts of the next turn, and lets some on for the turn after it."""
+        """Runs before the starts of a turn, and wakes requests for the next one."""
         self._until = 0.0
-        waiting, let_on = self._waiting, self._let_on
-        self._has_begun = let_on or bool(waiting or self._oldest or self._newest)
-        if not self._has_begun:
-            return
-        asyncio.get_running_loop().call_soon(self._end)
-        self._let_on = not let_on
-        if let_on:  # they begin in this turn
-            return
+        waiting = self._waiting
         waiting.extendleft(reversed(self._oldest))
         waiting.extend(reversed(self._newest))
         self._oldest.clear()
         self._newest.clear()
+        self._has_begun = bool(waiting)
+        if self._has_begun:
+            asyncio.get_running_loop().call_soon(self._end)
         for number in range(min(MOST_STARTED, len(waiting))):
             turn, queue = (waiting.pop(), self._newest) if number % 2 else (waiting.popleft(), self._oldest)
             if not turn.done():  # its client has not left
