@@ -59,13 +59,8 @@ def cards(inventory: GpuInventory, *, running: bool) -> Finding:
     )
     kinds = Counter((card.name, round(card.memory_total / _GIB)) for card in inventory.cards)
     found = ", ".join(f"{count} x {name}, {gib} GiB each" for (name, gib), count in kinds.items())
-    if used and not running:
-        return warning(
-            check,
-            f"{found}; memory in use by other processes: {used}",
-            "stop them (nvidia-smi lists them), or engines may not start",
-        )
-    return ok(check, found)
+    in_use = f"memory in use by other processes: {used}" if used and not running else ""
+    return _found(check, found, in_use, "stop them (nvidia-smi lists them), or engines may not start")
 
 
 def memory_errors(inventory: GpuInventory) -> Finding:
@@ -138,13 +133,13 @@ def topology(inventory: GpuInventory, gpus_per_replica: int) -> Finding:
     found = ", ".join(
         f"{count} {'pair' if count == 1 else 'pairs'} by {through}" for through, count in pairs.most_common()
     )
-    if gpus_per_replica > 1 and set(pairs) != {NVLINK}:
-        return warning(
-            check,
-            f"{found}; the largest replica has {gpus_per_replica} GPUs",
-            "without NVLink each step of such a replica takes longer: prefer shapes with fewer GPUs",
-        )
-    return ok(check, found)
+    slow = gpus_per_replica > 1 and set(pairs) != {NVLINK}
+    return _found(
+        check,
+        found,
+        f"the largest replica has {gpus_per_replica} GPUs" if slow else "",
+        "without NVLink each step of such a replica takes longer: prefer shapes with fewer GPUs",
+    )
 
 
 def persistence(inventory: GpuInventory) -> Finding:
@@ -201,3 +196,8 @@ def _each(inventory: Sequence[GpuCard], fault: Callable[[GpuCard], str]) -> str:
     return "; ".join(
         f"GPU{'s' if len(gpus) > 1 else ''} {', '.join(gpus)}: {text}" for text, gpus in found.items()
     )
+
+
+def _found(check: str, found: str, problem: str, advice: str) -> Finding:
+    """What was found; with a ``problem`` a warning."""
+    return warning(check, f"{found}; {problem}", advice) if problem else ok(check, found)
