@@ -333,7 +333,7 @@ class Relay:
         """Charge what the engine reports within a stream, until it is counted."""
         self._reported = usage = self._validator.usage
         if usage is not None:
-            charge.report(usage)
+            charge.report(usage, self._validator.usage_at)
 
     def _commit(self, headers: list[tuple[bytes, bytes]]) -> None:
         self.committed = True

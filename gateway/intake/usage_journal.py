@@ -258,9 +258,10 @@ class Charge:
         if words is not None:
             words[self.place + EVENTS] = events
 
-    def report(self, usage: Usage) -> None:
-        """The engine reported this ``usage`` within a stream, after the last of the relayed events."""
+    def report(self, usage: Usage, events: int) -> None:
+        """The engine reported this ``usage`` within a stream, with the last of so many ``events``."""
         self._count(usage)
+        self._reported_at = min(events, self._events)
         words = self.words
         if words is not None:
             words[self.place + PROMPT] = self.prompt | self.cached << HALF

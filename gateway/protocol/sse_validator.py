@@ -37,7 +37,8 @@ class SseValidator:
 
     ``finished``: its last event has come. ``failed``: it contained an error, whose payload is ``error``.
     ``closed``: nothing more may follow. ``events``: those with a payload up to the one that finishes the
-    answer. ``usage``: as the engine reported it last; ``counted``: nothing that may come changes it.
+    answer. ``usage``: as the engine reported it last, with the event ``usage_at``; ``counted``: nothing that
+    may come changes it.
     """
 
     def __init__(self, last_words: tuple[str, ...] = (), api: Api = Api.OPENAI) -> None:
@@ -49,6 +50,7 @@ class SseValidator:
         self.error = b""
         self.events = 0
         self.usage: Usage | None = None
+        self.usage_at = 0
         self.counted = False
         self._held = bytearray()
         self._returns = False  # whether there was a CR
@@ -158,7 +160,12 @@ class SseValidator:
 
     def _count(self, decoded: Typed) -> None:
         if decoded.usage != NULL:
-            self.usage = read_usage(decoded.usage) or self.usage
+            self._use(read_usage(decoded.usage))
+
+    def _use(self, usage: Usage | None) -> None:
+        """Take what an event reports, if it is understood."""
+        if usage is not None:
+            self.usage, self.usage_at = usage, self.events
 
     def _fail(self, payload: bytes) -> bytes:
         """The upstream's error event, in our envelope."""
@@ -194,7 +201,7 @@ class ChatValidator(SseValidator):
         elif decoded.error is not NULL and decoded.error != NULL:
             return self._fail(payload)
         if decoded.usage is not NULL and decoded.usage != NULL:
-            self.usage = read_usage(decoded.usage) or self.usage
+            self._use(read_usage(decoded.usage))
             if not choices:
                 self.counted = self.finished
                 if self._strip_usage:
@@ -216,7 +223,7 @@ class ResponsesValidator(SseValidator):
 
     def _count(self, decoded: Typed) -> None:
         if decoded.type in self._final_events:
-            self.usage = usage_inside(decoded.response)
+            self._use(usage_inside(decoded.response))
             self.failed = decoded.type == _FAILED
 
 
@@ -232,7 +239,8 @@ class MessagesValidator(SseValidator):
         )
         if found is not None:
             before = self.usage or Usage()
-            self.usage = Usage(found.prompt or before.prompt, found.cached or before.cached, found.completion)
+            prompt, cached = found.prompt or before.prompt, found.cached or before.cached
+            self._use(Usage(prompt, cached, found.completion))
 
 
 def _is_text(data: bytes) -> bool:

@@ -168,10 +168,17 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(
         worker=st.integers(0, 1), which=st.integers(0, 9), usage=st.tuples(tokens, tokens, tokens),
-        final=st.booleans(), exact=st.booleans(), left=st.integers(0, 9),
+        final=st.booleans(), exact=st.booleans(), left=st.integers(0, 9), late=st.integers(0, 2),
     )  # fmt: skip
     def an_engine_reports(  # noqa: PLR0917 - what hypothesis draws
-        self, worker: int, which: int, usage: tuple[int, int, int], final: bool, exact: bool, left: int
+        self,
+        worker: int,
+        which: int,
+        usage: tuple[int, int, int],
+        final: bool,
+        exact: bool,
+        left: int,
+        late: int,
     ) -> None:
         if not self.charges[worker]:
             return
@@ -182,7 +189,7 @@ class Ledger(RuleBasedStateMachine):
                 self.seen(charge)
                 self.charges[worker].remove(charge)
             else:
-                charge.report(Usage(*usage))
+                charge.report(Usage(*usage), max(0, charge._events - late))
 
     @rule(worker=st.integers(0, 1), which=st.integers(0, 9), left=st.integers(0, 9))
     def a_client_leaves(self, worker: int, which: int, left: int) -> None:

@@ -6,11 +6,13 @@ import asyncio
 import io
 import json
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
+from gateway.intake.usage_journal import Charge
 from gateway.protocol import body as bodies
 from gateway.protocol.batched_body import sub_request_of
 from gateway.protocol.errors import Refused
@@ -26,6 +28,7 @@ from gateway.telemetry.traces.request_trace import Attempt, RequestTrace
 from policy.config.deployment import Coalesce
 from policy.errors import Refusal
 from policy.request import Request
+from policy.tenancy.price import FREE
 from tests.gateway.worker import until
 
 ROUTE = ROUTES["/v1/embeddings"]
@@ -39,6 +42,7 @@ class Site:
         self.metrics = Metrics()
         self.logged = io.StringIO()
         self.coalescer = Coalescer(self._deliver, self.metrics, Log(0, self.logged), PieceReader())
+        self.journal: Any = SimpleNamespace(take=lambda charge: False)
         self.bounds = Coalesce(**{"window_s": 0.02, **bounds})
         self.sent: list[list[str]] = []
         self.requests: list[Request] = []
@@ -88,6 +92,7 @@ class Site:
             return {"type": "http.disconnect"}
 
         call = Call(ROUTE, {"headers": []}, receive, send)
+        call.charge = Charge(self.journal, "t", "k", "vectors", "", FREE, len(raw))
         call.trace = RequestTrace(b"1" * 32, b"", 1, sampled=True)
         body = bodies.read(raw)
         request = Request("vectors", prompt_tokens=len(raw), size=len(raw), deadline=deadline)
@@ -105,6 +110,8 @@ class Site:
         received["indices"] = [item["index"] for item in received["data"]]
         received["headers"] = dict(head["headers"])
         received["outcome"] = call.outcome
+        charge = call.charge
+        received["charged"] = charge.prompt if charge.ended and not charge.estimated else None
         received["attempts"] = len(call.trace.attempts)
         return received
 
@@ -148,6 +155,9 @@ async def test_concurrent_requests_share_a_call_and_get_their_own_answers() -> N
     answers = await asyncio.gather(*asked)
     assert site.sent == [["a"], ["b", "c", "d"]]
     assert [received["texts"] for received in answers] == [["a"], ["b", "c"], ["d"]]
+    used = [received["usage"]["prompt_tokens"] for received in answers[1:]]
+    assert sum(used) == 8
+    assert [received["charged"] for received in answers] == [None, *used], "each is charged its own part"
     assert [received["indices"] for received in answers] == [[0], [0, 1], [0]]
     assert all(received["own"] and received["attempts"] == 1 for received in answers)
     assert answers[1]["usage"]["prompt_tokens"] + answers[2]["usage"]["prompt_tokens"] == 8
