@@ -32,6 +32,7 @@ _COMMANDS = {
     "check": ("deployment.check_apply", "Validate a deployment file."),
     "profile": ("fleet.profile", "Write a flame graph of a gateway worker, the controller or a replica."),
     "import": ("deployment.import_file", "Write a deployment file from LiteLLM's or production-stack's."),
+    "render": ("deployment.render", "Render a deployment file as Kubernetes manifests."),
     "doctor": ("deployment.doctor", "Check this machine: GPUs, memory, disk, ports, limits, packages."),
     "apply": ("deployment.check_apply", "Show what a deployment file would change, and apply it."),
     "tenants": ("tenancy.tenants", "Create, list, change and delete tenants."),

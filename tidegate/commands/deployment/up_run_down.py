@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -29,6 +30,7 @@ from tidegate.exit_codes import Exit
 from tidegate.supervisor.children import ROOT
 from tidegate.supervisor.control_socket import SupervisorClient
 from tidegate.supervisor.events import Event, Progress
+from tidegate.supervisor.file_watch import watch_file
 from tidegate.supervisor.orphan_cleanup import remove_leftovers
 from tidegate.supervisor.readiness import admin_url, client_url
 
@@ -36,6 +38,8 @@ _QUESTION = "What is the capital of France?"
 _POLL_S = 0.02
 # Between the supervisor's last event and its exit.
 _EXIT_S = 5.0
+# A file with the deployment's secret, such as a mounted Kubernetes secret: pods of one deployment share it.
+_SECRET_FILE = "TIDEGATE_SECRET_FILE"  # noqa: S105 - a name
 # Events that are more than information, by their level in the log.
 _LEVELS = {"note": "warning", "failed": "error"}
 
@@ -117,7 +121,7 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
     path = _spec_path(state, file)
     document = deployment_file.load(path, ray=not no_ray)
     if foreground:
-        sys.exit(_run(state, document, no_ray, timeout_s))
+        sys.exit(_run(state, document, no_ray, timeout_s, watched=None))
     client = SupervisorClient(state)
     try:
         running = client.status()
@@ -137,9 +141,11 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
 @file_argument
 @_no_ray
 @timeout_option
+@click.option("--watch", is_flag=True, help="Apply FILE again when it changes, such as a mounted ConfigMap.")
 @click.pass_obj
-def run(state: StateDir, file: Path, no_ray: bool, timeout_s: float | None) -> None:
-    sys.exit(_run(state, deployment_file.load(file, ray=not no_ray), no_ray, timeout_s))
+def run(state: StateDir, file: Path, no_ray: bool, timeout_s: float | None, watch: bool) -> None:
+    document = deployment_file.load(file, ray=not no_ray)
+    sys.exit(_run(state, document, no_ray, timeout_s, watched=file if watch else None))
 
 
 @click.command(help="Stop what `up` or `run` started, and nothing else. No error when nothing is running.")
@@ -179,16 +185,36 @@ def _spec_path(state: StateDir, file: Path | None) -> Path:
     return state.deployment_path
 
 
-def _run(state: StateDir, document: deployment_file.Document, no_ray: bool, timeout_s: float | None) -> int:
+def _run(
+    state: StateDir, document: deployment_file.Document, no_ray: bool, timeout_s: float | None, *,
+    watched: Path | None,
+) -> int:  # fmt: skip
     lock = state.try_lock()
     if lock is None:
         raise PreconditionFailed(f"a supervisor already runs on {state.root}: see `tidegate status`")
+    if secret_file := os.environ.get(_SECRET_FILE):
+        state.adopt_secret(Path(secret_file))
     from tidegate.supervisor.supervisor import Supervisor  # noqa: PLC0415 - `up` and `down` answer without it
 
     progress = printed_progress(state, document)
 
     async def supervise() -> int:
-        return await Supervisor(state, document, ray=not no_ray, timeout_s=timeout_s, progress=progress).run()
+        supervisor = Supervisor(state, document, ray=not no_ray, timeout_s=timeout_s, progress=progress)
+        if watched is None:
+            return await supervisor.run()
+
+        def read() -> dict[str, Any]:
+            return deployment_file.load(watched, ray=not no_ray).raw
+
+        def note(text: str) -> None:
+            progress.emit(Event(kind="note", message=text))
+
+        watching = asyncio.create_task(watch_file(read, document.raw, supervisor.apply, note))
+        try:
+            return await supervisor.run()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
     return asyncio.run(supervise())
 

@@ -1,0 +1,109 @@
+"""The manifests of the shipped documents are valid for Kubernetes, and name what exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from gateway.api.application import ADMIN_ROUTERS
+from policy.deployment_file.parse import parse
+from tidegate.cli import group
+from tidegate.kubernetes.manifests import CONFIG, FILE, Options, as_yaml, grace_s, manifests
+
+ROOT = Path(__file__).resolve().parents[3]
+SHIPPED = sorted(path.name for path in (ROOT / "deployments").glob("*.yaml"))
+DISCOVERED = {
+    "models": [
+        {
+            "name": "m",
+            "engine": "external",
+            "discovery": {"kubernetes": {"service": "s", "namespace": "models"}},
+        }
+    ],
+    "gateway": {"drain_delay_s": 5, "drain_timeout_s": 60},
+    "endpoint_picker": {"port": 9100},
+    "tenants": [{"name": "web", "keys_sha256": ["0" * 64]}],
+    "store": "postgresql://db/tidegate",
+}
+
+
+def rendered(raw: dict[str, Any], **more: Any) -> dict[str, list[dict[str, Any]]]:
+    options = Options("gate", "serving", "tidegate:1", **more)
+    found = manifests(raw, parse(raw), options)
+    objects: dict[str, list[dict[str, Any]]] = {}
+    for each in yaml.safe_load_all(as_yaml(found.objects)):
+        objects.setdefault(each["kind"], []).append(each)
+    return objects
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, "discovered"])
+def test_objects_are_valid(name: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    raw = DISCOVERED if name == "discovered" else yaml.safe_load((ROOT / "deployments" / name).read_text())
+    for objects in rendered(raw).values():
+        for each in objects:
+            validate.validate(each, "1.32", strict=True)
+
+
+def test_gateways_of_external_models_scale_and_may_follow_their_pods() -> None:
+    found = rendered(DISCOVERED, gateways=3, service_monitor=True)
+    (deployment,) = found["Deployment"]
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert deployment["spec"]["replicas"] == found["HorizontalPodAutoscaler"][0]["spec"]["minReplicas"] == 3
+    assert pod["terminationGracePeriodSeconds"] > 65
+    assert {each["name"]: each["containerPort"] for each in container["ports"]} == {
+        "http": 8080, "admin": 8081, "picker": 9100
+    }  # fmt: skip
+    assert [(each["metadata"]["namespace"], each["rules"][0]["resources"]) for each in found["Role"]] == [
+        ("models", ["endpointslices"])
+    ]
+    assert found["ServiceAccount"][0]["automountServiceAccountToken"] is True
+    assert {"PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor"} <= found.keys()
+    assert "PersistentVolumeClaim" not in found
+
+
+def test_models_of_tidegate_have_their_gpus_in_one_pod() -> None:
+    raw = yaml.safe_load((ROOT / "deployments" / "llama-8gpu.yaml").read_text())
+    found = rendered(raw)
+    (deployment,) = found["Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert len(found["PersistentVolumeClaim"]) == 2
+    assert found["ServiceAccount"][0]["automountServiceAccountToken"] is False
+    assert grace_s(parse(raw)) > 150
+
+
+@pytest.mark.parametrize("raw", [DISCOVERED, yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())])
+def test_commands_files_and_probes_exist(raw: dict[str, Any]) -> None:
+    found = rendered(raw)
+    (container,) = found["Deployment"][0]["spec"]["template"]["spec"]["containers"]
+    assert container["args"][1] == f"{CONFIG}/{FILE}"
+    (config,) = found["ConfigMap"]
+    assert yaml.safe_load(config["data"][FILE]) == raw
+    result = CliRunner().invoke(group, [container["args"][0], "--help"])
+    assert all(option in result.output for option in container["args"][2:])
+    paths = {route.path for router in ADMIN_ROUTERS for route in router.routes}
+    probes = {
+        container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+    }
+    assert probes == {"/livez", "/readyz"} <= paths
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    assert mounted == {each["name"] for each in found["Deployment"][0]["spec"]["template"]["spec"]["volumes"]}
+
+
+def test_the_command_prints_manifests_and_notes(tmp_path: Path) -> None:
+    file = tmp_path / "d.yaml"
+    file.write_text(yaml.safe_dump({"models": [{"name": "m", "engine": "external", "urls": ["http://h:1"]}]}))
+    result = CliRunner().invoke(group, ["render", "kubernetes", str(file), "--name", "gate"])
+    assert result.exit_code == 0
+    assert {each["metadata"]["name"] for each in yaml.safe_load_all(result.stdout)} == {"gate", "gate-admin"}
+    assert "kubectl -n default create secret generic gate-secret" in result.stderr
+    assert "postgresql" in result.stderr
+    assert "no tenants" in result.stderr
+    assert CliRunner().invoke(group, ["render", "kubernetes", str(file), "--name", "Bad_"]).exit_code != 0

@@ -1,0 +1,1 @@
+"""Tidegate on Kubernetes: plain manifests from a deployment file."""
