@@ -50,6 +50,8 @@ _REFUSAL, _REPLICA = REFUSAL_HEADER.encode(), REPLICA_HEADER.encode()
 _ENGINE_TIME = ENGINE_TIME_HEADER.encode()
 _ENGINE_SPAN = b": %b " % _ENGINE_TIME
 _NEWLINE = ord("\n")
+# A replica's own headers reach no client: of them only lengths, and seconds to wait, are read.
+_EVENTS, _JSON = b"text/event-stream; charset=utf-8", b"application/json"
 FAILED = "The replica failed to answer the request."
 
 
@@ -347,7 +349,7 @@ class Relay:
         call = self._call
         if not call.started:
             call.started = call.only_opened = True
-            headers.append((b"content-type", self._headers[b"content-type"]))
+            headers.append((b"content-type", _EVENTS if self._stream else _JSON))
             headers.append((_REPLICA, call.replica))
             self._put(call.head(200, headers))
 

@@ -95,6 +95,43 @@ async def test_route_key_and_size_are_checked_before_the_body_is_read(
     writer.close()
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("/v1/chat/completions", 200),
+        ("/v1/chat/completions?x=/../y", 200),
+        ("/v1/ch%61t/completions", 200),
+        ("http://other/v1/chat/completions", 200),
+        ("http://other/admin/fleet", 404),
+        ("//v1/chat/completions", 404),
+        ("/v1//chat/completions", 404),
+        ("/v1/chat/completions/", 404),
+        ("/v1/chat/completions;a=b", 404),
+        ("/v1/chat/completions%00", 404),
+        ("/V1/chat/completions", 404),
+        ("/v1/./chat/completions", 404),
+        ("/v1/x/../chat/completions", 404),
+        ("/v1/x/%2e%2e/chat/completions", 404),
+        ("/v1%2fchat%2fcompletions", 200),
+        ("/v1\\chat/completions", 404),
+        ("/v1/load_lora_adapter", 404),
+        ("/v1/..%2fload_lora_adapter", 404),
+        ("v1/chat/completions", 400),
+        ("*", 404),
+    ],
+)
+async def test_no_spelling_of_a_path_reaches_another_route(shared: Stack, target: str, status: int) -> None:
+    replica = await shared.serve("paths")
+    reader, writer = await asyncio.open_connection(*shared.client_socket.getsockname())
+    body = json.dumps(CHAT).encode()
+    head = f"POST {target} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {WEB}\r\nconnection: close\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    answer = await reader.read()
+    writer.close()
+    assert answer.split()[1] == str(status).encode()
+    assert [hit.path for hit in replica.hits] == ["/v1/chat/completions"] * (status == 200)
+
+
 async def test_a_compressed_body_is_refused_by_name(shared: Stack) -> None:
     headers = bearer(WEB, **{"content-encoding": "GZIP"})
     answer = await shared.http.post("/v1/chat/completions", content=gzip.compress(b"{}"), headers=headers)

@@ -43,6 +43,39 @@ async def test_an_answer_is_relayed_byte_for_byte(shared: Stack) -> None:
     assert replica.hits[0].json == CHAT
 
 
+@pytest.mark.parametrize(("stream", "status"), [(False, 200), (True, 200), (False, 400), (False, 500)])
+async def test_no_header_of_a_replica_reaches_a_client(shared: Stack, stream: bool, status: int) -> None:
+    replica = await shared.serve("headers")
+
+    async def answer(exchange: Exchange) -> None:
+        kind = "text/event-stream; boundary=x" if stream else "application/json; x=/etc/passwd"
+        body = OK + DONE if stream else b"{}"
+        secrets = {
+            "set_cookie": "a=b",
+            "server": "uvicorn",
+            "x_request_id": "theirs",
+            "location": "http://10.0.0.1",
+        }
+        await exchange.reply(body, status=status, content_type=kind, **secrets)
+
+    replica.answer = answer
+    got = await shared.chat(stream=stream)
+    assert got.status_code == (502 if status == 500 else status)
+    names = {
+        "date",
+        "content-length",
+        "content-type",
+        "x-request-id",
+        "x-tidegate-replica",
+        "transfer-encoding",
+    }
+    assert set(got.headers) - names == ({"cache-control", "x-accel-buffering"} if stream else set())
+    assert got.headers["content-type"] == (
+        "text/event-stream; charset=utf-8" if stream else "application/json"
+    )
+    assert got.headers["x-request-id"] != "theirs"
+
+
 async def test_the_first_event_does_not_wait_for_the_second(shared: Stack) -> None:
     replica = await shared.serve("prompt")
     replica.answer = forever
