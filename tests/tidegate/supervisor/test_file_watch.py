@@ -13,6 +13,13 @@ async def test_changes_are_applied_once_and_refusals_noted_once() -> None:
     applied: list[Any] = []
     notes: list[str] = []
     contents: list[Any] = [1, 1, 2, ConfigError("a", 1, "b"), ConfigError("a", 1, "b"), 2, 3, 3, 4]
+    enough = asyncio.Event()
+
+    def note(text: str) -> None:
+        notes.append(text)
+        if len(notes) == 2:
+            enough.set()
+
     refusals = iter([None, EngineFailed("starting"), None, ConfigError("c", 4, "d")])
 
     def read() -> Any:
@@ -26,10 +33,9 @@ async def test_changes_are_applied_once_and_refusals_noted_once() -> None:
             raise refused
         applied.append(content)
 
-    task = asyncio.create_task(watch_file(read, 1, apply, notes.append, every_s=0))  # type: ignore[arg-type]
+    task = asyncio.create_task(watch_file(read, 1, apply, note, every_s=0))  # type: ignore[arg-type]
     async with asyncio.timeout(60):
-        while len(notes) < 2:
-            await asyncio.sleep(0)
+        await enough.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert applied == [2, 3]
