@@ -148,6 +148,7 @@ class Gateway:
             admin_keys=self.admin_keys,
             capture=self.listeners.lines,
             chat=self.chat_of_operator,
+            limits=lambda: self.limiter.in_use(self.tenants.principals()),
             log=log,
             access=access,
         )

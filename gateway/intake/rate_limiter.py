@@ -7,7 +7,7 @@ workers at the boundary at least one sees the other; what is over is withdrawn. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from math import inf
 from typing import Any, Final
 
@@ -121,6 +121,16 @@ class RateLimiter:
 
     def close(self) -> None:
         self._shared.close()
+
+    def in_use(self, principals: Iterable[Principal]) -> list[dict[str, Any]]:
+        """The tenants and keys of ``principals`` that this host was asked for in the last minute."""
+        since = self._clock() - FORGET_S
+        asked = {key for key, (_, at) in self._shared.asked().items() if at > since}
+        found = {each.key: each for who in principals for each in who.limited if each.key in asked}
+        return [
+            {"of": "key" if each.is_key else "tenant", "name": each.name, "limits": self.describe(each)}
+            for each in found.values()
+        ]
 
     def describe(self, subject: Subject) -> dict[str, Any]:
         """How much of its limits a tenant or key uses on this host, by the limit."""

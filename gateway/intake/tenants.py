@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import inf
 from typing import Any
 
@@ -152,6 +152,11 @@ class Tenants:
             # Labels are few: a tenant takes one when it first sends a request.
             account.count_as(self._metrics.of(account.name))
         return principal
+
+    def principals(self) -> Iterator[Principal]:
+        """Who has a key: of the deployment file, then of the database."""
+        yield from self._declared_keys.values()
+        yield from self._keys.values()
 
     def is_own(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request has Tidegate's own key."""

@@ -63,6 +63,12 @@ async def delete_tenant(services: GatewayServices, actor: CurrentActor, name: st
     return JsonResponse(await services.accounting.ask("DELETE", item_path(TENANTS, name), actor=actor))
 
 
+@router.get("/admin/limits", summary="What is left of the limits in use on this host, of tenants and keys")
+async def limits(services: GatewayServices) -> JsonResponse:
+    """Those that requests of the last minute named; ``share`` is this host's part of a limit."""
+    return JsonResponse({"limits": services.limits()})
+
+
 @router.get("/admin/keys", summary="API keys: their tenants, limits and states, never the keys")
 async def keys(
     services: GatewayServices,
