@@ -253,6 +253,9 @@ class SharedLimits:
     def asked(self) -> dict[int, tuple[int, float]]:
         """How often the tenants and keys were asked for that workers count, and when last."""
         found: dict[int, tuple[int, float]] = {}
+        with self._lock:
+            if self._rows.has_news:
+                self._follow()
         if self._keys_version != self._version:
             self._keys_version = self._version
             self._keys = [

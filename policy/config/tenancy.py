@@ -47,7 +47,7 @@ class Access(Section, frozen=True, kw_only=True):
     tpm_limit: Annotated[int, Meta(ge=1, le=1_000_000_000_000)] | None = None
     max_parallel_requests: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     max_budget: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    budget_duration: Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,5}(s|m|h|d|mo)$")] | None = None
+    budget_duration: str | None = None
     dry_run: tuple[Limit, ...] = ()
     max_tokens: Annotated[int, Meta(ge=1, le=100_000_000)] | None = None
     models: tuple[str, ...] = ()
