@@ -4,7 +4,7 @@ DEPLOYMENT ?= deployments/smollm2-cpu.yaml
 # Without what Python compiled, each of the many processes compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up down test test-all check docs install clean
+.PHONY: up down test test-all fuzz check docs install clean
 
 up: install
 	.venv/bin/tidegate up $(DEPLOYMENT)
@@ -29,6 +29,12 @@ test:
 test-all:
 	@scripts/install --dev
 	@scripts/test --all
+
+# The HTTP server and the reader of bodies, five minutes each; `make test-all` takes half a minute each.
+fuzz:
+	@scripts/install --dev
+	.venv/bin/python -m tests.fuzz.run body_reader
+	.venv/bin/python -m tests.fuzz.run http_server
 
 check:
 	@scripts/install --dev

@@ -7,7 +7,7 @@ from typing import Any
 from gateway.protocol.client_session import SESSION_HEADERS
 from gateway.protocol.errors import TABLE
 from gateway.protocol.paths import ROUTES, Api, Route
-from policy.wire.headers import EXPLAIN_HEADER, REPLICA_HEADER
+from policy.wire.headers import DROPPED_HEADER, EXPLAIN_HEADER, REPLICA_HEADER
 
 _JSON = "application/json"
 _STREAM = "text/event-stream"
@@ -42,6 +42,7 @@ _HEADERS = {
     "x-request-id": "The id of this request; the one that the client sent, if it sent a valid one.",
     REPLICA_HEADER: "A label of the replica that answered, or upstream:NAME.",
     EXPLAIN_HEADER: "Asked for by an admin: the candidates with their predicted seconds, as JSON.",
+    DROPPED_HEADER: "Fields of the body that are not known, which no replica got.",
     "traceresponse": "Of an error, where requests are traced: its trace, as in traceparent.",
     "retry-after": "Seconds after which a retry makes sense, at most 120.",
     "x-should-retry": "false where a retry would do harm.",

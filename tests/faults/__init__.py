@@ -34,7 +34,8 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     52-53  policy/admission/test_spend_cap.py::test_, gateway/queue/test_model_queues.py::test_
     54     sim/simulator/test_overload.py::test_a_tenant_,
            faults/test_overload.py::test_54_
-    55     gateway/http/test_server.py::test_invalid_requests_,
+    55     gateway/http/test_server.py::test_invalid_requests_ ::test_endless_heads_ ::test_trailers_,
+           gateway/test_access.py::test_no_spelling_of_a_path_, fuzz/test_fuzz.py::test_,
            gateway/protocol/test_paths.py::test_a_body_over_,
            gateway/protocol/test_json_structure.py::test_members_depth_
     56     gateway/http/test_server.py::test_slow_senders_

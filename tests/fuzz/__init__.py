@@ -1,0 +1,1 @@
+"""Targets of the fuzzer: what bytes from the network meet first. ``python -m tests.fuzz.run NAME``."""
