@@ -38,6 +38,7 @@ _COMMANDS = {
     "tenants": ("tenancy.tenants", "Create, list, change and delete tenants."),
     "keys": ("tenancy.keys", "Create, list, rotate and revoke API keys of tenants."),
     "admin-keys": ("tenancy.keys", "Create, list and revoke keys for the admin port."),
+    "usage": ("tenancy.usage", "Show what tenants used, and what it costs."),
     "audit": ("tenancy.audit", "Show who changed what, and when."),
     "simulate": ("simulation.simulate", "Replay a trace on a simulated deployment."),
     "replay": (

@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Route
 
 from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.key_changes import AdminKeyChanges, KeyChanges
+from gateway.accounting.ledger_reports import query_of, rows
 from gateway.accounting.tenant_changes import TenantChanges
 from policy.config.convert import convert, require
 from policy.errors import TidegateError
@@ -35,6 +36,7 @@ from policy.wire.accounting import (
     actor_in,
 )
 from policy.wire.controller import answer_of, problem_of
+from policy.wire.usage import USAGE
 from store.os_process import local_user
 from store.tenancy import audit
 
@@ -58,6 +60,11 @@ def build_app(access: AccessDatabase, more: Sequence[BaseRoute] = ()) -> Starlet
         with access.reading() as connection:
             return audit.read(connection, query)
 
+    def read_usage(request: Request, _body: bytes) -> object:
+        query = query_of(dict(request.query_params))
+        with access.reading() as connection:
+            return rows(connection, query)
+
     def ended(request: Request) -> bool:
         return request.query_params.get("all") == "true"
 
@@ -65,6 +72,7 @@ def build_app(access: AccessDatabase, more: Sequence[BaseRoute] = ()) -> Starlet
         routes=[
             route("GET", READY, ready),
             route("GET", AUDIT, read_audit),
+            route("GET", USAGE, read_usage),
             route("GET", TENANTS, lambda _request, _body: tenants.every()),
             route("POST", TENANTS, lambda r, b: tenants.create(_decoded(b, CreateTenant), actor_of(r))),
             route("GET", f"{TENANTS}/{{name}}", lambda r, _body: tenants.one(_name(r))),

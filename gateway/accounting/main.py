@@ -21,7 +21,7 @@ import uvloop
 
 from gateway.accounting.access_snapshot_file import AccessSnapshotFile
 from gateway.accounting.access_transaction import AccessDatabase
-from gateway.accounting.app import build_app
+from gateway.accounting.app import build_app, route
 from gateway.accounting.budgets import Budgets, SpentBudgets
 from gateway.accounting.database_access import DatabaseAccess
 from gateway.accounting.declared_access import DeclaredAccess
@@ -29,11 +29,11 @@ from gateway.accounting.energy_shares import EVERY_S as ENERGY_EVERY_S
 from gateway.accounting.energy_shares import EnergyShares
 from gateway.accounting.lease_keeper import LOOK_EVERY_S as LEASES_EVERY_S
 from gateway.accounting.lease_keeper import LeaseKeeper
-from gateway.accounting.ledger_metrics import LedgerMetrics
+from gateway.accounting.ledger_reports import LedgerMetrics
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.periodic_tasks import PeriodicTasks
-from gateway.accounting.usage_query import usage_routes
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
+from policy.wire.usage import LEDGER
 from store.log_lines import log_to
 from store.state_dir import StateDir, listen_at
 
@@ -77,7 +77,7 @@ async def account(state: StateDir) -> None:
         spent.publish()
 
     config = uvicorn.Config(
-        build_app(access, usage_routes(access.reading, writer.status)),
+        build_app(access, [route("GET", LEDGER, lambda _request, _body: writer.status())]),
         http="httptools", ws="none", lifespan="off", server_header=False,
         access_log=False, log_level="warning", log_config=None, timeout_graceful_shutdown=5,
     )  # fmt: skip

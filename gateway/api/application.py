@@ -19,7 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import health, models_endpoint, static_page, swagger_ui
-from gateway.api.admin import live, operations, playground, tenancy
+from gateway.api.admin import live, operations, playground, tenancy, usage
 from gateway.api.admin.access import AdminAccess
 from gateway.api.cors import Cors
 from gateway.api.dependencies import TENANT, Services
@@ -38,6 +38,7 @@ ADMIN_ROUTERS = (
     operations.router,
     live.router,
     tenancy.router,
+    usage.router,
     playground.router,
     static_page.router,
     swagger_ui.router,

@@ -6,6 +6,8 @@ import time
 from io import StringIO
 from pathlib import Path
 
+import pytest
+
 from gateway.accounting.budgets import Budgets, SpentBudgets
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
@@ -16,6 +18,7 @@ from policy.config.tenancy import TokenPrice
 from policy.hashing import hash_name
 from policy.tenancy.price import rates_of
 from policy.wire.accounting import TENANTS
+from policy.wire.usage import USAGE
 from store.tenancy import ledger
 from store.tenancy.ledger import Counts, LedgerKey
 from tests.clock import Clock
@@ -78,3 +81,16 @@ async def test_a_host_knows_what_others_spent_and_counts_its_own_once(tmp_path: 
     clock.now += 86_400
     turn()
     assert known(clock()) == (0, True), "the next day begins with nothing"
+    site.database.close()
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [("by=colour", "by"), ("by=day,day", "by"), ("since=yesterday", "since"), ("until=2026-1-1", "until")],
+)
+async def test_a_wrong_question_about_usage_is_refused(tmp_path: Path, query: str, expected: str) -> None:
+    site = AccountingSite(tmp_path, f"sqlite:///{tmp_path / 't.db'}", Clock())
+    assert await site.ask("GET", f"{USAGE}?by=key,day&tenant=t") == []
+    problem = (await site.ask("GET", f"{USAGE}?{query}", status=400))["error"]
+    assert problem["path"] == expected
+    site.database.close()

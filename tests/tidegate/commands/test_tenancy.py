@@ -13,7 +13,10 @@ from click.testing import CliRunner
 from policy.deployment_file.parse import parse
 from policy.errors import AccessRefused, AccessUnknown, ConfigError
 from store.api_keys import digest_of
+from store.database import Database
 from store.state_dir import StateDir
+from store.tenancy import ledger
+from store.tenancy.ledger import Counts, LedgerKey
 from tests.policy.example_documents import GOOD
 from tidegate.cli import group
 
@@ -103,3 +106,33 @@ def test_the_snippet_is_a_tenant_with_the_digest_of_the_key(tidegate: Shell) -> 
     assert (document["sha256"], document["name"]) == (digest_of(document["key"].encode()), "acme")
     with pytest.raises(ConfigError, match="a name that matches"):
         tidegate("keys", "new", "a b")
+
+
+def test_usage_is_summed_and_priced(tidegate: Shell) -> None:
+    state = StateDir(tidegate.root).ensure()
+    database = Database(state.database_url(""))
+    sums: dict[LedgerKey, Counts] = {}
+    for day, tenant, model, nano in (
+        ("30", "web", "m", 1),
+        ("31", "web", "m", 2_500_000_000),
+        ("31", "", "n", 0),
+    ):
+        counts = sums[LedgerKey(f"2026-01-{day}", tenant, "k", model, "")] = Counts()
+        counts.requests, counts.prompt_tokens, counts.output_tokens, counts.cost_nano = 3, 2000, 20, nano
+    with database.writing() as connection:
+        ledger.add(connection, sums)
+    database.close()
+    found = tidegate.json("usage", "--by", "tenant,model")
+    assert [(row["tenant"], row["model"], row["cost"]) for row in found["usage"]] == [
+        ("", "n", 0), ("web", "m", 2.500000001)
+    ]  # fmt: skip
+    assert (found["total"]["requests"], found["total"]["cost"]) == (9, 2.500000001)
+    lines = tidegate("usage", "--by", "day", "--tenant", "web", "--since", "2026-01-31", "--csv").splitlines()
+    assert lines[0] == "day,requests,prompt_tokens,cached_tokens,output_tokens,estimated,interrupted,cost"
+    assert lines[1:] == ["2026-01-31,3,2000,0,20,0,0,2.5"]
+    table = tidegate("usage").splitlines()
+    assert [line.split() for line in table[-2:]] == [
+        ["web", "6", "4,000", "0", "40", "0", "0", "2.5000"],
+        ["total", "9", "6,000", "0", "60", "0", "0", "2.5000"],
+    ]
+    assert tidegate.json("usage", "--until", "2026-01-01")["usage"] == []

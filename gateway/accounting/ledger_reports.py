@@ -1,39 +1,30 @@
-"""Answers to questions about usage: sums of the ledger, and how far it is behind."""
+"""What is told of the ledger: sums of usage, and in metrics how far it is behind.
+
+The metrics are in the files that the gateway workers of the host are scraped with.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry, Gauge
 from sqlalchemy import Connection
-from starlette.requests import Request
-from starlette.routing import BaseRoute
 
-from gateway.accounting.app import route
+from gateway.telemetry.metric_families import MetricFamilies
+from gateway.telemetry.metric_files import MetricFiles
 from policy.config.convert import require
 from policy.tenancy.price import NANO
-from policy.wire.usage import LEDGER, USAGE, LedgerStatus, UsageBy, UsageQuery, UsageRow
+from policy.wire.usage import LedgerStatus, UsageBy, UsageQuery, UsageRow
 from store.tenancy import ledger
-
-Reading = Callable[[], AbstractContextManager[Connection]]
 
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 _COLUMNS = {by: "key_id" if by is UsageBy.KEY else by.value for by in UsageBy}
 _PLAIN = tuple(name for name in ledger.COUNTS if name != "cost_nano")
-
-
-def usage_routes(reading: Reading, status: Callable[[], LedgerStatus]) -> list[BaseRoute]:
-    """The routes of the ledger; ``reading`` opens a transaction on its database."""
-
-    def usage(request: Request, _body: bytes) -> object:
-        query = query_of(dict(request.query_params))
-        with reading() as connection:
-            return rows(connection, query)
-
-    return [route("GET", USAGE, usage), route("GET", LEDGER, lambda _request, _body: status())]
 
 
 def query_of(given: dict[str, str]) -> UsageQuery:
@@ -57,3 +48,27 @@ def _row(columns: dict[str, str], sums: dict[str, Any]) -> UsageRow:
     counts = {name: sums[name] for name in _PLAIN}
     names = {name: sums[column] for column, name in columns.items()}
     return UsageRow(cost=sums["cost_nano"] / NANO, **counts, **names)
+
+
+class LedgerMetrics:
+    """The gauges of one accounting process, in ``directory``."""
+
+    def __init__(self, directory: Path, status: Callable[[], LedgerStatus]) -> None:
+        self._directory = directory
+        self._status = status
+        self._gauges: dict[str, Gauge] = {}
+
+    def publish(self) -> None:
+        """Take the present numbers; raises :class:`OSError` where there is no room for them."""
+        if not self._gauges:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            MetricFiles(self._directory, os.getpid()).reserve(models=0)
+            declared = MetricFamilies(CollectorRegistry())
+            self._gauges = {
+                "waiting": declared.gauge("tidegate_ledger_waiting_requests"),
+                "behind_s": declared.gauge("tidegate_ledger_behind_seconds", "livemax"),
+                "lost": declared.gauge("tidegate_ledger_lost_requests"),
+            }
+        status = self._status()
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(status, name))
