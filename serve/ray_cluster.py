@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from policy.config.deployment import Deployment
-from policy.config.ports import RAY_WORKERS
+from policy.config.ports import RAY_WORKERS, is_loopback
 from policy.deployment_file.parse import parse
 from policy.errors import TidegateError, Unreachable
 from serve.actuator.interface import Actuator
@@ -62,6 +62,9 @@ def environment(deployment: Deployment, state: StateDir) -> dict[str, str]:
             state.ensure()
             write_atomic(path, secrets.token_hex(32).encode(), mode=0o600)
         env["RAY_AUTH_TOKEN_PATH"] = str(path)
+        if is_loopback(deployment.cluster.node_ip):
+            # Ray's switch by which its processes use the loopback address of a machine that has another.
+            env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return env
 
 
@@ -74,8 +77,8 @@ def temp_dir(state: StateDir) -> Path:
 def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], dict[str, str]]:
     """The command of a Ray head in the foreground, and the additions to its environment.
 
-    Whatever can be bound to loopback is. Ray's GCS, raylet and workers always listen on every interface; the
-    token protects them.
+    With a ``node_ip`` of loopback all of Ray listens there. Otherwise its GCS, raylet and workers listen on
+    every interface; the token protects them.
     """
     cluster = deployment.cluster
     argv = [

@@ -44,8 +44,9 @@ def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
         host, _, port = cluster.controller.rpartition(":")
         found.append(Listener("cluster.controller", host.strip("[]"), int(port)))
         if starts_ray:
-            # The GCS binds every interface, whatever its address option says.
-            found.append(Listener("cluster.gcs_port", "0.0.0.0", cluster.gcs_port))
+            # Ray listens on loopback or on every interface.
+            gcs = _LOOPBACK if is_loopback(cluster.node_ip) else "0.0.0.0"
+            found.append(Listener("cluster.gcs_port", gcs, cluster.gcs_port))
             found.append(Listener("cluster.dashboard_port", _LOOPBACK, cluster.dashboard_port))
     return tuple(found)
 

@@ -20,6 +20,7 @@ from ray import serve as ray_serve
 from ray.serve.api import RunTarget
 
 from policy.config.deployment import Cluster, ModelSpec
+from policy.config.ports import is_loopback
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import LayerKey
 from policy.stats.backoff import Backoff
@@ -117,8 +118,8 @@ class RayActuator:
         if key in await self._ask():
             return
         drain_s = model.control.mode.drain_timeout_s
-        # A cluster that was joined may have several nodes: engines listen on their node's address.
-        loopback = self._cluster.address == "local"
+        # Where others reach the node, as in a cluster that was joined, engines listen on its address.
+        loopback = self._cluster.address == "local" and is_loopback(self._cluster.node_ip)
         spec = host_spec(key, model, weights, self._state, self._cluster.controller, loopback)
         deployment = ray_serve.deployment(
             name=DEPLOYMENT,

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import ray
 from ray import serve as ray_serve
+from ray.serve._private import replica as serve_replica
 
 from policy.errors import EngineFailed
 from serve.host.gpu_group_host import Assignment, host_of
@@ -21,12 +22,23 @@ class _Sender(msgspec.Struct, frozen=True, kw_only=True):
     versions: Versions
 
 
+def _listen_on_loopback() -> None:
+    """Let the server with which Serve's replicas call each other, unused here, listen on loopback alone.
+
+    Serve makes it after the replica's class, on every interface, and has no option for that.
+    """
+    listen = serve_replica.add_port_to_grpc_server
+    serve_replica.add_port_to_grpc_server = lambda server, _address: listen(server, "127.0.0.1:0")
+
+
 class RayHost:
     """Holds the resources granted by Ray, for one engine or for those of a shared GPU group."""
 
     def __init__(self, encoded: bytes) -> None:
         refuse_other(msgspec.json.decode(encoded, type=_Sender).versions, installed())
         spec = msgspec.json.decode(encoded, type=HostSpec)
+        if spec.loopback:
+            _listen_on_loopback()
         unique = ray_serve.get_replica_context().replica_id.unique_id
         name = spec.model.name.replace("/", ".")
         self._host = host_of(
