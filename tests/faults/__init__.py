@@ -38,7 +38,7 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
            gateway/test_access.py::test_no_spelling_of_a_path_, fuzz/test_fuzz.py::test_,
            gateway/protocol/test_paths.py::test_a_body_over_,
            gateway/protocol/test_json_structure.py::test_members_depth_
-    56     gateway/http/test_server.py::test_slow_senders_
+    56     gateway/http/test_server.py::test_slow_senders_, faults/test_slow.py::test_56_
     57     faults/test_schema.py::test_57_
     58     gateway/test_worker.py::test_the_log_holds_nothing_
     load   sim/simulator/test_overload.py::test_admitted_, faults/test_overload.py::test_

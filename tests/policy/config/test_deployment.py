@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from policy.config.deployment import Deployment, Replicas
+from policy.config.media_hosts import allowed_hosts
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TargetError
 from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
@@ -368,3 +369,21 @@ def test_engines_send_their_spans_where_the_gateway_does_unless_they_say_where_t
     assert [(spec.engine_args, spec.env) for spec in others] == [
         (args, dict(model.get("env", {}))) for args in [*given[1:], model.get("engine_args", {})]
     ]
+
+
+def test_engines_fetch_media_from_the_gateways_hosts_unless_they_name_their_own() -> None:
+    model = GOOD["models"][0]
+    own = {"allowed_media_domains": ["Own.example"]}
+    models = [{**model, "name": f"m{i}", "engine_args": args} for i, args in enumerate(({}, own))]
+    models.append({**model, "name": "sim", "engine": "sim", "source": ""})
+    document = GOOD | {"models": models, "budget": {}}
+    deployment = parse(document | {"gateway": {"media_hosts": ["img.example"]}})
+    ours, other, simulated = deployment.models
+    assert ours.engine_args == {"allowed_media_domains": ["img.example"]}
+    assert (other.engine_args, "allowed_media_domains" in simulated.engine_args) == (own, False)
+    assert allowed_hosts(deployment) == {"img.example", "own.example"}
+    assert allowed_hosts(parse(document)) == {"own.example"}
+    for bad in ("https://img.example", "img.example:80", "IMG.example", "img.example/a", ""):
+        with pytest.raises(ConfigError, match="name of a host") as refused:
+            parse(document | {"gateway": {"media_hosts": [bad]}})
+        assert refused.value.path == "gateway.media_hosts[0]"
