@@ -12,6 +12,7 @@ import msgspec
 
 from policy.errors import Unreachable
 from policy.wire.controller import error_of
+from policy.wire.usage import LEDGER, LedgerStatus
 from store.state_dir import StateDir
 
 T = TypeVar("T")
@@ -41,6 +42,11 @@ class AccountingClient:
             raise error_of(msgspec.json.decode(response.content)["error"])
         except (msgspec.DecodeError, LookupError) as error:
             raise Unreachable(f"the accounting process answered {response.status_code}") from error
+
+    def ledger(self) -> LedgerStatus | None:
+        """How far the ledger is behind; ``None`` if no process listens."""
+        response = self._over_socket("GET", LEDGER, b"")
+        return None if response is None else msgspec.json.decode(response.content, type=LedgerStatus)
 
     def _over_socket(self, method: str, path: str, content: bytes) -> httpx.Response | None:
         """The answer of the process, ``None`` if none listens."""

@@ -30,8 +30,8 @@ log = logging.getLogger("tidegate.accounting")
 
 # Slots in one transaction: a second or so, in which other processes wait for the database.
 MOST = 20_000
-# Each takes two descriptors.
-MOST_OPEN = 128
+# Each takes two descriptors. Workers have one or two each.
+MOST_OPEN = 1024
 # A file that is no segment after this time was left by a worker that died when it made it.
 STALE_S = 60.0
 _LOCK = ".lock"
@@ -64,6 +64,7 @@ class LedgerWriter:
         self._lock: int | None = None
         self._orphans = True
         self._unopened = 0
+        self._gave_way: set[str] = set()
         self._lost = 0
         self._drained_at = time()
 
@@ -79,10 +80,12 @@ class LedgerWriter:
             while self._batch():
                 pass
             more = self._delete_drained() and self._unopened > 0
-        if self._orphans and not self._unopened:
+        if self._orphans:
             with self._database().writing() as connection:
-                ledger.forget_segments(connection, self._host, list(self._readers))
+                ledger.forget_segments(connection, self._host, [path.stem for path in self._files()])
             self._orphans = False
+        if self._unopened:
+            self._give_way()
         self._drained_at = time()
 
     def status(self) -> LedgerStatus:
@@ -112,7 +115,8 @@ class LedgerWriter:
 
     def _find(self) -> None:
         """Open new segments, as many as may be open."""
-        new = [path for path in self._directory.glob(f"*{SEGMENT_SUFFIX}") if path.stem not in self._readers]
+        new = [path for path in self._files() if path.stem not in self._readers]
+        new.sort(key=lambda path: path.stem in self._gave_way)
         room = MOST_OPEN - len(self._readers)
         self._unopened = max(0, len(new) - room)
         for path in new[:room]:
@@ -122,6 +126,15 @@ class LedgerWriter:
                 if time() - path.stat().st_mtime > STALE_S:
                     log.warning("usage_segment_unreadable: %s", error)
                     path.rename(path.with_suffix(".unreadable"))
+
+    def _files(self) -> list[Path]:
+        return list(self._directory.glob(f"*{SEGMENT_SUFFIX}"))
+
+    def _give_way(self) -> None:
+        """Close segments that are drained and in use, for those that could not be opened."""
+        self._gave_way = {name for name, reader in self._readers.items() if not reader.final(1)}
+        for name in self._gave_way:
+            self._readers.pop(name).close()
 
     def _batch(self) -> bool:
         """Add at most :data:`MOST` slots in one transaction; whether there may be more."""

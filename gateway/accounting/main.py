@@ -35,6 +35,7 @@ from gateway.accounting.periodic_tasks import PeriodicTasks
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from policy.wire.usage import LEDGER
 from store.log_lines import log_to
+from store.os_process import allow_connections
 from store.state_dir import StateDir, listen_at
 
 log = logging.getLogger("tidegate.accounting")
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="the state directory")
     given = parser.parse_args()
     log_to(logging.StreamHandler())
+    allow_connections()
     uvloop.run(account(StateDir(given.state)))
 
 

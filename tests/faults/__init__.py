@@ -31,7 +31,9 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
            e2e/test_adapters.py::test_a_replacement_under_load_
     48-50  faults/test_adapters.py::test_48_ ::test_49_ ::test_50_
     51     gateway/test_access.py::test_a_key_is_revoked_
-    52-53  policy/admission/test_spend_cap.py::test_, gateway/queue/test_model_queues.py::test_
+    52-53  policy/admission/test_spend_cap.py::test_, gateway/queue/test_model_queues.py::test_,
+           gateway/accounting/test_ledger_writer.py::test_any_order_,
+           gateway/accounting/test_usage_under_kills.py::test_the_ledger_is_
     54     sim/simulator/test_overload.py::test_a_tenant_,
            faults/test_overload.py::test_54_
     55     gateway/http/test_server.py::test_invalid_requests_ ::test_endless_heads_ ::test_trailers_,

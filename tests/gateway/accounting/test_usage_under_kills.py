@@ -55,7 +55,7 @@ async def answer(exchange: Exchange) -> None:
     await exchange.head("text/event-stream")
     for _ in range(output - 1):
         await exchange.chunk(event("x"))
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.01)
     await exchange.chunk(event(finish="stop"))
     if (exchange.json.get("stream_options") or {}).get("include_usage"):
         last = {"id": "1", "object": "chat.completion.chunk", "choices": [], "usage": usage_of(output)}
@@ -135,7 +135,7 @@ def check(key: str, seen: Seen, row: dict[str, Any] | None) -> bool:
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.long)])
 async def test_the_ledger_is_what_clients_saw(stack: Stack, kills: int) -> None:
     rng = random.Random(kills)  # noqa: S311
-    keys = [f"sk-test-{number}-{'x' * 20}" for number in range(400 * kills)]
+    keys = [f"sk-test-{number}-{'x' * 20}" for number in range(100 * kills)]
     stack.models[0]["price"] = PRICE
     digests = [digest_of(key.encode()) for key in keys]
     stack.tenants = [{"name": "team", "keys_sha256": digests}]
@@ -172,5 +172,5 @@ async def test_the_ledger_is_what_clients_saw(stack: Stack, kills: int) -> None:
     interrupted = sum(check(key, seen, rows.pop(key, None)) for key, seen in load.seen.items())
     assert not rows, "no row but of these requests"
     complete = sum(seen.complete for seen in load.seen.values())
-    assert complete > 10 * kills
+    assert complete > 5 * kills
     assert interrupted > 0, "some kills hit streams"

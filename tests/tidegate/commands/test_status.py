@@ -11,6 +11,7 @@ from rich.console import Console
 from policy.engine.replica_capacity import Capability
 from policy.scaling.decision_types import Override
 from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
+from policy.wire.usage import LedgerStatus
 from serve.controller_api_schema import ModelStatus
 from tidegate.commands.fleet.status import StatusData, render
 from tidegate.commands.units import clock
@@ -27,14 +28,26 @@ def model(name: str = "sim", **over: Any) -> ModelStatus:
     return ModelStatus(name=name, **fields | over)
 
 
-def shown(*models: ModelStatus, fleet: Fleet = EMPTY_FLEET) -> list[list[str]]:
+def shown(
+    *models: ModelStatus, fleet: Fleet = EMPTY_FLEET, ledger: LedgerStatus | None = None
+) -> list[list[str]]:
     out = io.StringIO()
     view = StatusData(
         state_dir="/s", at=NOW, supervisor=None, models=models, fleet=fleet, fleet_age_s=0.0,
-        controller="local, pid 7",
+        controller="local, pid 7", ledger=ledger,
     )  # fmt: skip
     Console(file=out, width=120, markup=False, highlight=False).print(render(view))
     return [line.split() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("behind_s", "row"),
+    [(0.4, None), (75.0, "ledger behind by 1 min 15 s: 8 requests wait, 0 are lost")],
+)
+def test_a_ledger_that_is_behind_is_shown(behind_s: float, row: str | None) -> None:
+    ledger = LedgerStatus(waiting=8, behind_s=behind_s, segments=2, lost=0)
+    rows = [" ".join(line) for line in shown(ledger=ledger) if line[:1] == ["ledger"]]
+    assert rows == ([] if row is None else [row])
 
 
 HEADS = ["model", "scaled", "by", "forecast", "capacity", "per", "replica", "last", "decision", "reason"]

@@ -12,12 +12,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gateway.accounting.client import AccountingClient
 from policy.config.deployment import Deployment
 from policy.config.ports import is_loopback, may_be_open
 from policy.deployment_file.parse import parse
 from policy.engine.replica_capacity import Capability
 from policy.errors import Unreachable
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Model, Replica, ReplicaPhase
+from policy.wire.usage import LedgerStatus
 from serve.controller.client import ControllerClient
 from serve.controller_api_schema import ModelStatus
 from store.state_dir import StateDir
@@ -42,6 +44,7 @@ class StatusData(msgspec.Struct, frozen=True, kw_only=True):
     fleet_age_s: float = 0.0
     controller: str = ""
     access: str = ""
+    ledger: LedgerStatus | None = None
     events: tuple[str, ...] = ()
 
 
@@ -84,8 +87,17 @@ def gather(state: StateDir, at: float) -> StatusData:
         fleet_age_s=max(0.0, at - fleet.at) if fleet.at else 0.0,
         controller=controller,
         access=_access(deployment, state),
+        ledger=_ledger(state),
         events=events,
     )
+
+
+def _ledger(state: StateDir) -> LedgerStatus | None:
+    """How far this host's ledger is behind, ``None`` if nobody knows."""
+    try:
+        return AccountingClient(state).ledger()
+    except Unreachable:
+        return None
 
 
 def _access(deployment: Deployment, state: StateDir) -> str:
@@ -143,7 +155,7 @@ _COLORS = {
     "draining": "yellow", "draining the old": "yellow", "recovering": "yellow", "stopping": "yellow",
     "stopped": "red", "unknown": "red",
 }  # fmt: skip
-# The fleet is published at least once a second.
+# The fleet is published at least once a second, the ledger written every half second.
 _STALE_S = 5.0
 
 
@@ -192,6 +204,9 @@ def _header(view: StatusData) -> Table:
         header.add_row("access", Text(view.access, style="red" if "every" in view.access else ""))
         header.add_row("page", f"{view.supervisor.admin}/ (token: {view.state_dir}/admin-token)")
     header.add_row("controller", view.controller)
+    if (ledger := view.ledger) is not None and (ledger.behind_s > _STALE_S or ledger.lost):
+        waiting = f"{ledger.waiting} requests wait, {ledger.lost} are lost"
+        header.add_row("ledger", Text(f"behind by {age(ledger.behind_s)}: {waiting}", style="red"))
     return header
 
 
