@@ -33,6 +33,7 @@ from gateway.accounting.ledger_reports import LedgerMetrics
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.periodic_tasks import PeriodicTasks
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
+from policy.errors import TidegateError
 from policy.wire.usage import LEDGER
 from store.log_lines import log_to
 from store.os_process import allow_connections
@@ -99,6 +100,8 @@ async def account(state: StateDir) -> None:
     server.should_exit = True
     await serving
     await periodic.close()
+    with contextlib.suppress(TidegateError, OSError):  # the workers' last requests; else the next process's
+        await asyncio.to_thread(write_ledger)
     writer.close()
     await asyncio.to_thread(keeper.close)
     database.close()

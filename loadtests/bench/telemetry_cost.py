@@ -1,4 +1,4 @@
-"""What telemetry costs where it is paid: to count a request that ended, and to relay an event of a stream.
+"""What telemetry and the record of usage cost where they are paid: to count a request, to relay an event.
 
 ``python loadtests/bench/telemetry_cost.py [ROOT]`` measures the compiled modules of the checkout ROOT
 (``python -m store.mypyc_cache`` there), by default this one; compare two checkouts. Processor time, medians.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -61,6 +62,13 @@ async def measure() -> None:
     request_ns = nanoseconds(lambda: meter.count(served, began, ended))
     streamed = call()
     streamed.streaming = True
+    with contextlib.suppress(ImportError), tempfile.TemporaryDirectory() as folder:
+        from gateway.intake.usage_journal import UsageJournal  # noqa: PLC0415
+        from gateway.telemetry.structured_log import Log  # noqa: PLC0415
+        from policy.request import Request  # noqa: PLC0415
+
+        journal = UsageJournal(Path(folder), Log(0))
+        streamed.charge = journal.charge(streamed, "team", "key-1", Request("m"))
     connection = ClientConnection(ConnectionPool("http://127.0.0.1:9", 1.0))
     relay = Relay(streamed, connection, ChatValidator(1), meter)
     relay.on_head(200, {b"content-type": b"text/event-stream"})
