@@ -159,6 +159,8 @@ class StateDir:
     database_path = _Under("tidegate.db")
     # Tenants and keys of the database, as the accounting process gives them to the workers; mode 600.
     access_path = _Under("access.ndjson")
+    # Audit entries that are not in the database yet.
+    audit_spool_path = _Under("audit-pending.ndjson")
     host_id_path = _Under("host-id")
     # The usage of requests that the ledger does not have yet.
     usage_path = _Under("usage")

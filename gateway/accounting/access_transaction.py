@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from gateway.accounting.database_access import DatabaseAccess
 from gateway.accounting.declared_access import Declared, DeclaredAccess
 from policy.config.convert import require
 from policy.config.tenancy import Access
-from policy.wire.accounting import Actor
+from policy.wire.accounting import Actor, AuditEntry
 from store.database import increment
 from store.tenancy import audit
 from store.tenancy.tables import REVISION
@@ -60,6 +60,11 @@ class AccessDatabase:
     def reading(self) -> Iterator[Connection]:
         with self._database.get().reading() as connection:
             yield connection
+
+    def add_audit(self, entries: Sequence[AuditEntry]) -> None:
+        """Append changes that other processes made."""
+        with self._database.get().writing() as connection:
+            audit.add(connection, entries)
 
     @contextmanager
     def changing(self, actor: Actor) -> Iterator[AccessTransaction]:

@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -35,6 +36,7 @@ from gateway.accounting.periodic_tasks import PeriodicTasks
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from policy.errors import TidegateError
 from policy.wire.usage import LEDGER
+from store import audit_spool
 from store.log_lines import log_to
 from store.os_process import allow_connections
 from store.state_dir import StateDir, listen_at
@@ -90,6 +92,7 @@ async def account(state: StateDir) -> None:
     periodic = PeriodicTasks(stopping.set)
     periodic.start("access_file", LOOK_EVERY_S, snapshot.update)
     periodic.start("leases", LEASES_EVERY_S, keeper.turn)
+    periodic.start("audit", 1.0, partial(audit_spool.drain, state, access.add_audit))
     periodic.start("ledger", DRAIN_EVERY_S, write_ledger)
     periodic.start("energy", ENERGY_EVERY_S, energy.ask)
     if directory := os.environ.get(METRICS_VARIABLE):

@@ -143,7 +143,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     ``action`` names the kind of target and the verb, as in ``key.revoke``.
     """
 
-    number: int
+    number: int = 0
     at: float
     actor: str
     role: str

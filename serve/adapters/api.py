@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -16,8 +18,10 @@ from policy.wire.controller import ADAPTERS, ADAPTERS_STREAM, AddLine, AddReques
 from serve.adapters.add_job import AddJob
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import wait_at_most
+from serve.change_audit import ChangeAudit
 from serve.http import json_answer, refusing
 from serve.state.versioned_watch import HEARTBEAT_S, Revision
+from store.adapters.fetch_job import redacted
 
 # How long an answer waits until every connected gateway was sent the change.
 DELIVERY_TIMEOUT_S = 1.0
@@ -26,10 +30,22 @@ PROGRESS_S = 0.1
 NDJSON = "application/x-ndjson"
 
 
-def routes(adapters: AdapterController) -> list[Route]:
+def routes(adapters: AdapterController, audit: ChangeAudit) -> list[Route]:
     """The routes. A model's name may contain slashes."""
     library = adapters.library
     revision = library.catalog.revision
+
+    def served(key: tuple[str, str]) -> dict[str, Any] | None:
+        """What a name serves, for the audit trail."""
+        alias = library.catalog.get(key)
+        if alias is None:
+            return None
+        return {"split": alias.shares, "tenants": alias.tenants}
+
+    async def record(
+        request: Request, action: str, key: tuple[str, str], before: object, after: object
+    ) -> None:
+        await audit.record(request.headers, f"adapter.{action}", ":".join(key), before=before, after=after)
 
     async def status(request: Request) -> Response:
         await library.read()
@@ -37,23 +53,34 @@ def routes(adapters: AdapterController) -> list[Route]:
 
     async def add(request: Request) -> Response:
         wanted = msgspec.json.decode(await request.body(), type=AddRequest)
-        return StreamingResponse(_progress(library.add(wanted), revision), media_type=NDJSON)
+        adding = library.add(wanted)
+        asked = structs.asdict(wanted) | {"source": redacted(wanted.source), "model": adding.key[0]}
+        await record(request, "add", adding.key, served(adding.key), asked)
+        return StreamingResponse(_progress(adding, revision), media_type=NDJSON)
 
     async def remove(request: Request) -> Response:
-        model, name = _key(request)
-        await adapters.declared.remove((model, name))
+        model, name = key = _key(request)
+        before = served(key)
+        await adapters.declared.remove(key)
+        await record(request, "remove", key, before, None)
         await revision.delivered(DELIVERY_TIMEOUT_S)
         return json_answer({"model": model, "name": name})
 
     async def split(request: Request) -> Response:
         weights = msgspec.json.decode(await request.body(), type=dict[str, float])
-        alias = await library.split(_key(request), weights)
+        key = _key(request)
+        before = served(key)
+        alias = await library.split(key, weights)
+        await record(request, "split", key, before, served(key))
         await revision.delivered(DELIVERY_TIMEOUT_S)
         return json_answer(alias)
 
     async def rollback(request: Request) -> Response:
         wanted = msgspec.json.decode(await request.body() or b"{}", type=RollbackRequest)
-        alias = await library.rollback(_key(request), wanted.to)
+        key = _key(request)
+        before = served(key)
+        alias = await library.rollback(key, wanted.to)
+        await record(request, "rollback", key, before, served(key))
         await revision.delivered(DELIVERY_TIMEOUT_S)
         return json_answer(alias)
 
@@ -66,15 +93,15 @@ def routes(adapters: AdapterController) -> list[Route]:
             raise AdapterUnknown(f"there is no adapter with the digest {digest[:64]!r}")
         return StreamingResponse(pieces, media_type="application/x-tar")
 
-    key = f"{ADAPTERS}/{{model:path}}/{{name}}"
+    path = f"{ADAPTERS}/{{model:path}}/{{name}}"
     return [
         Route(ADAPTERS, refusing(status)),
         Route(ADAPTERS, refusing(add), methods=["POST"]),
         Route(ADAPTERS_STREAM, stream),
         Route(f"{ADAPTERS}/blobs/{{digest}}", refusing(blob)),
-        Route(f"{key}/split", refusing(split), methods=["POST"]),
-        Route(f"{key}/rollback", refusing(rollback), methods=["POST"]),
-        Route(key, refusing(remove), methods=["DELETE"]),
+        Route(f"{path}/split", refusing(split), methods=["POST"]),
+        Route(f"{path}/rollback", refusing(rollback), methods=["POST"]),
+        Route(path, refusing(remove), methods=["DELETE"]),
     ]
 
 

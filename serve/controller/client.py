@@ -10,6 +10,7 @@ import msgspec
 
 from policy.errors import TidegateError, Unreachable
 from policy.types import Fleet
+from policy.wire.accounting import Actor, Role, actor_headers
 from policy.wire.adapter_catalog import Alias
 from policy.wire.controller import (
     ADAPTERS,
@@ -35,6 +36,7 @@ from serve.adapters.status import AdaptersStatus
 from serve.autoscaler.decision_history import ModelHistory
 from serve.autoscaler.engine_step_publisher import StepLine
 from serve.controller_api_schema import ControllerStatus, LoggedDecision, ModelStatus
+from store.os_process import local_user
 
 T = TypeVar("T")
 
@@ -53,8 +55,8 @@ class ControllerClient:
     ) -> None:
         """``transport`` replaces the network, for tests."""
         self._http = httpx.Client(
-            base_url=f"http://{address}", headers={SECRET_HEADER: secret}, timeout=timeout_s, trust_env=False,
-            transport=transport,
+            base_url=f"http://{address}", timeout=timeout_s, trust_env=False, transport=transport,
+            headers={SECRET_HEADER: secret, **actor_headers(Actor(local_user(), Role.ADMIN))},
         )  # fmt: skip
         self._address = address
 

@@ -35,6 +35,7 @@ from serve.autoscaler.autoscaler import Autoscaler
 from serve.autoscaler.engine_step_publisher import StepLine, StepSubscribers
 from serve.autoscaler.gpu_fault_replacement import ReplicaReplacement
 from serve.autoscaler.policies import MadePolicies, make_policies
+from serve.change_audit import ChangeAudit
 from serve.controller.live_state import LiveState, WorkerDetails, live_state
 from serve.controller.liveness_probe import probe_silent
 from serve.controller.metrics import ControllerMetrics
@@ -86,6 +87,7 @@ class Controller:
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._failures = ModelFailures(self._event)
         self._targets = Targets(state, self._event)
+        self.audit = ChangeAudit(state, wall)
         self.registry = ReplicaRegistry(self._epoch)
         self.aggregator = SignalAggregator()
         self.subscribers = StepSubscribers()
@@ -216,6 +218,16 @@ class Controller:
             self._set_target(model, replace(toward, set_count=chosen))
         self.autoscaler.decide_soon(model, urgent=True)
         return self._model_status(model)
+
+    def overridden(self, model: str) -> dict[str, object]:
+        """What a user set of a model, and its mode and count now; raises :class:`TargetError`."""
+        target = self._target(model)
+        return {
+            "mode": target.aim.mode,
+            "replicas": target.aim.count,
+            "set_mode": target.set_mode,
+            "set_replicas": target.set_count,
+        }
 
     def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
         """Override the mode (at its lowest count); ``None`` clears the override.

@@ -55,6 +55,7 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
     tasks = {
         asyncio.create_task(HttpServer(config).serve(sockets=[sock])),
         asyncio.create_task(controller.run()),
+        asyncio.create_task(controller.audit.run()),
     }
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

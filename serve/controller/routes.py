@@ -116,12 +116,23 @@ def build_app(controller: Controller, secret: str) -> Starlette:
         asked = msgspec.convert(dict(request.query_params), StepsQuery)
         return StreamingResponse(_lines(controller.steps(asked.model)), media_type="application/x-ndjson")
 
-    def scale(wanted: ScaleRequest) -> ModelStatus:
+    async def scale(request: Request) -> Response:
+        wanted = msgspec.json.decode(await request.body(), type=ScaleRequest)
         count = None if wanted.replicas == "auto" else wanted.replicas
-        return controller.scale(wanted.model, count, wanted.for_s)
+        before = controller.overridden(wanted.model)
+        status = controller.scale(wanted.model, count, wanted.for_s)
+        return await changed(request, "scale", before, status)
 
-    def mode(wanted: ModeRequest) -> ModelStatus:
-        return controller.mode(wanted.model, None if wanted.mode == "auto" else wanted.mode, wanted.for_s)
+    async def mode(request: Request) -> Response:
+        wanted = msgspec.json.decode(await request.body(), type=ModeRequest)
+        before = controller.overridden(wanted.model)
+        status = controller.mode(wanted.model, None if wanted.mode == "auto" else wanted.mode, wanted.for_s)
+        return await changed(request, "mode", before, status)
+
+    async def changed(request: Request, action: str, before: object, status: ModelStatus) -> Response:
+        after = controller.overridden(status.name)
+        await controller.audit.record(request.headers, action, status.name, before=before, after=after)
+        return json_answer(status)
 
     async def apply(request: Request) -> Response:
         document = msgspec.json.decode(await request.body(), type=dict[str, object])
@@ -175,10 +186,10 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             Route(STEPS, refusing(steps)),
             _post(REPLICAS, Heartbeat, controller.beat),
             _post(SIGNALS, GatewayReport, controller.signals),
-            restored(SCALE, _decoded(ScaleRequest, scale)),
-            restored(MODE, _decoded(ModeRequest, mode)),
+            restored(SCALE, scale),
+            restored(MODE, mode),
             restored("/apply", apply),
-            *api.routes(controller.adapters),
+            *api.routes(controller.adapters, controller.audit),
         ],
         middleware=[Middleware(_Secret, secret=secret)],
     )

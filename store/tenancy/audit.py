@@ -5,9 +5,11 @@ Triggers of the database refuse to change or delete an entry.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from sqlalchemy import Connection, insert, select
 
 from policy.wire.accounting import Actor, AuditEntry, AuditQuery
@@ -25,17 +27,22 @@ def record(
     after: Any = None,
 ) -> None:
     """Append one entry; ``before`` and ``after`` are what msgspec can encode, ``None`` for nothing."""
-    connection.execute(
-        insert(audit).values(
-            at=at,
-            actor=actor.name,
-            role=actor.role.value,
-            action=action,
-            target=target,
-            before=_json(before),
-            after=_json(after),
-        )
+    role = actor.role.value
+    entry = AuditEntry(
+        at=at, actor=actor.name, role=role, action=action, target=target, before=before, after=after
     )
+    add(connection, [entry])
+
+
+def add(connection: Connection, entries: Sequence[AuditEntry]) -> None:
+    """Append ``entries``; the database numbers them."""
+    rows = []
+    for entry in entries:
+        row = structs.asdict(entry) | {"before": _json(entry.before), "after": _json(entry.after)}
+        del row["number"]
+        rows.append(row)
+    if rows:
+        connection.execute(insert(audit), rows)
 
 
 def read(connection: Connection, query: AuditQuery) -> list[AuditEntry]:

@@ -7,18 +7,23 @@ import contextlib
 import os
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator
 from typing import Literal
 
 import psutil
 
-from policy.deployment_file.diff import Effect, diff
+from policy.deployment_file.diff import Change, Effect, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, EngineFailed, PreconditionFailed, TidegateError
+from policy.wire.accounting import AuditEntry, Role
 from serve.controller.client import ControllerClient
+from store import audit_spool
+from store.os_process import local_user
 from store.state_dir import StateDir
 from tidegate.deployment_file import Document
 from tidegate.exit_codes import Exit, exit_of
+from tidegate.redaction import redact
 from tidegate.supervisor import control_socket, preflight, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, log_end
 from tidegate.supervisor.controller_watch import TIMEOUT_S, watch_controller
@@ -160,7 +165,8 @@ class Supervisor:
         preflight.check_keys(deployment, self._state)
         # One at a time, so that the stored file, the controller and the next comparison agree.
         async with self._applying:
-            for change in diff(self._deployment, deployment):
+            changes = diff(self._deployment, deployment)
+            for change in changes:
                 if change.effect is Effect.RESTART:
                     raise ConfigError(
                         change.path, change.after, f"{change.before!r}, or down and up: {change.why}"
@@ -173,7 +179,20 @@ class Supervisor:
             self._state.save(self._state.deployment_path, document)
             self._raw = document
             self._deployment = deployment
+            await asyncio.to_thread(self._record_apply, changes)
         self._note("applied a new deployment file")
+
+    def _record_apply(self, changes: tuple[Change, ...]) -> None:
+        """Add the changes to the audit trail; on a full disk say so, as they are in force."""
+        entry = AuditEntry(
+            at=time.time(), actor=local_user(), role=Role.ADMIN, action="apply", target="deployment",
+            before={change.path: redact(change.before, change.path) for change in changes},
+            after={change.path: redact(change.after, change.path) for change in changes},
+        )  # fmt: skip
+        try:
+            audit_spool.append(self._state, entry)
+        except OSError as error:
+            self._note(f"the audit trail cannot be written: {error}")
 
     async def _until_stopped(self) -> None:
         await self._clean_up_after_predecessor()

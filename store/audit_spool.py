@@ -1,0 +1,47 @@
+"""Audit entries of processes that do not open the database, in a file until the accounting process adds them.
+
+An entry is durable when :func:`append` returns. After a crash between the two it may be added twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from policy.wire.accounting import AuditEntry
+from store.state_dir import StateDir, locked
+
+
+def append(state: StateDir, entry: AuditEntry) -> None:
+    """Add one entry; raises ``OSError``. It blocks for a write to the disk."""
+    path = state.ensure().audit_spool_path
+    with locked(_lock(path)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(descriptor, msgspec.json.encode(entry) + b"\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def drain(state: StateDir, store: Callable[[Sequence[AuditEntry]], None]) -> None:
+    """Give all entries to ``store``, and forget them when it returns. A line cut by a crash is skipped."""
+    path = state.audit_spool_path
+    if not path.exists():
+        return
+    with locked(_lock(path)):
+        entries = []
+        for line in path.read_bytes().splitlines():
+            try:
+                entries.append(msgspec.json.decode(line, type=AuditEntry))
+            except msgspec.DecodeError:
+                continue
+        store(entries)
+        path.unlink()
+
+
+def _lock(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
