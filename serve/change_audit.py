@@ -12,8 +12,8 @@ from policy.deployment_file.parse import parse
 from policy.errors import TidegateError
 from policy.wire.accounting import AuditEntry, actor_in
 from serve.async_waiting import run_in_thread
-from store import audit_spool
 from store.state_dir import StateDir
+from store.tenancy import audit_spool
 
 log = logging.getLogger("tidegate.controller")
 

@@ -36,10 +36,10 @@ from gateway.accounting.periodic_tasks import PeriodicTasks
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from policy.errors import TidegateError
 from policy.wire.usage import LEDGER
-from store import audit_spool
 from store.log_lines import log_to
 from store.os_process import allow_connections
 from store.state_dir import StateDir, listen_at
+from store.tenancy import audit_spool
 
 log = logging.getLogger("tidegate.accounting")
 

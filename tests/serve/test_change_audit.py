@@ -8,9 +8,8 @@ import pytest
 
 from policy.wire.accounting import Actor, AuditEntry, AuditQuery, Role, actor_headers
 from serve import change_audit
-from store import audit_spool
 from store.database import Database
-from store.tenancy import audit
+from store.tenancy import audit, audit_spool
 from tests.gateway.worker import until
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document, sim_model

@@ -18,9 +18,9 @@ from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, EngineFailed, PreconditionFailed, TidegateError
 from policy.wire.accounting import AuditEntry, Role
 from serve.controller.client import ControllerClient
-from store import audit_spool
 from store.os_process import local_user
 from store.state_dir import StateDir
+from store.tenancy import audit_spool
 from tidegate.deployment_file import Document
 from tidegate.exit_codes import Exit, exit_of
 from tidegate.redaction import redact
