@@ -64,6 +64,7 @@ class AccountingClient:
 
     async def _on_database(self, method: str, path: str, content: bytes) -> httpx.Response:
         # The database takes long to import.
+        from gateway.accounting.access_snapshot_file import AccessSnapshotFile  # noqa: PLC0415
         from gateway.accounting.access_transaction import AccessDatabase  # noqa: PLC0415
         from gateway.accounting.app import build_app  # noqa: PLC0415
         from gateway.accounting.database_access import DatabaseAccess  # noqa: PLC0415
@@ -71,7 +72,9 @@ class AccountingClient:
 
         declared = DeclaredAccess(self._state.ensure())
         database = DatabaseAccess(lambda: declared.get().database)
-        transport = httpx.ASGITransport(build_app(AccessDatabase(database, declared, time.time)))
+        access = AccessDatabase(database, declared, time.time)
+        access.on_change = AccessSnapshotFile(access, self._state).update
+        transport = httpx.ASGITransport(build_app(access))
         try:
             async with httpx.AsyncClient(transport=transport, base_url=_URL) as client:
                 return await client.request(method, path, content=content)

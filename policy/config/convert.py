@@ -93,7 +93,7 @@ def _value_at(raw: Any, path: str) -> Any:
 
 
 def _type_at(kind: Any, path: str) -> inspect.Type:
-    """The declared type at ``path``; of a union, its struct."""
+    """The declared type at ``path``; of a union, its struct or list."""
     info = _plain(inspect.type_info(kind))
     for step in _steps(path):
         if step.isdigit() and isinstance(info, inspect.VarTupleType):
@@ -107,7 +107,8 @@ def _plain(info: inspect.Type) -> inspect.Type:
     if isinstance(info, inspect.Metadata):
         return _plain(info.type)
     if isinstance(info, inspect.UnionType):
-        return next((member for member in info.types if isinstance(member, inspect.StructType)), info)
+        known = inspect.StructType | inspect.VarTupleType
+        return next((member for member in info.types if isinstance(member, known)), info)
     return info
 
 
