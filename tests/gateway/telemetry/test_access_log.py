@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gateway.control.deployment_watcher import DeploymentWatcher
+from gateway.intake.shared_limits import SharedLimits
 from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES
@@ -51,6 +52,7 @@ def logging_gateway(state: StateDir, stream: io.StringIO) -> Gateway:
         traces=TraceExporter(0, random.SystemRandom(), list[int]().append), rng=random.SystemRandom(),
         shared=LOCAL, captures=state.captures,
         accounting=state.accounting_socket_path, journal=UsageJournal(state.usage_path, log),
+            limits=SharedLimits(state.limits_path),
     )  # fmt: skip
     gateway.read(watcher.deployment)
     return gateway
