@@ -4,7 +4,7 @@ DEPLOYMENT ?= deployments/smollm2-cpu.yaml
 # Without what Python compiled, each of the many processes compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up down test test-all fuzz check docs install clean
+.PHONY: up down test test-all fuzz check audit docs install clean
 
 up: install
 	.venv/bin/tidegate up $(DEPLOYMENT)
@@ -39,6 +39,13 @@ fuzz:
 check:
 	@scripts/install --dev
 	scripts/check
+
+# Known vulnerabilities of all pinned packages (needs network access), and secrets in all tracked files: a minute.
+audit:
+	@scripts/install --dev
+	git ls-files -z | xargs -0 .venv/bin/detect-secrets-hook --baseline .secrets.baseline
+	@[ -x build/audit/bin/pip-audit ] || { python3 -m venv build/audit && build/audit/bin/pip install --quiet pip-audit; }
+	for set in cpu gpu loadtest dev; do build/audit/bin/pip-audit --disable-pip --no-deps -r requirements/$$set.txt || exit 1; done
 
 # The documentation as a site, in build/site.
 docs:

@@ -165,7 +165,11 @@ async def test_no_prompt_answer_or_key_is_kept_or_shown(stack: Stack) -> None:
         {"name": "theirs", "url": f"{upstream.url}/v1", "models": {"alpha": "a"}, "cost_cap_per_h": 9,
          "price": {"input": 1, "output": 1}},
     ]  # fmt: skip
-    stack.gateway |= {"access_log": True, "queue_timeout_s": 2, "eject": {"failures": 10_000, "success_rate": 0}}
+    stack.gateway |= {
+        "access_log": True,
+        "queue_timeout_s": 2,
+        "eject": {"failures": 10_000, "success_rate": 0},
+    }
     logs = stack.root / "logs"
     logs.mkdir(exist_ok=True)
     with (
