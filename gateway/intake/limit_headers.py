@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 from policy.tenancy.token_bucket import PERIOD_S
 
 Headers = list[tuple[bytes, bytes]]
 
 
-def rate_limit_headers(kind: bytes, limit: float, level: float) -> Headers:
-    """Limit, remaining and reset of ``kind`` (requests or tokens); the reset is when all of it is back."""
-    reset_s = max(0.0, limit - level) / limit * PERIOD_S
+class HeaderNames(NamedTuple):
+    """The names of the headers of one kind of limit."""
+
+    limit: bytes
+    remaining: bytes
+    reset: bytes
+
+
+REQUESTS_HEADERS: Final = HeaderNames(
+    b"x-ratelimit-limit-requests", b"x-ratelimit-remaining-requests", b"x-ratelimit-reset-requests"
+)
+TOKENS_HEADERS: Final = HeaderNames(
+    b"x-ratelimit-limit-tokens", b"x-ratelimit-remaining-tokens", b"x-ratelimit-reset-tokens"
+)
+
+
+def rate_limit_headers(names: HeaderNames, limit: float, level: float) -> Headers:
+    """Limit, remaining and reset of one kind; the reset is when all of it is back."""
+    reset_s = (limit - level) / limit * PERIOD_S
     return [
-        (b"x-ratelimit-limit-" + kind, b"%d" % limit),
-        (b"x-ratelimit-remaining-" + kind, b"%d" % max(0, int(level))),
-        (b"x-ratelimit-reset-" + kind, duration(reset_s).encode()),
+        (names.limit, str(int(limit)).encode()),
+        (names.remaining, str(int(level)).encode() if level > 0.0 else b"0"),
+        (names.reset, duration(reset_s).encode()),
     ]
 
 
 def duration(seconds: float) -> str:
     """``120ms``, ``7.66s``, ``6m0s``, ``25h3m0s``: at least as long, to the millisecond below a minute."""
-    whole = int(seconds * 1000 + 0.999)
+    whole = int(max(0.0, seconds) * 1000 + 0.999)
     if whole < 1000:
         return f"{whole}ms"
     if whole < 60_000:

@@ -11,7 +11,13 @@ from collections.abc import Callable, Collection, Iterable
 from math import inf
 from typing import Any, Final
 
-from gateway.intake.limit_headers import Headers, duration, rate_limit_headers
+from gateway.intake.limit_headers import (
+    REQUESTS_HEADERS,
+    TOKENS_HEADERS,
+    Headers,
+    duration,
+    rate_limit_headers,
+)
 from gateway.intake.limit_state import NANO, Held, LimitState
 from gateway.intake.principal import Principal, Subject
 from gateway.intake.shared_limits import SharedLimits
@@ -219,9 +225,9 @@ class RateLimiter:
                     tokens, tokens_left = bucket, left
         found: Headers = []
         if requests is not None:
-            found += rate_limit_headers(b"requests", requests.limit, requests_left)
+            found += rate_limit_headers(REQUESTS_HEADERS, requests.limit, requests_left)
         if tokens is not None:
-            found += rate_limit_headers(b"tokens", tokens.limit, tokens_left)
+            found += rate_limit_headers(TOKENS_HEADERS, tokens.limit, tokens_left)
         return found
 
 
