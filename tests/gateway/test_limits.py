@@ -6,12 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
+from tests.gateway.accounting.test_usage_under_kills import accounting as start_accounting
 from tests.gateway.fake_replica import ANSWER, Exchange, hold
 from tests.gateway.test_access import CHAT, bearer, tenant
 from tests.gateway.worker import Stack, until
@@ -154,3 +156,40 @@ async def test_two_workers_under_a_burst_admit_what_the_limit_allows(two: Stack)
     # A reservation that two workers make at one moment may refuse both.
     assert 38 <= served <= 40 + elapsed_s * 40 / 60
     assert {answer.status_code for answer in answers} == {200, 429}
+
+
+@pytest.mark.long
+async def test_two_hosts_under_a_burst_admit_what_is_documented(tmp_path: Path, postgresql_url: str) -> None:
+    stacks = [Stack(tmp_path / host, host) for host in ("127.0.0.2", "127.0.0.3")]
+    accounts: list[asyncio.subprocess.Process] = []
+    served = [0, 0]
+
+    async def load(number: int, until_s: float) -> None:
+        while time.monotonic() < until_s:
+            answers = await asyncio.gather(*(ask(stacks[number], "burst") for _ in range(4)))
+            served[number] += sum(answer.status_code == 200 for answer in answers)
+            await asyncio.sleep(0.1)
+
+    try:
+        for stack in stacks:
+            stack.tenants, stack.store = [tenant("burst", "key-of-burst", rpm_limit=240)], postgresql_url
+            await stack.start_controller()
+            await asyncio.gather(stack.start_worker(0), stack.start_worker(1))
+            accounts.append(await start_accounting(stack.root))
+            await stack.serve("one")
+        # Both hosts are met before a lease of one that began alone could have ended.
+        await asyncio.sleep(8.0)
+        began = time.monotonic()
+        await asyncio.gather(load(0, began + 30), load(1, began + 30))
+        elapsed_s = time.monotonic() - began
+        # The whole limit once and its refill; each host admits one request without a lease.
+        assert sum(served) <= 240 + 4 * elapsed_s + 2, served
+        assert min(served) > 0.15 * sum(served) and sum(served) > 4 * elapsed_s, served
+        shares = [(await limits_of(stack, "burst"))["rpm_limit"]["share"] for stack in stacks]
+        assert sum(shares) == pytest.approx(1.0, abs=0.05), shares
+    finally:
+        for process in accounts:
+            process.kill()
+            await process.wait()
+        for stack in stacks:
+            await stack.close()

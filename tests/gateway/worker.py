@@ -57,7 +57,7 @@ def admin_client(url: str, root: Path, tls: ssl.SSLContext | None = None) -> htt
 class Stack:
     """A controller, replicas, and gateway workers in front of them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, host: str = "127.0.0.1") -> None:
         self.root = root
         self.controller = FakeController()
         self.replicas: list[FakeReplica] = []
@@ -69,9 +69,10 @@ class Stack:
         self.tenants: list[dict[str, Any]] = []
         self.upstreams: list[dict[str, Any]] = []
         self.more: dict[str, Any] = {}
-        self.client_socket = _bound()
+        self.store = ""
+        self.client_socket = _bound(host)
         self.admin_socket = _bound()
-        self.url = f"http://127.0.0.1:{self.client_socket.getsockname()[1]}"
+        self.url = f"http://{host}:{self.client_socket.getsockname()[1]}"
         self.admin_url = f"http://127.0.0.1:{self.admin_socket.getsockname()[1]}"
         self.http = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
         self.admin = admin_client(self.admin_url, root)
@@ -88,6 +89,7 @@ class Stack:
             "tracing": self.tracing,
             "tenants": self.tenants,
             "upstreams": self.upstreams,
+            "store": self.store,
             **self.more,
         }
         part = self.root / "document.part"
@@ -208,10 +210,10 @@ class Stack:
         self.admin_socket.close()
 
 
-def _bound() -> socket.socket:
+def _bound(host: str = "127.0.0.1") -> socket.socket:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("127.0.0.1", 0))
+    sock.bind((host, 0))
     sock.listen(512)
     sock.setblocking(False)
     sock.set_inheritable(True)
