@@ -30,7 +30,7 @@ class UsageQuery(msgspec.Struct, frozen=True, kw_only=True):
     until: str | None = None
 
 
-class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A sum of usage; of ``day``, ``tenant``, ``key``, ``model``, ``adapter`` those that it is summed by.
 
     ``prompt_tokens`` include the ``cached_tokens``. ``estimated`` requests are charged by estimates, and
