@@ -20,11 +20,7 @@ _ENDED = Annotated[bool, Query(alias="all", description="Also revoked and expire
 
 @router.get("/admin/tenants", summary="Tenants with their limits, and their counts on this host")
 async def tenants(services: GatewayServices, actor: CurrentActor) -> JsonResponse:
-    """Declared ones and those of the database.
-
-    ``in_flight``, ``prompt_tokens`` and ``output_tokens`` are sums over the workers of this host since they
-    started. If the database does not answer, there are only the tenants with counts, and a ``problem``.
-    """
+    """Declared ones and those of the database, with sums over the workers of this host since they started."""
     counts = {entry["name"]: entry for entry in services.tenants.describe()}
     try:
         answer = await services.accounting.ask("GET", TENANTS, actor=actor)

@@ -99,7 +99,7 @@ def show(state: StateDir, key_id: str, as_json: bool) -> None:
 
 @keys.command(help="Replace a key by a new one with the same limits, and print that once.")
 @_key_id
-@click.option("--grace", metavar="DURATION", help="Keep the old key valid for so long, such as 1d.")
+@click.option("--grace", metavar="DURATION", help="How long the old key stays valid, such as 1d.")
 @as_json
 @click.pass_obj
 def rotate(state: StateDir, key_id: str, grace: str | None, as_json: bool) -> None:
