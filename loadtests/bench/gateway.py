@@ -39,7 +39,8 @@ def chosen(
 ) -> tuple[list[System], dict[str, str]]:
     """The systems to compare, Tidegate first, and the peers that were left out with the reason.
 
-    ``wanted`` are names of peers or ``peer/policy``, or ``tidegate/traced``; empty takes all but that.
+    ``wanted`` are names of peers or ``peer/policy``, ``tidegate/traced``, ``tidegate/limited``; empty
+    takes all but the last two.
     """
     names = {name.partition("/")[0] for name in wanted}
     peers = [peer for peer in PEERS if not wanted or peer.name in names]
@@ -50,6 +51,7 @@ def chosen(
         if not wanted or "tidegate" in wanted
     ]
     systems += [System("tidegate/traced", traced=True)] if "tidegate/traced" in wanted else []
+    systems += [System("tidegate/limited", limited=True)] if "tidegate/limited" in wanted else []
     systems += [
         System(f"{peer.name}/{policy}", peer=peer, policy=policy, python=pythons[peer.name])
         for peer in peers

@@ -107,13 +107,18 @@ def available(folder: Path | None, wanted: Sequence[Peer]) -> tuple[dict[str, Pa
 
 
 READY_S = 60.0
+LIMITS = {
+    "rpm_limit": 1_000_000_000, "tpm_limit": 1_000_000_000_000, "max_parallel_requests": 1_000_000,
+    "max_budget": 1e9,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class System:
     """One column of the comparison: Tidegate with a number of workers, or a peer with a policy.
 
-    Tidegate that is ``traced`` sends the traces of 1 % of the requests to the upstream.
+    Tidegate that is ``traced`` sends the traces of 1 % of the requests to the upstream; ``limited``, the
+    tenant has all limits, none of which is ever reached.
     """
 
     name: str
@@ -122,6 +127,7 @@ class System:
     workers: int = 1
     python: Path | None = None
     traced: bool = False
+    limited: bool = False
 
     @property
     def ours(self) -> bool:
@@ -138,8 +144,10 @@ class Running:
     cold_start_s: float = 0.0
 
 
-def document(urls: Sequence[str], *, adapters: int = 8, traced: bool = False) -> dict[str, object]:
-    """Tidegate's deployment with all features: weighted tenants, an SLO, adapters; traces if ``traced``."""
+def document(
+    urls: Sequence[str], *, adapters: int = 8, traced: bool = False, limited: bool = False
+) -> dict[str, object]:
+    """Tidegate's deployment with all features: weighted tenants, an SLO, adapters; traces and limits."""
     key = hashlib.sha256(KEY.encode()).hexdigest()
     other = hashlib.sha256(b"sk-other").hexdigest()
     return {
@@ -155,7 +163,7 @@ def document(urls: Sequence[str], *, adapters: int = 8, traced: bool = False) ->
         ],
         "tracing": {"endpoint": urls[0] if traced else "", "sample_ratio": 0.01},
         "tenants": [
-            {"name": "bench", "keys_sha256": [key], "weight": 2.0},
+            {"name": "bench", "keys_sha256": [key], "weight": 2.0, **(LIMITS if limited else {})},
             {"name": "other", "keys_sha256": [other]},
         ],
     }
@@ -175,7 +183,9 @@ def running(
             client, admin = (
                 stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=2048)) for _ in "ab"
             )
-            (root / "deployment.json").write_text(json.dumps(document(urls, traced=system.traced)))
+            (root / "deployment.json").write_text(
+                json.dumps(document(urls, traced=system.traced, limited=system.limited))
+            )
             for worker in range(system.workers):
                 part = gateway_worker(StateDir(root), worker, client.fileno(), admin.fileno())
                 tree.start(part.argv, cores, cwd=ROOT, env=part.env, fds=part.fds)
