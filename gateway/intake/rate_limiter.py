@@ -88,10 +88,8 @@ class RateLimiter:
             state.look(now)
             for limit, wait_s in self._over(held, nano):
                 enforced = limit not in state.dry_run
-                whose, outcome = (
-                    "key" if state.subject.is_key else "tenant",
-                    "refused" if enforced else "dry_run",
-                )
+                whose = "key" if state.subject.is_key else "tenant"
+                outcome = "refused" if enforced else "dry_run"
                 principal.account.counters.exceeded[limit.value, whose, outcome] += 1
                 if not enforced:
                     state.ignore(held, limit)

@@ -258,10 +258,10 @@ class SharedLimits:
                 self._follow()
         if self._keys_version != self._version:
             self._keys_version = self._version
-            self._keys = [
-                entry for row in self._written if row != ACCOUNTING for entry in self._claimed(row).items()
-            ]
-        for key, at in self._keys:
+            others = [row for row in self._written if row not in (ACCOUNTING, self._rows.row)]
+            self._keys = [entry for row in others for entry in self._claimed(row).items()]
+        mine = [] if self._rows.row == ACCOUNTING else list(self._mine.items())
+        for key, at in self._keys + mine:
             if self._words[at] == key:
                 count, when = found.get(key, (0, 0.0))
                 latest = max(when, self.counts[at + _ASKED_AT] / 1e9)

@@ -289,6 +289,19 @@ def test_a_limit_that_no_host_used_begins_full_and_an_outage_of_the_database_lea
     assert burst(host, who, 100) == 20
 
 
+def test_limits_in_use_are_those_of_all_workers(host: Host) -> None:
+    key, tenant = principal(Access(rpm_limit=3)), principal(tenant=Access(rpm_limit=5))
+    admitted(host.workers[0], key)
+    admitted(host.workers[1], tenant)
+    for worker in host.workers:
+        shown = {
+            entry["of"]: entry["limits"]["rpm_limit"]["remaining"] for entry in worker.in_use([key, tenant])
+        }
+        assert shown == {"key": 2, "tenant": 4}
+    host.clock.now += 61
+    assert host.workers[0].in_use([key, tenant]) == []
+
+
 def test_where_more_are_in_use_than_slots_the_least_used_are_forgotten(tmp_path: Path) -> None:
     host = Host(tmp_path / "rows", 1)
     limits = Access(rpm_limit=5)
