@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -297,4 +298,31 @@ def test_a_budget_has_what_was_spent_in_its_period(tmp_path: Path, database_url:
     budgets = [next_week]
     spend(1, 5)
     assert spent()[next_week] == 5 * 8000
+    database.close()
+
+
+def test_what_a_power_failure_destroyed_holds_nothing_up(tmp_path: Path) -> None:
+    """A file that is no segment is set aside, and a request whose tenant is lost is counted."""
+    database = Database(f"sqlite:///{tmp_path / 't.db'}")
+    folder = tmp_path / "usage"
+    workers = [journal(folder) for _ in range(2)]
+    for number, worker in enumerate(workers):
+        charge = Charge(worker, f"t{number}", "k", "m", "", RATES, 0)
+        charge.begin()
+        charge.end(Usage(1, 0, 1))
+        worker.close()
+    destroyed = min(folder.glob("*.usage"), key=lambda path: b'"t0"' in path.read_bytes())
+    kept = destroyed.read_bytes().partition(b'{"tenant"')[0]
+    destroyed.write_bytes(kept + bytes(64 * 1024))
+    (folder / "garbage.usage").write_bytes(b"x" * 100)
+    os.utime(folder / "garbage.usage", (1.0, 1.0))
+    (folder / "new.usage").write_bytes(b"")
+    writer = LedgerWriter(lambda: database, folder, "host")
+    writer.drain()
+    with database.reading() as connection:
+        assert [row["tenant"] for row in ledger.usage(connection, ["tenant"])] == ["t0"]
+    assert writer.status().lost == 1
+    left = sorted(path.name for path in folder.iterdir() if path.suffix)
+    assert left == ["garbage.unreadable", "new.usage"]
+    writer.close()
     database.close()
