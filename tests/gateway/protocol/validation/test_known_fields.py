@@ -84,6 +84,7 @@ def test_all_parameters_of_the_clients_are_known(path: str, module: str, structu
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_all_parameters_of_vllm_are_known() -> None:
     structures = {
         "openai.chat_completion": {CHAT: "ChatCompletionRequest"},
