@@ -50,7 +50,7 @@ INPUTS: dict[str, tuple[str, ...]] = {
 _NUMBER_BYTES: Final = 32
 _OPEN: Final = ord("[")
 _WORDS = (b"null", b"true", b"false")
-_SPACE = b" \t\r\n"
+_SPACE: Final = ord(" ")
 
 Check = Callable[[str, Raw], None]
 
@@ -84,9 +84,9 @@ def check_number(name: str, value: Raw, most: int) -> None:
 def first_item(raw: bytes | memoryview, begin: int = 0) -> int:
     """The first byte of the first item of the JSON list that begins there; its bracket if it is empty."""
     at = begin + 1
-    while raw[at] in _SPACE:
+    while (byte := raw[at]) <= _SPACE:
         at += 1
-    return raw[at]
+    return byte
 
 
 def inputs_of(value: Raw) -> int:
