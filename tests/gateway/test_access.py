@@ -132,6 +132,22 @@ async def test_no_spelling_of_a_path_reaches_another_route(shared: Stack, target
     assert [hit.path for hit in replica.hits] == ["/v1/chat/completions"] * (status == 200)
 
 
+async def test_a_replica_gets_known_fields_and_media_from_allowed_hosts_only(shared: Stack) -> None:
+    replica = await shared.serve("fields")
+    for stream in (False, True):
+        answer = await ask(shared, WEB, stream=stream, **{"kv_power": 1, "no name\r\n": 2, "store": True})
+        assert answer.headers["x-tidegate-dropped-fields"] == "kv_power, *"
+        assert {"kv_power", "no name\r\n"} - set(replica.hits[-1].json) == {"kv_power", "no name\r\n"}
+        assert replica.hits[-1].json["store"] is True
+    assert "x-tidegate-dropped-fields" not in (await ask(shared, WEB)).headers
+    before = len(replica.hits)
+    for url in ("https://internal.example/a.png", "file:///etc/passwd"):
+        image = {"type": "image_url", "image_url": {"url": url}}
+        refused = await ask(shared, WEB, messages=[{"role": "user", "content": [image]}])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    assert len(replica.hits) == before
+
+
 async def test_a_compressed_body_is_refused_by_name(shared: Stack) -> None:
     headers = bearer(WEB, **{"content-encoding": "GZIP"})
     answer = await shared.http.post("/v1/chat/completions", content=gzip.compress(b"{}"), headers=headers)

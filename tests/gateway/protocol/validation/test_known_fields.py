@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 
 from gateway.protocol.body import BodyRules
 from gateway.protocol.errors import Refused
+from gateway.protocol.features import used_features
 from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.validation.known_fields import KNOWN, STEERING
+from policy.config.tenancy import Feature
 from tests.gateway.protocol.accepted_body import accepted_body
+from tests.gateway.protocol.agent_sessions import claude_code, codex, openai_chat
 
 CHAT = "/v1/chat/completions"
 LARGE = {"user": "a" * 300_000}
@@ -60,6 +64,16 @@ def test_what_steers_an_engine_is_refused_on_every_route(path: str, name: str) -
     with pytest.raises(Refused, match=f"{name} is not accepted"):
         accepted_body({"model": "m", name: 1}, path)
     assert accepted_body({"model": "m", name: None}, path).dropped == []
+
+
+@pytest.mark.parametrize(
+    ("client", "path"), [(claude_code, "/v1/messages"), (codex, "/v1/responses"), (openai_chat, CHAT)]
+)
+def test_agents_lose_nothing(client: Callable[[int], Iterator[bytes]], path: str) -> None:
+    for raw in client(8):
+        accepted = accepted_body(raw, path)
+        assert (accepted.raw, accepted.dropped, accepted.body.media) == (raw, [], 0)
+        assert used_features(accepted.body, ROUTES[path]) == {Feature.TOOLS}
 
 
 @pytest.mark.slow
