@@ -38,12 +38,20 @@ _ANTHROPIC_ERROR = {
     "required": ["type", "error"],
     "properties": {"type": {"const": "error"}, "error": _ERROR["properties"]["error"]},  # type: ignore[index]
 }
+_LIMITS = {
+    f"x-ratelimit-{what}-{kind}": f"{text}, where {kind} per minute are limited."
+    for kind in ("requests", "tokens")
+    for what, text in (
+        ("limit", "The limit"), ("remaining", "What is left"), ("reset", "When all is back, as 6m0s")
+    )
+}  # fmt: skip
 _HEADERS = {
     "x-request-id": "The id of this request; the one that the client sent, if it sent a valid one.",
     REPLICA_HEADER: "A label of the replica that answered, or upstream:NAME.",
     EXPLAIN_HEADER: "Asked for by an admin: the candidates with their predicted seconds, as JSON.",
     DROPPED_HEADER: "Fields of the body that are not known, which no replica got.",
     "traceresponse": "Of an error, where requests are traced: its trace, as in traceparent.",
+    **_LIMITS,
     "retry-after": "Seconds after which a retry makes sense, at most 120.",
     "x-should-retry": "false where a retry would do harm.",
     "www-authenticate": "Bearer.",
@@ -94,7 +102,7 @@ def add_hot_routes(schema: dict[str, Any]) -> None:
 def _operation(route: Route) -> dict[str, Any]:
     good: dict[str, Any] = {"schema": {"type": "object"}}
     content = {_JSON: good} if route.runner is None else {_JSON: good, _STREAM: {"schema": _TEXT}}
-    headers = _headers("x-request-id", REPLICA_HEADER, EXPLAIN_HEADER)
+    headers = _headers("x-request-id", REPLICA_HEADER, EXPLAIN_HEADER, *_LIMITS)
     answer = {"description": "The engine's answer", "headers": headers, "content": content}
     body = {
         "type": "object",
@@ -126,9 +134,11 @@ def _refusals(route: Route) -> dict[str, Any]:
             headers.append("www-authenticate")
         if status == 405:
             headers.append("allow")
+        if status == 429:
+            headers += _LIMITS
         if status in (429, 503):
             headers.append("retry-after")
-        if status >= 500:
+        if status == 429 or status >= 500:
             headers.append("x-should-retry")
         description = f"Refused; error.code is one of: {', '.join(codes)}"
         found[str(status)] = {"description": description, "headers": _headers(*headers), "content": content}
