@@ -1,4 +1,4 @@
-"""Which hosts live, and the shares of limits that each holds, by the clock of the database."""
+"""Which hosts live, and the shares of limits that each holds, by the clock of the database: PostgreSQL's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from store.tenancy.tables import hosts, limit_leases
 
 # Parameters of one statement are limited.
 _AT_ONCE = 500
-_NOW = {"postgresql": "SELECT extract(epoch FROM clock_timestamp())", "sqlite": "SELECT unixepoch('subsec')"}
+_NOW = text("SELECT extract(epoch FROM clock_timestamp())")
 
 
 class Lease(NamedTuple):
@@ -26,7 +26,7 @@ class Lease(NamedTuple):
 
 def now(connection: Connection) -> float:
     """The database's clock, in Unix seconds."""
-    return float(connection.execute(text(_NOW[connection.dialect.name])).scalar_one())
+    return float(connection.execute(_NOW).scalar_one())
 
 
 def meet(connection: Connection, host: str, at: float, *, lives_s: float) -> list[str]:
