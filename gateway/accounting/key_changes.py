@@ -18,8 +18,7 @@ from policy.wire.accounting import (
     Actor,
     AdminKeyView,
     CreateAdminKey,
-    CreatedAdminKey,
-    CreatedKey,
+    Created,
     CreateKey,
     KeyView,
 )
@@ -77,7 +76,7 @@ class KeyChanges:
         lives = record.tenant in declared or (owner is not None and not owner.blocked)
         return _view(record, (record.tenant,) if lives else (), self._database.now())
 
-    def create(self, wanted: CreateKey, actor: Actor) -> CreatedKey:
+    def create(self, wanted: CreateKey, actor: Actor) -> Created[KeyView]:
         """Make a key; the answer is the only one that has it."""
         check_text("alias", wanted.alias)
         check_access("", wanted, self._database.declared.models)
@@ -96,9 +95,9 @@ class KeyChanges:
             change.record("key.create", record.id, after=_audited(record))
             blocked = owner is not None and owner.blocked and wanted.tenant not in known
             view = _view(record, () if blocked else (wanted.tenant,), change.now)
-        return CreatedKey(key=key, view=view)
+        return Created(key=key, view=view)
 
-    def rotate(self, key_id: str, grace_s: float, actor: Actor) -> CreatedKey:
+    def rotate(self, key_id: str, grace_s: float, actor: Actor) -> Created[KeyView]:
         """Replace a key by a new one with the same settings; the old one ends after ``grace_s``."""
         require(0 <= grace_s <= _MAX_GRACE_S, "grace_s", grace_s, f"0 to {_MAX_GRACE_S:g} seconds")
         with self._database.changing(actor) as change:
@@ -115,7 +114,7 @@ class KeyChanges:
             after = {"id": new.id, "old_key_ends": old.revoked or old.expires}
             change.record("key.rotate", key_id, before=_audited(old), after=after)
             view = _view(new, (new.tenant,), change.now)
-        return CreatedKey(key=key, view=view)
+        return Created(key=key, view=view)
 
     def revoke(self, key_id: str, actor: Actor) -> KeyView:
         """Refuse a key from now on."""
@@ -154,7 +153,7 @@ class AdminKeyChanges:
             records = every_admin_key(connection, valid_at=None if ended else now)
         return [_admin_view(record, now) for record in records]
 
-    def create(self, wanted: CreateAdminKey, actor: Actor) -> CreatedAdminKey:
+    def create(self, wanted: CreateAdminKey, actor: Actor) -> Created[AdminKeyView]:
         """Make an admin key; the answer is the only one that has it."""
         check_name("name", wanted.name)
         with self._database.changing(actor) as change:
@@ -171,7 +170,7 @@ class AdminKeyChanges:
             insert_admin_key(change.connection, record)
             view = _admin_view(record, change.now)
             change.record("admin_key.create", wanted.name, after=view)
-        return CreatedAdminKey(key=key, view=view)
+        return Created(key=key, view=view)
 
     def revoke(self, name: str, actor: Actor) -> AdminKeyView:
         """Refuse an admin key, by its name or id, from now on."""

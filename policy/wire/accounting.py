@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -16,6 +16,8 @@ import msgspec
 from policy.config.control import Section
 from policy.config.tenancy import Access, Tenant
 from policy.types import Priority
+
+View = TypeVar("View")
 
 KEYS: Final = "/keys"
 TENANTS: Final = "/tenants"
@@ -81,13 +83,6 @@ class KeyView(Access, frozen=True, kw_only=True):
     revoked: float | None = None
 
 
-class CreatedKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A new key: ``key`` is shown here and never again."""
-
-    key: str
-    view: KeyView
-
-
 class CreateKey(Access, frozen=True, kw_only=True):
     """A key to make for ``tenant``, valid until ``expires`` or for ``duration`` (``30d``)."""
 
@@ -121,11 +116,11 @@ class AdminKeyView(msgspec.Struct, frozen=True, kw_only=True):
     revoked: float | None = None
 
 
-class CreatedAdminKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A new admin key: ``key`` is shown here and never again."""
+class Created(msgspec.Struct, Generic[View], frozen=True, kw_only=True):
+    """A new key: ``key`` is shown here and never again; ``view`` is the rest of it."""
 
     key: str
-    view: AdminKeyView
+    view: View
 
 
 class CreateAdminKey(Section, frozen=True, kw_only=True):

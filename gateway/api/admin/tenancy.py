@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,20 @@ from policy.wire.controller import with_query
 
 router = APIRouter(dependencies=[Depends(HTTPBearer(scheme_name="token", auto_error=False))])
 
+
+async def _forwarding(
+    services: GatewayServices, actor: CurrentActor, request: Request
+) -> Callable[[str], Awaitable[JsonResponse]]:
+    """Answers a request with what the accounting process answers to it at a path."""
+
+    async def forward(path: str) -> JsonResponse:
+        body = await request.body()
+        return JsonResponse(await services.accounting.ask(request.method, path, body, actor=actor))
+
+    return forward
+
+
+Forward = Annotated[Callable[[str], Awaitable[JsonResponse]], Depends(_forwarding)]
 _ENDED = Annotated[bool, Query(alias="all", description="Also revoked and expired ones.")]
 
 
@@ -33,30 +48,27 @@ async def tenants(services: GatewayServices, actor: CurrentActor) -> JsonRespons
 
 
 @router.post("/admin/tenants", summary="Create a tenant in the database")
-async def create_tenant(services: GatewayServices, actor: CurrentActor, request: Request) -> JsonResponse:
+async def create_tenant(forward: Forward) -> JsonResponse:
     """The body has ``name`` and any of the limits and permissions of a tenant in the deployment file."""
-    return JsonResponse(await services.accounting.ask("POST", TENANTS, await request.body(), actor=actor))
+    return await forward(TENANTS)
 
 
 @router.get("/admin/tenants/{name}", summary="One tenant with its limits")
-async def tenant(services: GatewayServices, actor: CurrentActor, name: str) -> JsonResponse:
+async def tenant(forward: Forward, name: str) -> JsonResponse:
     """Without its counts."""
-    return JsonResponse(await services.accounting.ask("GET", item_path(TENANTS, name), actor=actor))
+    return await forward(item_path(TENANTS, name))
 
 
 @router.patch("/admin/tenants/{name}", summary="Change limits and permissions of a tenant")
-async def update_tenant(
-    services: GatewayServices, actor: CurrentActor, name: str, request: Request
-) -> JsonResponse:
+async def update_tenant(forward: Forward, name: str) -> JsonResponse:
     """The members of the body are set, ``null`` removes a limit; ``blocked`` refuses all keys."""
-    path = item_path(TENANTS, name)
-    return JsonResponse(await services.accounting.ask("PATCH", path, await request.body(), actor=actor))
+    return await forward(item_path(TENANTS, name))
 
 
 @router.delete("/admin/tenants/{name}", summary="Delete a tenant, and revoke its keys")
-async def delete_tenant(services: GatewayServices, actor: CurrentActor, name: str) -> JsonResponse:
+async def delete_tenant(forward: Forward, name: str) -> JsonResponse:
     """The tenant as it was."""
-    return JsonResponse(await services.accounting.ask("DELETE", item_path(TENANTS, name), actor=actor))
+    return await forward(item_path(TENANTS, name))
 
 
 @router.get("/admin/limits", summary="What is left of the limits in use on this host, of tenants and keys")
@@ -67,67 +79,59 @@ async def limits(services: GatewayServices) -> JsonResponse:
 
 @router.get("/admin/keys", summary="API keys: their tenants, limits and states, never the keys")
 async def keys(
-    services: GatewayServices,
-    actor: CurrentActor,
+    forward: Forward,
     tenant: Annotated[str | None, Query(description="Only this tenant's.")] = None,
     ended: _ENDED = False,
 ) -> JsonResponse:
     """Declared keys first; they have no limits of their own."""
-    path = with_query(KEYS, tenant=tenant, all="true" if ended else None)
-    return JsonResponse(await services.accounting.ask("GET", path, actor=actor))
+    return await forward(with_query(KEYS, tenant=tenant, all="true" if ended else None))
 
 
 @router.post("/admin/keys", summary="Create an API key, which only this answer shows")
-async def create_key(services: GatewayServices, actor: CurrentActor, request: Request) -> JsonResponse:
+async def create_key(forward: Forward) -> JsonResponse:
     """The body has ``tenant``, optionally ``alias``, ``duration`` or ``expires``, and limits of the key."""
-    return JsonResponse(await services.accounting.ask("POST", KEYS, await request.body(), actor=actor))
+    return await forward(KEYS)
 
 
 @router.get("/admin/keys/{key_id}", summary="One API key, without the key")
-async def key(services: GatewayServices, actor: CurrentActor, key_id: str) -> JsonResponse:
+async def key(forward: Forward, key_id: str) -> JsonResponse:
     """Its tenant, limits and state."""
-    return JsonResponse(await services.accounting.ask("GET", item_path(KEYS, key_id), actor=actor))
+    return await forward(item_path(KEYS, key_id))
 
 
 @router.post("/admin/keys/{key_id}/rotate", summary="Replace an API key by a new one with the same limits")
-async def rotate_key(
-    services: GatewayServices, actor: CurrentActor, key_id: str, request: Request
-) -> JsonResponse:
+async def rotate_key(forward: Forward, key_id: str) -> JsonResponse:
     """An optional body has ``grace_s``: for how long the old key stays valid."""
-    path = item_path(KEYS, key_id, "rotate")
-    return JsonResponse(await services.accounting.ask("POST", path, await request.body(), actor=actor))
+    return await forward(item_path(KEYS, key_id, "rotate"))
 
 
 @router.delete("/admin/keys/{key_id}", summary="Revoke an API key")
-async def revoke_key(services: GatewayServices, actor: CurrentActor, key_id: str) -> JsonResponse:
+async def revoke_key(forward: Forward, key_id: str) -> JsonResponse:
     """New requests with it are answered 401 on all hosts within a second."""
-    return JsonResponse(await services.accounting.ask("DELETE", item_path(KEYS, key_id), actor=actor))
+    return await forward(item_path(KEYS, key_id))
 
 
 @router.get("/admin/admin-keys", summary="Keys for the admin port, with their roles, never the keys")
-async def admin_keys(services: GatewayServices, actor: CurrentActor, ended: _ENDED = False) -> JsonResponse:
+async def admin_keys(forward: Forward, ended: _ENDED = False) -> JsonResponse:
     """Oldest first."""
-    path = with_query(ADMIN_KEYS, all="true" if ended else None)
-    return JsonResponse(await services.accounting.ask("GET", path, actor=actor))
+    return await forward(with_query(ADMIN_KEYS, all="true" if ended else None))
 
 
 @router.post("/admin/admin-keys", summary="Create a key for the admin port, which only this answer shows")
-async def create_admin_key(services: GatewayServices, actor: CurrentActor, request: Request) -> JsonResponse:
+async def create_admin_key(forward: Forward) -> JsonResponse:
     """The body has ``name``, ``role`` (viewer, operator, admin), optionally ``duration`` or ``expires``."""
-    body = await request.body()
-    return JsonResponse(await services.accounting.ask("POST", ADMIN_KEYS, body, actor=actor))
+    return await forward(ADMIN_KEYS)
 
 
 @router.delete("/admin/admin-keys/{name}", summary="Revoke a key for the admin port, by its name or id")
-async def revoke_admin_key(services: GatewayServices, actor: CurrentActor, name: str) -> JsonResponse:
+async def revoke_admin_key(forward: Forward, name: str) -> JsonResponse:
     """It is refused on all hosts within a second."""
-    return JsonResponse(await services.accounting.ask("DELETE", item_path(ADMIN_KEYS, name), actor=actor))
+    return await forward(item_path(ADMIN_KEYS, name))
 
 
 @router.get("/admin/audit", summary="Changes: who made which, when, before and after")
 async def audit(  # noqa: PLR0917 - FastAPI passes them by name
-    services: GatewayServices,
-    actor: CurrentActor,
+    forward: Forward,
     last: Annotated[int, Query(ge=1, le=10_000)] = 100,
     actor_name: Annotated[str | None, Query(alias="actor", description="Only by this one.")] = None,
     target: Annotated[str | None, Query(description="Only of this one.")] = None,
@@ -140,4 +144,4 @@ async def audit(  # noqa: PLR0917 - FastAPI passes them by name
         AUDIT, last=last, actor=actor_name, target=target, action=action, since=since,
         before_number=before_number,
     )  # fmt: skip
-    return JsonResponse(await services.accounting.ask("GET", path, actor=actor))
+    return await forward(path)

@@ -28,6 +28,13 @@ def ask(site: Site, key: str, **headers: str) -> tuple[int, httpx.Headers]:
     return answer.status_code, answer.headers
 
 
+def applied(site: Site) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(site.tidegate("audit", "--action", "apply", "--json")[1])[
+        "entries"
+    ]
+    return entries
+
+
 def test_keys_are_valid_until_the_deployment_file_revokes_them(tenants: Site) -> None:
     assert [ask(tenants, key)[0] for key in (*KEYS, "guess", "")] == [200, 200, 200, 401, 401]
     explained: dict[str, Any] = json.loads(
@@ -47,6 +54,9 @@ def test_keys_are_valid_until_the_deployment_file_revokes_them(tenants: Site) ->
     (change,) = json.loads(out)["changes"]
     assert (change["path"], change["effect"]) == ("tenants[web].keys_sha256", "live")
     assert change["after"] == [f"{made['sha256'][:8]}..."]
+    (entry,) = until(lambda: applied(tenants), "the change is in the audit trail")
+    assert (entry["actor"].partition(" ")[0], entry["target"]) == ("user", "deployment")
+    assert entry["after"] == {"tenants[web].keys_sha256": [f"{made['sha256'][:8]}..."]}
     # Two workers share the port: both must have applied it.
     until(lambda: [ask(tenants, KEYS[0])[0] for _ in range(8)] == [401] * 8, "the old key is revoked")
     assert ask(tenants, made["key"])[0] == 200
