@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from policy.config.deployment import GatewayConfig
 from policy.config.ports import Listener, listeners
 from policy.deployment_file.parse import parse
 from policy.errors import EngineFailed
 from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
+from policy.wire.access_snapshot import SnapshotHead
 from serve.controller.run_record import record_error, record_start
 from store.state_dir import StateDir
 from tidegate.supervisor import preflight, readiness
@@ -102,6 +105,24 @@ def test_readiness_follows_the_controllers_targets() -> None:
 )
 def test_wildcard_addresses_are_reachable_on_loopback(host: str, url: str) -> None:
     assert readiness.client_url(GatewayConfig(host=host, port=80)) == url
+
+
+@pytest.mark.parametrize(
+    ("gateway", "keys", "refused"),
+    [({"host": "10.0.0.1"}, 0, True), ({"host": "10.0.0.1"}, 1, False), ({}, 0, False),
+     ({"host": "10.0.0.1", "allow_unauthenticated": True}, 0, False)],
+)  # fmt: skip
+def test_an_address_that_others_reach_needs_a_key_of_the_file_or_the_database(
+    tmp_path: Path, gateway: dict[str, object], keys: int, refused: bool
+) -> None:
+    state, served = StateDir(tmp_path), structs.replace(deployment(), gateway=GatewayConfig(**gateway))  # type: ignore[arg-type]
+    head = SnapshotHead(revision=1, tenants=keys, keys=keys, admin_keys=0)
+    state.access_path.write_bytes(msgspec.json.encode(head) + b"\n")
+    problems = preflight.problems_of_access(served, state)
+    assert bool(problems) is refused
+    assert preflight.problems_of_access(served, None) == []
+    state.access_path.unlink()
+    assert not preflight.has_tenants(state)
 
 
 def test_a_controller_that_keeps_failing_is_shown_with_its_error(tmp_path: Path) -> None:
