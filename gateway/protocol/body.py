@@ -101,22 +101,30 @@ def accept(raw: bytes, route: Route, rules: BodyRules) -> AcceptedBody:
     fields = _fields_of(raw)
     dropped: list[str] = []
     if not fields.keys() <= uses.keys():
-        dropped = [name for name in fields if name not in uses and name not in rules.extra_fields]
-        kept = [(name, fields[name]) for name in fields if name not in dropped]
+        if len(fields) > MAX_MEMBERS:
+            raise Refused(Refusal.BAD_REQUEST, f"The body has more than {MAX_MEMBERS} members.")
+        kept: list[tuple[str, Raw]] = []
+        for name, value in fields.items():
+            if name in uses or name in rules.extra_fields:
+                kept.append((name, value))
+            else:
+                dropped.append(name)
         raw = b"{%b}" % b",".join([b"%b:%b" % (msgspec.json.encode(name), value) for name, value in kept])
         fields = MEMBERS.decode(raw)
     body = _body_of(fields, uses, raw)
     for name in WALKED.get(path, ()):
-        if (value := fields.get(name)) is not None and memoryview(value)[0] in b"[{":
+        if (held := fields.get(name)) is not None and memoryview(held)[0] in b"[{":
             media = MediaCheck(name, rules.media_hosts)
             try:
-                media.walk(value)
+                media.walk(held)
             except ValueError as error:  # of what was skipped before
                 raise _not_json(error) from None
             body.media += media.count
     for name in INPUTS.get(path, ()):
-        if (value := fields.get(name)) is not None and (count := inputs_of(value)) > MAX_INPUTS:
-            raise too_many(name, MAX_INPUTS, count, "inputs")
+        if (found := fields.get(name)) is not None:
+            count = body.prompts if name == "prompt" else inputs_of(found)
+            if count > MAX_INPUTS:
+                raise too_many(name, MAX_INPUTS, count, "inputs")
     if body.tools is not ABSENT:
         check_size("tools", body.tools, MAX_TOOLS_BYTES)
         check_tools(ITEMS.decode(body.tools) if memoryview(body.tools)[0] in _LIST else [])
@@ -255,8 +263,9 @@ def _without(raw: bytes, spans: dict[str, Member], dropped: list[str]) -> tuple[
     text, at = memoryview(raw), 0
     parts: list[bytes | memoryview] = []
     kept: dict[str, Member] = {}
+    left_out = set(dropped)
     for name, span in spans.items():
-        if name not in dropped:
+        if name not in left_out:
             before = b"%b%b:" % (b"," if kept else b"{", msgspec.json.encode(name))
             parts += [before, text[span.begin : span.end]]
             begin = at + len(before)

@@ -65,17 +65,18 @@ _OF_ITEM = 64
 class MediaCheck:
     """Counts the media of one field of a body; ``hosts`` are those from which engines may fetch some."""
 
-    __slots__ = ("_hosts", "_name", "count")
+    __slots__ = ("_hosts", "_items", "_name", "count")
 
     def __init__(self, name: str, hosts: frozenset[str]) -> None:
         self._hosts = hosts
         self._name = name
-        self.count = 0
+        self._items = self.count = 0
 
     def walk(self, value: Raw, level: int = 0) -> None:
         """Check all that ``value`` holds, a list or an object; texts and lists of numbers are skipped."""
         view = memoryview(value)
         if view[0] == _OBJECT:
+            self._bound(1, level)
             self._part(MEMBERS.decode(value), level)
         elif view[0] == _OPEN:
             first = first_item(view)
@@ -92,7 +93,11 @@ class MediaCheck:
                 items = ITEMS.decode(value)
                 self._bound(len(items), level)
                 for item in items:
-                    self.walk(item, level + 1)
+                    kind = memoryview(item)[0]
+                    if kind == _OBJECT:
+                        self._part(MEMBERS.decode(item), level)
+                    elif kind == _OPEN:
+                        self.walk(item, level + 1)
 
     async def walk_large(self, raw: bytes, span: Member, pieces: PieceReader, level: int = 0) -> None:
         """As :meth:`walk`, of the value at ``span`` of ``raw``, which may have any size."""
@@ -105,9 +110,7 @@ class MediaCheck:
         elif kind == _OPEN and first_item(memoryview(value)) in _PARTS_BEGIN:
             read = 0
             for item in await self._members(raw, span, pieces):
-                nested = level + (raw[item.begin] == _OPEN)
-                self._bound(1, nested)
-                await self.walk_large(raw, item, pieces, nested)
+                await self.walk_large(raw, item, pieces, level + (raw[item.begin] == _OPEN))
                 read += min(item.end - item.begin, _AT_ONCE) + _OF_ITEM
                 if read > _AT_ONCE:
                     read = 0
@@ -131,6 +134,7 @@ class MediaCheck:
             self.walk(value, level + 1)
 
     async def _large_part(self, raw: bytes, span: Member, pieces: PieceReader, level: int) -> None:
+        self._bound(1, level)
         fields = await self._fields(raw, span, pieces)
         inner = [fields[name] for name in ("content", "output") if name in fields]
         if not _HOLDS_MEDIA.isdisjoint(fields):
@@ -143,7 +147,6 @@ class MediaCheck:
                 self._judge(name, medium)
         for each in inner:
             if raw[each.begin] in _NESTS:
-                self._bound(1, level + 1)
                 await self.walk_large(raw, each, pieces, level + 1)
 
     async def _members(self, raw: bytes, span: Member, pieces: PieceReader) -> list[Member]:
@@ -157,8 +160,9 @@ class MediaCheck:
         return {name_of(each.name): each for each in await self._members(raw, span, pieces)}
 
     def _bound(self, count: int, level: int) -> None:
-        if count > MAX_MESSAGES:
-            raise too_many(self._name, MAX_MESSAGES, count, "items")
+        self._items += count
+        if self._items > MAX_MESSAGES:
+            raise too_many(self._name, MAX_MESSAGES, self._items, "messages and parts")
         if count and level > MAX_LEVEL:
             raise self._refused(f"parts are nested deeper than {MAX_LEVEL} levels")
 

@@ -7,6 +7,8 @@ from typing import Final
 # No need to count further.
 _MANY: Final = 1 << 40
 _MAX_DIGITS: Final = 9
+# Of a repetition's text; a longer one has more than nine digits.
+_MAX_TIMES: Final = 64
 _KIND_ENDS: Final = ":=!>)"
 
 
@@ -30,8 +32,10 @@ def expanded_size(pattern: str) -> int:
             last = max(size, 1)
             size = last + (outer.pop() if outer else 0)
             continue
-        if char == "{" and (close := pattern.find("}", at)) >= 0 and last:
-            times = _times(pattern[at:close])
+        if char == "{" and last:
+            close = pattern.find("}", at, at + _MAX_TIMES)
+            close = at + _MAX_TIMES if close < 0 else close
+            times = _times(pattern[at:close]) if close < end else -1
             if times >= 0:
                 size = min(size + last * max(times - 1, 0), _MANY)
                 last = min(last * max(times, 1), _MANY)
@@ -45,7 +49,7 @@ def expanded_size(pattern: str) -> int:
             at = _class_end(pattern, at)
         last = 1
         size = min(size + 1, _MANY)
-    return size
+    return min(size + sum(outer), _MANY)
 
 
 def _times(text: str) -> int:

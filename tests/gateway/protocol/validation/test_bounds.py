@@ -23,6 +23,10 @@ def nested(depth: int) -> Any:
     return {"a": nested(depth - 1)} if depth else 1
 
 
+def nested_content(depth: int) -> Any:
+    return {"content": nested_content(depth - 1)} if depth else []
+
+
 def enumerated(count: int) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": {"anyOf": [{"enum": [0] * count}]}}}
 
@@ -59,7 +63,8 @@ BOUNDS: list[tuple[str, str, Any, Any, str]] = [
     (TEXT, "guided_choice", ["a"] * 1000, ["a"] * 1001, "got 1001"),
     (CHAT, "chat_template_kwargs", {"a": 1}, {"chat_template": "x"}, "is not accepted"),
     (CHAT, "messages", [{}] * 10_000, [{}] * 10_001, "10000"),
-    (CHAT, "messages", [{"content": [""] * 10_000}], [{"content": [""] * 10_001}], "10000"),
+    (CHAT, "messages", [{"content": [""] * 9_999}], [{"content": [""] * 10_000}], "10000"),
+    (CHAT, "messages", [{"content": {"content": {}}}], [nested_content(9)], "deeper than 4 levels"),
     (RESPONSES, "input", "a", [{}] * 10_001, "10000"),
     (RESPONSES, "include", ["a"], ["a"] * 17, "at most 16 fields, got 17"),
     (TEXT, "prompt", ["a"] * 2048, ["a"] * 2049, "at most 2048 inputs, got 2049"),
@@ -96,12 +101,19 @@ def test_the_page_has_the_bounds() -> None:
     assert [value for value in found if f"{value:,}" not in page] == []
 
 
+def test_many_unknown_fields_are_refused_at_once() -> None:
+    body = {"model": "m", **{str(i): 0 for i in range(1024)}}
+    with pytest.raises(Refused, match="more than 1024 members"):
+        accepted_body(body)
+
+
 @pytest.mark.parametrize(
     ("pattern", "size"),
     [
         ("", 0), ("abc", 3), (r"\d{4}-\d{2}", 7), ("[^]a-z]{3}", 3), ("(ab){3}c", 7), ("(a{10}){10}", 100),
         ("((a{9}b){9}c){9}", 819), ("a{2,5}", 5), ("a{7,}", 7), ("a{x}", 4), (r"a\{9}", 4), ("(|a)*", 1),
         ("{9}", 3), ("a{0}", 1), ("(?:ab){2}", 4), ("(?P<x>a){3}", 3), ("a{99999999999}", 1 << 40),
+        ("a{%s9}" % ("0" * 99), 1 << 40), ("a(?i)b", 2), ("a(b{9}", 10),
     ],
 )  # fmt: skip
 def test_a_regular_expression_is_as_large_as_it_is_written_out(pattern: str, size: int) -> None:
