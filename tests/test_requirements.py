@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,20 @@ def test_the_cpu_set_leaves_out_what_breaks_it() -> None:
     have = pins("cpu")
     assert have["torch"].endswith("+cpu")
     assert not {"torchvision", "torchaudio", "torchcodec", "triton"} & have.keys()
+
+
+def test_what_is_installed_needs_nothing_that_is_not_locked() -> None:
+    """They are installed without their dependencies, so the sets must be complete by themselves."""
+    have = {name for each in SETS for name in pins(each)}
+    missing = set()
+    for name in have:
+        try:
+            needed = map(Requirement, metadata.requires(name) or ())
+        except metadata.PackageNotFoundError:  # of the other hardware
+            continue
+        plain = (each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""}))
+        missing |= {each.name for each in plain if canonicalize_name(each.name) not in have}
+    assert missing == set()
 
 
 def test_every_direct_dependency_has_its_reason() -> None:

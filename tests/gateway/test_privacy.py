@@ -90,7 +90,7 @@ async def every_path(stack: Stack, keys: list[str]) -> None:
             for streamed in (False, True):
                 said = [{"role": "user", "content": f"{PROMPT} fail-{fault}"}]
                 await post(chat, json={**CHAT, "messages": said, "stream": streamed}, headers=bearer(key))
-    own = bearer(keys[0])
+    own = bearer(keys[0], **{"x-forwarded-for": "203.0.113.9", "x-forwarded-host": "a", "forwarded": "for=1"})
     for body in (
         f'{{"model": "alpha", "messages": "{PROMPT}',
         f"{PROMPT}",
@@ -234,6 +234,7 @@ async def _use(stack: Stack) -> dict[str, str]:
     capturing = asyncio.create_task(capture())
     await until(lambda: bool(captured), "the capture has begun")
     await every_path(stack, [KEY, key])
+    assert not any("forwarded" in name for hit in replica.hits for name in hit.headers)
     await aborted(stack, KEY)
     stack.replicas[0].answer = replies
     await until(lambda: len(captured) > 10, "requests are captured")

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from policy.config.deployment import GatewayConfig
 from policy.config.ports import Listener, listeners
+from policy.config.tls import AdminTls
 from policy.deployment_file.parse import parse
 from policy.errors import EngineFailed
 from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
@@ -105,6 +106,8 @@ def test_readiness_follows_the_controllers_targets() -> None:
 )
 def test_wildcard_addresses_are_reachable_on_loopback(host: str, url: str) -> None:
     assert readiness.client_url(GatewayConfig(host=host, port=80)) == url
+    secure = GatewayConfig(admin_host=host, admin_port=80, admin_tls=AdminTls(cert_file="c", key_file="k"))
+    assert readiness.admin_url(secure) == url.replace("http", "https")
 
 
 @pytest.mark.parametrize(
