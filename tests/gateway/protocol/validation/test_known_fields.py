@@ -76,7 +76,7 @@ def test_agents_lose_nothing(client: Callable[[int], Iterator[bytes]], path: str
         assert used_features(accepted.body, ROUTES[path]) == {Feature.TOOLS}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "module", "structure"),
     [
