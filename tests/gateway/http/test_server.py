@@ -806,3 +806,22 @@ async def test_a_drain_timeout_lets_a_stream_end_with_an_error(port: Port) -> No
 def test_clients_leave_descriptors_for_replicas() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert 0 < connections_within_limit() <= max(1, soft // 2)
+
+
+@on_uvloop
+async def test_a_trusted_proxy_names_the_client_whose_upload_it_is(port: Port) -> None:
+    await port.start()
+    shares = port.server.uploads._by_address
+    told = b"x-forwarded-for: 203.0.113.7\r\nx-forwarded-proto: https"
+    for trusted, sender in (([], ["127.0.0.1", "http"]), (["127.0.0.0/8"], ["203.0.113.7", "https"])):
+        port.server.proxies.read(trusted)
+        reader, writer = await port.open()
+        request = post(b"x" * 70_000, told, CLOSE)
+        writer.write(request[:20])  # counted to the other end, until the head is complete
+        await until(lambda: list(shares) == ["127.0.0.1"])
+        writer.write(request[20:-1])
+        await until(lambda name=sender[0]: list(shares) == [name] and shares[name].held > 65_000)
+        writer.write(request[-1:])
+        ((_, _, body),) = answers(await reader.read())
+        assert json.loads(body)["sender"] == sender
+        await until(lambda: not shares)
