@@ -10,6 +10,7 @@ from typing import TypeVar
 import httpx
 import msgspec
 
+from gateway.http.internal_client import NO_CERTIFICATES
 from policy.errors import Unreachable
 from policy.wire.controller import error_of
 from policy.wire.usage import LEDGER, LedgerStatus
@@ -54,7 +55,7 @@ class AccountingClient:
         try:
             if socket.stat().st_uid != os.getuid():
                 raise Unreachable(f"{socket} belongs to another user")
-            transport = httpx.HTTPTransport(uds=os.fspath(socket))
+            transport = httpx.HTTPTransport(uds=os.fspath(socket), verify=NO_CERTIFICATES)
             with httpx.Client(transport=transport, base_url=_URL, timeout=TIMEOUT_S) as client:
                 return client.request(method, path, content=content)
         except (FileNotFoundError, httpx.ConnectError):

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 
 from gateway.api.controller_proxy import CONNECT_S, SILENT_S, refusal_of
+from gateway.http.internal_client import NO_CERTIFICATES
 from gateway.protocol.errors import Refused
 from policy.errors import Refusal
 from policy.wire.accounting import Actor, actor_headers
@@ -22,7 +23,7 @@ class AccountingProxy:
 
     def __init__(self, socket: Path) -> None:
         self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=os.fspath(socket)),
+            transport=httpx.AsyncHTTPTransport(uds=os.fspath(socket), verify=NO_CERTIFICATES),
             base_url="http://accounting",
             timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
         )

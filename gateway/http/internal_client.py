@@ -8,15 +8,18 @@ import httpx
 
 from policy.wire.headers import SECRET_HEADER
 
+# Reading them takes as long as many requests.
+NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
 
 def internal_client(
     secret: str, *, timeout: httpx.Timeout | float = 5.0, keepalive_connections: int = 0
 ) -> httpx.AsyncClient:
-    """A client over plain HTTP: it reads no certificates, which takes as long as many requests."""
+    """A client over plain HTTP."""
     return httpx.AsyncClient(
         headers={SECRET_HEADER: secret, "content-type": "application/json"},
         timeout=timeout,
         limits=httpx.Limits(max_keepalive_connections=keepalive_connections),
         trust_env=False,
-        verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        verify=NO_CERTIFICATES,
     )
