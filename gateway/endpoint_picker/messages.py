@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from envoy.config.core.v3 import base_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from gateway.endpoint_picker.protocol import OVERWRITE_IF_EXISTS_OR_ADD, ProcessingResponse
 
 DESTINATION = "x-gateway-destination-endpoint"
 _NAMESPACE = "envoy.lb"
-_SUBSET, _SUBSET_NAMESPACE = "x-gateway-destination-endpoint-subset", "envoy.lb.subset_hint"
+_SUBSET, _SUBSET_NAMESPACE = "x-gateway-destination-endpoint-subset", b"envoy.lb.subset_hint"
 # Envoy takes at most so much of a body in one message.
 CHUNK_BYTES = 62 * 1024
 
@@ -19,15 +18,16 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 def headers_of(message: Any) -> list[tuple[bytes, bytes]]:
     """The headers in an ``HttpHeaders`` message; names are lower case."""
-    return [(each.key.encode(), each.raw_value or each.value.encode()) for each in message.headers.headers]
+    return [(each.key, each.raw_value or each.value) for each in message.headers.headers]
 
 
 def subset_of(message: Any) -> frozenset[str] | None:
     """The endpoints that the proxy allows, as ``IP:PORT``; ``None`` for all."""
-    metadata = message.metadata_context.filter_metadata
-    if _SUBSET_NAMESPACE not in metadata or _SUBSET not in metadata[_SUBSET_NAMESPACE].fields:
+    metadata = {each.key: each.value.fields for each in message.metadata_context.filter_metadata}
+    hint = metadata.get(_SUBSET_NAMESPACE, {})
+    if _SUBSET not in hint:
         return None
-    found = metadata[_SUBSET_NAMESPACE].fields[_SUBSET]
+    found = hint[_SUBSET]
     if found.WhichOneof("kind") == "string_value":
         return frozenset(part.strip() for part in found.string_value.split(",") if part.strip())
     return frozenset(value.string_value for value in found.list_value.values)
@@ -35,7 +35,7 @@ def subset_of(message: Any) -> frozenset[str] | None:
 
 def destination(endpoint: str, headers: Headers, remove: Iterable[bytes]) -> Any:
     """The request's headers go to ``endpoint``, with ``headers`` in place of those to ``remove``."""
-    answer = ext_proc.ProcessingResponse()
+    answer = ProcessingResponse()
     _mutate(answer.request_headers, [(DESTINATION.encode(), endpoint.encode()), *headers], remove)
     answer.dynamic_metadata.update({_NAMESPACE: {DESTINATION: endpoint}})
     return answer
@@ -44,19 +44,19 @@ def destination(endpoint: str, headers: Headers, remove: Iterable[bytes]) -> Any
 def request_body(body: bytes, *, trailers: bool) -> Iterator[Any]:
     """All of the request's body, whose end is that of the stream unless ``trailers`` follow."""
     for at in range(0, max(len(body), 1), CHUNK_BYTES):
-        answer = ext_proc.ProcessingResponse()
+        answer = ProcessingResponse()
         streamed = answer.request_body.response.body_mutation.streamed_response
         streamed.body = body[at : at + CHUNK_BYTES]
         streamed.end_of_stream = at + CHUNK_BYTES >= len(body) and not trailers
         yield answer
     if trailers:
-        answer = ext_proc.ProcessingResponse()
+        answer = ProcessingResponse()
         answer.request_trailers.SetInParent()
         yield answer
 
 
 def response_headers(headers: Headers, remove: Iterable[bytes]) -> Any:
-    answer = ext_proc.ProcessingResponse()
+    answer = ProcessingResponse()
     _mutate(answer.response_headers, headers, remove)
     return answer
 
@@ -64,7 +64,7 @@ def response_headers(headers: Headers, remove: Iterable[bytes]) -> Any:
 def response_body(body: bytes, *, last: bool) -> Iterator[Any]:
     """A part of the answer's body."""
     for at in range(0, max(len(body), 1), CHUNK_BYTES):
-        answer = ext_proc.ProcessingResponse()
+        answer = ProcessingResponse()
         streamed = answer.response_body.response.body_mutation.streamed_response
         streamed.body = body[at : at + CHUNK_BYTES]
         streamed.end_of_stream = last and at + CHUNK_BYTES >= len(body)
@@ -73,7 +73,7 @@ def response_body(body: bytes, *, last: bool) -> Iterator[Any]:
 
 def immediate(status: int, headers: Headers, body: bytes) -> Any:
     """An answer without any replica."""
-    answer = ext_proc.ProcessingResponse()
+    answer = ProcessingResponse()
     answer.immediate_response.status.code = status
     answer.immediate_response.body = body
     for name, value in headers:
@@ -84,11 +84,11 @@ def immediate(status: int, headers: Headers, body: bytes) -> Any:
 def _mutate(answer: Any, headers: Headers, remove: Iterable[bytes]) -> None:
     for name, value in headers:
         _set(answer.response.header_mutation, name, value)
-    answer.response.header_mutation.remove_headers.extend(name.decode("latin-1") for name in remove)
+    answer.response.header_mutation.remove_headers.extend(remove)
 
 
 def _set(mutation: Any, name: bytes, value: bytes) -> None:
     option = mutation.set_headers.add()
-    option.header.key = name.decode("latin-1")
+    option.header.key = name
     option.header.raw_value = value
-    option.append_action = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+    option.append_action = OVERWRITE_IF_EXISTS_OR_ADD

@@ -81,7 +81,7 @@ class Processor:
 
     def _take(self, message: Any) -> None:
         self.received = True
-        match message.WhichOneof("request"):
+        match message.WhichOneof("kind"):
             case "request_headers":
                 self._request = messages.headers_of(message.request_headers)
                 self._subset = messages.subset_of(message)
@@ -247,7 +247,7 @@ class Processor:
             except Exception:  # noqa: BLE001 - the proxy has ended the stream, in whatever way
                 self._ended = True
                 return
-            if message.WhichOneof("response") == "response_body":
+            if message.WhichOneof("kind") == "response_body":
                 self._unsent -= len(message.response_body.response.body_mutation.streamed_response.body)
                 if self._drained is not None and self._unsent <= MAX_UNSENT // 2:
                     self._drained.set_result(None)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
 
 from gateway.endpoint_picker.processor import Processor
+from gateway.endpoint_picker.protocol import SERVICE, ProcessingRequest, ProcessingResponse
 from gateway.request_pipeline import Gateway
 from gateway.telemetry.structured_log import Log
 from policy.config.endpoint_picker import EndpointPicker
 
-_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+_PROCESS = f"/{SERVICE}/Process"
 _HEALTH = "/grpc.health.v1.Health/Check"
 # HealthCheckResponse with status SERVING or NOT_SERVING, field 1 of one byte.
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
@@ -36,8 +36,7 @@ class EndpointPickerServer:
         """Listen; raises ``RuntimeError`` if the port cannot be bound, ``OSError`` for unreadable files."""
         options = [("grpc.so_reuseport", 1), ("grpc.max_receive_message_length", _MAX_MESSAGE)]
         server = grpc.aio.server(options=options)
-        ext_proc_grpc.add_ExternalProcessorServicer_to_server(_Servicer(self._gateway, self._log), server)
-        server.add_generic_rpc_handlers((_Health(self._gateway),))
+        server.add_generic_rpc_handlers((_Handlers(self._gateway, self._log),))
         host, config = self._config.host, self._config
         address = f"{f'[{host}]' if ':' in host else host}:{config.port}"
         if config.cert_file is not None and config.key_file is not None:
@@ -60,29 +59,30 @@ def _credentials(config: EndpointPicker) -> Any:
     return grpc.ssl_server_credentials([pair], trusted, require_client_auth=trusted is not None)
 
 
-class _Servicer(ext_proc_grpc.ExternalProcessorServicer):  # type: ignore[misc]
+class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """External processing, and gRPC's health checks, whose services the protocol names."""
+
     def __init__(self, gateway: Gateway, log: Log) -> None:
         self._gateway = gateway
         self._log = log
 
-    async def Process(self, request_iterator: AsyncIterator[Any], context: Any) -> None:
+    def service(self, handler_call_details: Any) -> Any:
+        if handler_call_details.method == _PROCESS:
+            return grpc.stream_stream_rpc_method_handler(
+                self._process,
+                request_deserializer=ProcessingRequest.FromString,
+                response_serializer=ProcessingResponse.SerializeToString,
+            )
+        if handler_call_details.method == _HEALTH:
+            return grpc.unary_unary_rpc_method_handler(self._check)
+        return None
+
+    async def _process(self, incoming: AsyncIterator[Any], context: Any) -> None:
         try:
-            await Processor(self._gateway, context.write).run(request_iterator)
+            await Processor(self._gateway, context.write).run(incoming)
         except Exception as error:
             self._log.error("endpoint_picker_failed", cause=error)
             raise
-
-
-class _Health(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """gRPC's health checks, as the protocol names them."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    def service(self, handler_call_details: Any) -> Any:
-        if handler_call_details.method != _HEALTH:
-            return None
-        return grpc.unary_unary_rpc_method_handler(self._check)
 
     async def _check(self, request: bytes, _context: Any) -> bytes:
         # The request's only field is the name of a service.

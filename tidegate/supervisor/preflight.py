@@ -143,10 +143,7 @@ def missing_package(deployment: Deployment) -> str | None:
     """What to install for the endpoint picker, if it is configured."""
     if deployment.endpoint_picker is None:
         return None
-    try:
-        found = find_spec("grpc") and find_spec("envoy.service.ext_proc.v3")
-    except ModuleNotFoundError:
-        found = None
+    found = find_spec("grpc") and find_spec("google") and find_spec("google.protobuf")
     return None if found else "endpoint_picker needs packages: pip install 'tidegate[envoy]'"
 
 

@@ -69,6 +69,8 @@ async def test_requests_go_where_the_gateway_sends_them_and_answers_are_its_answ
     streamed = await site.chat(text, stream=True)
     assert streamed.content == (await site.chat(text, site.stack.http, stream=True)).content
     assert streamed.headers["content-type"].startswith("text/event-stream")
+    # What other proxies relay is charged as the rest.
+    assert list((site.stack.root / "usage").iterdir())
 
 
 async def test_large_bodies_pass_whole_and_stay_together(site: Site) -> None:
