@@ -18,7 +18,9 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     31     faults/test_death.py::test_31_
     32     faults/test_slow.py::test_32_
     33-34  faults/test_retries.py::test_33_ ::test_34_
-    35-36  faults/test_drain.py::test_35_ ::test_36_
+    35-36  faults/test_drain.py::test_35_ ::test_36_,
+           gateway/test_database_keys.py::test_keys_of_the_database_from_creation_to_kills
+    37     gateway/accounting/test_access_changes.py::test_a_locked_database_refuses_changes_clearly
     38-39  faults/test_resources.py::test_38_ ::test_39_
     40     faults/test_drain.py::test_40_
     41     faults/test_join.py::test_41_
@@ -30,8 +32,10 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     46-47  faults/test_adapters_live.py::test_46_ ::test_47_,
            e2e/test_adapters.py::test_a_replacement_under_load_
     48-50  faults/test_adapters.py::test_48_ ::test_49_ ::test_50_
-    51     gateway/test_access.py::test_a_key_is_revoked_
-    52-53  policy/admission/test_spend_cap.py::test_, gateway/queue/test_model_queues.py::test_,
+    51     gateway/test_access.py::test_a_key_is_revoked_,
+           gateway/test_database_keys.py::test_keys_of_the_database_from_creation_to_kills
+    52-53  gateway/test_limits.py::test_tokens_are_settled_ ::test_two_workers_ ::test_two_hosts_,
+           policy/admission/test_spend_cap.py::test_, gateway/queue/test_model_queues.py::test_,
            gateway/accounting/test_ledger_writer.py::test_any_order_,
            gateway/accounting/test_usage_under_kills.py::test_the_ledger_is_
     54     sim/simulator/test_overload.py::test_a_tenant_,
@@ -42,10 +46,9 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
            gateway/protocol/test_json_structure.py::test_members_depth_
     56     gateway/http/test_server.py::test_slow_senders_, faults/test_slow.py::test_56_
     57     faults/test_schema.py::test_57_
-    58     gateway/test_worker.py::test_the_log_holds_nothing_
+    58     gateway/test_worker.py::test_the_log_holds_nothing_,
+           gateway/test_privacy.py::test_no_prompt_answer_or_key_is_kept_or_shown
     load   sim/simulator/test_overload.py::test_admitted_, faults/test_overload.py::test_
-
-Row 37 has no subject: keys are read from the deployment and kept in memory.
 """
 
 import pytest
