@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from gateway.control.report_sender import Reporter, ReportSender
 from gateway.http.acceptor import Acceptor
 from gateway.http.server import Server
 from gateway.http.upload_budget import UploadBudget
+from gateway.http.uvicorn_server import UvicornServer
 from gateway.intake.access_feed import AccessFeed
 from gateway.intake.shared_limits import SharedLimits
 from gateway.intake.usage_journal import UsageJournal
@@ -53,8 +53,8 @@ RETURN_MEMORY_EVERY_S = 2.0
 RESUME_AFTER_S = 0.005
 
 
-class AdminServer(uvicorn.Server):
-    """The admin port's server, which accepts as the client port does and leaves signals to the worker."""
+class AdminServer(UvicornServer):
+    """The admin port's server, which accepts as the client port does."""
 
     def __init__(self, app: ASGIApp, tls: Callable[[], ssl.SSLContext] | None) -> None:
         self._tls = tls
@@ -92,10 +92,6 @@ class AdminServer(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return made
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def work(  # noqa: PLR0915 - the composition root of a process

@@ -33,11 +33,24 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.types import TypeEngine
 
 from policy.errors import PreconditionFailed, Unreachable
 from store.state_dir import locked
 
 metadata = MetaData()
+
+
+def key_columns(kind: type[TypeEngine[Any]], *names: str) -> list[Column[Any]]:
+    """Columns of the primary key."""
+    return [Column(name, kind, primary_key=True) for name in names]
+
+
+def required_columns(kind: type[TypeEngine[Any]], *names: str) -> list[Column[Any]]:
+    """Columns that hold a value in each row."""
+    return [Column(name, kind, nullable=False) for name in names]
+
+
 # Revisions, by what they count the changes of.
 counters = Table(
     "counters",

@@ -71,7 +71,7 @@ def postgresql_url(postgresql_server: Path) -> str:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database of each kind; PostgreSQL in `make test-long`."""
+    """An empty database of each kind; PostgreSQL in `make test-all`."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/t.db"
     url: str = request.getfixturevalue("postgresql_url")

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from gateway.accounting.lease_keeper import LeaseKeeper
 from gateway.accounting.ledger_reports import LedgerMetrics
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.periodic_tasks import PeriodicTasks
+from gateway.http.uvicorn_server import UvicornServer
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from policy.errors import TidegateError
 from policy.wire.usage import LEDGER
@@ -47,14 +47,6 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 DRAIN_EVERY_S = 0.5
 # For changes that other hosts made.
 LOOK_EVERY_S = 0.3
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the process around it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def account(state: StateDir) -> None:
@@ -85,7 +77,7 @@ async def account(state: StateDir) -> None:
         http="httptools", ws="none", lifespan="off", server_header=False,
         access_log=False, log_level="warning", log_config=None, timeout_graceful_shutdown=5,
     )  # fmt: skip
-    server = _Server(config)
+    server = UvicornServer(config)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

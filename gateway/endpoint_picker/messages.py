@@ -43,12 +43,7 @@ def destination(endpoint: str, headers: Headers, remove: Iterable[bytes]) -> Any
 
 def request_body(body: bytes, *, trailers: bool) -> Iterator[Any]:
     """All of the request's body, whose end is that of the stream unless ``trailers`` follow."""
-    for at in range(0, max(len(body), 1), CHUNK_BYTES):
-        answer = ProcessingResponse()
-        streamed = answer.request_body.response.body_mutation.streamed_response
-        streamed.body = body[at : at + CHUNK_BYTES]
-        streamed.end_of_stream = at + CHUNK_BYTES >= len(body) and not trailers
-        yield answer
+    yield from _parts("request_body", body, last=not trailers)
     if trailers:
         answer = ProcessingResponse()
         answer.request_trailers.SetInParent()
@@ -63,12 +58,7 @@ def response_headers(headers: Headers, remove: Iterable[bytes]) -> Any:
 
 def response_body(body: bytes, *, last: bool) -> Iterator[Any]:
     """A part of the answer's body."""
-    for at in range(0, max(len(body), 1), CHUNK_BYTES):
-        answer = ProcessingResponse()
-        streamed = answer.response_body.response.body_mutation.streamed_response
-        streamed.body = body[at : at + CHUNK_BYTES]
-        streamed.end_of_stream = last and at + CHUNK_BYTES >= len(body)
-        yield answer
+    return _parts("response_body", body, last=last)
 
 
 def immediate(status: int, headers: Headers, body: bytes) -> Any:
@@ -79,6 +69,16 @@ def immediate(status: int, headers: Headers, body: bytes) -> Any:
     for name, value in headers:
         _set(answer.immediate_response.headers, name, value)
     return answer
+
+
+def _parts(field: str, body: bytes, *, last: bool) -> Iterator[Any]:
+    """``body`` in messages that have a part of it in ``field``; with ``last`` the stream ends with it."""
+    for at in range(0, max(len(body), 1), CHUNK_BYTES):
+        answer = ProcessingResponse()
+        streamed = getattr(answer, field).response.body_mutation.streamed_response
+        streamed.body = body[at : at + CHUNK_BYTES]
+        streamed.end_of_stream = last and at + CHUNK_BYTES >= len(body)
+        yield answer
 
 
 def _mutate(answer: Any, headers: Headers, remove: Iterable[bytes]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from sqlalchemy import (
@@ -23,62 +23,53 @@ from sqlalchemy import (
     select,
     true,
 )
-from sqlalchemy.types import TypeEngine
 
 from policy.wire.adapter_catalog import Alias, Version
-from store.database import counter, increment, metadata
+from store.database import counter, increment, key_columns, metadata, required_columns
 
 _TO_ALIAS = (["model", "name"], ["aliases.model", "aliases.name"])
 _TO_VERSION = (["model", "name", "number"], ["versions.model", "versions.name", "versions.number"])
 
 
-def _key(kind: type[TypeEngine[Any]], *names: str) -> list[Column[Any]]:
-    return [Column(name, kind, primary_key=True) for name in names]
-
-
-def _required(kind: type[TypeEngine[Any]], *names: str) -> list[Column[Any]]:
-    return [Column(name, kind, nullable=False) for name in names]
-
-
 aliases = Table(
     "aliases",
     metadata,
-    *_key(Text, "model", "name"),
-    *_required(BigInteger, "revision"),
-    *_required(Text, "tenants", "origin", "declared"),
-    *_required(Double, "at"),
+    *key_columns(Text, "model", "name"),
+    *required_columns(BigInteger, "revision"),
+    *required_columns(Text, "tenants", "origin", "declared"),
+    *required_columns(Double, "at"),
 )
 versions = Table(
     "versions",
     metadata,
-    *_key(Text, "model", "name"),
-    *_key(Integer, "number"),
+    *key_columns(Text, "model", "name"),
+    *key_columns(Integer, "number"),
     Column("digest", Text, nullable=False, index=True),
-    *_required(Integer, "rank"),
-    *_required(BigInteger, "size"),
-    *_required(Text, "source"),
-    *_required(Double, "at"),
+    *required_columns(Integer, "rank"),
+    *required_columns(BigInteger, "size"),
+    *required_columns(Text, "source"),
+    *required_columns(Double, "at"),
     ForeignKeyConstraint(*_TO_ALIAS, ondelete="CASCADE"),
     UniqueConstraint("model", "name", "digest"),
 )
 splits = Table(
     "splits",
     metadata,
-    *_key(Text, "model", "name"),
-    *_key(Integer, "number"),
-    *_required(Double, "weight"),
+    *key_columns(Text, "model", "name"),
+    *key_columns(Integer, "number"),
+    *required_columns(Double, "weight"),
     ForeignKeyConstraint(*_TO_VERSION, ondelete="CASCADE"),
 )
 history = Table(
     "history",
     metadata,
-    *_key(Text, "model", "name"),
-    *_key(Integer, "position"),
-    *_required(Text, "split"),
+    *key_columns(Text, "model", "name"),
+    *key_columns(Integer, "position"),
+    *required_columns(Text, "split"),
     ForeignKeyConstraint(*_TO_ALIAS, ondelete="CASCADE"),
 )
 # Digests that no version uses any more, with the instant since when.
-retired = Table("retired", metadata, *_key(Text, "digest"), *_required(Double, "at"))
+retired = Table("retired", metadata, *key_columns(Text, "digest"), *required_columns(Double, "at"))
 
 Split = tuple[tuple[int, float], ...]
 

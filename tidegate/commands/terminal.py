@@ -42,6 +42,16 @@ def table(items: Iterable[T], *columns: tuple[str, Callable[[T], object]], title
     )
 
 
+def print_list(
+    name: str, found: list[T], columns: Iterable[tuple[str, Callable[[T], object]]], *, as_json: bool
+) -> None:
+    """Print what a command found: a table, or one JSON object with the list under ``name``."""
+    if as_json:
+        print_json({name: found})
+    else:
+        console().print(table(found, *columns))
+
+
 def table_of_rows(
     heads: Sequence[str], rows: Iterable[Iterable[object]], *, title: str | None = None
 ) -> Table:

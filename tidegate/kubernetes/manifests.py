@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from policy.config.deployment import Deployment
+from policy.config.external_servers import KubernetesService
 
 Manifest = dict[str, Any]
 
@@ -50,7 +51,7 @@ def manifests(raw: dict[str, Any], deployment: Deployment, options: Options) -> 
     """The manifests of ``deployment``, whose file's content is ``raw``."""
     is_external = not deployment.needs_controller
     objects = [
-        _object("v1", "ServiceAccount", options, automountServiceAccountToken=_discovers(deployment)),
+        _object("v1", "ServiceAccount", options, automountServiceAccountToken=bool(_services(deployment))),
         *_access(deployment, options),
         _object("v1", "ConfigMap", options, data={FILE: yaml.safe_dump(raw, sort_keys=False)}),
         _workload(deployment, options),
@@ -233,20 +234,16 @@ def _service_monitor(options: Options) -> Manifest:
     return _object("monitoring.coreos.com/v1", "ServiceMonitor", options, spec=spec)
 
 
-def _discovers(deployment: Deployment) -> bool:
-    return any(_namespaces(deployment, ""))
-
-
-def _namespaces(deployment: Deployment, own: str) -> list[str]:
-    """The namespaces in which servers are discovered."""
+def _services(deployment: Deployment) -> list[KubernetesService]:
+    """The services whose pods are followed with the rights of the gateway's own pod."""
     found = [spec.discovery.kubernetes for spec in deployment.models if spec.discovery is not None]
-    return sorted({each.namespace or own or "own" for each in found if each is not None and not each.api})
+    return [service for service in found if service is not None and not service.api]
 
 
 def _access(deployment: Deployment, options: Options) -> list[Manifest]:
     """The right to follow the endpoints of the services in which servers are discovered."""
     objects = []
-    for namespace in _namespaces(deployment, options.namespace):
+    for namespace in sorted({each.namespace or options.namespace for each in _services(deployment)}):
         rule = {
             "apiGroups": ["discovery.k8s.io"],
             "resources": ["endpointslices"],

@@ -12,7 +12,7 @@ from policy.wire.accounting import AUDIT, AuditEntry
 from policy.wire.controller import with_query
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json
-from tidegate.commands.terminal import console, print_json, table
+from tidegate.commands.terminal import print_list
 from tidegate.commands.units import clock, moment
 
 
@@ -37,9 +37,6 @@ def audit(  # noqa: PLR0917 - click passes them by name
         AUDIT, last=last, actor=actor, target=target, action=action, since=moment(since) if since else None
     )
     entries = AccountingClient(state).ask("GET", path, answer=list[AuditEntry])
-    if as_json:
-        print_json({"entries": entries})
-        return
     now = time.time()
     columns = (
         ("when", lambda entry: clock(entry.at, now)),
@@ -48,7 +45,7 @@ def audit(  # noqa: PLR0917 - click passes them by name
         ("target", lambda entry: entry.target),
         ("change", _change),
     )
-    console().print(table(entries, *columns))
+    print_list("entries", entries, columns, as_json=as_json)
 
 
 def _change(entry: AuditEntry) -> str:

@@ -23,7 +23,7 @@ from store.api_keys import digest_of, new_key
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json
 from tidegate.commands.tenancy.access_options import access_options, date, expires_option, limits_of, when
-from tidegate.commands.terminal import console, print_json, table
+from tidegate.commands.terminal import print_json, print_list
 from tidegate.commands.units import duration
 
 _key_id = click.argument("key_id", metavar="ID")
@@ -72,9 +72,6 @@ def new(name: str, as_json: bool) -> None:
 def list_keys(state: StateDir, tenant: str | None, ended: bool, as_json: bool) -> None:
     path = with_query(KEYS, tenant=tenant, all="true" if ended else None)
     found = AccountingClient(state).ask("GET", path, answer=list[KeyView])
-    if as_json:
-        print_json({"keys": found})
-        return
     now = time.time()
     columns = (
         ("id", lambda key: key.id),
@@ -85,7 +82,7 @@ def list_keys(state: StateDir, tenant: str | None, ended: bool, as_json: bool) -
         ("expires", lambda key: date(key.expires, now)),
         ("limits", limits_of),
     )
-    console().print(table(found, *columns))
+    print_list("keys", found, columns, as_json=as_json)
 
 
 @keys.command(help="Show one key, without the key itself.")
@@ -147,9 +144,6 @@ def create_admin(state: StateDir, name: str, role: str, expires: str | None, as_
 def list_admin(state: StateDir, ended: bool, as_json: bool) -> None:
     path = with_query(ADMIN_KEYS, all="true" if ended else None)
     found = AccountingClient(state).ask("GET", path, answer=list[AdminKeyView])
-    if as_json:
-        print_json({"admin_keys": found})
-        return
     now = time.time()
     columns = (
         ("name", lambda key: key.name),
@@ -159,7 +153,7 @@ def list_admin(state: StateDir, ended: bool, as_json: bool) -> None:
         ("created", lambda key: date(key.created, now)),
         ("expires", lambda key: date(key.expires, now)),
     )
-    console().print(table(found, *columns))
+    print_list("admin_keys", found, columns, as_json=as_json)
 
 
 @admin_keys.command("revoke", help="Revoke an admin key, by its name or id.")

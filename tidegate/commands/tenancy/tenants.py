@@ -12,7 +12,7 @@ from policy.wire.accounting import TENANTS, TenantView, item_path
 from store.state_dir import StateDir
 from tidegate.commands.options import Decorator, as_json
 from tidegate.commands.tenancy.access_options import access_options, limits_of
-from tidegate.commands.terminal import console, print_json, table
+from tidegate.commands.terminal import print_json, print_list
 
 _name = click.argument("name")
 
@@ -57,9 +57,6 @@ def create(state: StateDir, /, name: str, access: dict[str, Any], as_json: bool,
 @click.pass_obj
 def list_tenants(state: StateDir, as_json: bool) -> None:
     found = AccountingClient(state).ask("GET", TENANTS, answer=list[TenantView])
-    if as_json:
-        print_json({"tenants": found})
-        return
     columns = (
         ("name", lambda tenant: tenant.name),
         ("state", _state),
@@ -68,7 +65,7 @@ def list_tenants(state: StateDir, as_json: bool) -> None:
         ("priority", lambda tenant: tenant.priority),
         ("limits", limits_of),
     )
-    console().print(table(found, *columns))
+    print_list("tenants", found, columns, as_json=as_json)
 
 
 @tenants.command(help="Show one tenant.")
