@@ -22,6 +22,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# The key in the `extensions` of a scope where an app finds a :class:`ResponseWriter`, if there is one.
+WRITER = "tidegate.writer"
+
 # The prefixes of the request that an engine's app serves, where its gateway named any.
 NAMED: ContextVar[NamedPrompt | None] = ContextVar("NAMED", default=None)
 
@@ -42,6 +45,26 @@ ALLOWED = frozenset(
         ("GET", "/metrics"),
     }
 )
+
+
+class ResponseWriter(Protocol):
+    """One response, written without waiting. An app uses it instead of ``send``, never both.
+
+    It is at :data:`WRITER` in the extensions of a scope. All that is written in one turn of the event loop, to
+    all responses of a connection, leaves in one frame.
+    """
+
+    def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """The head, once; it leaves with the first byte of the body."""
+
+    def write(self, data: bytes) -> None:
+        """A part of the body: of a stream, whole events. No effect once the client is gone."""
+
+    def end(self, data: bytes = b"") -> None:
+        """The last part of the body, which may be empty; nothing follows."""
+
+    def on_abort(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once if the client leaves before the end; at once if it has left."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
