@@ -1,0 +1,165 @@
+{{- define "tidegate.name" -}}
+{{ .Values.nameOverride | default .Release.Name | trunc 42 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "tidegate.labels" -}}
+app.kubernetes.io/name: tidegate
+app.kubernetes.io/instance: {{ include "tidegate.name" . }}
+{{- end }}
+
+{{/* The metadata of an object: (dict "root" $ "name" NAME "namespace" NAMESPACE "labels" LABELS), all but root optional. */}}
+{{- define "tidegate.metadata" -}}
+name: {{ .name | default (include "tidegate.name" .root) }}
+namespace: {{ .namespace | default .root.Release.Namespace }}
+labels:
+  {{- include "tidegate.labels" .root | nindent 2 }}
+  app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+  helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{- define "tidegate.secret" -}}
+{{ .Values.secret.name | default (printf "%s-secret" (include "tidegate.name" .)) }}
+{{- end }}
+
+{{- define "tidegate.vllm" -}}
+{{ include "tidegate.name" .root }}-vllm-{{ .spec.name }}
+{{- end }}
+
+{{/* The deployment file as YAML, with the models of vLLM pods, and with the addresses of a KubeRay cluster. */}}
+{{- define "tidegate.document" -}}
+{{- $text := .Values.deployment -}}
+{{- if not (or $text .Values.servingEngineSpec.modelSpec) }}{{ $text = .Files.Get "files/deployment.yaml" }}{{ end -}}
+{{- $document := fromYaml (default "{}" $text) -}}
+{{- with $document.Error }}{{ fail (printf "deployment: expected YAML: %s" .) }}{{ end -}}
+{{- $models := $document.models | default list -}}
+{{- range $spec := .Values.servingEngineSpec.modelSpec -}}
+{{- $service := dict "service" (include "tidegate.vllm" (dict "root" $ "spec" $spec)) "port" "http" -}}
+{{- $name := $spec.servedModelName | default $spec.modelURL -}}
+{{- $known := false -}}
+{{- range $models }}{{ if eq .name $name }}{{ $known = true }}{{ end }}{{ end -}}
+{{- if not $known -}}
+{{- $models = append $models (dict "name" $name "engine" "external" "discovery" (dict "kubernetes" $service)) -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $document "models" $models -}}
+{{- if .Values.rayClusterSpec.enabled -}}
+{{- $cluster := $document.cluster | default dict -}}
+{{- $port := regexFind "[0-9]+$" ($cluster.controller | default "7070") -}}
+{{- $_ := set $cluster "address" "127.0.0.1:6379" -}}
+{{- $_ := set $cluster "controller" (printf "%s-controller:%s" (include "tidegate.name" .) $port) -}}
+{{- $_ := set $document "cluster" $cluster -}}
+{{- end -}}
+{{ toYaml $document }}
+{{- end }}
+
+{{/* What the templates need of the deployment file, with its defaults. */}}
+{{- define "tidegate.facts" -}}
+{{- $document := include "tidegate.document" . | fromYaml -}}
+{{- $gateway := $document.gateway | default dict -}}
+{{- $budget := $document.budget | default dict -}}
+{{- $external := true -}}
+{{- $drain := 0 -}}
+{{- $namespaces := dict -}}
+{{- range $document.models -}}
+{{- if ne (.engine | default "vllm") "external" -}}
+{{- $external = false -}}
+{{- end -}}
+{{- with (.discovery | default dict).kubernetes }}{{ if not .api }}{{ $_ := set $namespaces (.namespace | default $.Release.Namespace) true }}{{ end }}{{ end -}}
+{{- end -}}
+{{- if not $external -}}
+{{- range $document.models -}}
+{{- $mode := (.control | default dict).mode | default dict -}}
+{{- $drain = max $drain (ternary $mode.drain_timeout_s 120 (hasKey $mode "drain_timeout_s")) -}}
+{{- end -}}
+{{- end -}}
+{{- $port := $gateway.port | default 8080 | int -}}
+{{- $admin := $gateway.admin_port | default 8081 | int -}}
+{{- $ports := list (dict "name" "http" "containerPort" $port) (dict "name" "admin" "containerPort" $admin) -}}
+{{- if hasKey $document "endpoint_picker" -}}
+{{- $ports = append $ports (dict "name" "picker" "containerPort" (($document.endpoint_picker | default dict).port | default 9002 | int)) -}}
+{{- end -}}
+{{- $own := add ($gateway.drain_delay_s | default 0 | int) (ternary $gateway.drain_timeout_s 30 (hasKey $gateway "drain_timeout_s") | int) 15 -}}
+external: {{ $external }}
+scales: {{ or $external .Values.rayClusterSpec.enabled }}
+port: {{ $port }}
+adminPort: {{ $admin }}
+workers: {{ $gateway.workers | default 2 | int }}
+scheme: {{ ternary "HTTPS" "HTTP" (hasKey $gateway "admin_tls") }}
+cpus: {{ $budget.cpus | default 0 }}
+gpus: {{ $budget.gpus | default 0 }}
+controllerPort: {{ regexFind "[0-9]+$" (($document.cluster | default dict).controller | default "7070") }}
+grace: {{ add $own $drain }}
+gatewayGrace: {{ $own }}
+ports: {{ toJson $ports }}
+namespaces: {{ keys $namespaces | sortAlpha | toJson }}
+{{- end }}
+
+{{- define "tidegate.image" -}}
+{{ .Values.routerSpec.repository }}:{{ .Values.routerSpec.tag | default (printf "%s-%s" .Chart.AppVersion .kind) }}
+{{- end }}
+
+{{/* The environment of each container of Tidegate. */}}
+{{- define "tidegate.env" -}}
+- {name: TIDEGATE_STATE_DIR, value: /var/lib/tidegate}
+- {name: TIDEGATE_SECRET_FILE, value: /etc/tidegate-secret/secret}
+- {name: TIDEGATE_GATEWAY_HOST, value: 0.0.0.0}
+- {name: TIDEGATE_ADMIN_HOST, value: 0.0.0.0}
+- {name: XDG_CACHE_HOME, value: /var/cache}
+{{- with .Values.routerSpec.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "tidegate.probes" -}}
+startupProbe:
+  httpGet: {path: /livez, port: admin, scheme: {{ .scheme }}}
+  timeoutSeconds: 5
+  periodSeconds: 2
+  failureThreshold: 60
+livenessProbe:
+  httpGet: {path: /livez, port: admin, scheme: {{ .scheme }}}
+  timeoutSeconds: 5
+  periodSeconds: 10
+  failureThreshold: 3
+readinessProbe:
+  httpGet: {path: /readyz, port: admin, scheme: {{ .scheme }}}
+  timeoutSeconds: 5
+  periodSeconds: 2
+  failureThreshold: 1
+{{- end }}
+
+{{- define "tidegate.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "tidegate.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Where pods of routerSpec may run. */}}
+{{- define "tidegate.placement" -}}
+{{- range $key := list "priorityClassName" "runtimeClassName" "nodeSelector" "affinity" "tolerations" "imagePullSecrets" }}
+{{- with index $.Values.routerSpec $key }}
+{{ $key }}: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A claim on a volume, or room in the pod. */}}
+{{- define "tidegate.volume" -}}
+name: {{ .volume }}
+{{- if .size }}
+persistentVolumeClaim: {claimName: {{ .claim }}}
+{{- else }}
+emptyDir: {}
+{{- end }}
+{{- end }}

@@ -1,0 +1,188 @@
+"""The Helm chart, by Helm's own library: valid for Kubernetes, and equal to what `tidegate render` writes."""
+
+from __future__ import annotations
+
+import http.server
+import runpy
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import yaml
+
+from policy.deployment_file.parse import parse
+from serve.actuator.serve_application_spec import SERVE_ENVIRONMENT
+from tests.tidegate.kubernetes.test_manifests import DISCOVERED, ROOT, SHIPPED, rendered
+from tests.tidegate.kubernetes.validity import check, check_container, pods
+from tidegate.importers.vllm_flags import read_flags
+
+helm = pytest.importorskip("helm_python", reason="pip install helm-python-sdk")
+
+CHART = ROOT / "deployments" / "kubernetes" / "chart"
+LLAMA = {"deployment": (ROOT / "deployments" / "llama-8gpu.yaml").read_text()}
+# Helm's own labels.
+OWN = {"app.kubernetes.io/managed-by", "helm.sh/chart"}
+
+
+def example(name: str) -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
+    return values
+
+
+VALUES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "cpu": {"deployment": (ROOT / "deployments" / "smollm2-cpu-modes.yaml").read_text()},
+    "gpu": example("gpu") | LLAMA,
+    "multi-node": example("multi-node") | LLAMA,
+    "vllm-pods": example("vllm-pods"),
+}
+
+
+def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects of a release `gate` in the namespace `serving`."""
+    files = helm.Chart.load(CHART).render(values=values, name="gate", namespace="serving")
+    texts = [text for path, text in files.items() if path.endswith(".yaml")]
+    return [each for text in texts for each in yaml.safe_load_all(text) if each]
+
+
+def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [each for each in found if each["kind"] == kind]
+
+
+def containers(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for each in found for pod in pods(each) for one in pod["spec"]["containers"]]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_chart_is_valid_with_each_example(name: str) -> None:
+    values = VALUES[name]
+    report = helm.lint(CHART, values, strict=True, kube_version="v1.32.0")
+    assert report["errors"] == []
+    assert [each for each in report["messages"] if each["severity"] > 1] == []
+    found = objects(values)
+    for each in found:
+        check(each)
+    names = [(each["kind"], each["metadata"]["namespace"], each["metadata"]["name"]) for each in found]
+    assert len(names) == len(set(names))
+    (config,) = of(found, "ConfigMap")
+    parse(yaml.safe_load(config["data"]["deployment.yaml"]))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_commands_probes_and_volumes_exist(name: str) -> None:
+    found = objects(VALUES[name])
+    ours = [each for each in containers(found) if each["name"] == "tidegate"]
+    assert ours
+    for container in ours:
+        check_container(container)
+    for each in found:
+        for pod in pods(each):
+            volumes = [volume["name"] for volume in pod["spec"]["volumes"]]
+            used = {mount["name"] for one in pod["spec"]["containers"] for mount in one["volumeMounts"]}
+            assert used == set(volumes)
+            assert len(volumes) == len(used)
+    claims = {each["metadata"]["name"] for each in of(found, "PersistentVolumeClaim")}
+    assert f"'claimName': '{sorted(claims)[0]}'" in str(found) if claims else "claimName" not in str(found)
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, "discovered"])
+def test_the_chart_and_the_command_agree(name: str) -> None:
+    raw = DISCOVERED if name == "discovered" else yaml.safe_load((ROOT / "deployments" / name).read_text())
+    kind = "gpu" if "gpus" in raw.get("budget", {}) else "cpu"
+    expected = rendered(raw, service_monitor=True, image=f"tidegate:0.1.0-{kind}")
+    values = {
+        "deployment": yaml.safe_dump(raw),
+        "secret": {"create": False},
+        "routerSpec": {"serviceMonitor": {"enabled": True}},
+    }
+    found = objects(values)
+    for each in found:
+        each["metadata"]["labels"] = {k: v for k, v in each["metadata"]["labels"].items() if k not in OWN}
+    for each in (*found, *(one for some in expected.values() for one in some)):
+        if each["kind"] == "ConfigMap":
+            each["data"] = {file: yaml.safe_load(text) for file, text in each["data"].items()}
+        for one in containers([each]):
+            one["volumeMounts"].sort(key=str)
+    assert {kind: sorted(of(found, kind), key=str) for kind in {each["kind"] for each in found}} == {
+        kind: sorted(some, key=str) for kind, some in expected.items()
+    }
+
+
+def test_a_ray_cluster_has_a_controller_that_gateways_follow() -> None:
+    found = objects(VALUES["multi-node"])
+    (cluster,), (gateway,) = of(found, "RayCluster"), of(found, "Deployment")
+    head, supervisor = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    environment = {each["name"]: each.get("value") for each in head["env"]}
+    assert SERVE_ENVIRONMENT.items() <= environment.items()
+    assert environment["RAY_AUTH_MODE"] == "token"
+    # They share the sockets of the head.
+    assert head["volumeMounts"] == supervisor["volumeMounts"]
+    (config,) = of(found, "ConfigMap")
+    document = parse(yaml.safe_load(config["data"]["deployment.yaml"]))
+    assert document.cluster.address == "127.0.0.1:6379"
+    assert document.cluster.controller in gateway["spec"]["template"]["spec"]["containers"][0]["args"]
+    (service,) = [each for each in of(found, "Service") if each["metadata"]["name"] == "gate-controller"]
+    assert service["spec"]["selector"] == {"ray.io/cluster": "gate", "ray.io/node-type": "head"}
+    requirements = (ROOT / "requirements" / "gpu.txt").read_text()
+    assert f"\nray=={cluster['spec']['rayVersion']}\n" in requirements
+
+
+def test_vllm_pods_are_discovered_and_drain_before_they_end() -> None:
+    found = objects(VALUES["vllm-pods"])
+    (config,) = of(found, "ConfigMap")
+    (model,) = parse(yaml.safe_load(config["data"]["deployment.yaml"])).models
+    assert model.discovery is not None
+    assert model.discovery.kubernetes is not None
+    (service,) = [each for each in of(found, "Service") if each["metadata"]["name"].endswith("vllm-llama")]
+    assert model.discovery.kubernetes.service == service["metadata"]["name"]
+    (pod,) = [pod for each in of(found, "Deployment") for pod in pods(each) if "vllm" in str(pod["metadata"])]
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > 600
+    (vllm,) = pod["spec"]["containers"]
+    flags = read_flags(vllm["args"])
+    assert (flags["served_model_name"], flags["max_model_len"], flags["port"]) == (["llama"], 8192, 8000)
+    *_, script, port, _ = vllm["lifecycle"]["preStop"]["exec"]["command"]
+    assert (port, script.strip()) == ("8000", (CHART / "files" / "drain_vllm.py").read_text().strip())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"deployment": "- [", "secret": {}}, "expected YAML"),
+        ({"rayClusterSpec": {"enabled": True, "workerGroups": []}} | LLAMA, "at least one group"),
+        ({"rayClusterSpec": {"enabled": True}} | example("vllm-pods"), "that Tidegate starts"),
+    ],
+)
+def test_values_without_sense_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm.HelmRenderError, match=message):
+        objects(values)
+
+
+def test_the_hook_waits_for_the_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([(2, 1), (1, 0), (0, 0)])
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            running, waiting = next(counts)
+            lines = f'vllm:num_requests_running{{e="0"}} {running}.0\nvllm:num_requests_waiting {waiting}.0\n'
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(lines.encode())
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+            return
+
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setattr(sys, "argv", ["drain", str(server.server_port), "5"])
+        runpy.run_path(str(CHART / "files" / "drain_vllm.py"), run_name="__main__")
+        server.shutdown()
+        thread.join()
+    assert slept == [5, 1, 1]
+    # No server answers any more.
+    runpy.run_path(str(CHART / "files" / "drain_vllm.py"), run_name="__main__")
