@@ -20,8 +20,7 @@ from time import perf_counter
 import msgspec
 import uvloop
 
-from loadtests.bench.figures import Figure
-from loadtests.bench.report import table
+from loadtests.bench.figures import Figure, table
 from policy.errors import TidegateError
 from policy.types import ReplicaPhase
 from policy.wire.headers import SECRET_HEADER

@@ -1,4 +1,4 @@
-"""Figures of measurements: medians with their ranges, and slopes."""
+"""Figures of measurements: medians with their ranges, slopes, and tables of them."""
 
 from __future__ import annotations
 
@@ -41,3 +41,9 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
     if len(xs) < 2:
         return 0.0
     return statistics.linear_regression(xs, ys).slope
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

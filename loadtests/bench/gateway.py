@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
-import msgspec
 import uvloop
 
 from loadtests.bench import report
@@ -123,7 +119,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         log(f"left out: {name}: {reason}")
     if not systems:
         parser.error("nothing to measure")
-    plan.out.mkdir(parents=True, exist_ok=True)
     failed = False
     with mock(REPLICAS, other_cores) as upstream:
         os.sched_setaffinity(0, other_cores)
@@ -135,29 +130,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 log(f"{part} failed: {error}")
                 failed = True
                 continue
-            results = report.Part(
-                part=part,
-                at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-                command="python -m loadtests.bench.gateway " + " ".join(argv or sys.argv[1:]),
-                machine=f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
+            command = "python -m loadtests.bench.gateway " + " ".join(argv or sys.argv[1:])
+            report.store(
+                plan.out,
+                part,
+                command,
                 versions=_versions(systems),
                 left_out=missing,
                 rounds=plan.rounds,
-                results=msgspec.to_builtins(results),
+                results=results,
             )
-            (plan.out / f"{part}.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)))
     report.write(plan.out)
     sys.stdout.write((plan.out / "table.md").read_text())
     return int(failed)
 
 
 def _versions(systems: Sequence[System]) -> dict[str, str]:
-    found = {"python": platform.python_version(), "uvloop": metadata.version("uvloop")}
-    for system in systems:
-        if system.peer is not None:
-            pin = system.peer.requirements.read_text().strip()
-            found[system.peer.name] = pin.partition("==")[2]
-    return found
+    return {system.peer.name: system.peer.version for system in systems if system.peer is not None}
 
 
 if __name__ == "__main__":

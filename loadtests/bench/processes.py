@@ -71,25 +71,28 @@ class Tree:
     def tail(self) -> str:
         return self._log.read_text(errors="replace")[-2000:]
 
-    def _all(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
+        """Those that run, parents first."""
         found: list[psutil.Process] = []
         for root in self._roots:
+            if root.poll() is not None:
+                continue
             parent = psutil.Process(root.pid)
             found += [parent, *parent.children(recursive=True)]
         return found
 
     def cpu_s(self) -> float:
         """Processor time used so far, user and system, in seconds."""
-        return sum(time.clock_gettime(cpu_clock(process.pid)) for process in self._all())
+        return sum(time.clock_gettime(cpu_clock(process.pid)) for process in self.processes())
 
     def memory(self) -> int:
         """Resident bytes now."""
-        return sum(process.memory_info().rss for process in self._all())
+        return sum(process.memory_info().rss for process in self.processes())
 
     def peak(self) -> int:
         """The sum of each process's largest resident size, in bytes."""
         total = 0
-        for process in self._all():
+        for process in self.processes():
             for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
                 if line.startswith("VmHWM:"):
                     total += int(line.split()[1]) * 1024
@@ -97,7 +100,7 @@ class Tree:
 
     def stop(self) -> None:
         """Terminate them; kill those that do not exit."""
-        everyone = [process for process in self._all() if process.is_running()]
+        everyone = [process for process in self.processes() if process.is_running()]
         for process in self._roots:
             process.terminate()
         deadline = time.monotonic() + STOP_S

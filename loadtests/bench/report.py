@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from loadtests.bench.figures import Figure
+from loadtests.bench.figures import Figure, table
 from loadtests.bench.parts.cost import Cost, Soak
 from loadtests.bench.parts.failing import Failing
 from loadtests.bench.parts.latency import Latencies
 from loadtests.bench.parts.routing import Routed
+from loadtests.bench.parts.token import Cost as Token
 from sim.charts.figure_style import Panel, bars
 
 
@@ -46,10 +51,29 @@ class Part(msgspec.Struct, kw_only=True):
     results: Any
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+def store(
+    folder: Path,
+    part: str,
+    command: str,
+    *,
+    versions: dict[str, str],
+    left_out: dict[str, str],
+    rounds: int,
+    results: object,
+) -> None:
+    """Write the file of one part, measured on this machine now, into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Part(
+        part=part,
+        at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        command=command,
+        machine=f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        versions={"python": platform.python_version(), "uvloop": metadata.version("uvloop"), **versions},
+        left_out=left_out,
+        rounds=rounds,
+        results=msgspec.to_builtins(results),
+    )
+    (folder / f"{part}.json").write_bytes(msgspec.json.format(msgspec.json.encode(made)))
 
 
 def cost(results: Any) -> str:
@@ -138,6 +162,31 @@ def soak(results: Any) -> str:
     return table([*head, "us/request"], [row])
 
 
+def token(results: Any) -> str:
+    """A table for each number of streams."""
+    text = ""
+    for streams, ways in msgspec.convert(results, dict[str, dict[str, Token]]).items():
+        rows = [
+            [name]
+            + [figure.text(1) for figure in (each.gateway_us, each.front_us, each.surround_us)]
+            + [
+                each.surround_ratio.text(2),
+                each.chunk_us.text(1),
+                each.engine_us.text(),
+                each.other_us.text(1),
+            ]
+            + [each.tokens_per_s.text(), each.throughput_ratio.text(2), each.chunks.text(2)]
+            + [each.ttft_p50.text(0, 1e3), each.ttft_p99.text(0, 1e3)]
+            + [each.itl_p50.text(1, 1e3), each.itl_p99.text(1, 1e3)]
+            for name, each in ways.items()
+        ]
+        head = ["way", "gateway us/token", "front", "both", "to vLLM's", "both us/chunk", "engine us/token",
+                "other", "tokens/s", "to vLLM's", "chunks/token", "TTFT p50 ms", "p99", "ITL p50 ms",
+                "p99"]  # fmt: skip
+        text += f"{streams} streams:\n\n{table(head, rows)}\n"
+    return text
+
+
 PARTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cost": ("Processor time, memory, cold start", cost),
     "latency": ("Added latency, ms", latency),
@@ -145,6 +194,7 @@ PARTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "adapters": ("Routing by adapter", adapters),
     "failing": ("One replica of four slow or killed", failing),
     "soak": ("Memory", soak),
+    "token": ("A streamed token", token),
 }
 
 
@@ -171,7 +221,21 @@ def _routing_plot(results: Any) -> str:
     )
 
 
-PLOTS: dict[str, Callable[[Any], str]] = {"cost": _cost_plot, "routing": _routing_plot}
+def _token_plot(results: Any) -> str:
+    return plot(
+        "Processor time of a streamed token around the engine, microseconds (median and range of the rounds)",
+        {
+            f"{streams} streams": {name: each.surround_us for name, each in ways.items()}
+            for streams, ways in msgspec.convert(results, dict[str, dict[str, Token]]).items()
+        },
+    )
+
+
+PLOTS: dict[str, Callable[[Any], str]] = {
+    "cost": _cost_plot,
+    "routing": _routing_plot,
+    "token": _token_plot,
+}
 
 
 def write(folder: Path) -> None:

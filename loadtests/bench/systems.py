@@ -42,6 +42,11 @@ class Peer:
     def requirements(self) -> Path:
         return REQUIREMENTS / f"{self.name}.txt"
 
+    @property
+    def version(self) -> str:
+        """The version in its requirements."""
+        return self.requirements.read_text().strip().partition("==")[2]
+
     def python(self, folder: Path) -> Path:
         return folder / self.name / "bin" / "python"
 

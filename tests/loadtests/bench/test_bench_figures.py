@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from loadtests.bench.figures import Figure, slope
-from loadtests.bench.report import plot, table
+from loadtests.bench.figures import Figure, slope, table
+from loadtests.bench.report import plot
 
 
 def test_a_figure_shows_median_and_range() -> None:

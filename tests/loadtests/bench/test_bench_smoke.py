@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.bench.report import PARTS, Part
+from loadtests.bench.gateway import PARTS
+from loadtests.bench.report import Part
 
 ROOT = Path(__file__).parents[3]
 
