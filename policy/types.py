@@ -18,6 +18,13 @@ class EngineKind(StrEnum):
     EXTERNAL = "external"
 
 
+class ReplicaProtocol(StrEnum):
+    """How gateway workers talk to replicas: all requests of a worker on one connection, or HTTP/1.1."""
+
+    FRAMES = "frames"
+    HTTP = "http"
+
+
 class Runner(StrEnum):
     """The task of a model: text generation, or embeddings and scores."""
 

@@ -54,6 +54,7 @@ MODULES = {
         "tenancy/price",
         "tenancy/token_bucket",
         "tenancy/token_count",
+        "wire/frames",
     ),
     "gateway": (
         "request_pipeline",
@@ -69,6 +70,8 @@ MODULES = {
         "http/client",
         "http/forwarded",
         "http/connection",
+        "http/multiplexed_client",
+        "http/tcp_info",
         "http/asgi_exchange",
         "http/read_turns",
         "http/server",

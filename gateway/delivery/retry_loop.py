@@ -169,7 +169,7 @@ class RetryLoop:
         rewrite = ModelRewrite(theirs, self._body.model) if theirs and not adapter else None
         head = self._head(replica, outgoing.size)
         proxied = self._call.proxied
-        connection: Connection | None = replica.pool.take() if proxied is None else proxied
+        connection: Connection | None = replica.take_connection() if proxied is None else proxied
         if proxied is not None:
             proxied.to(replica.replica.url)
         while True:

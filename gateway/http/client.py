@@ -12,7 +12,6 @@ import asyncio
 import errno
 import socket
 import ssl
-import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, cast
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from gateway.http.read_turns import PARSED_BYTES, READ_BYTES, PacedReader
+from gateway.http.tcp_info import acknowledged, round_trip_s
 
 MAX_IDLE = 256
 MAX_BUFFERED_WRITE = 64 * 1024
@@ -28,12 +28,6 @@ MAX_BUFFERED_WRITE = 64 * 1024
 TLS_SLICE = 256 * 1024
 # Bytes that may come before the end of a response's head, interim responses included.
 MAX_HEAD = 256 * 1024
-# Where Linux's tcp_info counts the bytes that the other side has acknowledged, and has the smallest round
-# trip of some minutes, in microseconds: unlike the mean it has no delayed acknowledgements in it.
-_TCP_INFO_BYTES, _BYTES_ACKED_AT, _BYTES_ACKED = 152, 120, struct.Struct("Q")
-_ROUND_TRIP_AT, _ROUND_TRIP = 148, struct.Struct("I")
-# What Linux has there before the first measurement.
-_NO_ROUND_TRIP = 0xFFFFFFFF
 # Maximum digits of a chunk size; no read is that large.
 MAX_SIZE_LINE = 7
 # Errors of connect() that mean that this machine, not the server, lacks a resource.
@@ -138,7 +132,7 @@ class ClientConnection:
         parts = (head, body) if isinstance(body, bytes) else (head, *body)
         size = sum(map(len, parts))
         # Of TLS it is not known how many bytes are sent.
-        self._sent_before = self._acknowledged() if self._is_tls and self.reused else self._sent
+        self._sent_before = acknowledged(self._transport) if self._is_tls and self.reused else self._sent
         self._sent += size
         if size <= MAX_BUFFERED_WRITE:
             self._transport.write(b"".join(parts))
@@ -260,28 +254,12 @@ class ClientConnection:
 
     def _has_arrived(self) -> bool:
         """Whether the server's FIN acknowledged a part of the last request; true if that is unknown."""
-        acknowledged = self._acknowledged()
-        return acknowledged < 0 or acknowledged != self._sent_before
-
-    def _acknowledged(self) -> int:
-        """How many of the bytes sent the server has acknowledged; -1 where TCP does not tell."""
-        return self._tcp_info(_BYTES_ACKED, _BYTES_ACKED_AT, 0) - 1  # without the SYN
+        acked = acknowledged(self._transport)
+        return acked < 0 or acked != self._sent_before
 
     def round_trip_s(self) -> float:
         """The smallest round trip to the server in some minutes; 0 where TCP does not tell."""
-        measured = self._tcp_info(_ROUND_TRIP, _ROUND_TRIP_AT, _NO_ROUND_TRIP)
-        return 0.0 if measured == _NO_ROUND_TRIP else measured / 1e6
-
-    def _tcp_info(self, kind: struct.Struct, at: int, unknown: int) -> int:
-        """A number in the kernel's ``tcp_info``; ``unknown`` where there is none."""
-        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
-        if sock is None:
-            return unknown
-        try:
-            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            return int(kind.unpack_from(info, at)[0])
-        except (AttributeError, OSError, struct.error):  # not Linux, or an older one
-            return unknown
+        return round_trip_s(self._transport)
 
     # httptools callbacks
 

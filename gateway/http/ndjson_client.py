@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
-from gateway.http.client import ClientConnection, ConnectionPool
+from gateway.http.client import Connection, ConnectionPool
 from policy.wire.headers import SECRET_HEADER
 
 FIRST_RETRY_S = 0.05
@@ -13,6 +14,17 @@ LAST_RETRY_S = 1.0
 # Senders write a line at least once a second; a sender that is silent for longer is stuck.
 SILENCE_S = 5.0
 MAX_LINE_BYTES = 16 * 1024 * 1024
+
+
+class Connects(Protocol):
+    """Opens the connections of a stream."""
+
+    @property
+    def host_header(self) -> bytes:
+        """The server's name."""
+
+    async def connect(self) -> Connection:
+        """A new connection, for one request; raises ``OSError``, which includes ``TimeoutError``."""
 
 
 class NdjsonStream:
@@ -31,17 +43,18 @@ class NdjsonStream:
         *,
         on_line: Callable[[bytes], None],
         on_down: Callable[[], None],
+        connects: Connects | None = None,
     ) -> None:
-        self._pool = ConnectionPool(url, connect_timeout_s, max_idle=0)
+        self._connects = connects or ConnectionPool(url, connect_timeout_s, max_idle=0)
         self._head = (
-            f"GET {path} HTTP/1.1\r\nhost: {self._pool.host_header.decode()}\r\n"
+            f"GET {path} HTTP/1.1\r\nhost: {self._connects.host_header.decode()}\r\n"
             f"{SECRET_HEADER}: {secret}\r\naccept: application/x-ndjson\r\n\r\n"
         ).encode()
         self._on_line = on_line
         self._on_down = on_down
         self.silent = False
         self._wake = asyncio.Event()
-        self._connection: ClientConnection | None = None
+        self._connection: Connection | None = None
         self._parts: list[bytes] = []
         self._size = 0
         self._lines = 0
@@ -71,7 +84,7 @@ class NdjsonStream:
         """Follow one connection to its end; returns whether it delivered a line."""
         self.silent = False
         try:
-            self._connection = await self._pool.connect()
+            self._connection = await self._connects.connect()
         except OSError:
             return False
         self._parts, self._size, self._lines = [], 0, 0

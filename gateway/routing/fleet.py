@@ -15,7 +15,16 @@ from gateway.telemetry.scrape import ScrapedReplica
 from policy.config.deployment import Deployment, Eject, Retry
 from policy.routing.concurrency_limit import ServerQueue
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
-from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaPhase, Runner
+from policy.types import (
+    EMPTY_FLEET,
+    EngineKind,
+    Fleet,
+    Load,
+    Replica,
+    ReplicaPhase,
+    ReplicaProtocol,
+    Runner,
+)
 
 # A controller that has just started may not know every replica yet.
 SETTLE_S = 2.0
@@ -120,6 +129,7 @@ class FleetView:
         self._served: dict[str, ServedModel] = {}
         self._documented: frozenset[str] = frozenset()
         self._connect_timeout_s = 2.0
+        self._multiplexed = True
         self.fleet: Fleet = EMPTY_FLEET
         self.source: Source = "none"
         self.seen_at: float | None = None
@@ -145,6 +155,7 @@ class FleetView:
     def read_document(self, deployment: Deployment) -> None:
         """Apply the models of the deployment; those that are no longer in it are dropped."""
         self._connect_timeout_s = deployment.gateway.connect_timeout_s
+        self._multiplexed = deployment.gateway.replica_protocol is ReplicaProtocol.FRAMES
         self._eject, self._retry = deployment.gateway.eject, deployment.gateway.retry
         self._documented = frozenset(spec.name for spec in deployment.models)
         for spec in deployment.models:
@@ -222,9 +233,7 @@ class FleetView:
     def reads(self, model: str, url: str) -> int:
         """How many reads came from the server of ``model`` at ``url``; 0 if it is failing."""
         handle = self._at(model, url)
-        return (
-            handle.pool.reads if handle is not None and handle.answering and not handle.breaker.streak else 0
-        )
+        return handle.reads if handle is not None and handle.answering and not handle.breaker.streak else 0
 
     def learns_bound(self, model: str, url: str) -> bool:
         """Whether the bound of the server of ``model`` at ``url`` is learned, and requests run there."""
@@ -304,7 +313,7 @@ class FleetView:
             replica, self._connect_timeout_s, secret, self._shared, served.health, events=self._events
         )
         if secret is not None:
-            handle.subscribe(secret, lambda _: self.replica_changed(served))
+            handle.subscribe(secret, lambda _: self.replica_changed(served), multiplexed=self._multiplexed)
         else:  # its id is its address, which is no client's business
             key = self._secret.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
             digest = hashlib.blake2b(replica.id.encode(), digest_size=4, key=key).hexdigest()
@@ -322,9 +331,8 @@ class FleetView:
         self._events.unavailable(served.name)
 
     def measure_round_trips(self) -> None:
-        """Read the network's round trips off idle connections; where none is, the last one stays."""
         for handle in self._handles():
-            handle.round_trip_s = handle.pool.round_trip_s() or handle.round_trip_s
+            handle.measure_round_trip()
 
     def scraped(self) -> list[ScrapedReplica]:
         """The replicas as a scrape sees them: external servers are not asked for metrics."""

@@ -9,7 +9,8 @@ from math import inf
 from time import monotonic, time
 from typing import TYPE_CHECKING, NamedTuple
 
-from gateway.http.client import ConnectionPool
+from gateway.http.client import Connection, ConnectionPool
+from gateway.http.multiplexed_client import FrameChannel
 from gateway.http.ndjson_client import NdjsonStream
 from gateway.routing.loaded_adapters import LoadedAdapters
 from gateway.routing.shared_counters import LOCAL, SharedCounts
@@ -109,6 +110,7 @@ class ReplicaHandle:
         self.url = replica.url
         self.replica = replica
         self.pool = ConnectionPool(replica.url, connect_timeout_s)
+        self._frames: FrameChannel | None = None
         self.constant_head = self._fixed_head
         if secret is not None:
             self.constant_head += f"{SECRET_HEADER}: {secret}\r\n{ENGINE_TIME_HEADER}: 1\r\n".encode()
@@ -180,6 +182,21 @@ class ReplicaHandle:
             if 2 * len(begun) >= self.mine:
                 limit.estimate(begun.count(False), len(begun), self.in_flight, time())
         self.view.bound = limit.limit
+
+    def take_connection(self) -> Connection | None:
+        """A way for a request that needs no waiting, if there is one."""
+        stream = None if self._frames is None else self._frames.take()
+        return self.pool.take() if stream is None else stream
+
+    @property
+    def reads(self) -> int:
+        """How often something came from the replica for a request."""
+        return self.pool.reads + (0 if self._frames is None else self._frames.progress)
+
+    def measure_round_trip(self) -> None:
+        """Read the network's round trip off a connection; where there is none, the last one stays."""
+        measured = 0.0 if self._frames is None else self._frames.round_trip_s()
+        self.round_trip_s = measured or self.pool.round_trip_s() or self.round_trip_s
 
     @property
     def admissible(self) -> bool:
@@ -345,7 +362,7 @@ class ReplicaHandle:
         """
         blind = self._feed is None and self.answering
         held = sum(not relay.held_back and (relay.streams or not blind) for relay in self.relays)
-        return self._watchdog.stuck_s(held, (self.pool.reads, self._tokens), at)
+        return self._watchdog.stuck_s(held, (self.reads, self._tokens), at)
 
     def stale(self, at: float) -> bool:
         """Whether its last load report is older than :data:`STALE_S`."""
@@ -361,8 +378,10 @@ class ReplicaHandle:
     def _reach(self) -> None:
         self.breaker.reachable = self.answering and self.open and self.replica.state is ReplicaPhase.READY
 
-    def subscribe(self, secret: str, on_change: Callable[[ReplicaHandle], None]) -> None:
-        """Follow the replica's load stream until :meth:`close`."""
+    def subscribe(
+        self, secret: str, on_change: Callable[[ReplicaHandle], None], *, multiplexed: bool = True
+    ) -> None:
+        """Follow the replica's load stream until :meth:`close`; ``multiplexed``: with requests beside it."""
         loop = asyncio.get_running_loop()
 
         def on_line(line: bytes) -> None:
@@ -384,9 +403,12 @@ class ReplicaHandle:
                 self.set_answering(at, False)
                 on_change(self)
 
+        if multiplexed:
+            self._frames = FrameChannel(self.pool, secret)
         self._feed = NdjsonStream(
-            self.url, "/internal/load", secret, self.pool.connect_timeout_s, on_line=on_line, on_down=on_down
-        )
+            self.url, "/internal/load", secret, self.pool.connect_timeout_s,
+            on_line=on_line, on_down=on_down, connects=self._frames,
+        )  # fmt: skip
         self._following = asyncio.create_task(self._feed.run())
 
     def close(self) -> None:
@@ -396,4 +418,6 @@ class ReplicaHandle:
         self.health.leave(self.breaker)
         if self._following is not None:
             self._following.cancel()
+        if self._frames is not None:
+            self._frames.leave()
         self.pool.close()

@@ -17,7 +17,7 @@ from policy.config.tenancy import Tenant, TokenPrice
 from policy.config.tls import AdminTls, ServerTls
 from policy.config.tracing import Tracing
 from policy.errors import TargetError
-from policy.types import EngineKind, Priority, Runner
+from policy.types import EngineKind, Priority, ReplicaProtocol, Runner
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")
 ENTRY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -270,6 +270,8 @@ class GatewayConfig(Section, frozen=True):
     are the origins whose web pages may use the client port. Engines may fetch media of requests from
     ``media_hosts``. ``extra_fields`` are parameters that replicas get beside those that the gateway knows.
     ``access_log`` writes a line for each request. ``priority`` is that of all requests without tenants.
+    Requests go to replicas by ``replica_protocol``: ``frames`` (one connection from each worker to each
+    replica, over HTTP to those that do not speak it), or ``http``.
     ``queue_timeout_s`` is the default deadline of a request. ``first_token_timeout_s`` and
     ``inter_token_timeout_s`` bound the silence of a replica before and after a stream's first event,
     ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how long a replica may have
@@ -298,6 +300,7 @@ class GatewayConfig(Section, frozen=True):
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
     max_upload_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     max_upload_bytes_per_address: Annotated[int, Meta(ge=1024)] = 48 * 1024 * 1024
+    replica_protocol: ReplicaProtocol = ReplicaProtocol.FRAMES
     connect_timeout_s: Seconds = 2.0
     first_token_timeout_s: Seconds = 120.0
     inter_token_timeout_s: Seconds = 60.0

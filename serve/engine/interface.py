@@ -50,8 +50,8 @@ ALLOWED = frozenset(
 class ResponseWriter(Protocol):
     """One response, written without waiting. An app uses it instead of ``send``, never both.
 
-    It is at :data:`WRITER` in the extensions of a scope. All that is written in one turn of the event loop, to
-    all responses of a connection, leaves in one frame.
+    It is at :data:`WRITER` in the extensions of a scope. All that is written in one turn of the event loop,
+    to all responses of a connection, leaves in one frame.
     """
 
     def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -38,6 +38,7 @@ from policy.wire.load_stream import LoadLine
 from policy.wire.reports import EngineReport
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
+from serve.engine.frame_server import ReplicaProtocol
 from serve.engine.interface import Engine, EngineSpec
 from serve.engine.request_guard import Guard
 from serve.engine.sleep import SleepControl
@@ -192,7 +193,9 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
     # Bound after the engine has made its own processes, so that none of them inherits the port.
     sock = listen(spec.host, 0)
     config = uvicorn.Config(
-        guard, http="httptools", loop="uvloop", access_log=False, log_level="warning", lifespan="auto",
+        guard,
+        http=partial(ReplicaProtocol, guard, spec.secret),  # type: ignore[arg-type] # it is called only
+        loop="uvloop", access_log=False, log_level="warning", lifespan="auto",
         timeout_keep_alive=300, timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = HttpServer(config)

@@ -29,9 +29,9 @@ from policy.wire.load_stream import COALESCE_S, PROFILE, LoadLine
 from serve.async_waiting import wait_at_most
 from serve.engine import responses
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.interface import ALLOWED, NAMED, Engine, Message, Receive, Scope, Send
+from serve.engine.interface import ALLOWED, NAMED, WRITER, Engine, Message, Receive, Scope, Send
 from serve.engine.kv_block_index import NamedPrompt
-from serve.engine.responses import Answer, TimedAnswer
+from serve.engine.responses import Answer
 
 _CANARY, _SECRET = CANARY_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()
@@ -171,7 +171,10 @@ class Guard:
 
     async def _count(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
         timed = responses.ENGINE_TIME in headers
-        answer = (TimedAnswer if timed else Answer)(self._engine, send, self._answered)
+        writer = scope.get("extensions", {}).get(WRITER)
+        answer = Answer(self._engine, send, self._answered, writer=writer, timed=timed)
+        if writer is not None:
+            scope["extensions"] = {WRITER: answer}
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)

@@ -1,0 +1,359 @@
+"""The gateway's end of :mod:`policy.wire.frames`: one connection to a replica, over which all requests go.
+
+A stream that a slow client holds up stops alone: the replica may send it no more than a window. All streams
+end together when the connection is lost, or when the replica does not keep to the format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from gateway.http.client import Connection, ConnectionPool, Sink
+from gateway.http.read_turns import READ_BYTES, PacedReader
+from gateway.http.tcp_info import acknowledged, round_trip_s
+from policy.wire import frames
+from policy.wire.frames import BrokenFrames, FrameDecoder, FrameEncoder
+
+# At most of one read: a few hundred tokens, which take some milliseconds.
+FRAME_BYTES = frames.MAX_FRAME // 2
+# Of uploads, in one turn of the event loop.
+UPLOAD_BYTES = READ_BYTES
+# Stream numbers are 32 bits; a connection that has used up so many is replaced at the next request.
+LAST_STREAM = (1 << 32) - 1
+
+
+class Stream:
+    """One request on a :class:`MultiplexedConnection`, and its response: a ``Connection`` for one attempt."""
+
+    def __init__(self, connection: MultiplexedConnection) -> None:
+        self._connection = connection
+        self.number = 0
+        self.sink: Sink | None = None
+        self.received = False
+        # Whether what comes on it shows that the engine makes progress.
+        self.counts = True
+        self.begun = False
+        self.written_before = 0
+        self._unacknowledged = 0
+        self._is_paused = False
+
+    def send(self, sink: Sink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
+        """Send a request; small ones leave at the end of this turn, parts of large ones with other frames."""
+        assert self.sink is None
+        self.sink = sink
+        self._connection.open(self, head, body)
+
+    def pause(self, sink: Sink) -> None:
+        """The client reads too slowly: the replica may fill its window, and no more."""
+        self._is_paused = True
+
+    def resume(self, sink: Sink) -> None:
+        self._is_paused = False
+        self._acknowledge()
+
+    def abort(self, sink: Sink) -> None:
+        """The rest of the response is not wanted: the replica frees the slot."""
+        if self.sink is sink:
+            self.sink = None
+            self._connection.cancel(self)
+
+    def took(self, size: int) -> None:
+        """So many bytes of the body were passed on."""
+        self._unacknowledged += size
+        if not self._is_paused:
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        if self.sink is not None and self._unacknowledged >= frames.WINDOW_BYTES // 2:
+            self._connection.allow(self, self._unacknowledged)
+            self._unacknowledged = 0
+
+
+class MultiplexedConnection:
+    """An asyncio protocol that inherits nothing, to be compiled.
+
+    ``opened`` yields whether the server speaks frames, and never fails. ``progress`` counts what came on
+    streams that count. ``alive``: new streams may be opened. ``leaving``: it closes with its last stream.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self.opened: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.progress = 0
+        self._preface = frames.preface(secret)
+        self._answer: bytes | None = b""
+        self._transport: asyncio.Transport | None = None
+        # It holds this connection, which releases it when it is lost.
+        self._reader: PacedReader | None = None
+        self._encoder = FrameEncoder()
+        self._decoder = FrameDecoder()
+        self._streams: dict[int, Stream] = {}
+        self._last = 0
+        # Parts of large bodies that are not written yet, by stream.
+        self._uploads: deque[tuple[Stream, deque[memoryview]]] = deque()
+        self._written = 0
+        self._is_full = self._flushes = False
+        self.leaving = False
+
+    @property
+    def alive(self) -> bool:
+        return (
+            self._answer is None
+            and not self.leaving
+            and self._last < LAST_STREAM
+            and self._transport is not None
+            and not self._transport.is_closing()
+        )
+
+    def round_trip_s(self) -> float:
+        """The smallest round trip to the server in some minutes; 0 where TCP does not tell."""
+        return round_trip_s(self._transport)
+
+    def close(self) -> None:
+        """Close now; each stream that is open loses its response."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def leave(self) -> None:
+        """Open no more streams, and close after the last one."""
+        self.leaving = True
+        self._ended()
+
+    # used by streams
+
+    def open(self, stream: Stream, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
+        self._last += 1
+        stream.number = self._last
+        stream.written_before = self._written
+        self._streams[stream.number] = stream
+        self._encoder.add(frames.REQUEST, stream.number, head)
+        parts = (body,) if isinstance(body, bytes) else body
+        if sum(map(len, parts)) <= frames.MAX_PAYLOAD:
+            if payload := b"".join(parts):
+                self._encoder.add(frames.BODY, stream.number, payload)
+        else:
+            step = frames.MAX_PAYLOAD
+            views = [memoryview(part) for part in parts]
+            pieces = deque(view[at : at + step] for view in views for at in range(0, len(view), step))
+            self._uploads.append((stream, pieces))
+        self._flush_soon()
+
+    def cancel(self, stream: Stream) -> None:
+        if self._streams.pop(stream.number, None) is not None:
+            self._encoder.add(frames.CANCEL, stream.number, b"")
+            self._flush_soon()
+            self._ended()
+
+    def allow(self, stream: Stream, size: int) -> None:
+        self._encoder.add(frames.WINDOW, stream.number, frames.credit(size))
+        self._flush_soon()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have the interface without being a subclass.
+        self._transport = cast("asyncio.Transport", transport)
+        self._reader = PacedReader(self._transport, self.data_received)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._write(self._preface)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        assert self._reader is not None
+        return self._reader.buffer(FRAME_BYTES)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._reader is not None:
+            self._reader.updated(nbytes)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is not None:
+            data = self._answered(self._answer + data)
+        try:
+            for kind, number, payload in self._decoder.feed(data):
+                self._take(kind, number, payload)
+        except BrokenFrames:
+            self.close()
+
+    def eof_received(self) -> None:
+        """Called before the connection closes."""
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._flush_soon()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+        self._open_ended(False)
+        # After EPIPE too the server's FIN came first; after a reset it is not known what had arrived.
+        closed = exc is None or isinstance(exc, BrokenPipeError)
+        acked = acknowledged(self._transport) if closed else -1
+        streams, self._streams = self._streams, {}
+        self._uploads.clear()
+        for stream in streams.values():
+            sink, stream.sink = stream.sink, None
+            if sink is not None:
+                never_arrived = stream.written_before == self._written or 0 <= acked <= stream.written_before
+                sink.on_lost(stale=closed and not stream.begun and never_arrived)
+
+    def _answered(self, answer: bytes) -> bytes:
+        """Take the server's answer to the preface; returns the frames after it."""
+        size = len(frames.ACCEPTED)
+        if answer[:size] == frames.ACCEPTED:
+            self._answer = None
+            self._open_ended(True)
+            return answer[size:]
+        self._answer = answer
+        if answer != frames.ACCEPTED[: len(answer)]:
+            self.close()
+        return b""
+
+    def _ended(self) -> None:
+        """A stream has ended."""
+        if self.leaving and not self._streams and self._transport is not None:
+            self._transport.close()
+
+    def _open_ended(self, speaks: bool) -> None:
+        if not self.opened.done():
+            self.opened.set_result(speaks)
+
+    def _take(self, kind: int, number: int, payload: bytes) -> None:
+        if not 0 < number <= self._last:
+            raise BrokenFrames(f"stream {number} was never opened")
+        stream = self._streams.get(number)
+        if stream is None:  # it was cancelled
+            return
+        sink = stream.sink
+        assert sink is not None
+        stream.received = True
+        if stream.counts:
+            self.progress += 1
+        if kind == frames.DATA:
+            if not stream.begun:
+                raise BrokenFrames("a body without a head")
+            sink.on_data(payload, complete=False)
+            stream.took(len(payload))
+        elif kind == frames.END:
+            if not stream.begun:
+                raise BrokenFrames("a body without a head")
+            del self._streams[number]
+            stream.sink = None
+            sink.on_data(payload, complete=True)
+            self._ended()
+        elif kind == frames.HEAD:
+            if stream.begun:
+                raise BrokenFrames("a response with two heads")
+            stream.begun = True
+            status, headers = frames.head_of(payload)
+            sink.on_head(status, headers)
+        elif kind == frames.RESET:
+            del self._streams[number]
+            stream.sink = None
+            sink.on_lost(stale=False)
+            self._ended()
+        else:
+            raise BrokenFrames(f"a record of kind {kind}")
+
+    def _flush_soon(self) -> None:
+        if not self._flushes:
+            self._flushes = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushes = False
+        if self._transport is None or self._transport.is_closing():
+            return
+        if not self._encoder.empty:
+            self._write(self._encoder.take())
+        budget = UPLOAD_BYTES
+        parts: list[bytes | memoryview] = []
+        while self._uploads and budget > 0 and not self._is_full:
+            stream, pieces = self._uploads.popleft()
+            if stream.number not in self._streams:  # it was cancelled, or answered before
+                continue
+            piece = pieces.popleft()
+            parts += [self._encoder.alone(frames.BODY, stream.number, len(piece)), piece]
+            budget -= len(piece)
+            if pieces:
+                self._uploads.append((stream, pieces))
+        if parts:
+            self._written += sum(map(len, parts))
+            self._transport.writelines(parts)
+        if self._uploads and not self._is_full:
+            self._flush_soon()
+
+    def _write(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._written += len(data)
+        self._transport.write(data)
+
+
+class FrameChannel:
+    """The multiplexed connection to one replica, which its load stream opens, and opens anew when it is lost.
+
+    ``progress`` counts what came for requests over all its connections.
+    """
+
+    def __init__(self, pool: ConnectionPool, secret: str) -> None:
+        self._pool = pool
+        self._secret = secret
+        self._connection: MultiplexedConnection | None = None
+        self._progress_before = 0
+
+    @property
+    def progress(self) -> int:
+        current = 0 if self._connection is None else self._connection.progress
+        return self._progress_before + current
+
+    @property
+    def host_header(self) -> bytes:
+        return self._pool.host_header
+
+    def take(self) -> Stream | None:
+        """A stream for a request; ``None`` without a connection."""
+        connection = self._connection
+        return Stream(connection) if connection is not None and connection.alive else None
+
+    async def connect(self) -> Connection:
+        """A way for the load stream: on a new connection, whose requests it shares.
+
+        Over HTTP where the server does not speak frames. Raises ``OSError``.
+        """
+        self.leave()
+        loop = asyncio.get_running_loop()
+        connection = MultiplexedConnection(self._secret)
+        async with asyncio.timeout(self._pool.connect_timeout_s):
+            await loop.create_connection(
+                cast("Callable[[], asyncio.Protocol]", lambda: connection), self._pool.host, self._pool.port
+            )
+            try:
+                speaks = await connection.opened
+            except asyncio.CancelledError:
+                connection.close()
+                raise
+        if not speaks:
+            return await self._pool.connect()
+        self._connection = connection
+        stream = Stream(connection)
+        stream.counts = False
+        return stream
+
+    def round_trip_s(self) -> float:
+        """That of the network to the replica; 0 if it is not known."""
+        return 0.0 if self._connection is None else self._connection.round_trip_s()
+
+    def leave(self) -> None:
+        """Take no more requests; those in flight end on their connection."""
+        if self._connection is not None:
+            self._progress_before += self._connection.progress
+            self._connection.leave()
+            self._connection = None
