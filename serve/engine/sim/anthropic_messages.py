@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.chat_template import Content, Message, anthropic_turns, prompt_of
-from serve.engine.sim.generation_service import Positive, Sampling, Service, Temperature, call_id, request_id
+from serve.engine.sim.generation_service import Service, call_id, request_id
 from serve.engine.sim.http_exchange import ApiError, answer, event, read, respond
+from serve.engine.sim.sampling_parameters import Drawing, NotEmpty, Positive, Sampling, Stops
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Prompt
 from serve.engine.sim.tool_calls import Definition, Tools
@@ -41,13 +42,26 @@ class Thinking(msgspec.Struct, frozen=True):
     """Extended thinking; a budget needs a model that reasons."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=1024)] | None = None
+    budget_tokens: int | None = None
 
 
-class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
+class Format(msgspec.Struct, frozen=True):
+    """The format of an answer."""
+
+    type: Literal["json_schema"]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """How the answer is written."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Format | None = None
+
+
+class CountTokensRequest(Drawing, frozen=True, kw_only=True):
     """The parts of a message's body that make its prompt."""
 
-    model: str
+    model: NotEmpty
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: Content = None
     tools: list[AnthropicTool] | None = None
@@ -62,15 +76,16 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     """The body of a message; ``max_tokens`` is required, as in Anthropic's API."""
 
     max_tokens: Positive
-    stop_sequences: list[str] | None = None
+    stop_sequences: Stops | None = None
     stream: bool | None = False
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    temperature: Temperature | None = None
+    metadata: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
 
 
-_DECODER = msgspec.json.Decoder(MessagesRequest)
-_COUNT_DECODER = msgspec.json.Decoder(CountTokensRequest)
+_DECODER = msgspec.json.Decoder(MessagesRequest, strict=False)
+_COUNT_DECODER = msgspec.json.Decoder(CountTokensRequest, strict=False)
 _TYPES = {400: "invalid_request_error", 404: "not_found_error"}
 
 
@@ -118,7 +133,9 @@ def _tools(body: MessagesRequest) -> Tools:
     choice = body.tool_choice or ToolChoice("auto")
     if choice.type == "tool" and not choice.name:
         raise ApiError(400, "tool_choice.name is required when type is 'tool'", "tool_choice")
-    functions = [Definition(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
+    if not body.tools:
+        return Tools([], "none")
+    functions = [Definition(tool.name, tool.description, tool.input_schema) for tool in body.tools]
     return Tools(functions, _CHOICES.get(choice.type) or choice.name or "")
 
 

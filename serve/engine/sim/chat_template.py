@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from serve.engine.sim.http_exchange import ApiError
 from serve.engine.sim.text import Prompt
@@ -21,7 +22,7 @@ Content = str | list[dict[str, Any]] | None
 
 # Types of content parts that are text, and the field that holds it.
 _CHAT = {"text": "text", "refusal": "refusal", "thinking": "thinking", "tool_reference": "name"}
-_RESPONSES = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
+_INPUT, _OUTPUT = {"input_text": "text"}, {"output_text": "text"}
 # Types that vLLM knows and a text model does not take.
 _MEDIA = frozenset(
     {
@@ -34,10 +35,6 @@ _MEDIA = frozenset(
         "audio_embeds",
         "video_url",
     }
-)
-# The types of Anthropic's blocks; thinking, and references outside of results, are dropped.
-_BLOCKS = frozenset(
-    {"text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"}
 )
 # Claude Code's first system block, with a value that changes: vLLM drops it, for its prefix cache.
 _ATTRIBUTION = "x-anthropic-billing-header"
@@ -67,10 +64,10 @@ class CallItem(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message of a chat; the role is any text."""
+    """One message of a chat; the role is any text. A content may be missing."""
 
     role: str
-    content: Content = None
+    content: Content | UnsetType = UNSET
     tool_calls: list[Call] | None = None
 
 
@@ -81,15 +78,51 @@ class Turn(NamedTuple):
     text: str
 
 
-def prompt_of(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-    """The conversation as one prompt, in ChatML; the definitions of ``tools`` come first."""
+class Block(msgspec.Struct, frozen=True):
+    """The types of an Anthropic block's fields."""
+
+    type: Literal[
+        "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"
+    ]
+    text: str | None = None
+    source: dict[str, Any] | None = None
+    id: str | None = None
+    tool_use_id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+    tool_name: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+
+
+def prompt_of(
+    turns: Sequence[Turn],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    begins: bool = True,
+    goes_on: bool = False,
+) -> Prompt:
+    """The conversation as one prompt, in ChatML; the definitions of ``tools`` come first.
+
+    An answer ``begins``, or the last turn ``goes_on``. Raises a 400 for no turn.
+    """
+    if not turns:
+        raise ApiError(400, "Cannot apply chat template to an empty conversation.", "messages")
     defined = [Turn("system", "\n".join(json.dumps(tool) for tool in tools))] if tools else []
     texts = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (*defined, *turns)]
-    return Prompt.of_text("".join(texts) + "<|im_start|>assistant\n")
+    text = "".join(texts)
+    if goes_on:
+        text = text.removesuffix("<|im_end|>\n")
+    return Prompt.of_text(text + "<|im_start|>assistant\n" if begins else text)
 
 
-def chat_turns(messages: Iterable[Message]) -> list[Turn]:
-    """The turns of a chat."""
+def chat_turns(messages: Sequence[Message]) -> list[Turn]:
+    """The turns of a chat; only an assistant and a function may say nothing by a null."""
+    if any(each.content is None and each.role not in ("assistant", "function") for each in messages):
+        raise ApiError(400, "content must be a string or a list of parts", "messages")
     return [
         Turn(
             each.role,
@@ -111,7 +144,7 @@ def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
     for each in messages:
         if each.role not in ("user", "assistant", "system"):
             raise ApiError(400, "role must be user, assistant or system", "messages")
-        if each.content is None:
+        if each.content is None or each.content is UNSET:
             raise ApiError(400, "content is required", "messages")
         blocks = [{"type": "text", "text": each.content}] if isinstance(each.content, str) else each.content
         if each.role == "system":
@@ -136,10 +169,11 @@ def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
 def _block_text(blocks: list[dict[str, Any]], role: str) -> str:
     """The text of Anthropic's blocks; a 400 for types that are none and for media, which a system's drop."""
     for block in blocks:
-        kind = block.get("type")
-        if kind not in _BLOCKS:
-            raise ApiError(400, f"{kind!r} is no type of a content block", "messages")
-        if kind == "image" and block.get("source") and role != "system":
+        try:
+            msgspec.convert(block, Block)
+        except msgspec.ValidationError as error:
+            raise ApiError(400, str(error), "messages") from None
+        if block["type"] == "image" and block.get("source") and role != "system":
             raise ApiError(400, "this model is not multimodal: it takes no image", "messages")
     texts = [block for block in blocks if block["type"] == "text" and block.get("text") is not None]
     return _text(texts, {"text": "text"}, "" if role == "system" else "\n")
@@ -172,21 +206,27 @@ def responses_turns(given: str | list[dict[str, Any]], instructions: str | None)
         if kind == "function_call":
             call = _call_item(item)
             turns = _with_assistant(turns, _called(call.name, call.arguments))
-        elif kind == "function_call_output":
-            if item.get("output") is None:
-                raise ApiError(400, "output is required", "input")
-            turns.append(Turn("tool", _text(item.get("output"), _RESPONSES)))
+        elif kind == "custom_tool_call":
+            turns = _with_assistant(turns, _called(str(item.get("name")), {"input": item.get("input")}))
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            if item.get("output") is None or not isinstance(item.get("call_id", ""), str):
+                raise ApiError(400, "an output needs its call_id, a string, and an output", "input")
+            turns.append(Turn("tool", _text(item["output"], _INPUT)))
         elif kind == "reasoning":
-            continue
+            if "summary" not in item or item.get("encrypted_content"):
+                raise ApiError(400, "reasoning needs a summary, and must not be encrypted", "input")
+            turns = _with_assistant(turns, "")
         elif kind == "message" and item.get("role") == "assistant":
-            turns = _with_assistant(turns, _text(item.get("content"), _RESPONSES))
+            # Parts of an answer are only known in an item that says that it is a message.
+            fields = _INPUT | _OUTPUT if "type" in item else _INPUT
+            turns = _with_assistant(turns, _text(item.get("content"), fields))
         elif kind == "message" and item.get("role") in ("user", "system", "developer"):
             content = item.get("content")
             if content is None:
                 raise ApiError(400, "content is required", "input")
             if item["role"] == "system":
                 content = _unattributed(content)
-            turns.append(Turn(item["role"], _text(content, _RESPONSES)))
+            turns.append(Turn(item["role"], _text(content, _INPUT)))
         else:
             raise ApiError(400, f"Unsupported input item type: {kind}", "input")
     return turns
@@ -242,8 +282,10 @@ def _joined(text: str, more: Iterable[str]) -> str:
 
 def _text(content: object, fields: Mapping[str, str], between: str = "\n") -> str:
     """The text of a message's content, whose parts have it in ``fields`` by type; a 400 for other parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
+    if content is None or content is UNSET:
+        return ""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list):
         raise ApiError(400, "content must be a string or a list of parts", "messages")
     texts = []

@@ -6,29 +6,21 @@ import codecs
 import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.chat_template import Message, chat_turns, prompt_of
-from serve.engine.sim.generation_service import (
-    NotEmpty,
-    Positive,
-    Sampling,
-    Service,
-    call_id,
-    now,
-    request_id,
-)
+from serve.engine.sim.generation_service import Service, call_id, now, request_id
 from serve.engine.sim.http_exchange import DONE, ApiError, answer, event, read, respond
+from serve.engine.sim.sampling_parameters import Id, NotEmpty, Positive, Sampling, check_prompt_logprobs
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Output, Prompt, mix, token_bytes, token_id
 from serve.engine.sim.tool_calls import Tool, Tools, tools_of
 
-Id = Annotated[int, Meta(ge=0)]
 Prompts = NotEmpty | list[str | Id | list[Id]]
 
 # OpenAI's default for completions, and vLLM's.
@@ -38,7 +30,8 @@ _DEFAULT_MAX_TOKENS = 16
 class StreamOptions(msgspec.Struct, frozen=True):
     """Options of a stream."""
 
-    include_usage: bool | None = False
+    include_usage: bool | UnsetType | None = UNSET
+    continuous_usage_stats: bool | UnsetType | None = UNSET
 
 
 class StreamedSampling(Sampling, frozen=True, kw_only=True):
@@ -57,7 +50,11 @@ class ChatRequest(StreamedSampling, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     echo: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
 
 
 class CompletionRequest(StreamedSampling, frozen=True, kw_only=True):
@@ -86,8 +83,8 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[Id]
 
 
-_CHAT = msgspec.json.Decoder(ChatRequest)
-_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_CHAT = msgspec.json.Decoder(ChatRequest, strict=False)
+_COMPLETION = msgspec.json.Decoder(CompletionRequest, strict=False)
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
@@ -112,7 +109,7 @@ class AnswerFormat(NamedTuple):
 async def _complete(
     service: Service, request: Request, body: StreamedSampling, prompts: Sequence[Prompt], form: AnswerFormat
 ) -> Response:
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options not in (None, StreamOptions()) and not body.stream:
         raise ApiError(400, "Stream options can only be defined when `stream=True`.", "stream_options")
     generation = service.generate(prompts, body, form.tools)
     n = body.n or 1
@@ -143,7 +140,7 @@ async def _complete(
             yield chunk(
                 index, form.chunk(prompt, output, position), _end(output) if last else form.unfinished
             )
-        if body.stream_options is not None and body.stream_options.include_usage:
+        if body.stream_options is not None and body.stream_options.include_usage not in (None, False, UNSET):
             yield event({**head, "choices": [], "usage": _usage(generation, n)})
         yield DONE
 
@@ -172,6 +169,18 @@ async def chat(service: Service, request: Request) -> Response:
     body = await read(request, _CHAT)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+    check_prompt_logprobs(
+        body,
+        (body.top_logprobs or 0) if body.echo else None,
+        logprobs=bool(body.logprobs),
+        stream=bool(body.stream),
+        has_adapters=service.has_adapters,
+    )
+    if body.chat_template is not None:
+        raise ApiError(400, "a chat template in a request is not trusted", "chat_template")
+    if body.continue_final_message and body.add_generation_prompt:
+        why = "continue_final_message and add_generation_prompt are not compatible."
+        raise ApiError(400, why, "continue_final_message")
     turns = chat_turns(body.messages)
     echoed = turns[-1].text if body.echo and turns[-1].role == "assistant" else ""
 
@@ -216,7 +225,9 @@ async def chat(service: Service, request: Request) -> Response:
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = msgspec.structs.replace(body, max_tokens=max_tokens)
     defined = [msgspec.to_builtins(tool) for tool in body.tools or ()]
-    return await _complete(service, request, sampling, [prompt_of(turns, defined)], form)
+    begins, goes_on = body.add_generation_prompt, body.continue_final_message
+    prompt = prompt_of(turns, defined, begins=begins, goes_on=goes_on)
+    return await _complete(service, request, sampling, [prompt], form)
 
 
 def _chat_logprobs(body: ChatRequest, tokens: list[str], start: int) -> dict[str, Any] | None:
@@ -246,8 +257,15 @@ async def completions(service: Service, request: Request) -> Response:
         raise ApiError(400, why, "suffix")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens must be at least 1, got 0.", "max_tokens")
-    if body.echo and body.logprobs is not None and service.has_adapters:
-        raise ApiError(400, "log probabilities of a prompt are not available with adapters", "echo")
+    check_prompt_logprobs(
+        body,
+        body.logprobs if body.echo else None,
+        logprobs=body.logprobs is not None,
+        stream=bool(body.stream),
+        has_adapters=service.has_adapters,
+    )
+    if body.truncate_prompt_tokens == 0:
+        raise ApiError(400, "The decoder prompt cannot be empty", "prompt")
     # With echo and no tokens the prompt is the answer, although an engine generates one token.
     only_echo = body.max_tokens == 0
 
@@ -283,8 +301,10 @@ def prompts_of(given: Prompts, param: str) -> list[Prompt]:
     if given and all(isinstance(item, int) for item in given):
         return [Prompt.of_ids([item for item in given if isinstance(item, int)])]
     prompts = []
+    if len({type(item) for item in given}) > 1:
+        raise ApiError(400, f"{param} must be texts or lists of token ids, no mixture of them", param)
     for item in given:
-        if isinstance(item, str):
+        if isinstance(item, str) and item:
             prompts.append(Prompt.of_text(item))
         elif isinstance(item, list) and item:
             prompts.append(Prompt.of_ids(item))
@@ -338,7 +358,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     """The token ids of a prompt or a conversation."""
     body = await read(request, _TOKENIZE)
     service.resolve(body.model)
-    if (body.prompt is None) == (body.messages is None):
+    if body.prompt is None and body.messages is None:
         raise ApiError(400, "give either prompt or messages", "prompt")
     prompt = (
         Prompt.of_text(body.prompt) if body.prompt is not None else prompt_of(chat_turns(body.messages or []))

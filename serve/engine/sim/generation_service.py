@@ -6,49 +6,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
 
-import msgspec
-from msgspec import Meta
 from starlette.requests import Request
 
 from policy.types import Runner
 from serve.engine.sim.http_exchange import ApiError
 from serve.engine.sim.metrics import Metrics
+from serve.engine.sim.sampling_parameters import Sampling, check
 from serve.engine.sim.step_loop import Generation, StepLoop
 from serve.engine.sim.text import Output, Prompt, call, natural_length, seed_of, write
 from serve.engine.sim.tool_calls import Tools
-
-Positive = Annotated[int, Meta(ge=1)]
-NotEmpty = Annotated[str, Meta(min_length=1)]
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-# vLLM's VLLM_MAX_STOP_STRINGS.
-MOST_STOPS = 4
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of a generation: ``n`` choices of each prompt.
-
-    With ``max_tokens`` an answer has exactly that many tokens unless a stop sequence ends it. Without it
-    the length is drawn from the seed, or the answer fills the context with ``ignore_eos``. The others
-    change nothing in this engine.
-    """
-
-    model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    seed: int | None = None
-    stop: NotEmpty | Annotated[list[NotEmpty], Meta(max_length=MOST_STOPS)] | None = None
-    temperature: Temperature | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    max_tokens: Positive | None = None
-    ignore_eos: bool = False
-    cache_salt: str | None = None
 
 
 def now() -> int:
@@ -72,7 +39,7 @@ class Service:
 
     def resolve(self, model: str | None) -> str:
         """The model or adapter that ``model`` names, by default the base; raises 404 for any other name."""
-        if model is None or model == self.model or model in self.adapters:
+        if not model or model == self.model or model in self.adapters:
             return model or self.model
         raise ApiError(404, f"The model `{model}` does not exist.", "model")
 
@@ -81,9 +48,11 @@ class Service:
     ) -> Generation:
         """Start the choices of each prompt; choice i of prompt j has index ``j n + i``, and may call a tool.
 
-        Raises a 404 for an unknown model, and a 400 when a prompt leaves no room in the context.
+        Raises a 404 for an unknown model, and a 400 for parameters that are not valid together or when a
+        prompt leaves no room in the context.
         """
         model, n = self.resolve(sampling.model), sampling.n or 1
+        check(sampling, self.max_model_len)
         adapter = "" if model == self.model else model
         stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
         outputs = []
@@ -109,6 +78,8 @@ class Service:
 
     def _room(self, prompt: Prompt) -> int:
         count = len(prompt.tokens)
+        if not count:
+            raise ApiError(400, "The decoder prompt cannot be empty", "prompt")
         if count >= self.max_model_len:
             raise ApiError(
                 400,

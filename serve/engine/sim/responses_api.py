@@ -5,43 +5,59 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.chat_template import prompt_of, responses_turns
-from serve.engine.sim.generation_service import (
-    Positive,
-    Sampling,
-    Service,
-    Temperature,
-    call_id,
-    now,
-    request_id,
-)
+from serve.engine.sim.generation_service import Service, call_id, now, request_id
 from serve.engine.sim.http_exchange import ApiError, event, read, respond
+from serve.engine.sim.sampling_parameters import FreeDrawing, Positive, Sampling
 from serve.engine.sim.text import Output
 from serve.engine.sim.tool_calls import Definition, Tools
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TextFormat(msgspec.Struct, frozen=True):
+    """The format of the text of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class Text(msgspec.Struct, frozen=True):
+    """How the text of an answer is written."""
+
+    format: TextFormat | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """How much is reasoned."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ResponsesRequest(FreeDrawing, frozen=True, kw_only=True):
     """The body of a response."""
 
-    model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    temperature: Temperature | None = None
     stream: bool | None = False
     previous_response_id: str | None = None
     background: bool | None = False
-    tools: list[dict[str, Any]] = []
+    prompt: dict[str, Any] | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = "disabled"
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] = "auto"
+    parallel_tool_calls: bool | None = True
+    metadata: dict[str, str] | None = None
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
 
 
-_DECODER = msgspec.json.Decoder(ResponsesRequest)
+_DECODER = msgspec.json.Decoder(ResponsesRequest, strict=False)
 
 
 async def responses(service: Service, request: Request) -> Response:
@@ -51,10 +67,8 @@ async def responses(service: Service, request: Request) -> Response:
     _check(body)
     sampling = Sampling(model=body.model, max_tokens=body.max_output_tokens)
     turns = responses_turns(body.input, body.instructions)
-    if not turns:
-        raise ApiError(400, "input has no message", "input")
     functions = [tool for tool in body.tools if tool.get("type") == "function"]
-    if body.tool_choice == "required" and not body.tools:
+    if body.tool_choice == "required" and not functions:
         raise ApiError(400, "Tool choice 'required' must be specified with 'tools' parameter.", "tool_choice")
     generation = service.generate(
         [prompt_of(turns, functions)], sampling, _tools(functions, body.tool_choice)
@@ -146,9 +160,15 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _check(body: ResponsesRequest) -> None:
-    for param in ("previous_response_id", "background"):
-        if getattr(body, param):
-            raise ApiError(400, f"{param} needs a store of responses, which this engine does not have", param)
+    if body.previous_response_id is not None:
+        raise ApiError(404, f"Response with id '{body.previous_response_id}' not found.", "response_id")
+    if body.background:
+        why = "background needs a store of responses, which this engine does not have"
+        raise ApiError(400, why, "background")
+    if body.prompt is not None:
+        raise ApiError(400, "prompt template is not supported", "prompt")
+    if not all(isinstance(tool.get("type"), str) for tool in body.tools):
+        raise ApiError(400, "a tool needs a type", "tools")
 
 
 def _tools(functions: list[dict[str, Any]], choice: str | dict[str, Any]) -> Tools:

@@ -66,6 +66,8 @@ def tools_of(tools: list[Tool] | None, choice: str | dict[str, Any] | None) -> T
         raise ApiError(400, "When using `tool_choice`, `tools` must be set.", "tool_choice")
     wanted = choice if choice is not None else "auto"
     if isinstance(wanted, dict):
+        if wanted.get("type", "function") != "function":
+            raise ApiError(400, "Invalid value for `tool_choice`: it must be a function", "tool_choice")
         function = wanted.get("function")
         wanted = function.get("name", "") if isinstance(function, dict) else ""
     elif wanted not in ("auto", "required", "none"):

@@ -24,6 +24,7 @@ from policy.wire.heartbeat import AdapterRef
 from serve.host.replica_host import ReplicaHost
 from store.adapters.blobs import Blobs
 from tests.serve.engine.blobs import publish
+from tests.serve.engine.sim.conversations import parameters
 from tests.serve.engine.smollm2 import adapter, bad_adapters
 from tests.serve.engine.vllm_host import WITHIN_S, running
 
@@ -103,6 +104,12 @@ async def test_an_adapter_changes_answers_and_is_evicted_for_another(engine: Eng
     assert without_header.status_code == 404
     assert await engine.text(a) == texts[a.digest]
     assert await engine.text(None) == base
+
+
+async def test_parameters_are_taken_or_refused_as_the_simulated_engine_does(engine: Engine) -> None:
+    for path, body, taken in parameters("smollm2"):
+        answer = await engine.http.post(path, json=body)
+        assert (answer.status_code == 200) is taken, (path, body, answer.text)
 
 
 @pytest.mark.usefixtures("idle_cores")

@@ -86,6 +86,24 @@ CASES = [
     items({"type": "function_call_output", "call_id": "c"}),
     items({"type": "message", "role": "user", "content": None}),
     items(USER, temperature=5),
+    items({"type": "reasoning", "summary": []}, turns=[("assistant", "")]),
+    items(USER, {"type": "reasoning"}),
+    items(USER, {"type": "reasoning", "summary": [], "encrypted_content": "x"}),
+    items(USER, {"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}),
+    items({"role": "user", "content": [{"type": "text", "text": "x"}]}),
+    items({**OUTPUT, "call_id": 5}),
+    items(
+        USER,
+        {"type": "custom_tool_call", "call_id": "c", "name": "look", "input": "y"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "z"},
+        turns=[HI, ("assistant", CALLED.replace('{"a": 1}', '{"input": "y"}')), ("tool", "z")],
+    ),
+    chat({"role": "tool", "content": None}),
+    block({**RESULT, "tool_use_id": 5}),
+    block({**RESULT, "content": ["x"]}),
+    block({**RESULT, "is_error": "x"}),
+    block({"type": "thinking", "thinking": "x", "signature": 5}),
+    block({**USE, "input": "x"}),
     items(USER, tool_choice="required"),
     chat(
         USER,
@@ -205,3 +223,66 @@ CASES = [
         }
     ),
 ]
+
+# Parameters of otherwise valid requests that vLLM takes, and those that it refuses, in a context of 2048.
+CHAT_TAKEN: list[dict[str, Any]] = [
+    {"n": "2"}, {"temperature": "0.5"}, {"seed": "7"}, {"max_tokens": "5"}, {"max_tokens": 2.0},
+    {"stream": 1}, {"stream_options": {}}, {"prompt_logprobs": -1}, {"model": ""},
+    {"response_format": {"type": "text"}}, {"add_generation_prompt": False},
+    {"structured_outputs": {"choice": ["a", "b"]}}, {"min_tokens": 2}, {"bad_words": ["x"]},
+    {"logit_bias": {"5": 1}}, {"tool_choice": "none"}, {"reasoning_effort": "low"},
+]  # fmt: skip
+CHAT_REFUSED: list[dict[str, Any]] = [
+    {"continue_final_message": True}, {"add_generation_prompt": "x"}, {"chat_template": "{{ x }}"},
+    {"response_format": {}}, {"response_format": {"type": "odd"}},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, {"user": 5},
+    {"request_id": 5}, {"response_format": "json"}, {"min_tokens": 5}, {"min_tokens": -1}, {"seed": 2**63},
+    {"max_tokens": 100_000}, {"max_completion_tokens": 100_000}, {"logit_bias": {"x": 1}},
+    {"logit_bias": [1]}, {"bad_words": [""]}, {"bad_words": "x"}, {"stop_token_ids": ["x"]},
+    {"truncate_prompt_tokens": -2}, {"cache_salt": ""}, {"truncate_prompt_tokens": 99_999},
+    {"allowed_token_ids": []}, {"prompt_logprobs": 1}, {"prompt_logprobs": 1, "stream": True},
+    {"echo": True, "logprobs": True, "top_logprobs": 1}, {"reasoning_effort": "odd"},
+    {"structured_outputs": {}}, {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"regex": "a", "json": {}}}, {"messages": []},
+    {"tools": [TOOL], "tool_choice": {"type": "odd", "function": {"name": "look"}}},
+]  # fmt: skip
+TEXT_REFUSED: list[dict[str, Any]] = [
+    {"prompt": ""}, {"prompt": ["a", ""]}, {"prompt": [[1], "a"]}, {"prompt": [[1], []]},
+    {"max_tokens": 10**6}, {"min_tokens": 9}, {"prompt_logprobs": 1}, {"prompt_logprobs": -2},
+    {"echo": True, "logprobs": 1}, {"skip_special_tokens": None}, {"truncate_prompt_tokens": 0},
+    {"user": 5}, {"suffix": "x"},
+]  # fmt: skip
+CLAUDE_REFUSED: list[dict[str, Any]] = [
+    {"stop_sequences": [""]}, {"stop_sequences": ["a"] * 9}, {"top_k": -5}, {"top_p": 0}, {"top_p": "x"},
+    {"max_tokens": 10**6}, {"metadata": 5}, {"output_config": 5}, {"output_config": {"effort": "odd"}},
+    {"output_config": {"format": {"type": "odd"}}}, {"model": ""}, {"messages": []},
+    {"messages": [{"role": "user", "content": []}]},
+]  # fmt: skip
+RESPONSE_REFUSED: list[dict[str, Any]] = [
+    {"max_output_tokens": 10**6}, {"top_p": 0}, {"top_k": -5}, {"presence_penalty": 5},
+    {"repetition_penalty": 0}, {"prompt": {"id": "x"}}, {"text": {"format": {"type": "odd"}}},
+    {"truncation": "odd"}, {"tools": [{}]}, {"reasoning": {"effort": "odd"}}, {"service_tier": "odd"},
+    {"user": 5}, {"metadata": 5}, {"cache_salt": ""}, {"parallel_tool_calls": "x"},
+    {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+]  # fmt: skip
+_BODIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "/v1/chat/completions": ({"messages": [USER]}, CHAT_TAKEN, CHAT_REFUSED),
+    "/v1/completions": ({"prompt": "A tide"}, [{"echo": 1}, {"n": 129, "max_tokens": 1}], TEXT_REFUSED),
+    "/v1/messages": (
+        {"messages": [USER]},
+        [{"max_tokens": "4"}, {"temperature": "1"}, {"tool_choice": {"type": "tool", "name": "look"}}],
+        CLAUDE_REFUSED,
+    ),
+    "/v1/responses": ({"input": "hi"}, [{"max_output_tokens": "4"}], RESPONSE_REFUSED),
+}
+
+
+def parameters(model: str) -> list[tuple[str, dict[str, Any], bool]]:
+    """By path a body for ``model``, and whether it is taken."""
+    return [
+        (path, {"model": model, "max_tokens": 4, **usual, **more}, taken)
+        for path, (usual, *both) in _BODIES.items()
+        for taken, bodies in zip((True, False), both, strict=True)
+        for more in bodies
+    ]

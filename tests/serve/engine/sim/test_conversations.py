@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from serve.engine.sim.text import Prompt
-from tests.serve.engine.sim.conversations import CASES, Turns
+from tests.serve.engine.sim.conversations import CASES, Turns, parameters
 from tests.serve.sim_driver import client_of, engine_of, spec
 
 VLLM = (
@@ -50,6 +50,16 @@ async def test_a_conversation_is_read_or_refused(path: str, body: dict[str, Any]
         text = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
         wanted = len(Prompt.of_text(f"{text}<|im_start|>assistant\n").tokens)
         assert usage.get("prompt_tokens", usage.get("input_tokens")) == wanted
+
+
+async def test_parameters_are_taken_or_refused() -> None:
+    async with engine_of(spec(max_model_len=2048)) as engine, client_of(engine) as client:
+        found = [(await client.post(path, json=body)).status_code for path, body, _ in parameters("base")]
+    wrong = [
+        case for case, status in zip(parameters("base"), found, strict=True) if case[2] != (status == 200)
+    ]
+    assert wrong == []
+    assert set(found) == {200, 400}
 
 
 @pytest.mark.vllm
