@@ -46,8 +46,8 @@ from gateway.queue.dynamic_batching import Coalescer
 from gateway.queue.model_queues import Admission
 from gateway.request_context import Call
 from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.fleet_events import FleetEvents
 from gateway.routing.model_routers import ModelRouters
-from gateway.routing.replica_handle import FleetEvents
 from gateway.routing.shared_counters import SharedCounts
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.capture_publisher import CapturePublisher

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from gateway.routing.replica_handle import NO_EVENTS, FleetEvents, ReplicaHandle, ServerAccess
+from gateway.routing.fleet_events import NO_EVENTS, FleetEvents
+from gateway.routing.replica_handle import ReplicaHandle, ServerAccess
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.scrape import ScrapedReplica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from math import inf
 from time import monotonic, time
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gateway.http.client import Connection, ConnectionPool
 from gateway.http.multiplexed_client import FrameChannel
 from gateway.http.ndjson_client import NdjsonStream
+from gateway.routing.fleet_events import NO_EVENTS, FleetEvents
 from gateway.routing.loaded_adapters import LoadedAdapters
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from policy.errors import Refusal
@@ -21,7 +22,7 @@ from policy.routing.cost import Candidate
 from policy.routing.replica_health import BreakerState, HealthCounters, ReplicaHealth, Watchdog
 from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import ENGINE_TIME_HEADER, SECRET_HEADER
-from policy.wire.load_stream import LOAD_LINE, LoadLine
+from policy.wire.load_stream import LOAD_LINE
 
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
@@ -31,31 +32,6 @@ if TYPE_CHECKING:
 _LEAVING = frozenset({ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP})
 # A load stream that sends nothing for this time, three lines, is stale.
 STALE_S = 3.0
-
-
-def _ignore(*_: object) -> None:
-    """The event has no listener."""
-
-
-class FleetEvents(NamedTuple):
-    """Events of replicas and their listeners, whose first argument is the model's name.
-
-    ``changed``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
-    ``prefixes``: this line of the load stream of the replica with this key has news of prefixes.
-    ``forgotten``: its cache is empty. ``adapters``: those that it has loaded, and could not load.
-    ``unloadable``: adapters that a replica could not load lately. ``died``: the replica with this key.
-    """
-
-    changed: Callable[[str], None] = _ignore
-    unavailable: Callable[[str], None] = _ignore
-    prefixes: Callable[[str, int, LoadLine], None] = _ignore
-    forgotten: Callable[[str, int], None] = _ignore
-    adapters: Callable[[str, int, Set[str], Set[str]], None] = _ignore
-    unloadable: Callable[[str, Set[str]], None] = _ignore
-    died: Callable[[str, int], None] = _ignore
-
-
-NO_EVENTS = FleetEvents()
 
 
 class ServerAccess(NamedTuple):

@@ -15,7 +15,8 @@ import pytest
 from gateway.control.controller_feed import fleet_replaces
 from gateway.routing.active_health_checks import new_stalls
 from gateway.routing.fleet import RESTART_S, SETTLE_S, SNAPSHOT_STALE_S, FleetView
-from gateway.routing.replica_handle import NO_EVENTS, STALE_S, FleetEvents, ReplicaHandle
+from gateway.routing.fleet_events import NO_EVENTS, FleetEvents
+from gateway.routing.replica_handle import STALE_S, ReplicaHandle
 from gateway.routing.shared_counters import SharedRows
 from gateway.telemetry.metrics import Metrics
 from policy.hashing import hash_name

@@ -1,0 +1,33 @@
+"""What a worker's view of the replicas tells its listeners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import NamedTuple
+
+from policy.wire.load_stream import LoadLine
+
+
+def _ignore(*_: object) -> None:
+    """The event has no listener."""
+
+
+class FleetEvents(NamedTuple):
+    """Events of replicas and their listeners, whose first argument is the model's name.
+
+    ``changed``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
+    ``prefixes``: this line of the load stream of the replica with this key has news of prefixes.
+    ``forgotten``: its cache is empty. ``adapters``: those that it has loaded, and could not load.
+    ``unloadable``: adapters that a replica could not load lately. ``died``: the replica with this key.
+    """
+
+    changed: Callable[[str], None] = _ignore
+    unavailable: Callable[[str], None] = _ignore
+    prefixes: Callable[[str, int, LoadLine], None] = _ignore
+    forgotten: Callable[[str, int], None] = _ignore
+    adapters: Callable[[str, int, Set[str], Set[str]], None] = _ignore
+    unloadable: Callable[[str, Set[str]], None] = _ignore
+    died: Callable[[str, int], None] = _ignore
+
+
+NO_EVENTS = FleetEvents()
