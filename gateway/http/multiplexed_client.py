@@ -125,6 +125,12 @@ class MultiplexedConnection:
     # used by streams
 
     def open(self, stream: Stream, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
+        if self._reader is None:  # it was lost in the meantime
+            sink = stream.sink
+            assert sink is not None
+            stream.sink = None
+            asyncio.get_running_loop().call_soon(lambda: sink.on_lost(stale=True))
+            return
         self._last += 1
         stream.number = self._last
         stream.written_before = self._written
@@ -335,13 +341,14 @@ class FrameChannel:
             await loop.create_connection(
                 cast("Callable[[], asyncio.Protocol]", lambda: connection), self._pool.host, self._pool.port
             )
-            try:
-                speaks = await connection.opened
-            except asyncio.CancelledError:
-                connection.close()
-                raise
-        if not speaks:
+        try:
+            await asyncio.wait({connection.opened}, timeout=self._pool.connect_timeout_s)
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        if connection.opened.done() and not connection.opened.result():
             return await self._pool.connect()
+        # A server that says nothing yet may hang: the load stream waits for it as over HTTP.
         self._connection = connection
         stream = Stream(connection)
         stream.counts = False

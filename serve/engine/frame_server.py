@@ -328,7 +328,7 @@ class FrameStream:
     def _keep(self, data: bytes) -> None:
         is_first = not self._kept
         self._kept += data
-        if is_first and self._window > 0:
+        if is_first and (self._window > 0 or not data):
             self._connection.fall_behind(self)
 
     async def _wait(self) -> None:
