@@ -30,6 +30,7 @@ from policy.engine.performance_model import Limits, Timing
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
 from serve.engine import vllm_profiler
+from serve.engine.fast_path.app import fast_path
 from serve.engine.grammar_limits import excess
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.kv_block_index import KvBlockIndex
@@ -205,15 +206,15 @@ class VLLMEngine:
     """The engine port over one ``AsyncLLM``."""
 
     def __init__(
-        self, llm: AsyncLLM, app: ASGIApp, steps: StepLogger, managed: bool, events: KvEvents | None = None
+        self, llm: AsyncLLM, app: Any, steps: StepLogger, managed: bool, events: KvEvents | None = None
     ) -> None:
-        self.app = app
+        self.app: ASGIApp = app
         self.events = events
         self.blocks: KvBlockIndex | None = None if events is None else events.index
         self.max_model_len: int | None = llm.model_config.max_model_len
         self._llm = llm
         self._steps = steps
-        self._models = app.state.openai_serving_models  # type: ignore[attr-defined]
+        self._models = app.state.openai_serving_models
         # Adapters named in the engine arguments are always loaded, in addition to the slots.
         self._static = frozenset(self._models.lora_requests)
         lora = llm.vllm_config.lora_config if managed else None
@@ -365,4 +366,6 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     events = followed(llm)
     if events is not None:
         name_prompts(llm, events)
-    return VLLMEngine(llm, app, loggers[0], spec.adapter_slots > 0, events)
+    engine = VLLMEngine(llm, app, loggers[0], spec.adapter_slots > 0, events)
+    engine.app = fast_path(llm, app)
+    return engine

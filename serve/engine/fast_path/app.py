@@ -1,0 +1,255 @@
+"""The engine's app: chat completions and completions that the fast path knows, and vLLM's app for the rest.
+
+A request is validated, rendered and turned into sampling parameters by vLLM's own code, called as its
+routes call it (``entrypoints/openai/{chat_completion,completion}/api_router.py``, 0.32). What its model of a
+request does not accept goes to vLLM's app, body included, so every error is vLLM's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from typing import Any, NamedTuple
+
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.parser.abstract_parser import DelegatingParser
+
+from serve.engine.fast_path.asgi_writer import AsgiWriter
+from serve.engine.fast_path.eligibility import CHAT, COMPLETION, eligible
+from serve.engine.fast_path.stream import EngineOutputs, StreamedAnswer
+from serve.engine.interface import WRITER, ASGIApp, Message, Receive, ResponseWriter, Scope, Send
+
+# The middlewares of vLLM's app that leave such a request alone. Its arguments may bring others.
+_MIDDLEWARES = frozenset({"CORSMiddleware", "ScalingMiddleware", "PrometheusInstrumentatorMiddleware"})
+
+
+class Route(NamedTuple):
+    """What differs between the two APIs: vLLM's code, and the field of an event that holds its text.
+
+    ``skip_empty``: vLLM leaves out the events without text.
+    """
+
+    model: Any
+    serving: Any
+    method: str
+    field: str
+    skip_empty: bool = False
+
+
+class Submission(NamedTuple):
+    """The arguments of a call of ``AsyncLLM.generate``, and what it returned."""
+
+    prompt: Any
+    params: Any
+    request_id: str
+    options: dict[str, Any]
+    outputs: EngineOutputs
+
+
+class DeferringClient:
+    """vLLM's engine client for one stream: it keeps the call of ``generate`` instead of making it."""
+
+    submission: Submission
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> EngineOutputs:
+        """Raises ``VLLMValidationError`` for parameters that the engine must not serve."""
+        self._llm.refuse(params)
+        outputs = EngineOutputs()
+        self.submission = Submission(prompt, params, request_id, options, outputs)
+        return outputs
+
+
+class FastPath:
+    """ASGI app over vLLM's ``app`` and its engine ``llm``; see the module."""
+
+    def __init__(self, llm: Any, app: Any) -> None:
+        self._llm = llm
+        self._app: Any = app
+        self._routes = _routes(app.state)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" else None
+        if route is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        body = await _read(receive)
+        if body is None:
+            return
+        request = _request(route, scope, body)
+        if request is None:
+            await self._app(scope, _Replay(body, receive), send)
+            return
+        # As vLLM's app does; its handlers of errors read it.
+        scope["app"] = self._app
+        writer: ResponseWriter | None = scope.get("extensions", {}).get(WRITER)
+        if writer is not None:
+            await self._serve(route, request, scope, writer)
+        else:
+            async with AsgiWriter(receive, send) as writer:
+                await self._serve(route, request, scope, writer)
+
+    async def _serve(self, route: Route, request: Any, scope: Scope, writer: ResponseWriter) -> None:
+        loop = asyncio.get_running_loop()
+        serve = self._stream if request.stream else self._whole
+        try:
+            # Cancelled when the client leaves, and then left without an error.
+            async with asyncio.timeout(None) as presence:
+                writer.on_abort(lambda: presence.reschedule(loop.time()))
+                try:
+                    await serve(route, request, Request(scope), writer)
+                except Exception as error:  # noqa: BLE001 - vLLM has an answer for each
+                    await self._fail(scope, writer, error)
+        except TimeoutError:
+            if not presence.expired():
+                raise
+
+    async def _whole(self, route: Route, request: Any, raw: Request, writer: ResponseWriter) -> None:
+        _answer(writer, await getattr(route.serving, route.method)(request, raw))
+
+    async def _stream(self, route: Route, request: Any, raw: Request, writer: ResponseWriter) -> None:
+        client = DeferringClient(self._llm)
+        serving = copy.copy(route.serving)
+        serving.engine_client = client
+        events = await getattr(serving, route.method)(request, raw)
+        if isinstance(events, ErrorResponse):
+            _answer(writer, events)
+            return
+        prompt, params, request_id, options, outputs = client.submission
+        ended = asyncio.get_running_loop().create_future()
+        answer = StreamedAnswer(
+            events, outputs, writer,
+            field=route.field, skip_empty=route.skip_empty, done=lambda: ended.set_result(None),
+        )  # fmt: skip
+        queue = None
+        try:
+            try:
+                queue = await self._llm.add_request(request_id, prompt, params, **options)
+            except Exception as error:  # noqa: BLE001 - vLLM sends it as an event, as it reads the first output
+                answer.put(error)
+                return
+            state = self._llm.output_processor.request_states.get(queue.request_id)
+            if state is not None:
+                state.queue = answer
+            # What came meanwhile.
+            if queue.output is not None:
+                answer.put(queue.output)
+            await ended
+        finally:
+            answer.close()
+            if queue is not None and queue.request_id in self._llm.output_processor.request_states:
+                await self._llm.abort(queue.request_id, internal=True)
+
+    async def _fail(self, scope: Scope, writer: ResponseWriter, error: Exception) -> None:
+        """Answer as the handlers of vLLM's app do for ``error``."""
+
+        async def fail(*_: Any) -> None:
+            raise error
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                writer.start(message["status"], message["headers"])
+            else:
+                writer.end(message["body"])
+
+        await ExceptionMiddleware(fail, handlers=self._app.exception_handlers)(scope, _nothing, send)
+
+
+class _Replay:
+    """``receive`` of a request whose body has been read."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+def fast_path(llm: Any, app: Any) -> ASGIApp:
+    """``app`` with the fast path before it, unless vLLM's arguments ask for what that does not do."""
+    args = app.state.args
+    unknown = {middleware.cls.__name__ for middleware in app.user_middleware} - _MIDDLEWARES
+    differs = (
+        args.enable_force_include_usage,
+        args.enable_log_outputs,
+        args.enable_server_load_tracking,
+        args.sse_keep_alive_interval,
+    )
+    wanted = not unknown and not any(differs)
+    return FastPath(llm, app) if wanted else app
+
+
+def _routes(state: Any) -> dict[str, Route]:
+    routes = {}
+    chat = getattr(state, "openai_serving_chat", None)
+    if chat is not None and (chat.parser_cls is None or _leaves_text(chat.parser_cls)):
+        skips = chat.parser_cls is not None
+        routes[CHAT] = Route(ChatCompletionRequest, chat, "create_chat_completion", "content", skips)
+    completion = getattr(state, "openai_serving_completion", None)
+    if completion is not None:
+        routes[COMPLETION] = Route(CompletionRequest, completion, "create_completion", "text")
+    return routes
+
+
+def _leaves_text(parser: Any) -> bool:
+    """Whether vLLM's ``parser`` class passes on the text of a request without tools as it is."""
+    return (
+        parser.__bases__ == (DelegatingParser,)
+        and parser.reasoning_parser_cls is None
+        and not parser.tool_parser_cls.engine_based_streaming
+    )
+
+
+def _request(route: Route, scope: Scope, body: bytes) -> Any:
+    """The request, validated by vLLM's model, or ``None`` if it is for vLLM's app."""
+    headers = scope["headers"]
+    if not any(name == b"content-type" and _is_json(value) for name, value in headers):
+        return None
+    try:
+        decoded = json.loads(body)
+        return route.model.model_validate(decoded) if eligible(scope["path"], headers, decoded) else None
+    except Exception:  # noqa: BLE001 - whatever is wrong, vLLM's app says it
+        return None
+
+
+def _is_json(content_type: bytes) -> bool:
+    return content_type.lower().split(b";", 1)[0] == b"application/json"
+
+
+def _answer(writer: ResponseWriter, response: Any) -> None:
+    """Write vLLM's object of a whole answer or of an error, as its routes do."""
+    status = response.error.code if isinstance(response, ErrorResponse) else 200
+    rendered = JSONResponse(response.model_dump(), status)
+    writer.start(status, rendered.raw_headers)
+    writer.end(bytes(rendered.body))
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """The body of a request, or ``None`` if the client left before its end."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
