@@ -49,7 +49,7 @@ ENGINE_ARGS = {
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 ENGINE_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 VLLM_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-READY_S = 300.0
+READY_S = 900.0
 # vLLM's command line asks for the version of a distribution that its CPU build names otherwise.
 RUST_LAUNCH = """
 import importlib.metadata as metadata

@@ -1,4 +1,4 @@
-"""The token benchmark: which process a token's time belongs to, ratios within a round, and what it refuses."""
+"""The token benchmark: whose time a process is, ratios within a round, and what is refused."""
 
 from __future__ import annotations
 
