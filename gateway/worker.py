@@ -114,6 +114,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
     access = AccessLog(
         state.logs / f"access-{worker}.log", worker, lambda lines: log.warning("access_lost", lines=lines)
     )
+    limits = SharedLimits(state.limits_path, shared.row)
     gateway = Gateway(
         watcher,
         state.secret(),
@@ -127,7 +128,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         captures=state.captures,
         accounting=state.accounting_socket_path,
         journal=UsageJournal(state.usage_path, log),
-        limits=SharedLimits(state.limits_path, shared.row),
+        limits=limits,
     )
     sender = ReportSender(lambda: current().cluster.controller, SIGNALS, state.secret(), log)
     reporter = Reporter(
@@ -152,7 +153,9 @@ async def work(  # noqa: PLR0915 - the composition root of a process
                     background.start(f"{feed.name}_file", feed.keep_on_disk())
 
     read(current())
-    access_feed = AccessFeed(state.access_path, gateway.tenants, gateway.admin_keys, log)
+    access_feed = AccessFeed(
+        state.access_path, gateway.tenants, gateway.admin_keys, log, limits.publish_access
+    )
     access_feed.start_from_disk()
     for name, upkeep in {
         "access_file": access_feed.run(),

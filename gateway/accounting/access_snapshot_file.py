@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -14,15 +16,37 @@ from store.tenancy.keys import every_admin_key, every_key
 from store.tenancy.tables import REVISION
 from store.tenancy.tenants import every_tenant
 
+# Workers look five times a second.
+FOLLOWED_S = 1.0
+
 
 class AccessSnapshotFile:
-    """Written at the start, and when the revision of tenants and keys has changed; safe for all threads."""
+    """Written at the start, and when the revision of tenants and keys has changed; safe for all threads.
 
-    def __init__(self, database: AccessDatabase, state: StateDir) -> None:
+    ``in_force`` says whether all workers of this host have read the file of a revision.
+    """
+
+    def __init__(
+        self,
+        database: AccessDatabase,
+        state: StateDir,
+        in_force: Callable[[int], bool] = lambda revision: True,
+    ) -> None:
         self._database = database
         self._path = state.access_path
+        self._in_force = in_force
         self._writing = threading.Lock()
         self._revision = -1
+
+    def put_in_force(self) -> None:
+        """Write the file, and wait until the workers have read it, but not for one that does not answer.
+
+        Raises as :meth:`update` does.
+        """
+        self.update()
+        until = time.monotonic() + FOLLOWED_S
+        while not self._in_force(self._revision) and time.monotonic() < until:
+            time.sleep(0.01)
 
     def update(self) -> None:
         """Write the file if it is out of date; raises :class:`policy.errors.Unreachable` and ``OSError``."""

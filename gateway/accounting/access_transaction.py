@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from gateway.accounting.database_access import DatabaseAccess
 from gateway.accounting.declared_access import Declared, DeclaredAccess
 from policy.config.convert import require
 from policy.config.tenancy import Access
+from policy.duration import DURATION, parse_duration
 from policy.wire.accounting import Actor, AuditEntry
 from store.database import increment
 from store.tenancy import audit
@@ -21,8 +21,6 @@ from store.tenancy.tables import REVISION
 
 log = logging.getLogger("tidegate.accounting")
 
-_DURATION = re.compile(r"([1-9]\d{0,8})([smhd])")
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 # Later instants are likely milliseconds.
 _LAST = 1e11
 
@@ -87,10 +85,9 @@ def expiry(expires: float | None, duration: str | None, now: float) -> float | N
     """When a key expires, given as one of two; raises :class:`policy.errors.ConfigError`."""
     if duration is not None:
         require(expires is None, "duration", duration, "nothing beside expires")
-        match = _DURATION.fullmatch(duration)
-        require(match, "duration", duration, "a number with s, m, h or d, such as 30d")
-        assert match is not None
-        expires = now + int(match[1]) * _UNITS[match[2]]
+        seconds = parse_duration(duration)
+        require(seconds, "duration", duration, DURATION)
+        expires = now + seconds
     good = expires is None or now < expires < _LAST
     require(good, "expires", expires, "Unix seconds in the future")
     return expires

@@ -9,6 +9,7 @@ from policy.config.tenancy import Tenant
 from policy.deployment_file.parse import parse
 from policy.errors import PreconditionFailed
 from store.state_dir import StateDir
+from store.watched_files import WatchedFiles
 
 
 class Declared(NamedTuple):
@@ -29,19 +30,15 @@ class DeclaredAccess:
     def __init__(self, state: StateDir) -> None:
         self._state = state
         self._reading = threading.Lock()
-        self._read_at = -1
+        self._file = WatchedFiles(state.deployment_path)
         self._declared = Declared(state.database_url(""), {}, None)
 
     def get(self) -> Declared:
         """What is declared now; raises :class:`policy.errors.ConfigError` for an invalid file."""
         with self._reading:
-            try:
-                changed = self._state.deployment_path.stat().st_mtime_ns
-            except FileNotFoundError:
-                return self._declared
-            if changed != self._read_at:
+            if self._file.changed() and self._state.deployment_path.exists():
                 self._declared = self._read()
-                self._read_at = changed
+                self._file.were_read()
             return self._declared
 
     def _read(self) -> Declared:

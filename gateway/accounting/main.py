@@ -55,14 +55,14 @@ async def account(state: StateDir) -> None:
     declared = DeclaredAccess(state)
     database = DatabaseAccess(lambda: declared.get().database)
     access = AccessDatabase(database, declared, time.time)
-    snapshot = AccessSnapshotFile(access, state)
-    access.on_change = snapshot.update
+    limits = SharedLimits(state.limits_path, ACCOUNTING)
+    snapshot = AccessSnapshotFile(access, state, limits.access_in_force)
+    access.on_change = snapshot.put_in_force
     energy = EnergyShares(lambda: declared.get().controller, state.secret(), database.get)
     budgets = Budgets(access)
     writer = LedgerWriter(
         database.get, state.usage_path, state.host_id(), budgets=budgets.of, added=energy.added
     )
-    limits = SharedLimits(state.limits_path, ACCOUNTING)
     spent = SpentBudgets(budgets, limits, database.get)
     keeper = LeaseKeeper(database.get, limits, state.host_id())
 

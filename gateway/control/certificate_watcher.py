@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from pathlib import Path
 
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import GatewayConfig
 from policy.config.tls import AdminTls, ServerTls
 from policy.errors import ConfigError
 from store.tls_files import ports_with_tls, server_context
+from store.watched_files import WatchedFiles
 
 LOOK_EVERY_S = 1.0
-
-Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 class Certificates:
@@ -43,7 +41,12 @@ class Certificate:
         self._files = files
         self._path = path
         self._log = log
-        self._seen = self._signature()
+        named: list[str | None] = [files.cert_file, files.key_file]
+        if isinstance(files, AdminTls):
+            named.append(files.client_ca_file)
+        self._watched = WatchedFiles(*(file for file in named if file is not None))
+        self._watched.changed()
+        self._watched.were_read()
         self._context = server_context(files, path)
 
     def context(self) -> ssl.SSLContext:
@@ -52,26 +55,12 @@ class Certificate:
 
     def look(self) -> None:
         """Take the files if they have changed."""
-        if (now := self._signature()) == self._seen:
+        if not self._watched.changed():
             return
-        self._seen = now
+        self._watched.were_read()
         try:
             self._context = server_context(self._files, self._path)
         except ConfigError as error:
             self._log.error("certificate_refused", cause=error, path=error.path)
         else:
             self._log.info("certificate_read", path=self._path)
-
-    def _signature(self) -> Signature:
-        files: list[str | None] = [self._files.cert_file, self._files.key_file]
-        if isinstance(self._files, AdminTls):
-            files.append(self._files.client_ca_file)
-        return tuple(_stat(file) for file in files if file is not None)
-
-
-def _stat(file: str) -> tuple[int, int, int] | None:
-    try:
-        stat = Path(file).stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size

@@ -12,6 +12,7 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from store.state_dir import StateDir
+from store.watched_files import WatchedFiles
 
 LOOK_EVERY_S = 0.5
 
@@ -22,18 +23,17 @@ class DeploymentWatcher:
     def __init__(self, state: StateDir, log: Log) -> None:
         self._path = state.deployment_path
         self._log = log
-        self._mtime_ns = self._path.stat().st_mtime_ns
+        self._file = WatchedFiles(self._path)
+        self._file.changed()
         self.deployment = self._read()
 
     async def follow(self, on_change: Callable[[Deployment], None]) -> None:
         """Call ``on_change`` with each new document, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
+            if not self._file.changed():
+                continue
             try:
-                mtime_ns = self._path.stat().st_mtime_ns
-                if mtime_ns == self._mtime_ns:
-                    continue
-                self._mtime_ns = mtime_ns
                 self.deployment = self._read()
             except (OSError, ConfigError, ValueError) as error:
                 self._log.error("document_refused", cause=error)
@@ -42,4 +42,5 @@ class DeploymentWatcher:
             on_change(self.deployment)
 
     def _read(self) -> Deployment:
+        self._file.were_read()
         return parse(msgspec.json.decode(self._path.read_bytes()))

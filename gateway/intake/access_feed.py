@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from gateway.intake.admin_keys import AdminKeys
 from gateway.intake.tenants import Tenants
 from gateway.telemetry.structured_log import Log
 from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, SnapshotLine, TenantRow
+from store.watched_files import WatchedFiles
 
 LOOK_EVERY_S = 0.2
 # Some 200 keys, which take a millisecond.
@@ -46,22 +47,33 @@ def _without_collections(data: bytes) -> Iterator[None]:
 
 
 class AccessFeed:
-    """The tenants and keys of the database in this worker, by the file at ``path``; none without it."""
+    """The tenants and keys of the database in this worker, by the file at ``path``; none without it.
 
-    def __init__(self, path: Path, tenants: Tenants, admin_keys: AdminKeys, log: Log) -> None:
+    ``in_force`` is called with the revision of each file that is in force.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tenants: Tenants,
+        admin_keys: AdminKeys,
+        log: Log,
+        in_force: Callable[[int], None] = lambda revision: None,
+    ) -> None:
         self._path = path
         self._tenants = tenants
         self._admin_keys = admin_keys
         self._log = log
-        self._read: object = None
+        self._in_force = in_force
+        self._file = WatchedFiles(path)
+        self._read_with = -1
 
     def start_from_disk(self) -> None:
         """Read the file at once, before the first request."""
         try:
-            if (state := self._state()) is not None:
+            if self._changed():
                 for _ in self._pieces(self._path.read_bytes()):
                     pass
-                self._read = state
         except (OSError, ValueError) as error:
             self._log.error("access_file_refused", cause=error)
 
@@ -70,25 +82,20 @@ class AccessFeed:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
-                state = self._state()
-                if state is None or state == self._read:
+                if not self._changed():
                     continue
                 data = await asyncio.to_thread(self._path.read_bytes)
                 with _without_collections(data):
                     for _ in self._pieces(data):
                         await asyncio.sleep(0)
-                self._read = state
             except (OSError, ValueError) as error:
                 self._log.error("access_file_refused", cause=error)
                 await asyncio.sleep(1.0)
 
-    def _state(self) -> object:
-        """What changes when the file has to be read again; ``None`` without a file."""
-        try:
-            found = self._path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_mtime_ns, found.st_ino, found.st_size, self._tenants.changed
+    def _changed(self) -> bool:
+        """Whether there is a file that has to be read."""
+        changed = self._file.changed() or self._tenants.changed != self._read_with
+        return changed and self._path.exists()
 
     def _pieces(self, data: bytes) -> Iterator[None]:
         """Read ``data`` in pieces, and put it in force at the end; raises ``ValueError``."""
@@ -114,3 +121,6 @@ class AccessFeed:
         if self._tenants.changed == changed:
             self._tenants.take(draft)
             self._admin_keys.take(admin_keys)
+            self._in_force(head.revision)
+        self._file.were_read()
+        self._read_with = changed

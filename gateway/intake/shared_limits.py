@@ -34,7 +34,9 @@ _TOKENS_FULL_AT: Final = 11
 _LEASE: Final = 1
 _SPENT_ELSEWHERE: Final = 2
 _PERIOD_END: Final = 3
-# In its header: how many hosts there are, and until when the database is known to answer.
+# In a worker's header: the revision of tenants and keys that is in force there.
+_ACCESS = OWN
+# In that of the accounting process: how many hosts there are, and until when the database is known to answer.
 _HOSTS, _ANSWERS_UNTIL = OWN, OWN + 1
 
 _SLOTS = Table(at=0, slots=16_384, counts=11)
@@ -216,7 +218,18 @@ class SharedLimits:
         end = self.counts[at + _PERIOD_END]
         return self.counts[at + _SPENT_ELSEWHERE], inf if end < 0 else float(end)
 
+    def publish_access(self, revision: int) -> None:
+        """Report that the tenants and keys of ``revision`` are in force in this worker."""
+        self._words[self._rows.head + _ACCESS] = revision
+
     # The accounting process alone calls what follows.
+
+    def access_in_force(self, revision: int) -> bool:
+        """Whether all living workers of the host have the tenants and keys of ``revision``, or newer ones."""
+        self.beat()
+        return (
+            min([self._words[row * HEADER + _ACCESS] for row in self._living], default=revision) >= revision
+        )
 
     def publish_spent(self, key: int, nano: int, spent_by_host: int, period_end: float) -> None:
         """Report what a tenant or key spent in the period that ends at ``period_end`` (Unix seconds).
@@ -280,6 +293,7 @@ class SharedLimits:
             self._words[rows.head + _HOSTS] = self._words[rows.head + _ANSWERS_UNTIL] = 0
         self._mine = self._claimed(rows.row)
         if rows.row != ACCOUNTING:
+            self._words[rows.head + _ACCESS] = 0
             for at in self._mine.values():
                 self.counts[at + _RUNNING] = self.counts[at + _OPEN] = 0
         rows.begin()

@@ -21,6 +21,7 @@ from policy.config.deployment import ModelSpec
 from policy.config.external_servers import Discovery, ExternalServer, ServerSettings
 from policy.deployment_file.external_servers import check_servers
 from policy.errors import ConfigError
+from store.watched_files import WatchedFiles
 
 _SETTINGS = ServerSettings.__struct_fields__
 
@@ -32,7 +33,7 @@ class ServerDiscovery:
         self._log = log
         self.changed = asyncio.Event()
         self._found: dict[str, tuple[Discovery, tuple[ExternalServer, ...]]] = {}
-        self._changed_ns: dict[str, int] = {}
+        self._files: dict[str, WatchedFiles] = {}
         self._slices: dict[str, EndpointSlices] = {}
         self._failed: set[str] = set()
 
@@ -65,7 +66,7 @@ class ServerDiscovery:
     async def forget(self, model: str) -> None:
         """Stop to look for the servers of a model."""
         self._found.pop(model, None)
-        self._changed_ns.pop(model, None)
+        self._files.pop(model, None)
         self._failed.discard(model)
         if (slices := self._slices.pop(model, None)) is not None:
             await slices.close()
@@ -92,13 +93,13 @@ class ServerDiscovery:
         self, model: str, discovery: Discovery, last: tuple[ExternalServer, ...]
     ) -> tuple[ExternalServer, ...]:
         path = Path(str(discovery.file))
-        changed_ns = path.stat().st_mtime_ns
-        if self._changed_ns.get(model) == changed_ns:
+        file = self._files.setdefault(model, WatchedFiles(path))
+        if not file.changed():
             return last
         raw = yaml.safe_load(path.read_text(encoding="utf-8")) or []
         given = convert(raw, tuple[str | ExternalServer, ...], str(path))
         check_servers(str(path), given)
-        self._changed_ns[model] = changed_ns
+        file.were_read()
         defaults = {name: getattr(discovery, name) for name in _SETTINGS}
         return tuple(
             ExternalServer(url=each, **defaults) if isinstance(each, str) else each for each in given

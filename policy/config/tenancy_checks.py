@@ -10,10 +10,10 @@ import msgspec
 from policy.config.convert import did_you_mean, require
 from policy.config.deployment import ENTRY_NAME
 from policy.config.tenancy import Access, Limit, Tenant
+from policy.duration import PERIOD, parse_period
 
 # Of one tenant or key, as JSON: every worker keeps the lists of all keys in memory.
 MAX_ACCESS_BYTES = 16 * 1024
-DURATION = re.compile(r"[1-9]\d{0,5}(?:s|m|h|d|mo)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -48,8 +48,8 @@ def check_access(prefix: str, access: Access, models: Collection[str] | None) ->
     Raises :class:`policy.errors.ConfigError`.
     """
     duration = access.budget_duration
-    good = duration is None or DURATION.fullmatch(duration)
-    require(good, f"{prefix}budget_duration", duration, "a number with s, m, h, d or mo, such as 30d")
+    good = duration is None or any(parse_period(duration))
+    require(good, f"{prefix}budget_duration", duration, PERIOD)
     require(
         duration is None or access.max_budget is not None,
         f"{prefix}budget_duration", duration, "nothing without max_budget",

@@ -1,4 +1,4 @@
-"""The periods of budgets: ``30s``, ``30m``, ``12h``, ``7d``, ``1mo``, in UTC; without one, forever.
+"""The periods of budgets: ``12h``, ``7d``, ``1mo`` and other periods, in UTC; without one, forever.
 
 Periods begin at multiples of their length since 1970: those of days at midnight, whole weeks on Monday,
 months on their first day, 3mo with a quarter. So they end at one instant on all hosts, whenever set.
@@ -6,12 +6,11 @@ months on their first day, 3mo with a quarter. So they end at one instant on all
 
 from __future__ import annotations
 
-import re
 from math import inf
 from typing import NamedTuple
 
-_DURATION = re.compile(r"([1-9][0-9]{0,5})(s|m|h|d|mo)")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+from policy.duration import PERIOD, parse_period
+
 _DAY_S = 86_400
 # 1970-01-05 was a Monday.
 _MONDAY_S = 4 * _DAY_S
@@ -31,14 +30,12 @@ def period_of(duration: str | None, now: float) -> Period:
     """The period of ``duration`` that holds the instant ``now`` (Unix seconds); raises ``ValueError``."""
     if duration is None:
         return FOREVER
-    match = _DURATION.fullmatch(duration)
-    if match is None:
-        raise ValueError(f"{duration!r} is no duration: expected a number and s, m, h, d or mo, such as 30d")
-    count, unit = int(match[1]), match[2]
-    if unit == "mo":
-        month = _month_of(int(now // _DAY_S)) // count * count
-        return Period(_first_day(month) * float(_DAY_S), _first_day(month + count) * float(_DAY_S))
-    length = count * _SECONDS[unit]
+    length, months = parse_period(duration)
+    if months:
+        month = _month_of(int(now // _DAY_S)) // months * months
+        return Period(_first_day(month) * float(_DAY_S), _first_day(month + months) * float(_DAY_S))
+    if not length:
+        raise ValueError(f"{duration!r} is no period: expected {PERIOD}")
     origin = _MONDAY_S if length % (7 * _DAY_S) == 0 else 0
     begin = (now - origin) // length * length + origin
     return Period(begin, begin + length)

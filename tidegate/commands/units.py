@@ -9,8 +9,8 @@ from datetime import datetime, timedelta
 
 import click
 
-_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)\s*")
+from policy.duration import parse_duration
+
 # An instant without seconds means the whole minute, one with seconds the whole second.
 _CLOCK = re.compile(r"(?P<hour>\d{1,2}):(?P<minute>\d{2})(?P<second>:\d{2})?")
 _ISO = re.compile(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}(?P<second>:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:\d{2})?")
@@ -26,15 +26,6 @@ def duration(text: str) -> float:
 def moment(text: str) -> float:
     """:func:`instant` relative to the present."""
     return instant(text, time.time())
-
-
-def parse_duration(text: str) -> float:
-    """The seconds of a duration, 0 if it is invalid."""
-    position, seconds = 0, 0.0
-    while part := _PART.match(text, position):
-        seconds += float(part[1]) * _UNITS[part[2]]
-        position = part.end()
-    return seconds if position == len(text) else 0.0
 
 
 def instant(text: str, now: float) -> float:

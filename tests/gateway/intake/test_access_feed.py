@@ -54,12 +54,13 @@ class Worker:
         self.log = io.StringIO()
         self.admin_keys = AdminKeys(self.clock)
         self.tenants = Tenants(b"s" * 64, "own", Metrics().tenants, LOCAL, self.clock)
-        self.feed = AccessFeed(path, self.tenants, self.admin_keys, Log(0, self.log))
+        self.in_force: list[int] = []
+        self.feed = AccessFeed(path, self.tenants, self.admin_keys, Log(0, self.log), self.in_force.append)
         self.tenants.read(declared())
 
     def write(self, *rows: TenantRow | KeyRow | AdminKeyRow) -> None:
         counts = [sum(isinstance(row, kind) for row in rows) for kind in (TenantRow, KeyRow, AdminKeyRow)]
-        head = SnapshotHead(revision=1, tenants=counts[0], keys=counts[1], admin_keys=counts[2])
+        head = SnapshotHead(revision=len(rows), tenants=counts[0], keys=counts[1], admin_keys=counts[2])
         lines: list[SnapshotLine] = [head, *rows]
         write_atomic(self.path, msgspec.json.Encoder().encode_lines(lines), mode=0o600)
 
@@ -98,6 +99,7 @@ def test_a_worker_starts_with_the_last_file(worker: Worker) -> None:
     assert worker.of("anything") is worker.tenants.anonymous, "without a file"
     worker.write(tenant("web", max_tokens=9, weight=3.0), key("web", "k", access=Access(max_tokens=5)))
     worker.feed.start_from_disk()
+    assert worker.in_force == [2]
     principal = worker.of("k")
     assert (principal.account.name, principal.account.weight, principal.key_id) == ("web", 3.0, "key-k")
     assert (principal.max_tokens, [each.max_tokens for each in principal.access]) == (5, [9, 5])

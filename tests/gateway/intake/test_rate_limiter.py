@@ -332,3 +332,20 @@ def test_where_more_are_in_use_than_slots_the_least_used_are_forgotten(tmp_path:
 )
 def test_durations_are_written_as_openai_writes_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_keys_are_in_force_when_all_living_workers_say_so(tmp_path: Path) -> None:
+    clock = Clock(1000.0)
+    accounting = SharedLimits(tmp_path / "rows", ACCOUNTING, clock)
+    assert accounting.access_in_force(5), "there is no worker"
+    first, second = (SharedLimits(tmp_path / "rows", row, clock) for row in range(2))
+    first.publish_access(5)
+    assert not accounting.access_in_force(5)
+    second.publish_access(6)
+    assert accounting.access_in_force(5) and not accounting.access_in_force(6)
+    second.close()
+    SharedLimits(tmp_path / "rows", 1, clock)
+    assert not accounting.access_in_force(5), "a worker that starts has read nothing yet"
+    clock.now += 4
+    first.beat()
+    assert accounting.access_in_force(5), "the other died"

@@ -140,7 +140,7 @@ REFUSED_TENANTS: Rows = [
     ("tenants[0].dry_run", ["rpm"], "rpm_limit, tpm_limit", "[0]"),
     ("tenants[0].features", ["video"], "tools, images", "[0]"),
     ("tenants[0].budget_duration", "7d", "nothing without max_budget"),
-    ("tenants[0]", {"name": "acme", "max_budget": 1, "budget_duration": "7 days"}, "such as 30d",
+    ("tenants[0]", {"name": "acme", "max_budget": 1, "budget_duration": "7 days"}, "such as 1mo",
      ".budget_duration"),
     ("tenants[0].metadata", {"a": "b" * 20_000}, "at most 16384 bytes of JSON", "tenants[0]"),
     ("upstreams[0].name", "", "matches"),

@@ -8,10 +8,8 @@ from datetime import datetime
 
 import click
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tidegate.commands.units import age, clock, duration, instant, latency, parse_duration, rate, size
+from tidegate.commands.units import age, clock, duration, instant, latency, rate, size
 
 
 @pytest.fixture(autouse=True)
@@ -27,26 +25,9 @@ def at(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        *(("90s", 90), ("30m", 1800), ("30min", 1800), ("2h", 7200), ("1h30m", 5400), ("1d", 86_400)),
-        *(("0.5h", 1800), ("", 0), ("30", 0), ("m", 0), ("30x", 0), ("30m later", 0), ("-5m", 0), ("0s", 0)),
-        ("1h30", 0),
-    ],
-)
-def test_a_duration_is_parsed_to_seconds_or_zero(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
-
-
 def test_an_invalid_duration_shows_examples() -> None:
     with pytest.raises(click.BadParameter, match="invalid duration '5': use e\\.g\\. 90s"):
         duration("5")
-
-
-@given(st.integers(1, 99), st.integers(1, 59), st.integers(1, 59))
-def test_parts_of_a_duration_add_up(hours: int, minutes: int, seconds: int) -> None:
-    assert parse_duration(f"{hours}h{minutes}m{seconds}s") == hours * 3600 + minutes * 60 + seconds
 
 
 NOW = "2026-07-10T14:30:10"

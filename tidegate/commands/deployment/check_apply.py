@@ -23,6 +23,7 @@ from serve.autoscaler.policies import policies_for, policies_of
 from serve.autoscaler.policy_rehearsal import rehearse
 from store.state_dir import StateDir
 from store.tls_files import days_left, ports_with_tls
+from store.watched_files import signature_of
 from tidegate import deployment_file
 from tidegate.commands.deployment.rollout import follow
 from tidegate.commands.deployment_context import controller_client
@@ -51,21 +52,12 @@ def file_changes(path: Path, sleep: Callable[[float], None] = time.sleep) -> Ite
     """
     reported = previous = None
     while True:
-        current = _signature(path)
+        current = signature_of(path)
         if current is not None and current == previous and current != reported:
             reported = current
             yield
         previous = current
         sleep(POLL_S)
-
-
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Changes with the file's content; ``None`` while there is no file."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 @click.command(help="Validate FILE. An error names the path, the value and what was expected.")
