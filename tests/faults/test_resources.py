@@ -6,15 +6,26 @@ import asyncio
 import itertools
 import resource
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
+from gateway.intake.usage_journal import Charge, UsageJournal
+from gateway.protocol.usage import Usage
+from gateway.telemetry.structured_log import Log
+from policy.tenancy.price import TokenRates
+from policy.wire.accounting import KEYS, TENANTS
+from policy.wire.usage import USAGE
+from store.state_dir import StateDir
 from tests.faults import faults
 from tests.faults.harness import Harness
+from tests.gateway.accounting.test_usage_under_kills import accounting
 from tests.gateway.fake_replica import Exchange
 from tests.gateway.worker import PATIENCE_S, until
 
@@ -194,3 +205,70 @@ async def test_39_deadlines_and_breakers_use_the_monotonic_clock(harness: Harnes
     assert harness.workers[0].returncode is None
     harness.workers[0].send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(harness.workers[0].wait(), 60) == 0
+
+
+@contextmanager
+def full_disk(process: asyncio.subprocess.Process) -> Iterator[None]:
+    with limited(process.pid, resource.RLIMIT_FSIZE, 0):
+        yield
+
+
+@contextmanager
+def no_descriptors(process: asyncio.subprocess.Process) -> Iterator[None]:
+    with limited(process.pid, resource.RLIMIT_NOFILE, first_free(process.pid)):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("exhausted", "refused"),
+    [(full_disk, 503), pytest.param(no_descriptors, 0, marks=pytest.mark.long)],
+)
+async def test_38_the_accounting_process_refuses_changes_and_loses_no_usage(
+    tmp_path: Path,
+    exhausted: Callable[[asyncio.subprocess.Process], AbstractContextManager[None]],
+    refused: int,
+) -> None:
+    state = StateDir(tmp_path)
+    process = await accounting(tmp_path, PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "metrics"))
+    journal = UsageJournal(state.usage_path, Log(0, StringIO()))
+
+    async def ask(method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """Status and answer; status 0 without an answer."""
+        transport = httpx.AsyncHTTPTransport(uds=str(state.accounting_socket_path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://accounting", timeout=10) as client:
+            try:
+                answer = await client.request(method, path, json=body)
+            except httpx.HTTPError:
+                return 0, None
+            return answer.status_code, answer.json()
+
+    async def makes(path: str, body: object) -> bool:
+        return (await ask("POST", path, body))[0] == 200
+
+    def spend() -> None:
+        charge = Charge(journal, "web", "", "m", "", TokenRates(0, 0, 0), 0)
+        charge.begin()
+        charge.end(Usage(0, 0, 1))
+
+    async def drained(tokens: int) -> bool:
+        _, rows = await ask("GET", USAGE)
+        return [row["output_tokens"] for row in rows] == [tokens]
+
+    try:
+        await until(lambda: makes(TENANTS, {"name": "web"}), "the accounting process answers")
+        spend()
+        await until(lambda: drained(1), "usage is in the ledger")
+        await asyncio.sleep(0.3)  # its end of the last connection is closed
+        with exhausted(process):
+            assert (await ask("POST", KEYS, {"tenant": "web"}))[0] == refused
+            for _ in range(10):
+                spend()
+            await asyncio.sleep(1.2)  # it tries to write the ledger, and its metrics
+        await until(lambda: makes(KEYS, {"tenant": "web"}), "keys are made again")
+        assert len((await ask("GET", KEYS))[1]) == 1, "what was refused changed nothing"
+        await until(lambda: drained(11), "no usage was lost or counted twice")
+    finally:
+        journal.close()
+        assert process.returncode is None
+        process.kill()
+        await process.wait()

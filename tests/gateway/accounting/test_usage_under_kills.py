@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import sys
@@ -107,10 +108,10 @@ class Load:
                     seen.events += 1
 
 
-async def accounting(root: Path) -> asyncio.subprocess.Process:
+async def accounting(root: Path, **environment: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway.accounting.main", "--state", str(root),
-        cwd=ROOT, stderr=asyncio.subprocess.DEVNULL,
+        cwd=ROOT, stderr=asyncio.subprocess.DEVNULL, env=os.environ | environment,
     )  # fmt: skip
 
 
