@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
+from tidegate.supervisor.children import ROOT
 
 pytestmark = pytest.mark.process
 
@@ -128,3 +130,32 @@ def test_an_orderly_stop_drops_overrides_and_a_crash_keeps_them(site: Site) -> N
     site.up(elastic)
     (model,) = site.status()["models"]
     assert (model["mode"], model["target"], model["ready"]) == ("multi-replica", 1, 1)
+
+
+METER = """
+import sys, time
+from tests.serve.fake_nvml import FakeNvml, gpu
+
+class Meter(FakeNvml):
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return int(time.monotonic() * 300_000)
+
+sys.modules[__name__] = Meter(gpu(mw=300_000))
+"""
+
+
+@pytest.mark.long
+def test_usage_has_the_energy_of_a_gpu_that_measures_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Driver, host, controller, accounting process and ledger; the GPU takes 300 watts."""
+    (site.folder / "pynvml.py").write_text(METER)
+    monkeypatch.setenv("PYTHONPATH", f"{site.folder}:{ROOT}")
+    began = time.monotonic()
+    site.up(document(site))
+
+    def measured() -> float:
+        assert site.complete("sim").status_code == 200
+        (row,) = json.loads(site.tidegate("usage", "--json")[1])["usage"]
+        return float(row["joules"])
+
+    joules = until(measured, "energy is in the ledger", 150)
+    assert 0 < joules <= 300 * (time.monotonic() - began)
