@@ -88,8 +88,8 @@ class KeyChanges:
             expires = expiry(wanted.expires, wanted.duration, change.now)
             key = new_key()
             record = KeyRecord(
-                new_id("key"), digest_of(key.encode()), wanted.tenant, wanted.alias, access_of(wanted),
-                change.now, expires,
+                id=new_id("key"), sha256=digest_of(key.encode()), tenant=wanted.tenant, alias=wanted.alias,
+                access=access_of(wanted), created=change.now, expires=expires,
             )  # fmt: skip
             self._insert(change.connection, record)
             change.record("key.create", record.id, after=_audited(record))
@@ -103,12 +103,12 @@ class KeyChanges:
         with self._database.changing(actor) as change:
             old = self._valid(change.connection, key_id, change.now)
             key = new_key()
-            new = old._replace(id=new_id("key"), sha256=digest_of(key.encode()), created=change.now)
+            new = structs.replace(old, id=new_id("key"), sha256=digest_of(key.encode()), created=change.now)
             if grace_s:
                 ends = change.now + grace_s
-                old = old._replace(expires=ends if old.expires is None else min(ends, old.expires))
+                old = structs.replace(old, expires=ends if old.expires is None else min(ends, old.expires))
             else:
-                old = old._replace(revoked=change.now)
+                old = structs.replace(old, revoked=change.now)
             end_key(change.connection, old)
             self._insert(change.connection, new)
             after = {"id": new.id, "old_key_ends": old.revoked or old.expires}
@@ -120,7 +120,7 @@ class KeyChanges:
         """Refuse a key from now on."""
         with self._database.changing(actor) as change:
             record = self._valid(change.connection, key_id, change.now)
-            revoked = end_key(change.connection, record._replace(revoked=change.now))
+            revoked = end_key(change.connection, structs.replace(record, revoked=change.now))
             change.record("key.revoke", key_id, before=_audited(record))
             return _view(revoked, (record.tenant,), change.now)
 
@@ -164,8 +164,8 @@ class AdminKeyChanges:
                 raise AccessRefused(f"there are {MAX_ADMIN_KEYS} admin keys already")
             key = new_key(ADMIN_PREFIX)
             record = AdminKeyRecord(
-                new_id("admin"), digest_of(key.encode()), wanted.name, wanted.role, change.now,
-                expiry(wanted.expires, wanted.duration, change.now),
+                id=new_id("admin"), sha256=digest_of(key.encode()), name=wanted.name, role=wanted.role,
+                created=change.now, expires=expiry(wanted.expires, wanted.duration, change.now),
             )  # fmt: skip
             insert_admin_key(change.connection, record)
             view = _admin_view(record, change.now)
@@ -181,7 +181,7 @@ class AdminKeyChanges:
             if (state := state_of(record, change.now)) != "valid":
                 raise AccessRefused(f"the admin key {name!r} is {state} already")
             before = _admin_view(record, change.now)
-            revoked = end_key(change.connection, record._replace(revoked=change.now))
+            revoked = end_key(change.connection, structs.replace(record, revoked=change.now))
             change.record("admin_key.revoke", record.name, before=before)
         return _admin_view(revoked, change.now)
 

@@ -89,7 +89,7 @@ class TenantChanges:
             record = self._of_database(change, name)
             keys = valid_by_tenant(change.connection, change.now)
             for key in every_key(change.connection, tenant=name, valid_at=change.now):
-                end_key(change.connection, key._replace(revoked=change.now))
+                end_key(change.connection, structs.replace(key, revoked=change.now))
                 change.record("key.revoke", key.id, before={"tenant": name, "alias": key.alias})
             delete_tenant(change.connection, name)
             change.record("tenant.delete", name, before=_settings(record))

@@ -61,11 +61,11 @@ class AccessFeed:
         in_force: Callable[[int], None] = lambda revision: None,
     ) -> None:
         self._path = path
+        self._file = WatchedFiles(path)
         self._tenants = tenants
         self._admin_keys = admin_keys
         self._log = log
         self._in_force = in_force
-        self._file = WatchedFiles(path)
         self._read_with = -1
 
     def start_from_disk(self) -> None:

@@ -118,7 +118,12 @@ async def split(
     cut: list[list[Raw]] = []
     at = 0
     for share in together:
-        cut.append([Raw(_renumbered(found[at + i], i)) for i in range(share.count)])
+        own: list[Raw] = []
+        for i in range(share.count):
+            own.append(Raw(_renumbered(found[at + i], i)))
+            if large:  # each of up to MAX_DECODED
+                await asyncio.sleep(0)
+        cut.append(own)
         at += share.count
     usages = _usages(fields["usage"], together, cut) if "usage" in fields else None
     whole_id = msgspec.json.decode(fields["id"], type=str) if "id" in fields else ""

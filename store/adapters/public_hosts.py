@@ -14,6 +14,8 @@ from urllib.request import getproxies
 
 import httpx
 
+from policy.deployment_file.gateway_section import is_network
+
 REDIRECTS = 5
 _GLOBAL_UNICAST = ip_network("2000::/3")
 _NAT64 = ip_network("64:ff9b::/96")
@@ -30,7 +32,7 @@ class PublicHosts:
 
     def __init__(self, private: Iterable[str]) -> None:
         self._names = frozenset(entry.lower() for entry in private)
-        self._networks = [ip_network(entry, strict=False) for entry in self._names if _is_network(entry)]
+        self._networks = [ip_network(entry, strict=False) for entry in self._names if is_network(entry)]
 
     def lists(self, host: str) -> bool:
         """Whether ``host`` is listed by its name."""
@@ -122,11 +124,3 @@ class _Checked(httpx.BaseTransport):
 def _target(request: httpx.Request) -> tuple[str, int]:
     url = request.url
     return url.raw_host.decode("ascii"), url.port or (443 if url.scheme == "https" else 80)
-
-
-def _is_network(entry: str) -> bool:
-    try:
-        ip_network(entry, strict=False)
-    except ValueError:
-        return False
-    return True

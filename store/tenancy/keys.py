@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import structs
 from sqlalchemy import ColumnElement, Connection, Table, and_, func, insert, or_, select, true, update
 
 from policy.config.tenancy import Access
@@ -15,32 +16,32 @@ from store.tenancy.tables import admin_keys, api_keys
 _ID_BYTES = 8
 
 
-class KeyRecord(NamedTuple):
-    """An API key: ``sha256`` is its digest in hex; it is valid until ``expires`` or ``revoked``."""
+class AnyKeyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A key: ``sha256`` is its digest in hex; it is valid until ``expires`` or ``revoked``."""
 
     id: str
     sha256: str
+    created: float
+    expires: float | None = None
+    revoked: float | None = None
+
+
+class KeyRecord(AnyKeyRecord, frozen=True, kw_only=True):
+    """An API key."""
+
     tenant: str
     alias: str
     access: Access
-    created: float
-    expires: float | None = None
-    revoked: float | None = None
 
 
-class AdminKeyRecord(NamedTuple):
-    """An admin key, as :class:`KeyRecord`."""
+class AdminKeyRecord(AnyKeyRecord, frozen=True, kw_only=True):
+    """A key of the admin port."""
 
-    id: str
-    sha256: str
     name: str
     role: Role
-    created: float
-    expires: float | None = None
-    revoked: float | None = None
 
 
-R = TypeVar("R", KeyRecord, AdminKeyRecord)
+R = TypeVar("R", bound=AnyKeyRecord)
 
 
 def new_id(prefix: str) -> str:
@@ -48,7 +49,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(_ID_BYTES)}"
 
 
-def state_of(record: KeyRecord | AdminKeyRecord, now: float) -> str:
+def state_of(record: AnyKeyRecord, now: float) -> str:
     """``valid``, ``expired`` or ``revoked``."""
     if record.revoked is not None:
         return "revoked"
@@ -70,7 +71,7 @@ def find_key(connection: Connection, key_id: str) -> KeyRecord | None:
 
 
 def insert_key(connection: Connection, record: KeyRecord) -> None:
-    values = record._asdict() | {"access": msgspec.json.encode(record.access).decode()}
+    values = structs.asdict(record) | {"access": msgspec.json.encode(record.access).decode()}
     connection.execute(insert(api_keys).values(values))
 
 
@@ -87,7 +88,7 @@ def find_admin_key(connection: Connection, name: str) -> AdminKeyRecord | None:
 
 
 def insert_admin_key(connection: Connection, record: AdminKeyRecord) -> None:
-    connection.execute(insert(admin_keys).values(record._asdict()))
+    connection.execute(insert(admin_keys).values(structs.asdict(record)))
 
 
 def end_key(connection: Connection, record: R) -> R:
@@ -98,7 +99,7 @@ def end_key(connection: Connection, record: R) -> R:
     return record
 
 
-def count_valid(connection: Connection, kind: type[KeyRecord | AdminKeyRecord], now: float) -> int:
+def count_valid(connection: Connection, kind: type[AnyKeyRecord], now: float) -> int:
     """How many keys of a kind are valid."""
     table = api_keys if kind is KeyRecord else admin_keys
     chosen = _valid(table, now)

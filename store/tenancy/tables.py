@@ -5,6 +5,8 @@ Columns called ``at``, ``created``, ``revoked``, ``expires``, ``seen`` are Unix 
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary, Table, Text
 
 from store.database import key_columns, metadata, required_columns
@@ -24,27 +26,33 @@ tenants = Table(
     *required_columns(Boolean, "blocked"),
     *required_columns(Double, "created"),
 )
-# ``access`` is a :class:`policy.config.tenancy.Access` as JSON; ``sha256`` the key's digest in hex.
+
+
+def _columns_of_a_key() -> list[Column[Any]]:
+    """``sha256`` is the key's digest in hex; times are Unix seconds."""
+    return [
+        Column("sha256", Text, nullable=False, unique=True),
+        *required_columns(Double, "created"),
+        Column("expires", Double),
+        Column("revoked", Double),
+    ]
+
+
+# ``access`` is a :class:`policy.config.tenancy.Access` as JSON.
 api_keys = Table(
     "api_keys",
     metadata,
     *key_columns(Text, "id"),
-    Column("sha256", Text, nullable=False, unique=True),
+    *_columns_of_a_key(),
     Column("tenant", Text, nullable=False, index=True),
     *required_columns(Text, "alias", "access"),
-    *required_columns(Double, "created"),
-    Column("expires", Double),
-    Column("revoked", Double),
 )
 admin_keys = Table(
     "admin_keys",
     metadata,
     *key_columns(Text, "id"),
-    Column("sha256", Text, nullable=False, unique=True),
+    *_columns_of_a_key(),
     *required_columns(Text, "name", "role"),
-    *required_columns(Double, "created"),
-    Column("expires", Double),
-    Column("revoked", Double),
 )
 # Triggers refuse to change or delete a row. ``before`` and ``after`` are JSON.
 audit = Table(

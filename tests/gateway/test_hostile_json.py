@@ -13,13 +13,16 @@ import pytest_asyncio
 
 from gateway.protocol.body import MAX_DECODED
 from gateway.protocol.validation.bounds import MAX_TOKENS
+from store import mypyc_cache
 from tests.gateway.fake_replica import Answer, Exchange, FakeReplica
 from tests.gateway.worker import PATIENCE_S, Stack, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 MB = 1024 * 1024
-# 20 ms on a core of its own; the tests beside this one take the caches.
-LONGEST_S = 0.05
+# Without machine code reading takes five times as long.
+LONGEST_S = 0.02 if (mypyc_cache.home() / mypyc_cache.digest()).is_dir() else 0.05
+# Other processes take the caches: of so many measurements the least counts.
+TRIES = 4
 CHAT, TEXT, RESPONSES, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
 EVENTS = "text/event-stream"
 
@@ -229,8 +232,11 @@ async def test_no_body_of_a_client_stalls_the_others(
         replica.answer = whole(b"{}", 200, "application/json")
     found = {}
     for kind, (path, _, made) in BODIES.items():
-        answer = await shared.http.post(path, content=made.of(size))
-        found[kind] = answer.status_code, await heartbeat.longest_s()
+        for _ in range(TRIES):
+            answer = await shared.http.post(path, content=made.of(size))
+            found[kind] = answer.status_code, await heartbeat.longest_s()
+            if found[kind][1] <= LONGEST_S:
+                break
     expected = {kind: status for kind, (_, status, _) in BODIES.items()}
     if size <= MAX_DECODED:
         expected |= SMALL
@@ -248,8 +254,11 @@ async def test_no_answer_of_a_replica_stalls_the_others(
     found = {}
     for kind, (content_type, status, made) in ANSWERS.items():
         replicas[0].answer = whole(made.of(size), status, content_type)
-        answer = await shared.chat(stream=content_type == EVENTS)
-        found[kind] = answer.status_code, await heartbeat.longest_s()
+        for _ in range(TRIES):
+            answer = await shared.chat(stream=content_type == EVENTS)
+            found[kind] = answer.status_code, await heartbeat.longest_s()
+            if found[kind][1] <= LONGEST_S:
+                break
     if size >= MB:
         assert {kind: stall_s for kind, (_, stall_s) in found.items() if stall_s > LONGEST_S} == {}
 
