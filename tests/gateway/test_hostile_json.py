@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import NamedTuple
 
 import httpx
@@ -195,6 +196,14 @@ class Heartbeat:
         self._process.stdin.write(b"\n")
         return float(await asyncio.wait_for(self._process.stdout.readline(), PATIENCE_S))
 
+    async def during(self, ask: Callable[[], Awaitable[httpx.Response]]) -> tuple[int, float]:
+        """The status of an answer, and the longest stall on the way to it."""
+        for _ in range(TRIES):
+            status, stall_s = (await ask()).status_code, await self.longest_s()
+            if stall_s <= LONGEST_S:
+                break
+        return status, stall_s
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def replicas(shared: Stack) -> list[FakeReplica]:
@@ -232,11 +241,7 @@ async def test_no_body_of_a_client_stalls_the_others(
         replica.answer = whole(b"{}", 200, "application/json")
     found = {}
     for kind, (path, _, made) in BODIES.items():
-        for _ in range(TRIES):
-            answer = await shared.http.post(path, content=made.of(size))
-            found[kind] = answer.status_code, await heartbeat.longest_s()
-            if found[kind][1] <= LONGEST_S:
-                break
+        found[kind] = await heartbeat.during(partial(shared.http.post, path, content=made.of(size)))
     expected = {kind: status for kind, (_, status, _) in BODIES.items()}
     if size <= MAX_DECODED:
         expected |= SMALL
@@ -254,11 +259,7 @@ async def test_no_answer_of_a_replica_stalls_the_others(
     found = {}
     for kind, (content_type, status, made) in ANSWERS.items():
         replicas[0].answer = whole(made.of(size), status, content_type)
-        for _ in range(TRIES):
-            answer = await shared.chat(stream=content_type == EVENTS)
-            found[kind] = answer.status_code, await heartbeat.longest_s()
-            if found[kind][1] <= LONGEST_S:
-                break
+        found[kind] = await heartbeat.during(partial(shared.chat, stream=content_type == EVENTS))
     if size >= MB:
         assert {kind: stall_s for kind, (_, stall_s) in found.items() if stall_s > LONGEST_S} == {}
 
