@@ -40,7 +40,7 @@ from gateway.telemetry.traces.exporter import TraceExporter
 from policy.config.deployment import Deployment
 from policy.wire.controller import SIGNALS
 from store.api_keys import salt_secret
-from store.process_usage import read_usage
+from store.os_process import read_usage
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Processes of the operating system: found again by id and start time, and ended by SIGTERM, then SIGKILL.
 
-Also the limit of descriptors of this process, and which start of the machine this is.
+Also what this process uses, its limit of descriptors, and which start of the machine this is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -27,6 +28,16 @@ MAX_DESCRIPTORS = 65_536
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+class ProcessUsage(NamedTuple):
+    """Seconds of all processors since the start, bytes of memory, descriptors, and the start in Unix time."""
+
+    cpu_s: float
+    resident_bytes: int
+    open_fds: int
+    max_fds: int
+    started_at: float
+
+
 def allow_connections() -> None:
     """Raise this process's soft limit of descriptors to the hard one, up to :data:`MAX_DESCRIPTORS`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -37,6 +48,20 @@ def allow_connections() -> None:
 def boot_key() -> int:
     """A number of 64 bits that is another one after each start of this machine."""
     return int.from_bytes(uuid.UUID(_BOOT_ID.read_text().strip()).bytes[:8])
+
+
+def read_usage() -> ProcessUsage:
+    """The usage of this process now; thousands of descriptors take milliseconds."""
+    process = psutil.Process()
+    with process.oneshot():
+        times = process.cpu_times()
+        return ProcessUsage(
+            times.user + times.system,
+            process.memory_info().rss,
+            process.num_fds(),
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            process.create_time(),
+        )
 
 
 def local_user() -> str:

@@ -38,7 +38,7 @@ from policy.signals.worker_counters import WorkerCounters
 from policy.stats.histogram import GAPS, SECONDS, HistogramCounter
 from policy.types import Priority
 from policy.wire.metrics import Kind
-from store.process_usage import ProcessUsage
+from store.os_process import ProcessUsage
 
 if TYPE_CHECKING:
     from gateway.request_context import Call

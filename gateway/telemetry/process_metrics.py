@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.telemetry.metric_families import MetricFamilies
-from store.process_usage import ProcessUsage
+from store.os_process import ProcessUsage
 
 
 class ProcessMetrics:

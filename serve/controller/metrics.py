@@ -22,7 +22,7 @@ from serve.gpu_metrics import REASONS
 from serve.state.desired_state import Target, Targets
 from serve.state.model_failures import ModelFailures
 from serve.state.observed_state import ObservedState
-from store.process_usage import read_usage
+from store.os_process import read_usage
 
 PROCESS = "controller"
 LAG_EVERY_S = 0.5
