@@ -22,7 +22,7 @@ from policy.wire.frames import BrokenFrames, FrameDecoder, FrameEncoder
 FRAME_BYTES = frames.MAX_FRAME // 2
 # Of uploads, in one turn of the event loop.
 UPLOAD_BYTES = READ_BYTES
-# Stream numbers are 32 bits; a connection that has used up so many is replaced at the next request.
+# Stream numbers are 32 bits; on a connection that has used up so many only the load stream goes on.
 LAST_STREAM = (1 << 32) - 1
 
 
@@ -58,7 +58,6 @@ class Stream:
     def abort(self, sink: Sink) -> None:
         """The rest of the response is not wanted: the replica frees the slot."""
         if self.sink is sink:
-            self.sink = None
             self._connection.cancel(self)
 
     def took(self, size: int) -> None:
@@ -76,13 +75,13 @@ class Stream:
 class MultiplexedConnection:
     """An asyncio protocol that inherits nothing, to be compiled.
 
-    ``opened`` yields whether the server speaks frames, and never fails. ``progress`` counts what came on
+    ``opened`` yields whether the server speaks frames, and never fails. ``channel`` counts what comes on
     streams that count. ``alive``: new streams may be opened. ``leaving``: it closes with its last stream.
     """
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, channel: FrameChannel, secret: str) -> None:
         self.opened: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.progress = 0
+        self._channel = channel
         self._preface = frames.preface(secret)
         self._answer: bytes | None = b""
         self._transport: asyncio.Transport | None = None
@@ -95,7 +94,7 @@ class MultiplexedConnection:
         # Parts of large bodies that are not written yet, by stream.
         self._uploads: deque[tuple[Stream, deque[memoryview]]] = deque()
         self._written = 0
-        self._is_full = self._flushes = False
+        self._is_full = self._flushes = self._is_broken = False
         self.leaving = False
 
     @property
@@ -148,10 +147,10 @@ class MultiplexedConnection:
         self._flush_soon()
 
     def cancel(self, stream: Stream) -> None:
-        if self._streams.pop(stream.number, None) is not None:
+        if self._streams.get(stream.number) is stream:
             self._encoder.add(frames.CANCEL, stream.number, b"")
             self._flush_soon()
-            self._ended()
+            self._end(stream)
 
     def allow(self, stream: Stream, size: int) -> None:
         self._encoder.add(frames.WINDOW, stream.number, frames.credit(size))
@@ -179,10 +178,19 @@ class MultiplexedConnection:
     def data_received(self, data: bytes) -> None:
         if self._answer is not None:
             data = self._answered(self._answer + data)
+        if self._is_broken:
+            return
         try:
             for kind, number, payload in self._decoder.feed(data):
-                self._take(kind, number, payload)
-        except BrokenFrames:
+                try:
+                    self._take(kind, number, payload)
+                except BrokenFrames:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever breaks in a sink, other streams go on
+                    self._sink_failed(number, error)
+        except BrokenFrames as error:
+            self._is_broken = True
+            _report("a replica's connection is closed", error)
             self.close()
 
     def eof_received(self) -> None:
@@ -200,9 +208,10 @@ class MultiplexedConnection:
         if reader is not None:
             reader.close()
         self._open_ended(False)
-        # After EPIPE too the server's FIN came first; after a reset it is not known what had arrived.
+        # After EPIPE too the server's FIN came first; after a reset or a close from here it is not known what
+        # arrived.
         closed = exc is None or isinstance(exc, BrokenPipeError)
-        acked = acknowledged(self._transport) if closed else -1
+        acked = acknowledged(self._transport) if closed and not self._is_broken else -1
         streams, self._streams = self._streams, {}
         self._uploads.clear()
         for stream in streams.values():
@@ -223,10 +232,17 @@ class MultiplexedConnection:
             self.close()
         return b""
 
+    def _end(self, stream: Stream) -> None:
+        del self._streams[stream.number]
+        stream.sink = None
+        if self._uploads:  # a replica that does not read must not keep the bodies of requests that are over
+            self._uploads = deque(each for each in self._uploads if each[0] is not stream)
+        self._ended()
+
     def _ended(self) -> None:
-        """A stream has ended."""
-        if self.leaving and not self._streams and self._transport is not None:
-            self._transport.close()
+        """A stream has ended. The last one left nothing to send, also where the replica reads no more."""
+        if self.leaving and not self._streams:
+            self.close()
 
     def _open_ended(self, speaks: bool) -> None:
         if not self.opened.done():
@@ -242,7 +258,7 @@ class MultiplexedConnection:
         assert sink is not None
         stream.received = True
         if stream.counts:
-            self.progress += 1
+            self._channel.progress += 1
         if kind == frames.DATA:
             if not stream.begun:
                 raise BrokenFrames("a body without a head")
@@ -251,10 +267,8 @@ class MultiplexedConnection:
         elif kind == frames.END:
             if not stream.begun:
                 raise BrokenFrames("a body without a head")
-            del self._streams[number]
-            stream.sink = None
+            self._end(stream)
             sink.on_data(payload, complete=True)
-            self._ended()
         elif kind == frames.HEAD:
             if stream.begun:
                 raise BrokenFrames("a response with two heads")
@@ -262,12 +276,17 @@ class MultiplexedConnection:
             status, headers = frames.head_of(payload)
             sink.on_head(status, headers)
         elif kind == frames.RESET:
-            del self._streams[number]
-            stream.sink = None
+            self._end(stream)
             sink.on_lost(stale=False)
-            self._ended()
         else:
             raise BrokenFrames(f"a record of kind {kind}")
+
+    def _sink_failed(self, number: int, error: Exception) -> None:
+        _report("a stream's sink failed", error)
+        stream = self._streams.get(number)
+        if stream is not None and (sink := stream.sink) is not None:
+            self.cancel(stream)
+            sink.on_lost(stale=False)
 
     def _flush_soon(self) -> None:
         if not self._flushes:
@@ -284,8 +303,6 @@ class MultiplexedConnection:
         parts: list[bytes | memoryview] = []
         while self._uploads and budget > 0 and not self._is_full:
             stream, pieces = self._uploads.popleft()
-            if stream.number not in self._streams:  # it was cancelled, or answered before
-                continue
             piece = pieces.popleft()
             parts += [self._encoder.alone(frames.BODY, stream.number, len(piece)), piece]
             budget -= len(piece)
@@ -303,22 +320,21 @@ class MultiplexedConnection:
         self._transport.write(data)
 
 
+def _report(message: str, error: Exception) -> None:
+    asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+
+
 class FrameChannel:
     """The multiplexed connection to one replica, which its load stream opens, and opens anew when it is lost.
 
-    ``progress`` counts what came for requests over all its connections.
+    ``progress`` counts what came for requests, also on connections that it has left.
     """
 
     def __init__(self, pool: ConnectionPool, secret: str) -> None:
         self._pool = pool
         self._secret = secret
         self._connection: MultiplexedConnection | None = None
-        self._progress_before = 0
-
-    @property
-    def progress(self) -> int:
-        current = 0 if self._connection is None else self._connection.progress
-        return self._progress_before + current
+        self.progress = 0
 
     @property
     def host_header(self) -> bytes:
@@ -336,7 +352,7 @@ class FrameChannel:
         """
         self.leave()
         loop = asyncio.get_running_loop()
-        connection = MultiplexedConnection(self._secret)
+        connection = MultiplexedConnection(self, self._secret)
         async with asyncio.timeout(self._pool.connect_timeout_s):
             await loop.create_connection(
                 cast("Callable[[], asyncio.Protocol]", lambda: connection), self._pool.host, self._pool.port
@@ -361,6 +377,5 @@ class FrameChannel:
     def leave(self) -> None:
         """Take no more requests; those in flight end on their connection."""
         if self._connection is not None:
-            self._progress_before += self._connection.progress
             self._connection.leave()
             self._connection = None

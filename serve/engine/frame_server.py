@@ -63,19 +63,23 @@ class FrameConnection(asyncio.Protocol):
         self._streams: dict[int, FrameStream] = {}
         self._last = 0
         self._behind: deque[FrameStream] = deque()
-        self._flushes = False
+        self._flushes = self._is_broken = False
         self.is_full = False
         server_state.connections.add(self)  # type: ignore[arg-type] # it has the methods that uvicorn calls
         transport.set_protocol(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_broken:
+            return
         try:
             if self._opening is not None:
                 data = self._opened(self._opening + data)
             for kind, number, payload in self._decoder.feed(data):
                 self._take(kind, number, payload)
         except BrokenFrames as error:
-            log.warning("a gateway's connection is closed: %s", error)
+            if self._opening is None:  # others than gateways must not fill the log
+                log.warning("a gateway's connection is closed: %s", error)
+            self._is_broken = True
             self._transport.abort()
 
     def pause_writing(self) -> None:
@@ -146,8 +150,9 @@ class FrameConnection(asyncio.Protocol):
             if number <= self._last:
                 raise BrokenFrames(f"stream {number} was opened twice")
             self._last = number
-            stream = self._streams[number] = FrameStream(self, number, *_scope_of(payload))
-            task = asyncio.get_running_loop().create_task(stream.run(self._app))
+            scope, length = _scope_of(payload)
+            stream = self._streams[number] = FrameStream(self, number, length)
+            task = asyncio.get_running_loop().create_task(stream.run(self._app, scope))
             self._server_state.tasks.add(task)
             task.add_done_callback(self._server_state.tasks.discard)
             return
@@ -170,10 +175,9 @@ class FrameConnection(asyncio.Protocol):
 class FrameStream:
     """One request and its response: ``receive`` and ``send`` of an ASGI app, and a ``ResponseWriter``."""
 
-    def __init__(self, connection: FrameConnection, number: int, scope: Scope, length: int) -> None:
+    def __init__(self, connection: FrameConnection, number: int, length: int) -> None:
         self._connection = connection
         self.number = number
-        self._scope = scope
         self._missing = length
         self._body: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -185,11 +189,11 @@ class FrameStream:
         self._drained: asyncio.Future[None] | None = None
         self._aborted: list[Callable[[], None]] = []
 
-    async def run(self, app: ASGIApp) -> None:
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Serve it by ``app``."""
-        self._scope["extensions"] = {WRITER: self}
+        scope["extensions"] = {WRITER: self}
         try:
-            await app(self._scope, self.receive, self.send)
+            await app(scope, self.receive, self.send)
         except Exception:
             if not self._is_gone:
                 log.exception("a request failed")
@@ -201,6 +205,7 @@ class FrameStream:
                 # As HTTP's closed connection: whatever came of the response is not whole.
                 self._has_ended = True
                 self._connection.add(frames.RESET, self, b"")
+            self._aborted = []  # they may hold this stream
 
     # ASGI
 
@@ -235,6 +240,8 @@ class FrameStream:
 
     def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._head = frames.head(status, headers)
+        if len(self._head) > frames.MAX_PAYLOAD:
+            raise ValueError(f"a head of {len(self._head)} bytes; expected {frames.MAX_PAYLOAD} at most")
 
     def write(self, data: bytes) -> None:
         self._add(data)
@@ -306,7 +313,10 @@ class FrameStream:
         self._wake()
         callbacks, self._aborted = self._aborted, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # other streams of the connection go on
+                log.exception("a request's end could not be told")
 
     def _add(self, data: bytes) -> None:
         if self._has_ended or self._is_gone:
