@@ -117,7 +117,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A model that clients name in ``model``, and its desired state.
 
     Replicas of another shape or generation drain in ``closes_s`` seconds, if that is not ``None``: until then
-    they take the requests that end before.
+    they take the requests that end before. ``counts`` are the desired counts by shape of a model whose
+    replicas another autoscaler starts and ends.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     created: int = 0
     note: str = ""
     closes_s: float | None = None
+    counts: dict[str, int] = {}
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):

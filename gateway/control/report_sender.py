@@ -22,7 +22,6 @@ from gateway.queue.model_queues import Admission
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
-from policy.types import EngineKind
 from policy.wire.reports import GatewayReport, ModelReport, ReportAnswer, Waiting, WorkerDetail
 
 EVERY_S = 1.0
@@ -78,7 +77,7 @@ class Reporter:
         await self._report(last=True)
 
     async def report(self, *, last: bool = False) -> GatewayReport:
-        specs = [spec for spec in self.deployment().models if spec.engine is not EngineKind.EXTERNAL]
+        specs = [spec for spec in self.deployment().models if spec.is_scaled]
         drains = {spec.name: await self.admission.drain_s(spec.name) for spec in specs}
         running = self.running()
         self._number += 1

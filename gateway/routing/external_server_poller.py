@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.config.external_servers import ExternalServer
 from policy.routing.concurrency_limit import ServerQueue
 from policy.types import EngineKind, Replica
+from policy.wire.vllm_metrics import VllmMetrics
 from store.api_keys import read_key
 
 PROBE_EVERY_S = 2.0
@@ -38,11 +38,8 @@ MAX_NAMES = 5
 MAX_LISTING = 1024 * 1024
 # How often a server with requests in flight is asked for its queue, and one without vLLM's metrics for them.
 READ_EVERY_S, METRICS_EVERY_S = 1.0, 10.0
-# Only what is a finite number: the server may write anything, and labels end with their line.
-_QUEUE = re.compile(
-    rb"^vllm:num_requests_(running|waiting)(?:\{[^\n]*\})? ([0-9]{1,9}(?:\.[0-9]{1,9})?(?:e\+?0?[0-9])?)\s",
-    re.MULTILINE,
-)
+_RUNNING, _WAITING = "num_requests_running", "num_requests_waiting"
+_QUEUE = VllmMetrics(_RUNNING, _WAITING)
 
 
 class _Listed(msgspec.Struct):
@@ -232,11 +229,8 @@ class _NotServed(Exception):
 
 def _queue_of(metrics: bytes) -> ServerQueue | None:
     """The sums over vLLM's engines; ``None`` where they are missing."""
-    counts = {b"running": 0.0, b"waiting": 0.0}
-    found = _QUEUE.findall(metrics)
-    for name, count in found:
-        counts[name] += float(count)
-    return ServerQueue(*counts.values()) if {name for name, _ in found} == counts.keys() else None
+    found = _QUEUE.read(metrics)
+    return ServerQueue(found[_RUNNING], found[_WAITING]) if len(found) == 2 else None
 
 
 def _others(theirs: str, listed: list[_Listed]) -> str:

@@ -182,7 +182,8 @@ class FleetView:
         for model in fleet.models:
             served = self._of(model.name)
             served.created = model.created
-            served.max_model_len = model.max_model_len
+            if served.engine is not EngineKind.EXTERNAL:  # its servers say
+                served.max_model_len = model.max_model_len
             served.layer = (model.shape, model.generation)
             if source == "controller" and model.closes_s is not None:
                 served.closing_since = min(served.closing_since, at)

@@ -48,7 +48,8 @@ class Shape(Section, frozen=True):
 
     Replicas with a fraction of a GPU share one. Ray places a replica on a node with GPUs of its
     ``accelerator_type``, if that is not empty, and with its custom ``resources``. Without ``max_in_flight`` a
-    replica takes as many requests as its engine's ``max_num_seqs``.
+    replica takes as many requests as its engine's ``max_num_seqs``. ``workload`` is ``KIND/NAME`` of the
+    Kubernetes workload whose pods are the replicas of an external model.
     """
 
     gpus: Gpus = 0
@@ -58,6 +59,7 @@ class Shape(Section, frozen=True):
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     max_in_flight: Annotated[int, Meta(ge=1, le=65_536)] | None = None
     engine_args: dict[str, Any] = {}
+    workload: str = ""
 
     @property
     def degree(self) -> Gpus:
@@ -183,6 +185,11 @@ class ModelSpec(Section, frozen=True):
     def servers(self) -> tuple[ExternalServer, ...]:
         """The listed servers of an external model; a plain URL is one without further settings."""
         return tuple(ExternalServer(url=each) if isinstance(each, str) else each for each in self.urls)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether Tidegate decides how many replicas there are: not of external servers without modes."""
+        return self.engine is not EngineKind.EXTERNAL or bool(self.modes)
 
     @property
     def first_mode(self) -> str:
@@ -354,9 +361,14 @@ class Deployment(Section, frozen=True):
     upstreams: tuple[Upstream, ...] = ()
 
     @property
-    def needs_controller(self) -> bool:
-        """Whether Tidegate deploys any model itself, rather than using external servers."""
+    def deploys(self) -> bool:
+        """Whether Tidegate starts engines itself, rather than using external servers alone."""
         return any(model.engine is not EngineKind.EXTERNAL for model in self.models)
+
+    @property
+    def needs_controller(self) -> bool:
+        """Whether Tidegate starts engines or scales external servers."""
+        return any(model.is_scaled for model in self.models)
 
     def model(self, name: str) -> ModelSpec:
         """The model called ``name``; raises :class:`policy.errors.TargetError` if there is none."""

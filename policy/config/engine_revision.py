@@ -18,8 +18,10 @@ def engine_inputs(spec: ModelSpec) -> dict[str, Any]:
 
     ``token_file`` is left out: it only fetches weights. So are timeouts: hosts take new ones while they
     run. Of adapters only slots, rank and size limits are fixed. Engines of a shared GPU group are built with
-    sleep mode.
+    sleep mode. Engines of an external model are known by their workload alone.
     """
+    if spec.engine is EngineKind.EXTERNAL:
+        return {"engine": spec.engine}
     source = "sim" if spec.engine is EngineKind.SIM else "source"
     whole = msgspec.to_builtins(spec)
     made: dict[str, Any] = {key: whole[key] for key in ("engine", "runner", "engine_args", "env", source)}
@@ -38,6 +40,11 @@ def used_shapes(spec: ModelSpec) -> dict[str, Shape]:
     return {name: shape for name, shape in spec.shapes.items() if name in used}
 
 
+def _made(shape: Shape) -> Shape | str:
+    """What engines of a shape are made of: its workload, which has its pods, or all of it."""
+    return shape.workload or shape
+
+
 def built_shapes(spec: ModelSpec, before: Mapping[str, Shape]) -> ModelSpec:
     """``spec`` with the shapes of its generation: those in use, and those of ``before``.
 
@@ -48,7 +55,9 @@ def built_shapes(spec: ModelSpec, before: Mapping[str, Shape]) -> ModelSpec:
 
 def changed_shapes(built: Mapping[str, Shape], spec: ModelSpec) -> set[str]:
     """The shapes that differ between ``spec`` and ``built``; a new shape is no change."""
-    return {name for name, shape in used_shapes(spec).items() if built.get(name, shape) != shape}
+    return {
+        name for name, shape in used_shapes(spec).items() if _made(built.get(name, shape)) != _made(shape)
+    }
 
 
 def same_engines(built: ModelSpec, spec: ModelSpec) -> bool:
@@ -59,5 +68,6 @@ def same_engines(built: ModelSpec, spec: ModelSpec) -> bool:
 def digest(spec: ModelSpec, shape: str = "") -> str:
     """Eight hex digits that identify the engine inputs of ``shape``, or of all used shapes."""
     shapes = {shape: spec.shapes[shape]} if shape else used_shapes(spec)
-    data = msgspec.json.encode((engine_inputs(spec), shapes), order="deterministic")
+    made = {name: _made(each) for name, each in shapes.items()}
+    data = msgspec.json.encode((engine_inputs(spec), made), order="deterministic")
     return hashlib.sha256(data).hexdigest()[:8]

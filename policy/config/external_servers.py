@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -40,13 +40,15 @@ class KubernetesService(Section, frozen=True, kw_only=True):
 
     ``namespace`` is the gateway's own by default, ``port`` the name or number of an endpoint's port, by
     default the first. ``api`` is the URL of the API server without credentials, such as `kubectl proxy`; by
-    default it is the cluster's, with the pod's service account.
+    default it is the cluster's, with the pod's service account. The counts of a model with modes are set by
+    Tidegate, or, with ``scaled_by: autoscaler``, by KEDA or an HPA that reads them.
     """
 
     service: str
     namespace: str = ""
     port: str | int | None = None
     api: str = ""
+    scaled_by: Literal["tidegate", "autoscaler"] = "tidegate"
 
 
 class Discovery(ServerSettings, frozen=True, kw_only=True):
@@ -60,3 +62,8 @@ class Discovery(ServerSettings, frozen=True, kw_only=True):
     file: str | None = None
     kubernetes: KubernetesService | None = None
     https: bool = False
+
+    @property
+    def is_autoscaled(self) -> bool:
+        """Whether another autoscaler carries out the counts of its modes."""
+        return self.kubernetes is not None and self.kubernetes.scaled_by == "autoscaler"

@@ -40,7 +40,7 @@ def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
     if (picker := deployment.endpoint_picker) is not None:
         found.append(Listener("endpoint_picker.port", picker.host, picker.port))
     starts_ray = ray and _starts_ray(deployment)
-    if starts_ray or (deployment.needs_controller and not ray):
+    if starts_ray or (deployment.needs_controller and not (ray and deployment.deploys)):
         host, _, port = cluster.controller.rpartition(":")
         found.append(Listener("cluster.controller", host.strip("[]"), int(port)))
         if starts_ray:
@@ -68,7 +68,7 @@ def check_ports(deployment: Deployment) -> None:
 
 def _starts_ray(deployment: Deployment) -> bool:
     """Whether a Ray head is started on this machine, where Ray is used."""
-    return deployment.needs_controller and deployment.cluster.address == "local"
+    return deployment.deploys and deployment.cluster.address == "local"
 
 
 def may_be_open(gateway: GatewayConfig) -> bool:

@@ -14,6 +14,7 @@ from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.config.tenancy import Tenant
 from policy.config.tls import AdminTls, ServerTls
 from policy.engine.performance_model_file import describe
+from policy.types import EngineKind
 
 
 class Effect(StrEnum):
@@ -76,12 +77,22 @@ def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
     if old.needs_controller != new.needs_controller:
         engines = (f"models[{name}].engine" for name in before)
         fixed = fixed | dict.fromkeys([*whole, *engines], "whether a controller runs is decided at the start")
+    # A model of external servers that is scaled from now on.
+    taken_over = tuple(
+        f"models[{name}]." + "modes." * (name in before)
+        for name, spec in after.items()
+        if spec.engine is EngineKind.EXTERNAL
+        and spec.is_scaled
+        and not (name in before and before[name].is_scaled)
+    )
     changes = []
     for path, *values in _leaves("", _plain(old), _plain(new)):
         was, becomes = (model and model["engine"] for model in values) if path in whole else values
         effect, why = Effect.LIVE, fixed.get(path, "")
         if path in fixed:
             effect = Effect.RESTART
+        elif f"{path}.".startswith(taken_over):
+            effect, why = Effect.RESTART, "the pods of its workloads are taken over at the start"
         elif f"{path}.".startswith(rebuilt) and ".adapters.sources[" not in path:
             effect = Effect.NEW_GENERATION
             why = _SHARED * path.startswith(shared)

@@ -13,6 +13,8 @@ from policy.config.external_servers import Discovery, ExternalServer, ServerSett
 _VISIBLE = re.compile(r"[!-~]+")
 _HOST_PORT = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+# The kinds of Kubernetes workloads with a subresource `scale` whose pods can be replicas.
+WORKLOADS = ("deployment", "statefulset", "leaderworkerset")
 _URL = "http(s)://HOST:PORT, optionally ending in /v1"
 
 
@@ -23,9 +25,28 @@ def check_external(path: str, spec: ModelSpec) -> None:
     check_servers(f"{path}.urls", spec.urls)
     if spec.discovery is not None:
         _check_discovery(f"{path}.discovery", spec.discovery)
-    for key in ("source", "shapes", "modes", "mode", "engine_args", "env"):
+    scaled = spec.discovery is not None and spec.discovery.kubernetes is not None
+    for key in ("source", "engine_args", "env", *(() if scaled else ("shapes", "modes", "mode"))):
         value = getattr(spec, key)
         require(not value, f"{path}.{key}", value, "nothing: Tidegate does not deploy an external engine")
+    require(
+        bool(spec.shapes) == bool(spec.modes),
+        f"{path}.modes",
+        list(spec.modes),
+        "shapes and modes, or neither",
+    )
+    owners: dict[str, str] = {}
+    for name, shape in spec.shapes.items():
+        at = f"{path}.shapes.{name}"
+        require(
+            not shape.engine_args, f"{at}.engine_args", shape.engine_args, "nothing: its pods have theirs"
+        )
+        expected = f"KIND/NAME with one of the kinds: {', '.join(WORKLOADS)}"
+        kind, _, named = shape.workload.partition("/")
+        good = kind in WORKLOADS and _LABEL.fullmatch(named)
+        require(good, f"{at}.workload", shape.workload, expected)
+        owner = owners.setdefault(shape.workload, name)
+        require(owner == name, f"{at}.workload", shape.workload, f"one that shapes.{owner} does not have")
 
 
 def check_servers(path: str, urls: Sequence[str | ExternalServer]) -> None:

@@ -70,7 +70,9 @@ def parse(document: object) -> Deployment:
         if spec.engine is EngineKind.EXTERNAL:
             check_external(path, spec)
         else:
-            _check_deployed(path, spec, deployment)
+            _check_deployed(path, spec)
+        if spec.is_scaled:
+            _check_layers(path, spec, deployment.budget)
     tenants = {tenant.name for tenant in deployment.tenants}
     for i, spec in enumerate(deployment.models):
         _check_adapters(f"models[{i}]", spec, models, tenants)
@@ -88,7 +90,7 @@ def parse(document: object) -> Deployment:
     return structs.replace(deployment, models=tuple(traced(spec, endpoint) for spec in deployment.models))
 
 
-def _check_deployed(path: str, spec: ModelSpec, deployment: Deployment) -> None:
+def _check_deployed(path: str, spec: ModelSpec) -> None:
     for key in ("urls", "discovery"):
         require(
             not getattr(spec, key), f"{path}.{key}", getattr(spec, key), f"{key} only with engine: external"
@@ -97,20 +99,26 @@ def _check_deployed(path: str, spec: ModelSpec, deployment: Deployment) -> None:
     require(spec.source or spec.engine is not EngineKind.VLLM, f"{path}.source", spec.source, expected)
     for key in ("shapes", "modes"):
         require(getattr(spec, key), f"{path}.{key}", {}, "at least one entry")
-    for name, shape in spec.shapes.items():
-        _check_shape(f"{path}.shapes.{name}", name, shape, deployment.budget)
-    for name, mode in spec.modes.items():
-        _check_mode(f"{path}.modes.{name}", name, mode, spec, deployment.budget)
-    _check_scale(f"{path}.control.scale", spec.control.scale, spec)
-    _check_affordable(spec, deployment.budget)
-    known = f"one of the modes: {', '.join(spec.modes)}"
-    require(spec.mode is None or spec.mode in spec.modes, f"{path}.mode", spec.mode, known)
     _check_engine_args(f"{path}.engine_args", spec.engine_args)
     for name, shape in spec.shapes.items():
         _check_memory_share(path, name, shape, spec)
+        only = "none: only shapes of external models have a workload"
+        require(not shape.workload, f"{path}.shapes.{name}.workload", shape.workload, only)
     for key, value in spec.env.items():
         expected = "a variable that Tidegate does not guard or set"
         require(key not in FORBIDDEN_ENV, f"{path}.env.{key}", value, expected)
+
+
+def _check_layers(path: str, spec: ModelSpec, budget: Budget) -> None:
+    """Check what is scaled: shapes, modes, and whether the budget has room for them."""
+    for name, shape in spec.shapes.items():
+        _check_shape(f"{path}.shapes.{name}", name, shape, budget)
+    for name, mode in spec.modes.items():
+        _check_mode(f"{path}.modes.{name}", name, mode, spec, budget)
+    _check_scale(f"{path}.control.scale", spec.control.scale, spec)
+    _check_affordable(spec, budget)
+    known = f"one of the modes: {', '.join(spec.modes)}"
+    require(spec.mode is None or spec.mode in spec.modes, f"{path}.mode", spec.mode, known)
 
 
 def _check_shape(path: str, name: str, shape: Shape, budget: Budget) -> None:
@@ -261,7 +269,7 @@ def _check_cluster(deployment: Deployment) -> None:
     host, _, port = cluster.controller.rpartition(":")
     good = host and port.isdigit() and 1 <= int(port) <= 65_535
     require(good, "cluster.controller", cluster.controller, "HOST:PORT")
-    joined = deployment.needs_controller and cluster.address != "local"
+    joined = deployment.deploys and cluster.address != "local"
     reached = not joined or not _loopback(cluster.controller) or _loopback(cluster.address)
     expected = f"HOST:PORT that every node of cluster.address = {cluster.address!r} reaches"
     require(reached, "cluster.controller", cluster.controller, expected)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.scaling.transition_steps import LayerKey
+from policy.stats.backoff import Backoff
 from serve.host.replica_host import HostSpec
 from serve.host.version_check import installed
 from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
+
+ASK = Backoff(0.2, 2.0)
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +61,46 @@ def host_spec(  # noqa: PLR0917
 def same_host(host: str, replica: str) -> bool:
     """Whether ``replica`` runs on the host with this id: engines of a group have the last part of its id."""
     return host.rpartition("-")[2] in replica.split("-")
+
+
+def deployment_id(state: StateDir) -> str:
+    """Eight hex digits that identify this deployment on a cluster: a digest of its secret.
+
+    A directory would not do: two machines may have the same path.
+    """
+    return hashlib.sha256(f"deployment {state.secret()}".encode()).hexdigest()[:8]
+
+
+class LastAnswer:
+    """The layers as a cluster answered last: asked after each change of ours, else ever less often.
+
+    Unchanged, it is asked every :data:`ASK` seconds.
+    """
+
+    def __init__(self, asked: Callable[[], Awaitable[Mapping[LayerKey, Held]]]) -> None:
+        self._asked = asked
+        self.value: Mapping[LayerKey, Held] | None = None
+        self._same = 0
+        self._ask_at = 0.0
+
+    def changed(self) -> None:
+        """Ask at the next occasion."""
+        self._same, self._ask_at = 0, 0.0
+
+    async def get(self) -> Mapping[LayerKey, Held]:
+        """The last answer, or a new one if it is due."""
+        now = asyncio.get_running_loop().time()
+        if self.value is None or now >= self._ask_at:
+            before = self.value
+            self._same = self._same + 1 if await self.ask() == before else 1
+            self._ask_at = now + ASK.delay_s(self._same)
+        assert self.value is not None
+        return self.value
+
+    async def ask(self) -> Mapping[LayerKey, Held]:
+        """A new answer."""
+        self.value = await self._asked()
+        return self.value
 
 
 class Actuator(Protocol):

@@ -8,7 +8,6 @@ so that several deployments can share a cluster. Source of the REST paths: Ray 2
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -23,8 +22,7 @@ from policy.config.deployment import Cluster, ModelSpec
 from policy.config.ports import is_loopback
 from policy.errors import ActuatorFailed
 from policy.scaling.transition_steps import LayerKey
-from policy.stats.backoff import Backoff
-from serve.actuator.interface import Held, Node, host_spec, same_host
+from serve.actuator.interface import Held, LastAnswer, Node, deployment_id, host_spec, same_host
 from serve.actuator.node_capacity import node_sizes
 from serve.actuator.serve_application_spec import (
     DEPLOYMENT,
@@ -35,9 +33,6 @@ from serve.actuator.serve_application_spec import (
 from serve.host.ray_replica import RayHost
 from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
-
-# Serve's API takes 20 ms of its controller and its dashboard: unchanged, it is asked ever less often.
-ASK = Backoff(0.2, 2.0)
 
 # Of Serve's replica actors: ``ray.serve._private.constants``, Ray 2.60.
 SERVE_NAMESPACE = "serve"
@@ -53,14 +48,6 @@ LIVE_DRAIN_S = 600.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 
 
-def deployment_id(state: StateDir) -> str:
-    """Eight hex digits that identify this deployment on the cluster: a digest of its secret.
-
-    A directory would not do: two machines may have the same path.
-    """
-    return hashlib.sha256(f"deployment {state.secret()}".encode()).hexdigest()[:8]
-
-
 class RayActuator:
     """The actuator port over Serve's REST API and, to deploy, its Python API."""
 
@@ -73,9 +60,8 @@ class RayActuator:
         self._applications: dict[LayerKey, str] = {}
         # By application: the counts of deployed layers that Serve does not list in full yet.
         self._deploying: dict[str, int] = {}
-        self._held: dict[LayerKey, Held] = {}
-        self._same = 0
-        self._ask_at = 0.0
+        # Serve's API takes 20 ms of its controller and its dashboard.
+        self._last = LastAnswer(self._ask)
         self._http = httpx.AsyncClient(
             base_url=f"http://{dashboard}",
             headers={"authorization": f"Bearer {token}"},
@@ -84,30 +70,19 @@ class RayActuator:
         )
 
     async def layers(self) -> Mapping[LayerKey, Held]:
-        """As Serve reported last: asked after each change of ours, and by :data:`ASK` while all is the same.
-
-        What else happens to a layer, such as failed starts, is known two seconds late at most.
-        """
-        now = asyncio.get_running_loop().time()
-        if now >= self._ask_at:
-            before, found = self._held, await self._ask()
-            self._same = self._same + 1 if found == before else 1
-            self._ask_at = now + ASK.delay_s(self._same)
-        return self._held
+        """As Serve reported last. What else happens to a layer, such as failed starts, is known later."""
+        return await self._last.get()
 
     async def _ask(self) -> Mapping[LayerKey, Held]:
         answer = await self._call("GET", "/api/serve/applications/")
         for name, application in answer["applications"].items():
             if application["deployments"]:
                 self._deploying.pop(name, None)
-        self._held = {}
-        for key, name, held in held_layers(answer, self._id, self._deploying):
+        held = {}
+        for key, name, layer in held_layers(answer, self._id, self._deploying):
             self._applications[key] = name
-            self._held[key] = held
-        return self._held
-
-    def _changed(self) -> None:
-        self._same, self._ask_at = 0, 0.0
+            held[key] = layer
+        return held
 
     async def nodes(self) -> Sequence[Node]:
         return await asyncio.to_thread(node_sizes)
@@ -115,7 +90,7 @@ class RayActuator:
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
     ) -> None:
-        if key in await self._ask():
+        if key in await self._last.ask():
             return
         drain_s = model.control.mode.drain_timeout_s
         # Where others reach the node, as in a cluster that was joined, engines listen on its address.
@@ -142,43 +117,43 @@ class RayActuator:
             external_scaler_enabled=True,
         )
         self._deploying[name] = count
-        self._changed()
+        self._last.changed()
         await asyncio.to_thread(_deploy, target)
 
     async def scale(self, key: LayerKey, count: int) -> None:
         if key not in self._applications:
-            await self._ask()
+            await self._last.ask()
         name = self._applications.get(key)
         if name is None:
             raise ActuatorFailed(f"there is no layer {key} to scale")
         path = f"/api/v1/applications/{quote(name, safe='')}/deployments/{DEPLOYMENT}/scale"
-        self._changed()
+        self._last.changed()
         await self._call("POST", path, {"target_num_replicas": count})
 
     async def kill(self, key: LayerKey, replica: str) -> None:
         if key not in self._applications:
-            await self._ask()
+            await self._last.ask()
         answer = await self._call("GET", "/api/serve/applications/")
         application = answer["applications"].get(self._applications.get(key))
         if application is None or DEPLOYMENT not in application["deployments"]:
             return
-        self._changed()
+        self._last.changed()
         for host in application["deployments"][DEPLOYMENT]["replicas"]:
             if same_host(host["replica_id"], replica):
                 await asyncio.to_thread(_kill, host["actor_name"])
 
     async def delete(self, key: LayerKey) -> None:
-        await self._ask()
+        await self._last.ask()
         name = self._applications.pop(key, None)
         if name is not None:
-            self._changed()
+            self._last.changed()
             await asyncio.to_thread(ray_serve.delete, name, _blocking=False)
 
     async def stop(self) -> None:
-        await self._ask()
+        await self._last.ask()
         names = list(self._applications.values())
         self._applications.clear()
-        self._changed()
+        self._last.changed()
         for name in names:
             await asyncio.to_thread(ray_serve.delete, name, _blocking=True)
 

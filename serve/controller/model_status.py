@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from policy.config.deployment import ModelSpec
 from policy.scaling.transition_steps import Layer, LayerKey
 from policy.types import Model
 from serve.autoscaler.autoscaler import Autoscaler
@@ -75,8 +76,17 @@ def fleet_models(
             generation=aim.generation,
             created=int(target.created),
             note="; ".join(filter(None, (_note(target, observed), failures.note(name)))),
+            counts=_counts(spec, observed),
             closes_s=None if target.ends_at is None else observed.closes_s(target, at),
         )
+
+
+def _counts(spec: ModelSpec, observed: ObservedState) -> dict[str, int]:
+    """The desired counts by shape, where another autoscaler carries them out."""
+    if spec.discovery is None or not spec.discovery.is_autoscaled:
+        return {}
+    held = {key.shape: layer.wanted for key, layer in observed.held.items() if key.model == spec.name}
+    return dict.fromkeys(spec.shapes, 0) | held
 
 
 def phase(target: Target, layers: Mapping[LayerKey, Layer]) -> str:

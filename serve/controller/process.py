@@ -16,8 +16,10 @@ import uvicorn
 import uvloop
 
 from policy.deployment_file.parse import parse
+from serve.actuator.by_engine import ActuatorByEngine
 from serve.actuator.gpu_cards import cards_of_machine
 from serve.actuator.interface import Actuator
+from serve.actuator.kubernetes import KubernetesActuator
 from serve.actuator.local import LocalActuator
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
@@ -36,8 +38,15 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
     The port is fixed, so a predecessor that is just ending is waited for.
     """
     open_adapters = partial(_open_adapters, state)
+    models = parse(state.load(state.deployment_path, dict[str, object])).models
+    workloads = KubernetesActuator(state, models)
     controller = Controller(
-        actuator, state, os.getpid(), open_adapters, wall=time.time, monotonic=time.monotonic
+        ActuatorByEngine(actuator, workloads),
+        state,
+        os.getpid(),
+        open_adapters,
+        wall=time.time,
+        monotonic=time.monotonic,
     )
     host, _, port = address.rpartition(":")
     for attempt in range(50):
@@ -56,6 +65,7 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
         asyncio.create_task(HttpServer(config).serve(sockets=[sock])),
         asyncio.create_task(controller.run()),
         asyncio.create_task(controller.audit.run()),
+        asyncio.create_task(workloads.report(controller.beat)),
     }
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -65,6 +75,7 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        await workloads.close()
         sock.close()
 
 

@@ -13,7 +13,8 @@ import uvloop
 from ray.actor import ActorHandle
 
 from policy.config.deployment import Cluster
-from serve.actuator.ray import RayActuator, deployment_id
+from serve.actuator.interface import deployment_id
+from serve.actuator.ray import RayActuator
 from serve.actuator.serve_application_spec import SERVE_ENVIRONMENT
 from serve.controller.process import serve_controller
 from serve.controller.run_record import record_error, record_start

@@ -24,6 +24,24 @@ def sim_model(name: str = "m", **over: Any) -> dict[str, Any]:
     return model | over
 
 
+def external_model(api: str, name: str = "m", **over: Any) -> dict[str, Any]:
+    """One external model whose pods are those of a StatefulSet and of a Deployment."""
+    service = {"service": "vllm", "namespace": "models", "port": "http", "api": api}
+    return {
+        "name": name,
+        "engine": "external",
+        "discovery": {"kubernetes": service | over.pop("kubernetes", {})},
+        "shapes": {
+            "large": {"gpus": 2, "tensor_parallel": 2, "workload": "deployment/large"},
+            "small": {"gpus": 1, "workload": "statefulset/small"},
+        },
+        "modes": {
+            "multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}},
+            "single-large": {"shape": "large", "replicas": 1},
+        },
+    } | over
+
+
 def document(*models: dict[str, Any], **sections: Any) -> dict[str, Any]:
     """A whole document over ``models``."""
     return {"models": list(models) or [sim_model()], **sections}

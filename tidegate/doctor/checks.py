@@ -64,9 +64,7 @@ class Subject:
     def is_local(self) -> bool:
         """Whether the deployment starts engines on this machine."""
         deployment = self.deployment
-        return (
-            deployment is not None and deployment.needs_controller and deployment.cluster.address == "local"
-        )
+        return deployment is not None and deployment.deploys and deployment.cluster.address == "local"
 
     @property
     def gpus_per_replica(self) -> int:

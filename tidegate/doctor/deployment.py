@@ -49,7 +49,7 @@ def ports(wanted: Iterable[Listener], running: Collection[Listener]) -> Finding:
 def ray(deployment: Deployment, foreign: Callable[[], str | None], environment: Mapping[str, str]) -> Finding:
     """Whether a Ray head can be started, or the named cluster be joined."""
     check, address = "Ray", deployment.cluster.address
-    if not deployment.needs_controller:
+    if not deployment.deploys:
         return not_applicable(check, "every model is external")
     if address == "local":
         if (problem := foreign()) is not None:
@@ -78,7 +78,7 @@ def ray(deployment: Deployment, foreign: Callable[[], str | None], environment: 
 def network(deployment: Deployment | None, measure: Callable[[Deployment], Measured]) -> Finding:
     """The bandwidth between the nodes of a cluster that the deployment joins."""
     check = "network between nodes"
-    if deployment is None or not deployment.needs_controller or deployment.cluster.address == "local":
+    if deployment is None or not deployment.deploys or deployment.cluster.address == "local":
         return not_applicable(
             check, "no cluster is joined (cluster.address), so everything is on this machine"
         )

@@ -1,7 +1,7 @@
 """The manifests of a deployment file.
 
-With external models gateways are a Deployment that scales; models that Tidegate starts itself run in one pod
-with their GPUs or cores, without Ray.
+With external models gateways are a Deployment that scales, with a controller beside them where the models are
+scaled. Models that Tidegate starts itself run in one pod with their GPUs or cores, without Ray.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 import yaml
 
 from policy.config.deployment import Deployment
-from policy.config.external_servers import KubernetesService
-
-Manifest = dict[str, Any]
+from tidegate.kubernetes.access import access, is_scaled
+from tidegate.kubernetes.objects import INSTANCE, Manifest, Options, labels_of, named, object_of
 
 STATE, CACHE = "/var/lib/tidegate", "/var/cache/tidegate"
 CONFIG, SECRET = "/etc/tidegate", "/etc/tidegate-secret"
@@ -29,17 +28,6 @@ MAX_GATEWAYS = 10
 
 
 @dataclass(frozen=True)
-class Options:
-    """The ``name`` of all objects, their ``namespace``, the ``image``, and the least number of gateways."""
-
-    name: str
-    namespace: str
-    image: str
-    gateways: int = 2
-    service_monitor: bool = False
-
-
-@dataclass(frozen=True)
 class Manifests:
     """The objects, and ``notes`` on what must be there beside them."""
 
@@ -47,48 +35,81 @@ class Manifests:
     notes: list[str]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Pods of one kind: their ``arguments``, whether they ``scale``, have the file, and run models."""
+
+    arguments: list[str]
+    role: str = ""
+    scales: bool = False
+    has_file: bool = True
+    has_models: bool = False
+
+
 def manifests(raw: dict[str, Any], deployment: Deployment, options: Options) -> Manifests:
     """The manifests of ``deployment``, whose file's content is ``raw``."""
-    is_external = not deployment.needs_controller
+    parts = _parts(deployment, options)
+    if is_scaled(deployment):
+        # It has an address of its own, by which gateways of other pods find it.
+        port = controller_port(deployment)
+        raw = {**raw, "cluster": {**raw.get("cluster", {}), "controller": f"0.0.0.0:{port}"}}
     objects = [
-        _object("v1", "ServiceAccount", options, automountServiceAccountToken=bool(_services(deployment))),
-        *_access(deployment, options),
-        _object("v1", "ConfigMap", options, data={FILE: yaml.safe_dump(raw, sort_keys=False)}),
-        _workload(deployment, options),
+        *access(deployment, options),
+        object_of("v1", "ConfigMap", options, data={FILE: yaml.safe_dump(raw, sort_keys=False)}),
+        *(_workload(deployment, options, part) for part in parts),
         _service(options, options.name, "http", deployment.gateway.port),
         _service(options, f"{options.name}-admin", "admin", deployment.gateway.admin_port),
         _network_policy(deployment, options),
     ]
-    if is_external:
-        objects += [_disruption_budget(options), _autoscaler(options)]
-    else:
+    if is_scaled(deployment):
+        objects += [*_controller(deployment, options), _claim(options, "state", "10Gi")]
+    if deployment.deploys:
         objects += [_claim(options, "state", "10Gi"), _claim(options, "cache", "100Gi")]
+    else:
+        objects += [_disruption_budget(options), _autoscaler(options)]
     if options.service_monitor:
         objects.append(_service_monitor(options))
     return Manifests(objects, _notes(deployment, options))
 
 
-def _workload(deployment: Deployment, options: Options) -> Manifest:
-    is_external = not deployment.needs_controller
-    labels = _labels(options)
+def controller_port(deployment: Deployment) -> int:
+    """The port of ``cluster.controller``."""
+    return int(deployment.cluster.controller.rpartition(":")[2])
+
+
+def _parts(deployment: Deployment, options: Options) -> list[_Part]:
+    run = ["run", f"{CONFIG}/{FILE}", "--watch"]
+    if deployment.deploys:
+        return [_Part([*run, "--no-ray"], has_models=True)]
+    if not deployment.needs_controller:
+        return [_Part(run, scales=True)]
+    follow = [
+        *("gateway", "--controller", f"{options.name}-controller:{controller_port(deployment)}"),
+        *("--secret-file", f"{SECRET}/secret", "--host", "0.0.0.0", "--admin-host", "0.0.0.0"),
+    ]
+    return [_Part(follow, scales=True, has_file=False), _Part(run, role="controller")]
+
+
+def _workload(deployment: Deployment, options: Options, part: _Part) -> Manifest:
+    labels = labels_of(options, part.role)
     spec: dict[str, Any] = {
-        "replicas": options.gateways if is_external else 1,
+        "replicas": options.gateways if part.scales else 1,
         "selector": {"matchLabels": labels},
         "template": {
             "metadata": {"labels": labels},
             "spec": {
-                "serviceAccountName": options.name,
+                "serviceAccountName": named(options, part.role),
                 "terminationGracePeriodSeconds": grace_s(deployment),
                 "securityContext": {
                     "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
                     "seccompProfile": {"type": "RuntimeDefault"},
                 },
-                "containers": [_container(deployment, options)],
-                "volumes": _volumes(options, is_external=is_external),
+                "containers": [_container(deployment, options, part)],
+                "volumes": _volumes(options, part),
             },
         },
     }  # fmt: skip
-    if is_external:
+    if part.scales:
         spec["strategy"] = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
         spec["template"]["spec"]["topologySpreadConstraints"] = [
             {
@@ -101,23 +122,27 @@ def _workload(deployment: Deployment, options: Options) -> Manifest:
     else:
         # Two pods would need the GPUs twice, and the state directory has one supervisor.
         spec["strategy"] = {"type": "Recreate"}
-    return _object("apps/v1", "Deployment", options, spec=spec)
+    return object_of("apps/v1", "Deployment", options, name=named(options, part.role), spec=spec)
 
 
-def _container(deployment: Deployment, options: Options) -> dict[str, Any]:
+def _container(deployment: Deployment, options: Options, part: _Part) -> dict[str, Any]:
     gateway = deployment.gateway
     ports = {"http": gateway.port, "admin": gateway.admin_port}
     if deployment.endpoint_picker is not None:
         ports["picker"] = deployment.endpoint_picker.port
-    arguments = ["run", f"{CONFIG}/{FILE}", "--watch", *(["--no-ray"] if deployment.needs_controller else [])]
-    mounts = {"state": STATE, "tmp": "/tmp", "config": CONFIG, "secret": SECRET}  # noqa: S108 - a volume
-    if deployment.needs_controller:
+    if part.role:
+        ports["controller"] = controller_port(deployment)
+    mounts = {"state": STATE, "tmp": "/tmp"}  # noqa: S108 - a volume
+    if part.has_file:
+        mounts["config"] = CONFIG
+    mounts["secret"] = SECRET
+    if part.has_models:
         mounts |= {"cache": CACHE, "shm": "/dev/shm"}  # noqa: S108 - as above
     scheme = "HTTP" if gateway.admin_tls is None else "HTTPS"
     return {
         "name": "tidegate",
         "image": options.image,
-        "args": arguments,
+        "args": part.arguments,
         "env": [
             {"name": "TIDEGATE_STATE_DIR", "value": STATE},
             {"name": "TIDEGATE_SECRET_FILE", "value": f"{SECRET}/secret"},
@@ -129,7 +154,7 @@ def _container(deployment: Deployment, options: Options) -> dict[str, Any]:
         "startupProbe": _probe("/livez", scheme, periodSeconds=2, failureThreshold=60),
         "livenessProbe": _probe("/livez", scheme, periodSeconds=10, failureThreshold=3),
         "readinessProbe": _probe("/readyz", scheme, periodSeconds=2, failureThreshold=1),
-        "resources": _resources(deployment),
+        "resources": _resources(deployment, part),
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -146,37 +171,39 @@ def _probe(path: str, scheme: str, **times: int) -> dict[str, Any]:
     return {"httpGet": {"path": path, "port": "admin", "scheme": scheme}, "timeoutSeconds": 5, **times}
 
 
-def _resources(deployment: Deployment) -> dict[str, Any]:
+def _resources(deployment: Deployment, part: _Part) -> dict[str, Any]:
     workers, budget = deployment.gateway.workers, deployment.budget
-    cpus, memory = workers + (budget.cpus or 0), f"{OTHERS_MIB + WORKER_MIB * workers}Mi"
-    if not deployment.needs_controller:
+    memory = f"{OTHERS_MIB + WORKER_MIB * workers}Mi"
+    if not part.has_models:
         return {"requests": {"cpu": str(workers), "memory": memory}, "limits": {"memory": memory}}
     # How much memory an engine takes depends on its model: a limit here would be a guess that ends pods.
-    wanted: dict[str, Any] = {"requests": {"cpu": str(cpus), "memory": memory}}
+    wanted: dict[str, Any] = {"requests": {"cpu": str(workers + (budget.cpus or 0)), "memory": memory}}
     if budget.gpus:
         wanted["limits"] = {"nvidia.com/gpu": str(budget.gpus)}
     return wanted
 
 
-def _volumes(options: Options, *, is_external: bool) -> list[dict[str, Any]]:
-    volumes: list[dict[str, Any]] = [
-        {"name": "config", "configMap": {"name": options.name}},
+def _volumes(options: Options, part: _Part) -> list[dict[str, Any]]:
+    volumes: list[dict[str, Any]] = []
+    if part.has_file:
+        volumes.append({"name": "config", "configMap": {"name": options.name}})
+    volumes += [
         {"name": "secret", "secret": {"secretName": secret_name(options)}},
         {"name": "tmp", "emptyDir": {}},
     ]
-    if is_external:
+    if part.scales:
         return [*volumes, {"name": "state", "emptyDir": {}}]
-    claimed = [
-        {"name": each, "persistentVolumeClaim": {"claimName": f"{options.name}-{each}"}}
-        for each in ("state", "cache")
+    kept = ("state", "cache") if part.has_models else ("state",)
+    volumes += [
+        {"name": each, "persistentVolumeClaim": {"claimName": f"{options.name}-{each}"}} for each in kept
     ]
-    return [*volumes, *claimed, {"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    return [*volumes, {"name": "shm", "emptyDir": {"medium": "Memory"}}] if part.has_models else volumes
 
 
 def grace_s(deployment: Deployment) -> int:
     """How long a pod has to end: as long as its gateway and its replicas drain."""
     gateway = deployment.gateway
-    own = deployment.models if deployment.needs_controller else ()
+    own = deployment.models if deployment.deploys else ()
     replicas_s = max((spec.control.mode.drain_timeout_s for spec in own), default=0.0)
     return int(gateway.drain_delay_s + gateway.drain_timeout_s + replicas_s) + SPARE_S
 
@@ -187,8 +214,8 @@ def secret_name(options: Options) -> str:
 
 
 def _service(options: Options, name: str, port: str, number: int) -> Manifest:
-    spec = {"selector": _labels(options), "ports": [{"name": port, "port": number, "targetPort": port}]}
-    return _object("v1", "Service", options, name=name, labels={"tidegate.io/port": port}, spec=spec)
+    spec = {"selector": labels_of(options), "ports": [{"name": port, "port": number, "targetPort": port}]}
+    return object_of("v1", "Service", options, name=name, labels={"tidegate.io/port": port}, spec=spec)
 
 
 def _network_policy(deployment: Deployment, options: Options) -> Manifest:
@@ -200,13 +227,13 @@ def _network_policy(deployment: Deployment, options: Options) -> Manifest:
     ]
     if deployment.endpoint_picker is not None:
         rules.append({"ports": [{"port": "picker"}], "from": inside})
-    spec = {"podSelector": {"matchLabels": _labels(options)}, "policyTypes": ["Ingress"], "ingress": rules}
-    return _object("networking.k8s.io/v1", "NetworkPolicy", options, spec=spec)
+    spec = {"podSelector": {"matchLabels": labels_of(options)}, "policyTypes": ["Ingress"], "ingress": rules}
+    return object_of("networking.k8s.io/v1", "NetworkPolicy", options, spec=spec)
 
 
 def _disruption_budget(options: Options) -> Manifest:
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": _labels(options)}}
-    return _object("policy/v1", "PodDisruptionBudget", options, spec=spec)
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(options)}}
+    return object_of("policy/v1", "PodDisruptionBudget", options, spec=spec)
 
 
 def _autoscaler(options: Options) -> Manifest:
@@ -218,45 +245,46 @@ def _autoscaler(options: Options) -> Manifest:
         "maxReplicas": max(options.gateways, MAX_GATEWAYS),
         "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": target}}],
     }
-    return _object("autoscaling/v2", "HorizontalPodAutoscaler", options, spec=spec)
+    return object_of("autoscaling/v2", "HorizontalPodAutoscaler", options, spec=spec)
 
 
 def _claim(options: Options, volume: str, size: str) -> Manifest:
     spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
-    return _object("v1", "PersistentVolumeClaim", options, name=f"{options.name}-{volume}", spec=spec)
+    return object_of("v1", "PersistentVolumeClaim", options, name=f"{options.name}-{volume}", spec=spec)
 
 
 def _service_monitor(options: Options) -> Manifest:
     spec = {
-        "selector": {"matchLabels": {**_labels(options), "tidegate.io/port": "admin"}},
+        "selector": {"matchLabels": {**labels_of(options), "tidegate.io/port": "admin"}},
         "endpoints": [{"port": "admin", "path": "/metrics", "interval": "15s"}],
     }
-    return _object("monitoring.coreos.com/v1", "ServiceMonitor", options, spec=spec)
+    return object_of("monitoring.coreos.com/v1", "ServiceMonitor", options, spec=spec)
 
 
-def _services(deployment: Deployment) -> list[KubernetesService]:
-    """The services whose pods are followed with the rights of the gateway's own pod."""
-    found = [spec.discovery.kubernetes for spec in deployment.models if spec.discovery is not None]
-    return [service for service in found if service is not None and not service.api]
-
-
-def _access(deployment: Deployment, options: Options) -> list[Manifest]:
-    """The right to follow the endpoints of the services in which servers are discovered."""
-    objects = []
-    for namespace in sorted({each.namespace or options.namespace for each in _services(deployment)}):
-        rule = {
-            "apiGroups": ["discovery.k8s.io"],
-            "resources": ["endpointslices"],
-            "verbs": ["get", "list", "watch"],
-        }
-        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": options.name}
-        account = {"kind": "ServiceAccount", "name": options.name, "namespace": options.namespace}
-        api = "rbac.authorization.k8s.io/v1"
-        objects += [
-            _object(api, "Role", options, namespace=namespace, rules=[rule]),
-            _object(api, "RoleBinding", options, namespace=namespace, roleRef=role, subjects=[account]),
-        ]
-    return objects
+def _controller(deployment: Deployment, options: Options) -> list[Manifest]:
+    """The address of the controller, and who reaches it."""
+    port, name = controller_port(deployment), named(options, "controller")
+    # Without an address of its own: there is one pod.
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": labels_of(options, "controller"),
+        "ports": [{"name": "controller", "port": port, "targetPort": "controller"}],
+    }
+    instance = {"podSelector": {"matchLabels": {INSTANCE: options.name}}}
+    rules = [
+        {"ports": [{"port": "controller"}], "from": [instance]},
+        {"ports": [{"port": "admin"}], "from": [{"podSelector": {}}]},
+    ]
+    policy = {
+        "podSelector": {"matchLabels": labels_of(options, "controller")},
+        "policyTypes": ["Ingress"],
+        "ingress": rules,
+    }
+    return [
+        object_of("v1", "Service", options, name=name, spec=spec),
+        object_of("networking.k8s.io/v1", "NetworkPolicy", options, name=name, spec=policy),
+    ]
 
 
 def _notes(deployment: Deployment, options: Options) -> list[str]:
@@ -265,45 +293,10 @@ def _notes(deployment: Deployment, options: Options) -> list[str]:
         f"the pods share a secret: kubectl -n {options.namespace} create secret generic {name}"
         " --from-literal=secret=$(openssl rand -hex 32)"
     ]
-    if not deployment.needs_controller and not deployment.store:
+    if not deployment.deploys and not deployment.store:
         notes.append("keys made by command need `store: postgresql://...`: each pod has its own database")
     if not deployment.tenants and not deployment.gateway.allow_unauthenticated:
         notes.append("there are no tenants: pods start once there is a key, or gateway.allow_unauthenticated")
-    if deployment.needs_controller:
+    if deployment.deploys:
         notes.append("the models run in one pod, on one node")
     return notes
-
-
-def as_yaml(objects: list[Manifest]) -> str:
-    """The objects as one YAML stream."""
-    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Without anchors, and with texts of several lines as such."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
-
-
-def _labels(options: Options) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "tidegate", "app.kubernetes.io/instance": options.name}
-
-
-def _object(
-    api: str, kind: str, options: Options, *, name: str = "", namespace: str = "",
-    labels: dict[str, str] | None = None, **content: Any,
-) -> Manifest:  # fmt: skip
-    metadata = {
-        "name": name or options.name,
-        "namespace": namespace or options.namespace,
-        "labels": _labels(options) | (labels or {}),
-    }
-    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}

@@ -61,7 +61,7 @@ def _clean_up_cluster(state: StateDir, record: ProcessRecord, report: Callable[[
     if local or raw.get("cluster", {}).get("address", "local") == "local":
         return False
     deployment = parse(raw)
-    if not deployment.needs_controller:
+    if not deployment.deploys:
         return False
     report(f"deleting what is left on the Ray cluster at {deployment.cluster.address}")
     drain_s = max(spec.control.mode.drain_timeout_s for spec in deployment.models)

@@ -47,7 +47,7 @@ def _url(host: str, port: int, tls: ServerTls | None) -> str:
 def idle(deployment: Deployment, fleet: Fleet) -> frozenset[str]:
     """The models with 0 desired replicas."""
     targets = {model.name: model.target for model in fleet.models}
-    deployed = (spec.name for spec in deployment.models if spec.engine is not EngineKind.EXTERNAL)
+    deployed = (spec.name for spec in deployment.models if spec.is_scaled)
     return frozenset(name for name in deployed if targets.get(name) == 0)
 
 
@@ -56,7 +56,7 @@ def waiting_for(deployment: Deployment, fleet: Fleet) -> list[str]:
     missing = []
     idle_models = idle(deployment, fleet)
     for spec in deployment.models:
-        if spec.engine is EngineKind.EXTERNAL or spec.name in idle_models:
+        if not spec.is_scaled or spec.name in idle_models:
             continue
         replicas = [replica for replica in fleet.replicas if replica.model == spec.name]
         if any(replica.state is ReplicaPhase.READY for replica in replicas):

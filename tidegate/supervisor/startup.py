@@ -67,7 +67,7 @@ class Startup:
         # The gateway starts before Ray: its imports take seconds, and it can queue requests.
         self._gateway_workers()
         if self.deployment.needs_controller and not self.remote:
-            if self.ray:
+            if self.ray and self.deployment.deploys:
                 await self._ray()
             else:
                 self.controller = self.child(command_lines.local_controller(self.state))
@@ -95,7 +95,7 @@ class Startup:
                 self.sockets.append(sock)
             else:
                 sock.close()
-        if self.ray and self.deployment.needs_controller and self.deployment.cluster.address == "local":
+        if self.ray and self.deployment.deploys and self.deployment.cluster.address == "local":
             ours = {entry.pid for entry in self.record.living()}
             if (foreign := preflight.foreign_ray(ours)) is not None:
                 problems.append(foreign)
@@ -245,10 +245,12 @@ class Startup:
         self.progress.done("gateway", readiness.client_url(self.deployment.gateway))
 
     async def _servers(self) -> None:
-        """Wait until every external model has a server that serves it; name the others."""
+        """Wait until every external model that lists servers has one that serves it; name the others."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self.servers_timeout_s
-        models = external_servers.external_models(self.deployment)
+        models = [
+            name for name in external_servers.external_models(self.deployment) if name not in self._idle
+        ]
         while models:
             servers = await asyncio.to_thread(self._known_servers)
             missing = [
@@ -257,7 +259,10 @@ class Startup:
                 if not any(s.model == name and s.state is ReplicaPhase.READY for s in servers or ())
             ]
             lines = {name: external_servers.reasons(name, servers) for name in models}
-            if not missing:
+            late = clock() >= deadline
+            # Servers that are discovered may come later.
+            needed = [name for name in missing if self.deployment.model(name).discovery is None]
+            if not missing or (late and not needed):
                 for name in models:
                     self.progress.done("server", f"{name}: {external_servers.summary(name, servers)}")
                     for line in lines[name]:
@@ -266,7 +271,7 @@ class Startup:
             said = {name: lines[name] or [external_servers.summary(name, servers)] for name in missing}
             self.progress.step("server", "; ".join(f"{name}: {', '.join(said[name])}" for name in missing))
             check_alive(self.workers)
-            if clock() >= deadline:
+            if late:
                 text = "".join(
                     f"\n{name}: {external_servers.summary(name, servers)}"
                     + "".join(f"\n  {line}" for line in lines[name])

@@ -66,7 +66,7 @@ class Supervisor:
             else "external"
             if not deployment.needs_controller
             else "ray"
-            if ray
+            if ray and deployment.deploys
             else "local"
         )
         self._start = Startup(

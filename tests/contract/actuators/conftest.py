@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from policy.config.deployment import Cluster
+from policy.config.deployment import Cluster, Deployment
+from policy.wire.heartbeat import Heartbeat, Orders
+from serve.actuator import kubernetes
+from serve.actuator.kubernetes import KubernetesActuator
 from serve.actuator.local import LocalActuator
 from serve.ray_cluster import join
 from store.state_dir import StateDir
 from tests.contract.actuators.site import Backend, heartbeat_server
+from tests.kubernetes_api import DEPLOYMENTS, STATEFUL_SETS, KubernetesApi, running_elsewhere
 from tests.ports import free_ports
 from tests.ray_head import RayHead
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
+from tests.serve.sim_documents import deployment, external_model
 
 
 @pytest.fixture(scope="package")
@@ -34,9 +41,45 @@ def ray_joined(ray_site: RayHead) -> Iterator[tuple[str, str]]:
             del os.environ[name]
 
 
+class ReportingActuator(KubernetesActuator):
+    """Sends heartbeats as a controller process has it do."""
+
+    def __init__(self, state: StateDir, deployment: Deployment, take: Callable[[Heartbeat], Orders | None]):
+        super().__init__(state, deployment.models)
+        self._reporting = asyncio.create_task(self.report(take))
+
+    async def close(self) -> None:
+        self._reporting.cancel()
+        await super().close()
+
+
+@contextmanager
+def workloads(root: Path) -> Iterator[Backend]:
+    """Workloads of a double of Kubernetes that exist and have no pods."""
+    api = KubernetesApi()
+    with running_elsewhere(api):
+        api.workload(STATEFUL_SETS, "small")
+        api.workload(DEPLOYMENTS, "large")
+        state, written = StateDir(root / "kubernetes").ensure(), external_model(api.url)
+        made = Backend(
+            lambda: ReportingActuator(state, deployment(written), lambda beat: made.receive(beat.replica)),
+            models=(written,),
+            has_processes=False,
+        )
+        yield made
+
+
+@contextmanager
+def patched_reports() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kubernetes, "REPORT_S", 0.02)
+        yield
+
+
 @pytest.fixture(
     params=[
         "memory",
+        "kubernetes",
         pytest.param("local", marks=pytest.mark.process),
         pytest.param("ray", marks=[pytest.mark.process, pytest.mark.ray]),
     ]
@@ -44,8 +87,12 @@ def ray_joined(ray_site: RayHead) -> Iterator[tuple[str, str]]:
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     if request.param == "memory":
         cluster = MemoryCluster(lambda replica: made.receive(replica))  # noqa: PLW0108 - it is set later
-        made = Backend(lambda: MemoryActuator(cluster), cluster=cluster)
+        made = Backend(lambda: MemoryActuator(cluster), cluster=cluster, has_processes=False)
         yield made
+        return
+    if request.param == "kubernetes":
+        with patched_reports(), workloads(tmp_path) as made:
+            yield made
         return
     if request.param == "ray":
         head: RayHead = request.getfixturevalue("ray_site")

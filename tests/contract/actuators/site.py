@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -26,12 +26,17 @@ ActuatorT = TypeVar("ActuatorT", bound=Actuator)
 
 @dataclass
 class Backend:
-    """Where replicas run: in ``cluster`` in memory, on this machine, or on a Ray cluster."""
+    """Where replicas run: in ``cluster`` in memory, in Kubernetes, on this machine, or on a Ray cluster.
+
+    ``models`` are those of the deployment, as it is written; none for the usual one.
+    """
 
     make: Callable[[], Actuator]
     controller: str = "127.0.0.1:1"
     secret: str = ""
     cluster: MemoryCluster | None = None
+    models: tuple[dict[str, Any], ...] = ()
+    has_processes: bool = True
     receive: Callable[[Replica], Orders | None] = lambda replica: None
 
 

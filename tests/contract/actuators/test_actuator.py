@@ -23,7 +23,9 @@ KEY = LayerKey("m", "small", 1)
 
 @pytest.fixture
 async def site(backend: Backend) -> AsyncIterator[Site[Actuator]]:
-    site = Site(backend, backend.make, deployment(cluster={"controller": backend.controller}))
+    site = Site(
+        backend, backend.make, deployment(*backend.models, cluster={"controller": backend.controller})
+    )
     yield site
     await site.end()
 
@@ -123,7 +125,7 @@ async def test_the_replica_ordered_to_leave_is_the_one_removed(site: Site[Actuat
     (successor,) = (await site.ready(2, KEY)).keys() - {failed}
     site.leaving[failed] = "XID 79"
     await site.until(lambda: failed not in site.replicas)
-    await asyncio.sleep(PARTING_S if site.backend.cluster is None else 0.0)
+    await asyncio.sleep(PARTING_S if site.backend.has_processes else 0.0)
     await site.actuator.scale(KEY, 1)
     assert set(await site.ready(1, KEY)) == {successor}
     assert site.phases[failed][-2:] == [ReplicaPhase.DRAINING, ReplicaPhase.STOPPED]
@@ -134,7 +136,7 @@ async def test_a_host_that_hangs_is_killed_and_replaced(site: Site[Actuator]) ->
     await site.deploy(2, KEY)
     before = await site.ready(2, KEY)
     victim = min(before)
-    if site.backend.cluster is None:
+    if site.backend.has_processes:
         psutil.Process(psutil.Process(before[victim]).ppid()).suspend()
     await site.actuator.kill(KEY, victim)
     await site.actuator.kill(KEY, "no-such-replica")
@@ -142,4 +144,4 @@ async def test_a_host_that_hangs_is_killed_and_replaced(site: Site[Actuator]) ->
     site.replicas.pop(victim, None)
     after = await site.ready(2, KEY)
     assert before.keys() - after.keys() == {victim}
-    await site.until(lambda: site.backend.cluster is not None or not psutil.pid_exists(before[victim]))
+    await site.until(lambda: not site.backend.has_processes or not psutil.pid_exists(before[victim]))

@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.routing import endpoint_slices
 from gateway.routing.server_discovery import ServerDiscovery
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import ModelSpec
 from policy.deployment_file.parse import parse
+from store.kubernetes import api_server
 from tests.gateway.fake_replica import Exchange, answer_json
 from tests.gateway.fake_upstream import FakeUpstream
-from tests.gateway.kubernetes_api import KubernetesApi
 from tests.gateway.worker import Stack, until
+from tests.kubernetes_api import KubernetesApi
 
 PODS = 20
 
@@ -85,7 +85,7 @@ async def test_a_file_is_read_again_when_it_changes(
 
 
 async def test_ready_endpoints_of_a_service_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_slices, "RETRY_S", 0.01)
+    monkeypatch.setattr(api_server, "RETRY_S", 0.01)
     api = KubernetesApi()
     await api.start()
     discovery = ServerDiscovery(Log(0))

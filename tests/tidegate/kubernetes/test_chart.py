@@ -14,7 +14,7 @@ import yaml
 
 from policy.deployment_file.parse import parse
 from serve.actuator.serve_application_spec import SERVE_ENVIRONMENT
-from tests.tidegate.kubernetes.test_manifests import DISCOVERED, ROOT, SHIPPED, rendered
+from tests.tidegate.kubernetes.test_manifests import DOCUMENTS, ROOT, SHIPPED, rendered, written
 from tests.tidegate.kubernetes.validity import check, check_container, pods
 from tidegate.importers.vllm_flags import read_flags
 
@@ -87,9 +87,9 @@ def test_commands_probes_and_volumes_exist(name: str) -> None:
     assert f"'claimName': '{sorted(claims)[0]}'" in str(found) if claims else "claimName" not in str(found)
 
 
-@pytest.mark.parametrize("name", [*SHIPPED, "discovered"])
+@pytest.mark.parametrize("name", [*SHIPPED, *DOCUMENTS])
 def test_the_chart_and_the_command_agree(name: str) -> None:
-    raw = DISCOVERED if name == "discovered" else yaml.safe_load((ROOT / "deployments" / name).read_text())
+    raw = written(name)
     kind = "gpu" if "gpus" in raw.get("budget", {}) else "cpu"
     expected = rendered(raw, service_monitor=True, image=f"tidegate:0.1.0-{kind}")
     values = {

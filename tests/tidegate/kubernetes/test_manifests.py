@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from policy.deployment_file.parse import parse
 from tests.tidegate.kubernetes.validity import check, check_container
 from tidegate.cli import group
-from tidegate.kubernetes.manifests import CONFIG, FILE, Options, as_yaml, grace_s, manifests
+from tidegate.kubernetes.manifests import CONFIG, FILE, grace_s, manifests
+from tidegate.kubernetes.objects import Options, as_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = sorted(path.name for path in (ROOT / "deployments").glob("*.yaml"))
@@ -29,6 +30,32 @@ DISCOVERED = {
     "tenants": [{"name": "web", "keys_sha256": ["0" * 64]}],
     "store": "postgresql://db/tidegate",
 }
+# Pods that a controller scales, in two namespaces.
+SCALED = DISCOVERED | {
+    "models": [
+        DISCOVERED["models"][0]
+        | {
+            "name": name,
+            "discovery": {"kubernetes": {"service": name, "namespace": namespace}},
+            "shapes": {kind: {"cpus": 1, "workload": f"{kind}/{name}"} for kind in kinds},
+            "modes": {kind: {"shape": kind, "replicas": 2} for kind in kinds},
+        }
+        for name, namespace, kinds in (
+            ("a", "", ("deployment", "leaderworkerset")),
+            ("b", "", ("statefulset",)),
+            ("c", "other", ("deployment",)),
+        )
+    ],
+    "cluster": {"controller": "127.0.0.1:7171"},
+    "budget": {"cpus": 20},
+}
+DOCUMENTS = {"discovered": DISCOVERED, "scaled": SCALED}
+
+
+def written(name: str) -> dict[str, Any]:
+    """The content of a shipped file, or of one of the :data:`DOCUMENTS`."""
+    raw: dict[str, Any] = DOCUMENTS.get(name) or yaml.safe_load((ROOT / "deployments" / name).read_text())
+    return raw
 
 
 def rendered(raw: dict[str, Any], **more: Any) -> dict[str, list[dict[str, Any]]]:
@@ -40,10 +67,9 @@ def rendered(raw: dict[str, Any], **more: Any) -> dict[str, list[dict[str, Any]]
     return objects
 
 
-@pytest.mark.parametrize("name", ["llama-8gpu.yaml", "discovered"])
+@pytest.mark.parametrize("name", ["llama-8gpu.yaml", *DOCUMENTS])
 def test_objects_are_valid(name: str) -> None:
-    raw = DISCOVERED if name == "discovered" else yaml.safe_load((ROOT / "deployments" / name).read_text())
-    for objects in rendered(raw, service_monitor=True).values():
+    for objects in rendered(written(name), service_monitor=True).values():
         for each in objects:
             check(each)
 
@@ -76,6 +102,34 @@ def test_models_of_tidegate_have_their_gpus_in_one_pod() -> None:
     assert len(found["PersistentVolumeClaim"]) == 2
     assert found["ServiceAccount"][0]["automountServiceAccountToken"] is False
     assert grace_s(parse(raw)) > 150
+
+
+def test_a_controller_scales_pods_and_gateways_follow_it() -> None:
+    found = rendered(SCALED)
+    gateways, controller = (each["spec"] for each in found["Deployment"])
+    assert (gateways["replicas"], controller["replicas"]) == (2, 1)
+    (container,) = controller["template"]["spec"]["containers"]
+    assert {"name": "controller", "containerPort": 7171} in container["ports"]
+    (config,) = found["ConfigMap"]
+    assert yaml.safe_load(config["data"][FILE])["cluster"] == {"controller": "0.0.0.0:7171"}
+    check_container(container)
+    (follower,) = gateways["template"]["spec"]["containers"]
+    check_container(follower)
+    assert "gate-controller:7171" in follower["args"]
+    rights = {
+        (each["metadata"]["name"], each["metadata"]["namespace"]): [
+            rule["resources"][0] for rule in each["rules"]
+        ]
+        for each in found["Role"]
+    }
+    assert rights["gate", "other"] == rights["gate", "serving"] == ["endpointslices"]
+    assert rights["gate-controller", "other"] == [
+        "endpointslices",
+        "deployments",
+        "deployments/scale",
+        "pods",
+    ]
+    assert "leaderworkersets/scale" in rights["gate-controller", "serving"]
 
 
 @pytest.mark.parametrize("raw", [DISCOVERED, yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())])

@@ -13,7 +13,8 @@ from policy.deployment_file.parse import parse
 from store.yaml_file import read_yaml
 from tidegate.commands.options import file_argument
 from tidegate.commands.terminal import warn
-from tidegate.kubernetes.manifests import Options, as_yaml, manifests
+from tidegate.kubernetes.manifests import manifests
+from tidegate.kubernetes.objects import Options, as_yaml
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
@@ -44,7 +45,7 @@ def kubernetes(
     raw = read_yaml(file, "models")
     deployment = parse(raw)
     version = importlib.metadata.version("tidegate")
-    kind = "gpu" if deployment.needs_controller and deployment.budget.gpus else "cpu"
+    kind = "gpu" if deployment.deploys and deployment.budget.gpus else "cpu"
     options = Options(name, namespace, image or f"tidegate:{version}-{kind}", gateways, service_monitor)
     rendered = manifests(raw, deployment, options)
     click.echo(as_yaml(rendered.objects), nl=False)

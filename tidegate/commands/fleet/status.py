@@ -77,7 +77,10 @@ def gather(state: StateDir, at: float) -> StatusData:
     fleet = msgspec.structs.replace(fleet, replicas=fleet.replicas + servers)
     if not models:
         models = _last_known(deployment, fleet)
-    models += tuple(_external(name, servers if gateway is not None else None) for name in external)
+    known = {model.name for model in models}
+    models += tuple(
+        _external(name, servers if gateway is not None else None) for name in external if name not in known
+    )
     return StatusData(
         state_dir=str(state.root),
         at=at,
@@ -130,7 +133,7 @@ def _last_known(deployment: Deployment, fleet: Fleet) -> tuple[ModelStatus, ...]
     known = {model.name: model for model in fleet.models}
     rows = []
     for spec in deployment.models:
-        if spec.engine is EngineKind.EXTERNAL:
+        if not spec.is_scaled:
             continue
         model = known.get(spec.name) or Model(name=spec.name, engine=spec.engine, mode=spec.first_mode)
         ready = sum(r.model == spec.name and r.state == "ready" for r in fleet.replicas)

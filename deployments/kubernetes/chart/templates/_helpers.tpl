@@ -45,6 +45,14 @@ labels:
 {{- end -}}
 {{- end -}}
 {{- $_ := set $document "models" $models -}}
+{{- $deploys := false -}}
+{{- $scaled := false -}}
+{{- range $models }}{{ if ne (.engine | default "vllm") "external" }}{{ $deploys = true }}{{ else if .modes }}{{ $scaled = true }}{{ end }}{{ end -}}
+{{- if and $scaled (not $deploys) -}}
+{{- $cluster := $document.cluster | default dict -}}
+{{- $_ := set $cluster "controller" (printf "0.0.0.0:%s" (regexFind "[0-9]+$" ($cluster.controller | default "7070"))) -}}
+{{- $_ := set $document "cluster" $cluster -}}
+{{- end -}}
 {{- if .Values.rayClusterSpec.enabled -}}
 {{- $cluster := $document.cluster | default dict -}}
 {{- $port := regexFind "[0-9]+$" ($cluster.controller | default "7070") -}}
@@ -61,13 +69,22 @@ labels:
 {{- $gateway := $document.gateway | default dict -}}
 {{- $budget := $document.budget | default dict -}}
 {{- $external := true -}}
+{{- $scaled := false -}}
 {{- $drain := 0 -}}
 {{- $namespaces := dict -}}
 {{- range $document.models -}}
 {{- if ne (.engine | default "vllm") "external" -}}
 {{- $external = false -}}
+{{- else if .modes -}}
+{{- $scaled = true -}}
 {{- end -}}
-{{- with (.discovery | default dict).kubernetes }}{{ if not .api }}{{ $_ := set $namespaces (.namespace | default $.Release.Namespace) true }}{{ end }}{{ end -}}
+{{- $model := . -}}
+{{- with (.discovery | default dict).kubernetes }}{{ if not .api -}}
+{{- $namespace := .namespace | default $.Release.Namespace -}}
+{{- $kinds := get $namespaces $namespace | default list -}}
+{{- range $model.shapes }}{{ $kinds = append $kinds (splitList "/" .workload | first) }}{{ end -}}
+{{- $_ := set $namespaces $namespace ($kinds | uniq | sortAlpha) -}}
+{{- end }}{{ end -}}
 {{- end -}}
 {{- if not $external -}}
 {{- range $document.models -}}
@@ -83,6 +100,8 @@ labels:
 {{- end -}}
 {{- $own := add ($gateway.drain_delay_s | default 0 | int) (ternary $gateway.drain_timeout_s 30 (hasKey $gateway "drain_timeout_s") | int) 15 -}}
 external: {{ $external }}
+scaled: {{ and $external $scaled }}
+follows: {{ or .Values.rayClusterSpec.enabled (and $external $scaled) }}
 scales: {{ or $external .Values.rayClusterSpec.enabled }}
 port: {{ $port }}
 adminPort: {{ $admin }}
@@ -94,7 +113,7 @@ controllerPort: {{ regexFind "[0-9]+$" (($document.cluster | default dict).contr
 grace: {{ add $own $drain }}
 gatewayGrace: {{ $own }}
 ports: {{ toJson $ports }}
-namespaces: {{ keys $namespaces | sortAlpha | toJson }}
+namespaces: {{ toJson $namespaces }}
 {{- end }}
 
 {{- define "tidegate.image" -}}
@@ -111,6 +130,12 @@ namespaces: {{ keys $namespaces | sortAlpha | toJson }}
 {{- with .Values.routerSpec.env }}
 {{ toYaml . }}
 {{- end }}
+{{- end }}
+
+{{- define "tidegate.ownResources" -}}
+{{- $memory := printf "%dMi" (add 512 (mul 256 (int .workers))) -}}
+requests: {cpu: {{ .workers | quote }}, memory: {{ $memory }}}
+limits: {memory: {{ $memory }}}
 {{- end }}
 
 {{- define "tidegate.probes" -}}

@@ -1,0 +1,1 @@
+"""The API server of Kubernetes, for gateways and the controller."""

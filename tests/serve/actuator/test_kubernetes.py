@@ -1,0 +1,229 @@
+"""Scaling pods that Tidegate did not start, by a controller and a double of Kubernetes' API server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policy.config.engine_revision import digest
+from policy.deployment_file.diff import Effect, diff
+from policy.errors import ActuatorFailed, ConfigError
+from policy.scaling.transition_steps import LayerKey
+from policy.types import ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
+from serve.actuator import kubernetes
+from serve.actuator.by_engine import ActuatorByEngine
+from serve.actuator.kubernetes import ANNOTATION, LABEL, KubernetesActuator
+from serve.controller.controller import Controller
+from store.state_dir import StateDir
+from tests.gateway.fake_replica import Exchange
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.kubernetes_api import DEPLOYMENTS, PODS, STATEFUL_SETS, KubernetesApi
+from tests.serve.fake_adapter_store import FakeAdapterStore
+from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
+from tests.serve.sim_documents import deployment, document, external_model, sim_model
+
+SMALL = LayerKey("m", "small", 1)
+METRICS = b"""vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_running{engine="1"} 2.0
+vllm:num_requests_waiting{engine="0"} 1.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:prompt_tokens_total{engine="0"} 1e+03
+vllm:generation_tokens_total{engine="0"} 10.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "REPORT_S", 0.02)
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[KubernetesApi]:
+    made = KubernetesApi()
+    await made.start()
+    made.workload(STATEFUL_SETS, "small")
+    made.workload(DEPLOYMENTS, "large")
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir(tmp_path / "state").ensure()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def controlling(state: StateDir, *models: dict[str, Any]) -> AsyncIterator[Controller]:
+    """A controller of these models; those that Tidegate starts run in memory."""
+    written = document(*models)
+    state.save(state.deployment_path, written)
+    workloads = KubernetesActuator(state, deployment(*models).models)
+    cluster = MemoryCluster(lambda replica: controller.beat(Heartbeat(replica=replica)))
+    controller = Controller(
+        ActuatorByEngine(MemoryActuator(cluster), workloads), state, 1, lambda: FakeAdapterStore(state.root),
+        wall=time.time, monotonic=time.monotonic,
+    )  # fmt: skip
+    tasks = [asyncio.create_task(work) for work in (workloads.report(controller.beat), controller.run())]
+    try:
+        await controller.wait_until_restored()
+        yield controller
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await workloads.close()
+
+
+def counts(api: KubernetesApi) -> tuple[int, int]:
+    """The desired counts of both workloads."""
+    small, large = api.of(STATEFUL_SETS, "small"), api.of(DEPLOYMENTS, "large")
+    return small["spec"]["replicas"], large["spec"]["replicas"]
+
+
+async def test_pods_that_run_are_taken_over_and_scaled_and_switched(
+    api: KubernetesApi, state: StateDir
+) -> None:
+    api.workload(STATEFUL_SETS, "small", replicas=3)
+    control = {"policy": "static", "mode": {"drain_timeout_s": 5}}
+    models = external_model(api.url, control=control), sim_model("own")
+    async with controlling(state, *models) as controller:
+
+        def ready() -> int:
+            return controller.status().models[0].ready
+
+        await eventually(lambda: ready() == 3)
+        assert controller.status().models[0].target == 3
+        assert controller.status().models[0].generation == 1
+        controller.scale("m", 4)
+        await eventually(lambda: ready() == 4)
+        assert counts(api) == (4, 0)
+        assert api.of(STATEFUL_SETS, "small")["metadata"]["labels"].keys() == {LABEL}
+        # The other shape is made ready before the pods of this one end.
+        controller.mode("m", "single-large")
+        await eventually(lambda: counts(api) == (0, 1))
+        controller.mode("m", "multi-replica")
+        await eventually(lambda: counts(api) == (1, 0))
+        controller.scale("m", 0)
+        await eventually(lambda: counts(api) == (0, 0) and not api.pods("small"))
+        assert {model.name: model.ready for model in controller.status().models} == {"m": 0, "own": 1}
+    # What a later controller finds is what this one has left.
+    async with controlling(state, *models) as controller:
+        assert controller.status().models[0].target == 0
+
+
+async def test_another_autoscaler_carries_out_the_counts(api: KubernetesApi, state: StateDir) -> None:
+    model = external_model(api.url, kubernetes={"scaled_by": "autoscaler"})
+    async with controlling(state, model) as controller:
+
+        def of_fleet() -> dict[str, int]:
+            return next((each.counts for each in controller.fleet().models), {})
+
+        for count in (3, 0):
+            controller.scale("m", count)
+            await eventually(lambda count=count: of_fleet() == {"large": 0, "small": count})
+            assert counts(api) == (0, 0)
+
+
+async def test_what_pods_report(api: KubernetesApi, state: StateDir) -> None:
+    async def answer(exchange: Exchange) -> None:
+        assert not {name for name in exchange.headers if name.startswith("x-tidegate")}
+        await exchange.reply(METRICS)
+
+    server = FakeUpstream()
+    server.answer = answer
+    await server.start()
+    api.pod_port = server.port
+    api.slow = True
+    (spec,) = deployment(external_model(api.url)).models
+    actuator = KubernetesActuator(state, [spec])
+    beats: dict[str, Heartbeat] = {}
+    reporting = asyncio.create_task(actuator.report(lambda beat: beats.update({beat.replica.id: beat})))
+    await actuator.deploy(SMALL, spec, None, "d", 1)
+    await eventually(lambda: "small-1" in beats)
+    starting = beats["small-1"].replica
+    assert (starting.state, starting.node, starting.url) == (ReplicaPhase.STARTING, "node-1", "")
+    pod = api.of(PODS, "small-1")
+    waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
+    fails = {"restartCount": 2, "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "boom"}}}
+    api._change(PODS, "small-1", {**pod, "status": {"conditions": [waits], "containerStatuses": [fails]}})
+    await eventually(lambda: beats["small-1"].replica.failures == 2)
+    assert beats["small-1"].replica.reason == "boom"
+    held = (await actuator.layers())[SMALL]
+    assert (held.wanted, held.waits, held.unplaced) == (1, "no GPU", 1)
+    api.become_ready()
+    await eventually(lambda: beats["small-1"].replica.load.tokens > 0)
+    replica = beats["small-1"].replica
+    assert replica.start_s is not None
+    load = replica.load
+    assert (load.in_flight, load.running, load.waiting, load.kv_used, load.tokens) == (6, 5, 1, 0.25, 1010)
+    reporting.cancel()
+    await actuator.close()
+    await server.stop()
+
+
+async def test_failures_name_their_cause_and_keep_the_layers(api: KubernetesApi, state: StateDir) -> None:
+    (spec,) = deployment(external_model(api.url)).models
+    actuator = KubernetesActuator(state, [spec])
+    await actuator.deploy(SMALL, spec, None, "d", 1)
+    api._change(DEPLOYMENTS, "large", {"metadata": {"labels": {LABEL: "beef"}}, "spec": {"replicas": 2}})
+    with pytest.raises(ActuatorFailed, match="deployment/large is scaled by another deployment, beef"):
+        await actuator.deploy(LayerKey("m", "large", 1), spec, None, "d", 1)
+    (gone,) = deployment(external_model(api.url, name="n", kubernetes={"namespace": "none"})).models
+    with pytest.raises(ActuatorFailed, match=r"GET /apis/apps/v1/namespaces/none/statefulsets/small.*404"):
+        await actuator.deploy(LayerKey("n", "small", 1), gone, None, "d", 1)
+    assert api.of(STATEFUL_SETS, "small")["metadata"]["annotations"][ANNOTATION]
+    await api.stop()
+    with pytest.raises(ActuatorFailed, match="does not answer"):
+        await actuator.scale(SMALL, 2)
+    assert set(await actuator.layers()) == {SMALL}
+    await actuator.close()
+    unknown = KubernetesActuator(state, [spec])
+    with pytest.raises(ActuatorFailed, match="does not answer"):
+        await unknown.layers()
+
+
+def test_a_revision_is_a_workload() -> None:
+    before = deployment(external_model("http://h:1"))
+    model = external_model("http://h:1")
+    model["shapes"]["small"] |= {"gpus": 4, "tensor_parallel": 4}
+    assert digest(deployment(model).models[0]) == digest(before.models[0])
+    model["shapes"]["small"]["workload"] = "leaderworkerset/next"
+    changed = diff(before, deployment(model))
+    assert {each.effect for each in changed if each.path.endswith("workload")} == {Effect.NEW_GENERATION}
+    # What runs is taken over at the start only.
+    static = {key: value for key, value in model.items() if key not in ("shapes", "modes")}
+    own = sim_model("own")
+    for one in ([own], [own, static]):
+        assert Effect.RESTART in {each.effect for each in diff(deployment(*one), deployment(own, model))}
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"shapes": {"small": {"gpus": 1}}}, "shapes.small.workload"),
+        ({"shapes": {"small": {"gpus": 1, "workload": "pod/x"}}}, "shapes.small.workload"),
+        ({"shapes": {}}, "modes"),
+        ({"engine": "sim", "discovery": None}, "shapes.large.workload"),
+        ({"discovery": {"dns": "h:1"}}, "shapes"),
+        (
+            {"shapes": {name: {"cpus": 1, "workload": "deployment/a"} for name in ("large", "small")}},
+            "shapes.small.workload",
+        ),
+    ],
+)
+def test_a_workload_belongs_to_one_shape_of_an_external_model(change: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"models\[0\]\.{path}"):
+        deployment(external_model("http://h:1") | change)
