@@ -46,8 +46,7 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
            gateway/protocol/test_json_structure.py::test_members_depth_
     56     gateway/http/test_server.py::test_slow_senders_, faults/test_slow.py::test_56_
     57     faults/test_schema.py::test_57_
-    58     gateway/test_worker.py::test_the_log_holds_nothing_,
-           gateway/test_privacy.py::test_no_prompt_answer_or_key_is_kept_or_shown
+    58     gateway/test_privacy.py::test_no_prompt_answer_or_key_is_kept_or_shown
     load   sim/simulator/test_overload.py::test_admitted_, faults/test_overload.py::test_
 """
 

@@ -213,7 +213,8 @@ async def test_no_prompt_answer_or_key_is_kept_or_shown(stack: Stack) -> None:
     } <= seen.keys()
     assert "fail" in seen["logs/access-0.log"] or "bad_request" in seen["logs/access-0.log"]
     assert "stored" in seen["tables"]
-    forbidden = [PROMPT, SPOKEN, WRONG_KEY, UNKNOWN, *keys]
+    assert all("event" in json.loads(line) for line in seen["logs/gateway-0.log"].splitlines())
+    forbidden = [PROMPT, SPOKEN, WRONG_KEY, UNKNOWN, "Traceback", *keys]
     found = [(name, text) for name, content in seen.items() for text in forbidden if text in content]
     assert found == []
 

@@ -158,26 +158,3 @@ async def test_a_fleet_that_is_not_valid_utf8_is_ignored(stack: Stack) -> None:
     while b"fleet_line_unreadable" not in (line := await stack.workers[0].stderr.readline()):
         assert b"library" not in line
     assert (await stack.chat()).status_code == 200
-
-
-async def test_the_log_holds_nothing_of_a_request(stack: Stack) -> None:
-    replica = await started(stack)
-
-    async def reject(exchange: Exchange) -> None:
-        await exchange.reply(b'{"error": {"message": "canary-word"}}', status=500)
-
-    replica.answer = reject
-    await stack.chat(messages=[{"role": "user", "content": "canary-word"}])
-    await stack.http.post("/v1/chat/completions", content=b"canary-word")
-    reader, writer = await asyncio.open_connection(*stack.url.removeprefix("http://").split(":"))
-    writer.write(b"canary-word \x00 nonsense\r\n\r\n")
-    assert b"400" in await reader.read()
-    writer.close()
-    stack.workers[0].send_signal(signal.SIGTERM)
-    assert stack.workers[0].stderr is not None
-    logged = await stack.workers[0].stderr.read()
-    assert b"worker_stopped" in logged
-    assert b"canary-word" not in logged
-    assert b"Traceback" not in logged
-    for line in logged.splitlines():
-        assert json.loads(line)["event"]
