@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 
+from tests.generated_page import GeneratedPage
 from tidegate.cli import group
 from tidegate.exit_codes import MEANINGS
 
-PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
-# What is below it is generated.
-MARK = "## Exit codes\n"
+PAGE = GeneratedPage("cli.md", "## Exit codes\n")
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
@@ -66,9 +64,8 @@ def _cell(text: str) -> str:
 
 
 def test_the_page_has_every_command_and_option() -> None:
-    assert PAGE.read_text().partition(MARK)[2] == reference()
+    assert PAGE.generated == reference()
 
 
 if __name__ == "__main__":
-    before, mark, _ = PAGE.read_text().partition(MARK)
-    PAGE.write_text(before + mark + reference())
+    PAGE.write(reference())

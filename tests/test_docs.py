@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
+from tests.test_cli_reference import commands
 from tidegate.cli import group
 
 ROOT = Path(__file__).parents[1]
@@ -95,20 +95,9 @@ def idioms(text: str) -> list[str]:
     return _IDIOM.findall(re.sub(r"\s+", " ", text))
 
 
-def help_texts(command: click.Command, context: click.Context, path: str) -> Iterator[tuple[str, str]]:
-    """The help of ``command`` and of all commands below it."""
-    yield path, command.get_help(context)
-    if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            below = command.get_command(context, name)
-            assert below is not None
-            with click.Context(below, info_name=name, parent=context) as inner:
-                yield from help_texts(below, inner, f"{path} {name}")
-
-
 def every_help() -> dict[str, str]:
-    with click.Context(group, info_name="tidegate") as context:
-        return dict(help_texts(group, context, "tidegate"))
+    with click.Context(group, info_name="tidegate") as root:
+        return {context.command_path: each.get_help(context) for each, context in commands(group, root)}
 
 
 HELP = every_help()

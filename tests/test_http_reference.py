@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from gateway.api.application import admin_app, client_app
 from policy.config.deployment import GatewayConfig
+from tests.generated_page import GeneratedPage
 
-PAGE = Path(__file__).parents[1] / "docs" / "http.md"
-# What is below it is generated.
-MARK = "## Client port\n"
+PAGE = GeneratedPage("http.md", "## Client port\n")
 # All requests to engines have the same headers and refusals.
 LIKE_ALL = "/v1/chat/completions"
 
@@ -77,9 +75,8 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def test_the_page_has_the_paths_of_both_ports() -> None:
-    assert PAGE.read_text().partition(MARK)[2] == reference()
+    assert PAGE.generated == reference()
 
 
 if __name__ == "__main__":
-    before, mark, _ = PAGE.read_text().partition(MARK)
-    PAGE.write_text(before + mark + reference())
+    PAGE.write(reference())

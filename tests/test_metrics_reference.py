@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from policy.wire.metrics import GROUPS, METRICS, Kind, Metric
+from tests.generated_page import GeneratedPage
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-# What is below it is generated.
-MARK = "## All metrics\n"
+PAGE = GeneratedPage("metrics.md", "## All metrics\n")
 _BASE_UNITS = {"seconds", "bytes", "ratio", "watts", "joules", "celsius"}
 
 
@@ -32,7 +30,7 @@ def _row(metric: Metric) -> str:
 
 
 def test_the_page_has_the_table_of_the_code() -> None:
-    assert PAGE.read_text().partition(MARK)[2] == table()
+    assert PAGE.generated == table()
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
@@ -50,5 +48,4 @@ def test_no_metric_is_listed_twice() -> None:
 
 
 if __name__ == "__main__":
-    before, mark, _ = PAGE.read_text().partition(MARK)
-    PAGE.write_text(before + mark + table())
+    PAGE.write(table())
