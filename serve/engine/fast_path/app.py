@@ -8,17 +8,22 @@ request does not accept goes to vLLM's app, body included, so every error is vLL
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from vllm import envs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.parser.abstract_parser import DelegatingParser
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from serve.engine.fast_path.asgi_writer import AsgiWriter
 from serve.engine.fast_path.eligibility import CHAT, COMPLETION, eligible
@@ -101,12 +106,11 @@ class FastPath:
                 await self._serve(route, request, scope, writer)
 
     async def _serve(self, route: Route, request: Any, scope: Scope, writer: ResponseWriter) -> None:
-        loop = asyncio.get_running_loop()
         serve = self._stream if request.stream else self._whole
         try:
-            # Cancelled when the client leaves, and then left without an error.
+            # Left without an error when it expires, which is when the client leaves.
             async with asyncio.timeout(None) as presence:
-                writer.on_abort(lambda: presence.reschedule(loop.time()))
+                writer.on_abort(partial(_expire, presence))
                 try:
                     await serve(route, request, Request(scope), writer)
                 except Exception as error:  # noqa: BLE001 - vLLM has an answer for each
@@ -116,7 +120,12 @@ class FastPath:
                 raise
 
     async def _whole(self, route: Route, request: Any, raw: Request, writer: ResponseWriter) -> None:
-        _answer(writer, await getattr(route.serving, route.method)(request, raw))
+        response = await getattr(route.serving, route.method)(request, raw)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # vLLM makes an answer of it.
+            raise asyncio.CancelledError
+        _answer(writer, response)
 
     async def _stream(self, route: Route, request: Any, raw: Request, writer: ResponseWriter) -> None:
         client = DeferringClient(self._llm)
@@ -127,10 +136,10 @@ class FastPath:
             _answer(writer, events)
             return
         prompt, params, request_id, options, outputs = client.submission
-        ended = asyncio.get_running_loop().create_future()
+        ended = asyncio.Event()
         answer = StreamedAnswer(
             events, outputs, writer,
-            field=route.field, skip_empty=route.skip_empty, done=lambda: ended.set_result(None),
+            field=route.field, skip_empty=route.skip_empty, raised=_raised, done=ended.set,
         )  # fmt: skip
         queue = None
         try:
@@ -140,12 +149,12 @@ class FastPath:
                 answer.put(error)
                 return
             state = self._llm.output_processor.request_states.get(queue.request_id)
-            if state is not None:
-                state.queue = answer
             # What came meanwhile.
             if queue.output is not None:
                 answer.put(queue.output)
-            await ended
+            if state is not None:
+                answer.follow(state)
+            await ended.wait()
         finally:
             answer.close()
             if queue is not None and queue.request_id in self._llm.output_processor.request_states:
@@ -182,6 +191,8 @@ class _Replay:
 
 def fast_path(llm: Any, app: Any) -> ASGIApp:
     """``app`` with the fast path before it, unless vLLM's arguments ask for what that does not do."""
+    # As vLLM's engine core does; otherwise each token reads the environment.
+    envs.enable_envs_cache()
     args = app.state.args
     unknown = {middleware.cls.__name__ for middleware in app.user_middleware} - _MIDDLEWARES
     differs = (
@@ -218,7 +229,8 @@ def _leaves_text(parser: Any) -> bool:
 def _request(route: Route, scope: Scope, body: bytes) -> Any:
     """The request, validated by vLLM's model, or ``None`` if it is for vLLM's app."""
     headers = scope["headers"]
-    if not any(name == b"content-type" and _is_json(value) for name, value in headers):
+    content_type = next((value for name, value in headers if name == b"content-type"), b"")
+    if content_type.lower().split(b";", 1)[0] != b"application/json":
         return None
     try:
         decoded = json.loads(body)
@@ -227,8 +239,10 @@ def _request(route: Route, scope: Scope, body: bytes) -> Any:
         return None
 
 
-def _is_json(content_type: bytes) -> bool:
-    return content_type.lower().split(b";", 1)[0] == b"application/json"
+def _expire(presence: asyncio.Timeout) -> None:
+    # It is over when a client leaves that had not read the end yet.
+    with contextlib.suppress(RuntimeError):
+        presence.reschedule(asyncio.get_running_loop().time())
 
 
 def _answer(writer: ResponseWriter, response: Any) -> None:
@@ -237,6 +251,15 @@ def _answer(writer: ResponseWriter, response: Any) -> None:
     rendered = JSONResponse(response.model_dump(), status)
     writer.start(status, rendered.raw_headers)
     writer.end(bytes(rendered.body))
+
+
+def _raised(error: Exception) -> Exception:
+    """What ``AsyncLLM.generate`` raises for an ``error`` of the engine."""
+    if isinstance(error, (EngineDeadError, VLLMClientError, GracefulHTTPError)):
+        return error  # type: ignore[no-any-return]  # vLLM ships no types
+    failed: Exception = EngineGenerateError()
+    failed.__cause__ = error
+    return failed
 
 
 async def _read(receive: Receive) -> bytes | None:

@@ -8,19 +8,21 @@ begin, end or fail the answer. The first event with text is the template of thos
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import types
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
 
 import msgspec
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from serve.engine.interface import ResponseWriter
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 _encode = msgspec.json.Encoder().encode
+
+log = logging.getLogger("tidegate.engine")
 
 
 class EngineOutputs:
@@ -48,15 +50,16 @@ class EngineOutputs:
         return output
 
     async def aclose(self) -> None:
-        """What the reader of an iterator that failed calls."""
+        """Called by a reader that stops early."""
 
 
 class StreamedAnswer:
     """Writes the events of one request; it stands in the place of the request's output queue in vLLM.
 
     ``events`` is vLLM's generator, which reads ``outputs``. ``field`` is the name of the field that holds the
-    text of an event. With ``skip_empty`` an event without text is left out. ``done`` is called once, after
-    the last event.
+    text of an event. With ``skip_empty`` an event without text is left out. ``raised`` returns what vLLM's
+    ``generate`` raises for an error of the engine. ``done`` is called after the last event, or when writing
+    failed.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class StreamedAnswer:
         *,
         field: str,
         skip_empty: bool,
+        raised: Callable[[Exception], Exception],
         done: Callable[[], None],
     ) -> None:
         self._events = events
@@ -74,61 +78,96 @@ class StreamedAnswer:
         self._writer = writer
         self._key = b'"%b":' % field.encode()
         self._skip_empty = skip_empty
+        self._raised = raised
         self._done = done
-        self._step: Any = None
+        # The call of vLLM's generator that waits for an output.
+        self._waiting: Any = None
         self._begun = self._ended = False
         # The bytes before and after the text of an event, once they are known.
         self._before = self._after = b""
         # Tokens of the events that vLLM's generator did not see; it counts them.
         self._unseen: list[int] = []
 
+    def follow(self, state: Any) -> None:
+        """Take the outputs of the request with this ``RequestState`` of vLLM's output processor."""
+        state.queue = self
+        if state.stream_interval > 1:
+            return
+        make, next_text = state.make_request_output, state.detokenizer.get_next_output_text
+        unseen, write = self._unseen, self._write
+
+        def made(new_token_ids: list[int], pooled: Any, finish_reason: Any, *rest: Any, **more: Any) -> Any:
+            """As ``RequestState.make_request_output``; an output without an end needs no object."""
+            if finish_reason is not None or not self._before:
+                return make(new_token_ids, pooled, finish_reason, *rest, **more)
+            unseen.extend(new_token_ids)
+            write(next_text(False, True))
+            return None
+
+        state.make_request_output = made
+
     def put(self, output: Any) -> None:
         """The next output of the engine, or the error that ends the request."""
         if self._ended:
             return
-        if isinstance(output, Exception):
-            self._resume(_raised(output), finished=True)
-            return
-        (choice,) = output.outputs
-        if not self._before or output.finished:
-            if self._unseen:
-                choice.token_ids = [*self._unseen, *choice.token_ids]
-                self._unseen = []
-            events = self._resume(output, finished=output.finished)
-            if choice.text and not output.finished:
-                self._learn(events, choice.text)
-            return
-        self._unseen += choice.token_ids
-        if choice.text or not self._skip_empty:
-            self._writer.write(self._before + _encode(choice.text) + self._after)
+        try:
+            if isinstance(output, Exception):
+                self._resume(self._raised(output), finished=True)
+            else:
+                self._take(output)
+        except Exception:  # noqa: BLE001 - see `_cut`
+            self._cut()
 
     def close(self) -> None:
-        """End without another event: the client has left."""
+        """End without another event: the client has left, or all is written."""
         self._ended = True
-        if self._step is not None:
+        if self._waiting is not None:
+            with contextlib.suppress(GeneratorExit):
+                self._waiting.throw(GeneratorExit)
+            self._waiting = None
+
+    def _take(self, output: Any) -> None:
+        (choice,) = output.outputs
+        if self._before and not output.finished:
+            self._unseen.extend(choice.token_ids)
+            self._write(choice.text)
+            return
+        if self._unseen:
+            choice.token_ids = [*self._unseen, *choice.token_ids]
+            self._unseen.clear()
+        event = self._resume(output, finished=output.finished)
+        # The event that names the role has an empty text.
+        if choice.text and not output.finished:
+            self._learn(event, choice.text)
+
+    def _write(self, text: str) -> None:
+        if text or not self._skip_empty:
             try:
-                self._step.throw(GeneratorExit)
-            except GeneratorExit:
-                self._step = None
+                self._writer.write(self._before + _encode(text) + self._after)
+            except Exception:  # noqa: BLE001 - see `_cut`
+                self._cut()
+
+    def _cut(self) -> None:
+        """End after a fault of this module; raised, it would end the handler of outputs, and all requests."""
+        log.exception("a stream is cut")
+        self._ended = True
+        self._done()
 
     def _resume(self, output: Any, *, finished: bool) -> bytes:
         """Give ``output`` to vLLM's generator and write the events that it makes of it; returns the last."""
         self._outputs.next, self._outputs.finished = output, finished
         made: list[bytes] = []
-        while True:
-            if self._step is None:
-                self._step = self._events.__anext__()
+        while not self._ended:
+            waiting = self._waiting or self._events.__anext__()
+            self._waiting = None
             try:
-                self._step.send(None)
+                waiting.send(None)
             except StopIteration as event:
                 made.append(event.value.encode())
-                self._step = None
             except StopAsyncIteration:
-                self._step = None
                 self._ended = True
-                break
             else:
-                # It waits for the next output.
+                self._waiting = waiting
                 break
         if made and not self._begun:
             self._begun = True
@@ -142,17 +181,7 @@ class StreamedAnswer:
 
     def _learn(self, event: bytes, text: str) -> None:
         """Take ``event``, which vLLM made of ``text``, as the template of the next ones."""
-        found = self._key + _encode(text)
-        # Quotes within strings are escaped, so a key is found nowhere else.
-        before, key, after = event.partition(found)
+        # Quotes within strings are escaped, so the key is found nowhere else.
+        before, key, after = event.partition(self._key + _encode(text))
         if key:
             self._before, self._after = before + self._key, after
-
-
-def _raised(error: Exception) -> Any:
-    """What vLLM's ``generate`` raises for an ``error`` of the engine."""
-    if isinstance(error, (EngineDeadError, VLLMClientError, GracefulHTTPError)):
-        return error
-    failed = EngineGenerateError()
-    failed.__cause__ = error
-    return failed

@@ -1,0 +1,88 @@
+"""Requests that vLLM's app and the fast path answer alike, and the comparison of their answers."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import httpx
+
+from tests.e2e.random_requests import CHAT, COMPLETION, INVALID, Request, Values, draw
+
+PATHS: dict[str, Values] = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+# vLLM's app answers a page of another origin.
+TO_VLLM = {"origin": "http://page.invalid"}
+TOKENS = 8
+DRAWN = 80
+SEED = 20
+# A busy process merges the outputs of two steps into one event of vLLM's.
+TRIES = 4
+_OWN = re.compile(rb'"id":"[^"]*"|"created":\d+')
+_OF_ORIGIN = ("access-control-", "vary", "date")
+# Bytes of characters, which the model mixes: most are cut between two tokens.
+SPLIT = "🌊漢字é\N{GRINNING FACE}\N{WOMAN}\N{ZERO WIDTH JOINER}"
+
+Ask = Callable[[Request, dict[str, str]], Awaitable[httpx.Response]]
+
+
+class Answer(NamedTuple):
+    """What a client can tell apart, without identifiers and times."""
+
+    status: int
+    headers: dict[str, str]
+    events: list[bytes]
+
+
+def seen(answer: httpx.Response) -> Answer:
+    headers = {name: value for name, value in answer.headers.items() if not name.startswith(_OF_ORIGIN)}
+    return Answer(answer.status_code, headers, _OWN.sub(b'"own":0', answer.content).split(b"\n\n"))
+
+
+async def differences(requests: list[Request], ask: Ask) -> list[str]:
+    """The requests whose answers differ, with both; ``ask`` sends one, with further headers."""
+    found = []
+    for request in requests:
+        for _ in range(TRIES):
+            # Both find the same blocks cached.
+            await ask(request, {})
+            fast, vllm = seen(await ask(request, {})), seen(await ask(request, TO_VLLM))
+            if fast == vllm:
+                break
+        else:
+            found.append(f"{request}\n fast: {fast}\n vLLM: {vllm}")
+    return found
+
+
+def corpus(model: str, split: list[int]) -> list[Request]:
+    """Each value of each parameter by itself, valid and not, and some of all together; greedy or seeded.
+
+    ``split`` are the tokens of :data:`SPLIT`.
+    """
+    requests = []
+    for path, table in PATHS.items():
+        for number, (name, values) in enumerate(table.items()):
+            for value in [*values, *INVALID.get(name, [])]:
+                # A stream has more that can differ.
+                for stream in (True,) if number % 2 else (True, False):
+                    requests.append(Request(path, base(path, model) | {"stream": stream, name: value}))
+        parts = {"allowed_token_ids": split, "temperature": 1.5, "max_tokens": 24, "ignore_eos": True}
+        for seed in range(10):
+            body = base(path, model) | parts | {"seed": seed, "stream": seed < 8}
+            requests.append(Request(path, body | ({"stop": ["漢", "\ufffd"]} if seed % 3 == 0 else {})))
+    chance = random.Random(SEED)  # noqa: S311 - the same each time
+    drawn = (draw(chance, [model, "nobody"]) for _ in iter(int, 1))
+    mixed = (Request(f"/v1{path}", body) for path, body in drawn if f"/v1{path}" in PATHS)
+    requests += [
+        Request(path, {"seed": 7} | body) for (path, body), _ in zip(mixed, range(DRAWN), strict=False)
+    ]
+    return requests
+
+
+def base(path: str, model: str) -> dict[str, Any]:
+    """A short greedy request."""
+    prompt: dict[str, Any] = {"prompt": "The tide"}
+    if "chat" in path:
+        prompt = {"messages": [{"role": "user", "content": "Name three seas."}]}
+    return {"model": model, **prompt, "max_tokens": TOKENS, "temperature": 0, "seed": 7}

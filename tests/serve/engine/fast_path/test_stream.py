@@ -1,0 +1,193 @@
+"""A stream that a generator like vLLM's begins and ends, and the events between that follow its template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pydantic_core
+import pytest
+
+from serve.engine.fast_path.stream import EngineOutputs, StreamedAnswer
+
+TEXTS = ["The", " tide\n", "", '"quoted"', ' {"content":"x"} ', "漢\x7f\u2028", "end"]
+
+
+class Written:
+    """A response writer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = b""
+        self.writes = 0
+        self.ended = self.fails = False
+
+    def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        assert not self.status
+        assert dict(headers)[b"content-type"].startswith(b"text/event-stream")
+        self.status = status
+
+    def write(self, data: bytes) -> None:
+        if self.fails:
+            raise OSError("full")
+        self.body += data
+        self.writes += 1
+
+    def end(self, data: bytes = b"") -> None:
+        self.body += data
+        self.ended = True
+
+    def on_abort(self, callback: Callable[[], None]) -> None:
+        raise AssertionError("the app listens")
+
+
+def event(**fields: Any) -> str:
+    chunk = {"id": 'c"1', "choices": [{"delta": fields, "finish_reason": None}], "object": "chunk"}
+    return f"data: {pydantic_core.to_json(chunk).decode()}\n\n"
+
+
+async def served(outputs: Any, *, skip_empty: bool, resumed: list[str]) -> AsyncGenerator[str, None]:
+    """The shape of vLLM's generators: a first event, one an output, counts at the end, errors as events."""
+    tokens = 0
+    try:
+        first = True
+        async for output in outputs:
+            if first:
+                yield event(role="assistant", content="")
+                first = False
+            (choice,) = output.outputs
+            tokens += len(choice.token_ids)
+            resumed.append(choice.text)
+            if choice.text or not skip_empty or output.finished:
+                yield event(content=choice.text)
+        yield event(usage=tokens)
+    except ValueError as error:
+        yield event(error=str(error))
+    yield "data: [DONE]\n\n"
+
+
+def output(text: str, finished: bool = False, tokens: int = 1) -> Any:
+    choice = SimpleNamespace(text=text, token_ids=[7] * tokens)
+    return SimpleNamespace(outputs=[choice], finished=finished)
+
+
+class Stream:
+    def __init__(self, *, skip_empty: bool = False) -> None:
+        self.resumed: list[str] = []
+        self.written = Written()
+        self.done = 0
+        outputs = EngineOutputs()
+        self.answer = StreamedAnswer(
+            served(outputs, skip_empty=skip_empty, resumed=self.resumed), outputs, self.written,
+            field="content", skip_empty=skip_empty, raised=lambda error: error, done=self._end,
+        )  # fmt: skip
+
+    def _end(self) -> None:
+        self.done += 1
+
+
+async def expected(outputs: list[Any], *, skip_empty: bool = False) -> bytes:
+    async def given() -> AsyncGenerator[Any, None]:
+        for each in outputs:
+            if isinstance(each, Exception):
+                raise each
+            yield each
+
+    return "".join([each async for each in served(given(), skip_empty=skip_empty, resumed=[])]).encode()
+
+
+@pytest.mark.parametrize("skip_empty", [False, True])
+async def test_the_events_are_those_of_the_generator(skip_empty: bool) -> None:
+    outputs = [output(text, finished=text == "end") for text in TEXTS]
+    stream = Stream(skip_empty=skip_empty)
+    for each in outputs:
+        stream.answer.put(each)
+    wanted = await expected([output(text, text == "end") for text in TEXTS], skip_empty=skip_empty)
+    assert stream.written.body == wanted
+    assert (stream.written.status, stream.written.ended, stream.done) == (200, True, 1)
+    assert stream.resumed == ["The", "end"]
+
+
+async def test_an_answer_without_text_has_no_template() -> None:
+    texts = ["", "", "a", "b", ""]
+    stream = Stream(skip_empty=True)
+    for at, text in enumerate(texts):
+        stream.answer.put(output(text, at == 4, tokens=2))
+    assert stream.written.body == await expected(
+        [output(t, at == 4, 2) for at, t in enumerate(texts)], skip_empty=True
+    )
+    assert stream.resumed == ["", "", "a", ""]
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+async def test_an_error_is_an_event(before: int) -> None:
+    stream = Stream()
+    outputs: list[Any] = [*map(output, TEXTS[:before]), ValueError("it died")]
+    for each in outputs:
+        stream.answer.put(each)
+    stream.answer.put(output("late", finished=True))
+    assert stream.written.body == await expected(outputs)
+    assert (stream.written.ended, stream.done) == (True, 1)
+
+
+async def test_outputs_are_taken_where_vllm_makes_them() -> None:
+    """An output without an end needs no object; with an interval vLLM decides."""
+    made: list[Any] = []
+
+    def state(interval: int) -> Any:
+        texts = iter(TEXTS[1:])
+        detokenizer = SimpleNamespace(get_next_output_text=lambda *_: next(texts))
+        return SimpleNamespace(
+            stream_interval=interval, queue=None, detokenizer=detokenizer,
+            make_request_output=lambda *given, **_: made.append(given) or "made",
+        )  # fmt: skip
+
+    stream, plain, merged = Stream(), state(1), state(2)
+    stream.answer.follow(plain)
+    assert plain.queue is stream.answer
+    assert plain.make_request_output([1], None, None, None) == "made"
+    stream.answer.put(output("The"))
+    for _ in TEXTS[1:-1]:
+        assert plain.make_request_output([7], None, None, None, error=None) is None
+    assert plain.make_request_output([7], None, "stop", None) == "made"
+    stream.answer.put(output("end", finished=True))
+    assert stream.written.body == await expected([output(text, text == "end") for text in TEXTS])
+    assert [given[0] for given in made] == [[1], [7]]
+    stream = Stream()
+    stream.answer.follow(merged)
+    stream.answer.put(output("The"))
+    assert merged.make_request_output([7], None, None, None) == "made"
+
+
+async def test_a_client_that_left_ends_the_generator() -> None:
+    stream = Stream()
+    stream.answer.close()
+    stream = Stream()
+    stream.answer.put(output("The"))
+    body = stream.written.body
+    stream.answer.close()
+    stream.answer.close()
+    stream.answer.put(output("end", finished=True))
+    assert (stream.written.body, stream.written.ended, stream.done) == (body, False, 0)
+    await asyncio.sleep(0)
+    assert stream.resumed == ["The"]
+
+
+async def test_a_failure_to_write_cuts_this_stream_alone() -> None:
+    """Raised to vLLM's handler of outputs, it would end all requests."""
+    for given in (output(" tide"), output("end", finished=True)):
+        stream = Stream()
+        stream.answer.put(output("The"))
+        stream.written.fails = True
+        stream.written.end = stream.written.write  # type: ignore[method-assign]
+        stream.answer.put(given)
+        assert stream.done == 1
+
+
+def test_texts_are_escaped_as_by_pydantic() -> None:
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    text = "".join(characters)
+    assert msgspec.json.encode(text) == pydantic_core.to_json(text)
