@@ -25,13 +25,13 @@ class Wire:
         self.written = bytearray()
         self.closed = False
         self.protocol: Any = None
-        self._is_full = False
+        self._is_full = self._is_gone = False
 
     def set_protocol(self, protocol: object) -> None:
         self.protocol = protocol
 
     def get_extra_info(self, name: str) -> None:
-        return None
+        assert not self._is_gone  # a closed socket cannot be asked
 
     def is_closing(self) -> bool:
         return self.closed
@@ -58,9 +58,13 @@ class Wire:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
+            asyncio.get_running_loop().call_soon(self._lose)
 
     abort = close
+
+    def _lose(self) -> None:
+        self.protocol.connection_lost(None)
+        self._is_gone = True
 
     def pause_reading(self) -> None:
         """It is the test that reads."""

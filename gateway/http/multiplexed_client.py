@@ -109,7 +109,7 @@ class MultiplexedConnection:
 
     def round_trip_s(self) -> float:
         """The smallest round trip to the server in some minutes; 0 where TCP does not tell."""
-        return round_trip_s(self._transport)
+        return round_trip_s(self._transport) if self.alive else 0.0  # a closed socket cannot be asked
 
     def close(self) -> None:
         """Close now; each stream that is open loses its response."""

@@ -237,6 +237,7 @@ async def test_a_connection_that_is_left_closes_with_its_last_stream(ends: str) 
     assert client.wire.closed
     client.connection.close()
     await asyncio.sleep(0)
+    assert client.connection.round_trip_s() == 0.0
     client.connection.leave()
     assert got.lost is (ends == "closed")
 
