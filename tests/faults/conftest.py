@@ -11,10 +11,16 @@ import pytest_asyncio
 from tests.faults.harness import Harness
 
 
+@pytest.fixture(scope="module", params=["frames", pytest.param("http", marks=pytest.mark.long)])
+def way(request: pytest.FixtureRequest) -> str:
+    """How requests go to replicas; ``make test-all`` tests the rows on both."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def gateway(request: pytest.FixtureRequest) -> dict[str, Any]:
+def gateway(request: pytest.FixtureRequest, way: str) -> dict[str, Any]:
     """The ``gateway`` section of the document: ``GATEWAY`` of the file, where its rows need one."""
-    return dict(getattr(request.module, "GATEWAY", {}))
+    return {**getattr(request.module, "GATEWAY", {}), "replica_protocol": way}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.faults.proxy import Proxy
-from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, answer_json
+from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, answer_json, reset
 
 
 @dataclass(eq=False)
@@ -45,8 +45,9 @@ class FaultyUpstream(FakeReplica):
         faults: Mapping[str, Answer] | None = None,
         bound: int = 64,
         external: bool = False,
+        frames: bool = True,
     ) -> None:
-        super().__init__(name, model, bound=bound)
+        super().__init__(name, model, bound=bound, frames=frames)
         self.usual = usual
         self.faults = dict(faults or {})
         self.external = external
@@ -90,8 +91,7 @@ class FaultyUpstream(FakeReplica):
     def die(self) -> None:
         self.refuse_connections()
         for connection in list(self.connections):
-            if connection.exchange is not None:
-                connection.exchange.reset()
+            reset(connection.transport)
 
     def _load(self) -> dict[str, Any]:
         load = super()._load()

@@ -150,7 +150,7 @@ NONSENSE: dict[str, Answer] = {
 async def test_nonsense_before_the_first_event_is_had_elsewhere(
     harness: Harness, model: str, kind: str
 ) -> None:
-    bad, _ = await harness.fleet(model, 2)
+    bad, _ = await harness.fleet(model, 2, frames=False)
     bad.usual = NONSENSE[kind]
     await harness.prefer(bad)
     async with harness.expect(model, {"ok": 2}, attempts=4):

@@ -226,7 +226,7 @@ async def test_33_an_unanswered_connection_is_retried_elsewhere(harness: Harness
 
 
 async def test_34_a_closed_idle_connection_is_replaced(harness: Harness, model: str) -> None:
-    (one,) = await harness.fleet(model, 1)
+    (one,) = await harness.fleet(model, 1, frames=False)
     async with harness.expect(model, {"ok": 20}, attempts=20):
         for _ in range(10):
             await harness.ask(model)

@@ -1,4 +1,7 @@
-"""A fake replica and controller on raw sockets; tests decide every byte and disconnect."""
+"""A fake replica and controller on raw sockets; tests decide every byte and disconnect.
+
+The replica answers by frames too, as real ones do, unless it is told not to.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httptools
+from uvicorn.server import ServerState
 
 from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.frames import MAGIC
+from serve.engine.frame_server import FrameConnection, FrameStream
+from serve.engine.interface import WRITER, Receive, Scope, Send
 
 SECRET = "secret-of-the-tests"
 
@@ -20,7 +27,7 @@ SECRET = "secret-of-the-tests"
 class Exchange:
     """A request and the means to answer it; ``gone``: its connection ended, ``answered``: all was written."""
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: _Connection | _FrameConnection) -> None:
         self._connection = connection
         self.method = ""
         self.path = ""
@@ -73,9 +80,13 @@ class Exchange:
 
     def reset(self) -> None:
         """Break the connection (RST)."""
-        sock = self._connection.transport.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._connection.transport.abort()
+        reset(self._connection.transport)
+
+
+def reset(transport: asyncio.Transport) -> None:
+    sock = transport.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
 
 
 Answer = Callable[[Exchange], Awaitable[None]]
@@ -86,6 +97,7 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._parts: list[bytes] = []
+        self._start: bytes | None = b""
         self.exchange: Exchange | None = None
         self.transport: asyncio.Transport
 
@@ -100,7 +112,19 @@ class _Connection(asyncio.Protocol):
             self.exchange.gone.set()
 
     def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
+        if self._start is not None and self._server.speaks_frames:
+            data = self._start + data
+            self._start = data if MAGIC.startswith(data) else None
+            if data.startswith(MAGIC):
+                self._server.connections.discard(self)
+                _FrameConnection(self._server, self.transport).data_received(data)
+            if self._start is not None or data.startswith(MAGIC):
+                return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.transport.write(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
+            self.transport.close()
 
     def on_message_begin(self) -> None:
         self.exchange = Exchange(self)
@@ -124,9 +148,76 @@ class _Connection(asyncio.Protocol):
         self._server.take(self.exchange)
 
 
+class FrameExchange(Exchange):
+    """A request on a stream of frames. The end of its connection is the end of all that are on it."""
+
+    def __init__(self, connection: _FrameConnection, scope: Scope, body: bytes) -> None:
+        super().__init__(connection)
+        self.method, self.path, self.body = scope["method"], scope["path"], body
+        self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self._stream: FrameStream = scope["extensions"][WRITER]
+        self._stream.on_abort(self.gone.set)
+
+    @property
+    def unsent(self) -> int:
+        return super().unsent + len(self._stream._kept)
+
+    async def write(self, data: bytes) -> None:
+        raise NotImplementedError("raw bytes are those of HTTP: a replica with frames=False has them")
+
+    async def head(
+        self, content_type: str, *, status: int = 200, length: int | None = None, **more: str
+    ) -> None:
+        headers = {"content_type": content_type, **more}
+        if length is not None:
+            headers["content_length"] = str(length)
+        named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        self._stream.start(status, named)
+
+    async def chunk(self, data: bytes) -> None:
+        self._stream.write(data)
+        await asyncio.sleep(0)
+
+    async def end(self, data: bytes = b"") -> None:
+        self._stream.end(data)
+        await asyncio.sleep(0)
+
+    async def reply(
+        self, body: bytes, *, status: int = 200, content_type: str = "application/json", **more: str
+    ) -> None:
+        await self.head(content_type, status=status, length=len(body), **more)
+        await self.end(body)
+
+
+class _FrameConnection(FrameConnection):
+    """A gateway worker's connection."""
+
+    exchange = None
+
+    def __init__(self, server: _Server, transport: asyncio.Transport) -> None:
+        super().__init__(self._serve, SECRET, transport, server.serving)
+        self._server = server
+        self.transport = transport
+        server.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.connections.discard(self)
+        super().connection_lost(exc)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        if message["type"] == "http.request":
+            self._server.take(FrameExchange(self, scope, message["body"]))
+        while message["type"] != "http.disconnect":
+            message = await receive()
+
+
 class _Server:
+    speaks_frames = False
+
     def __init__(self) -> None:
-        self.connections: set[_Connection] = set()
+        self.connections: set[_Connection | _FrameConnection] = set()
+        self.serving = ServerState()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
@@ -144,7 +235,7 @@ class _Server:
             connection.transport.abort()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self.serving.tasks, return_exceptions=True)
         await self._server.wait_closed()
 
     @property
@@ -169,8 +260,9 @@ class _Server:
 class FakeReplica(_Server):
     """Speaks the replica port's contract; ``answer`` decides what a request gets."""
 
-    def __init__(self, name: str, model: str = "alpha", *, bound: int = 8) -> None:
+    def __init__(self, name: str, model: str = "alpha", *, bound: int = 8, frames: bool = True) -> None:
         super().__init__()
+        self.speaks_frames = frames
         self.id = name
         self.model = model
         self.bound = bound

@@ -98,7 +98,7 @@ async def test_every_choice_needs_a_finish_reason(shared: Stack) -> None:
 
 @pytest.mark.parametrize("how", ["with the last event", "alone", "with the end", "not at all"])
 async def test_the_engines_times_are_no_part_of_the_answer(shared: Stack, how: str) -> None:
-    replica = await shared.serve("timed")
+    replica = await shared.serve("timed", frames=False)
     likewise = event(f"\\n: {ENGINE_TIME_HEADER} 9")  # an answer may be about it
     times = f": {ENGINE_TIME_HEADER} 0.5\n\n".encode() if how != "not at all" else b""
 
@@ -123,7 +123,7 @@ async def test_the_engines_times_are_no_part_of_the_answer(shared: Stack, how: s
 @pytest.mark.parametrize("size", [8, 5 * 1024 * 1024], ids=["held", "too long to be held"])
 async def test_a_truncated_answer_is_retried_or_closes_the_connection(shared: Stack, size: int) -> None:
     """A held answer is retried; one that was partly sent ends with its connection."""
-    replica = await shared.serve(f"broken-json-{size}")
+    replica = await shared.serve(f"broken-json-{size}", frames=False)
 
     async def answer(exchange: Exchange) -> None:
         replica.answer = answer_json
