@@ -134,6 +134,13 @@ class Pair(Client):
         self.state = ServerState()
         self.server = FrameConnection(app, SECRET, cast("asyncio.Transport", self.back), self.state)
 
+    async def settle(self, size: int = 1 << 30) -> None:
+        """Turns until nobody has sent anything for some."""
+        quiet = 0
+        while quiet < 3:
+            await self.turn(size=size)
+            quiet = 0 if self.wire.written or self.back.written else quiet + 1
+
     async def turn(self, times: int = 1, size: int = 1 << 30) -> None:
         """Turns of both loops, in each of which ``size`` bytes go each way at most."""
         for _ in range(times):

@@ -22,23 +22,21 @@ from tests.frame_pair import EVENTS, SECRET, Client, Got, Pair, written
 HEAD = frames.head(200, EVENTS)
 
 
-@given(
-    bodies=st.lists(
-        st.tuples(st.integers(0, 150_000), st.integers(1, 100_000), st.booleans()), min_size=1, max_size=5
-    ),
-    carried=st.integers(2_000, 200_000),
-    limits=st.tuples(st.sampled_from([1, 65_536, 1 << 30]), st.sampled_from([1, 65_536, 1 << 30])),
-    held=st.sets(st.integers(0, 4)),
+# Requests: the size of each, and of the response the size of a part, and whether the last part has data.
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 150_000), st.integers(1, 100_000), st.booleans()), min_size=1, max_size=5
 )
-@settings(deadline=None, max_examples=60)
-def test_each_stream_gets_its_own_bytes_in_order(
-    bodies: list[tuple[int, int, bool]], carried: int, limits: tuple[int, int], held: set[int]
-) -> None:
-    """However much the network carries at a time, who is full, and which clients do not read for a while."""
+# What the network carries in a turn, and when the transports are full.
+CARRIED = st.integers(2_000, 200_000)
+LIMITS = st.tuples(st.sampled_from([1, 65_536, 1 << 30]), st.sampled_from([1, 65_536, 1 << 30]))
+Requests = list[tuple[int, int, bool]]
+
+
+def echoing(requests: Requests, limits: tuple[int, int]) -> tuple[Pair, list[bytes]]:
+    """Both ends, of which one sends each body back in its parts; and the bodies."""
 
     def serve(writer: ResponseWriter, body: bytes) -> None:
-        number = body[0]
-        _, part, ends_with_data = bodies[number]
+        _, part, ends_with_data = requests[body[0]]
         writer.start(200, EVENTS)
         parts = [body[at : at + part] for at in range(0, len(body), part)]
         last = parts.pop() if ends_with_data else b""
@@ -46,20 +44,31 @@ def test_each_stream_gets_its_own_bytes_in_order(
             writer.write(each)
         writer.end(last)
 
+    bodies = [
+        bytes([number]) + bytes(range(256)) * (size // 256) for number, (size, _, _) in enumerate(requests)
+    ]
+    return Pair(written(serve), *limits), bodies
+
+
+@pytest.mark.slow
+@given(requests=REQUESTS, carried=CARRIED, limits=LIMITS, held=st.sets(st.integers(0, 4)))
+@settings(max_examples=40)
+def test_each_stream_gets_its_own_bytes_in_order(
+    requests: Requests, carried: int, limits: tuple[int, int], held: set[int]
+) -> None:
+    """However much the network carries at a time, who is full, and which clients do not read for a while."""
+
     async def play() -> None:
-        pair = Pair(written(serve), *limits)
-        sent = [
-            bytes([number]) + bytes(range(256)) * (size // 256) for number, (size, _, _) in enumerate(bodies)
-        ]
+        pair, sent = echoing(requests, limits)
         asked = [pair.ask(body) for body in sent]
         for number in held & set(range(len(asked))):
             asked[number][0].pause(asked[number][1])
-        await pair.turn(400, carried)
+        await pair.settle(carried)
         for number, (stream, got) in enumerate(asked):
             assert got.complete or number in held
             assert len(got.body) <= WINDOW_BYTES or number not in held
             stream.resume(got)
-        await pair.turn(400, carried)
+        await pair.settle(carried)
         assert [got.body for _, got in asked] == sent
         assert all(got.complete for _, got in asked)
         await asyncio.sleep(0)
@@ -100,6 +109,28 @@ def reported(*kinds: type[Exception]) -> Iterator[None]:
     loop.set_exception_handler(lambda _, context: found.append(type(context["exception"])))
     yield
     assert found == list(kinds)
+
+
+@pytest.mark.slow
+@given(requests=REQUESTS, carried=st.integers(1, 200_000), limits=LIMITS, turns=st.integers(0, 20))
+@settings(max_examples=40)
+def test_a_cut_at_any_byte_ends_each_stream_once(
+    requests: Requests, carried: int, limits: tuple[int, int], turns: int
+) -> None:
+    async def play() -> None:
+        pair, sent = echoing(requests, limits)
+        sinks = [pair.ask(body)[1] for body in sent]
+        await pair.turn(turns, carried)
+        pair.wire.close()
+        await pair.turn()
+        for body, got in zip(sent, sinks, strict=True):
+            assert got.complete is (got.body == body and not got.lost)
+            assert got.lost is not got.complete
+            assert body.startswith(got.body)
+        await pair.turn()
+        assert not (pair.state.tasks or pair.state.connections or pair.connection._uploads)
+
+    asyncio.run(play())
 
 
 async def test_small_requests_of_a_turn_leave_in_one_frame() -> None:
@@ -144,11 +175,11 @@ async def test_a_client_that_does_not_read_stops_its_own_stream() -> None:
     slow, held = pair.ask()
     slow.pause(held)
     _, quick = pair.ask()
-    await pair.turn(40)
+    await pair.settle()
     assert quick.complete and quick.body == text
     assert held.body == text[:WINDOW_BYTES]
     slow.resume(held)
-    await pair.turn(40)
+    await pair.settle()
     assert held.complete and held.body == text
 
 
