@@ -44,7 +44,7 @@ from store.os_process import read_usage
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:
-    from gateway.endpoint_picker.server import EndpointPickerServer
+    from gateway.grpc_server.port import GrpcServer
 
 PUBLISH_EVERY_S = 0.5
 # Under load this costs page faults each time.
@@ -196,15 +196,13 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         loop.add_signal_handler(number, drain)
     admin_task = asyncio.create_task(admin.serve(sockets=[socket.socket(fileno=admin_fd)]))
     await client.start(socket.socket(fileno=client_fd), certificates.of("gateway.tls"))
-    picker = await _endpoint_picker(gateway, current(), log)
+    grpc_servers = await _grpc_servers(gateway, current(), log)
     log.info("worker_started", pid=os.getpid(), compiled=compiled)
     await stopping.wait()
     # Load balancers see by /readyz that it drains, and send no more, before it accepts no more.
     await asyncio.sleep(current().gateway.drain_delay_s)
-    draining = [client.drain(current().gateway.drain_timeout_s)]
-    if picker is not None:
-        draining.append(picker.drain(current().gateway.drain_timeout_s))
-    await asyncio.gather(*draining)
+    drain_s = current().gateway.drain_timeout_s
+    await asyncio.gather(client.drain(drain_s), *(server.drain(drain_s) for server in grpc_servers))
     gateway.end_captures()
     admin.should_exit = True
     await admin_task
@@ -218,16 +216,25 @@ async def work(  # noqa: PLR0915 - the composition root of a process
     log.info("worker_stopped")
 
 
-async def _endpoint_picker(gateway: Gateway, deployment: Deployment, log: Log) -> EndpointPickerServer | None:
-    """The endpoint picker, if there is to be one."""
-    if deployment.endpoint_picker is None:
-        return None
+async def _grpc_servers(gateway: Gateway, deployment: Deployment, log: Log) -> list[GrpcServer]:
+    """The gRPC ports that are configured, started."""
+    if not deployment.grpc_ports:
+        return []
     # gRPC costs 30 MB, and has packages of its own.
-    from gateway.endpoint_picker.server import EndpointPickerServer  # noqa: PLC0415
+    from gateway.endpoint_picker.handlers import EndpointPickerHandlers  # noqa: PLC0415
+    from gateway.external_scaler.handlers import ExternalScalerHandlers  # noqa: PLC0415
+    from gateway.grpc_server.port import GrpcServer  # noqa: PLC0415
 
-    picker = EndpointPickerServer(gateway, deployment.endpoint_picker, log)
-    await picker.start()
-    return picker
+    servers: list[GrpcServer] = []
+    if (picker := deployment.endpoint_picker) is not None:
+        servers.append(GrpcServer("endpoint_picker", picker, EndpointPickerHandlers(gateway, log), log))
+    if (scaler := deployment.external_scaler) is not None:
+        servers.append(
+            GrpcServer("external_scaler", scaler, ExternalScalerHandlers(gateway.fleet), log, watch=True)
+        )
+    for server in servers:
+        await server.start()
+    return servers
 
 
 class BackgroundTasks:

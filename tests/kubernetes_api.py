@@ -80,6 +80,13 @@ class KubernetesApi:
         self._change(collection, name, {"metadata": {}, "spec": {"replicas": replicas}})
         self._settle(collection, name)
 
+    def scale(self, collection: str, name: str, replicas: int) -> None:
+        """Set the count of a workload."""
+        found = self._objects[collection][name]
+        if found["spec"]["replicas"] != replicas:
+            self._change(collection, name, {**found, "spec": {"replicas": replicas}})
+            self._settle(collection, name)
+
     def pods(self, owner: str) -> list[dict[str, Any]]:
         """The pods of a workload, oldest first."""
         found = self._objects.get(PODS, {}).values()

@@ -114,9 +114,10 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
         for key in ("policy", "shadow"):
             if control.get(key) is not None:
                 control[key] = beside(control[key], folder)
-    if isinstance(picker := raw.get("endpoint_picker"), dict):
-        for key in ("cert_file", "key_file", "client_ca_file"):
-            _absolute_file(picker, key, "endpoint_picker", folder)
+    for name in ("endpoint_picker", "external_scaler"):
+        if isinstance(port := raw.get(name), dict):
+            for key in ("cert_file", "key_file", "client_ca_file"):
+                _absolute_file(port, key, name, folder)
     for i, upstream in enumerate(raw.get("upstreams", [])):
         _absolute_file(upstream, "key_file", f"upstreams[{i}]", folder)
     for port in ("tls", "admin_tls"):

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api import health, models_endpoint, static_page, swagger_ui
+from gateway.api import external_metrics, health, models_endpoint, static_page, swagger_ui
 from gateway.api.admin import live, operations, playground, tenancy, usage
 from gateway.api.admin.access import AdminAccess
 from gateway.api.cors import Cors
@@ -35,6 +35,7 @@ from policy.wire.accounting import Actor
 CLIENT_ROUTERS = (models_endpoint.router, health.router, swagger_ui.router)
 ADMIN_ROUTERS = (
     operations.health,
+    external_metrics.router,
     operations.router,
     live.router,
     tenancy.router,

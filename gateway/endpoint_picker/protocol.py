@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
+from gateway.grpc_server.messages import STRUCT, declare
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 # HeaderValueOption.HeaderAppendAction
 OVERWRITE_IF_EXISTS_OR_ADD = 2
 
-_PACKAGE = "tidegate.ext_proc"
-_STRUCT = "google.protobuf.Struct"
-_TYPES = {"bytes": 12, "bool": 8, "int32": 5}
 # By message: field, number, type; "*" for repeated fields, "?" for those of a oneof, of which one is set.
 _MESSAGES: dict[str, list[tuple[str, int, str]]] = {
     "HeaderValue": [("key", 1, "bytes"), ("value", 2, "bytes"), ("raw_value", 3, "bytes")],
@@ -25,7 +22,7 @@ _MESSAGES: dict[str, list[tuple[str, int, str]]] = {
     "HttpBody": [("body", 1, "bytes"), ("end_of_stream", 2, "bool")],
     "HttpTrailers": [("trailers", 1, "HeaderMap")],
     "Metadata": [("filter_metadata", 1, "*MetadataEntry")],
-    "MetadataEntry": [("key", 1, "bytes"), ("value", 2, _STRUCT)],
+    "MetadataEntry": [("key", 1, "bytes"), ("value", 2, STRUCT)],
     "ProcessingRequest": [
         ("request_headers", 2, "?HttpHeaders"),
         ("response_headers", 3, "?HttpHeaders"),
@@ -57,42 +54,11 @@ _MESSAGES: dict[str, list[tuple[str, int, str]]] = {
         ("request_trailers", 5, "?TrailersResponse"),
         ("response_trailers", 6, "?TrailersResponse"),
         ("immediate_response", 7, "?ImmediateResponse"),
-        ("dynamic_metadata", 8, _STRUCT),
+        ("dynamic_metadata", 8, STRUCT),
     ],
 }
 
 
-def _made() -> dict[str, Any]:
-    """The classes of all messages, by name."""
-    file = descriptor_pb2.FileDescriptorProto(
-        name="tidegate/ext_proc.proto",
-        package=_PACKAGE,
-        syntax="proto3",
-        dependency=[struct_pb2.DESCRIPTOR.name],
-    )
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        if any(kind.startswith("?") for _, _, kind in fields):
-            message.oneof_decl.add(name="kind")
-        for field, number, kind in fields:
-            plain = kind.lstrip("*?")
-            declared = message.field.add(name=field, number=number, label=3 if kind.startswith("*") else 1)
-            if plain in _TYPES:
-                declared.type = _TYPES[plain]
-            else:
-                declared.type = 11
-                declared.type_name = f".{plain}" if "." in plain else f".{_PACKAGE}.{plain}"
-            if kind.startswith("?"):
-                declared.oneof_index = 0
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(struct_pb2.DESCRIPTOR.serialized_pb)
-    pool.AddSerializedFile(file.SerializeToString())
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-        for name in ("ProcessingRequest", "ProcessingResponse")
-    }
-
-
-_CLASSES = _made()
+_CLASSES = declare("ext_proc", _MESSAGES)
 ProcessingRequest: Any = _CLASSES["ProcessingRequest"]
 ProcessingResponse: Any = _CLASSES["ProcessingResponse"]

@@ -181,10 +181,9 @@ class FleetView:
         self.fleet = fleet
         for model in fleet.models:
             served = self._of(model.name)
-            served.created = model.created
+            served.created, served.layer = model.created, (model.shape, model.generation)
             if served.engine is not EngineKind.EXTERNAL:  # its servers say
                 served.max_model_len = model.max_model_len
-            served.layer = (model.shape, model.generation)
             if source == "controller" and model.closes_s is not None:
                 served.closing_since = min(served.closing_since, at)
                 served.closes_at = at + model.closes_s

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from policy.config.control import ControlConfig, Count, Positive, Seconds, Section
-from policy.config.endpoint_picker import EndpointPicker
 from policy.config.external_servers import Discovery, ExternalServer
+from policy.config.grpc_ports import EndpointPicker, ExternalScaler, GrpcPort
 from policy.config.tenancy import Tenant, TokenPrice
 from policy.config.tls import AdminTls, ServerTls
 from policy.config.tracing import Tracing
@@ -357,8 +357,15 @@ class Deployment(Section, frozen=True):
     store: str = ""
     tracing: Tracing = Tracing()
     endpoint_picker: EndpointPicker | None = None
+    external_scaler: ExternalScaler | None = None
     tenants: tuple[Tenant, ...] = ()
     upstreams: tuple[Upstream, ...] = ()
+
+    @property
+    def grpc_ports(self) -> dict[str, GrpcPort]:
+        """Those that are configured, by section."""
+        found = {"endpoint_picker": self.endpoint_picker, "external_scaler": self.external_scaler}
+        return {name: port for name, port in found.items() if port is not None}
 
     @property
     def deploys(self) -> bool:

@@ -37,8 +37,8 @@ def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
         Listener("gateway.port", gateway.host, gateway.port),
         Listener("gateway.admin_port", gateway.admin_host, gateway.admin_port),
     ]
-    if (picker := deployment.endpoint_picker) is not None:
-        found.append(Listener("endpoint_picker.port", picker.host, picker.port))
+    for name, grpc in deployment.grpc_ports.items():
+        found.append(Listener(f"{name}.port", grpc.host, grpc.port))
     starts_ray = ray and _starts_ray(deployment)
     if starts_ray or (deployment.needs_controller and not (ray and deployment.deploys)):
         host, _, port = cluster.controller.rpartition(":")

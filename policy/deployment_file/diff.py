@@ -10,6 +10,7 @@ import msgspec
 
 from policy.config.deployment import AdapterSource, Cluster, Deployment, ModelSpec, Upstream
 from policy.config.engine_revision import changed_shapes, engine_inputs, used_shapes
+from policy.config.grpc_ports import GrpcPort
 from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.config.tenancy import Tenant
 from policy.config.tls import AdminTls, ServerTls
@@ -52,7 +53,14 @@ _FIXED = {
         "the gateway's ports get their files at the start",
     ),
     "store": "the database is opened at the start",
-    "endpoint_picker": "its port is opened at the start",
+    **dict.fromkeys(
+        (
+            f"{section}{key}"
+            for section in ("endpoint_picker", "external_scaler")
+            for key in ("", *(f".{name}" for name in GrpcPort.__struct_fields__))
+        ),
+        "its port is opened at the start",
+    ),
 }
 
 # What a new generation of a shared GPU group means.
@@ -102,7 +110,7 @@ def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
 
 def _plain(deployment: Deployment) -> dict[str, Any]:
     """The deployment as mappings; the order of models, tenants and other named entries does not matter."""
-    sections = ("budget", "cluster", "gateway", "store", "tracing")
+    sections = ("budget", "cluster", "gateway", "store", "tracing", "endpoint_picker", "external_scaler")
     return {
         "models": {f"[{spec.name}]": _plain_model(spec) for spec in deployment.models},
         **{section: msgspec.to_builtins(getattr(deployment, section)) for section in sections},

@@ -24,8 +24,8 @@ from policy.config.deployment import (
     Shape,
     Upstream,
 )
-from policy.config.endpoint_picker import EndpointPicker
 from policy.config.engine_arguments import expected_instead
+from policy.config.grpc_ports import GrpcPort
 from policy.config.media_hosts import fetching
 from policy.config.ports import check_ports, is_loopback
 from policy.config.tenancy_checks import check_tenants
@@ -78,7 +78,8 @@ def parse(document: object) -> Deployment:
         _check_adapters(f"models[{i}]", spec, models, tenants)
     _check_cluster(deployment)
     check_gateway(deployment.gateway)
-    _check_endpoint_picker(deployment.endpoint_picker)
+    for name, port in deployment.grpc_ports.items():
+        _check_grpc_port(name, port)
     check_ports(deployment)
     _check_store(deployment.store)
     check_tenants(deployment.tenants, models)
@@ -307,16 +308,11 @@ def _check_store(store: str) -> None:
     require(good, "store", shown, "sqlite:///PATH or postgresql://HOST/NAME")
 
 
-def _check_endpoint_picker(picker: EndpointPicker | None) -> None:
-    if picker is None:
-        return
-    given = (picker.cert_file, picker.key_file)
-    at, expected = "endpoint_picker.key_file", "cert_file and key_file, or neither"
-    require((given[0] is None) == (given[1] is None), at, picker.key_file, expected)
-    secure = picker.client_ca_file is None or picker.cert_file is not None
-    require(
-        secure, "endpoint_picker.client_ca_file", picker.client_ca_file, "cert_file and key_file beside it"
-    )
+def _check_grpc_port(name: str, port: GrpcPort) -> None:
+    given, expected = (port.cert_file, port.key_file), "cert_file and key_file, or neither"
+    require((given[0] is None) == (given[1] is None), f"{name}.key_file", port.key_file, expected)
+    secure = port.client_ca_file is None or port.cert_file is not None
+    require(secure, f"{name}.client_ca_file", port.client_ca_file, "cert_file and key_file beside it")
 
 
 def _check_upstreams(upstreams: tuple[Upstream, ...], models: set[str]) -> None:

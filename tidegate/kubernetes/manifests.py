@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from policy.config.deployment import Deployment
+from policy.config.ports import is_loopback
 from tidegate.kubernetes.access import access, is_scaled
 from tidegate.kubernetes.objects import INSTANCE, Manifest, Options, labels_of, named, object_of
 
@@ -57,8 +58,12 @@ def manifests(raw: dict[str, Any], deployment: Deployment, options: Options) -> 
         *access(deployment, options),
         object_of("v1", "ConfigMap", options, data={FILE: yaml.safe_dump(raw, sort_keys=False)}),
         *(_workload(deployment, options, part) for part in parts),
-        _service(options, options.name, "http", deployment.gateway.port),
-        _service(options, f"{options.name}-admin", "admin", deployment.gateway.admin_port),
+        _service(options, options.name, {"http": deployment.gateway.port}),
+        _service(
+            options,
+            f"{options.name}-admin",
+            {"admin": deployment.gateway.admin_port, **_grpc_ports(deployment)},
+        ),
         _network_policy(deployment, options),
     ]
     if is_scaled(deployment):
@@ -127,9 +132,7 @@ def _workload(deployment: Deployment, options: Options, part: _Part) -> Manifest
 
 def _container(deployment: Deployment, options: Options, part: _Part) -> dict[str, Any]:
     gateway = deployment.gateway
-    ports = {"http": gateway.port, "admin": gateway.admin_port}
-    if deployment.endpoint_picker is not None:
-        ports["picker"] = deployment.endpoint_picker.port
+    ports = {"http": gateway.port, "admin": gateway.admin_port, **_grpc_ports(deployment)}
     if part.role:
         ports["controller"] = controller_port(deployment)
     mounts = {"state": STATE, "tmp": "/tmp"}  # noqa: S108 - a volume
@@ -213,20 +216,28 @@ def secret_name(options: Options) -> str:
     return f"{options.name}-secret"
 
 
-def _service(options: Options, name: str, port: str, number: int) -> Manifest:
-    spec = {"selector": labels_of(options), "ports": [{"name": port, "port": number, "targetPort": port}]}
-    return object_of("v1", "Service", options, name=name, labels={"tidegate.io/port": port}, spec=spec)
+def _grpc_ports(deployment: Deployment) -> dict[str, int]:
+    """The gRPC ports by the part of their section that names a port in Kubernetes: `picker`, `scaler`."""
+    return {name.rpartition("_")[2]: port.port for name, port in deployment.grpc_ports.items()}
+
+
+def _service(options: Options, name: str, ports: dict[str, int]) -> Manifest:
+    listed = [{"name": port, "port": number, "targetPort": port} for port, number in ports.items()]
+    spec, labels = {"selector": labels_of(options), "ports": listed}, {"tidegate.io/port": next(iter(ports))}
+    return object_of("v1", "Service", options, name=name, labels=labels, spec=spec)
 
 
 def _network_policy(deployment: Deployment, options: Options) -> Manifest:
-    """The client port is open; the admin port and the picker to the deployment's own namespace."""
+    """The client port is open, the scaler to the cluster, others to the deployment's own namespace."""
     inside: list[dict[str, Any]] = [{"podSelector": {}}]
     rules: list[dict[str, Any]] = [
         {"ports": [{"port": "http"}]},
         {"ports": [{"port": "admin"}], "from": inside},
     ]
-    if deployment.endpoint_picker is not None:
-        rules.append({"ports": [{"port": "picker"}], "from": inside})
+    for port in _grpc_ports(deployment):
+        # KEDA has a namespace of its own.
+        allowed = [{"namespaceSelector": {}}] if port == "scaler" else inside
+        rules.append({"ports": [{"port": port}], "from": allowed})
     spec = {"podSelector": {"matchLabels": labels_of(options)}, "policyTypes": ["Ingress"], "ingress": rules}
     return object_of("networking.k8s.io/v1", "NetworkPolicy", options, spec=spec)
 
@@ -297,6 +308,9 @@ def _notes(deployment: Deployment, options: Options) -> list[str]:
         notes.append("keys made by command need `store: postgresql://...`: each pod has its own database")
     if not deployment.tenants and not deployment.gateway.allow_unauthenticated:
         notes.append("there are no tenants: pods start once there is a key, or gateway.allow_unauthenticated")
+    for section, port in deployment.grpc_ports.items():
+        if is_loopback(port.host):
+            notes.append(f"{section}.host is {port.host}: nobody outside of the pod reaches it")
     if deployment.deploys:
         notes.append("the models run in one pod, on one node")
     return notes

@@ -140,11 +140,15 @@ def memory_needs(deployment: Deployment, weights: Mapping[str, int]) -> dict[str
 
 
 def missing_package(deployment: Deployment) -> str | None:
-    """What to install for the endpoint picker, if it is configured."""
-    if deployment.endpoint_picker is None:
+    """What to install for the gRPC ports that are configured."""
+    if not deployment.grpc_ports:
         return None
     found = find_spec("grpc") and find_spec("google") and find_spec("google.protobuf")
-    return None if found else "endpoint_picker needs packages: pip install 'tidegate[envoy]'"
+    return (
+        None
+        if found
+        else f"{next(iter(deployment.grpc_ports))} needs packages: pip install 'tidegate[envoy]'"
+    )
 
 
 def available_memory() -> int:

@@ -26,7 +26,7 @@ from policy.wire.accounting import Actor, Role
 # Served without the token: probes and Prometheus, and the schema and the page, which have no data, with their
 # files.
 OPEN = frozenset({"/livez", "/readyz", "/metrics", "/openapi.json", "/docs", "/"})
-_OPEN_FILES = ("/docs/", "/page/")
+_OPEN_BELOW = ("/docs/", "/page/", "/apis/external.metrics.k8s.io/")
 # What an operator may change.
 _OPERATIONS = ("/admin/scale", "/admin/mode", "/admin/adapters", "/admin/playground")
 
@@ -75,7 +75,7 @@ class AdminAccess:
                 code="foreign_host",
             )
         path: str = scope["path"]
-        if path in OPEN or path.startswith(_OPEN_FILES):
+        if path in OPEN or path.startswith(_OPEN_BELOW):
             return None
         headers = dict(scope["headers"])
         origin = headers.get(b"origin")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.api.application import admin_app, client_app
+from gateway.api.external_metrics import GROUP, METRIC
 from gateway.protocol.errors import TABLE
 from gateway.protocol.paths import ROUTES, is_anthropic
 from gateway.request_context import _WANTED
@@ -30,7 +31,8 @@ def test_the_admin_ports_schema_has_its_paths_alone() -> None:
     unused: Any = SimpleNamespace()
     schema = admin_app(unused, str, GatewayConfig).openapi()
     paths = {path for path in schema["paths"] if not path.startswith("/admin/")}
-    assert paths == {"/livez", "/readyz", "/metrics"}
+    metric = f"{GROUP}/namespaces/{{namespace}}/{METRIC}"
+    assert paths == {"/livez", "/readyz", "/metrics", GROUP, metric}
     responses = schema["paths"]["/admin/routes"]["get"]["responses"]
     assert set(responses) == {"200", "default"}
     reference = responses["default"]["content"]["application/json"]["schema"]["$ref"]

@@ -132,12 +132,15 @@ def test_a_ray_cluster_has_a_controller_that_gateways_follow() -> None:
 def test_vllm_pods_are_discovered_and_drain_before_they_end() -> None:
     found = objects(VALUES["vllm-pods"])
     (config,) = of(found, "ConfigMap")
-    (model,) = parse(yaml.safe_load(config["data"]["deployment.yaml"])).models
+    document = parse(yaml.safe_load(config["data"]["deployment.yaml"]))
+    model = document.models[0]
     assert model.discovery is not None
     assert model.discovery.kubernetes is not None
     (service,) = [each for each in of(found, "Service") if each["metadata"]["name"].endswith("vllm-llama")]
     assert model.discovery.kubernetes.service == service["metadata"]["name"]
-    (pod,) = [pod for each in of(found, "Deployment") for pod in pods(each) if "vllm" in str(pod["metadata"])]
+    (pod,) = [
+        pod for each in of(found, "Deployment") for pod in pods(each) if "llama" in str(pod["metadata"])
+    ]
     assert service["spec"]["selector"] == pod["metadata"]["labels"]
     assert pod["spec"]["terminationGracePeriodSeconds"] > 600
     (vllm,) = pod["spec"]["containers"]
@@ -145,6 +148,31 @@ def test_vllm_pods_are_discovered_and_drain_before_they_end() -> None:
     assert (flags["served_model_name"], flags["max_model_len"], flags["port"]) == (["llama"], 8192, 8000)
     *_, script, port, _ = vllm["lifecycle"]["preStop"]["exec"]["command"]
     assert (port, script.strip()) == ("8000", (CHART / "files" / "drain_vllm.py").read_text().strip())
+
+
+def test_vllm_pods_are_scaled_by_tidegate_or_by_keda() -> None:
+    found = objects(VALUES["vllm-pods"])
+    (config,) = of(found, "ConfigMap")
+    document = parse(yaml.safe_load(config["data"]["deployment.yaml"]))
+    workloads = {f"deployment/{each['metadata']['name']}": each["spec"] for each in of(found, "Deployment")}
+    scaled = {spec.name: spec for spec in document.models if spec.is_scaled}
+    assert set(scaled) == {"Qwen/Qwen3-32B", "BAAI/bge-m3"}
+    for spec in scaled.values():
+        (shape,) = spec.shapes.values()
+        assert "replicas" not in workloads[shape.workload]
+    assert scaled["Qwen/Qwen3-32B"].modes["pods"].bounds.max == 4
+    embedding = scaled["BAAI/bge-m3"].discovery
+    assert embedding is not None
+    assert embedding.is_autoscaled
+    (keda,) = of(found, "ScaledObject")
+    (trigger,) = keda["spec"]["triggers"]
+    assert trigger["metadata"]["model"] == "BAAI/bge-m3"
+    assert [trigger["metadata"]["shape"]] == list(scaled["BAAI/bge-m3"].shapes)
+    host, _, port = trigger["metadata"]["scalerAddress"].partition(":")
+    (service,) = [each for each in of(found, "Service") if each["metadata"]["name"] == host.split(".")[0]]
+    assert {"name": "scaler", "port": int(port), "targetPort": "scaler"} in service["spec"]["ports"]
+    assert document.external_scaler is not None
+    assert (document.external_scaler.host, document.external_scaler.port) == ("0.0.0.0", int(port))
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ SCALED = DISCOVERED | {
         )
     ],
     "cluster": {"controller": "127.0.0.1:7171"},
+    "external_scaler": {},
     "budget": {"cpus": 20},
 }
 DOCUMENTS = {"discovered": DISCOVERED, "scaled": SCALED}

@@ -41,7 +41,25 @@ labels:
 {{- $known := false -}}
 {{- range $models }}{{ if eq .name $name }}{{ $known = true }}{{ end }}{{ end -}}
 {{- if not $known -}}
-{{- $models = append $models (dict "name" $name "engine" "external" "discovery" (dict "kubernetes" $service)) -}}
+{{- $model := dict "name" $name "engine" "external" "discovery" (dict "kubernetes" $service) -}}
+{{- $keda := $spec.keda | default dict -}}
+{{- $own := $spec.autoscaling | default dict -}}
+{{- if or $keda.enabled $own.enabled -}}
+{{- $gpus := $spec.requestGPU | default 0 | int -}}
+{{- $shape := dict "workload" (printf "deployment/%s" $service.service) -}}
+{{- $_ := set $shape (ternary "gpus" "cpus" (gt $gpus 0)) (ternary $gpus ($spec.requestCPU | int) (gt $gpus 0)) -}}
+{{- if gt $gpus 1 }}{{ $_ := set $shape "tensor_parallel" $gpus }}{{ end -}}
+{{- $bounds := dict "min" ($own.minReplicas | default 0) "max" ($own.maxReplicas | default 1) -}}
+{{- if $keda.enabled -}}
+{{- $bounds = dict "min" ($keda.minReplicaCount | default 0) "max" ($keda.maxReplicaCount | default 1) -}}
+{{- $_ := set $service "scaled_by" "autoscaler" -}}
+{{- if not $document.external_scaler }}{{ $_ := set $document "external_scaler" (dict "host" "0.0.0.0") }}{{ end -}}
+{{- end -}}
+{{- $_ := set $model "shapes" (dict "pod" $shape) -}}
+{{- $_ := set $model "modes" (dict "pods" (dict "shape" "pod" "replicas" $bounds)) -}}
+{{- $_ := set $model "control" ($spec.control | default (dict "policy" "target_tracking")) -}}
+{{- end -}}
+{{- $models = append $models $model -}}
 {{- end -}}
 {{- end -}}
 {{- $_ := set $document "models" $models -}}
@@ -97,6 +115,9 @@ labels:
 {{- $ports := list (dict "name" "http" "containerPort" $port) (dict "name" "admin" "containerPort" $admin) -}}
 {{- if hasKey $document "endpoint_picker" -}}
 {{- $ports = append $ports (dict "name" "picker" "containerPort" (($document.endpoint_picker | default dict).port | default 9002 | int)) -}}
+{{- end -}}
+{{- if hasKey $document "external_scaler" -}}
+{{- $ports = append $ports (dict "name" "scaler" "containerPort" (($document.external_scaler | default dict).port | default 9003 | int)) -}}
 {{- end -}}
 {{- $own := add ($gateway.drain_delay_s | default 0 | int) (ternary $gateway.drain_timeout_s 30 (hasKey $gateway "drain_timeout_s") | int) 15 -}}
 external: {{ $external }}
@@ -187,4 +208,8 @@ persistentVolumeClaim: {claimName: {{ .claim }}}
 {{- else }}
 emptyDir: {}
 {{- end }}
+{{- end }}
+
+{{- define "tidegate.scalerPort" -}}
+{{ range (include "tidegate.facts" . | fromYaml).ports }}{{ if eq .name "scaler" }}{{ .containerPort }}{{ end }}{{ end }}
 {{- end }}

@@ -34,6 +34,7 @@ class Port:
             admin_keys=AdminKeys(lambda: 0.0),
             access=SimpleNamespace(on=False),
         )
+        self.services = services
         self.app = admin_app(services, state.admin_token, lambda: gateway)
 
     async def ask(
