@@ -72,8 +72,10 @@ def gather(state: StateDir, at: float) -> StatusData:
     if fleet is None:
         gateway = gateway or gateway_fleet(deployment.gateway, token)
         fleet = gateway.fleet if gateway is not None else state.load(state.fleet_path, Fleet) or EMPTY_FLEET
-    # The controller does not know them.
     servers = gateway.servers(deployment, at) if gateway is not None else ()
+    # The controller knows those of models that are scaled, but not why one does not serve.
+    scaled = {model.name for model in models}
+    servers = tuple(each for each in servers if each.model not in scaled or each.reason)
     fleet = msgspec.structs.replace(fleet, replicas=fleet.replicas + servers)
     if not models:
         models = _last_known(deployment, fleet)
