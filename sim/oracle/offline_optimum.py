@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -32,9 +31,9 @@ from sim.workload.per_model_load import Load, ModelNames, Survey
 BIN_S = 10.0
 MOST_BINS = 1000
 # Capacity factors of a plan that are tried while it meets the SLO in the simulator, since large pools take
-# more together and cache more prefixes; those of DERATES until it does.
-UPRATES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0)
-DERATES = (0.9, 0.8)
+# more together and cache more prefixes, or fewer replicas meet it too; those of DERATES until it does.
+UPRATES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.4, 2.9, 3.5, 4.2, 5.0, 6.0, 8.0)
+DERATES = (0.9, 0.8, 0.65, 0.5, 0.35)
 # The plan is applied as it is: no scale-down delay and no step limits.
 _FREE = msgspec.convert(
     {"max_step_up": 100, "max_step_down": 1, "hold_s": 1e-3, "min_healthy": 0}, ScaleConfig
@@ -65,7 +64,7 @@ def bounds_of(
 ) -> Bounds:
     """The bounds of all models together; ``progress`` gets what is tried.
 
-    Each mode is measured and planned at up to eight capacity factors, each of which takes several runs.
+    Each mode is measured and planned at several capacity factors, each of which takes several runs.
 
     The achievable plan keeps to one mode. Raises :class:`policy.errors.TargetError`, with the reason, where
     no plan meets the SLO.
@@ -169,8 +168,32 @@ class _Oracle:
         return best
 
     def _held_s(self, mode: _Mode) -> float:
-        tried = takewhile(math.isfinite, (self._held_at(mode, factor) for factor in UPRATES))
-        if (best := min(tried, default=math.inf)) < math.inf:
+        return min(self._followed_s(mode), self._constant_s(mode))
+
+    def _constant_s(self, mode: _Mode) -> float:
+        """Device-seconds of the smallest fleet that meets the SLO without a change: its caches stay warm."""
+        limits = self._problem(mode)
+        ends_at = limits.bins * limits.bin_s
+        low, high = max(1, mode.least), mode.most + 1
+        while low < high:
+            count = (low + high) // 2
+            plan = Plan(at=(0.0,), counts=(count,), ends_at=ends_at, replica_s=count * ends_at)
+            if self._attained(mode.name, plan) >= limits.attainment:
+                high = count
+            else:
+                low = count + 1
+        return low * ends_at * mode.devices if low <= mode.most else math.inf
+
+    def _followed_s(self, mode: _Mode) -> float:
+        """Device-seconds of the cheapest plan that follows the load."""
+        best, limits = math.inf, self._problem(mode)
+        least = limits.least * limits.bins * limits.bin_s * mode.devices
+        for factor in UPRATES:
+            held = self._held_at(mode, factor)
+            best = min(best, held)
+            if held == math.inf or held <= least:
+                break
+        if best < math.inf:
             return best
         return next(filter(math.isfinite, (self._held_at(mode, factor) for factor in DERATES)), math.inf)
 

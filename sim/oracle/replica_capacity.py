@@ -21,6 +21,7 @@ from policy.engine.performance_model import Limits, Workload
 from policy.engine.replica_capacity import capability
 from policy.scaling.policies.static import Static
 from sim.arrival_stream import Arrival
+from sim.oracle.least_work import tokens_of
 from sim.planning.demand import met_alone
 from sim.simulator.run import simulate
 from sim.workload.per_model_load import Load
@@ -53,8 +54,9 @@ def rate_attaining(
     return low
 
 
-# Fleet size of a trial; a mode with fewer replicas uses those.
-REPLICAS = 10
+# Fleet size of a trial; a mode with fewer replicas uses those, and a trial of many requests fewer.
+REPLICAS, LEAST_REPLICAS = 10, 3
+MOST_REQUESTS = 50_000
 
 # A trial sends at least so many requests for at least so long: a 99th percentile needs many.
 REQUESTS = 2000
@@ -85,7 +87,8 @@ def attained_rate(
     """Requests per second of one replica at which the SLO's attainment is just met.
 
     ``arrivals`` are those of the model; a sample of them is sent at random instants. Without an SLO it is the
-    engine model's saturation rate. Raises :class:`ValueError` where requests miss the SLO at any rate.
+    engine model's saturation rate, with what prompts share computed once. Raises :class:`ValueError` where
+    requests miss the SLO at any rate.
     """
     shape, slo = spec.shapes[spec.modes[mode].shape], spec.control.slo
     timing = shipped(spec, shape)
@@ -100,7 +103,8 @@ def attained_rate(
     edge = capability(timing, _means(sample, load, timing.limits), slo).mu_max
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
         return edge
-    count = min(REPLICAS, spec.modes[mode].bounds.max, load.requests)
+    affordable = int(MOST_REQUESTS / (_HIGH * edge * LASTS_S))
+    count = min(max(LEAST_REPLICAS, min(REPLICAS, affordable)), spec.modes[mode].bounds.max, load.requests)
     fixed = _fixed(deployment, spec, mode, count)
     policies = {spec.name: Static()}
 
@@ -113,16 +117,23 @@ def attained_rate(
     try:
         return rate_attaining(run, _LOW * edge, _HIGH * edge, slo.attainment, PRECISION)
     except ValueError:
-        # Prefix-cache hits cost nothing, so a replica may carry more than the engine model predicts.
+        # A large pool of replicas may carry more than the engine model predicts for one.
         if run(_HIGH * edge) >= slo.attainment:
             return _HIGH * edge
         raise
 
 
 def _means(sample: Sequence[Arrival], load: Load, limits: Limits) -> Workload:
-    """The mean lengths of requests that fit the KV cache; the others are rejected at once."""
+    """The mean lengths of requests that fit the KV cache; the others are rejected at once.
+
+    Of a prompt only what no earlier one of the sample shares takes time and memory of its own.
+    """
     held = [each for each in sample if each.input_tokens + each.output_tokens <= limits.kv_tokens]
-    if len(held) == len(sample):
+    if load.related:
+        requests = len(held)
+        inputs = int(tokens_of(held).new.sum())
+        outputs = sum(each.output_tokens for each in held)
+    elif len(held) == len(sample):
         requests, inputs, outputs = load.requests, load.input_tokens, load.output_tokens
     else:
         requests = len(held)

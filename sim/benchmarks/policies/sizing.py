@@ -73,8 +73,10 @@ def ladder(name: str, full: Full) -> tuple[Choice, ...]:
     return tuple({name: step} for step in steps[name])
 
 
-# Mean replica count of the plan: with few replicas, rounding hides the differences.
+# Mean replica count of the plan: with few replicas, rounding hides the differences. Where most of the prompts
+# is cached a replica takes hundreds of requests per second: a load of more than so many has fewer replicas.
 AIM = 10.0
+MOST_REQUESTS = 100_000
 _PRECISION = 0.01
 # Factors of the replica count that static fleets are run with.
 LEAST, MOST_OF = 0.8, 1.8
@@ -83,7 +85,8 @@ LEAST, MOST_OF = 0.8, 1.8
 class ReplicaSize(msgspec.Struct, frozen=True, kw_only=True):
     """``mu`` is the capacity of a replica in requests per second, ``full`` its state then.
 
-    With ``factor`` times the load the offline plan has :data:`AIM` replicas on average.
+    With ``factor`` times the load the offline plan has :data:`AIM` replicas on average, or the load has
+    :data:`MOST_REQUESTS`.
     """
 
     mu: float
@@ -104,17 +107,21 @@ def size_of(setup: Setup, lead_s: float, seed: int = 0) -> ReplicaSize:
     def mean(factor: float) -> float:
         return clairvoyant(replace(asked, demand=asked.demand * factor)).mean
 
-    low, high = 0.01, 1.0
-    while mean(high) < AIM:
-        low, high = high, 2 * high
+    low, high, most = 0.01, 1.0, MOST_REQUESTS / len(arrivals)
+    while mean(high) < AIM and high < most:
+        low, high = high, min(2 * high, most)
     while high - low > _PRECISION * low:
         middle = (low + high) / 2
         low, high = (middle, high) if mean(middle) < AIM else (low, middle)
-    return ReplicaSize(mu=mu, factor=round(low, 3), full=_full(setup, lead_s, mu, low, seed))
+    return ReplicaSize(mu=mu, factor=round(low, 3), full=_full(setup, lead_s, mu, (low, mean(low)), seed))
 
 
-def _full(setup: Setup, lead_s: float, mu: float, factor: float, seed: int) -> Full:
-    """The state of replicas at their capacity, on as many of the same requests."""
+def _full(setup: Setup, lead_s: float, mu: float, sized: tuple[float, float], seed: int) -> Full:
+    """The state of replicas at their capacity, on as many of the same requests.
+
+    ``sized`` are the factor of the load and the replicas that the plan has for it.
+    """
+    factor, planned = sized
     arrivals = setup.arrivals(factor, seed)
     span_s = arrivals[-1].at - arrivals[0].at
     count = max(1, round(len(arrivals) / span_s / mu))
@@ -130,6 +137,6 @@ def _full(setup: Setup, lead_s: float, mu: float, factor: float, seed: int) -> F
     return Full(
         at_once=float(requests.e2e_s[served].sum()) / replica_s,
         kv_used=min(1.0, float((there_s * tokens).sum()) / replica_s / limits.kv_tokens),
-        least=max(1, round(LEAST * AIM)),
-        most=min(MOST, round(MOST_OF * AIM)),
+        least=max(1, round(LEAST * planned)),
+        most=min(MOST, max(1, round(MOST_OF * planned))),
     )

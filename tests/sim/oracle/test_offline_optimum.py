@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import TargetError
+from policy.scaling.policies.registry import choose, make
 from policy.scaling.policies.static import Static
 from sim.arrival_stream import Arrival
 from sim.oracle import replica_capacity
@@ -64,6 +68,7 @@ def _bounds(of: Deployment) -> tuple[float, float]:
 def one_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sim.oracle.offline_optimum.attained_rate", lambda *_, **__: 1.0)
     monkeypatch.setattr("sim.oracle.offline_optimum.UPRATES", (1.0,))
+    monkeypatch.setattr("sim.oracle.offline_optimum._Oracle._constant_s", lambda *_: math.inf)
 
 
 @pytest.mark.slow
@@ -114,6 +119,36 @@ def test_an_slo_that_no_rate_attains_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
     with pytest.raises(TargetError, match="miss the SLO at any rate, in every mode"):
         _bounds(deployment(slo={"ttft_p95_s": 0.001}))
+
+
+def shared(cached: float) -> list[Arrival]:
+    """Prompts of eight blocks, of which that part is one of eight beginnings, at three a second."""
+    rng, at, made = random.Random(1), 0.0, []  # noqa: S311 - reproducible, not secret
+    kept = round(cached * 8)
+    for number in range(400):
+        at += rng.expovariate(3.0)
+        begins = 100 * rng.randrange(1, 9)
+        own = range(10_000 + 10 * number, 10_000 + 10 * number + 8 - kept)
+        made.append(Arrival(at, 4100, 20, blocks=(*range(begins, begins + kept), *own)))
+    return made
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
+def test_no_policy_takes_less_than_the_plan_or_the_bound_however_much_is_cached(
+    cached: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_capacity, "REQUESTS", 300)
+    monkeypatch.setattr(replica_capacity, "LASTS_S", 20.0)
+    of, made = deployment(most=24, slo={"ttft_p95_s": 8.0}), shared(cached)
+    found = bounds_of(of, lambda: made, survey(made, ModelNames(["m"])), NO_FAULTS)
+    assert found.lower_gpu_hours is not None and found.achievable_gpu_hours is not None
+    assert found.lower_gpu_hours <= found.achievable_gpu_hours
+    planned_s = 0.98 * 3600 * found.achievable_gpu_hours
+    fewer = Static(replicas=int(planned_s / made[-1].at))
+    for policy in (fewer, make(choose("policy", "predictive"))):
+        run = simulate(of, {"m": policy}, made)
+        assert run.gpu_s >= planned_s or np.mean(run.requests["m"].met) < 0.99
 
 
 @pytest.mark.slow
