@@ -385,6 +385,6 @@ class Gateway:
 
 def _refuse_compressed(headers: dict[bytes, bytes]) -> None:
     """Refuse a body that is compressed: no OpenAI or Anthropic client does so, and no engine reads it."""
-    coding = headers.get(b"content-encoding")
-    if coding is not None and coding.lower() not in (b"", b"identity"):
+    content, transfer = headers.get(b"content-encoding"), headers.get(b"transfer-encoding", b"chunked")
+    if (content or b"identity").lower() != b"identity" or transfer.lower() != b"chunked":
         raise Refused(Refusal.ENCODED, "Compressed bodies are not accepted: send the body as it is.")

@@ -82,14 +82,16 @@ async def test_requests_without_a_valid_key_are_401_and_reach_no_replica(shared:
         ("GET /v1/models", WEB, 9, 200),
         ("POST /v1/chat/completions", WEB, 99_999_999, 413),
         ("POST /v1/chat/completions", f"{WEB}\r\ncontent-encoding: gzip", 9_999_999, 415),
+        ("POST /v1/chat/completions", WEB, None, 415),
         ("POST /v1/chat/completions", WEB, 9, 100),
     ],
 )
 async def test_route_key_and_size_are_checked_before_the_body_is_read(
-    shared: Stack, line: str, key: str, length: int, status: int
+    shared: Stack, line: str, key: str, length: int | None, status: int
 ) -> None:
     reader, writer = await asyncio.open_connection(*shared.client_socket.getsockname())
-    head = f"{line} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {length}"
+    framing = "transfer-encoding: gzip, chunked" if length is None else f"content-length: {length}"
+    head = f"{line} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n{framing}"
     writer.write(f"{head}\r\nexpect: 100-continue\r\n\r\n".encode())
     assert (await reader.readline()).split()[1] == str(status).encode()
     writer.close()
