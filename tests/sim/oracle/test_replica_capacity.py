@@ -70,6 +70,14 @@ def test_requests_beyond_the_context_length_are_refused_without_a_run(runs: list
 
 
 @pytest.mark.long
+def test_cached_prompts_multiply_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_capacity, "REQUESTS", 300)
+    monkeypatch.setattr(replica_capacity, "LASTS_S", 5.0)
+    alone = [Arrival(float(i), 4100, 4) for i in range(100)]
+    assert rate([arrival._replace(blocks=tuple(range(1, 9))) for arrival in alone]) > 4 * rate(alone)
+
+
+@pytest.mark.long
 def test_one_request_beyond_the_context_length_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_capacity, "REQUESTS", 500)
     usual = [Arrival(float(i), 200, 20) for i in range(500)]
