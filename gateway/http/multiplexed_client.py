@@ -18,8 +18,8 @@ from gateway.http.tcp_info import acknowledged, round_trip_s
 from policy.wire import frames
 from policy.wire.frames import BrokenFrames, FrameDecoder, FrameEncoder
 
-# At most of one read: a few hundred tokens, which take some milliseconds.
-FRAME_BYTES = frames.MAX_FRAME // 2
+# At most of one read: less than a hundred tokens, which take two milliseconds.
+FRAME_BYTES = frames.FULL_FRAME
 # Of uploads, in one turn of the event loop.
 UPLOAD_BYTES = READ_BYTES
 # Stream numbers are 32 bits; on a connection that has used up so many only the load stream goes on.

@@ -131,10 +131,13 @@ class PacedReader:
         data = turns.taken(size)
         self._has_more = turns.filled(size)
         if turns.spent or self._unprocessed:
-            self._unprocessed += data
-            if not self._is_resting:
-                self._rest()
+            if not self._unprocessed:
                 turns.defer(self)
+            self._unprocessed += data
+            # One small read waits without a pause, which would cost two system calls: hundreds of streams may
+            # have a token each.
+            if len(self._unprocessed) >= LATE_BYTES and not self._is_resting:
+                self._rest()
             return
         self._process(data)
         if self._has_more and not self._is_resting:
@@ -149,6 +152,8 @@ class PacedReader:
         except Exception:
             self._transport.abort()
             raise
+        if not self._is_resting:
+            return
         if self._has_more and self._turns is not None:
             self._turns.rest(self)
         else:

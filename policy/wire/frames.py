@@ -6,9 +6,9 @@ The gateway opens with :func:`preface`, to which the replica answers :data:`ACCE
     record  kind u8, stream u32, size u32, payload
 
 Numbers are big-endian. A stream is one request, numbered from 1 by the gateway; a number is used once. What
-one side writes in a turn of its event loop leaves in one frame: so a replica sends the tokens that a step of
-its engine gave to all streams in one frame. HTTP's words stay: the head of a request is that of HTTP/1.1, and
-the replica's load stream is a stream among the others.
+one side writes in a turn of its event loop leaves together: so a replica sends the tokens that a step of its
+engine gave to all streams in one frame, or in several if they are over :data:`FULL_FRAME` bytes. HTTP's words
+stay: the head of a request is that of HTTP/1.1, and the replica's load stream is a stream among the others.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ RESET: Final = 8
 WINDOW_BYTES: Final = 64 * 1024
 # Longest payload of one record, so that one stream delays the others on its connection by so much at most.
 MAX_PAYLOAD: Final = 64 * 1024
-# Longest frame: a few hundred records, which a worker handles within milliseconds.
+# Longest frame that is taken, and the size at which one is closed: the tokens in it, less than a hundred, are
+# handled in one turn of a worker's event loop.
 MAX_FRAME: Final = 128 * 1024
+FULL_FRAME: Final = 16 * 1024
 
 _LENGTHS: Final = Struct(">II")
 _RECORD: Final = Struct(">BII")
@@ -113,7 +115,7 @@ class FrameEncoder:
     def add(self, kind: int, stream: int, payload: bytes) -> None:
         """A record of at most :data:`MAX_PAYLOAD` bytes, after all others."""
         size = _RECORD.size + len(payload)
-        if self._size + size > MAX_FRAME:
+        if self._size and self._size + size > FULL_FRAME:
             self._seal()
         self._records.append(_RECORD.pack(kind, stream, len(payload)))
         self._records.append(payload)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from struct import pack
+from struct import pack, unpack_from
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.wire import frames
-from policy.wire.frames import MAX_FRAME, MAX_PAYLOAD, BrokenFrames, FrameDecoder, FrameEncoder, Record
+from policy.wire.frames import (
+    FULL_FRAME,
+    MAX_FRAME,
+    MAX_PAYLOAD,
+    BrokenFrames,
+    FrameDecoder,
+    FrameEncoder,
+    Record,
+)  # fmt: skip
 
 KINDS = st.sampled_from([frames.REQUEST, frames.DATA, frames.END, frames.WINDOW, 255])
 # Of any payload, and of those around the longest.
@@ -63,6 +71,21 @@ def test_the_sequence_goes_on_after_32_bits() -> None:
     for number in range(2):
         encoder.add(frames.DATA, number, b"")
         assert decoder.feed(encoder.take()) == [(frames.DATA, number, b"")]
+
+
+def test_the_tokens_of_many_streams_leave_in_frames_that_take_little_time_each() -> None:
+    encoder, decoder = FrameEncoder(), FrameDecoder()
+    sent = [(frames.DATA, number, b"x" * 190) for number in range(1, 601)]
+    sent.insert(300, (frames.DATA, 601, b"y" * MAX_PAYLOAD))
+    for record in sent:
+        encoder.add(*record)
+    data, found, most = encoder.take(), [], 0
+    while data:
+        (length, _), part = unpack_from(">II", data), decoder.feed(data[: 4 + unpack_from(">I", data)[0]])
+        assert part and (length <= FULL_FRAME + 4 or len(part) == 1)
+        data, most = data[4 + length :], max(most, len(part))
+        found += part
+    assert found == sent and 50 < most < 100
 
 
 WELL = frame((frames.DATA, 1, b"well"))
