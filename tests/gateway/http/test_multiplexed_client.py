@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.http import multiplexed_client
-from gateway.http.multiplexed_client import UPLOAD_BYTES
+from gateway.http.client import ClientConnection, ConnectionPool
+from gateway.http.multiplexed_client import UPLOAD_BYTES, FrameChannel
 from policy.wire import frames
 from policy.wire.frames import MAX_PAYLOAD, WINDOW_BYTES, FrameDecoder, FrameEncoder, Record
 from serve.engine.interface import ResponseWriter
 from tests.frame_pair import EVENTS, SECRET, Client, Got, Pair, written
+from tests.gateway.worker import until
 
 HEAD = frames.head(200, EVENTS)
 
@@ -359,3 +361,83 @@ async def test_the_answer_to_the_preface_may_come_in_any_pieces() -> None:
         client.connection.data_received(bytes([byte]))
     assert await client.connection.opened and client.connection.alive
     assert got.body == b"x"
+
+
+@asynccontextmanager
+async def server(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[FrameChannel]:
+    """A channel to a server whose connections ``answer`` serves."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await answer(reader, writer)
+        except OSError:
+            pass  # it was closed from the other end
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        channel = FrameChannel(ConnectionPool(f"http://127.0.0.1:{port}", 0.2), SECRET)
+        yield channel
+        channel.leave()
+        await asyncio.sleep(0.05)  # both ends see it
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n"])
+async def test_an_older_replica_and_one_with_another_secret_are_reached_over_http(answer: bytes) -> None:
+    heads: list[bytes] = []
+
+    async def old(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readline())
+        if heads[-1].startswith(b"GET"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            await reader.read()
+        else:
+            writer.write(answer)
+
+    async with server(old) as channel:
+        connection = await channel.connect()
+        assert isinstance(connection, ClientConnection) and channel.take() is None
+        got = Got()
+        connection.send(got, b"GET / HTTP/1.1\r\n\r\n", b"")
+        await until(lambda: got.complete)
+        assert got.body == b"ok" and heads[0] == frames.preface(SECRET)
+        connection.kill()
+
+
+async def test_a_replica_that_answers_late_gets_requests_once_it_does() -> None:
+    """Until then its load stream waits, and other requests go over HTTP."""
+    may_answer = asyncio.Event()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await may_answer.wait()
+        writer.write(frames.ACCEPTED)
+        await reader.read()
+
+    async with server(slow) as channel:
+        load = await channel.connect()
+        got = Got()
+        load.send(got, b"GET / HTTP/1.1\r\n\r\n", b"")
+        assert channel.take() is None
+        may_answer.set()
+        await until(lambda: channel.take() is not None)
+        again = await channel.connect()  # the connection before ends with its last stream
+        assert again is not load and not got.lost
+        load.abort(got)
+
+
+async def test_a_load_stream_that_is_given_up_while_it_connects_leaves_nothing() -> None:
+    ended = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        connecting.cancel()
+        await reader.read()
+        ended.set()
+
+    async with server(silent) as channel:
+        connecting = asyncio.create_task(channel.connect())
+        await asyncio.wait({connecting})
+        await asyncio.wait_for(ended.wait(), 10)
