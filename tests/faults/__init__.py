@@ -47,6 +47,11 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     56     gateway/http/test_server.py::test_slow_senders_, faults/test_slow.py::test_56_
     57     faults/test_schema.py::test_57_
     58     gateway/test_privacy.py::test_no_prompt_answer_or_key_is_kept_or_shown
+    6-35   also by HTTP: with ``[http]`` in ``make test-all``, and what clients receive is compared in
+           gateway/delivery/test_both_ways.py::test_a_client_
+    frames faults/test_frames.py::test_what_is_no_frame_ ::test_64_of_256_ ::test_a_disconnect_,
+           gateway/http/test_multiplexed_client.py::test_, serve/engine/test_frame_server.py::test_,
+           policy/wire/test_frames.py::test_
     load   sim/simulator/test_overload.py::test_admitted_, faults/test_overload.py::test_
 """
 
