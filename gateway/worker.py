@@ -130,7 +130,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         journal=UsageJournal(state.usage_path, log),
         limits=limits,
     )
-    sender = ReportSender(lambda: current().cluster.controller, SIGNALS, state.secret(), log)
+    sender = ReportSender(current().cluster.controller, SIGNALS, state.secret(), log)
     reporter = Reporter(
         gateway.metrics, gateway.admission, current, sender.send,
         running=gateway.deadlines.running, routes=gateway.routes.describe,

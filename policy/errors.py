@@ -77,6 +77,10 @@ class Unreachable(TidegateError):
     """A controller, supervisor or replica did not answer."""
 
 
+class NotLeader(Unreachable):
+    """Another controller leads: this one stands by, or was deposed, and what it orders is refused."""
+
+
 class Unauthorized(Unreachable):
     """A process of another deployment answered: its internal secret is another one."""
 

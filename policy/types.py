@@ -139,7 +139,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """An immutable snapshot of models and replicas.
 
     ``epoch`` is the start of the controller that wrote it, so snapshots of a restarted controller are newer;
-    ``version`` orders within an epoch.
+    ``version`` orders within an epoch. ``term`` is that of an elected controller, else 0.
     """
 
     epoch: float
@@ -147,6 +147,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     models: tuple[Model, ...] = ()
     replicas: tuple[Replica, ...] = ()
+    term: int = 0
 
 
 EMPTY_FLEET = Fleet(epoch=0.0, version=0, at=0.0)

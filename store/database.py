@@ -59,6 +59,8 @@ counters = Table(
     Column("value", BigInteger, nullable=False),
 )
 BUSY_S = 30
+# How long a transaction on PostgreSQL may wait for the next statement of its process.
+PAUSED_S = 5
 # The key of the advisory lock; arbitrary, to be unlikely on a shared PostgreSQL server.
 _LOCK = 0x7469646567617465
 
@@ -150,6 +152,8 @@ def _engine(url: str, busy_s: float) -> Engine:
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", partial(_settle, busy_s))
         event.listen(engine, "begin", _begin)
+    else:
+        event.listen(engine, "connect", _bound_pauses)
     return engine
 
 
@@ -162,6 +166,13 @@ def _settle(busy_s: float, connection: Any, _record: Any) -> None:
     for pragma in (f"busy_timeout = {int(busy_s * 1000)}", *settings):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+
+
+def _bound_pauses(connection: Any, _record: Any) -> None:
+    """Let the server end the transaction of a process that is paused within it: it may hold the lock."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET idle_in_transaction_session_timeout = {PAUSED_S * 1000}")
+    connection.commit()
 
 
 def _begin(connection: Connection) -> None:

@@ -21,6 +21,7 @@ _COMMANDS = {
     "serve": ("deployment.serve", "Serve a model with the flags of `vllm serve`."),
     "run": ("deployment.up_run_down", "Run a deployment in the foreground until SIGINT or SIGTERM."),
     "gateway": ("deployment.gateway", "Run a gateway on a further host, for the controller of another."),
+    "controller": ("deployment.controller", "Run one of several controllers, which elect their leader."),
     "down": ("deployment.up_run_down", "Stop the deployment."),
     "status": ("fleet.status", "Show processes, models and replicas."),
     "top": ("fleet.top", "Show models, replicas and decisions live."),

@@ -6,15 +6,16 @@ those that were added to its ledger since. Energy of minutes without a token is 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import httpx
 import msgspec
 
 from policy.errors import Unreachable
 from policy.signals.energy import BASE, OTHERS
-from policy.wire.controller import METRICS
+from policy.wire.controller import METRICS, Controllers
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.metrics import Samples
 from store.database import Database
@@ -27,7 +28,10 @@ Totals = dict[tuple[str, str], tuple[float, float]]
 
 
 class EnergyShares:
-    """``controller`` returns its address, empty where there is none; ``database`` has the ledger."""
+    """``controller`` returns the addresses of the controllers, empty where there is none.
+
+    ``database`` has the ledger.
+    """
 
     def __init__(self, controller: Callable[[], str], secret: str, database: Callable[[], Database]) -> None:
         self._controller = controller
@@ -46,17 +50,24 @@ class EnergyShares:
 
         Raises :class:`policy.errors.Unreachable` if it, or the database, does not answer.
         """
-        if address := self._controller():
-            try:
-                answer = httpx.get(
-                    f"http://{address}{METRICS}", headers=self._headers, timeout=TIMEOUT_S, trust_env=False
-                ).raise_for_status()
-                samples = msgspec.json.decode(answer.content, type=Samples)
-            except (httpx.HTTPError, msgspec.MsgspecError) as error:
-                raise Unreachable(f"the controller does not answer ({type(error).__name__})") from error
-            self.attribute(totals_of(samples))
+        if addresses := self._controller():
+            self.attribute(totals_of(self._samples(Controllers(addresses).all)))
         else:
             self._tokens.clear()
+
+    def _samples(self, addresses: Sequence[str]) -> Samples:
+        """The metrics of the controller that leads."""
+        *others, last = addresses
+        for address in others:
+            with contextlib.suppress(Unreachable):
+                return self._samples([address])
+        try:
+            answer = httpx.get(
+                f"http://{last}{METRICS}", headers=self._headers, timeout=TIMEOUT_S, trust_env=False
+            ).raise_for_status()
+            return msgspec.json.decode(answer.content, type=Samples)
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            raise Unreachable(f"the controller does not answer ({type(error).__name__})") from error
 
     def attribute(self, totals: Totals) -> None:
         """Attribute the energy between the last ``totals`` and these; the first ones are a beginning."""

@@ -17,11 +17,13 @@ from gateway.protocol.errors import Refused
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.wire.accounting import Actor, actor_headers
-from policy.wire.controller import answer_of
+from policy.wire.controller import STATUS, Controllers, answer_of
 
 # An add reports its progress once a second.
 SILENT_S = 30.0
 CONNECT_S = 2.0
+# The status of a controller that does not lead.
+STANDS_BY = answer_of("NotLeader").status
 
 
 class ControllerProxy:
@@ -29,26 +31,40 @@ class ControllerProxy:
 
     def __init__(self, secret: str, deployment: Callable[[], Deployment]) -> None:
         self._deployment = deployment
+        self._controllers = Controllers(deployment().cluster.controller)
         self._http = internal_client(secret, timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S))
 
     async def ask(self, method: str, path: str, body: bytes = b"", *, actor: Actor | None = None) -> bytes:
         """The body of a 200 answer; raises :class:`gateway.protocol.errors.Refused` for any other."""
-        url = self._url(path)
-        try:
-            headers = actor_headers(actor) if actor is not None else None
-            answer = await self._http.request(method, url, content=body, headers=headers)
-        except httpx.HTTPError as error:
-            raise self._unreachable(type(error).__name__) from error
-        if answer.status_code != 200:
-            raise refusal_of(answer.content)
-        return answer.content
+        headers = actor_headers(actor) if actor is not None else None
+        why = ""
+        for address in self._addresses():
+            try:
+                answer = await self._http.request(
+                    method, f"http://{address}{path}", content=body, headers=headers
+                )
+            except httpx.ConnectError as error:  # another one may lead
+                why = type(error).__name__
+                continue
+            except httpx.HTTPError as error:
+                raise self._unreachable(type(error).__name__) from error
+            if answer.status_code == STANDS_BY:
+                why = "no controller leads"
+                continue
+            self._controllers.answered(address)
+            if answer.status_code != 200:
+                raise refusal_of(answer.content)
+            return answer.content
+        raise self._unreachable(why)
 
     async def lines(self, path: str, body: bytes, end: str, *, actor: Actor) -> AsyncIterator[dict[str, Any]]:
         """The lines of an answer that reports progress; the last one has the member ``end``.
 
         Raises :class:`gateway.protocol.errors.Refused` for an error line, and when the controller goes away.
         """
-        url = self._url(path)
+        if len(self._addresses()) > 1:
+            await self.ask("GET", STATUS)  # finds the one that leads
+        url = f"http://{self._addresses()[0]}{path}"
         try:
             async with self._http.stream("POST", url, content=body, headers=actor_headers(actor)) as answer:
                 if answer.status_code != 200:
@@ -67,7 +83,8 @@ class ControllerProxy:
             raise self._unreachable(type(error).__name__) from error
         raise self._unreachable("its answer has no end")
 
-    def _url(self, path: str) -> str:
+    def _addresses(self) -> tuple[str, ...]:
+        """The controllers, the one that led last first."""
         deployment = self._deployment()
         if not deployment.needs_controller:
             raise Refused(
@@ -76,7 +93,9 @@ class ControllerProxy:
                 status=409,
                 code="no_controller",
             )
-        return f"http://{deployment.cluster.controller}{path}"
+        if self._controllers.all != deployment.cluster.controllers:
+            self._controllers = Controllers(deployment.cluster.controller)
+        return self._controllers.in_turn()
 
     def _unreachable(self, why: str) -> Refused:
         address = self._deployment().cluster.controller

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -16,7 +16,7 @@ from gateway.routing.fleet import FleetView
 from gateway.telemetry.structured_log import Log
 from policy.types import Fleet
 from policy.wire.adapter_catalog import Alias, Catalog
-from policy.wire.controller import ADAPTERS_STREAM, FLEET_STREAM
+from policy.wire.controller import ADAPTERS_STREAM, FLEET_STREAM, Controllers
 from store.state_dir import StateDir, write_atomic
 
 SAVE_EVERY_S = 1.0
@@ -31,12 +31,12 @@ class ControllerFeed(Generic[Document]):
 
     A document's ``epoch`` is the start of its controller; ``version`` orders documents within an epoch. The
     first document of a connection is always taken, whatever the controller's clock; after it, older ones are
-    ignored. ``take`` gets each document and whether it is from disk; ``replaces`` decides whether a document
-    replaces the saved one.
+    ignored. Those of a controller that was deposed always are. ``take`` gets each document and whether it is
+    from disk; ``replaces`` decides whether a document replaces the saved one.
     """
 
     name: str
-    url: str
+    urls: Sequence[str]
     path: str
     file: Path
     secret: str
@@ -51,7 +51,7 @@ class ControllerFeed(Generic[Document]):
         self._last: tuple[Document, bytes] | None = None
         self._on_disk: Document | None = None
         self.stream = NdjsonStream(
-            self.url,
+            self.urls,
             self.path,
             self.secret,
             self.connect_timeout_s,
@@ -95,11 +95,15 @@ class ControllerFeed(Generic[Document]):
             self.log.warning(f"{self.name}_line_unreadable")
             return
         last = self._last
+        if last is not None and document.term < last[0].term:
+            return
         if self._connected and last is not None and _order(document) < _order(last[0]):
             return
         if not self._connected:
             self._connected = True
-            self.log.info(f"{self.name}_connected", epoch=document.epoch, version=document.version)
+            self.log.info(
+                f"{self.name}_connected", epoch=document.epoch, version=document.version, term=document.term
+            )
         self._last = (document, line)
         self.take(document, False)
 
@@ -110,8 +114,12 @@ class ControllerFeed(Generic[Document]):
             self.log.warning(f"{self.name}_disconnected")
 
 
-def _order(document: Fleet | Catalog) -> tuple[float, int]:
-    return document.epoch, document.version
+def _order(document: Fleet | Catalog) -> tuple[int, float, int]:
+    return document.term, document.epoch, document.version
+
+
+def _urls(controllers: str) -> list[str]:
+    return [f"http://{address}" for address in Controllers(controllers).all]
 
 
 def fleet_feed(
@@ -125,7 +133,7 @@ def fleet_feed(
 
     return ControllerFeed(
         "fleet",
-        f"http://{address}",
+        _urls(address),
         FLEET_STREAM,
         state.fleet_path,
         state.secret(),
@@ -153,7 +161,7 @@ def catalog_feed(
     """The adapter catalog, into ``view``."""
     return ControllerFeed(
         "catalog",
-        f"http://{address}",
+        _urls(address),
         ADAPTERS_STREAM,
         state.catalog_path,
         state.secret(),
@@ -171,6 +179,7 @@ class _RawCatalog(msgspec.Struct):
     epoch: float
     version: int
     aliases: tuple[msgspec.Raw, ...] = ()
+    term: int = 0
 
 
 class CatalogDecoder:
@@ -192,7 +201,7 @@ class CatalogDecoder:
                 alias: former.get(alias) or self._alias.decode(alias) for alias in map(bytes, raw.aliases)
             }
             self._catalog = Catalog(
-                epoch=raw.epoch, version=raw.version, aliases=tuple(self.aliases.values())
+                epoch=raw.epoch, version=raw.version, aliases=tuple(self.aliases.values()), term=raw.term
             )
             self._line = line
         return self._catalog

@@ -22,6 +22,7 @@ from gateway.queue.model_queues import Admission
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
+from policy.wire.controller import Controllers
 from policy.wire.reports import GatewayReport, ModelReport, ReportAnswer, Waiting, WorkerDetail
 
 EVERY_S = 1.0
@@ -137,10 +138,13 @@ ANSWER_TIMEOUT_S = 2.0
 
 
 class ReportSender:
-    """Posts messages to one path of the controller at ``address()``; one that fails is lost, and logged."""
+    """Posts messages to one path of the controller, one of ``addresses``; one that fails is lost, and logged.
 
-    def __init__(self, address: Callable[[], str], path: str, secret: str, log: Log) -> None:
-        self._address = address
+    The next message is for the next one of the controllers then.
+    """
+
+    def __init__(self, addresses: str, path: str, secret: str, log: Log) -> None:
+        self._controllers = Controllers(addresses)
         self._path = path
         self._log = log
         self._http = internal_client(secret, keepalive_connections=1)
@@ -149,11 +153,14 @@ class ReportSender:
     async def send(self, body: bytes) -> bytes:
         """Send ``body``, and wait until it is received or lost; returns the answer, empty if it is lost."""
         status, answered = 0, b""
+        address = self._controllers.first
         with contextlib.suppress(httpx.HTTPError, TimeoutError):
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                answer = await self._http.post(f"http://{self._address()}{self._path}", content=body)
+                answer = await self._http.post(f"http://{address}{self._path}", content=body)
                 status, answered = answer.status_code, answer.content
         lost = status != 200
+        if lost:
+            self._controllers.failed(address)
         if lost and not self._lost:
             self._log.warning("report_lost", path=self._path, status=status)
         self._lost = lost

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from gateway.http.client import Connection, ConnectionPool
@@ -30,13 +30,14 @@ class Connects(Protocol):
 class NdjsonStream:
     """A subscription. ``on_line`` gets each complete line in the loop iteration in which it arrives.
 
+    Of several ``urls`` the next one is tried whenever the stream is unavailable.
     ``on_down`` is called when the stream is unavailable: refused, broken, silent, or not 200; ``silent`` is
     then whether the server accepted the connection and sent nothing.
     """
 
     def __init__(
         self,
-        url: str,
+        urls: Sequence[str],
         path: str,
         secret: str,
         connect_timeout_s: float,
@@ -45,11 +46,13 @@ class NdjsonStream:
         on_down: Callable[[], None],
         connects: Connects | None = None,
     ) -> None:
-        self._connects = connects or ConnectionPool(url, connect_timeout_s, max_idle=0)
-        self._head = (
-            f"GET {path} HTTP/1.1\r\nhost: {self._connects.host_header.decode()}\r\n"
-            f"{SECRET_HEADER}: {secret}\r\naccept: application/x-ndjson\r\n\r\n"
-        ).encode()
+        self._ways: list[Connects] = (
+            [ConnectionPool(url, connect_timeout_s, max_idle=0) for url in urls]
+            if connects is None
+            else [connects]
+        )
+        self._start = f"GET {path} HTTP/1.1\r\nhost: ".encode()
+        self._rest = f"\r\n{SECRET_HEADER}: {secret}\r\naccept: application/x-ndjson\r\n\r\n".encode()
         self._on_line = on_line
         self._on_down = on_down
         self.silent = False
@@ -70,6 +73,7 @@ class NdjsonStream:
                 if await self._follow():
                     pause = FIRST_RETRY_S
                 self._on_down()
+                self._ways.append(self._ways.pop(0))
                 self._wake.clear()
                 try:
                     async with asyncio.timeout(pause):
@@ -84,12 +88,12 @@ class NdjsonStream:
         """Follow one connection to its end; returns whether it delivered a line."""
         self.silent = False
         try:
-            self._connection = await self._connects.connect()
+            self._connection = await self._ways[0].connect()
         except OSError:
             return False
         self._parts, self._size, self._lines = [], 0, 0
         self._ended.clear()
-        self._connection.send(self, self._head, b"")
+        self._connection.send(self, self._start + self._ways[0].host_header + self._rest, b"")
         seen = -1
         while seen != self._lines:
             seen = self._lines

@@ -382,7 +382,7 @@ class ReplicaHandle:
         if multiplexed:
             self._frames = FrameChannel(self.pool, secret)
         self._feed = NdjsonStream(
-            self.url, "/internal/load", secret, self.pool.connect_timeout_s,
+            [self.url], "/internal/load", secret, self.pool.connect_timeout_s,
             on_line=on_line, on_down=on_down, connects=self._frames,
         )  # fmt: skip
         self._following = asyncio.create_task(self._feed.run())

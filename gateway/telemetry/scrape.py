@@ -98,8 +98,15 @@ class Scraper:
         """What this worker knows of the moment, and the answers of ``engines`` by replica and controller."""
         replicas, deployment = self._replicas(), self._deployment()
         urls = {replica.id: f"{replica.url}/metrics" for replica in replicas if replica.url and engines}
-        controller = {CONTROLLER: f"http://{deployment.cluster.controller}{CONTROLLER_METRICS}"}
-        answers = await self._answers(urls | (controller if deployment.needs_controller else {}))
+        addresses = deployment.cluster.controllers if deployment.needs_controller else ()
+        controllers = {
+            f"{CONTROLLER} {address}": f"http://{address}{CONTROLLER_METRICS}" for address in addresses
+        }
+        answers = await self._answers(urls | controllers)
+        # One of them leads, and answers.
+        for key in controllers:
+            if (body := answers.pop(key, None)) is not None:
+                answers[CONTROLLER] = body
         samples = _samples(replicas)
         if deployment.needs_controller:
             self._missing(samples, "controller", CONTROLLER not in answers)

@@ -215,9 +215,31 @@ class Budget(Section, frozen=True):
     cpu_cost_per_h: Annotated[float, Meta(ge=0)] = 0.0
 
 
+class KubernetesLease(Section, frozen=True):
+    """A Lease of Kubernetes (coordination.k8s.io/v1), by default in the namespace of the pod.
+
+    ``api`` is the URL of the API server, by default that of the pod's cluster, with its service account.
+    """
+
+    name: str = "tidegate-controller"
+    namespace: str = ""
+    api: str = ""
+
+
+class LeaderElection(Section, frozen=True):
+    """How controllers elect their leader: by a lease of ``lease_s`` seconds that it renews.
+
+    The lease is a row of the database (``store``), or that of ``kubernetes``.
+    """
+
+    lease_s: Annotated[float, Meta(ge=1, le=300)] = 10.0
+    kubernetes: KubernetesLease | None = None
+
+
 class Cluster(Section, frozen=True):
     """The Ray cluster, and where the controller listens.
 
+    ``controller`` is its address, or those of several with commas between them, of which one leads.
     ``address: local`` starts a Ray head at ``node_ip``; any other address joins that cluster. With
     ``simulated_gpus`` simulated engines take the GPUs of their shapes, as real ones do: the local head has
     this many, and the nodes of another cluster those that they were started with. With ``redis_address`` the
@@ -231,6 +253,17 @@ class Cluster(Section, frozen=True):
     node_ip: str = "127.0.0.1"
     redis_address: str | None = None
     simulated_gpus: Positive | None = None
+    leader_election: LeaderElection | None = None
+
+    @property
+    def controllers(self) -> tuple[str, ...]:
+        """The addresses of the controllers."""
+        return tuple(address.strip() for address in self.controller.split(","))
+
+    @property
+    def election(self) -> LeaderElection | None:
+        """How the leader is elected; ``None`` if there is one controller alone."""
+        return self.leader_election or (LeaderElection() if "," in self.controller else None)
 
 
 class Coalesce(Section, frozen=True):

@@ -41,8 +41,9 @@ def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
         found.append(Listener(f"{name}.port", grpc.host, grpc.port))
     starts_ray = ray and _starts_ray(deployment)
     if starts_ray or (deployment.needs_controller and not (ray and deployment.deploys)):
-        host, _, port = cluster.controller.rpartition(":")
-        found.append(Listener("cluster.controller", host.strip("[]"), int(port)))
+        for address in cluster.controllers:
+            host, _, port = address.rpartition(":")
+            found.append(Listener("cluster.controller", host.strip("[]"), int(port)))
         if starts_ray:
             # Ray listens on loopback or on every interface.
             gcs = _LOOPBACK if is_loopback(cluster.node_ip) else "0.0.0.0"

@@ -8,7 +8,15 @@ from typing import Any
 
 import msgspec
 
-from policy.config.deployment import AdapterSource, Cluster, Deployment, ModelSpec, Upstream
+from policy.config.deployment import (
+    AdapterSource,
+    Cluster,
+    Deployment,
+    KubernetesLease,
+    LeaderElection,
+    ModelSpec,
+    Upstream,
+)
 from policy.config.engine_revision import changed_shapes, engine_inputs, used_shapes
 from policy.config.grpc_ports import GrpcPort
 from policy.config.shapes_on_shared_gpus import gpu_group_of
@@ -39,7 +47,12 @@ class Change(msgspec.Struct, frozen=True):
 # The values that need a restart, and why.
 _FIXED = {
     **dict.fromkeys(
-        (f"cluster.{key}" for key in Cluster.__struct_fields__), "the cluster is joined at the start"
+        (
+            *(f"cluster.{key}" for key in Cluster.__struct_fields__),
+            *(f"cluster.leader_election.{key}" for key in LeaderElection.__struct_fields__),
+            *(f"cluster.leader_election.kubernetes.{key}" for key in KubernetesLease.__struct_fields__),
+        ),
+        "the cluster is joined at the start",
     ),
     **dict.fromkeys(
         (f"gateway.{key}" for key in ("host", "port", "admin_host", "admin_port", "workers")),

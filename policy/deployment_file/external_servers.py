@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from policy.config.convert import require
-from policy.config.deployment import ModelSpec, Upstream
-from policy.config.external_servers import Discovery, ExternalServer, ServerSettings
+from policy.config.deployment import KubernetesLease, ModelSpec, Upstream
+from policy.config.external_servers import Discovery, ExternalServer, KubernetesService, ServerSettings
 
 _VISIBLE = re.compile(r"[!-~]+")
 _HOST_PORT = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
@@ -98,9 +98,15 @@ def _check_discovery(path: str, found: Discovery) -> None:
         good = match is not None and 0 < int(match[3]) < 65_536
         require(good, f"{path}.dns", found.dns, "HOST:PORT, such as vllm.models.svc.cluster.local:8000")
     if (service := found.kubernetes) is not None:
-        at = f"{path}.kubernetes"
-        require(_LABEL.fullmatch(service.service), f"{at}.service", service.service, "the name of a service")
-        named = not service.namespace or _LABEL.fullmatch(service.namespace)
-        require(named, f"{at}.namespace", service.namespace, "the name of a namespace; empty: the pod's own")
-        if service.api:
-            check_url(f"{at}.api", service.api, "http(s)://HOST:PORT of the API server or `kubectl proxy`")
+        check_object(f"{path}.kubernetes", service, service="a service")
+
+
+def check_object(path: str, found: KubernetesService | KubernetesLease, **names: str) -> None:
+    """Check an object of Kubernetes: its name, for whose kind see ``names``, its namespace and API server."""
+    for key, kind in names.items():
+        name = getattr(found, key)
+        require(_LABEL.fullmatch(name), f"{path}.{key}", name, f"the name of {kind}")
+    named = not found.namespace or _LABEL.fullmatch(found.namespace)
+    require(named, f"{path}.namespace", found.namespace, "the name of a namespace; empty: the pod's own")
+    if found.api:
+        check_url(f"{path}.api", found.api, "http(s)://HOST:PORT of the API server or `kubectl proxy`")

@@ -30,7 +30,7 @@ from policy.config.media_hosts import fetching
 from policy.config.ports import check_ports, is_loopback
 from policy.config.tenancy_checks import check_tenants
 from policy.config.tracing import traced
-from policy.deployment_file.external_servers import check_external, check_key, check_url
+from policy.deployment_file.external_servers import check_external, check_key, check_object, check_url
 from policy.deployment_file.gateway_section import HOST, check_gateway, is_network
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
@@ -267,13 +267,21 @@ def _check_origin(path: str, origin: str) -> None:
 
 def _check_cluster(deployment: Deployment) -> None:
     cluster = deployment.cluster
-    host, _, port = cluster.controller.rpartition(":")
-    good = host and port.isdigit() and 1 <= int(port) <= 65_535
-    require(good, "cluster.controller", cluster.controller, "HOST:PORT")
     joined = deployment.deploys and cluster.address != "local"
-    reached = not joined or not _loopback(cluster.controller) or _loopback(cluster.address)
-    expected = f"HOST:PORT that every node of cluster.address = {cluster.address!r} reaches"
-    require(reached, "cluster.controller", cluster.controller, expected)
+    for address in cluster.controllers:
+        host, _, port = address.rpartition(":")
+        good = host and port.isdigit() and 1 <= int(port) <= 65_535
+        require(good, "cluster.controller", cluster.controller, "HOST:PORT, or several: HOST:PORT,HOST:PORT")
+        reached = not joined or not _loopback(address) or _loopback(cluster.address)
+        expected = f"HOST:PORT that every node of cluster.address = {cluster.address!r} reaches"
+        require(reached, "cluster.controller", address, expected)
+    distinct = len(set(cluster.controllers)) == len(cluster.controllers)
+    require(distinct, "cluster.controller", cluster.controller, "each address once")
+    shared = cluster.election is None or deployment.store
+    require(shared, "store", "", "a database that all controllers use, where they elect their leader")
+    lease = cluster.election.kubernetes if cluster.election is not None else None
+    if lease is not None:
+        check_object("cluster.leader_election.kubernetes", lease, name="a Lease")
     if cluster.simulated_gpus is not None and cluster.address == "local":
         for i, spec in enumerate(deployment.models):
             for name, shape in spec.shapes.items():

@@ -72,11 +72,12 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Catalog(msgspec.Struct, frozen=True, kw_only=True):
-    """All aliases at one instant; ``epoch`` and ``version`` order as in :class:`policy.types.Fleet`."""
+    """All aliases at one instant; ``term``, ``epoch`` and ``version`` as in :class:`policy.types.Fleet`."""
 
     epoch: float
     version: int
     aliases: tuple[Alias, ...] = ()
+    term: int = 0
 
 
 def served_name(name: str, digest: str) -> str:

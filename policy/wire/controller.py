@@ -16,6 +16,7 @@ from policy.errors import (
     AdapterUnknown,
     ConfigError,
     ModelUnavailable,
+    NotLeader,
     PreconditionFailed,
     SwitchRefused,
     TargetError,
@@ -41,6 +42,51 @@ STEPS: Final = "/steps"
 METRICS: Final = "/metrics"
 REPLICAS: Final = "/replicas"
 SIGNALS: Final = "/signals"
+# Answered by a controller that stands by, too.
+LEADER: Final = "/leader"
+
+
+class LeaderStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a controller at ``address`` knows of the election: whether it ``leads``, or who does.
+
+    ``term`` counts the leaders. The lease of the ``leader`` (an address, empty if none is known) was renewed
+    ``renewed_s`` seconds ago, and ends ``lease_s`` seconds after a renewal. ``trouble`` says why the lease
+    cannot be read or written.
+    """
+
+    address: str
+    leads: bool
+    leader: str = ""
+    term: int = 0
+    lease_s: float = 0.0
+    renewed_s: float | None = None
+    trouble: str = ""
+
+
+class Controllers:
+    """The addresses in ``HOST:PORT[,HOST:PORT]``, from the controller on that answered last."""
+
+    def __init__(self, addresses: str) -> None:
+        self.all = tuple(address.strip() for address in addresses.split(","))
+        self._first = 0
+
+    @property
+    def first(self) -> str:
+        """The one to ask first."""
+        return self.all[self._first]
+
+    def in_turn(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        return self.all[self._first :] + self.all[: self._first]
+
+    def answered(self, address: str) -> None:
+        """The controller at ``address`` leads."""
+        self._first = self.all.index(address)
+
+    def failed(self, address: str) -> None:
+        """The controller at ``address`` does not lead: another one is asked first."""
+        if address == self.first:
+            self._first = (self._first + 1) % len(self.all)
 
 
 def adapter_path(model: str, name: str, change: str = "") -> str:
@@ -121,6 +167,8 @@ ERROR_ANSWERS = {
     # A value that is never allowed, and an operation that is not allowed in the present state.
     "ConfigError": ErrorAnswer(409, 400, "bad_value"),
     "TargetError": ErrorAnswer(409, 409, "not_allowed"),
+    # None of the controllers leads at the moment.
+    "NotLeader": ErrorAnswer(503, 503, "no_leader"),
     # The controller's database does not answer, or its machine lacks something, such as disk space.
     "Unreachable": ErrorAnswer(409, 503, "unreachable"),
     "PreconditionFailed": ErrorAnswer(409, 503, "precondition_failed"),
@@ -131,7 +179,7 @@ _CLASSES: dict[str, type[TidegateError]] = {
     kind.__name__: kind
     for kind in (
         *(TargetError, SwitchRefused, AdapterUnknown, AccessUnknown, AccessRefused),
-        *(ModelUnavailable, PreconditionFailed, Unauthorized, Unreachable),
+        *(ModelUnavailable, NotLeader, PreconditionFailed, Unauthorized, Unreachable),
     )
 }
 

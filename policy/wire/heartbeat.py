@@ -115,10 +115,12 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 
     ``hold`` are the adapters planned for the replica, the most valuable first. ``gpus`` is for an engine of a
     shared GPU group. ``timeouts`` are those of the configuration in force. ``None`` leaves the last value in
-    force. A ``leave`` that is not empty is the reason why the replica must drain and be replaced.
+    force. A ``leave`` that is not empty is the reason why the replica must drain and be replaced. ``term`` is
+    that of an elected controller, else 0: orders of a lower term than others before are refused.
     """
 
     hold: tuple[AdapterRef, ...] | None = None
     gpus: GpuOrder | None = None
     timeouts: Timeouts | None = None
     leave: str = ""
+    term: int = 0

@@ -43,6 +43,7 @@ class AdapterController:
     registry: ReplicaRegistry
     state: StateDir
     epoch: float
+    term: int
     slots: Callable[[Replica], int]
     wall: Callable[[], float]
     monotonic: Callable[[], float]
@@ -51,7 +52,7 @@ class AdapterController:
 
     def __post_init__(self) -> None:
         self.changed = asyncio.Event()
-        self.library = AdapterLibrary(self.open_store, self.epoch, self.event)
+        self.library = AdapterLibrary(self.open_store, self.epoch, self.event, term=self.term)
         self.declared = DeclaredAdapters(self.library, self.state, self.monotonic)
         self._demand = AdapterDemand()
         self._placement = AdapterPlacement(self._demand, self.slots)

@@ -46,8 +46,9 @@ _VERSION = re.compile(r"v([1-9][0-9]{0,8})")
 class CatalogPublisher:
     """The aliases by base model and name. Those of models that are not served are kept but not published."""
 
-    def __init__(self, epoch: float) -> None:
+    def __init__(self, epoch: float, term: int) -> None:
         self._epoch = epoch
+        self._term = term
         self.revision = Revision()
         self._aliases: dict[Key, Alias] = {}
         self._line: tuple[int, bytes] = (0, b"")
@@ -87,7 +88,9 @@ class CatalogPublisher:
         """The version of the catalog, and the catalog as a JSON line."""
         if self._line[0] != self.revision.number:
             aliases = tuple(alias for alias in self._aliases.values() if alias.model in self.models)
-            catalog = Catalog(epoch=self._epoch, version=self.revision.number, aliases=aliases)
+            catalog = Catalog(
+                epoch=self._epoch, version=self.revision.number, aliases=aliases, term=self._term
+            )
             self._line = (self.revision.number, msgspec.json.encode(catalog) + b"\n")
         return self._line
 
@@ -98,11 +101,13 @@ class AdapterLibrary:
     The store is opened when the first model has an `adapters` section.
     """
 
-    def __init__(self, open_store: Callable[[], AdapterStore], epoch: float, event: Event) -> None:
+    def __init__(
+        self, open_store: Callable[[], AdapterStore], epoch: float, event: Event, *, term: int = 0
+    ) -> None:
         self._open_store = open_store
         self._store: AdapterStore
         self._event = event
-        self.catalog = CatalogPublisher(epoch)
+        self.catalog = CatalogPublisher(epoch, term)
         self._specs: dict[str, ModelSpec] = {}
         self._names: frozenset[str] = frozenset()
         self._tenants: tuple[str, ...] = ()

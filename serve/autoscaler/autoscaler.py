@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from policy.config.deployment import Deployment
-from policy.errors import SwitchRefused
+from policy.errors import SwitchRefused, Unreachable
 from policy.scaling.decide import ModelPolicies, decide_all
 from policy.scaling.decision_schedule import DecisionSchedule
 from policy.scaling.decision_types import Decision, Memory, Situation
@@ -234,7 +234,7 @@ class Autoscaler:
         )
         try:
             self.state.save(self.state.memory_path, kept)
-        except OSError as error:
+        except (OSError, Unreachable) as error:
             log.warning("%s: %s", self.state.memory_path, error)
         self._kept = kept
         decisions = {name: decision for name, (decision, _) in decided.items()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
-from policy.errors import TidegateError, Unreachable
+from policy.errors import NotLeader, TidegateError, Unauthorized, Unreachable
 from policy.types import Fleet
 from policy.wire.accounting import Actor, Role, actor_headers
 from policy.wire.adapter_catalog import Alias
@@ -19,12 +20,15 @@ from policy.wire.controller import (
     FLEET,
     GPUS,
     HISTORY,
+    LEADER,
     MODE,
     SCALE,
     STATUS,
     STEPS,
     AddLine,
     AddRequest,
+    Controllers,
+    LeaderStatus,
     RollbackRequest,
     adapter_path,
     error_of,
@@ -48,17 +52,22 @@ class ControllerClient:
     """A blocking client of the controller's internal HTTP API.
 
     Raises :class:`policy.errors.Unreachable` without an answer, and the errors that the controller reports.
+    Of several controllers the one that leads is asked.
     """
 
     def __init__(
-        self, address: str, secret: str, timeout_s: float = 10.0, transport: httpx.BaseTransport | None = None
+        self,
+        addresses: str,
+        secret: str,
+        timeout_s: float = 10.0,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """``transport`` replaces the network, for tests."""
+        """``addresses`` is ``HOST:PORT[,HOST:PORT]``; ``transport`` replaces the network, for tests."""
         self._http = httpx.Client(
-            base_url=f"http://{address}", timeout=timeout_s, trust_env=False, transport=transport,
+            timeout=timeout_s, trust_env=False, transport=transport,
             headers={SECRET_HEADER: secret, **actor_headers(Actor(local_user(), Role.ADMIN))},
         )  # fmt: skip
-        self._address = address
+        self._controllers = Controllers(addresses)
 
     def close(self) -> None:
         """Close the connections."""
@@ -67,12 +76,20 @@ class ControllerClient:
     def hangs(self) -> bool:
         """Whether there is a controller that does not answer in time; where none listens there is none."""
         try:
-            self._http.get("/livez")
+            self._http.get(f"http://{self._controllers.first}/livez")
         except (httpx.ReadTimeout, httpx.WriteTimeout):
             return True
         except httpx.HTTPError:
             return False
         return False
+
+    def leaders(self) -> dict[str, LeaderStatus | None]:
+        """What each of the controllers knows of their election; ``None`` for one that does not answer."""
+        found: dict[str, LeaderStatus | None] = dict.fromkeys(self._controllers.all)
+        for address in self._controllers.all:
+            with contextlib.suppress(Unreachable):
+                found[address] = self._ask(address, "GET", LEADER, None, LeaderStatus)
+        return found
 
     def fleet(self) -> Fleet:
         """The current snapshot."""
@@ -136,7 +153,7 @@ class ControllerClient:
             if line.alias is not None:
                 return line.alias
             progress(line)
-        raise Unreachable(f"the controller at {self._address} ended before it was done")
+        raise Unreachable(f"the controller at {self._controllers.first} ended before it was done")
 
     def remove_adapter(self, model: str, name: str) -> None:
         """Remove a name: requests for it are answered 404."""
@@ -151,27 +168,53 @@ class ControllerClient:
         return self._call("POST", adapter_path(model, name, "rollback"), RollbackRequest(to=to), Alias)
 
     def _call(self, method: str, path: str, body: object, kind: type[T]) -> T:
+        failures: list[Unreachable] = []
+        for address in self._controllers.in_turn():
+            try:
+                answer = self._ask(address, method, path, body, kind)
+            except Unauthorized:
+                raise
+            except Unreachable as error:
+                # One that was asked for a change, and did not answer, may still carry it out.
+                if not isinstance(error, NotLeader) and not _may_ask_again(method, error.__cause__):
+                    raise
+                failures.append(error)
+            else:
+                self._controllers.answered(address)
+                return answer
+        raise failures[0] if len(failures) == 1 else Unreachable("; ".join(map(str, failures)))
+
+    def _ask(self, address: str, method: str, path: str, body: object, kind: type[T]) -> T:
+        content = None if body is None else msgspec.json.encode(body)
         try:
-            answer = self._http.request(
-                method, path, content=None if body is None else msgspec.json.encode(body)
-            )
+            answer = self._http.request(method, f"http://{address}{path}", content=content)
         except httpx.HTTPError as error:
-            raise Unreachable(f"the controller at {self._address} does not answer: {error}") from error
+            raise Unreachable(f"the controller at {address} does not answer: {error}") from error
         if answer.status_code == 200:
             return msgspec.json.decode(answer.content, type=kind)
         raise _refusal(answer)
 
     def _stream(self, method: str, path: str, body: bytes | None = None, hint: str = "") -> Iterator[bytes]:
         """The lines of an NDJSON answer; ``hint`` ends the message of an interruption."""
+        if len(self._controllers.all) > 1:
+            self.status()  # finds the one that leads
+        address = self._controllers.first
         try:
-            with self._http.stream(method, path, content=body, timeout=SILENT_S) as answer:
+            with self._http.stream(
+                method, f"http://{address}{path}", content=body, timeout=SILENT_S
+            ) as answer:
                 if answer.status_code != 200:
                     answer.read()
                     raise _refusal(answer)
                 yield from _lines(answer.iter_bytes())
         except httpx.HTTPError as error:
-            message = f"the controller at {self._address} stopped answering: {error}{hint}"
+            message = f"the controller at {address} stopped answering: {error}{hint}"
             raise Unreachable(message) from error
+
+
+def _may_ask_again(method: str, cause: BaseException | None) -> bool:
+    """Whether another controller may be asked after ``cause``: nothing was changed."""
+    return method == "GET" or isinstance(cause, (httpx.ConnectError, httpx.ConnectTimeout))
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -57,6 +57,8 @@ log = logging.getLogger("tidegate.controller")
 TICK_S = 0.2
 # Four heartbeat intervals: until then a restarted controller does not know the running replicas.
 LISTEN_S = 2.0
+# Hosts may first wait for an answer of the leader before.
+ELECTED_LISTEN_S = 5.0
 RETRY_S = 1.0
 # Half of what a client waits for an answer.
 RESTORED_WITHIN_S = 5.0
@@ -75,20 +77,24 @@ class Controller:
         *,
         wall: Callable[[], float],
         monotonic: Callable[[], float],
+        term: int = 0,
     ) -> None:
+        """``term`` is that of an elected controller."""
+        self._term = term
+        self._listen_s = ELECTED_LISTEN_S if term else LISTEN_S
         self._state = state
         self._pid = pid
         self._wall = wall
         self._monotonic = monotonic
         self._epoch = wall()
-        self._listen_until = monotonic() + LISTEN_S
+        self._listen_until = monotonic() + self._listen_s
         self._restored = asyncio.Event()
         self._all_reported = asyncio.Event()
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._failures = ModelFailures(self._event)
         self._targets = Targets(state, self._event)
         self.audit = ChangeAudit(state, wall)
-        self.registry = ReplicaRegistry(self._epoch)
+        self.registry = ReplicaRegistry(self._epoch, term)
         self.aggregator = SignalAggregator()
         self.subscribers = StepSubscribers()
         self._details = WorkerDetails()
@@ -106,7 +112,7 @@ class Controller:
             set_target=self._set_target, wake=self._wake.set, event=self._event, failures=self._failures,
         )  # fmt: skip
         self.adapters = AdapterController(
-            open_adapters, self.registry, state, self._epoch,
+            open_adapters, self.registry, state, self._epoch, term,
             slots=self._adapter_slots, wall=wall, monotonic=monotonic, event=self._event,
             failures=self._failures,
         )  # fmt: skip
@@ -127,7 +133,7 @@ class Controller:
 
         A snapshot of a restarted controller before that would remove them from the gateways.
         """
-        await wait_at_most(self._all_reported, LISTEN_S)
+        await wait_at_most(self._all_reported, self._listen_s)
 
     async def wait_until_restored(self) -> None:
         """Return once the models of the deployment are known, which a change needs.
@@ -174,7 +180,8 @@ class Controller:
                 if self._observed.is_short(LayerKey.of(replica)):
                     self.autoscaler.decide_soon(replica.model)
             orders = replace(self.adapters.beat(beat), gpus=self._actuator.order(replica))
-        return replace(orders, timeouts=self._timeouts(replica), leave=self._replacement.leave(replica))
+        timeouts, leave = self._timeouts(replica), self._replacement.leave(replica)
+        return replace(orders, timeouts=timeouts, leave=leave, term=self._term)
 
     def signals(self, report: GatewayReport) -> ReportAnswer:
         """Take the counts that a gateway worker reports."""

@@ -16,8 +16,8 @@ from policy.config.deployment import Cluster
 from serve.actuator.interface import deployment_id
 from serve.actuator.ray import RayActuator
 from serve.actuator.serve_application_spec import SERVE_ENVIRONMENT
-from serve.controller.process import serve_controller
 from serve.controller.run_record import record_error, record_start
+from serve.controller.serving import serve_controller
 from store.log_file import RotatingLog
 from store.log_lines import FileHandler, log_to
 from store.state_dir import StateDir

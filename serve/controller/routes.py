@@ -89,8 +89,8 @@ class StepsQuery(msgspec.Struct, frozen=True):
     model: str
 
 
-class _Secret:
-    """Middleware that requires the internal secret."""
+class Guarded:
+    """An app behind the internal secret."""
 
     def __init__(self, app: ASGIApp, secret: str) -> None:
         self._app = app
@@ -191,7 +191,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             restored("/apply", apply),
             *api.routes(controller.adapters, controller.audit),
         ],
-        middleware=[Middleware(_Secret, secret=secret)],
+        middleware=[Middleware(Guarded, secret=secret)],
     )
 
 

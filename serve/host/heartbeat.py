@@ -13,8 +13,9 @@ import httpx
 import msgspec
 
 from policy.types import ReplicaPhase
+from policy.wire.controller import REPLICAS, Controllers
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Orders
+from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Heartbeat, Orders
 from policy.wire.reports import EngineReport
 from serve.async_waiting import wait_at_most
 from serve.engine.adapters.usage_accumulator import AdapterUsage
@@ -34,10 +35,10 @@ async def _send_heartbeats(host: ReplicaHost, transport: Transport) -> None:
     """Usage is kept while the controller does not answer."""
     usage = AdapterUsage()
     engine: EngineReport | None = None
+    controllers = Controllers(host.spec.controller)
     async with httpx.AsyncClient(
-        base_url=f"http://{host.spec.controller}", headers={SECRET_HEADER: host.spec.secret},
-        timeout=2.0, trust_env=False, transport=transport,
-    ) as client:  # fmt: skip
+        headers={SECRET_HEADER: host.spec.secret}, timeout=2.0, trust_env=False, transport=transport
+    ) as client:
         while True:
             host.changed.clear()
             heartbeat = host.take_heartbeat()
@@ -45,13 +46,25 @@ async def _send_heartbeats(host: ReplicaHost, transport: Transport) -> None:
                 usage.add(use)
             engine = merge(engine, heartbeat.engine)
             heartbeat = msgspec.structs.replace(heartbeat, uses=usage.pending(), engine=engine)
-            # The answer may come from a controller that is stopping, or from another process on its port.
-            with contextlib.suppress(httpx.HTTPError, msgspec.MsgspecError):
-                answer = await client.post("/replicas", content=msgspec.json.encode(heartbeat))
-                if answer.status_code == 200:
+            for address in controllers.in_turn():
+                answer = await _send(client, address, heartbeat)
+                if answer is not None:
+                    controllers.answered(address)
                     usage.clear()
                     engine = None
-                    host.obey(msgspec.json.decode(answer.content, type=Orders))
+                    # It may come from a controller that is stopping, or from another process on its port.
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        host.obey(msgspec.json.decode(answer, type=Orders))
+                    break
             if heartbeat.replica.state is ReplicaPhase.STOPPED:
                 return
             await wait_at_most(host.changed, HEARTBEAT_PERIOD_S)
+
+
+async def _send(client: httpx.AsyncClient, address: str, heartbeat: Heartbeat) -> bytes | None:
+    """The answer of the controller at ``address``; ``None`` if there is none, or if it does not lead."""
+    try:
+        answer = await client.post(f"http://{address}{REPLICAS}", content=msgspec.json.encode(heartbeat))
+    except httpx.HTTPError:
+        return None
+    return answer.content if answer.status_code == 200 else None

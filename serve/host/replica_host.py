@@ -134,6 +134,8 @@ class ReplicaHost:
         self._stable_s = stable_s
         self._gpus = gpus or GpuAccess()
         self._engine_process = engine
+        # The highest term of the controllers that gave orders.
+        self._term = 0
         self._hold: tuple[AdapterRef, ...] = ()
         self._uses: list[AdapterUse] = []
         self._waiting: tuple[AdapterUse, ...] = ()
@@ -169,7 +171,16 @@ class ReplicaHost:
         return Heartbeat(replica=self.snapshot(), uses=uses, engine=engine, gpus=self._gpu_report)
 
     def obey(self, orders: Orders) -> None:
-        """Pass the controller's orders to the engine; one that starts later receives them first."""
+        """Pass the controller's orders to the engine; one that starts later receives them first.
+
+        Orders of a controller that was deposed are refused.
+        """
+        if orders.term < self._term:
+            self._log.write(
+                line("warning", f"orders of term {orders.term} are refused", {"term": self._term})
+            )
+            return
+        self._term = orders.term
         if orders.leave and self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(orders.leave))
         if orders.hold is not None and orders.hold != self._hold:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from policy.config.deployment import Deployment, ModelSpec, Replicas
 from policy.config.engine_revision import built_shapes, digest, same_engines, used_shapes
 from policy.config.shapes_on_shared_gpus import gpu_group_of
-from policy.errors import TargetError
+from policy.errors import NotLeader, TargetError, Unreachable
 from policy.scaling.decision_types import Override
 from policy.scaling.transition_steps import LayerKey
 from policy.stats.backoff import Backoff
@@ -295,11 +295,13 @@ class Targets:
         self.save()
 
     def save(self) -> None:
-        """Write all; a failure is reported once."""
+        """Write all; a failure is reported once. Raises :class:`policy.errors.NotLeader`."""
         try:
             self._state.save(self._path, self._all)
             self.unsaved = False
-        except OSError as error:
+        except NotLeader:
+            raise
+        except (OSError, Unreachable) as error:
             if not self.unsaved:
                 self._event(f"targets apply, but cannot be saved for a restart: {error}")
             self.unsaved = True

@@ -33,8 +33,9 @@ class _Entry:
 class ReplicaRegistry:
     """The replicas that send heartbeats, and the fleet snapshot made of them."""
 
-    def __init__(self, epoch: float) -> None:
+    def __init__(self, epoch: float, term: int = 0) -> None:
         self._epoch = epoch
+        self._term = term
         self.revision = Revision()
         self._entries: dict[str, _Entry] = {}
         # Replicas that were given up: their hosts may hang.
@@ -105,8 +106,9 @@ class ReplicaRegistry:
         """The snapshot of this instant, loads included."""
         replicas = tuple(sorted((e.replica for e in self._entries.values()), key=lambda r: r.id))
         return Fleet(
-            epoch=self._epoch, version=self.revision.number, at=now, models=self._models, replicas=replicas
-        )
+            epoch=self._epoch, version=self.revision.number, at=now, models=self._models, replicas=replicas,
+            term=self._term,
+        )  # fmt: skip
 
     def _remove(self, replica: str) -> bool:
         if self._entries.pop(replica, None) is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from policy.types import Replica
-from serve.controller.process import serve_controller
+from serve.controller.serving import serve_controller
 from store.state_dir import StateDir
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 

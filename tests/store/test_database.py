@@ -15,6 +15,7 @@ from sqlalchemy import create_engine, text
 from policy.errors import PreconditionFailed, Unreachable
 from store.adapters import database_tables
 from store.database import Database
+from store.election import tables as election_tables
 from store.tenancy import tables
 
 
@@ -26,6 +27,7 @@ def test_the_migrations_create_the_tables_of_the_code(tmp_path: Path) -> None:
     database = Database(url(tmp_path))
     with database.reading() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert election_tables.leases.metadata is tables.audit.metadata
         assert compare_metadata(context, tables.audit.metadata) == []
     database.close()
 

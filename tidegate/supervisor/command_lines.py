@@ -57,6 +57,16 @@ def local_controller(state: StateDir) -> ProcessSpec:
     )
 
 
+def elected_controller(state: StateDir, address: str, *, ray: bool) -> ProcessSpec:
+    """One of several controllers, which elect their leader."""
+    options = ("--ray",) if ray else ()
+    return ProcessSpec(
+        name=LOCAL_CONTROLLER,
+        argv=_python("serve.elected_controller", "--state", str(state.root), "--address", address, *options),
+        env=_environment(),
+    )
+
+
 def ray_head(deployment: Deployment, state: StateDir) -> ProcessSpec:
     """A Ray head of this deployment, in the foreground."""
     argv, env = head_command(deployment, state)

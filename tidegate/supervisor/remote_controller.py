@@ -1,4 +1,4 @@
-"""The controller of another host, whose deployment this host's gateway workers serve."""
+"""The controllers of a deployment, whose document this host follows: that of the one that leads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ _RETRY_S = 0.5
 
 @dataclass
 class RemoteController:
-    """The controller at ``address``; ``gateway`` replaces values of the section ``gateway`` on this host."""
+    """The controllers at ``addresses``, ``HOST:PORT[,HOST:PORT]``.
+
+    ``gateway`` replaces values of the section ``gateway`` on this host, and ``addresses`` those of the
+    document; ``None`` leaves it as it is, for the host of a controller.
+    """
 
     state: StateDir
-    address: str
-    gateway: dict[str, Any]
+    addresses: str
+    gateway: dict[str, Any] | None
 
     async def first_document(self, timeout_s: float, note: Callable[[str], None]) -> Document:
         """The deployment, or the last one that this host served if no controller answers in ``timeout_s``.
@@ -62,7 +66,7 @@ class RemoteController:
                 answers = False
                 continue
             if not answers:
-                note(f"the controller at {self.address} answers again")
+                note(f"a controller at {self.addresses} answers again")
             answers = True
             if document.raw != current:
                 current = document.raw
@@ -72,15 +76,16 @@ class RemoteController:
         return self._on_this_host(await asyncio.to_thread(self._fetch))
 
     def _fetch(self) -> dict[str, Any]:
-        client = ControllerClient(self.address, self.state.secret(), timeout_s=_TIMEOUT_S)
+        client = ControllerClient(self.addresses, self.state.secret(), timeout_s=_TIMEOUT_S)
         try:
             return client.document()
         finally:
             client.close()
 
     def _on_this_host(self, raw: dict[str, Any]) -> Document:
-        """The deployment with this host's addresses and this way to the controller."""
+        """The deployment with this host's addresses and this way to the controllers."""
         changed = dict(raw)
-        changed["gateway"] = {**raw.get("gateway", {}), **self.gateway}
-        changed["cluster"] = {**raw.get("cluster", {}), "controller": self.address}
+        if self.gateway is not None:
+            changed["gateway"] = {**raw.get("gateway", {}), **self.gateway}
+            changed["cluster"] = {**raw.get("cluster", {}), "controller": self.addresses}
         return Document(raw=changed, deployment=parse(changed))

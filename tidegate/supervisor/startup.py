@@ -30,14 +30,20 @@ _RETRY_S = 5.0
 # External servers run already: this bounds the wait for one that serves, unless the caller sets a limit.
 SERVERS_S = 10.0
 # The logs whose ends are shown when a step fails.
-_LOGS = {"ray": ("ray",), "replica": ("controller", "replica-*"), "gateway": ("gateway-*",)}
+_LOGS = {
+    "ray": ("ray",),
+    "replica": ("controller", "replica-*"),
+    "gateway": ("gateway-*",),
+    "controller": ("controller",),
+}
 
 
 @dataclass
 class Startup:
     """What one start needs, and what it has started so far.
 
-    On a ``remote`` host only the gateway is started: controller and replicas run elsewhere.
+    On a ``remote`` host only the gateway is started: controller and replicas run elsewhere. With an
+    ``address`` only the controller is started that listens there, one of several.
     """
 
     deployment: Deployment
@@ -46,6 +52,7 @@ class Startup:
     progress: Progress
     ray: bool
     remote: bool
+    address: str
     timeout_s: float
     servers_timeout_s: float
     child: Callable[[ProcessSpec], Child]
@@ -61,6 +68,9 @@ class Startup:
 
     async def run(self) -> None:
         """Run all steps; raises a :class:`policy.errors.TidegateError` that names the process that failed."""
+        if self.address:
+            await self._elected_controller()
+            return
         self._environment()
         if not self.remote:
             await self._models()
@@ -81,7 +91,27 @@ class Startup:
         others = (self.accounting, self.controller, self.head)
         return self.workers + [child for child in others if child is not None]
 
+    async def _elected_controller(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        preflight.bind("--address", host.strip("[]"), int(port)).close()
+        self.controller = self.child(command_lines.elected_controller(self.state, self.address, ray=self.ray))
+        self.controller.start()
+        await self._until("controller", self._election, self.controller)
+        self.progress.done("controller", f"at {self.address}")
+
+    async def _election(self) -> str | None:
+        """What this host's controller waits for before it leads or stands by."""
+        known = (await asyncio.to_thread(self.controller_client().leaders))[self.address]
+        if known is None:
+            return readiness.without_controller(self.state)
+        return None if known.leader else f"no controller leads yet {known.trouble}".rstrip()
+
     def _environment(self) -> None:
+        if self.deployment.cluster.election is not None and not self.remote:
+            raise PreconditionFailed(
+                "the controllers of this deployment elect their leader: run `tidegate controller FILE"
+                " --address HOST:PORT` for each of them, and `tidegate gateway`"
+            )
         problems = preflight.problems_of_access(self.deployment, None if self.remote else self.state)
         for listener in listeners(self.deployment, ray=self.ray):
             if self.remote and not listener.path.startswith("gateway."):

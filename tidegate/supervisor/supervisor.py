@@ -26,6 +26,7 @@ from tidegate.exit_codes import Exit, exit_of
 from tidegate.redaction import redact
 from tidegate.supervisor import control_socket, preflight, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, log_end
+from tidegate.supervisor.command_lines import LOCAL_CONTROLLER
 from tidegate.supervisor.controller_watch import TIMEOUT_S, watch_controller
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.orphan_cleanup import forget_targets, leave_cluster
@@ -38,17 +39,20 @@ _APPLY_S = 60.0
 _COLLECT_S = 0.1
 _HEAD_GRACE_S = 20.0
 _ACCOUNTING_GRACE_S = 20.0
+# What a killed supervisor of an elected controller leaves behind; its replicas may have another leader.
+_ELECTED = frozenset({"supervisor", LOCAL_CONTROLLER})
 
 
 class Supervisor:
     """One deployment on this machine, from start to stop. The caller holds the state's lock.
 
-    With a ``remote`` controller it is the gateway of a further host, with that controller's deployment.
+    With a ``remote`` controller it is the gateway of a further host, with that controller's deployment; with
+    an ``address`` beside it, the host of one of the controllers, which listens there.
     """
 
     def __init__(
         self, state: StateDir, document: Document, *, ray: bool, timeout_s: float | None, progress: Progress,
-        remote: RemoteController | None = None,
+        remote: RemoteController | None = None, address: str = "",
     ) -> None:  # fmt: skip
         deployment = document.deployment
         self._state = state
@@ -60,9 +64,10 @@ class Supervisor:
         self._phase: Literal["starting", "ready", "stopping"] = "starting"
         self._record = ProcessRecord(state)
         self._remote = remote
+        self._address = address
         self._actuator: Literal["ray", "local", "external", "remote"] = (
             "remote"
-            if remote
+            if remote and not address
             else "external"
             if not deployment.needs_controller
             else "ray"
@@ -76,6 +81,7 @@ class Supervisor:
             progress=progress,
             ray=ray,
             remote=remote is not None,
+            address=address,
             timeout_s=timeout_s or max(spec.control.start_timeout_s for spec in deployment.models),
             servers_timeout_s=timeout_s or SERVERS_S,
             child=self._child,
@@ -127,8 +133,8 @@ class Supervisor:
             since=psutil.Process().create_time(),
             phase=self._phase,
             actuator=self._actuator,
-            endpoint=readiness.client_url(gateway),
-            admin=readiness.admin_url(gateway),
+            endpoint="" if self._address else readiness.client_url(gateway),
+            admin="" if self._address else readiness.admin_url(gateway),
             document=self._raw,
             processes=tuple(
                 control_socket.ProcessStatus(
@@ -159,8 +165,8 @@ class Supervisor:
         Raises :class:`policy.errors.ConfigError` for an invalid file and for changes that need a restart, and
         the controller's errors.
         """
-        if self._remote is not None:
-            raise PreconditionFailed(f"apply at the host of the controller, {self._remote.address}")
+        if self._remote is not None and not self._address:
+            raise PreconditionFailed(f"apply at the host of a controller, {self._remote.addresses}")
         deployment = parse(document)
         preflight.check_keys(deployment, self._state)
         # One at a time, so that the stored file, the controller and the next comparison agree.
@@ -215,18 +221,22 @@ class Supervisor:
                 return
             start.result()
             self._phase = "ready"
-            self._progress.emit(Event(kind="ready", message=self.status().endpoint))
+            self._progress.emit(Event(kind="ready", message=self._address or self.status().endpoint))
             await stopped
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _watch_controller(self) -> None:
-        if self._remote is not None:
-            await self._remote.follow(self._raw, self._follow, self._note)
-        elif self._deployment.needs_controller:
-            with contextlib.closing(self._controller(TIMEOUT_S)) as client:
-                await watch_controller(client.hangs, self._start.restart_controller, self._note)
+        async with asyncio.TaskGroup() as tasks:
+            if self._remote is not None:
+                tasks.create_task(self._remote.follow(self._raw, self._follow, self._note))
+            if self._address or (self._remote is None and self._deployment.needs_controller):
+                tasks.create_task(self._restart_hanging())
+
+    async def _restart_hanging(self) -> None:
+        with contextlib.closing(self._controller(TIMEOUT_S, self._address)) as client:
+            await watch_controller(client.hangs, self._start.restart_controller, self._note)
 
     def _follow(self, document: Document) -> None:
         """Take a new deployment of the remote controller; gateway workers read the file when it changes."""
@@ -240,6 +250,8 @@ class Supervisor:
         Returns whether all have exited; otherwise the record is kept for `down`.
         """
         start = self._start
+        if self._address:
+            return await self._end_elected()
         start.stop_recovering()
         gateway = self._deployment.gateway
         drain_s = gateway.drain_delay_s + gateway.drain_timeout_s + 5.0
@@ -263,6 +275,14 @@ class Supervisor:
             return False
         self._record.clear()
         forget_targets(self._state)
+        return True
+
+    async def _end_elected(self) -> bool:
+        """Stop the controller. Replicas that it started go on while another controller answers."""
+        replicas_s = 30.0 + max(spec.control.mode.drain_timeout_s for spec in self._deployment.models)
+        if self._start.controller is not None:
+            await self._end_child(self._start.controller, replicas_s)
+        self._record.clear()
         return True
 
     async def _leave_cluster(self, replicas_s: float) -> bool:
@@ -299,7 +319,8 @@ class Supervisor:
 
     async def _clean_up_after_predecessor(self) -> None:
         """End the recorded processes of a supervisor that was killed: they would hold our ports."""
-        for entry in await asyncio.to_thread(self._record.end, self._record.living(), self._report_ended):
+        ours = [entry for entry in self._record.living() if not self._address or entry.name in _ELECTED]
+        for entry in await asyncio.to_thread(self._record.end, ours, self._report_ended):
             self._note(f"{entry} of an earlier run does not exit")
         self._record.clear()
         self._record.add("supervisor", os.getpid())
@@ -322,7 +343,6 @@ class Supervisor:
                 self._record.snapshot()
             await asyncio.sleep(_SNAPSHOT_S)
 
-    def _controller(self, timeout_s: float = 2.0) -> ControllerClient:
-        return ControllerClient(
-            self._deployment.cluster.controller, self._state.secret(), timeout_s=timeout_s
-        )
+    def _controller(self, timeout_s: float = 2.0, address: str = "") -> ControllerClient:
+        addresses = address or self._deployment.cluster.controller
+        return ControllerClient(addresses, self._state.secret(), timeout_s=timeout_s)

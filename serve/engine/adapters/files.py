@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 
 from policy.errors import AdapterRefused
+from policy.wire.controller import Controllers
 from policy.wire.headers import SECRET_HEADER
 from store.adapters.blobs import Blobs
 
@@ -22,13 +23,13 @@ BLOCK_BYTES = 4 * 1024 * 1024
 class AdapterFileCache:
     """Looks in the directories ``roots`` in order; files found in none are pulled into the last one.
 
-    ``controller`` is the address to pull from (empty: none), ``max_bytes`` the size limit of a pull.
+    ``controller`` has the addresses to pull from (empty: none), ``max_bytes`` is the size limit of a pull.
     """
 
     def __init__(self, roots: Sequence[Path], *, controller: str, secret: str, max_bytes: int) -> None:
         self._roots = tuple(roots)
         self._stores: dict[Path, Blobs] = {}
-        self._controller = controller
+        self._controllers = Controllers(controller)
         self._secret = secret
         self._max_bytes = max_bytes
         self._pulls = asyncio.Semaphore(PULLS)
@@ -74,10 +75,18 @@ class AdapterFileCache:
         return self._stores[root]
 
     def _pull(self, digest: str) -> Path:
-        if not self._controller or not self._roots:
+        if not self._controllers.first or not self._roots:
             raise AdapterRefused("files_missing", f"there are no files of {digest[:12]} on this machine")
-        url = f"http://{self._controller}/adapters/blobs/{digest}"
-        headers = {SECRET_HEADER: self._secret}
+        *others, last = self._controllers.in_turn()
+        for address in others:
+            try:
+                return self._pull_from(address, digest)
+            except httpx.HTTPError:  # it does not lead
+                self._controllers.failed(address)
+        return self._pull_from(last, digest)
+
+    def _pull_from(self, address: str, digest: str) -> Path:
+        url, headers = f"http://{address}/adapters/blobs/{digest}", {SECRET_HEADER: self._secret}
         with (
             httpx.Client(headers=headers, timeout=PULL_TIMEOUT_S, trust_env=False) as client,
             client.stream("GET", url) as answer,

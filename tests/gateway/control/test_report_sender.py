@@ -277,7 +277,7 @@ async def controller() -> AsyncIterator[FakeController]:
 
 def post_to(controller: FakeController) -> tuple[ReportSender, io.StringIO]:
     logged = io.StringIO()
-    return ReportSender(lambda: f"127.0.0.1:{controller.port}", "/signals", SECRET, Log(0, logged)), logged
+    return ReportSender(f"127.0.0.1:{controller.port}", "/signals", SECRET, Log(0, logged)), logged
 
 
 async def test_reports_resume_when_the_controller_restarts(controller: FakeController) -> None:

@@ -10,26 +10,28 @@ from typing import Any
 import click
 
 from policy.config.convert import require
-from policy.errors import PreconditionFailed
 from store.state_dir import StateDir
-from tidegate.commands.deployment.up_run_down import printed_progress, timeout_option
+from tidegate.commands.deployment.up_run_down import (
+    adopt,
+    lock,
+    printed_progress,
+    secret_option,
+    timeout_option,
+)
 from tidegate.supervisor.remote_controller import RemoteController
 
 # For the controller to answer, where this host has served nothing yet.
 FIRST_S = 60.0
-_ADDRESS = "HOST:PORT, the deployment file's cluster.controller"
+_ADDRESS = "HOST:PORT[,HOST:PORT] or http:// URLs, as the deployment file's cluster.controller"
 
 
 @click.command(
     help="Run gateway workers on this host, until SIGINT or SIGTERM, for the controller of another host.\n\n"
-    "They serve its models from its replicas, and serve on with what they know while it does not answer."
+    "They serve its models from its replicas, and serve on with what they know while it does not answer. "
+    "Of several controllers they follow the one that leads."
 )
-@click.option("--controller", required=True, metavar="HOST:PORT", help="Its cluster.controller.")
-@click.option(
-    "--secret-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="A copy of the file `secret` of its state directory.",
-)
+@click.option("--controller", required=True, metavar="HOST:PORT[,HOST:PORT]", help="Its cluster.controller.")
+@secret_option
 @click.option("--host", help="Listen address of the OpenAI API; default: as in the deployment file.")
 @click.option("--port", type=click.IntRange(1, 65_535), help="Its port.")
 @click.option("--admin-host", help="Listen address of the admin port.")
@@ -40,19 +42,23 @@ _ADDRESS = "HOST:PORT, the deployment file's cluster.controller"
 def gateway(
     state: StateDir, /, controller: str, secret_file: Path | None, timeout_s: float | None, **given: Any
 ) -> None:
-    host, _, port = controller.rpartition(":")
-    require(host and port.isdigit(), "--controller", controller, _ADDRESS)
-    lock = state.try_lock()
-    if lock is None:
-        raise PreconditionFailed(f"a supervisor already runs on {state.root}: see `tidegate status`")
-    if secret_file is not None:
-        state.adopt_secret(secret_file)
-    elif not state.secret_path.exists():
+    addresses = ",".join(map(_address, controller.split(",")))
+    _lock = lock(state)
+    if secret_file is None and not state.secret_path.exists():
         raise click.UsageError(
             "--secret-file: expected a copy of the file `secret` of the controller's state"
         )
+    adopt(state, secret_file)
     overrides = {name: value for name, value in given.items() if value is not None}
-    sys.exit(asyncio.run(_serve(state, RemoteController(state, controller, overrides), timeout_s)))
+    sys.exit(asyncio.run(_serve(state, RemoteController(state, addresses, overrides), timeout_s)))
+
+
+def _address(given: str) -> str:
+    """``HOST:PORT`` of an address or a URL."""
+    address = given.strip().removeprefix("http://").rstrip("/")
+    host, _, port = address.rpartition(":")
+    require(host and port.isdigit(), "--controller", given, _ADDRESS)
+    return address
 
 
 async def _serve(state: StateDir, remote: RemoteController, timeout_s: float | None) -> int:

@@ -43,11 +43,18 @@ _SECRET_FILE = "TIDEGATE_SECRET_FILE"  # noqa: S105 - a name
 # Events that are more than information, by their level in the log.
 _LEVELS = {"note": "warning", "failed": "error"}
 
-_no_ray = click.option("--no-ray", is_flag=True, help="Run replicas as child processes, without Ray.")
+no_ray_option = click.option("--no-ray", is_flag=True, help="Run replicas as child processes, without Ray.")
 timeout_option = click.option(
     "--timeout-s",
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds until ready; default: the largest control.start_timeout_s, and 10 for external servers.",
+)
+
+
+secret_option = click.option(
+    "--secret-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A copy of the file `secret` of its state directory.",
 )
 
 
@@ -114,7 +121,7 @@ print(answer.choices[0].message.content)
 )
 @click.argument("file", type=FILE, required=False)
 @click.option("--foreground", is_flag=True, help="Same as `tidegate run`.")
-@_no_ray
+@no_ray_option
 @timeout_option
 @click.pass_obj
 def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeout_s: float | None) -> None:
@@ -139,7 +146,7 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
 
 @click.command(help="Run FILE in the foreground until SIGINT or SIGTERM (systemd, containers).")
 @file_argument
-@_no_ray
+@no_ray_option
 @timeout_option
 @click.option("--watch", is_flag=True, help="Apply FILE again when it changes, such as a mounted ConfigMap.")
 @click.pass_obj
@@ -189,11 +196,8 @@ def _run(
     state: StateDir, document: deployment_file.Document, no_ray: bool, timeout_s: float | None, *,
     watched: Path | None,
 ) -> int:  # fmt: skip
-    lock = state.try_lock()
-    if lock is None:
-        raise PreconditionFailed(f"a supervisor already runs on {state.root}: see `tidegate status`")
-    if secret_file := os.environ.get(_SECRET_FILE):
-        state.adopt_secret(Path(secret_file))
+    _lock = lock(state)
+    adopt(state, None)
     from tidegate.supervisor.supervisor import Supervisor  # noqa: PLC0415 - `up` and `down` answer without it
 
     progress = printed_progress(state, document)
@@ -217,6 +221,20 @@ def _run(
             await asyncio.gather(watching, return_exceptions=True)
 
     return asyncio.run(supervise())
+
+
+def lock(state: StateDir) -> int:
+    """Hold the supervisor's lock until this process ends; raises :class:`PreconditionFailed`."""
+    held = state.try_lock()
+    if held is None:
+        raise PreconditionFailed(f"a supervisor already runs on {state.root}: see `tidegate status`")
+    return held
+
+
+def adopt(state: StateDir, secret_file: Path | None) -> None:
+    """Use the secret in the file, or in that of ``TIDEGATE_SECRET_FILE``, if either is given."""
+    if given := secret_file or os.environ.get(_SECRET_FILE):
+        state.adopt_secret(Path(given))
 
 
 def printed_progress(state: StateDir, document: deployment_file.Document | None = None) -> Progress:

@@ -19,6 +19,7 @@ from policy.deployment_file.parse import parse
 from policy.engine.replica_capacity import Capability
 from policy.errors import Unreachable
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Model, Replica, ReplicaPhase
+from policy.wire.controller import LeaderStatus
 from policy.wire.usage import LedgerStatus
 from serve.controller.client import ControllerClient
 from serve.controller_api_schema import ModelStatus
@@ -34,7 +35,10 @@ from tidegate.supervisor.preflight import has_tenants
 
 
 class StatusData(msgspec.Struct, frozen=True, kw_only=True):
-    """A deployment's status, without secrets; ``fleet_age_s`` is the age of the replicas' part."""
+    """A deployment's status, without secrets; ``fleet_age_s`` is the age of the replicas' part.
+
+    ``controllers`` are those that elect their leader, by address; ``None`` for one that does not answer.
+    """
 
     state_dir: str
     at: float
@@ -43,6 +47,7 @@ class StatusData(msgspec.Struct, frozen=True, kw_only=True):
     fleet: Fleet = EMPTY_FLEET
     fleet_age_s: float = 0.0
     controller: str = ""
+    controllers: dict[str, LeaderStatus | None] = {}
     access: str = ""
     ledger: LedgerStatus | None = None
     events: tuple[str, ...] = ()
@@ -58,6 +63,7 @@ def gather(state: StateDir, at: float) -> StatusData:
     models: tuple[ModelStatus, ...] = ()
     events: tuple[str, ...] = ()
     fleet, controller = None, "none: every model is external"
+    controllers: dict[str, LeaderStatus | None] = {}
     external = external_models(deployment)
     token = state.admin_token()
     gateway = gateway_fleet(deployment.gateway, token) if external else None
@@ -69,6 +75,8 @@ def gather(state: StateDir, at: float) -> StatusData:
             controller = f"{answer.actuator}, pid {answer.pid}"
         except Unreachable:
             controller = "does not answer"
+        if deployment.cluster.election is not None:
+            controllers = client.leaders()
     if fleet is None:
         gateway = gateway or gateway_fleet(deployment.gateway, token)
         fleet = gateway.fleet if gateway is not None else state.load(state.fleet_path, Fleet) or EMPTY_FLEET
@@ -91,6 +99,7 @@ def gather(state: StateDir, at: float) -> StatusData:
         fleet=fleet,
         fleet_age_s=max(0.0, at - fleet.at) if fleet.at else 0.0,
         controller=controller,
+        controllers=controllers,
         access=_access(deployment, state),
         ledger=_ledger(state),
         events=events,
@@ -205,14 +214,28 @@ def _header(view: StatusData) -> Table:
     if view.supervisor is not None:
         header.add_row("phase", colored(view.supervisor.phase))
         header.add_row("uptime", age(view.at - view.supervisor.since))
-        header.add_row("endpoint", f"{view.supervisor.endpoint}/v1")
-        header.add_row("access", Text(view.access, style="red" if "every" in view.access else ""))
-        header.add_row("page", f"{view.supervisor.admin}/ (token: {view.state_dir}/admin-token)")
+        if view.supervisor.endpoint:  # else only a controller runs here
+            header.add_row("endpoint", f"{view.supervisor.endpoint}/v1")
+            header.add_row("access", Text(view.access, style="red" if "every" in view.access else ""))
+            header.add_row("page", f"{view.supervisor.admin}/ (token: {view.state_dir}/admin-token)")
     header.add_row("controller", view.controller)
+    for address, known in view.controllers.items():
+        header.add_row("", f"{address}: {_election(known)}")
     if (ledger := view.ledger) is not None and (ledger.behind_s > _STALE_S or ledger.lost):
         waiting = f"{ledger.waiting} requests wait, {ledger.lost} are lost"
         header.add_row("ledger", Text(f"behind by {age(ledger.behind_s)}: {waiting}", style="red"))
     return header
+
+
+def _election(known: LeaderStatus | None) -> str:
+    """What a controller says of the election."""
+    if known is None:
+        return "does not answer"
+    renewed = "" if known.renewed_s is None else f", lease renewed {known.renewed_s:.1f} s ago"
+    trouble = f" ({known.trouble})" if known.trouble else ""
+    if known.leads:
+        return f"leads in term {known.term}{renewed}, of {known.lease_s:g} s{trouble}"
+    return f"stands by{renewed if known.leader else ''}{trouble}"
 
 
 def _processes(processes: tuple[ProcessStatus, ...]) -> Table:

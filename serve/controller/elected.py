@@ -1,0 +1,165 @@
+"""A controller that is one of several: it stands by, leads once it is elected, and ends when it is deposed.
+
+A deposed controller ends its process, as Kubernetes' own controllers do: nothing that it had begun goes on.
+Its supervisor starts it again, and it stands by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import httpx
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from policy.deployment_file.parse import parse
+from policy.errors import NotLeader
+from policy.wire.controller import LEADER, Controllers, LeaderStatus, problem_of
+from policy.wire.headers import SECRET_HEADER
+from serve.actuator.by_engine import ActuatorByEngine
+from serve.actuator.fenced import Fence, FencedActuator, passed
+from serve.actuator.interface import Actuator
+from serve.actuator.kubernetes import KubernetesActuator
+from serve.controller.controller import Controller
+from serve.controller.leadership import Leadership
+from serve.controller.routes import Guarded, build_app
+from serve.controller.serving import listen_soon, open_adapters, serve_app
+from serve.http import json_answer
+from store.election.leader_state import LeaderState
+
+log = logging.getLogger("tidegate.controller")
+
+# How long another controller may take to say that it stands by.
+ASK_S = 2.0
+
+
+class ElectedApp:
+    """The HTTP API of a controller: whole while it leads; else who does, and a refusal of all other paths."""
+
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+        self.whole: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        if path == LEADER:
+            answer = json_answer(self._leadership.status())
+        elif path == "/livez":
+            answer = json_answer({"ok": True})
+        elif self.whole is not None and self._leadership.leads():
+            await self.whole(scope, receive, send)
+            return
+        else:
+            status = self._leadership.status()
+            leader = status.leader if status.leader != status.address else ""
+            error = NotLeader(
+                f"the controller at {status.address} stands by"
+                + (f"; that at {leader} leads in term {status.term}" if leader else "; none leads now")
+            )
+            answer = json_answer({"error": problem_of(error)}, 503)
+        await answer(scope, receive, send)
+
+
+@dataclass
+class Elected:
+    """One controller of several at ``address``.
+
+    ``state_of`` is the leader's state of a term; ``actuator_of`` makes the actuator of a leader, once the
+    ``fence`` lets no order of a lower term through, unless the actuator knows terms itself. ``addresses`` are
+    those of all controllers.
+    """
+
+    leadership: Leadership
+    state_of: Callable[[int], LeaderState]
+    actuator_of: Callable[[LeaderState], Actuator]
+    fence: Fence | None
+    secret: str
+    address: str
+    addresses: str
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until ``stopping`` is set; raises :class:`policy.errors.NotLeader` when it is deposed."""
+        app = ElectedApp(self.leadership)
+        sock = await listen_soon(self.address)
+        server = asyncio.create_task(serve_app(Guarded(app, self.secret), sock))
+        contending = asyncio.create_task(self.leadership.run())
+        try:
+            if await _first(self.leadership.won.wait(), stopping.wait(), server, contending):
+                await self._lead(app, stopping, server, contending)
+        finally:
+            server.cancel()
+            await asyncio.wait({server})
+            sock.close()
+            contending.cancel()
+            await asyncio.wait({contending})
+            await self.leadership.release()
+
+    async def _lead(self, app: ElectedApp, stopping: asyncio.Event, *others: asyncio.Task[None]) -> None:
+        term = self.leadership.term
+        state = self.state_of(term)
+        state.claim()
+        async with passed(self.fence, term):
+            # Only now: what an order of the leader before has changed is in the state.
+            own = self.actuator_of(state)
+        workloads = KubernetesActuator(
+            state, parse(state.load(state.deployment_path, dict[str, object])).models
+        )
+        inner = ActuatorByEngine(own, workloads)
+        actuator = FencedActuator(inner, term, self.leadership.leads, self.fence)
+        controller = Controller(
+            actuator, state, os.getpid(), partial(open_adapters, state),
+            wall=time.time, monotonic=time.monotonic, term=term,
+        )  # fmt: skip
+        app.whole = build_app(controller, self.secret)
+        log.info("leads in term %d", term)
+        works = (controller.run(), controller.audit.run(), workloads.report(controller.beat))
+        tasks = [asyncio.create_task(work) for work in works]
+        try:
+            await _first(stopping.wait(), *tasks, *others)
+        finally:
+            app.whole = None
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if await self._stands_alone():
+            # As the end of a controller that is no candidate: nobody would answer for the replicas.
+            await actuator.stop()
+        await actuator.close()
+
+    async def _stands_alone(self) -> bool:
+        """Whether no other controller answers; one address of several controllers says nothing of that."""
+        if "," not in self.addresses:
+            return False
+        async with httpx.AsyncClient(
+            headers={SECRET_HEADER: self.secret}, timeout=ASK_S, trust_env=False
+        ) as client:
+            for address in Controllers(self.addresses).all:
+                try:
+                    answer = await client.get(f"http://{address}{LEADER}")
+                    found = msgspec.json.decode(answer.content, type=LeaderStatus)
+                    if found.address != self.address:
+                        return False
+                except (httpx.HTTPError, msgspec.MsgspecError):
+                    continue
+        return True
+
+
+async def _first(*works: Awaitable[object]) -> bool:
+    """Wait for the first of ``works`` to end, and raise its error; whether it is the first in the list."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, work in zip(tasks, works, strict=True):
+        # Those that were made here.
+        if task in rest and task is not work:
+            task.cancel()
+    for task in done:
+        task.result()
+    return tasks[0] in done

@@ -1,0 +1,90 @@
+"""A controller and its HTTP API in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from policy.deployment_file.parse import parse
+from serve.actuator.by_engine import ActuatorByEngine
+from serve.actuator.interface import Actuator
+from serve.actuator.kubernetes import KubernetesActuator
+from serve.controller.controller import Controller
+from serve.controller.routes import build_app
+from serve.http import HttpServer
+from store.state_dir import StateDir, listen
+
+if TYPE_CHECKING:
+    from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
+
+
+async def serve_controller(actuator: Actuator, state: StateDir, address: str) -> None:
+    """Serve at ``address`` (``HOST:PORT``) until cancelled or until either part fails."""
+    workloads = KubernetesActuator(state, parse(state.load(state.deployment_path, dict[str, object])).models)
+    controller = Controller(
+        ActuatorByEngine(actuator, workloads), state, os.getpid(), partial(open_adapters, state),
+        wall=time.time, monotonic=time.monotonic,
+    )  # fmt: skip
+    sock = await listen_soon(address)
+    tasks = {
+        asyncio.create_task(serve_app(build_app(controller, state.secret()), sock)),
+        asyncio.create_task(controller.run()),
+        asyncio.create_task(controller.audit.run()),
+        asyncio.create_task(workloads.report(controller.beat)),
+    }
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await workloads.close()
+        sock.close()
+
+
+def stop_signals() -> asyncio.Event:
+    """An event that is set by SIGTERM and SIGINT from now on."""
+    stopping = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stopping.set)
+    return stopping
+
+
+async def listen_soon(address: str) -> socket.socket:
+    """Listen at ``address``. The port is fixed, so a predecessor that is just ending is waited for."""
+    host, _, port = address.rpartition(":")
+    for attempt in range(50):
+        try:
+            return listen(host.strip("[]"), int(port))
+        except OSError:
+            if attempt == 49:
+                raise
+            await asyncio.sleep(0.2)
+    raise AssertionError
+
+
+async def serve_app(app: ASGIApp, sock: socket.socket) -> None:
+    """Serve ``app`` on ``sock`` until cancelled."""
+    config = uvicorn.Config(
+        app, http="httptools", access_log=False, log_level="warning",
+        log_config=None, lifespan="off", timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    await HttpServer(config).serve(sockets=[sock])
+
+
+def open_adapters(state: StateDir) -> AdapterStore:
+    """The adapters of the deployment in ``state``."""
+    from serve.adapters.adapter_store import AdapterStore  # noqa: PLC0415 - its database takes long to import
+
+    deployment = parse(state.load(state.deployment_path, dict[str, object]))
+    return AdapterStore(state, state.database_url(deployment.store))

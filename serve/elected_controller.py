@@ -1,0 +1,103 @@
+"""One of several controllers: ``python -m serve.elected_controller --state DIR --address HOST:PORT [--ray]``.
+
+Without ``--ray`` its replica hosts are processes of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+from policy.config.deployment import Deployment
+from policy.deployment_file.parse import parse
+from policy.errors import NotLeader
+from serve.actuator.fenced import Fence, machine_fence
+from serve.actuator.gpu_cards import cards_of_machine
+from serve.actuator.interface import Actuator
+from serve.actuator.local import LocalActuator
+from serve.controller.elected import Elected
+from serve.controller.leadership import Leadership
+from serve.controller.run_record import record_error, record_start
+from serve.controller.serving import stop_signals
+from serve.ray_cluster import join
+from store.database import Database
+from store.election.database_lease import DatabaseLease
+from store.election.leader_state import LeaderState
+from store.log_lines import log_to
+from store.state_dir import StateDir
+
+log = logging.getLogger("tidegate.controller")
+
+
+async def _run(state: StateDir, address: str, *, ray: bool) -> None:
+    # The supervisor waits between restarts.
+    record_start(state, time.time())
+    deployment = parse(state.load(state.deployment_path, dict[str, object]))
+    cluster, election = deployment.cluster, deployment.cluster.election
+    assert election is not None
+    database = Database(state.database_url(deployment.store))
+    # Ray is joined before it leads: a controller that cannot order anything is no candidate.
+    actuator_of = _ray(state, deployment) if ray else _local(deployment)
+    fence: Fence | None = None if ray else machine_fence(state.secret())
+    leadership = Leadership(
+        DatabaseLease(database), address, election.lease_s, wall=time.time, monotonic=time.monotonic
+    )
+    controller = Elected(
+        leadership,
+        state_of=lambda term: LeaderState(state.root, database, term),
+        actuator_of=actuator_of,
+        fence=fence,
+        secret=state.secret(),
+        address=address,
+        addresses=cluster.controller,
+    )
+    try:
+        await controller.run(stop_signals())
+    finally:
+        database.close()
+
+
+def _local(deployment: Deployment) -> Callable[[LeaderState], Actuator]:
+    cluster = deployment.cluster
+    return lambda state: LocalActuator(state, cluster, cards_of_machine(cluster, os.environ))
+
+
+def _ray(state: StateDir, deployment: Deployment) -> Callable[[LeaderState], Actuator]:
+    dashboard, token = join(deployment, state)
+    from serve.actuator.ray_orders import RayOrders, Term  # noqa: PLC0415  # imports Ray
+
+    return lambda leading: RayOrders(
+        Term(
+            number=leading.term, root=str(state.root), secret=state.secret(),
+            cluster=deployment.cluster, dashboard=dashboard, token=token,
+        )
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Run until SIGTERM, or until this controller is deposed. Replicas go on while another one answers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--ray", action="store_true")
+    given = parser.parse_args()
+    log_to(logging.StreamHandler())
+    state = StateDir(given.state)
+    try:
+        uvloop.run(_run(state, given.address, ray=given.ray))
+    except NotLeader as error:
+        # Its supervisor starts it again, as a stand-by.
+        log.warning("this controller ends: %s", error)
+    except Exception as error:
+        record_error(state, error)
+        raise
+
+
+if __name__ == "__main__":
+    main()

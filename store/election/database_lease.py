@@ -1,0 +1,39 @@
+"""The controllers' lease as a row of the database."""
+
+from __future__ import annotations
+
+from sqlalchemy import insert, select, update
+
+from policy.leader_election import Lease
+from store.database import Database
+from store.election.tables import CONTROLLER, leases
+
+_FIELDS = Lease.__struct_fields__
+
+
+class DatabaseLease:
+    """A lease store in ``database``; every call raises :class:`policy.errors.Unreachable`, and blocks."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def read(self) -> Lease | None:
+        """The lease; ``None`` before there was any."""
+        with self._database.reading() as connection:
+            row = connection.execute(select(leases)).one_or_none()
+        return None if row is None else Lease(**{name: getattr(row, name) for name in _FIELDS})
+
+    def replace(self, seen: Lease | None, new: Lease) -> bool:
+        """Write ``new`` if the lease is still the one that was ``seen``; whether it was."""
+        values = {name: getattr(new, name) for name in _FIELDS}
+        with self._database.writing() as connection:
+            if seen is None:
+                if connection.execute(select(leases.c.name)).first() is not None:
+                    return False
+                connection.execute(insert(leases).values(name=CONTROLLER, **values))
+                return True
+            same = [leases.c[name] == getattr(seen, name) for name in ("holder", "term", "renewals")]
+            return connection.execute(update(leases).where(*same).values(values)).rowcount == 1
+
+    def close(self) -> None:
+        self._database.close()

@@ -1,0 +1,58 @@
+"""The lease in the database is replaced only where it is what was read; state of a lower term is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from policy.errors import NotLeader
+from policy.leader_election import Lease
+from store.database import Database
+from store.election.database_lease import DatabaseLease
+from store.election.leader_state import LeaderState
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    made = Database(database_url)
+    yield made
+    made.close()
+
+
+def test_one_of_two_candidates_replaces_the_lease(database: Database) -> None:
+    store = DatabaseLease(database)
+    first = Lease(holder="a", address="a:1", term=1, lease_s=2.5, acquired_at=1.25, renewed_at=1.25)
+    other = replace(first, holder="b", address="b:1")
+    assert store.read() is None
+    assert store.replace(None, first) and not store.replace(None, other)
+    renewed = replace(first, renewals=1, renewed_at=2.75)
+    assert store.replace(first, renewed) and store.read() == renewed
+    assert not store.replace(first, replace(other, term=2))
+    assert store.replace(renewed, replace(other, term=2))
+    assert store.read() == replace(other, term=2)
+
+
+def test_a_leader_finds_the_state_of_the_one_before_which_writes_no_more(
+    database: Database, tmp_path: Path
+) -> None:
+    one, two = (LeaderState(tmp_path / str(term), database, term) for term in (1, 2))
+    for state in (one, two):
+        state.ensure().deployment_path.write_text(f'{{"of": {state.term}}}')
+    one.claim()
+    one.save(one.targets_path, {"m": 3})
+    two.claim()
+    # The document that was applied last, and not that of the host that took over.
+    assert two.load(two.deployment_path, dict[str, int]) == {"of": 1}
+    assert two.load(two.targets_path, dict[str, int]) == {"m": 3}
+    with pytest.raises(NotLeader, match="term 2, after this one in term 1"):
+        one.save(one.targets_path, {"m": 4})
+    with pytest.raises(NotLeader):
+        one.claim()
+    assert two.load(two.targets_path, dict[str, int]) == {"m": 3}
+    # What only this host needs stays a file.
+    one.save(one.controller_run_path, 5)
+    assert one.controller_run_path.read_bytes() == b"5" and not two.controller_run_path.exists()
+    assert two.load(two.memory_path, int) is None
