@@ -48,10 +48,12 @@ class Candidate:
     nothing: the next read shows what came of it.
     """
 
-    def __init__(self, holder: str, address: str, lease_s: float) -> None:
+    def __init__(self, holder: str, address: str, lease_s: float, above: int = 0) -> None:
+        """Its terms are above ``above``: those of a store before this one."""
         self._holder = holder
         self._address = address
-        self._lease_s = lease_s
+        self.lease_s = lease_s
+        self._above = above
         # The lease in the store, and when it was first seen so.
         self.seen: Lease | None = None
         self._seen_at = 0.0
@@ -66,11 +68,11 @@ class Candidate:
     @property
     def renew_s(self) -> float:
         """How often the store is to be read."""
-        return self._lease_s * RENEW
+        return self.lease_s * RENEW
 
     def leads(self, now: float) -> bool:
         """Whether this process may give orders."""
-        return self._held_from is not None and now < self._held_from + self._lease_s * HELD
+        return self._held_from is not None and now < self._held_from + self.lease_s * HELD
 
     def age_s(self, now: float) -> float | None:
         """For how long the lease has been seen unchanged."""
@@ -90,8 +92,9 @@ class Candidate:
             return replace(seen, renewals=seen.renewals + 1, renewed_at=at)
         if seen is not None and not seen.released and now - self._seen_at <= seen.lease_s:
             return None
+        term = max(self.term, self._above) + 1
         return Lease(
-            holder=self._holder, address=self._address, term=self.term + 1, lease_s=self._lease_s,
+            holder=self._holder, address=self._address, term=term, lease_s=self.lease_s,
             acquired_at=at, renewed_at=at,
         )  # fmt: skip
 

@@ -22,13 +22,14 @@ from serve.actuator.gpu_cards import cards_of_machine
 from serve.actuator.interface import Actuator
 from serve.actuator.local import LocalActuator
 from serve.controller.elected import Elected
-from serve.controller.leadership import Leadership
+from serve.controller.leadership import Leadership, LeaseStore
 from serve.controller.run_record import record_error, record_start
 from serve.controller.serving import stop_signals
 from serve.ray_cluster import join
 from store.database import Database
 from store.election.database_lease import DatabaseLease
-from store.election.leader_state import LeaderState
+from store.election.leader_state import LeaderState, highest_term
+from store.kubernetes.lease import KubernetesLeaseStore
 from store.log_lines import log_to
 from store.state_dir import StateDir
 
@@ -45,8 +46,11 @@ async def _run(state: StateDir, address: str, *, ray: bool) -> None:
     # Ray is joined before it leads: a controller that cannot order anything is no candidate.
     actuator_of = _ray(state, deployment) if ray else _local(deployment)
     fence: Fence | None = None if ray else machine_fence(state.secret())
+    lease: LeaseStore = DatabaseLease(database)
+    if election.kubernetes is not None:
+        lease = KubernetesLeaseStore(election.kubernetes)
     leadership = Leadership(
-        DatabaseLease(database), address, election.lease_s, wall=time.time, monotonic=time.monotonic
+        lease, address, election.lease_s, highest_term(database), wall=time.time, monotonic=time.monotonic
     )
     controller = Elected(
         leadership,

@@ -1,4 +1,4 @@
-"""The base types of the deployment file, and its section ``control``: SLO, scaling policy and limits."""
+"""The base types of the deployment file, a model's section ``control``, and the election of controllers."""
 
 from __future__ import annotations
 
@@ -151,3 +151,24 @@ class ControlConfig(Section, frozen=True):
             itl_p95_s=min((each.itl_p95_s for each in slos if each.itl_p95_s is not None), default=None),
             attainment=max(each.attainment for each in slos),
         )
+
+
+class KubernetesLease(Section, frozen=True):
+    """A Lease of Kubernetes (coordination.k8s.io/v1), by default in the namespace of the pod.
+
+    ``api`` is the URL of the API server, by default that of the pod's cluster, with its service account.
+    """
+
+    name: str = "tidegate-controller"
+    namespace: str = ""
+    api: str = ""
+
+
+class LeaderElection(Section, frozen=True):
+    """How controllers elect their leader: by a lease of ``lease_s`` seconds that it renews.
+
+    The lease is a row of the database (``store``), or that of ``kubernetes``.
+    """
+
+    lease_s: Annotated[float, Meta(ge=1, le=300)] = 10.0
+    kubernetes: KubernetesLease | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from policy.config.control import ControlConfig, Count, Positive, Seconds, Section
+from policy.config.control import ControlConfig, Count, LeaderElection, Positive, Seconds, Section
 from policy.config.external_servers import Discovery, ExternalServer
 from policy.config.grpc_ports import EndpointPicker, ExternalScaler, GrpcPort
 from policy.config.tenancy import Tenant, TokenPrice
@@ -213,27 +213,6 @@ class Budget(Section, frozen=True):
     cpu_watts: Annotated[float, Meta(ge=0)] = 10.0
     gpu_cost_per_h: Annotated[float, Meta(ge=0)] = 0.0
     cpu_cost_per_h: Annotated[float, Meta(ge=0)] = 0.0
-
-
-class KubernetesLease(Section, frozen=True):
-    """A Lease of Kubernetes (coordination.k8s.io/v1), by default in the namespace of the pod.
-
-    ``api`` is the URL of the API server, by default that of the pod's cluster, with its service account.
-    """
-
-    name: str = "tidegate-controller"
-    namespace: str = ""
-    api: str = ""
-
-
-class LeaderElection(Section, frozen=True):
-    """How controllers elect their leader: by a lease of ``lease_s`` seconds that it renews.
-
-    The lease is a row of the database (``store``), or that of ``kubernetes``.
-    """
-
-    lease_s: Annotated[float, Meta(ge=1, le=300)] = 10.0
-    kubernetes: KubernetesLease | None = None
 
 
 class Cluster(Section, frozen=True):

@@ -8,12 +8,11 @@ from typing import Any
 
 import msgspec
 
+from policy.config.control import KubernetesLease, LeaderElection
 from policy.config.deployment import (
     AdapterSource,
     Cluster,
     Deployment,
-    KubernetesLease,
-    LeaderElection,
     ModelSpec,
     Upstream,
 )

@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from policy.config.control import KubernetesLease
 from policy.config.convert import require
-from policy.config.deployment import KubernetesLease, ModelSpec, Upstream
+from policy.config.deployment import ModelSpec, Upstream
 from policy.config.external_servers import Discovery, ExternalServer, KubernetesService, ServerSettings
 
 _VISIBLE = re.compile(r"[!-~]+")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -14,6 +16,9 @@ from policy.wire.controller import LeaderStatus
 from serve.async_waiting import run_in_thread
 
 log = logging.getLogger("tidegate.controller")
+
+# For a renewal that is under way, at an orderly end.
+RELEASE_S = 5.0
 
 
 class LeaseStore(Protocol):
@@ -25,12 +30,9 @@ class LeaseStore(Protocol):
     def replace(self, seen: Lease | None, new: Lease) -> bool:
         """Write ``new`` if the lease is still the one that was ``seen``; whether it was."""
 
-    def close(self) -> None:
-        """Close connections."""
-
 
 class Leadership:
-    """Contends for the lease in ``store`` for the controller at ``address``.
+    """Contends for the lease in ``store`` for the controller at ``address``, for terms above ``above``.
 
     ``won`` is set once this process leads. A process that led does so once: it ends when it is deposed.
     """
@@ -40,16 +42,21 @@ class Leadership:
         store: LeaseStore,
         address: str,
         lease_s: float,
+        above: int = 0,
         *,
         wall: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
         self._store = store
         self._address = address
-        self._candidate = Candidate(f"{address} {secrets.token_hex(8)}", address, lease_s)
+        self._candidate = Candidate(f"{address} {secrets.token_hex(8)}", address, lease_s, above)
         self._wall = wall
         self._monotonic = monotonic
         self._trouble = ""
+        # When the event loop ran last, and what ends the thread.
+        self._alive_at = 0.0
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
         self.won = asyncio.Event()
 
     @property
@@ -75,56 +82,70 @@ class Leadership:
         )
 
     async def run(self) -> None:
-        """Contend until cancelled; raises :class:`policy.errors.NotLeader` when this process is deposed."""
-        while True:
-            turn = asyncio.create_task(self._turn())
-            # A store that does not answer does not keep a leader from noticing that its lease has ended.
-            while not turn.done():
-                await asyncio.wait({turn}, timeout=self._candidate.renew_s)
-                self._check()
-            turn.result()
-            self._check()
-            await asyncio.sleep(self._candidate.renew_s)
+        """Contend until cancelled; raises :class:`policy.errors.NotLeader` when this process is deposed.
+
+        A thread does: what blocks the event loop for a moment costs no lease. An event loop that hangs does.
+        """
+        loop = asyncio.get_running_loop()
+        self._alive_at = self._monotonic()
+        self._thread = threading.Thread(target=self._contend, args=(loop,), name="lease", daemon=True)
+        self._thread.start()
+        try:
+            while True:
+                self._alive_at = self._monotonic()
+                if self.won.is_set() and not self.leads():
+                    why = f": {self._trouble}" if self._trouble else ""
+                    raise NotLeader(f"the lease of term {self.term} was lost{why}")
+                await asyncio.sleep(self._candidate.renew_s / 2)
+        finally:
+            self._ending.set()
 
     async def release(self) -> None:
         """Give the lease up, so that another controller leads at once; else it ends by itself."""
-        if (lease := self._candidate.release(self._wall())) is not None:
+        self._ending.set()
+        if self._thread is not None:
+            await run_in_thread(lambda: self._join_and_release(RELEASE_S), "release")
+
+    def _join_and_release(self, timeout_s: float) -> None:
+        assert self._thread is not None
+        self._thread.join(timeout_s)
+        lease = None if self._thread.is_alive() else self._candidate.release(self._wall())
+        if lease is not None:
             try:
-                await self._write(lease)
+                self._write(lease)
             except TidegateError as error:
                 log.warning("the lease is not released: %s", error)
 
-    def _check(self) -> None:
-        if self.won.is_set() and not self.leads():
-            raise NotLeader(f"the lease of term {self.term} was lost" + self._why())
+    def _contend(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._ending.is_set():
+            if self._monotonic() < self._alive_at + self._candidate.lease_s:
+                self._turn()
+                if self.leads() and not self.won.is_set():
+                    with contextlib.suppress(RuntimeError):  # the process ends
+                        loop.call_soon_threadsafe(self.won.set)
+            self._ending.wait(self._candidate.renew_s)
 
-    def _why(self) -> str:
-        return f": {self._trouble}" if self._trouble else ""
-
-    async def _turn(self) -> None:
+    def _turn(self) -> None:
         try:
             # A leader knows what is in the store, unless it was deposed.
-            if not self.leads() or not await self._propose():
-                lease = await run_in_thread(self._store.read, "lease")
-                self._candidate.observe(lease, self._monotonic())
-                await self._propose()
+            if not self.leads() or not self._propose():
+                self._candidate.observe(self._store.read(), self._monotonic())
+                self._propose()
         except TidegateError as error:
             if str(error) != self._trouble:
                 log.warning("the lease: %s", error)
             self._trouble = str(error)
             return
         self._trouble = ""
-        if self.leads():
-            self.won.set()
 
-    async def _propose(self) -> bool:
+    def _propose(self) -> bool:
         """Renew or take the lease, if it is time; whether it was written."""
         proposal = self._candidate.proposal(self._monotonic(), self._wall())
-        return proposal is not None and await self._write(proposal)
+        return proposal is not None and self._write(proposal)
 
-    async def _write(self, lease: Lease) -> bool:
+    def _write(self, lease: Lease) -> bool:
         seen, sent_at = self._candidate.seen, self._monotonic()
-        written = await run_in_thread(lambda: self._store.replace(seen, lease), "lease")
+        written = self._store.replace(seen, lease)
         if written:
             self._candidate.written(lease, sent_at, self._monotonic())
         return written

@@ -34,6 +34,3 @@ class DatabaseLease:
                 return True
             same = [leases.c[name] == getattr(seen, name) for name in ("holder", "term", "renewals")]
             return connection.execute(update(leases).where(*same).values(values)).rowcount == 1
-
-    def close(self) -> None:
-        self._database.close()

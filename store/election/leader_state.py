@@ -66,6 +66,12 @@ class LeaderState(StateDir):
         )
 
 
+def highest_term(database: Database) -> int:
+    """The highest term whose leader has claimed the state: a lease that was lost begins above it."""
+    with database.reading() as connection:
+        return counter(connection, TERM)
+
+
 def _read(connection: Connection, name: str) -> bytes | None:
     found = connection.execute(select(state.c.value).where(state.c.name == name)).scalar_one_or_none()
     return None if found is None else bytes(found)

@@ -32,9 +32,6 @@ class Store:
         self.lease = new
         return True
 
-    def close(self) -> None:
-        return
-
 
 class Clock:
     now = 0.0
