@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -28,16 +28,22 @@ if TYPE_CHECKING:
     from gateway.intake.usage_journal import Charge
     from gateway.telemetry.traces.request_trace import RequestTrace
 
-_CANARY, _EXPLAIN, _REPLICA = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode(), REPLICA_HEADER.encode()
-_DROPPED = DROPPED_HEADER.encode()
+# Compared for each request: machine code reads a constant faster than a member of an enumeration.
+_STANDARD: Final = Priority.STANDARD
+_MESSAGES: Final = Api.MESSAGES
+
+_CANARY: Final = CANARY_HEADER.encode()
+_EXPLAIN: Final = EXPLAIN_HEADER.encode()
+_REPLICA: Final = REPLICA_HEADER.encode()
+_DROPPED: Final = DROPPED_HEADER.encode()
 # Of names that can stand in a header, so many are listed.
-_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_LISTED = 8
+_FIELD_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_LISTED: Final = 8
 # nginx and its kind buffer an answer otherwise, and caches store it.
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 _EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
-_COMMENT = b": keep-alive\n\n"
-_WANTED = frozenset(
+_COMMENT: Final = b": keep-alive\n\n"
+_WANTED: Final = frozenset(
     {
         b"accept",
         b"anthropic-version",
@@ -96,7 +102,7 @@ class Call:
         self.request_id, self.upstream_id = request_ids(self.headers.get(b"x-request-id"))
         self.streaming = False
         self.dropped: list[str] = []
-        self.priority = Priority.STANDARD
+        self.priority = _STANDARD
         self.probe = False
         self.started = False
         self.only_opened = False
@@ -173,7 +179,7 @@ class Call:
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> Message:
         """The head of the answer, with the request id."""
         self.status = status
-        headers += id_headers(self.request_id, anthropic=self.route.api is Api.MESSAGES)
+        headers += id_headers(self.request_id, anthropic=self.route.api is _MESSAGES)
         if self.reservation is not None:
             headers += self.reservation.headers
         if self.explain is not None:
@@ -199,7 +205,7 @@ class Call:
             headers.append((_REPLICA, self.replica))
         if (trace := self.trace) is not None:
             headers.append((b"traceresponse", trace.response(failed=refused.status >= 500)))
-        body = refused.body(anthropic=self.route.api is Api.MESSAGES)
+        body = refused.body(anthropic=self.route.api is _MESSAGES)
         await self.answer(refused.status, headers, body)
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,7 +27,7 @@ from gateway.delivery.spillover import Spillover
 from gateway.delivery.sse_keepalive import SseKeepalive
 from gateway.delivery.suspects import SuspectRequests
 from gateway.http.forwarded import TrustedProxies
-from gateway.intake.access_checks import bounded_answer, check_features
+from gateway.intake.access_checks import bound_answer, check_features
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.admin_keys import AdminKeys
 from gateway.intake.principal import Principal, TenantAccount
@@ -66,9 +67,15 @@ from policy.types import Runner
 from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER
 from store.api_keys import own_key
 
+# Machine code reads constants faster than names of other modules and members of enumerations.
+monotonic: Final = time.monotonic
+_GENERATE: Final = Runner.GENERATE
+
 # The keys of the scope for what the head tells: who the client is, and why the request is refused.
-_PRINCIPAL, _REFUSED = "tidegate.principal", "tidegate.refused"
-_CANARY, _EXPLAIN = CANARY_HEADER.encode(), EXPLAIN_HEADER.encode()
+_PRINCIPAL: Final = "tidegate.principal"
+_REFUSED: Final = "tidegate.refused"
+_CANARY: Final = CANARY_HEADER.encode()
+_EXPLAIN: Final = EXPLAIN_HEADER.encode()
 
 
 class Gateway:
@@ -240,14 +247,19 @@ class Gateway:
             raw = await call.read()
             if (refusal := scope[_REFUSED]) is not None:
                 raise refusal
-            body, raw = await self._accept(call, principal, raw)
+            accepted = (
+                bodies.accept(raw, route, self._rules)
+                if len(raw) <= bodies.MAX_DECODED
+                else await bodies.accept_large(raw, route, self._rules, self._pieces)
+            )
+            body, raw = _allowed(call, principal, accepted)
             call.streaming = body.stream is True
             served, request = self.intake.take(
                 call, principal, body, raw, patience_s=self._limits.queue_timeout_s
             )
             if account.admin and call.headers.get(_EXPLAIN) == b"1":
                 call.explain = partial(self.routes.explain, request)
-            elif call.streaming and route.runner is Runner.GENERATE and call.proxied is None:
+            elif call.streaming and route.runner is _GENERATE and call.proxied is None:
                 self.keepalive.watch(call, began)
             meter = self.metrics.model(served.name)
             self._arrive(call, meter, principal, served, request, body)
@@ -279,24 +291,6 @@ class Gateway:
         finally:
             self._end(call, meter, account, began)
 
-    async def _accept(self, call: Call, principal: Principal, raw: bytes) -> tuple[Body, bytes]:
-        """The body of a call that may be made of it, with the longest answer that the caller may have."""
-        accepted = await self._read(raw, call.route)
-        call.dropped = accepted.dropped
-        if principal.features is not None:
-            check_features(call.route, accepted.body, principal.features)
-        if principal.max_tokens is not None:
-            bounded = bounded_answer(call.route, accepted.body, accepted.raw, principal.max_tokens)
-            if bounded is not None:
-                accepted = await self._read(bounded, call.route)
-        return accepted.body, accepted.raw
-
-    async def _read(self, raw: bytes, route: Route) -> AcceptedBody:
-        """The body of a request for ``route``; raises ``Refused`` for one that is not accepted."""
-        if len(raw) <= bodies.MAX_DECODED:
-            return bodies.accept(raw, route, self._rules)
-        return await bodies.accept_large(raw, route, self._rules, self._pieces)
-
     async def chat_of_operator(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A chat completion from the admin port, which has checked the token: of any model or adapter."""
         path = "/v1/chat/completions"
@@ -322,7 +316,7 @@ class Gateway:
             tokens = nano = 0
             if (charge := call.charge) is not None:
                 prompt = tokens = request.prompt_tokens
-                if call.route.runner is Runner.GENERATE:
+                if call.route.runner is _GENERATE:
                     context = served.max_model_len
                     tokens = most_tokens(prompt, request.limit_tokens, context, body.choices)
                 nano = charge.rates.cost(prompt, 0, tokens - prompt)
@@ -381,6 +375,16 @@ class Gateway:
             self.access.unread(
                 request_id, client=client, tenant=name, status=refused.status, outcome=refused.reason
             )
+
+
+def _allowed(call: Call, principal: Principal, accepted: AcceptedBody) -> tuple[Body, bytes]:
+    """The body of a call that may be made of it, with the longest answer that the caller may have."""
+    call.dropped = accepted.dropped
+    if principal.features is not None:
+        check_features(call.route, accepted.body, principal.features)
+    if principal.max_tokens is not None:
+        bound_answer(call.route, accepted.body, principal.max_tokens)
+    return accepted.body, accepted.raw
 
 
 def _refuse_compressed(headers: dict[bytes, bytes]) -> None:

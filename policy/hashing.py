@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Final
 
-_MASK = 0xFFFF_FFFF_FFFF_FFFF
-_UNIT = 1.0 / 2.0**64
+_MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
+_UNIT: Final = 1.0 / 2.0**64
 
 
 def rendezvous(item: int, replica: int, weight: float = 1.0) -> float:

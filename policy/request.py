@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from policy.types import Priority
 
 # The assumed lengths of a request: a question with context, and a short answer. They weigh as much as
 # ASSUMED_REQUESTS counted ones, so that a first probe of one token is not taken for the load.
-ASSUMED_INPUT_TOKENS = 512.0
-ASSUMED_OUTPUT_TOKENS = 128.0
-ASSUMED_REQUESTS = 16
+ASSUMED_INPUT_TOKENS: Final = 512.0
+ASSUMED_OUTPUT_TOKENS: Final = 128.0
+ASSUMED_REQUESTS: Final = 16
 # The weight of the latest answer in the mean: about the last hundred count.
-ANSWER_GAIN = 0.02
+ANSWER_GAIN: Final = 0.02
 # A long answer is the expectile of this share: its estimate rises so much faster than it falls.
-LONG_SHARE, LONG_GAIN = 0.98, 0.2
+LONG_SHARE: Final = 0.98
+LONG_GAIN: Final = 0.2
 
 
 class AnswerLength:

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from time import monotonic
+from typing import Final
 
 from starlette.types import Message
 
@@ -29,7 +30,7 @@ from gateway.protocol.errors import (
     shown_failure,
     status_of,
 )
-from gateway.protocol.json_decoders import NULL, answer
+from gateway.protocol.json_decoders import NULL, Answer, answer
 from gateway.protocol.model_rewrite import ModelRewrite
 from gateway.protocol.paths import Api
 from gateway.protocol.sse_validator import SseValidator
@@ -41,18 +42,26 @@ from policy.errors import Refusal
 from policy.types import Runner
 from policy.wire.headers import ENGINE_TIME_HEADER, REFUSAL_HEADER, REPLICA_HEADER
 
+# Compared for each request: machine code reads a constant faster than a member of an enumeration.
+_SERVED: Final = AttemptOutcome.SERVED
+_GENERATE: Final = Runner.GENERATE
+_RESPONSES: Final = Api.RESPONSES
+_BUSY: Final = Refusal.BUSY
+
 # An answer up to this size is held until it is whole, so that one that breaks, or is no JSON, can be had
 # elsewhere. Longer ones (many vectors) pass as they come. The worst JSON of this size is checked in 12 ms.
-MAX_HELD = 2 * 1024 * 1024
+MAX_HELD: Final = 2 * 1024 * 1024
 # A longer one is checked in a turn of the event loop of its own.
-MAX_CHECKED = 64 * 1024
-_REFUSAL, _REPLICA = REFUSAL_HEADER.encode(), REPLICA_HEADER.encode()
-_ENGINE_TIME = ENGINE_TIME_HEADER.encode()
-_ENGINE_SPAN = b": %b " % _ENGINE_TIME
-_NEWLINE = ord("\n")
+MAX_CHECKED: Final = 64 * 1024
+_REFUSAL: Final = REFUSAL_HEADER.encode()
+_REPLICA: Final = REPLICA_HEADER.encode()
+_ENGINE_TIME: Final = ENGINE_TIME_HEADER.encode()
+_ENGINE_SPAN: Final = b": %b " % _ENGINE_TIME
+_NEWLINE: Final = ord("\n")
 # A replica's own headers reach no client: of them only lengths, and seconds to wait, are read.
-_EVENTS, _JSON = b"text/event-stream; charset=utf-8", b"application/json"
-FAILED = "The replica failed to answer the request."
+_EVENTS: Final = b"text/event-stream; charset=utf-8"
+_JSON: Final = b"application/json"
+FAILED: Final = "The replica failed to answer the request."
 
 
 class Relay:
@@ -75,6 +84,7 @@ class Relay:
         on_first: Callable[[], None] | None = None,
         *,
         rewrite: ModelRewrite | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._call = call
         self._send = call.send
@@ -91,6 +101,7 @@ class Relay:
         self._unchecked = b""
         self._charge = call.charge
         self._reported: Usage | None = None
+        self._answer: Answer | None = None
         self._accounted = False
         self.committed = False
         self.held_back = False
@@ -99,11 +110,12 @@ class Relay:
         self.begun = False
         self.lost = False
         self.sent_at = self.quiet_since = self.stall_from = 0.0
-        self.reason = Refusal.BUSY
+        self.reason = _BUSY
         self.refused: Refused | None = None
         self._on_first = on_first
         self._rewrite = rewrite
-        self.done: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
+        # To ask for the running loop is a system call.
+        self.done: asyncio.Future[AttemptOutcome] = (loop or asyncio.get_running_loop()).create_future()
 
     async def run(self, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> AttemptOutcome:
         """Send the request, whose body is one or several buffers, and relay its answer."""
@@ -171,7 +183,7 @@ class Relay:
             self._stream = kind.startswith(b"text/event-stream")
             expected = self.streams
             if not self._stream:  # engines answer pooling requests whole, streamed or not
-                generates = self._call.route.runner is Runner.GENERATE
+                generates = self._call.route.runner is _GENERATE
                 expected = kind.startswith(b"application/json") and not (self.streams and generates)
             if expected and b"content-encoding" not in headers:
                 return
@@ -210,7 +222,7 @@ class Relay:
         if self.committed:
             if self._stream:
                 self._end_stream(clean=False)
-            self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
+            self._settle(_SERVED if self._ended_well() else AttemptOutcome.BROKEN)
         else:
             self._settle(AttemptOutcome.STALE if stale else AttemptOutcome.LOST)
 
@@ -228,7 +240,7 @@ class Relay:
             data = held.take()
             if complete and len(data) > MAX_CHECKED:
                 self._unchecked = data
-                self._settle(AttemptOutcome.SERVED)
+                self._settle(_SERVED)
                 return
             if complete and not (data := self._answer_of(data)):
                 return
@@ -258,7 +270,7 @@ class Relay:
             self._account()
         self._put({"type": "http.response.body", "body": data, "more_body": not complete})
         if complete:
-            self._settle(AttemptOutcome.SERVED)
+            self._settle(_SERVED)
 
     def _relay_events(self, data: bytes, complete: bool, framed: bytes | None = None) -> None:
         validator = self._validator
@@ -308,7 +320,7 @@ class Relay:
                 self._failed("The replica's stream is empty.")
                 return
             self._end_stream(clean=True)
-            self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
+            self._settle(_SERVED if self._ended_well() else AttemptOutcome.BROKEN)
         elif validator.failed:
             self._cut()
 
@@ -316,7 +328,7 @@ class Relay:
         """The answer is complete, and the upstream sends more."""
         self._connection.abort(self)
         self._end_stream(clean=True)
-        self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
+        self._settle(_SERVED if self._ended_well() else AttemptOutcome.BROKEN)
 
     def _fails_at_once(self) -> bool:
         """Whether a stream that failed before the client was sent any of it ends this attempt."""
@@ -408,7 +420,7 @@ class Relay:
         self._accounted = True
         call, validator = self._call, self._validator
         events = validator.events
-        usage = usage_of_answer(self._end) if not self._stream else validator.usage
+        usage = usage_of_answer(self._end, self._answer) if not self._stream else validator.usage
         if self._stream and not validator.counted:
             usage = None  # what was reported on the way is not all
         bounds = call.usage_bounds
@@ -438,7 +450,7 @@ class Relay:
         body = bytes(self._error)
         retry_after = self._headers.get(b"retry-after")
         if self._status == 503 and (reason := self._headers.get(_REFUSAL)) is not None:
-            self.reason = _REASONS.get(reason, Refusal.BUSY)
+            self.reason = _REASONS.get(reason, _BUSY)
             if self.reason is Refusal.ADAPTER_FAILED:
                 self.refused = Refused(self.reason, cause_of(body))
             # An engine that died under the request counts as a lost connection.
@@ -479,13 +491,13 @@ class Relay:
         """The whole answer ``data`` as the client may see it; empty if it is none, which ends the attempt."""
         try:
             str(data, "utf-8")
-            error = answer.decode(data).error
+            self._answer = decoded = answer.decode(data)
         except (ValueError, RecursionError):
             self._failed("The replica's answer is not valid JSON.")
             return b""
-        if error is NULL or error == NULL:
+        if (error := decoded.error) is NULL or error == NULL:
             return data
-        if self._call.route.api is Api.RESPONSES:
+        if self._call.route.api is _RESPONSES:
             return shown_failure(data)
         self._judge(status_of(data), data, None)
         return b""
@@ -515,10 +527,10 @@ def _seconds_of(text: bytes) -> float:
 
 
 # Not the request's fault: wrong credentials of ours, a conflict or timeout there, a rate limit, an overload.
-_REPLICA_DECLINES = frozenset({401, 403, 407, 408, 409, 425, 429, 503})
-_REASONS = {
+_REPLICA_DECLINES: Final = frozenset({401, 403, 407, 408, 409, 425, 429, 503})
+_REASONS: Final = {
     str(reason).encode(): reason
     for reason in (
-        Refusal.BUSY, Refusal.DRAINING, Refusal.STARTING, Refusal.REPLICA_LOST, Refusal.ADAPTER_FAILED,
+        _BUSY, Refusal.DRAINING, Refusal.STARTING, Refusal.REPLICA_LOST, Refusal.ADAPTER_FAILED,
     )
 }  # fmt: skip

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from policy.config.deployment import GatewayConfig
 
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
 
-SWEEP_EVERY_S = 0.1
+SWEEP_EVERY_S: Final = 0.1
 
 
 class IdleTimeouts:

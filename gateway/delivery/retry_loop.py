@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
-from time import monotonic, time
+from typing import Final
 
 from gateway.delivery.relay import Relay
 from gateway.delivery.suspects import SuspectRequests, fingerprint
@@ -27,16 +28,33 @@ from policy.routing.concurrency_limit import ConcurrencyLimit
 from policy.types import EngineKind, Runner
 from policy.wire.headers import DEPTHS_HEADER, PREFILL_HEADER, PREFIX_HEADER
 
+# Machine code reads constants faster than names of other modules and members of enumerations.
+monotonic: Final = time.monotonic
+_SERVED: Final = AttemptOutcome.SERVED
+_BROKEN: Final = AttemptOutcome.BROKEN
+_LOST: Final = AttemptOutcome.LOST
+_LEFT: Final = AttemptOutcome.LEFT
+_REFUSED: Final = AttemptOutcome.REFUSED
+_STALE: Final = AttemptOutcome.STALE
+_RESPONSES: Final = Api.RESPONSES
+_MESSAGES: Final = Api.MESSAGES
+_GENERATE: Final = Runner.GENERATE
+_EXTERNAL: Final = EngineKind.EXTERNAL
+_UNKNOWN_MODEL: Final = Refusal.UNKNOWN_MODEL
+
 # What becomes of the requests on a replica that dies.
-_LOSSES = frozenset({AttemptOutcome.LOST, AttemptOutcome.BROKEN})
+_LOSSES: Final = frozenset({_LOST, _BROKEN})
 # Within these times the port of a killed process closes, and the replicas of a lost node or cluster are dead.
-DYING_S, TOGETHER_S = 0.05, 0.5
+DYING_S: Final = 0.05
+TOGETHER_S: Final = 0.5
 # Prefix hashes that a request's head carries for other hosts, 17 bytes each.
-MAX_NEW_HASHES = 64
+MAX_NEW_HASHES: Final = 64
 
 _FORWARDED = (b"accept", b"anthropic-version", b"tracestate")
 _FORWARDED_UNTRACED = (*_FORWARDED, b"traceparent")
-_PREFILL, _PREFIX, _DEPTHS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), DEPTHS_HEADER.encode()
+_PREFILL: Final = PREFILL_HEADER.encode()
+_PREFIX: Final = PREFIX_HEADER.encode()
+_DEPTHS: Final = DEPTHS_HEADER.encode()
 
 
 class RetryLoop:
@@ -45,7 +63,7 @@ class RetryLoop:
         raw: bytes, salt: bytes,
     ) -> None:  # fmt: skip
         self._ticket = ticket
-        self._is_external = ticket.served.engine is EngineKind.EXTERNAL
+        self._is_external = ticket.served.engine is _EXTERNAL
         self._call = call
         self._body = body
         self._raw = raw
@@ -53,7 +71,8 @@ class RetryLoop:
         self._meter = meter
         self._suspects = suspects
         self._hash = 0
-        self._clock = asyncio.get_running_loop().time
+        self._loop = ticket.loop
+        self._clock = self._loop.time
         self._limit: ConcurrencyLimit | None = None
 
     async def run(self) -> None:
@@ -81,34 +100,34 @@ class RetryLoop:
                     )
                 )
             outcome, refused = await self._tried(replica)
-            if outcome is AttemptOutcome.SERVED:
+            if outcome is _SERVED:
                 call.outcome = "ok"
                 return
-            if outcome is AttemptOutcome.BROKEN:
+            if outcome is _BROKEN:
                 call.outcome = Refusal.STREAM_BROKEN
                 return
             if call.proxied is not None:  # it was sent, and cannot be again
                 raise refused or Refused(Refusal.UPSTREAM_FAILED, "The replica failed to answer the request.")
             if ticket.rejection is not None:
-                if outcome is not AttemptOutcome.LOST or not await self._is_excused():
+                if outcome is not _LOST or not await self._is_excused():
                     raise ticket.refused(refused)
                 ticket.excuse()
 
     async def _tried(self, replica: ReplicaHandle) -> tuple[AttemptOutcome, Refused | None]:
         """One attempt, reported before its slot is given to another request."""
-        outcome, adapter_failed, gap_s = AttemptOutcome.LEFT, False, 0.0
+        outcome, adapter_failed, gap_s = _LEFT, False, 0.0
         alone = False
         try:
             alone = self._suspects.some and self._runs_alone()
             outcome, relay = await self._attempt(replica)
             if outcome in _LOSSES:
                 self._suspects.lost(self._fingerprint(), replica.view.key, monotonic())
-                if outcome is AttemptOutcome.LOST:
+                if outcome is _LOST:
                     replica.died()
-            elif outcome is AttemptOutcome.SERVED and self._suspects.some:
+            elif outcome is _SERVED and self._suspects.some:
                 self._suspects.served(self._fingerprint(), monotonic())
             refused = relay.refused if relay is not None else None
-            if outcome is AttemptOutcome.REFUSED and relay is not None:
+            if outcome is _REFUSED and relay is not None:
                 if relay.reason is Refusal.ADAPTER_FAILED:
                     adapter_failed, adapter = True, self._ticket.request.adapter
                     self._ticket.served.record_load_failure(adapter, refused.message if refused else "")
@@ -117,12 +136,12 @@ class RetryLoop:
                     replica.refused(relay.reason)
             elif outcome is AttemptOutcome.UNREACHABLE and self._is_external:
                 replica.set_answering(self._clock(), False)  # until it is probed again
-            elif outcome is AttemptOutcome.SERVED:
+            elif outcome is _SERVED:
                 gap_s = self._call.mean_gap_s
             self._meter.attempts[outcome] += 1
             return outcome, refused
         except asyncio.CancelledError:
-            self._meter.attempts[AttemptOutcome.LEFT] += 1
+            self._meter.attempts[_LEFT] += 1
             raise
         finally:
             if alone:
@@ -137,7 +156,7 @@ class RetryLoop:
             if usage is not None and usage.exact and not self._call.probe:
                 tokens = usage.prompt, usage.completion
                 quote = self._ticket.quote
-                if quote is not None and outcome is AttemptOutcome.SERVED:
+                if quote is not None and outcome is _SERVED:
                     self._meter.predicted_cached(quote.cached, usage.cached)
             self._ticket.end(self._clock(), outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
 
@@ -189,14 +208,14 @@ class RetryLoop:
                 replica.relays.discard(relay)
                 if relay.lost:
                     self._meter.resets[replica.id] += 1
-            if outcome is AttemptOutcome.STALE:
+            if outcome is _STALE:
                 connection = None
                 continue
-            died = outcome is AttemptOutcome.LOST and relay.reason is not Refusal.REPLICA_LOST
+            died = outcome is _LOST and relay.reason is not Refusal.REPLICA_LOST
             if died and await _accepts_connections(replica):
                 relay.refused = Refused(Refusal.UPSTREAM_FAILED, "The replica closed the connection.")
                 outcome = AttemptOutcome.DROPPED
-            elif relay.reason is Refusal.UNKNOWN_MODEL and adapter:
+            elif relay.reason is _UNKNOWN_MODEL and adapter:
                 outcome = AttemptOutcome.DENIED  # it lacks the adapter, whatever else it serves
             return outcome, relay
 
@@ -210,7 +229,9 @@ class RetryLoop:
     ) -> Relay:  # fmt: skip
         """An attempt on ``connection``, which the watchdog observes."""
         validator = validator_of(self._call.route, self._body, strip_usage=strip_usage)
-        relay = Relay(self._call, connection, validator, self._meter, self._first, rewrite=rewrite)
+        relay = Relay(
+            self._call, connection, validator, self._meter, self._first, rewrite=rewrite, loop=self._loop
+        )
         self._ticket.began(self._clock(), streams=relay.streams)
         replica.relays.add(relay)
         self._limit = replica.limit
@@ -220,7 +241,7 @@ class RetryLoop:
         now = monotonic()
         self._ticket.first(now)
         if self._limit is not None and self._call.streaming:
-            self._limit.first(now - self._call.sent_at, time())
+            self._limit.first(now - self._call.sent_at, time.time())
 
     def _head(self, replica: ReplicaHandle, size: int) -> bytes:
         """The head of a request of ``size`` bytes: of the client's headers only those listed here."""
@@ -278,10 +299,10 @@ async def _accepts_connections(replica: ReplicaHandle) -> bool:
 
 def validator_of(route: Route, body: Body, *, strip_usage: bool) -> SseValidator:
     """The parser of a stream of this route; ``strip_usage`` as in ``sse_validator.ChatValidator``."""
-    if route.api is Api.RESPONSES:
+    if route.api is _RESPONSES:
         return ResponsesValidator()
-    if route.api is Api.MESSAGES:
+    if route.api is _MESSAGES:
         return MessagesValidator()
-    if route.runner is Runner.GENERATE:
+    if route.runner is _GENERATE:
         return ChatValidator(body.choices, strip_usage=strip_usage)
     return SseValidator()

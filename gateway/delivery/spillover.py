@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from time import monotonic
+from typing import Final
 
 from gateway.delivery.fallback_provider import FallbackProvider
 from gateway.delivery.relay import Relay
@@ -24,14 +25,14 @@ from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.replica_health import AttemptResult
 
-_RESULTS = {
+_RESULTS: Final = {
     AttemptOutcome.SERVED: AttemptResult.GOOD,
     AttemptOutcome.REJECTED: AttemptResult.NOTHING,
     AttemptOutcome.REFUSED: AttemptResult.NOTHING,
     AttemptOutcome.DENIED: AttemptResult.NOTHING,
 }
 # Outcomes after which the provider may have done work and may bill it.
-_MAY_BE_BILLED = frozenset(
+_MAY_BE_BILLED: Final = frozenset(
     {AttemptOutcome.SERVED, AttemptOutcome.BROKEN, AttemptOutcome.LOST, AttemptOutcome.SILENT}
 )
 

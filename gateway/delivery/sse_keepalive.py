@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import monotonic
+from typing import Final
 
 from gateway.request_context import Call
 from policy.config.deployment import GatewayConfig
 
-SWEEP_EVERY_S = 1.0
+SWEEP_EVERY_S: Final = 1.0
 
 
 class SseKeepalive:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import xxhash
 
 from gateway.protocol.errors import Refused
@@ -11,14 +13,14 @@ from policy.admission.suspects import Suspects, Suspicion
 from policy.errors import Refusal
 
 # Fields that do not change what an engine computes, or that clients draw anew when they send a request again.
-VOLATILE = frozenset(
+VOLATILE: Final = frozenset(
     {
         "stream", "stream_options", "user", "seed", "metadata", "request_id", "session_id", "cache_salt",
         "prompt_cache_key", "safety_identifier", "service_tier", "store",
     }
 )  # fmt: skip
 # When another suspect has probably ended.
-AGAIN_S = 5
+AGAIN_S: Final = 5
 
 
 def fingerprint(tenant: str, path: str, body: Body) -> int:

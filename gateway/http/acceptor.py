@@ -17,29 +17,29 @@ import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from gateway.http.reserve_descriptor import ReserveDescriptor
 
 # The machine is out of some resource: waiting clients are closed, and those being served go on.
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Pause when no connection can be accepted even to close it; without it the loop would spin.
-REST_S = 0.05
+REST_S: Final = 0.05
 # A worker leaves the next connection to another that has at least this many fewer, plus one.
-MARGIN = 1
+MARGIN: Final = 1
 # For how long, unless the other takes it: then workers that share a burst go on at once.
-LEAVE_S = 0.01
-CHECK_S = 0.001
+LEAVE_S: Final = 0.01
+CHECK_S: Final = 0.001
 # After waiting in vain a worker takes 1 connection, then 2, 4, ... up to this many, before it waits again: 40
 # that come at once are delayed by 60 ms when another worker is stopped, and shared when it is slow to wake.
-MOST_TAKEN = 256
+MOST_TAKEN: Final = 256
 # For a TLS handshake. With more than MOST_HANDSHAKES at once the oldest is given up: it had longest.
-HANDSHAKE_S = 10.0
-MOST_HANDSHAKES = 1024
+HANDSHAKE_S: Final = 10.0
+MOST_HANDSHAKES: Final = 1024
 # For those that have begun when accepting ends.
-LAST_HANDSHAKES_S = 1.0
+LAST_HANDSHAKES_S: Final = 1.0
 # Until TLS is ended in order; connections that make no progress are closed by the server's timeouts before.
-TLS_SHUTDOWN_S = 600.0
+TLS_SHUTDOWN_S: Final = 600.0
 
 
 class Peers(Protocol):

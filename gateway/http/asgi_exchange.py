@@ -11,23 +11,23 @@ import itertools
 import re
 import secrets
 from collections.abc import Awaitable, Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starlette.types import Message
 
 if TYPE_CHECKING:
     from gateway.http.connection import ServerConnection
 
-_STATUS_LINES = {
+_STATUS_LINES: Final = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
 }
 
-_BODILESS = frozenset((204, 304))
+_BODILESS: Final = frozenset((204, 304))
 
-_VALID_ID = re.compile(rb"[A-Za-z0-9_-]{1,128}")
+_VALID_ID: Final = re.compile(rb"[A-Za-z0-9_-]{1,128}")
 
 # Unique over processes and restarts by the random part, within one by the count.
-_PREFIX = secrets.token_hex(8).encode()
+_PREFIX: Final = secrets.token_hex(8).encode()
 
 _COUNT = itertools.count(1)
 
@@ -142,13 +142,17 @@ class Exchange:
         status: int = self._head["status"]
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, self._connection.general_header()]
         length = False
-        for name, value in self._head["headers"]:
+        headers: list[tuple[bytes, bytes]] = self._head["headers"]
+        for name, value in headers:
             if name == b"content-length":
                 length = True
             elif name == b"connection":
                 self.keep = self.keep and value.lower() != b"close"
                 continue
-            lines += (name, b": ", value, b"\r\n")
+            lines.append(name)
+            lines.append(b": ")
+            lines.append(value)
+            lines.append(b"\r\n")
         self._head = None
         if not length and status not in _BODILESS:
             if not more:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from io import BytesIO
+from typing import Final
 
 # From this size on a block is mapped (gateway.main): pages that are not written take no memory, and it is the
 # kernel's again when it is freed. Room for the whole length is made only then: a
 # client that sends little takes little memory.
-LARGE_BYTES = 1024 * 1024
+LARGE_BYTES: Final = 1024 * 1024
 
 
 class ByteAccumulator:

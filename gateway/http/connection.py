@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Awaitable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import unquote
 
 import httptools
@@ -30,32 +30,32 @@ from policy.errors import Refusal
 if TYPE_CHECKING:
     from gateway.http.server import Server
 
-MAX_HEAD_BYTES = 32 * 1024
-MAX_HEADERS = 100
+MAX_HEAD_BYTES: Final = 32 * 1024
+MAX_HEADERS: Final = 100
 # What a header takes beside its bytes.
-HEADER_OVERHEAD = 160
+HEADER_OVERHEAD: Final = 160
 # Longer reads are parsed in pieces: heads one by one, chunked bodies in pieces of this size.
-MAX_PIECE = 4096
+MAX_PIECE: Final = 4096
 # Bytes of chunk sizes, extensions and trailers, beyond an eighth of the body: each tiny chunk costs a call.
-MAX_FRAMING_BYTES = 1024 * 1024
+MAX_FRAMING_BYTES: Final = 1024 * 1024
 # Bytes of a rejected request that are read and discarded: closing while the client still sends would reset
 # the connection and lose the response.
-MAX_DISCARDED = 64 * 1024 * 1024
+MAX_DISCARDED: Final = 64 * 1024 * 1024
 # A shorter body that the app does not want is read and discarded, so that the connection stays open.
-MAX_UNWANTED = 64 * 1024
+MAX_UNWANTED: Final = 64 * 1024
 # Pipelined requests that are read ahead of the current one; then reading pauses.
-MAX_AHEAD = 16
-MAX_AHEAD_BYTES = 64 * 1024
+MAX_AHEAD: Final = 16
+MAX_AHEAD_BYTES: Final = 64 * 1024
 # Of what a client over TLS has not read; then the app waits.
-WRITE_BYTES = 64 * 1024
+WRITE_BYTES: Final = 64 * 1024
 # RFC 9110, 7.2: a name, an address or an IPv6 address, and a port.
-_HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
+_HOST: Final = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
 # Longer ones are not valid. RFC 1035: a name has 253 bytes at most.
-MAX_HOST = 512
+MAX_HOST: Final = 512
 # Scopes of longer targets are not kept: 256 of them would take 50 MB.
-MAX_KEPT_TARGET = 512
-_ASGI = {"version": "3.0", "spec_version": "2.3"}
-_NEVER = float("inf")
+MAX_KEPT_TARGET: Final = 512
+_ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
+_NEVER: Final = float("inf")
 
 
 class _LostTransport:

@@ -14,27 +14,28 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 # The time of a turn in which what was read is processed, half of it for what waits from earlier turns.
-TURN_S = 0.004
+TURN_S: Final = 0.004
 # At most in one read: of a body of known length, of what is parsed, of the chunks of an upload, and when the
 # time of the turn is spent. The costliest, events or chunks of a byte, take 3 ms.
-READ_BYTES = 256 * 1024
-PARSED_BYTES = 32 * 1024
-CHUNKED_BYTES = 16 * 1024
-LATE_BYTES = 4 * 1024
+READ_BYTES: Final = 256 * 1024
+PARSED_BYTES: Final = 32 * 1024
+CHUNKED_BYTES: Final = 16 * 1024
+LATE_BYTES: Final = 4 * 1024
 # Connections that read again in one turn.
-MOST_RESUMED = 8
+MOST_RESUMED: Final = 8
 # Connections that close in one turn after their clients did: each takes 10 us, half of it in the next turn.
-MOST_CLOSED = 64
+MOST_CLOSED: Final = 64
 # The time of a turn in which requests begin: until they are sent to a replica, or wait for one. A part of it
 # is for new requests that are not large, so that they need not wait for others; a large one takes 2 ms.
-STARTS_S, SMALL_STARTS_S = 0.005, 0.003
-SMALL_BYTES = 32 * 1024
+STARTS_S: Final = 0.005
+SMALL_STARTS_S: Final = 0.003
+SMALL_BYTES: Final = 32 * 1024
 # Requests that waited and may begin in one turn, if there is time: a small one begins in 0.1 ms.
-MOST_STARTED = 32
+MOST_STARTED: Final = 32
 
 
 class ReadTurns:
@@ -50,6 +51,7 @@ class ReadTurns:
         self._unprocessed: deque[PacedReader] = deque()
         self._resting: deque[PacedReader] = deque()
         self._left: deque[asyncio.Transport] = deque()
+        self._soon: Callable[[Callable[[], None]], object] | None = None
 
     def buffer(self, most: int) -> memoryview:
         """The buffer of the next read, which takes at most so many bytes. All reads share it."""
@@ -87,7 +89,9 @@ class ReadTurns:
     def _begin(self) -> None:
         self._has_begun, self.spent = True, False
         self._until = self._clock() + TURN_S
-        asyncio.get_running_loop().call_soon(self._end)
+        if (soon := self._soon) is None:  # to ask for the loop is a system call
+            soon = self._soon = asyncio.get_running_loop().call_soon
+        soon(self._end)
 
     def _end(self) -> None:
         self._has_begun = self.spent = False
@@ -209,6 +213,7 @@ class RequestStarts:
         # Those that were woken and for which there was no time.
         self._oldest: deque[asyncio.Future[deque[Any]]] = deque()
         self._newest: deque[asyncio.Future[deque[Any]]] = deque()
+        self._soon: Callable[[Callable[[], None]], object] | None = None
 
     def may_begin(self, size: int) -> bool:
         """Whether a new request of ``size`` bytes may begin now; otherwise it must :meth:`wait`."""
@@ -231,9 +236,14 @@ class RequestStarts:
             self._until = self._clock() + STARTS_S
             if not self._has_begun:
                 self._has_begun = True
-                asyncio.get_running_loop().call_soon(self._end)
+                self._end_soon()
             return True
         return self._clock() < self._until - kept_s
+
+    def _end_soon(self) -> None:
+        if (soon := self._soon) is None:
+            soon = self._soon = asyncio.get_running_loop().call_soon
+        soon(self._end)
 
     def _end(self) -> None:
         """Runs before the starts of a turn, and wakes requests for the next one."""
@@ -245,7 +255,7 @@ class RequestStarts:
         self._newest.clear()
         self._has_begun = bool(waiting)
         if self._has_begun:
-            asyncio.get_running_loop().call_soon(self._end)
+            self._end_soon()
         for number in range(min(MOST_STARTED, len(waiting))):
             turn, queue = (waiting.pop(), self._newest) if number % 2 else (waiting.popleft(), self._oldest)
             if not turn.done():  # its client has not left

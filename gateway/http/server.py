@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import uvloop
 from starlette.types import ASGIApp, Scope
@@ -26,12 +26,12 @@ from gateway.http.read_turns import RequestStarts
 from gateway.http.upload_budget import UploadBudget
 from gateway.protocol.errors import Refused
 
-SWEEP_EVERY_S = 1.0
+SWEEP_EVERY_S: Final = 1.0
 # Connections in one turn of the event loop: in 5 ms if all of them are refused.
-SWEPT_AT_ONCE = 128
-FINAL_GRACE_S = 1.0
+SWEPT_AT_ONCE: Final = 128
+FINAL_GRACE_S: Final = 1.0
 # For files and the admin port; all other descriptors are shared by clients and their replica connections.
-SPARE_DESCRIPTORS = 64
+SPARE_DESCRIPTORS: Final = 64
 
 
 class ServerTimeouts(NamedTuple):
@@ -146,7 +146,8 @@ class Server:
             self._empty.set()
 
     def serve(self, scope: Scope, exchange: Exchange) -> asyncio.Task[None]:
-        task = self._loop.create_task(self._run(scope, exchange), name="request")
+        # The loop's own method makes a name first, and then sets this one.
+        task = asyncio.Task(self._run(scope, exchange), loop=self._loop, name="request")
         self._tasks.add(task)
         return task
 

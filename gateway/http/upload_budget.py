@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from gateway.protocol.errors import Refused
 from policy.errors import Refusal
 
 # The least bytes per second of a client that is sending a body.
-MIN_RATE = 8 * 1024
+MIN_RATE: Final = 8 * 1024
 # The transport's buffer: what a connection that goes on may add before it is looked at again.
-READ_BYTES = 256 * 1024
+READ_BYTES: Final = 256 * 1024
 # Refused, or read on, in one turn of the event loop, in 5 ms.
-MOST_AT_ONCE = 128
+MOST_AT_ONCE: Final = 128
 
 
 class Receiver(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import Raw
+
 from gateway.protocol.errors import Refused
 from gateway.protocol.features import used_features
 from gateway.protocol.json_decoders import Body
@@ -18,13 +20,13 @@ def check_features(route: Route, body: Body, allowed: frozenset[str]) -> None:
         raise Refused(Refusal.UNSUPPORTED, message, status=403, code="feature_not_allowed")
 
 
-def bounded_answer(route: Route, body: Body, raw: bytes, most: int) -> bytes | None:
-    """``raw`` with a bound of ``most`` tokens for each answer if the client gave none, ``None`` if it did.
+def bound_answer(route: Route, body: Body, most: int) -> None:
+    """Bound each answer to ``most`` tokens if the client did not.
 
     Raises :class:`gateway.protocol.errors.Refused` for a request for more.
     """
     if route.runner is not Runner.GENERATE:
-        return None
+        return
     if route.api is Api.RESPONSES:
         given = {"max_output_tokens": body.max_output_tokens}
     elif route.path == "/v1/chat/completions":
@@ -36,7 +38,8 @@ def bounded_answer(route: Route, body: Body, raw: bytes, most: int) -> bytes | N
             message = f"{name} is {tokens}: this API key allows answers of at most {most} tokens."
             raise Refused(Refusal.BAD_REQUEST, message, param=name, code="max_tokens_exceeded")
     if any(given.values()):
-        return None
-    # At the end, where it counts before a null of the same name.
-    end = raw.rindex(b"}")
-    return b'%b,"%b":%d}' % (raw[:end], next(iter(given)).encode(), most)
+        return
+    name = next(iter(given))
+    setattr(body, name, most)
+    body.members[name] = Raw(b"%d" % most)
+    body.added = b',"%b":%d' % (name.encode(), most)

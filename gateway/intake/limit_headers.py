@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from functools import lru_cache
+from typing import Final
 
 from policy.tenancy.token_bucket import PERIOD_S
 
 Headers = list[tuple[bytes, bytes]]
 
 
-class HeaderNames(NamedTuple):
+class HeaderNames:
     """The names of the headers of one kind of limit."""
 
-    limit: bytes
-    remaining: bytes
-    reset: bytes
+    __slots__ = ("limit", "remaining", "reset")
+
+    def __init__(self, limit: bytes, remaining: bytes, reset: bytes) -> None:
+        self.limit = limit
+        self.remaining = remaining
+        self.reset = reset
 
 
 REQUESTS_HEADERS: Final = HeaderNames(
@@ -29,10 +33,15 @@ def rate_limit_headers(names: HeaderNames, limit: float, level: float) -> Header
     """Limit, remaining and reset of one kind; the reset is when all of it is back."""
     reset_s = (limit - level) / limit * PERIOD_S
     return [
-        (names.limit, str(int(limit)).encode()),
+        _limit_header(names.limit, int(limit)),
         (names.remaining, str(int(level)).encode() if level > 0.0 else b"0"),
         (names.reset, duration(reset_s).encode()),
     ]
+
+
+@lru_cache(maxsize=1024)
+def _limit_header(name: bytes, limit: int) -> tuple[bytes, bytes]:
+    return name, str(limit).encode()
 
 
 def duration(seconds: float) -> str:

@@ -28,6 +28,8 @@ class Held:
 class LimitState:
     """The buckets and counts of one tenant or key; -1 and 0 stand for limits that are not set.
 
+    ``shows_requests`` and ``shows_tokens``: clients are told what is left of limits that are enforced.
+
     At first the levels are those that another worker, or the one before this, saw last. One that does not
     count is only looked at. Instants are seconds of the monotonic clock.
     """
@@ -43,6 +45,7 @@ class LimitState:
         self.parallel = 0
         self.budget = -1
         self.dry_run: tuple[Limit, ...] = ()
+        self.shows_requests = self.shows_tokens = False
         self.access: Access | None = None
         self.read(subject, now)
         if self.share < 1.0 and not full:
@@ -56,6 +59,8 @@ class LimitState:
         self.tokens = _bucket(self.tokens, access.tpm_limit, share, slot.seen_tokens_full_at, now)
         self.parallel = access.max_parallel_requests or 0
         self.budget = -1 if access.max_budget is None else round(access.max_budget * NANO)
+        self.shows_requests = self.requests is not None and Limit.REQUESTS not in access.dry_run
+        self.shows_tokens = self.tokens is not None and Limit.TOKENS not in access.dry_run
 
     def reserve(self, tokens: int, nano: int, now: float) -> Held:
         """Reserve for a request that may use so many tokens and nano-units of money."""
@@ -69,7 +74,7 @@ class LimitState:
         slot.asked += 1
         slot.asked_at = int(now * 1e9)
         self.asked_at = now
-        self._shared.write(slot)
+        self._shared.write_reserved(slot)
         return held
 
     def look(self, now: float) -> None:
@@ -114,7 +119,7 @@ class LimitState:
         slot.open -= nano
         slot.running -= 1
         self._set_levels()
-        self._shared.write(slot)
+        self._shared.write_settled(slot)
 
     def ignore(self, held: Held, limit: Limit) -> None:
         """A limit in dry run is exceeded: what it would have refused is not taken from it."""

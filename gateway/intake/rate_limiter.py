@@ -212,12 +212,12 @@ class RateLimiter:
         for held in holds:
             state = held.state
             bucket = state.requests
-            if bucket is not None and Limit.REQUESTS not in state.dry_run:
+            if bucket is not None and state.shows_requests:
                 left = bucket.level + (held.requests if withdrawn else 0)
                 if requests is None or left < requests_left:
                     requests, requests_left = bucket, left
             bucket = state.tokens
-            if bucket is not None and Limit.TOKENS not in state.dry_run:
+            if bucket is not None and state.shows_tokens:
                 left = bucket.level + (held.tokens if withdrawn else 0)
                 if tokens is None or left < tokens_left:
                     tokens, tokens_left = bucket, left

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.protocol.errors import Refused
@@ -22,9 +22,10 @@ from store.api_keys import salt_of
 
 # A key of the deployment file is limited by its tenant alone.
 NO_LIMITS = Access()
-_MISSING = "This server requires an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key'."
-_WRONG = "The API key is not valid."
-_EXPIRED = "The API key has expired."
+_sha256: Final = hashlib.sha256
+_MISSING: Final = "This server requires an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key'."
+_WRONG: Final = "The API key is not valid."
+_EXPIRED: Final = "The API key has expired."
 _COUNTS = ("in_flight", "prompt_tokens", "output_tokens")
 _DESCRIBED = ("name", "weight", "priority", "admin", *_COUNTS)
 
@@ -139,7 +140,7 @@ class Tenants:
         if not key:
             raise Refused(Refusal.UNAUTHORIZED, _MISSING)
         # By digest, so that the time of a lookup leaks nothing about a key.
-        digest = hashlib.sha256(key).digest()
+        digest = _sha256(key).digest()
         principal = self._declared_keys.get(digest) or self._keys.get(digest)
         if principal is None:
             if digest != self._own:
@@ -216,6 +217,6 @@ class Tenants:
 
 def _key_of(headers: Mapping[bytes, bytes]) -> bytes | None:
     key = headers.get(b"authorization")
-    if key is not None and key[:7].lower() == b"bearer ":
+    if key is not None and (key[:7] == b"Bearer " or key[:7].lower() == b"bearer "):
         return key[7:].strip()
     return headers.get(b"x-api-key")

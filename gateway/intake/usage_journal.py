@@ -45,9 +45,12 @@ from policy.types import Priority
 from store.state_dir import own_directory
 from store.usage_segments import DIMS_BYTES, HEADER_WORDS, MAGIC, SEGMENT_SUFFIX, SLOTS
 
+# Compared for each request: machine code reads a constant faster than a member of an enumeration.
+_BATCH: Final = Priority.BATCH
+
 # A segment is made ahead when the current one is half used.
-PREPARE_EVERY_S = 0.5
-RETRY_S = 1.0
+PREPARE_EVERY_S: Final = 0.5
+RETRY_S: Final = 1.0
 # No request has more: an engine's number beyond it is none.
 MOST_TOKENS: Final = 1 << 28
 
@@ -138,7 +141,7 @@ class UsageJournal:
         """The charge of ``call``, which is ``request`` to the fleet, for a tenant and its key."""
         model = request.model
         adapter = request.adapter if call.adapter is None else call.adapter.name
-        rates = self._batch_rates if request.priority is Priority.BATCH else self._rates
+        rates = self._batch_rates if request.priority is _BATCH else self._rates
         return Charge(self, tenant, key, model, adapter, rates.get(model, FREE), request.prompt_tokens)
 
     def take(self, charge: Charge) -> bool:

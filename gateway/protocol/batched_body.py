@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import Raw
@@ -16,14 +16,14 @@ from gateway.protocol.paths import Route
 from policy.admission.dynamic_batching import apportion
 from policy.config.deployment import Coalesce
 
-_fields_of = msgspec.json.Decoder(dict[str, Raw])
-_items_of = msgspec.json.Decoder(list[Raw])
-_ITEMS = {"/v1/embeddings": "data", "/v1/score": "data", "/v1/completions": "choices"}
+_fields_of: Final = msgspec.json.Decoder(dict[str, Raw])
+_items_of: Final = msgspec.json.Decoder(list[Raw])
+_ITEMS: Final = {"/v1/embeddings": "data", "/v1/score": "data", "/v1/completions": "choices"}
 # The routes whose requests may travel together.
-COALESCED = frozenset(_ITEMS)
+COALESCED: Final = frozenset(_ITEMS)
 _PAIR = ("text_1", "text_2")
 # A larger body is no short one, and would be taken apart in vain.
-MAX_SHARED = 64 * 1024
+MAX_SHARED: Final = 64 * 1024
 
 
 @dataclass(slots=True, eq=False)

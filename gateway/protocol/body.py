@@ -8,8 +8,9 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
+from gateway.protocol import json_decoders
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_decoders import ABSENT, BODY, ITEMS, MEMBERS, RAW_FIELDS, SCALARS, Body
+from gateway.protocol.json_decoders import BODY, ITEMS, MEMBERS, RAW_FIELDS, SCALARS, Body
 from gateway.protocol.json_structure import (
     MAX_DEPTH,
     MAX_GAP_BYTES,
@@ -18,6 +19,7 @@ from gateway.protocol.json_structure import (
     PieceReader,
     StructureScan,
     depth_exceeds,
+    lacks_members,
     name_of,
 )
 from gateway.protocol.paths import Route
@@ -35,7 +37,7 @@ from gateway.protocol.validation.bounds import (
     too_many,
 )
 from gateway.protocol.validation.known_fields import KNOWN, STEERING
-from gateway.protocol.validation.media import WALKED, MediaCheck
+from gateway.protocol.validation.media import HOLDS_MEDIA, WALKED, MediaCheck
 from policy.errors import Refusal
 
 __all__ = ["AcceptedBody", "Body", "BodyRules", "accept", "accept_large", "read", "read_large"]
@@ -47,15 +49,21 @@ SHORT_BYTES: Final = 8 * 1024
 # Of a body that is read in pieces: engines know some eighty parameters.
 MAX_MEMBERS: Final = 1024
 
+# Constants are read faster than names of other modules, in machine code.
+ABSENT: Final = json_decoders.ABSENT
 # What a body's field is to the gateway.
 _DECIDE: Final = 0
 _CHECK: Final = 1
 _PASS: Final = 2
-_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
-_OBJECT = re.compile(rb"[ \t\r\n]*\{")
-_MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
+_PATH: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_OBJECT: Final = re.compile(rb"[ \t\r\n]*\{")
+_MISSING: Final = re.compile(r"Object missing required field `(?P<key>.*)`")
 # vLLM reads these before it validates them, and fails on other types, as if the replica were at fault.
-_LIST, _LIST_OR_NULL = b"[", b"[n"
+_LIST: Final = b"["
+_LIST_OR_NULL: Final = b"[n"
+# Machine code reads a constant faster than a name of another module.
+_decode_body: Final = BODY.decode
+_decode_members: Final = MEMBERS.decode
 
 
 def _uses(known: frozenset[str]) -> dict[str, int]:
@@ -64,7 +72,7 @@ def _uses(known: frozenset[str]) -> dict[str, int]:
     return uses | dict.fromkeys((RAW_FIELDS | SCALARS) & known, _DECIDE)
 
 
-_USES = {path: _uses(known) for path, known in KNOWN.items()}
+_USES: Final = {path: _uses(known) for path, known in KNOWN.items()}
 _ALL_USES = _uses(frozenset[str]().union(*KNOWN.values()))
 
 
@@ -99,6 +107,10 @@ def accept(raw: bytes, route: Route, rules: BodyRules) -> AcceptedBody:
     path = route.path
     uses = _USES[path]
     fields = _fields_of(raw)
+    # Most bodies hold texts alone: of these no part has to be looked at, which would read the texts again.
+    plain = "tools" not in fields and lacks_members(raw, HOLDS_MEDIA)
+    if not plain:
+        _check_depth(raw)
     dropped: list[str] = []
     if not fields.keys() <= uses.keys():
         if len(fields) > MAX_MEMBERS:
@@ -112,7 +124,7 @@ def accept(raw: bytes, route: Route, rules: BodyRules) -> AcceptedBody:
         raw = b"{%b}" % b",".join([b"%b:%b" % (msgspec.json.encode(name), value) for name, value in kept])
         fields = MEMBERS.decode(raw)
     body = _body_of(fields, uses, raw)
-    for name in WALKED.get(path, ()):
+    for name in () if plain else WALKED.get(path, ()):
         if (held := fields.get(name)) is not None and memoryview(held)[0] in b"[{":
             media = MediaCheck(name, rules.media_hosts)
             try:
@@ -125,7 +137,7 @@ def accept(raw: bytes, route: Route, rules: BodyRules) -> AcceptedBody:
             count = body.prompts if name == "prompt" else inputs_of(found)
             if count > MAX_INPUTS:
                 raise too_many(name, MAX_INPUTS, count, "inputs")
-    if body.tools is not ABSENT:
+    if "tools" in fields and body.tools is not ABSENT:
         check_size("tools", body.tools, MAX_TOOLS_BYTES)
         check_tools(ITEMS.decode(body.tools) if memoryview(body.tools)[0] in _LIST else [])
     return AcceptedBody(body, raw, dropped)
@@ -162,7 +174,9 @@ async def accept_large(raw: bytes, route: Route, rules: BodyRules, pieces: Piece
 
 def read(raw: bytes) -> Body:
     """Decode at most :data:`MAX_DECODED` bytes, and check their fields, of any route."""
-    return _body_of(_fields_of(raw), _ALL_USES, raw)
+    fields = _fields_of(raw)
+    _check_depth(raw)
+    return _body_of(fields, _ALL_USES, raw)
 
 
 async def read_large(raw: bytes, pieces: PieceReader) -> Body:
@@ -172,51 +186,54 @@ async def read_large(raw: bytes, pieces: PieceReader) -> Body:
 
 def _fields_of(raw: bytes) -> dict[str, Raw]:
     try:
-        fields = MEMBERS.decode(raw)
+        fields = _decode_members(raw)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except ValueError as error:
         raise _not_json(error) from None
     except RecursionError:
         raise _too_deep() from None
+    return fields
+
+
+def _check_depth(raw: bytes) -> None:
     if _opens_more_than(raw, MAX_DEPTH) and depth_exceeds(raw, MAX_DEPTH):
         raise _too_deep()
-    return fields
 
 
 def _body_of(fields: dict[str, Raw], uses: dict[str, int], raw: bytes) -> Body:
     """The body ``raw`` with these ``fields``, which are checked."""
-    decided: list[str] = []
     for name, value in fields.items():
-        use = uses.get(name, _PASS)
-        if use == _CHECK:
+        if uses.get(name) == _CHECK:
             _check_field(name, value)
-        elif use == _DECIDE:
-            decided.append(name)
     try:
-        body = BODY.decode(raw) if len(raw) <= SHORT_BYTES else _long_body(fields, decided)
+        body = _decode_body(raw) if len(raw) <= SHORT_BYTES else _long_body(fields, uses)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except ValueError as error:
         raise _not_json(error) from None
     body.members = fields
-    _check_type("messages", body.messages, _LIST)
-    _check_type("tools", body.tools, _LIST_OR_NULL)
+    # By the members, most of which are absent: to read an attribute of a structure costs more.
+    if "messages" in fields:
+        _check_type("messages", body.messages, _LIST)
+    if "tools" in fields:
+        _check_type("tools", body.tools, _LIST_OR_NULL)
     if body.n is not None and not 1 <= body.n <= MAX_N:
         raise Refused(Refusal.BAD_REQUEST, f"n must be between 1 and {MAX_N}, got {body.n}.", param="n")
     if body.background:
         raise Refused(Refusal.UNSUPPORTED, "background responses are not supported.", param="background")
-    if body.stream_options is not ABSENT:
+    if "stream_options" in fields:
         check_size("stream_options", body.stream_options)
-    if body.cache_salt is not ABSENT:
+    if "cache_salt" in fields:
         check_size("cache_salt", body.cache_salt)
-    if body.prompt is not ABSENT and len(memoryview(body.prompt)) <= MAX_DECODED:
+    if "prompt" in fields and body.prompt is not ABSENT and len(memoryview(body.prompt)) <= MAX_DECODED:
         body.prompts = inputs_of(body.prompt)
     return body
 
 
-def _long_body(fields: dict[str, Raw], decided: list[str]) -> Body:
+def _long_body(fields: dict[str, Raw], uses: dict[str, int]) -> Body:
     """The body of these ``fields``, without reading long ones again."""
+    decided = [name for name in fields if uses.get(name) == _DECIDE]
     scalars: list[bytes] = []
     for name in decided:
         if name in SCALARS:

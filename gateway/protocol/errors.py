@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -12,11 +12,12 @@ from gateway.protocol.paths import Api, Route
 from policy.errors import Refusal, TidegateError
 
 # Of a message, in bytes of JSON: an error takes 4 KiB at most, also where it has the message twice.
-MAX_MESSAGE = 1536
-MAX_PARAM, MAX_CODE = 256, 64
+MAX_MESSAGE: Final = 1536
+MAX_PARAM: Final = 256
+MAX_CODE: Final = 64
 # A longer error of an upstream is not decoded, which would make objects of all that it holds.
-MAX_ERROR_BYTES = 64 * 1024
-MAX_RETRY_AFTER_S = 120
+MAX_ERROR_BYTES: Final = 64 * 1024
+MAX_RETRY_AFTER_S: Final = 120
 
 
 class Answer(NamedTuple):
@@ -57,7 +58,7 @@ TABLE: dict[Refusal, Answer] = {
     Refusal.SHUTTING_DOWN: Answer(503, "server_error", "shutting_down", 1),
 }
 
-_ANTHROPIC = {
+_ANTHROPIC: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -69,10 +70,11 @@ _ANTHROPIC = {
 }
 
 # The fleet has no capacity in time; errors that a replica reports about a request are not among them.
-NO_ROOM = frozenset({Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA})
+NO_ROOM: Final = frozenset({Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA})
 
 # Shorter ones are within the bounds whatever they are made of.
-_SURELY_SHORT, _SHORT_PARAM = MAX_MESSAGE // 6, MAX_PARAM // 6
+_SURELY_SHORT: Final = MAX_MESSAGE // 6
+_SHORT_PARAM: Final = MAX_PARAM // 6
 
 # Of what an upstream says, this is no client's business: addresses, files, keys and its program.
 _INTERNALS = (
@@ -94,10 +96,10 @@ _INTERNALS = (
 )
 
 # The names of an engine's own classes, which stand for the branches of a union.
-_CLASS = re.compile(r"[A-Z]\w*")
-_CAUSE = re.compile(r"[a-z][a-z_]{0,39}")
-_ADAPTER = re.compile(r"\blora|\badapter|add_lora|max_lora_rank", re.IGNORECASE)
-_NOT_LOADED = re.compile(
+_CLASS: Final = re.compile(r"[A-Z]\w*")
+_CAUSE: Final = re.compile(r"[a-z][a-z_]{0,39}")
+_ADAPTER: Final = re.compile(r"\blora|\badapter|add_lora|max_lora_rank", re.IGNORECASE)
+_NOT_LOADED: Final = re.compile(
     r"load|add_lora|not found|cannot be found|no adapter|rank|unsupported", re.IGNORECASE
 )
 

@@ -20,7 +20,7 @@ _STRUCTURED = (
 )  # fmt: skip
 # These hold more than a format; of a format the type `text` is none.
 _FORMATS = ("response_format", "text", "output_config")
-_INCLUDED = "message.output_text.logprobs"
+_INCLUDED: Final = "message.output_text.logprobs"
 _ASKING: Final = frozenset({*_TOOLS, *_LOGPROBS, *_STRUCTURED, *_FORMATS, "include"})
 _NOTHING = (b"null", b"false", b"[]")
 _NONE: Final = frozenset[Feature]()

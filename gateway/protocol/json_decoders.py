@@ -17,7 +17,7 @@ class Body(msgspec.Struct, gc=False):
     """The fields that are decided on; all are ``members``, and go through unread.
 
     ``media`` is the number of images, videos and recordings, ``prompts`` that of a completion's prompts; both
-    are counted when the body is checked.
+    are counted when the body is checked. ``added`` is what engines get behind the last member.
     """
 
     model: str
@@ -41,6 +41,7 @@ class Body(msgspec.Struct, gc=False):
     members: dict[str, Raw] = msgspec.field(default_factory=dict, name="(members)")
     media: int = msgspec.field(default=0, name="(media)")
     prompts: int = msgspec.field(default=1, name="(prompts)")
+    added: bytes = msgspec.field(default=b"", name="(added)")
 
     @property
     def choices(self) -> int:
@@ -69,7 +70,7 @@ class Medium(msgspec.Struct, gc=False):
 SCALARS = frozenset(
     {"model", "stream", "n", "max_tokens", "max_completion_tokens", "max_output_tokens", "background"}
 )
-RAW_FIELDS = frozenset(Body.__struct_fields__) - SCALARS - {"members", "media", "prompts"}
+RAW_FIELDS = frozenset(Body.__struct_fields__) - SCALARS - {"members", "media", "prompts", "added"}
 
 BODY = msgspec.json.Decoder(Body)
 MEMBERS = msgspec.json.Decoder(dict[str, Raw])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
 
 from policy.types import Runner
 
@@ -16,7 +15,7 @@ class Api(Enum):
     MESSAGES = "messages"
 
 
-class Route(NamedTuple):
+class Route:
     """A path of ours, the replica's path for it, and which models compute for it.
 
     ``runner`` is ``None`` where an engine only tokenizes, which costs it no step.
@@ -24,12 +23,24 @@ class Route(NamedTuple):
     system prompt.
     """
 
-    path: str
-    upstream: bytes
-    summary: str
-    runner: Runner | None = None
-    prompt: str | None = None
-    api: Api = Api.OPENAI
+    # Written out, because named tuples are not compiled.
+    __slots__ = ("api", "path", "prompt", "runner", "summary", "upstream")
+
+    def __init__(  # noqa: PLR0917 - in the order of the table below
+        self,
+        path: str,
+        upstream: bytes,
+        summary: str,
+        runner: Runner | None = None,
+        prompt: str | None = None,
+        api: Api = Api.OPENAI,
+    ) -> None:
+        self.path = path
+        self.upstream = upstream
+        self.summary = summary
+        self.runner = runner
+        self.prompt = prompt
+        self.api = api
 
 
 def is_anthropic(path: str) -> bool:

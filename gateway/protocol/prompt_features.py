@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final
 
 import xxhash
 
@@ -13,14 +14,15 @@ from gateway.protocol.paths import Route
 from gateway.protocol.rendered_prompt import RenderedPrompt, rendered_prompt
 from policy.request import AnswerLength
 
-BLOCK_BYTES = 512
-FINE_BYTES = 4096
-LONG_BYTES = 32 * 1024
-MAX_BYTES = 64 * 1024 * 1024
-BYTES_A_TOKEN = 4.0
+BLOCK_BYTES: Final = 512
+FINE_BYTES: Final = 4096
+LONG_BYTES: Final = 32 * 1024
+MAX_BYTES: Final = 64 * 1024 * 1024
+BYTES_A_TOKEN: Final = 4.0
 # Bytes of JSON per token, on average, of any text: single bytes at least, escaped words at most.
-LEAST_BYTES_A_TOKEN, MOST_BYTES_A_TOKEN = 1.0, 16.0
-COUNTED_BYTES = 256 * 1024
+LEAST_BYTES_A_TOKEN: Final = 1.0
+MOST_BYTES_A_TOKEN: Final = 16.0
+COUNTED_BYTES: Final = 256 * 1024
 
 
 def _boundaries() -> tuple[int, ...]:
@@ -190,6 +192,6 @@ def _chain(seed: int, parts: Sequence[memoryview], ends: Sequence[int]) -> tuple
     return tuple(found)
 
 
-_OPEN = ord("[")
-_OBJECT = ord("{")
-_EVEN = 0xFFFF_FFFF_FFFF_FFFE
+_OPEN: Final = ord("[")
+_OBJECT: Final = ord("{")
+_EVEN: Final = 0xFFFF_FFFF_FFFF_FFFE

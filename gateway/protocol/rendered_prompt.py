@@ -14,46 +14,56 @@ from typing import Final
 
 from msgspec import Raw
 
+from gateway.protocol import json_decoders
 from gateway.protocol.body import Body
-from gateway.protocol.json_decoders import ABSENT
 from gateway.protocol.paths import Api, Route
 
+# Compared for each request: machine code reads a constant faster than a member of an enumeration.
+_MESSAGES: Final = Api.MESSAGES
+
+# Constants are read faster than names of other modules, in machine code.
+ABSENT: Final = json_decoders.ABSENT
 # The last messages of an agent, more than those of a turn: of Anthropic's an answer and the results of its
 # tools, elsewhere each result is one. All are looked for in so many bytes.
-MAX_ENDS, MAX_ENDS_OF_MESSAGES = 10, 4
+MAX_ENDS: Final = 10
+MAX_ENDS_OF_MESSAGES: Final = 4
 TAIL_BYTES: Final = 32 * 1024
 # The user's first turn: a few messages (instructions, environment, question) of some parts each. What is
 # longer is read so far; without tools it is a conversation if an answer begins that early.
 MAX_FIRST_ITEMS: Final = 48
-FIRST_BYTES, FIRST_BYTES_WITHOUT_TOOLS = 32 * 1024, 4 * 1024
+FIRST_BYTES: Final = 32 * 1024
+FIRST_BYTES_WITHOUT_TOOLS: Final = 4 * 1024
 HEADER_BYTES: Final = 512
 # If any message is marked, the last one is, this close to its end; marks end so close before a message does.
-MARKED_BYTES, MARKER_BYTES = 1024, 256
+MARKED_BYTES: Final = 1024
+MARKER_BYTES: Final = 256
 
 # As vLLM's `_strip_claude_code_billing_header` and `AnthropicServingMessages` (0.32): a text of a system
 # prompt that begins so loses its first line, or all of it where it is a block of `/v1/messages`.
-_HEADER = b'"x-anthropic-billing-header'
-_LINE = re.compile(rb'(?:[^"\\]|\\[^n])*+(?:\\n)?')
-_TEXT = re.compile(rb'(?:[^"\\]|\\.)*+')
-_IN_SYSTEM = re.compile(
+_HEADER: Final = b'"x-anthropic-billing-header'
+_LINE: Final = re.compile(rb'(?:[^"\\]|\\[^n])*+(?:\\n)?')
+_TEXT: Final = re.compile(rb'(?:[^"\\]|\\.)*+')
+_IN_SYSTEM: Final = re.compile(
     rb'\[\s*\{\s*"role"\s*:\s*"system"\s*,\s*"content"\s*:\s*'
     rb'(?:\[\s*\{\s*"type"\s*:\s*"text"\s*,\s*"text"\s*:\s*)?\Z'
 )
-_MARKER = b'"cache_control"'
-_MEMBER = re.compile(rb',\s*"cache_control"\s*:\s*(?:\{[^{}]{0,128}\}|null)')
+_MARKER: Final = b'"cache_control"'
+_MEMBER: Final = re.compile(rb',\s*"cache_control"\s*:\s*(?:\{[^{}]{0,128}\}|null)')
 
-_ROLE, _TYPE = b'{"role":', b'{"type":'
-_SPEAKER = re.compile(
+_ROLE: Final = b'{"role":'
+_TYPE: Final = b'{"type":'
+_SPEAKER: Final = re.compile(
     rb'\{"role": ?"(\w+)"|\{"type": ?"(\w+)"(?:, ?"id": ?(?:"[^"]{0,64}"|null))?(?:, ?"role": ?"(\w+)")?'
 )
 # A message of one text may be that text alone, which clients make a block to mark it.
-_BLOCK = re.compile(rb'\{"role": ?"user", ?"content": ?(\[\{"type": ?"text", ?"text": ?)"')
-_ANSWER = b'"assistant"'
-_SPACE = b" \t\r\n"
-_BETWEEN = b" \t\r\n,"
-_OPEN, _ESCAPE = ord("["), ord("\\")
+_BLOCK: Final = re.compile(rb'\{"role": ?"user", ?"content": ?(\[\{"type": ?"text", ?"text": ?)"')
+_ANSWER: Final = b'"assistant"'
+_SPACE: Final = b" \t\r\n"
+_BETWEEN: Final = b" \t\r\n,"
+_OPEN: Final = ord("[")
+_ESCAPE: Final = ord("\\")
 MOST_SPACE: Final = 64
-_CONVERSATIONS = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})
+_CONVERSATIONS: Final = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})
 
 Span = tuple[int, int]
 
@@ -92,7 +102,7 @@ def rendered_prompt(body: Body, route: Route, raw: bytes) -> RenderedPrompt:
         if system is not ABSENT:
             view = memoryview(system)
             listed = view[0] == _OPEN
-            cut = _header(bytes(view[:HEADER_BYTES]), blocks=listed and route.api is Api.MESSAGES)
+            cut = _header(bytes(view[:HEADER_BYTES]), blocks=listed and route.api is _MESSAGES)
             parts += [view] if cut is None else _kept(view, [cut])
     if prompt is ABSENT:
         return RenderedPrompt(parts)
@@ -103,7 +113,7 @@ def rendered_prompt(body: Body, route: Route, raw: bytes) -> RenderedPrompt:
     begin = bytes(view[: FIRST_BYTES if has_tools else FIRST_BYTES_WITHOUT_TOOLS])
     is_conversation = has_tools or _ANSWER in begin
     cuts: list[Span] = []
-    if route.api is Api.MESSAGES:
+    if route.api is _MESSAGES:
         found = _ends(view, cuts, MAX_ENDS_OF_MESSAGES)
     else:
         cut = _header(begin)

@@ -7,6 +7,7 @@ count its tokens, which checks the whole of it and costs less than half a micros
 from __future__ import annotations
 
 import re
+from typing import Final
 
 import msgspec
 
@@ -17,19 +18,19 @@ from gateway.protocol.usage import Usage, read_usage, usage_inside
 from policy.errors import Refusal
 
 # The worst JSON of this size is checked in 14 ms.
-MAX_EVENT_BYTES = 1024 * 1024
-MAX_LINES = 8192
+MAX_EVENT_BYTES: Final = 1024 * 1024
+MAX_LINES: Final = 8192
 # In one read, of 250 KB at most: no server has useful events of 60 bytes. The dearest take 2.5 us each.
-MAX_EVENTS = 4096
+MAX_EVENTS: Final = 4096
 # A blank line after a line; lines end with LF, CRLF or CR. A CR after LF may be the first half of a CRLF.
-_BOUNDARY = re.compile(rb"\n(?:\n|\r\n|\r(?=[^\n]))|\r\r\n?")
-_LINE_END = re.compile(rb"\r\n|\n|\r")
-_LF_BOUNDARY = re.compile(rb"\n\n")  # of streams without a CR, in a fifth of the time
-_DONE = b"[DONE]"
-_FAILED = "response.failed"
+_BOUNDARY: Final = re.compile(rb"\n(?:\n|\r\n|\r(?=[^\n]))|\r\r\n?")
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
+_LF_BOUNDARY: Final = re.compile(rb"\n\n")  # of streams without a CR, in a fifth of the time
+_DONE: Final = b"[DONE]"
+_FAILED: Final = "response.failed"
 # Looked for as numbers, which is a search for a byte and not for a string.
-_NEWLINE = ord("\n")
-_RETURN = ord("\r")
+_NEWLINE: Final = ord("\n")
+_RETURN: Final = ord("\r")
 
 
 class SseValidator:

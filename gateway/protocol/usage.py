@@ -4,45 +4,68 @@ from __future__ import annotations
 
 import json
 import re
-from typing import NamedTuple
+from typing import Final
 
 from msgspec import Raw
 
+from gateway.protocol import json_decoders
 from gateway.protocol.body import Body
-from gateway.protocol.json_decoders import NULL, answer, counts
+from gateway.protocol.json_decoders import Answer
 from gateway.protocol.prompt_features import limit_of
 from policy.request import Request
 
+# Constants are read faster than names of other modules, in machine code.
+NULL: Final = json_decoders.NULL
+answer: Final = json_decoders.answer
+counts: Final = json_decoders.counts
 # An answer up to this size is decoded whole; of a longer one (vectors, long texts) only its end is read.
-MAX_USAGE_BYTES = 16 * 1024
+MAX_USAGE_BYTES: Final = 16 * 1024
 # Members named so that are tried, from the last.
-MAX_CANDIDATES = 4
-_KEY = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*\{')
+MAX_CANDIDATES: Final = 4
+_KEY: Final = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*\{')
 # The longest tokens are runs of 128 spaces. A template adds a system prompt and the format of tools; prompts
 # with media or an engine's own tools have tokens that no byte of the request accounts for, or the reverse.
-MOST_BYTES_A_TOKEN = 128
-MOST_TEMPLATE_TOKENS = 4096
+MOST_BYTES_A_TOKEN: Final = 128
+MOST_TEMPLATE_TOKENS: Final = 4096
 _UNWRITTEN = (
     b'"image', b'"audio', b'"video', b'"file', b'"input_image', b'"input_audio', b'"input_video',
     b'"input_file', b'"mcp', b'"web_search', b'"code_interpreter',
 )  # fmt: skip
-MOST_SEARCHED = 1024 * 1024  # in a millisecond or two
+MOST_SEARCHED: Final = 1024 * 1024  # in a millisecond or two
 # Of an answer without a limit by a model of unknown length; a token may come in several events.
-MOST_ANSWER_TOKENS = 1 << 20
-MOST_EVENTS_A_TOKEN = 8
+MOST_ANSWER_TOKENS: Final = 1 << 20
+MOST_EVENTS_A_TOKEN: Final = 8
 
 
-class Usage(NamedTuple):
+class Usage:
     """Tokens of one answer. ``prompt`` includes those that were ``cached``.
 
     Not ``exact`` if the answer was cut short: ``prompt`` is 0, and ``completion`` is the number of its
     events. Nor if the engine's counts contradict the request: both are estimates.
     """
 
-    prompt: int = 0
-    cached: int = 0
-    completion: int = 0
-    exact: bool = True
+    # Written out, because named tuples are not compiled.
+    __slots__ = ("cached", "completion", "exact", "prompt")
+
+    def __init__(self, prompt: int = 0, cached: int = 0, completion: int = 0, exact: bool = True) -> None:
+        self.prompt = prompt
+        self.cached = cached
+        self.completion = completion
+        self.exact = exact
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Usage):
+            return NotImplemented
+        return self._counts() == other._counts()
+
+    def __hash__(self) -> int:
+        return hash(self._counts())
+
+    def __repr__(self) -> str:
+        return f"Usage{self._counts()}"
+
+    def _counts(self) -> tuple[int, int, int, bool]:
+        return self.prompt, self.cached, self.completion, self.exact
 
 
 class UsageBounds:
@@ -91,9 +114,9 @@ def read_usage(raw: bytes | Raw) -> Usage | None:
         decoded = counts.decode(raw)
     except (ValueError, RecursionError):
         return None
+    prompt = decoded.prompt_tokens
     details = decoded.prompt_tokens_details or decoded.input_tokens_details
     cached = (details.cached_tokens if details is not None else decoded.cache_read_input_tokens) or 0
-    prompt = decoded.prompt_tokens
     if prompt is None:
         if decoded.input_tokens is None and decoded.output_tokens is None:
             return None
@@ -115,8 +138,15 @@ def usage_inside(raw: bytes | Raw) -> Usage | None:
     return None if decoded.usage is NULL or decoded.usage == NULL else read_usage(decoded.usage)
 
 
-def usage_of_answer(end: bytes) -> Usage | None:
-    """The usage of a JSON answer (``end`` is all or its last part): the last one that counts tokens."""
+def usage_of_answer(end: bytes, decoded: Answer | None = None) -> Usage | None:
+    """The usage of a JSON answer (``end`` is all or its last part): the last one that counts tokens.
+
+    ``decoded`` is the whole answer, where that was decoded already.
+    """
+    if decoded is not None:
+        usage = decoded.usage
+        if usage is not NULL and (found := read_usage(usage)) is not None:
+            return found
     if len(end) <= MAX_USAGE_BYTES and end.lstrip().startswith(b"{") and (found := usage_inside(end)):
         return found
     return _last_usage(end[-MAX_USAGE_BYTES:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Set
+from typing import Final
 
 from gateway.protocol.errors import Refused
 from gateway.queue.replica_pool import ModelPool, SharedPeers
@@ -20,13 +21,13 @@ from policy.routing.replica_health import ReplicaHealth
 from policy.routing.router import Decision
 
 # Replicas report hundreds of times a second; waiting requests are offered slots at most this often.
-REST_S = 0.004
+REST_S: Final = 0.004
 # The timer's clock has a coarser tick than a deadline, and may fire a hair early.
-TIMER_TICK_S = 0.002
+TIMER_TICK_S: Final = 0.002
 # After this, a replica that failed to load an adapter may be asked for it again.
-ADAPTER_RETRY_S = 5
-_LOST = "Two replicas were lost while they held this request."
-_COUNTED_ON_ARRIVAL = frozenset({Cause.LATE, Cause.FULL, Cause.DEADLINE})
+ADAPTER_RETRY_S: Final = 5
+_LOST: Final = "Two replicas were lost while they held this request."
+_COUNTED_ON_ARRIVAL: Final = frozenset({Cause.LATE, Cause.FULL, Cause.DEADLINE})
 
 
 class Ticket(dispatching.Ticket[ReplicaHandle]):
@@ -41,6 +42,10 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
     @property
     def served(self) -> ServedModel:
         return self._queue.served
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._queue.loop
 
     @property
     def decision(self) -> Decision | None:
@@ -116,8 +121,8 @@ class ModelQueue:
             pool, health, weight=weight, peers=peers, resolved=self._resolved, changed=self._changed
         )
         self._meter = meter
-        self._loop = asyncio.get_running_loop()
-        self.clock = self._loop.time
+        self.loop = asyncio.get_running_loop()
+        self.clock = self.loop.time
         self._timer: asyncio.Handle | None = None
         self._timer_at = math.inf
         self._offering: asyncio.Handle | None = None
@@ -154,7 +159,7 @@ class ModelQueue:
             self._timer = None
         if self.dispatcher.waiting:
             # uvloop returns a handle without ``when`` for an instant that is due already.
-            self._timer, self._timer_at = self._loop.call_at(at, self._wake), at
+            self._timer, self._timer_at = self.loop.call_at(at, self._wake), at
 
     def _resolved(self, ticket: dispatching.Ticket[ReplicaHandle]) -> None:
         assert isinstance(ticket, Ticket)
@@ -172,7 +177,7 @@ class ModelQueue:
     def _offer_soon(self) -> None:
         # Requests that end in one step of an engine free their slots together: choose for all of them.
         if self._offering is None:
-            self._offering = self._loop.call_soon(self._offer)
+            self._offering = self.loop.call_soon(self._offer)
 
     def _offer(self) -> None:
         self._offering = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from typing import Final
 
 from gateway.queue.dispatcher_driver import ModelQueue, Ticket
 from gateway.queue.replica_pool import ModelPool, SharedPeers
@@ -16,7 +17,7 @@ from policy.config.deployment import Deployment
 from policy.request import Request
 
 # Requests whose end is predicted in one turn of the event loop: each takes some 20 us.
-DRAINS_A_TURN = 64
+DRAINS_A_TURN: Final = 64
 
 
 def _equal_weight(tenant: str) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
+from typing import Final
 
 from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import ModelRouters
@@ -22,8 +23,11 @@ from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.replica_health import BreakerState
 from policy.types import Priority
 
+# Compared for each request: machine code reads a constant faster than a member of an enumeration.
+_CLOSED: Final = BreakerState.CLOSED
+
 # The slots of a replica whose bound is unknown.
-MANY = 1_000_000
+MANY: Final = 1_000_000
 
 
 @dataclass(eq=False)
@@ -82,9 +86,7 @@ class ModelPool:
         for handle in self.served.handles:
             breaker = handle.breaker
             # ReplicaHandle.admissible, as far as it goes for a replica in good standing
-            if (
-                breaker.reachable and breaker.state is BreakerState.CLOSED and not handle.full
-            ) or handle.admissible:
+            if (breaker.reachable and breaker.state is _CLOSED and not handle.full) or handle.admissible:
                 found.append(handle.view if handle.lone and now < handle.due_at else handle.look())
         return found
 
@@ -92,7 +94,7 @@ class ModelPool:
         return [
             handle.view
             for handle in self.served.handles
-            if handle.full and handle.breaker.reachable and handle.breaker.state is BreakerState.CLOSED
+            if handle.full and handle.breaker.reachable and handle.breaker.state is _CLOSED
         ]
 
     def replica(self, candidate: Candidate) -> ReplicaHandle:

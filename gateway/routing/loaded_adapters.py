@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import monotonic
+from typing import Final
 
 # An adapter that failed to load is not requested again within this time.
-FAILED_S = 2.0
+FAILED_S: Final = 2.0
 
 
 class LoadedAdapters:

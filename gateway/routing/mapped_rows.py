@@ -13,20 +13,20 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-DEAD_AFTER_S = 3.0
+DEAD_AFTER_S: Final = 3.0
 # As many workers as a deployment may configure; unused rows take no memory.
-ROWS = 256
+ROWS: Final = 256
 # Words of a row's header, which is a cache line; all headers lie together before all tables. From OWN on, two
 # are the user's.
 _LAYOUT, _PID, _INCARNATION, _BEAT, _CLAIMS, OWN = range(6)
 # In the first header only: the row with the last new key, and how many it has.
-_LAST_CLAIM = 7
-HEADER = 8
+_LAST_CLAIM: Final = 7
+HEADER: Final = 8
 # A key is within this many slots of its own, or nowhere.
-_WINDOW = 16
-_MASK = (1 << 64) - 1
+_WINDOW: Final = 16
+_MASK: Final = (1 << 64) - 1
 
 
 class Table(NamedTuple):

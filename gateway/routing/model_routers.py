@@ -8,7 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -25,11 +25,11 @@ from policy.routing.settings import Settings, settings_of
 from policy.wire.load_stream import LoadLine
 
 # How many decisions are kept for explanations.
-KEPT = 512
+KEPT: Final = 512
 # Requests that wait are sent together, and look for their decisions when all are made.
-RECENT = 64
+RECENT: Final = 64
 # How many measured times are kept; those of estimates that are gone are overwritten or forgotten together.
-MAX_TIMED = 4 * KEPT
+MAX_TIMED: Final = 4 * KEPT
 _COST_PARTS = ("total", "wait", "prefill", "adapter", "pressure", "burden")
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 from time import monotonic, time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gateway.http.client import Connection, ConnectionPool
 from gateway.http.multiplexed_client import FrameChannel
@@ -27,11 +27,15 @@ from policy.wire.load_stream import LOAD_LINE
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
 
+# Compared for each request: machine code reads a constant faster than a member of an enumeration.
+_CLOSED: Final = BreakerState.CLOSED
+_HALF_OPEN: Final = BreakerState.HALF_OPEN
+
 
 # In these phases it may end without a fault.
-_LEAVING = frozenset({ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP})
+_LEAVING: Final = frozenset({ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP})
 # A load stream that sends nothing for this time, three lines, is stale.
-STALE_S = 3.0
+STALE_S: Final = 3.0
 
 
 class ServerAccess(NamedTuple):
@@ -182,7 +186,7 @@ class ReplicaHandle:
             and self.open
             and not self.full
             and self.replica.state is ReplicaPhase.READY
-            and (self.breaker.state is BreakerState.CLOSED or self.health.admits(self.breaker))
+            and (self.breaker.state is _CLOSED or self.health.admits(self.breaker))
         )
 
     @property
@@ -212,7 +216,7 @@ class ReplicaHandle:
         self._pending += tokens
         self._begun += 1
         self._shared.begin(self.view.key, tokens)
-        return self.breaker.state is BreakerState.HALF_OPEN and self.breaker.take_probe()
+        return self.breaker.state is _HALF_OPEN and self.breaker.take_probe()
 
     def first_token(self, tokens: int, at: float) -> None:
         """The prefill of such a request is over: its first token came, or it ended without one."""

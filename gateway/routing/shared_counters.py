@@ -10,27 +10,28 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from gateway.routing.mapped_rows import HEADER, OWN, MappedRows, Peer, Table
 
-BEAT_EVERY_S = 0.25
-RING_ENTRIES = 4096
+BEAT_EVERY_S: Final = 0.25
+RING_ENTRIES: Final = 4096
 
 _SEQUENCE, _CONNECTIONS = OWN, OWN + 1
-_ENTRY = struct.Struct("4Q")
-_ENTRY_WORDS = 4
+_ENTRY: Final = struct.Struct("4Q")
+_ENTRY_WORDS: Final = 4
 
 _LINKS = Table(at=0, slots=1024, counts=3)
 _TENANTS = Table(at=_LINKS.at + _LINKS.words, slots=4096, counts=1)
 _ACCOUNTS = Table(at=_TENANTS.at + _TENANTS.words, slots=4096, counts=3)
 _RING = _ACCOUNTS.at + _ACCOUNTS.words
-_ROW = _RING + RING_ENTRIES * _ENTRY_WORDS
+_ROW: Final = _RING + RING_ENTRIES * _ENTRY_WORDS
 # Another version, or other sizes, must not be read as this one.
 _THIS_LAYOUT = 3 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | RING_ENTRIES
 
 PublishedPrefixes = tuple[int, int, list[int]]
 # The upper half of a word that stands in the place of a model's key; the lower half are seconds.
-LOSS = 0x6C6F7374
+LOSS: Final = 0x6C6F7374
 
 
 class SharedCounts:

@@ -5,7 +5,7 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ has the names
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gateway.protocol.paths import ROUTES
 from gateway.telemetry.metric_families import MetricFamilies
@@ -14,19 +14,19 @@ from policy.stats.histogram import HistogramCounter
 if TYPE_CHECKING:
     from gateway.request_context import Call
 
-PROVIDER = "tidegate"
+PROVIDER: Final = "tidegate"
 DURATION = tuple(0.01 * 2.0**i for i in range(14))
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 TOKENS = tuple(4.0**i for i in range(14))
 # Their names for what routes do; engines only tokenize for the routes that have no runner.
-_OPERATIONS = {
+_OPERATIONS: Final = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
     "/v1/score": "score",
     "/v1/rerank": "rerank",
 }
-OPERATIONS = {path: _OPERATIONS.get(path, "chat") for path, route in ROUTES.items() if route.runner}
+OPERATIONS: Final = {path: _OPERATIONS.get(path, "chat") for path, route in ROUTES.items() if route.runner}
 
 
 class GenAiCounters:

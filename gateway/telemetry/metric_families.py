@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -12,8 +12,8 @@ from policy.stats.histogram import HistogramCounter
 from policy.wire.metrics import METRICS
 
 # Replicas with a name of their own while a worker lives, as shared metric files never drop a series.
-MOST_REPLICAS = 500
-OTHER_REPLICAS = "_other"
+MOST_REPLICAS: Final = 500
+OTHER_REPLICAS: Final = "_other"
 
 
 class MetricFamilies:

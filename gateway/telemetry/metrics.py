@@ -12,7 +12,7 @@ from collections import Counter as Counts
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from time import monotonic, time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Metric, multiprocess
 
@@ -43,7 +43,7 @@ from store.os_process import ProcessUsage
 if TYPE_CHECKING:
     from gateway.request_context import Call
 
-DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 # Predicted minus actual, in seconds and as a fraction of the actual.
 ERRORS = (
     -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.005, -0.002, -0.001,
@@ -53,7 +53,7 @@ PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 
 
 # The counts of :class:`ModelCounters` by attribute, with their metric. Latencies of a stream are counted
 # together: two histograms would not say how many met both limits.
-_COUNTS = {
+_COUNTS: Final = {
     "requests": "tidegate_requests",
     "attempts": "tidegate_upstream_attempts",
     "streams": "tidegate_served_streams",
@@ -64,7 +64,7 @@ _COUNTS = {
     "cached_tokens_error": "tidegate_cached_prompt_tokens_error",
     "probes": "tidegate_probes",
 }
-_HISTOGRAMS = {
+_HISTOGRAMS: Final = {
     "queue_wait": ("tidegate_queue_wait_seconds", SECONDS),
     "ttft": ("tidegate_ttft_seconds", SECONDS),
     "ttft_error": ("tidegate_ttft_prediction_error_seconds", ERRORS),
@@ -72,7 +72,7 @@ _HISTOGRAMS = {
     "itl": ("tidegate_itl_seconds", GAPS),
     "e2e": ("tidegate_e2e_seconds", SECONDS),
 }
-_SLO = {"ttft": "met_ttft", "itl": "met_itl", "both": "met_both"}
+_SLO: Final = {"ttft": "met_ttft", "itl": "met_itl", "both": "met_both"}
 
 
 class QueueCounters:

@@ -7,14 +7,15 @@ Later ones share the label :data:`OTHER`; requests without a tenant have :data:`
 from __future__ import annotations
 
 from collections import Counter as Counts
+from typing import Final
 
 from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts, publish_total
 
 # Some 9 series each.
-MOST = 500
+MOST: Final = 500
 # No tenant or model can be called so: names begin with a letter or a digit.
-OTHER = "_other"
-NONE = "_none"
+OTHER: Final = "_other"
+NONE: Final = "_none"
 
 
 class TenantCounters:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from policy.admission.fairness import QueueOrder
 from policy.request import Request
 from policy.routing.cost import Candidate
 
 # How many waiting requests are searched for companions.
-WINDOW = 32
+WINDOW: Final = 32
 # How often a request may be passed by later ones at a replica that could have served it.
-MOST_PASSED = 8
+MOST_PASSED: Final = 8
 # How much earlier than in fair order a request may go, in weighted tokens: some requests of common size.
-QUANTUM = 8192.0
+QUANTUM: Final = 8192.0
 
 
 class FreeSlots(NamedTuple):

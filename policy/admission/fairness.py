@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from policy.admission.ordered_set import OrderedSet
 from policy.admission.virtual_counters import VirtualCounter, VirtualCounters
 from policy.request import Request
 
 # Idle tenants beyond these are forgotten; the adapters of each tenant are bounded separately.
-MOST_TENANTS = 4096
-MOST_ADAPTERS = 256
+MOST_TENANTS: Final = 4096
+MOST_ADAPTERS: Final = 256
 
 Charge = TypeVar("Charge")
 F = TypeVar("F", bound=VirtualCounter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from policy.admission.fairness import Discipline, QueueOrder, cost
 from policy.admission.ordered_set import OrderedSet
@@ -13,14 +13,14 @@ from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Priority
 
-MAX_RETRY_AFTER_S = 120
+MAX_RETRY_AFTER_S: Final = 120
 # How many waiting requests one newcomer may displace: more small ones are not worth one large.
-MOST_DISPLACED = 16
+MOST_DISPLACED: Final = 16
 # The rejected fraction of a tenant's requests is a mean over about the last fifty. Where it is nearly 1, the
 # others wait half as long as they might: slots stay busy, and longer waits would serve no more requests.
-CROWD_GAIN = 0.02
-CROWDED = 0.5
-MOST_CROWDS = 1024
+CROWD_GAIN: Final = 0.02
+CROWDED: Final = 0.5
+MOST_CROWDS: Final = 1024
 
 
 class Bounds(NamedTuple):

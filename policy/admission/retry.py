@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from policy.admission.replica_pool_interface import Replica, ReplicaPool
 from policy.errors import Refusal
@@ -13,9 +13,9 @@ from policy.routing.replica_health import AttemptResult, Breaker, BreakerState, 
 
 # Attempts on the only replica, replicas that a request may have harmed, and failed adapter loads after which
 # it is not tried again.
-MAX_ALONE = 2
-MAX_BEGUN = 2
-MAX_LOADS = 2
+MAX_ALONE: Final = 2
+MAX_BEGUN: Final = 2
+MAX_LOADS: Final = 2
 
 
 class AttemptOutcome(StrEnum):
@@ -47,7 +47,7 @@ class AttemptOutcome(StrEnum):
 
 
 # What an outcome says of the replica; nothing where it is not listed.
-RESULTS = {
+RESULTS: Final = {
     AttemptOutcome.SERVED: AttemptResult.GOOD,
     AttemptOutcome.BROKEN: AttemptResult.BAD,
     AttemptOutcome.DECLINED: AttemptResult.BAD,
@@ -58,10 +58,10 @@ RESULTS = {
     AttemptOutcome.UNREACHABLE: AttemptResult.BAD,
 }
 # The request may have caused it: certainly not refuted, or only if the replica serves others well.
-_HARMFUL = frozenset({AttemptOutcome.LOST, AttemptOutcome.SILENT})
-_OWN_FAULT = frozenset({AttemptOutcome.FAILED, AttemptOutcome.DENIED})
+_HARMFUL: Final = frozenset({AttemptOutcome.LOST, AttemptOutcome.SILENT})
+_OWN_FAULT: Final = frozenset({AttemptOutcome.FAILED, AttemptOutcome.DENIED})
 # Faults that may have passed: the same replica is tried again if there is no other.
-_PASSING = frozenset({AttemptOutcome.LOST, AttemptOutcome.DROPPED, AttemptOutcome.UNREACHABLE})
+_PASSING: Final = frozenset({AttemptOutcome.LOST, AttemptOutcome.DROPPED, AttemptOutcome.UNREACHABLE})
 
 
 class Cause(StrEnum):

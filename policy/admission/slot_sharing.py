@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from policy.admission.wait_prediction import RANK
 from policy.routing.cost import Candidate
 from policy.types import Priority
 
 # How long a slot is left to other workers, which look for one every 20 ms.
-LEFT_S = 0.06
+LEFT_S: Final = 0.06
 # How long a replica whose slot they did not want is not left to them again.
-UNWANTED_S = 1.0
+UNWANTED_S: Final = 1.0
 # The number of ranks of waiting requests in all workers: each gets slots before those of higher numbers.
 RANKS = 2 * len(RANK)
 

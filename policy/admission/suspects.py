@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from enum import StrEnum
+from typing import Final
 
 # A connection is lost within this time of the death of its replica, seen on another connection.
-SAME_DEATH_S = 5.0
+SAME_DEATH_S: Final = 5.0
 # A guilty request is refused for so long after the last death, and may then run alone.
-REFUSED_S = 600.0
-FORGOTTEN_S = 3600.0
-MAX_LOSSES = 1024
+REFUSED_S: Final = 600.0
+FORGOTTEN_S: Final = 3600.0
+MAX_LOSSES: Final = 1024
 
 
 class Suspicion(StrEnum):

@@ -8,7 +8,7 @@ least counter of those that wait, less a credit of at most :data:`CREDIT` for wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from policy.admission.ordered_set import OrderedSet
 
@@ -16,7 +16,7 @@ from policy.admission.ordered_set import OrderedSet
 # requests that a quiet flow sends at once waits until the busy ones were served as much as the first cost.
 # With one of any size, a flow that slept for an hour would keep the others waiting for as long. Linux's fair
 # scheduler bounds the credit of sleepers in the same way.
-CREDIT = 8192.0
+CREDIT: Final = 8192.0
 
 
 class VirtualCounter:

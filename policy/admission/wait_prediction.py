@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import math
 from itertools import islice
+from typing import Final
 
 from policy.types import Priority
 
 # The memory, in seconds of busy time and in service times of a request. Long enough to hold some dozens of
 # requests on a few slots, short enough to follow a fleet that grows. Within one service time it says nothing
 # that no request began.
-MEMORY_S = 5.0
-MEMORY_STAYS = 3.0
+MEMORY_S: Final = 5.0
+MEMORY_STAYS: Final = 3.0
 # The weight of the estimate from requests in flight, as a fraction of the memory.
-PRIOR = 0.33
+PRIOR: Final = 0.33
 # The least fraction of the rate that a priority is predicted to get.
-LEAST_SHARE = 0.05
+LEAST_SHARE: Final = 0.05
 # So many requests in flight are considered one by one; later ends are assumed to come evenly.
-MOST_LOOKED_AT = 128
+MOST_LOOKED_AT: Final = 128
 # The mean relative deviation of service times (0.74 if exponential) from which on slots fall free evenly.
-EVEN = 0.5
+EVEN: Final = 0.5
 # A service time counts as at most so many times the mean, which one very long request would else multiply. If
 # all become ten times as long, the mean has followed after a dozen of them.
-LONGEST = 3.0
+LONGEST: Final = 3.0
 # One to two blocks of waits are remembered: about one wait in a hundred exceeds them all.
-BLOCK = 64
+BLOCK: Final = 64
 # The least margin, as a fraction of the predicted wait: requests of others may still come.
-LEAST = 0.1
-RANK = {priority: rank for rank, priority in enumerate(Priority)}
+LEAST: Final = 0.1
+RANK: Final = {priority: rank for rank, priority in enumerate(Priority)}
 
 
 class ServiceRate:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from policy.engine.performance_model import EngineModel, Limits, Timing
 from policy.request import Request
 
-SEGMENTS = 32
+SEGMENTS: Final = 32
 # What is assumed of a server of which nothing is known: an 8B model on a large card, with vLLM's batch.
 GENERIC = Timing(
     limits=Limits(max_num_batched_tokens=8192, max_num_seqs=256, kv_tokens=0),

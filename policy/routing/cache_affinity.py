@@ -8,30 +8,36 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Final
 
 # Shares cover the last 512 to 1024 requests of each replica: of fewer, chance (1/sqrt) exceeds the bound.
-WINDOW = 1024.0
+WINDOW: Final = 1024.0
 # Prices are in cold prefills (or loads), excess loads in units of the mean load.
-LEAN = 0.25  # per mean load, so that equal replicas stay even
-LEAN_NEW = 8.0  # the same for a prefix without a home: a wrong one costs another prefill later
-PRICE = 4.5  # beyond the edge: enough to leave a warm home in spite of the prefill, its wait and the copy
+LEAN: Final = 0.25  # per mean load, so that equal replicas stay even
+LEAN_NEW: Final = 8.0  # the same for a prefix without a home: a wrong one costs another prefill later
+PRICE: Final = (
+    4.5  # beyond the edge: enough to leave a warm home in spite of the prefill, its wait and the copy
+)
 # The edge, the excess over the mean from which a share is too large: a fixed part, the deviation by chance,
 # and what the next prefixes may still even out.
-SLACK = 0.03
-CHANCE = 0.8
-FIRST = 8.0
+SLACK: Final = 0.03
+CHANCE: Final = 0.8
+FIRST: Final = 8.0
 # A prefix helps if its traffic is at least this part of the excess.
-HELPS = 0.7
+HELPS: Final = 0.7
 # Beyond this many edges, requests leave even if others are already being moved.
-FLIGHT = 2.5
+FLIGHT: Final = 2.5
 # Caches are kept even too, since their size is often unknown: the multiple of the mean number of homes from
 # which a new home, or a copy that evens the load, has a price, and the price per further mean.
-CROWDED, CROWDED_BY_COPIES, CROWD_PRICE = 1.0, 1.2, 32.0
+CROWDED: Final = 1.0
+CROWDED_BY_COPIES: Final = 1.2
+CROWD_PRICE: Final = 32.0
 # The price of a copy, in prefills: it takes the room of another prefix, while all homes still fit.
-COPY = 1.0
+COPY: Final = 1.0
 # Bounds of a home's worth in requests, and the interval of its computation.
-LEAST_WORTH, MOST_WORTH, WORTH_EVERY = 0.5, 16.0, 16
+LEAST_WORTH: Final = 0.5
+MOST_WORTH: Final = 16.0
+WORTH_EVERY: Final = 16
 
 
 class Popularity:
@@ -180,17 +186,21 @@ def add_taker(share: Share, taker: Share, part: float, present: Sequence[Share])
     share.takers = [*share.takers[-3:], (taker, part, until)]
 
 
-class Balance(NamedTuple):
+class Balance:
     """The shares of all candidates together.
 
     ``load`` and ``homes`` are means for a weight of 1, ``least`` is the lowest ``due`` of a share, ``unit``
     the price of a new home per request above that.
     """
 
-    load: float
-    least: float
-    unit: float
-    homes: float
+    # Written out, because named tuples are not compiled.
+    __slots__ = ("homes", "least", "load", "unit")
+
+    def __init__(self, load: float, least: float, unit: float, homes: float) -> None:
+        self.load = load
+        self.least = least
+        self.unit = unit
+        self.homes = homes
 
     def share_price(self, share: Share, leverage: float) -> float:
         """The price of one more request at a replica with ``share``.

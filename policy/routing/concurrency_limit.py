@@ -10,24 +10,28 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-INITIAL = 256
+INITIAL: Final = 256
 # A limit by delays is not below this: they tell a short queue from slow requests only roughly.
-LEAST_BY_DELAYS = 4
+LEAST_BY_DELAYS: Final = 4
 # The part of the running requests that may wait at the server, so that no slot of it is free; at least one.
-SPARE = 0.05
+SPARE: Final = 0.05
 # The limit decreases by at most this factor a second, and increases by at most this share a reading.
-SHRINK, GROWTH = 0.7, 0.2
+SHRINK: Final = 0.7
+GROWTH: Final = 0.2
 # Longer without a reading, nothing ran there: the time does not count.
-MAX_ELAPSED_S = 5.0
+MAX_ELAPSED_S: Final = 5.0
 # A prompt may take this multiple of the least delay, and at most this share of the streams compute theirs.
-TOLERANCE, MOST_PREFILLING = 1.5, 0.5
+TOLERANCE: Final = 1.5
+MOST_PREFILLING: Final = 0.5
 # First bytes whose rate is taken.
-RATE_OF = 32
+RATE_OF: Final = 32
 # Every this many seconds of the clock, which is the same for all gateways, the limit is lowered to this share
 # for at most this time.
-PROBE_EVERY_S, PROBE_SHARE, PROBE_S = 60.0, 0.8, 5.0
+PROBE_EVERY_S: Final = 60.0
+PROBE_SHARE: Final = 0.8
+PROBE_S: Final = 5.0
 
 
 class ServerQueue(NamedTuple):

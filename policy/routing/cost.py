@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from policy.engine.performance_model import Timing
 from policy.hashing import rendezvous
@@ -28,23 +28,23 @@ from policy.routing.replica_state import ASSUMED_LOAD_S, ReplicaState
 from policy.routing.session_return import SessionReturns
 
 # From this prediction error on a replica gets a smaller share of the traffic.
-SLOW = 1.5
+SLOW: Final = 1.5
 # The price, in loads, of a request for an adapter at any but the first replica that has it: another copy
 # takes a slot while requests come for it.
-COPIES = 2.0
+COPIES: Final = 2.0
 # The eviction candidate is the least popular of this many least recently used adapters.
-VICTIMS = 8
+VICTIMS: Final = 8
 # How far beyond the mean a replica's load may be before requests for its adapters go elsewhere.
-UNEVEN = 0.15
+UNEVEN: Final = 0.15
 # The price of a session's tokens that another replica holds, per second of their prefill: at 0 sessions move
 # so often that twice as many tokens are computed twice, at 1 they wait too long for a full replica.
-SECOND_PREFILL = 0.7
+SECOND_PREFILL: Final = 0.7
 # Preempted requests are preempted again: tokens that do not fit are computed more often than once. At 1,
 # agents at full load, with half of the cache that they need, compute 1.7 to 4 times as many twice.
-PREEMPTIONS = 3.0
+PREEMPTIONS: Final = 3.0
 # With each request for an adapter, a replica's load time moves this far towards the mean: one that is
 # believed slow gets no loads that could correct it.
-ALIKE = 0.1
+ALIKE: Final = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -150,9 +150,34 @@ def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
 
 
 # The fields of :class:`CostEstimate` in order: a plain tuple is cheaper for the candidates not chosen.
-Row = tuple[Candidate, float, float, float, float, float, int, float, int, int, int]
-# Candidate, state, the terms of :func:`estimate`, uncached tokens, age, cached tokens.
-_Measured = tuple[Candidate, ReplicaState, tuple[float, float, float, float, float, float], int, int, int]
+# Machine code would take one with known types apart, and make it again, at each use.
+Row = tuple[Any, ...]
+
+
+class _Measured:
+    """What is known of one candidate before all are compared."""
+
+    # Written out, because named tuples are not compiled.
+    __slots__ = (
+        "age", "cached", "candidate", "loads", "modelled", "own", "presses", "site", "took", "uncached",
+        "waits",
+    )  # fmt: skip
+
+    def __init__(  # noqa: PLR0917 - made for each candidate of each request
+        self,
+        candidate: Candidate,
+        site: ReplicaState,
+        terms: tuple[float, float, float, float, float, float],
+        uncached: int,
+        age: int,
+        cached: int,
+    ) -> None:
+        self.candidate = candidate
+        self.site = site
+        self.waits, self.took, self.loads, self.presses, self.own, self.modelled = terms
+        self.uncached = uncached
+        self.age = age
+        self.cached = cached
 
 
 class CostModel:
@@ -225,7 +250,7 @@ class CostModel:
                 if not resident or claim > most_claim:
                     primary, most_claim = site, claim
                 resident = True
-            measured.append((candidate, site, terms, uncached, age, cached))
+            measured.append(_Measured(candidate, site, terms, uncached, age, cached))
         cold_s = cold / most
         if deepest:
             former = None
@@ -233,11 +258,12 @@ class CostModel:
                 self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - warm_s - self._cold_s)
             cold_s = self._cold_s
         new = deepest == 0 and former is None and (bool(prefix) or (key != 0 and not resident))
-        mean, least_due, dear, crowd = balance
+        mean, least_due, dear, crowd = balance.load, balance.least, balance.unit, balance.homes
         homeless = prefix and not new
         rows: list[Row] = []
         costs: list[float] = []
-        for candidate, site, (waits, own_s, loads, presses, own, modelled), uncached, age, cached in measured:
+        for each in measured:
+            candidate, site, uncached, own = each.candidate, each.site, each.uncached, each.own
             unit, share = cold_s, site.share
             # Running requests stall during the prefill; a copy of a prefix also takes KV cache.
             burden = own - own / (1.0 + candidate.in_flight)
@@ -256,7 +282,7 @@ class CostModel:
                 homes = crowd * share.weight
                 if prefix and share.homes > 1.0 + homes and homes * prompt <= site.held.capacity:
                     burden += unit * crowd_price(share, homes, CROWDED)
-            elif homeless and not age and uncached >= prompt and site is not former:
+            elif homeless and not each.age and uncached >= prompt and site is not former:
                 burden += unit * (share.due - least_due) * dear + own
                 homes = crowd * share.weight
                 if homes * prompt <= site.held.capacity:
@@ -268,12 +294,14 @@ class CostModel:
             sessions = site.sessions
             if (over := uncached + request.output_tokens - sessions.room) > 0.0:
                 burden += over * sessions.chance * line.slope / site.pace.capacity
-            costs.append(waits + own_s + loads + presses + burden)
+            waits, took, loads, presses = each.waits, each.took, each.loads, each.presses
+            costs.append(waits + took + loads + presses + burden)
             before = len(site.loads)
             if loads:
                 before += 1
             rows.append((
-                candidate, waits, own_s, loads, presses, burden, uncached, modelled, age, before, cached
+                candidate, waits, took, loads, presses, burden, uncached, each.modelled, each.age, before,
+                each.cached,
             ))  # fmt: skip
         return rows, costs, deepest > 0
 

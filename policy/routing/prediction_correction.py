@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
-GROUP_GAIN = 0.05
+GROUP_GAIN: Final = 0.05
 # The least usual error: 5 % off is no outlier.
-LEAST_ERROR = 0.05
+LEAST_ERROR: Final = 0.05
 # The ratio of the long to the short group from which a slope can be told from a constant.
-APART = 2.0
-LEAST = 0.1
+APART: Final = 2.0
+LEAST: Final = 0.1
 
-SITE_GAIN = 0.1
+SITE_GAIN: Final = 0.1
 MOST = math.log(20.0)
-STEP = 1.0
+STEP: Final = 1.0
 # Smaller differences are noise: a mean of 20 varies by 10 to 20 % by chance.
-ALIKE = 0.25
+ALIKE: Final = 0.25
 # The error decays: a replica without traffic cannot show that it has recovered.
-HALF_LIFE_S = 30.0
+HALF_LIFE_S: Final = 30.0
 
 
 class OnlineLine:

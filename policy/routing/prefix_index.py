@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from policy.wire.load_stream import CachedPrefix
 
 # About one hash per 256 tokens: 16,384 cover several times the KV cache of any GPU, in about 2 MiB.
-CAPACITY = 16_384
-AGE_S = 1800.0
+CAPACITY: Final = 16_384
+AGE_S: Final = 1800.0
 # A single late first token does not shrink the capacity, DOUBT of them do.
-SHRINKAGE = 0.95
-GROWTH = 1.005
-DOUBT = 3.0
-FORGIVEN = 0.9
+SHRINKAGE: Final = 0.95
+GROWTH: Final = 1.005
+DOUBT: Final = 3.0
+FORGIVEN: Final = 0.9
 
 
 class PrefixIndex:

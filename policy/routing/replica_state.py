@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import StepTable, step_table_of
 from policy.request import ASSUMED_OUTPUT_TOKENS, Request
@@ -11,7 +13,7 @@ from policy.routing.prefix_index import PrefixIndex
 from policy.routing.resident_sessions import ResidentSessions
 
 # Loading a LoRA adapter of rank 16 from a local disk; measured once one was loaded.
-ASSUMED_LOAD_S = 0.25
+ASSUMED_LOAD_S: Final = 0.25
 
 
 class ReplicaState:

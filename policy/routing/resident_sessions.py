@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from itertools import islice
+from typing import Final
 
 from policy.routing.session_return import SessionReturns
 
 # The most sessions of a replica, and of the next to be evicted, that are considered.
-MOST = 4096
-VICTIMS = 4
+MOST: Final = 4096
+VICTIMS: Final = 4
 # Requests between two prices of those, if none is evicted.
-EVERY = 8
+EVERY: Final = 8
 
 
 class Resident:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import nsmallest
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import GENERIC, step_table_of
@@ -38,26 +38,26 @@ class Decision(NamedTuple):
         return tuple(CostEstimate(*row) for row in self.rows)
 
 
-NO_ROOM = "no candidate has room"
+NO_ROOM: Final = "no candidate has room"
 # The expected rest of a request that ran longer than its longest answer takes, in seconds.
-OVERDUE_S = 2.0
-TOO_LATE = "no candidate would start it in time"
-CACHED = "its prefix is cached there"
-RESIDENT = "its adapter is loaded there"
-AWAY = "away from what is cached, which would take longer or has more than its share"
-HOME = "a home for a new prefix"
-SOONEST = "least predicted time to first token"
+OVERDUE_S: Final = 2.0
+TOO_LATE: Final = "no candidate would start it in time"
+CACHED: Final = "its prefix is cached there"
+RESIDENT: Final = "its adapter is loaded there"
+AWAY: Final = "away from what is cached, which would take longer or has more than its share"
+HOME: Final = "a home for a new prefix"
+SOONEST: Final = "least predicted time to first token"
 
 # How many candidates are estimated; more are reduced to a shortlist.
-MOST_QUOTES = 8
-MAX_SITES = 1024
+MOST_QUOTES: Final = 8
+MAX_SITES: Final = 1024
 # A replica that was no candidate for so long is lifted to the mean load of the others.
-ABSENT_S = 5.0
+ABSENT_S: Final = 5.0
 # How much slower the replica of a session's last request may be, in seconds.
-SESSION_S = 0.01
-SPAN = 4096
+SESSION_S: Final = 0.01
+SPAN: Final = 4096
 # The weight of one first token in the mean adapter load time.
-LOAD_GAIN = 0.1
+LOAD_GAIN: Final = 0.1
 
 
 # Tuples are made directly: a constructor with names costs half a microsecond per choice.
@@ -94,7 +94,7 @@ class Router:
         if least == math.inf:
             return Decision(None, rows, TOO_LATE)
         if request.session or costs.count(least) > 1:
-            row = self._among(request, rows, costs, draw)
+            row = rows[self._among(request, pairs, costs, draw)]
         else:
             row = rows[costs.index(least)]
         chosen: CostEstimate = _tuple(CostEstimate, row)
@@ -365,19 +365,20 @@ class Router:
             best += [pairs[i] for i in ranked if pairs[i] not in best]
         return best
 
-    def _among(self, request: Request, rows: list[Row], costs: list[float], draw: float) -> Row:
-        """One of equal candidates, or the session's last replica if it is hardly slower."""
+    def _among(
+        self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], costs: list[float], draw: float
+    ) -> int:
+        """The place of one of equal candidates, or of the session's last if it is hardly slower."""
         if last := self._costs.returns.last(request.session):
-            costs = [
-                cost - SESSION_S if row[0].key == last else cost
-                for row, cost in zip(rows, costs, strict=True)
-            ]
+            for i, (candidate, _) in enumerate(pairs):
+                if candidate.key == last:
+                    costs[i] -= SESSION_S
         least = min(costs)
-        best = [row for row, cost in zip(rows, costs, strict=True) if cost == least]
+        best = [i for i, cost in enumerate(costs) if cost == least]
         if len(best) == 1:
             return best[0]
         if item := request.prefix[0] if request.prefix else request.adapter_key:
-            return max(best, key=lambda row: rendezvous(item, row[0].key))
+            return max(best, key=lambda i: rendezvous(item, pairs[i][0].key))
         return best[int(draw * len(best))]
 
 

@@ -7,23 +7,25 @@ returned yet, most of which never will, count as long as they have waited.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Final
 
 # Intervals are counted by powers of two of this many seconds, up to over two hours.
-FIRST_S = 0.5
-INTERVALS = 16
+FIRST_S: Final = 0.5
+INTERVALS: Final = 16
 # Turns so far are counted by powers of two too: 1, 2 to 3, 4 to 7, 8 to 15, and more.
-TURNS = 5
+TURNS: Final = 5
 # Before anything was learned: the probability of a return before it is twice as long ago, and the sessions
 # that this assumption counts for.
-ASSUMED = 0.3
-ASSUMED_SESSIONS = 2.0
-POOLED_SESSIONS = 8.0
+ASSUMED: Final = 0.3
+ASSUMED_SESSIONS: Final = 2.0
+POOLED_SESSIONS: Final = 8.0
 # Returns until the counts are halved, and between two computations of the table.
-SPAN = 8192
-EVERY, EVERY_FIRST = 256, 16
+SPAN: Final = 8192
+EVERY: Final = 256
+EVERY_FIRST: Final = 16
 # The most sessions that are remembered, and for how long, in seconds.
-MOST_SESSIONS = 4096
-FORGOTTEN_S = 7200.0
+MOST_SESSIONS: Final = 4096
+FORGOTTEN_S: Final = 7200.0
 
 
 class _Session:

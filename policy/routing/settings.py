@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 from policy.config.deployment import Adapters, ModelSpec
 from policy.engine.builtin_profiles import profile
@@ -13,7 +14,7 @@ from policy.engine.prefill_estimate import GENERIC
 from policy.errors import ConfigError
 
 # The fraction of the TTFT SLO that may pass before the prefill of a request starts; the rest is for it.
-START_SHARE = 0.5
+START_SHARE: Final = 0.5
 _DEGREES = (1, 2, 4, 8)
 
 

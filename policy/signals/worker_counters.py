@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from policy.config.control import ControlConfig, SloConfig
 from policy.signals.energy import OTHERS
@@ -16,7 +16,7 @@ _TOTALS = (
     "judged", "met_ttft", "met_itl", "met_both",
 )  # fmt: skip
 # Adapters of one model that a worker counts by name.
-MOST_ADAPTERS = 200
+MOST_ADAPTERS: Final = 200
 
 
 class Judge:

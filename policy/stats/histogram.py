@@ -55,7 +55,16 @@ class HistogramCounter:
 
     def add(self, value: float) -> int:
         """Count one observation; returns its bucket."""
-        bucket = bisect_left(self._bounds, value)
-        self.counts[bucket] += 1
+        bounds, counts = self._bounds, self.counts
+        # As bisect_left, a call of which takes longer than the search.
+        bucket, end = 0, len(bounds)
+        while bucket < end:
+            middle = (bucket + end) >> 1
+            if bounds[middle] < value:
+                bucket = middle + 1
+            else:
+                end = middle
+        count = counts[bucket]
+        counts[bucket] = count + 1
         self.total += value
         return bucket

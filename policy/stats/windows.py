@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import floor
+from typing import Final
 
 Count = tuple[int, float]
 
@@ -74,7 +75,7 @@ class RateBins:
         return newest
 
 
-SLOTS = 10
+SLOTS: Final = 10
 
 
 class RecentCounts:

@@ -6,11 +6,13 @@ Costs are nano-units of the currency of the prices, rates pico-units a token: a 
 
 from __future__ import annotations
 
+from typing import Final
+
 from policy.config.tenancy import TokenPrice
 
-NANO = 1_000_000_000
-_PICO_A_TOKEN = 1_000_000
-_PICO_A_NANO = 1000
+NANO: Final = 1_000_000_000
+_PICO_A_TOKEN: Final = 1_000_000
+_PICO_A_NANO: Final = 1000
 
 
 class TokenRates:

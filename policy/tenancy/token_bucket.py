@@ -7,11 +7,13 @@ is a debt that refill repays. Instants are seconds of one monotonic clock.
 
 from __future__ import annotations
 
-PERIOD_S = 60.0
+from typing import Final
+
+PERIOD_S: Final = 60.0
 # Sums of many refills are not exact.
-_ROUNDING = 1e-6
+_ROUNDING: Final = 1e-6
 # Without a share of the limit nothing is refilled; one is asked for at once.
-NO_SHARE_WAIT_S = 1.0
+NO_SHARE_WAIT_S: Final = 1.0
 
 
 class TokenBucket:

@@ -148,10 +148,10 @@ def _schema(name: str, value: Raw) -> None:
         raise too_many(name, MAX_CHOICES, choices, "values of enumerations")
 
 
-_CHOICES = frozenset({"enum", "choice", "guided_choice"})
-_REGEXES = frozenset({"pattern", "regex", "guided_regex", "whitespace_pattern"})
+_CHOICES: Final = frozenset({"enum", "choice", "guided_choice"})
+_REGEXES: Final = frozenset({"pattern", "regex", "guided_regex", "whitespace_pattern"})
 # Engines take these as JSON in a text, too.
-_JSON = frozenset({"json", "guided_json", "structural_tag"})
+_JSON: Final = frozenset({"json", "guided_json", "structural_tag"})
 
 
 def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:

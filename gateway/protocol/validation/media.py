@@ -12,8 +12,9 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
+from gateway.protocol import json_decoders
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_decoders import ABSENT, ITEMS, MEDIUM, MEMBERS, OBJECTS, Medium
+from gateway.protocol.json_decoders import ITEMS, MEDIUM, Medium
 from gateway.protocol.json_structure import (
     MAX_DEPTH,
     BoundExceeded,
@@ -25,6 +26,10 @@ from gateway.protocol.json_structure import (
 from gateway.protocol.validation.bounds import MAX_MESSAGES, first_item, too_many
 from policy.errors import Refusal
 
+# Constants are read faster than names of other modules, in machine code.
+ABSENT: Final = json_decoders.ABSENT
+MEMBERS: Final = json_decoders.MEMBERS
+OBJECTS: Final = json_decoders.OBJECTS
 MAX_MEDIA: Final = 128
 MAX_MEDIUM_BYTES: Final = 10 * 1024 * 1024
 MAX_URL: Final = 8192
@@ -48,18 +53,24 @@ _MEDIA = (*_URLS, "source", "input_audio", "file", "file_data")
 # Tensors, and objects of the engine's process.
 _FORBIDDEN = ("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil")
 _HOLDS_MEDIA: Final = frozenset({*_MEDIA, *_FORBIDDEN})
-_MEDIUM = frozenset(Medium.__struct_fields__)
+# As bytes: a body without these names has no media.
+HOLDS_MEDIA: Final = frozenset({name.encode() for name in _HOLDS_MEDIA})
+_MEDIUM: Final = frozenset(Medium.__struct_fields__)
 # Only what every parser of URLs reads alike: neither credentials nor backslashes.
-_URL = re.compile(r"(?i:https?)://(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*)(?::[0-9]{1,5})?(?:[/?#][!#-\[\]-~]*)?")
-_DATA = b'"data:'
-_OPEN, _OBJECT, _QUOTE = ord("["), ord("{"), ord('"')
-_NULL = ord("n")
-_NESTS = b"{["
-_PARTS_BEGIN = b'{["'
+_URL: Final = re.compile(
+    r"(?i:https?)://(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*)(?::[0-9]{1,5})?(?:[/?#][!#-\[\]-~]*)?"
+)
+_DATA: Final = b'"data:'
+_OPEN: Final = ord("[")
+_OBJECT: Final = ord("{")
+_QUOTE: Final = ord('"')
+_NULL: Final = ord("n")
+_NESTS: Final = b"{["
+_PARTS_BEGIN: Final = b'{["'
 # Decoded in one turn of the event loop.
-_AT_ONCE = 64 * 1024
+_AT_ONCE: Final = 64 * 1024
 # As much time as reading so many bytes takes each of them.
-_OF_ITEM = 64
+_OF_ITEM: Final = 64
 
 
 class MediaCheck:

@@ -11,7 +11,7 @@ import random
 import re
 from collections import deque
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gateway.protocol.usage import Usage
 from gateway.telemetry.gen_ai_metrics import OPERATIONS
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from gateway.request_context import Call
 
 # The traces that wait for a receiver that does not keep up; what comes then is lost, and counted.
-MAX_WAITING = 1024
-_MAX_TRACESTATE = 512
-_ID_64 = (1 << 64) - 1
-_TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
+MAX_WAITING: Final = 1024
+_MAX_TRACESTATE: Final = 512
+_ID_64: Final = (1 << 64) - 1
+_TRACEPARENT: Final = re.compile(
+    rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL
+)
 
 
 class TraceParent(NamedTuple):

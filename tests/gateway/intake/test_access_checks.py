@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from gateway.intake.access_checks import bounded_answer, check_features
+from gateway.intake.access_checks import bound_answer, check_features
 from gateway.protocol.body import AcceptedBody, BodyRules, accept
 from gateway.protocol.errors import Refused
+from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.paths import ROUTES
 from policy.config.tenancy import Feature
 
@@ -22,8 +23,13 @@ def accepted(path: str, raw: bytes) -> AcceptedBody:
 
 def bounded(path: str, raw: bytes) -> Any:
     """What a replica decodes of the body, with at most 10 tokens an answer."""
-    made = bounded_answer(ROUTES[path], accepted(path, raw).body, raw, 10)
-    return None if made is None else json.loads(made)
+    body = accepted(path, raw).body
+    bound_answer(ROUTES[path], body, 10)
+    if body.added:
+        name, value = json.loads(b"{%b}" % body.added[1:]).popitem()
+        assert getattr(body, name) == json.loads(bytes(body.members[name])) == value
+    sent = upstream_body(ROUTES[path], body, raw, b"").parts
+    return json.loads(sent if isinstance(sent, bytes) else b"".join(sent))
 
 
 @pytest.mark.parametrize(
@@ -44,12 +50,12 @@ def test_a_request_without_a_bound_gets_one(path: str, given: dict[str, Any], fi
 
 @pytest.mark.parametrize("given", [{"max_tokens": 10}, {"max_completion_tokens": 3}])
 def test_a_request_within_the_bound_is_left_as_it_is(given: dict[str, int]) -> None:
-    assert bounded(CHAT, json.dumps({"model": "m", **given}).encode()) is None
+    assert bounded(CHAT, json.dumps({"model": "m", **given}).encode()) == {"model": "m", **given}
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/tokenize", "/v1/messages/count_tokens"])
 def test_what_answers_no_text_is_not_bounded(path: str) -> None:
-    assert bounded(path, b'{"model":"m","max_tokens":99}') is None
+    assert bounded(path, b'{"model":"m","max_tokens":99}') == {"model": "m", "max_tokens": 99}
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from gateway.protocol.json_structure import (
     MAX_GAP_BYTES,
+    PLAIN_DEPTH,
     BoundExceeded,
     Member,
     StructureScan,
     depth_exceeds,
+    lacks_members,
 )
 
 TEXTS = st.text(
@@ -113,3 +115,37 @@ def test_every_place_of_a_cut() -> None:
 def test_a_value_without_a_place_to_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="no comma and no string"):
         members(b"[" + b" " * (2 * MAX_GAP_BYTES) + b"]", MAX_GAP_BYTES)
+
+
+NAMES = frozenset({b"file", b"image_url"})
+KEYS = st.sampled_from(["file", "image_url", "fil\\u0065", "content", "é", '"'])
+NAMED = st.recursive(
+    TEXTS | st.integers(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def names_in(value: Any) -> set[str]:
+    if isinstance(value, list):
+        return set[str]().union(*map(names_in, value))
+    return set(value).union(*map(names_in, value.values())) if isinstance(value, dict) else set()
+
+
+@given(st.dictionaries(TEXTS, NAMED, max_size=3), st.booleans())
+@example({"x": [{"file": 1}]}, True)
+@example({"file": "a\\", "x": [{"content": '\\"file":'}]}, True)
+def test_a_value_that_lacks_members_has_none_of_them(value: dict[str, Any], ascii_only: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode()
+    inner = set[str]().union(*map(names_in, value.values()))
+    plain = inner.isdisjoint({"file", "image_url"}) and depth(value) <= PLAIN_DEPTH
+    if lacks_members(raw, NAMES):
+        assert plain
+    else:
+        assert not plain or any(not name.isascii() or json.dumps(name) != f'"{name}"' for name in inner)
+
+
+def test_members_are_not_looked_for_in_long_structures() -> None:
+    assert lacks_members(json.dumps({"x": [{"content": "x" * 200_000 + '"'}]}).encode(), NAMES)
+    assert not lacks_members(json.dumps({"x": [[7] * 9_000]}).encode(), NAMES)
+    assert not lacks_members(json.dumps({"x": [{"content": '"' * 9_000}]}).encode(), NAMES)
