@@ -23,13 +23,15 @@ class KubernetesApi:
     """Objects by the path of their collection and by name. ``paths`` are the paths and queries of requests.
 
     Endpoints are ``HOST:PORT`` of the service `vllm`, one slice each. Pods of a workload are ready at once,
-    unless it is ``slow``, and end ``drain_s`` after they were deleted, the newest first.
+    unless it is ``slow``, and end ``drain_s`` after they were deleted, the newest first. If it is set,
+    ``endpoint`` is one of the service while any pod is ready.
     """
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.forgotten = 0
         self.slow = False
+        self.endpoint = ""
         self.drain_s = 0.2
         self.pod_port = 8000
         self._version = 1
@@ -133,6 +135,12 @@ class KubernetesApi:
         metadata = content["metadata"] | {"name": name, "resourceVersion": str(self._version)}
         objects[name] = {**content, "metadata": metadata}
         self._note(kind, collection, objects[name])
+        if collection == PODS and self.endpoint:
+            pods = [pod for pod in objects.values() if "deletionTimestamp" not in pod["metadata"]]
+            if pods and not self._objects.get(SLICES):
+                self.put(self.endpoint)
+            elif not pods and self._objects.get(SLICES):
+                self.delete(self.endpoint)
 
     def _remove(self, collection: str, name: str) -> None:
         self._version += 1
