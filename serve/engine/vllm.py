@@ -116,7 +116,15 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
         """vLLM's entrance of a request to generate."""
         self.refuse(sampling_params)
         outputs = super().generate(prompt, sampling_params, *args, **kwargs)
-        return outputs if sampling_params.structured_outputs is None else constrained(outputs)
+        return (
+            outputs if sampling_params.structured_outputs is None else constrained(outputs, sampling_params)
+        )
+
+    @staticmethod
+    def refusal(params: Any, output: Any) -> Exception | None:
+        """The error that a request with ``params`` raises at this ``output``, if any."""
+        failed = any(each.finish_reason == "error" for each in output.outputs)
+        return NoToken() if failed and params.structured_outputs is not None else None
 
     def refuse(self, params: Any) -> None:
         """Raise :class:`VLLMValidationError` for parameters that the engine cannot or must not serve."""
@@ -130,12 +138,12 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
         )
 
 
-async def constrained(outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
+async def constrained(outputs: AsyncGenerator[Any, None], params: Any) -> AsyncIterator[Any]:
     """The ``outputs`` of a request with a grammar; raises :class:`NoToken` where that allows no token."""
     async with aclosing(outputs):
         async for output in outputs:
-            if any(each.finish_reason == "error" for each in output.outputs):
-                raise NoToken
+            if (error := CheckedLLM.refusal(params, output)) is not None:
+                raise error
             yield output
 
 

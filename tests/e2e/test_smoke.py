@@ -5,12 +5,15 @@ The tests run in the order of this file. The only two starts after that of `up` 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import psutil
 import pytest
@@ -21,6 +24,7 @@ from tests.e2e.conftest import CHAT
 from tests.e2e.first_question import ask
 from tests.e2e.stack import ROOT, Stack, eventually, running
 from tests.e2e.traffic import PATIENCE_S, Traffic
+from tests.serve.engine.fast_path.corpus import differences, part, send
 
 pytestmark = [pytest.mark.smoke, pytest.mark.timeout(600, func_only=True)]
 
@@ -81,6 +85,19 @@ def test_the_openai_client_streams_the_text_of_the_whole_answer(client: openai.O
     parts = [part.choices[0] for part in client.chat.completions.create(**ASK, stream=True)]
     assert "".join(part.delta.content or "" for part in parts) == whole.message.content
     assert [part.finish_reason for part in parts if part.finish_reason] == ["stop"]
+
+
+def test_a_replica_answers_with_and_without_its_fast_path_alike(stack: Stack) -> None:
+    replica, _ = stack.replicas(CHAT)
+
+    async def compare() -> list[str]:
+        headers = {"x-tidegate-secret": stack.state.secret()}
+        async with httpx.AsyncClient(
+            base_url=replica.url, headers=headers, timeout=300, trust_env=False
+        ) as http:
+            return await differences(part(CHAT), partial(send, http))
+
+    assert asyncio.run(compare()) == []
 
 
 def test_the_anthropic_client_gets_a_message(stack: Stack) -> None:

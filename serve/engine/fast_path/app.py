@@ -139,7 +139,8 @@ class FastPath:
         ended = asyncio.Event()
         answer = StreamedAnswer(
             events, outputs, writer,
-            field=route.field, skip_empty=route.skip_empty, raised=_raised, done=ended.set,
+            field=route.field, skip_empty=route.skip_empty, done=ended.set,
+            failure=partial(_failure, self._llm, params),
         )  # fmt: skip
         queue = None
         try:
@@ -253,12 +254,14 @@ def _answer(writer: ResponseWriter, response: Any) -> None:
     writer.end(bytes(rendered.body))
 
 
-def _raised(error: Exception) -> Exception:
-    """What ``AsyncLLM.generate`` raises for an ``error`` of the engine."""
-    if isinstance(error, (EngineDeadError, VLLMClientError, GracefulHTTPError)):
-        return error  # type: ignore[no-any-return]  # vLLM ships no types
+def _failure(llm: Any, params: Any, output: Any) -> Exception | None:
+    """What ``generate`` of ``llm`` raises at this ``output``, which may be an error of the engine."""
+    if not isinstance(output, Exception):
+        return llm.refusal(params, output)  # type: ignore[no-any-return]
+    if isinstance(output, (EngineDeadError, VLLMClientError, GracefulHTTPError)):
+        return output  # type: ignore[no-any-return]
     failed: Exception = EngineGenerateError()
-    failed.__cause__ = error
+    failed.__cause__ = output
     return failed
 
 

@@ -1,8 +1,8 @@
 """Which requests take the fast path; vLLM's own app serves all others.
 
-A stream on the fast path differs between two tokens in nothing but the text. What adds fields to each chunk,
-makes several choices, or reads the text (tools, reasoning) is therefore not listed here, and neither is what
-this version of Tidegate does not know.
+The events of such a stream differ in nothing but the text. What adds fields to each of them, makes several
+choices, or reads the text (tools, reasoning) is therefore not listed here, and neither is what this version
+of Tidegate does not know.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def _names(*lists: str) -> frozenset[str]:
 
 _SAMPLING = """
     model max_tokens min_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos
-    include_stop_str_in_output presence_penalty frequency_penalty repetition_penalty length_penalty logit_bias
-    bad_words allowed_token_ids skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens
-    truncation_side add_special_tokens repetition_detection stream stream_options stream_interval cache_salt
-    priority request_id session_id
+    include_stop_str_in_output presence_penalty frequency_penalty repetition_penalty length_penalty
+    logit_bias bad_words allowed_token_ids skip_special_tokens spaces_between_special_tokens
+    truncate_prompt_tokens truncation_side add_special_tokens structured_outputs response_format
+    repetition_detection stream stream_options stream_interval cache_salt priority request_id session_id
 """
 # What vLLM leaves alone.
 _IGNORED = """
@@ -41,12 +41,10 @@ _FIELDS = {
 _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {
         "n": (None, 1), "echo": (False,), "logprobs": (None, False), "top_logprobs": (None, 0),
-        "tools": (None,), "tool_choice": (None, "none"), "response_format": (None, {"type": "text"}),
-        "structured_outputs": (None,), "return_token_ids": (None, False),
+        "tools": (None,), "tool_choice": (None, "none"), "return_token_ids": (None, False),
     },
     COMPLETION: {
         "n": (1,), "echo": (False,), "logprobs": (None,), "suffix": (None,),
-        "response_format": (None, {"type": "text"}), "structured_outputs": (None,),
         "return_token_ids": (None, False),
     },
 }  # fmt: skip

@@ -57,9 +57,9 @@ class StreamedAnswer:
     """Writes the events of one request; it stands in the place of the request's output queue in vLLM.
 
     ``events`` is vLLM's generator, which reads ``outputs``. ``field`` is the name of the field that holds the
-    text of an event. With ``skip_empty`` an event without text is left out. ``raised`` returns what vLLM's
-    ``generate`` raises for an error of the engine. ``done`` is called after the last event, or when writing
-    failed.
+    text of an event. With ``skip_empty`` an event without text is left out. ``failure`` returns what vLLM's
+    ``generate`` raises at an error of the engine or at a last output, if anything. ``done`` is called after
+    the last event, or when writing failed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StreamedAnswer:
         *,
         field: str,
         skip_empty: bool,
-        raised: Callable[[Exception], Exception],
+        failure: Callable[[Any], Exception | None],
         done: Callable[[], None],
     ) -> None:
         self._events = events
@@ -78,7 +78,7 @@ class StreamedAnswer:
         self._writer = writer
         self._key = b'"%b":' % field.encode()
         self._skip_empty = skip_empty
-        self._raised = raised
+        self._failure = failure
         self._done = done
         # The call of vLLM's generator that waits for an output.
         self._waiting: Any = None
@@ -111,8 +111,9 @@ class StreamedAnswer:
         if self._ended:
             return
         try:
-            if isinstance(output, Exception):
-                self._resume(self._raised(output), finished=True)
+            ends = isinstance(output, Exception) or output.finished
+            if ends and (error := self._failure(output)) is not None:
+                self._resume(error, finished=True)
             else:
                 self._take(output)
         except Exception:  # noqa: BLE001 - see `_cut`

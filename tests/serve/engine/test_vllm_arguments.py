@@ -491,7 +491,7 @@ async def test_a_grammar_without_a_next_token_is_the_requests_error() -> None:
         finally:
             ended = True
 
-    served = constrained(outputs())
+    served = constrained(outputs(), SimpleNamespace(structured_outputs={}))
     await anext(served)
     with pytest.raises(NoToken) as refused:
         await anext(served)

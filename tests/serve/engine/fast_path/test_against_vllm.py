@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from policy.wire.adapter_catalog import served_name
 from serve.host.replica_host import ReplicaHost
 from tests.e2e.random_requests import Request
 from tests.serve.engine.blobs import publish
-from tests.serve.engine.fast_path.corpus import SPLIT, TO_VLLM, base, corpus, differences, seen
+from tests.serve.engine.fast_path.corpus import SPLIT, TO_VLLM, base, corpus, differences, seen, send
 from tests.serve.engine.smollm2 import adapter
 from tests.serve.engine.vllm_host import WITHIN_S, running
 from tests.serve.hosts import client
@@ -40,10 +39,7 @@ class Engine(NamedTuple):
     http: httpx.AsyncClient
 
     async def ask(self, request: Request, headers: dict[str, str]) -> httpx.Response:
-        content = json.dumps(request.body)
-        return await self.http.post(
-            request.path, content=content, headers={"content-type": "application/json", **headers}
-        )
+        return await send(self.http, request, headers)
 
     async def metric(self, name: str) -> float:
         """The sum of vLLM's metric ``name``, with its labels if any."""
@@ -63,7 +59,7 @@ async def engine() -> AsyncIterator[Engine]:
         running(adapters={"slots_per_replica": 1, "max_rank": 16}) as (host, state),
         client(host.snapshot().url, WITHIN_S) as http,
     ):
-        yield Engine(host, state.root, http)
+        yield Engine(host, state.adapters, http)
 
 
 async def test_every_answer_is_that_of_vllms_app(engine: Engine) -> None:

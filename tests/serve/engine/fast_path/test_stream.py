@@ -82,8 +82,14 @@ class Stream:
         outputs = EngineOutputs()
         self.answer = StreamedAnswer(
             served(outputs, skip_empty=skip_empty, resumed=self.resumed), outputs, self.written,
-            field="content", skip_empty=skip_empty, raised=lambda error: error, done=self._end,
+            field="content", skip_empty=skip_empty, failure=self._failure, done=self._end,
         )  # fmt: skip
+
+    @staticmethod
+    def _failure(output: Any) -> Exception | None:
+        if isinstance(output, Exception):
+            return output
+        return ValueError("it allows no token") if output.outputs[0].text == "refused" else None
 
     def _end(self) -> None:
         self.done += 1
@@ -123,13 +129,13 @@ async def test_an_answer_without_text_has_no_template() -> None:
 
 
 @pytest.mark.parametrize("before", [0, 1, 3])
-async def test_an_error_is_an_event(before: int) -> None:
+@pytest.mark.parametrize("last", [ValueError("it died"), output("refused", finished=True)])
+async def test_an_error_is_an_event(before: int, last: Any) -> None:
     stream = Stream()
-    outputs: list[Any] = [*map(output, TEXTS[:before]), ValueError("it died")]
-    for each in outputs:
+    outputs = [*map(output, TEXTS[:before])]
+    for each in [*outputs, last, output("late", finished=True)]:
         stream.answer.put(each)
-    stream.answer.put(output("late", finished=True))
-    assert stream.written.body == await expected(outputs)
+    assert stream.written.body == await expected([*outputs, Stream._failure(last)])
     assert (stream.written.ended, stream.done) == (True, 1)
 
 
