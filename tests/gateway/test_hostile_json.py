@@ -321,10 +321,14 @@ async def test_no_answer_to_a_shared_call_stalls_the_others(
 
     first = asyncio.create_task(ask(1))
     await until(lambda: len(replicas[1].hits) == 1)
-    answers = await asyncio.gather(ask(count - 1), ask(count))
+    for _ in range(5 * TRIES):  # the window is 2 ms
+        replicas[1].hits.clear()
+        answers = await asyncio.gather(ask(count - 1), ask(count))
+        if len(replicas[1].hits) == 1:
+            break
     let_go.set()
     await first
-    assert [hit.json["input"] for hit in replicas[1].hits[1:]] == [["a"] * (2 * count - 1)]
+    assert [hit.json["input"] for hit in replicas[1].hits] == [["a"] * (2 * count - 1)]
     assert [len(answer.json()["data"]) for answer in answers] == [count - 1, count]
     stall_s = await heartbeat.longest_s()
     if size >= MB:
