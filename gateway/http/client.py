@@ -395,6 +395,12 @@ class ConnectionPool:
             self._ca_file, self._ca_changed_ns, self._tls = ca_file, changed_ns, None
             self._drop_idle()
 
+    def keep_idle(self, most: int) -> None:
+        """Keep so many connections that no request uses: none, or more than there are."""
+        self._max_idle = most
+        if not most:
+            self._drop_idle()
+
     def close(self) -> None:
         """Close idle connections and keep no more; requests in flight continue."""
         self._closed = True

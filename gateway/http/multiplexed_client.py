@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from gateway.http.client import Connection, ConnectionPool, Sink
+from gateway.http.client import MAX_IDLE, Connection, ConnectionPool, Sink
 from gateway.http.read_turns import READ_BYTES, PacedReader
 from gateway.http.tcp_info import acknowledged, round_trip_s
 from policy.wire import frames
@@ -362,8 +362,12 @@ class FrameChannel:
         except asyncio.CancelledError:
             connection.close()
             raise
-        if connection.opened.done() and not connection.opened.result():
-            return await self._pool.connect()
+        if connection.opened.done():
+            speaks = connection.opened.result()
+            # Where requests come here, those of HTTP would serve none again.
+            self._pool.keep_idle(0 if speaks else MAX_IDLE)
+            if not speaks:
+                return await self._pool.connect()
         # A server that says nothing yet may hang: the load stream waits for it as over HTTP.
         self._connection = connection
         stream = Stream(connection)

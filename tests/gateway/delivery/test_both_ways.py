@@ -12,6 +12,14 @@ from tests.gateway.fake_replica import ANSWER, DONE, STREAM, Answer, Exchange, F
 from tests.gateway.worker import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest.fixture(scope="module")
+def way() -> str:
+    """A gateway that goes by frames to the replicas that speak them."""
+    return "frames"
+
+
 FINISH = event(finish="stop")
 LONG = b"".join(event(f"\N{SNOWMAN} {number} " * 9) for number in range(2000)) + FINISH + DONE
 ERROR = b'data: {"error": {"message": "no more", "code": 500}}\n\n'

@@ -1,4 +1,7 @@
-"""Backpressure on pooled connections: an exchange may pause its connection until its response ends."""
+"""Backpressure on connections: an exchange may pause its own until its response ends.
+
+What holds of a connection of HTTP holds of a stream of frames.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from typing import cast
 
+import httptools
 import pytest
 from starlette.types import Message
 
 from gateway.delivery.relay import MAX_CHECKED, MAX_HELD, Relay
 from gateway.http.asgi_exchange import SENT
-from gateway.http.client import TLS_SLICE, ClientConnection, ConnectionPool, is_local_fault
+from gateway.http.client import TLS_SLICE, ClientConnection, Connection, ConnectionPool, is_local_fault
+from gateway.http.multiplexed_client import MultiplexedConnection, Stream
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.sse_validator import ChatValidator
@@ -25,6 +30,9 @@ from gateway.protocol.usage import Usage
 from gateway.request_context import Call
 from gateway.telemetry.metrics import Metrics
 from policy.admission.retry import AttemptOutcome
+from policy.wire import frames
+from policy.wire.frames import FrameDecoder, FrameEncoder
+from tests.frame_pair import Client as FrameClient
 
 BODY = b'{"choices":[]}'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY)
@@ -93,8 +101,18 @@ class Line:
 
     def __init__(self, pool: ConnectionPool, connection: ClientConnection) -> None:
         self.pool = pool
-        self.connection = connection
+        self.connection: ClientConnection | MultiplexedConnection = connection
         self._meter = Metrics().model("alpha")
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the replica is told that nobody waits for its answer."""
+        return self.wire.closed
+
+    def _take(self) -> Connection:
+        connection = self.pool.take()
+        assert connection is self.connection
+        return connection
 
     async def ask(
         self,
@@ -104,12 +122,10 @@ class Line:
         stream: bool = False,
     ) -> asyncio.Task[AttemptOutcome]:
         """Begin a request on the pooled connection."""
-        connection = self.pool.take()
-        assert connection is self.connection
         scope = {"headers": []}
         self.call = Call(ROUTES["/v1/chat/completions"], scope, _no_message, send)
         self.call.streaming = stream
-        self.relay = Relay(self.call, connection, ChatValidator(1), self._meter)
+        self.relay = Relay(self.call, self._take(), ChatValidator(1), self._meter)
         asked = asyncio.create_task(self.relay.run(b"head", body))
         await asyncio.sleep(0)
         return asked
@@ -120,6 +136,50 @@ class Line:
         self.connection.data_received(data)
 
 
+class FrameLine(Line):
+    """Relays on the streams of one connection. Answers are HTTP's in records, as a replica writes them."""
+
+    def __init__(self) -> None:
+        client = FrameClient()
+        self.wire = client.wire  # type: ignore[assignment]
+        self.connection = client.connection
+        self._meter = Metrics().model("alpha")
+        self._encoder, self._decoder = FrameEncoder(), FrameDecoder()
+        client.wire.take()
+        client.connection.data_received(frames.ACCEPTED)
+
+    @property
+    def cancelled(self) -> bool:
+        self.connection._flush()  # type: ignore[union-attr] # as at the end of the turn
+        sent = self._decoder.feed(self.wire.take())  # type: ignore[attr-defined]
+        return (frames.CANCEL, self._stream.number) in [record[:2] for record in sent]
+
+    def _take(self) -> Connection:
+        assert isinstance(self.connection, MultiplexedConnection)
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._stream = Stream(self.connection)
+        return self._stream
+
+    def answer(self, data: bytes = HEAD + BODY) -> None:
+        self._parser.feed_data(data)
+        self.connection.data_received(self._encoder.take())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        head = frames.head(self._parser.get_status_code(), self._headers)
+        self._encoder.add(frames.HEAD, self._stream.number, head)
+
+    def on_body(self, body: bytes) -> None:
+        for at in range(0, len(body), frames.MAX_PAYLOAD):
+            self._encoder.add(frames.DATA, self._stream.number, body[at : at + frames.MAX_PAYLOAD])
+
+    def on_message_complete(self) -> None:
+        self._encoder.add(frames.END, self._stream.number, b"")
+
+
 async def _no_message() -> Message:
     raise AssertionError("a relay does not read from the client")
 
@@ -127,6 +187,12 @@ async def _no_message() -> Message:
 @pytest.fixture
 def line(request: pytest.FixtureRequest) -> Line:
     return idle_line(tls=getattr(request, "param", False))
+
+
+@pytest.fixture(params=["HTTP", "frames"])
+async def either(request: pytest.FixtureRequest) -> Line:
+    """A line of each way."""
+    return idle_line() if request.param == "HTTP" else FrameLine()
 
 
 def idle_line(*, tls: bool = False) -> Line:
@@ -157,12 +223,12 @@ async def test_a_large_request_over_tls_is_written_in_slices(line: Line, *, whol
     assert line.wire.closed is not whole
 
 
-async def test_a_client_slow_at_the_last_byte_does_not_block_the_next_request(line: Line) -> None:
+async def test_a_client_slow_at_the_last_byte_does_not_block_the_next_request(either: Line) -> None:
     slow, quick = Client(slow_from=2), Client()
-    first = await line.ask(slow.send)
-    line.answer()
-    second = await line.ask(quick.send)
-    line.answer()
+    first = await either.ask(slow.send)
+    either.answer()
+    second = await either.ask(quick.send)
+    either.answer()
     assert await second is AttemptOutcome.SERVED
     assert await first is AttemptOutcome.SERVED
     slow.read_on()
@@ -213,67 +279,69 @@ async def test_large_answers_are_checked_in_turns_of_their_own(ends: str) -> Non
     assert {client.got for client in clients} == {2 if served else 0}
 
 
-async def test_a_disconnect_after_the_answer_keeps_the_connection(line: Line) -> None:
-    first = await line.ask(Client(slow_from=2).send)
-    line.answer()
-    second = await line.ask(Client().send)
+async def test_a_disconnect_after_the_answer_keeps_the_connection(either: Line) -> None:
+    first = await either.ask(Client(slow_from=2).send)
+    either.answer()
+    second = await either.ask(Client().send)
     first.cancel()
     await asyncio.wait([first])
-    assert not line.wire.closed
-    line.answer()
+    assert not (either.cancelled or either.wire.closed)
+    either.answer()
     assert await second is AttemptOutcome.SERVED
 
 
-async def test_a_disconnect_before_the_answer_closes_the_connection(line: Line) -> None:
-    asked = await line.ask(Client().send)
-    line.answer(HEAD + BODY[:4])
+async def test_a_disconnect_before_the_answer_is_told_to_the_replica(either: Line) -> None:
+    asked = await either.ask(Client().send)
+    either.answer(HEAD + BODY[:4])
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
-    assert line.wire.closed
+    assert either.cancelled
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_a_failing_send_to_the_client_ends_the_call(line: Line, lost: bool) -> None:
+async def test_a_failing_send_to_the_client_ends_the_call(either: Line, lost: bool) -> None:
     def broken(message: Message) -> Awaitable[None]:
         if not message.get("more_body", True):
             raise LookupError
         return SENT
 
-    asked = await line.ask(broken, stream=True)
-    line.answer(STREAM_HEAD + b"9\r\ndata: 1\n\n\r\n")
+    asked = await either.ask(broken, stream=True)
+    either.answer(STREAM_HEAD + b"9\r\ndata: 1\n\n\r\n")
     if lost:
-        line.connection.connection_lost(None)
+        either.connection.connection_lost(None)
     else:
-        line.answer(b"0\r\n\r\n")
+        either.answer(b"0\r\n\r\n")
     with pytest.raises(LookupError):
         await asked
 
 
-async def test_a_finished_call_leaves_no_reference_cycle(line: Line) -> None:
+async def test_a_finished_call_leaves_no_reference_cycle(either: Line) -> None:
     client = Client()
     held = weakref.ref(client)
     gc.disable()
     try:
-        asked = await line.ask(client.send)
-        line.answer()
+        asked = await either.ask(client.send)
+        either.answer()
         assert await asked is AttemptOutcome.SERVED
-        del client, asked, line.call, line.relay
+        del client, asked, either.call, either.relay
         assert held() is None
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD + BODY[:4], HEAD + BODY], ids=["nothing", "half", "all"])
-async def test_a_lost_connection_is_freed_without_a_collection(line: Line, sent: bytes) -> None:
-    held = weakref.ref(line.connection)
+async def test_a_lost_connection_is_freed_without_a_collection(either: Line, sent: bytes) -> None:
+    held = weakref.ref(either.connection)
     gc.disable()
     try:
-        asked = await line.ask(Client().send)
-        line.answer(sent)
-        line.connection.connection_lost(None)
+        asked = await either.ask(Client().send)
+        either.answer(sent)
+        either.connection.connection_lost(None)
         await asyncio.wait([asked])
-        del asked, line.connection, line.call, line.relay
+        if isinstance(either, FrameLine):
+            del either._stream, either.wire.protocol  # type: ignore[attr-defined]
+        del asked, either.connection, either.call, either.relay
         assert held() is None
     finally:
         gc.enable()
@@ -295,27 +363,27 @@ async def test_a_pooled_connection_resumes_reading(line: Line) -> None:
     assert await asked is AttemptOutcome.SERVED
 
 
-async def test_backpressure_of_a_slow_client_is_not_a_silent_replica(line: Line) -> None:
+async def test_backpressure_of_a_slow_client_is_not_a_silent_replica(either: Line) -> None:
     client = Client(slow_from=2)
-    asked = await line.ask(client.send)
-    line.answer(LONG_HEAD + LONG[:-2])
-    assert line.relay.has_progressed()
-    assert line.relay.has_progressed()
+    asked = await either.ask(client.send)
+    either.answer(LONG_HEAD + LONG[:-2])
+    assert either.relay.has_progressed()
+    assert either.relay.has_progressed()
     client.read_on()
     await asyncio.sleep(0)
-    assert not line.relay.has_progressed()
-    line.answer(LONG[-2:])
+    assert not either.relay.has_progressed()
+    either.answer(LONG[-2:])
     assert await asked is AttemptOutcome.SERVED
-    assert line.relay.has_progressed()
+    assert either.relay.has_progressed()
 
 
-async def test_events_of_an_abandoned_stream_are_counted(line: Line) -> None:
-    asked = await line.ask(Client().send, stream=True)
-    line.answer(STREAM_HEAD + b"1e\r\n" + b'data: {"x":1}\n\n' * 2 + b"\r\n")
+async def test_events_of_an_abandoned_stream_are_counted(either: Line) -> None:
+    asked = await either.ask(Client().send, stream=True)
+    either.answer(STREAM_HEAD + b"1e\r\n" + b'data: {"x":1}\n\n' * 2 + b"\r\n")
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
-    assert line.call.usage == Usage(0, 0, 2, exact=False)
+    assert either.call.usage == Usage(0, 0, 2, exact=False)
 
 
 @pytest.mark.parametrize("large", [False, True])

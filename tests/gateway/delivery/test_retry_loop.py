@@ -23,14 +23,14 @@ LIMITS = {
 }
 # A model for each test, because breakers and retry budgets are per model.
 MODELS = [f"model-{i}" for i in range(16)]
-_unused = itertools.count()
+_unused = itertools.cycle(MODELS)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def ejecting(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+async def ejecting(tmp_path_factory: pytest.TempPathFactory, way: str) -> AsyncIterator[Stack]:
     """A worker that ejects after few failures and for a short time."""
     stack = Stack(tmp_path_factory.mktemp("delivery"))
-    stack.gateway = LIMITS
+    stack.gateway = {**LIMITS, "replica_protocol": way}
     stack.models = [model(name) for name in MODELS]
     await stack.start_controller()
     await stack.start_worker()
@@ -39,7 +39,7 @@ async def ejecting(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[St
 
 
 async def fleet(ejecting: Stack, count: int) -> list[FakeReplica]:
-    name = MODELS[next(_unused)]
+    name = next(_unused)
     replicas = [await ejecting.replica(f"{name}-{i}", model=name) for i in range(count)]
     await ejecting.ready(*replicas)
     return replicas

@@ -366,8 +366,8 @@ async def test_the_answer_to_the_preface_may_come_in_any_pieces() -> None:
 @asynccontextmanager
 async def server(
     answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-) -> AsyncIterator[FrameChannel]:
-    """A channel to a server whose connections ``answer`` serves."""
+) -> AsyncIterator[tuple[FrameChannel, ConnectionPool]]:
+    """A channel to a server whose connections ``answer`` serves, and the way by HTTP."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -379,8 +379,9 @@ async def server(
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
-        channel = FrameChannel(ConnectionPool(f"http://127.0.0.1:{port}", 0.2), SECRET)
-        yield channel
+        pool = ConnectionPool(f"http://127.0.0.1:{port}", 0.2)
+        channel = FrameChannel(pool, SECRET)
+        yield channel, pool
         channel.leave()
         await asyncio.sleep(0.05)  # both ends see it
 
@@ -397,13 +398,14 @@ async def test_an_older_replica_and_one_with_another_secret_are_reached_over_htt
         else:
             writer.write(answer)
 
-    async with server(old) as channel:
+    async with server(old) as (channel, pool):
         connection = await channel.connect()
         assert isinstance(connection, ClientConnection) and channel.take() is None
         got = Got()
         connection.send(got, b"GET / HTTP/1.1\r\n\r\n", b"")
         await until(lambda: got.complete)
         assert got.body == b"ok" and heads[0] == frames.preface(SECRET)
+        assert pool.take() is connection  # it is kept for requests
         connection.kill()
 
 
@@ -416,14 +418,16 @@ async def test_a_replica_that_answers_late_gets_requests_once_it_does() -> None:
         writer.write(frames.ACCEPTED)
         await reader.read()
 
-    async with server(slow) as channel:
+    async with server(slow) as (channel, pool):
         load = await channel.connect()
         got = Got()
         load.send(got, b"GET / HTTP/1.1\r\n\r\n", b"")
         assert channel.take() is None
         may_answer.set()
         await until(lambda: channel.take() is not None)
+        pool.give(await pool.connect())
         again = await channel.connect()  # the connection before ends with its last stream
+        assert pool.take() is None
         assert again is not load and not got.lost
         load.abort(got)
 
@@ -437,7 +441,7 @@ async def test_a_load_stream_that_is_given_up_while_it_connects_leaves_nothing()
         await reader.read()
         ended.set()
 
-    async with server(silent) as channel:
+    async with server(silent) as (channel, _):
         connecting = asyncio.create_task(channel.connect())
         await asyncio.wait({connecting})
         await asyncio.wait_for(ended.wait(), 10)
