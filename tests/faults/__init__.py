@@ -26,6 +26,7 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     41     faults/test_join.py::test_41_
     42     faults/test_metrics_lie.py::test_42_
     C      faults/test_control_away.py::test_c_, faults/test_adapters_live.py::test_c_,
+           faults/test_elected.py::test_c_,
            e2e/test_lifecycle.py::test_a_restarted_controller_ ::test_a_killed_ray_serve_
     43     faults/test_adapters_live.py::test_43_, store/adapters/test_bad_adapters.py::test_a_bad_adapter_
     44-45  store/adapters/test_kills.py::test_, serve/engine/adapters/test_files.py::test_deleted_files_

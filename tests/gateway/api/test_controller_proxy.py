@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from gateway.api.application import admin_app
 from gateway.api.controller_proxy import ControllerProxy
@@ -102,6 +103,30 @@ async def test_operations_are_forwarded(site: Site, method: str, path: str, body
     assert (seen.method, seen.path) == (method, asked)
     if body is not None:
         assert seen.json == body
+
+
+async def test_of_several_controllers_the_one_that_leads_is_asked(site: Site) -> None:
+    stands_by = FakeController()
+    await stands_by.start()
+
+    async def refuse(exchange: Exchange) -> None:
+        error = {"error": {"type": "NotLeader", "message": "stands by"}}
+        await exchange.reply(json.dumps(error).encode(), status=503)
+
+    stands_by.answer = refuse
+    addresses = f"127.0.0.1:9,127.0.0.1:{stands_by.port},127.0.0.1:{site.controller.port}"
+    site.deployment = replace(site.deployment, cluster=Cluster(controller=addresses))
+    site.reply({"name": "sql"})
+    for method, path in (("DELETE", "/admin/adapters/alpha/sql"), ("GET", "/admin/decisions")):
+        assert (await site.http.request(method, path)).status_code == 200
+    # It is asked first from then on.
+    assert len(stands_by.asked) == 1
+    site.stream({"step": "check"}, {"alias": {"name": "sql"}})
+    assert (await site.http.post("/admin/adapters", json=ADD, headers=NDJSON)).status_code == 200
+    site.controller.answer = refuse
+    answer = await site.http.get("/admin/decisions")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "controller_unreachable")
+    await stands_by.stop()
 
 
 @pytest.mark.parametrize(

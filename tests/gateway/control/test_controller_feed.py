@@ -35,8 +35,9 @@ class Site:
             "127.0.0.1:9", self.state, self.view, Log(0, self.logged), connect_timeout_s=1.0
         )
 
-    def publish(self, *names: str, epoch: float = 1.0, version: int = 1) -> None:
+    def publish(self, *names: str, epoch: float = 1.0, version: int = 1, term: int = 0) -> None:
         catalog: dict[str, Any] = {
+            "term": term,
             "epoch": epoch,
             "version": version,
             "aliases": [alias(name, DIGEST) for name in names],
@@ -69,6 +70,15 @@ async def test_the_first_catalog_of_a_connection_is_always_taken(site: Site) -> 
     site.source.disconnected()
     site.publish("two", epoch=1.0)
     assert site.has("two")
+
+
+async def test_what_a_deposed_controller_sends_is_never_taken(site: Site) -> None:
+    site.publish("one", term=2)
+    site.source.disconnected()
+    site.publish("two", epoch=9.0, version=9, term=1)
+    assert site.has("one") and not site.has("two")
+    site.publish("three", term=3)
+    assert site.has("three")
 
 
 async def test_an_unchanged_catalog_does_not_rebuild_the_index(site: Site) -> None:

@@ -293,6 +293,15 @@ async def test_reports_resume_when_the_controller_restarts(controller: FakeContr
     await post.close()
 
 
+async def test_reports_go_to_the_controller_that_leads(controller: FakeController) -> None:
+    logged = io.StringIO()
+    post = ReportSender(f"127.0.0.1:9,127.0.0.1:{controller.port}", "/signals", SECRET, Log(0, logged))
+    for _ in range(3):
+        await post.send(b"{}")
+    assert len(controller.reports) == 2
+    await post.close()
+
+
 # Real workers.
 
 

@@ -77,7 +77,11 @@ REFUSED: Rows = [
     ("tracing.sample_ratio", 1.5, "<= 1"), ("tracing.max_rate", 0, ">= 1"), ("tracing.slow_s", 0, "> 0"),
     ("budget.cpus", 1, "budget.cpus = 1", "models[0].shapes.large.cpus"),
     ("budget.gpu", 1, "did you mean 'gpus'"),
-    *(("cluster.controller", at, "HOST:PORT") for at in ("7070", "h:99999", "h:0")),
+    *(("cluster.controller", at, "HOST:PORT") for at in ("7070", "h:99999", "h:0", "h:1,h", "h:1,")),
+    ("cluster.controller", "h:1,h:1", "each address once"),
+    ("cluster.controller", "h:1,h:2", "a database that all controllers use", "store"),
+    ("cluster.leader_election", {"lease_s": 0.5}, ">= 1", "cluster.leader_election.lease_s"),
+    ("cluster.leader_election", {}, "a database that all controllers use", "store"),
     ("cluster.address", "10.0.0.1:6379", "cluster.address = '10.0.0.1:6379'", "cluster.controller"),
     *(("cluster.address", at, "every node of cluster.address", "cluster.controller")
      for at in ("ray://head:10001", "auto")),

@@ -281,6 +281,27 @@ def test_client_raises_refusals(kind: str, expected: Exception) -> None:
     client.close()
 
 
+def test_a_client_of_several_controllers_asks_the_one_that_leads() -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        if request.url.host == "one":
+            return httpx.Response(503, json={"error": {"type": "NotLeader", "message": "one stands by"}})
+        if request.url.host == "two":
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json={"epoch": 1.0, "version": 1, "at": 1.0, "term": 3})
+
+    client = ControllerClient("one:1,two:1,three:1", "s", transport=httpx.MockTransport(answer))
+    assert (client.fleet().term, client.fleet().term) == (3, 3)
+    assert asked == ["one", "two", "three", "three"]
+    client.close()
+    client = ControllerClient("one:1,two:1", "s", transport=httpx.MockTransport(answer))
+    with pytest.raises(Unreachable, match="one stands by; the controller at two:1 does not answer"):
+        client.scale("m", 1)
+    client.close()
+
+
 def test_a_client_without_a_controller_raises_unreachable() -> None:
     client = ControllerClient("127.0.0.1:1", "s", timeout_s=0.2)
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1 does not answer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -40,11 +41,8 @@ def test_usage_adds_up_until_it_is_reported_and_a_successful_load_ends_a_failure
 class Host:
     """The part of a replica host that a heartbeat uses."""
 
-    class spec:
-        controller = "c:1"
-        secret = "s"
-
     def __init__(self) -> None:
+        self.spec = SimpleNamespace(controller="c:1", secret="s")
         self.changed = asyncio.Event()
         self.state = ReplicaPhase.READY
         self.uses: list[AdapterUse] = []
@@ -107,6 +105,24 @@ async def test_the_last_heartbeat_of_a_stopped_replica_has_all_that_was_not_rece
     host.changed.set()
     await beating
     assert [sum(use.requests for use in each.uses) for each in controller.received] == [1, 3]
+
+
+async def test_of_several_controllers_the_one_that_leads_is_found_and_asked_first() -> None:
+    asked: list[str] = []
+
+    class Controllers(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            asked.append(request.url.host)
+            return httpx.Response(200 if request.url.host == "two" else 503, json={})
+
+    host = Host()
+    host.spec.controller = "one:1,two:1"
+    beating = asyncio.create_task(send_heartbeats([host], Controllers()))  # type: ignore[list-item]
+    while len(host.obeyed) < 2:
+        host.changed.set()
+        await asyncio.sleep(0)
+    beating.cancel()
+    assert asked[:3] == ["one", "two", "two"]
 
 
 async def test_steps_are_sent_until_they_are_received_and_power_as_it_is() -> None:

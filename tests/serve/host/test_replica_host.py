@@ -256,7 +256,11 @@ async def test_draining_ends_at_its_timeout_or_with_its_engine(make: Make, ends_
             os.kill(host.snapshot().pid, signal.SIGKILL)
         elif ends_by == "order":
             await until(host, lambda r: r.state is ReplicaPhase.DRAINING)
-            host.obey(Orders(timeouts=timeouts(drain_timeout_s=0.05)))
+            host.obey(Orders(term=2))
+            # Of a controller that was deposed.
+            host.obey(Orders(timeouts=timeouts(drain_timeout_s=0.01), term=1))
+            assert host.spec.model.control.mode.drain_timeout_s == timeout_s
+            host.obey(Orders(timeouts=timeouts(drain_timeout_s=0.05), term=2))
         async with asyncio.timeout(WITHIN_S):
             await draining
         assert ends_by == "death" or host.snapshot().load.in_flight == 1
