@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.http.client import causes, is_local_fault
 from gateway.routing.fleet import FleetView, external_replica
-from gateway.routing.replica_handle import ServerAccess
+from gateway.routing.server_access import ServerAccess
 from gateway.routing.server_discovery import ServerDiscovery
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment, ModelSpec

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from gateway.routing.fleet_events import NO_EVENTS, FleetEvents
-from gateway.routing.replica_handle import ReplicaHandle, ServerAccess
+from gateway.routing.replica_handle import ReplicaHandle
+from gateway.routing.server_access import ServerAccess
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.scrape import ScrapedReplica

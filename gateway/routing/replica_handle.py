@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 from time import monotonic, time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from gateway.http.client import Connection, ConnectionPool
 from gateway.http.multiplexed_client import FrameChannel
 from gateway.http.ndjson_client import NdjsonStream
 from gateway.routing.fleet_events import NO_EVENTS, FleetEvents
 from gateway.routing.loaded_adapters import LoadedAdapters
+from gateway.routing.server_access import ServerAccess
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from policy.errors import Refusal
 from policy.hashing import hash_name
@@ -36,20 +37,6 @@ _HALF_OPEN: Final = BreakerState.HALF_OPEN
 _LEAVING: Final = frozenset({ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP})
 # A load stream that sends nothing for this time, three lines, is stale.
 STALE_S: Final = 3.0
-
-
-class ServerAccess(NamedTuple):
-    """How to send requests to an external server.
-
-    The API ``key``, the ``ca_file`` that verifies its certificate, its name for the ``model`` (empty: ours),
-    when the ``ca_file`` was changed, and the most requests in flight there (``None``: learned).
-    """
-
-    key: bytes = b""
-    ca_file: str | None = None
-    model: str = ""
-    ca_changed_ns: int = 0
-    max_in_flight: int | None = None
 
 
 class UnobservedPrefill:

@@ -13,7 +13,8 @@ from gateway.api.model_list import KEPT, ModelList
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.routing.fleet import FleetView, external_replica
-from gateway.routing.replica_handle import ReplicaHandle, ServerAccess
+from gateway.routing.replica_handle import ReplicaHandle
+from gateway.routing.server_access import ServerAccess
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Adapters, Deployment, ModelSpec
 from policy.types import EngineKind, Fleet, Model

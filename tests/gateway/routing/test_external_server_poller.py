@@ -15,7 +15,7 @@ from gateway.http.client import ConnectionPool
 from gateway.routing import external_server_poller
 from gateway.routing.external_server_poller import MAX_LISTING, ExternalPoller
 from gateway.routing.fleet import FleetView
-from gateway.routing.replica_handle import ServerAccess
+from gateway.routing.server_access import ServerAccess
 from gateway.telemetry.structured_log import Log
 from policy.deployment_file.parse import parse
 from policy.routing.concurrency_limit import ServerQueue

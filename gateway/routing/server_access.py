@@ -1,0 +1,19 @@
+"""How to send requests to an external server."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ServerAccess(NamedTuple):
+    """How to send requests to an external server.
+
+    The API ``key``, the ``ca_file`` that verifies its certificate, its name for the ``model`` (empty: ours),
+    when the ``ca_file`` was changed, and the most requests in flight there (``None``: learned).
+    """
+
+    key: bytes = b""
+    ca_file: str | None = None
+    model: str = ""
+    ca_changed_ns: int = 0
+    max_in_flight: int | None = None
