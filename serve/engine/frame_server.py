@@ -18,8 +18,6 @@ from serve.engine.interface import WRITER, ASGIApp, Message, Scope
 
 # A response whose client does not read is kept up to this size beyond its window; then it is cut.
 MAX_KEPT = 4 * 1024 * 1024
-# A request's body at most: gateways allow less.
-MAX_BODY = 256 * 1024 * 1024
 
 log = logging.getLogger("tidegate.engine")
 
@@ -242,6 +240,8 @@ class FrameStream:
         self._head = frames.head(status, headers)
         if len(self._head) > frames.MAX_PAYLOAD:
             raise ValueError(f"a head of {len(self._head)} bytes; expected {frames.MAX_PAYLOAD} at most")
+        if self._head.count(b"\r\n") != len(headers):  # the gateway would close the connection of all streams
+            raise ValueError("a header with a line break in it")
 
     def write(self, data: bytes) -> None:
         self._add(data)
@@ -360,7 +360,7 @@ def _scope_of(head: bytes) -> tuple[Scope, int]:
         length = next((int(value) for name, value in headers if name == b"content-length"), 0)
     except (ValueError, UnicodeDecodeError) as error:
         raise BrokenFrames("a request's head is malformed") from error
-    if version != "HTTP/1.1" or not 0 <= length <= MAX_BODY:
+    if version != "HTTP/1.1" or length < 0:
         raise BrokenFrames("a request's head is malformed")
     path, _, query = target.partition("?")
     scope = {
