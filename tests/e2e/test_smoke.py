@@ -88,7 +88,7 @@ def test_the_openai_client_streams_the_text_of_the_whole_answer(client: openai.O
 
 
 def test_a_replica_answers_with_and_without_its_fast_path_alike(stack: Stack) -> None:
-    replica, _ = stack.replicas(CHAT)
+    replica = stack.replicas(CHAT)[0]
 
     async def compare() -> list[str]:
         headers = {"x-tidegate-secret": stack.state.secret()}

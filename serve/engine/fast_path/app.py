@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import json
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -106,36 +107,37 @@ class FastPath:
                 await self._serve(route, request, scope, writer)
 
     async def _serve(self, route: Route, request: Any, scope: Scope, writer: ResponseWriter) -> None:
-        serve = self._stream if request.stream else self._whole
+        serving, client = route.serving, DeferringClient(self._llm)
+        if request.stream:
+            serving = copy.copy(serving)
+            serving.engine_client = client
         try:
             # Left without an error when it expires, which is when the client leaves.
             async with asyncio.timeout(None) as presence:
                 writer.on_abort(partial(_expire, presence))
                 try:
-                    await serve(route, request, Request(scope), writer)
+                    response = await getattr(serving, route.method)(request, Request(scope))
                 except Exception as error:  # noqa: BLE001 - vLLM has an answer for each
                     await self._fail(scope, writer, error)
+                    return
+                if request.stream and not isinstance(response, ErrorResponse):
+                    await self._stream(route, client.submission, response, writer)
+                    return
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    # vLLM makes an answer of it.
+                    raise asyncio.CancelledError
+                _answer(writer, response)
         except TimeoutError:
             if not presence.expired():
                 raise
 
-    async def _whole(self, route: Route, request: Any, raw: Request, writer: ResponseWriter) -> None:
-        response = await getattr(route.serving, route.method)(request, raw)
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            # vLLM makes an answer of it.
-            raise asyncio.CancelledError
-        _answer(writer, response)
-
-    async def _stream(self, route: Route, request: Any, raw: Request, writer: ResponseWriter) -> None:
-        client = DeferringClient(self._llm)
-        serving = copy.copy(route.serving)
-        serving.engine_client = client
-        events = await getattr(serving, route.method)(request, raw)
-        if isinstance(events, ErrorResponse):
-            _answer(writer, events)
-            return
-        prompt, params, request_id, options, outputs = client.submission
+    async def _stream(
+        self, route: Route, submission: Submission, events: AsyncGenerator[str, None], writer: ResponseWriter
+    ) -> None:
+        """Submit a request to the engine, and return when its answer is written."""
+        prompt, params, request_id, options, outputs = submission
+        states = self._llm.output_processor.request_states
         ended = asyncio.Event()
         answer = StreamedAnswer(
             events, outputs, writer,
@@ -149,7 +151,7 @@ class FastPath:
             except Exception as error:  # noqa: BLE001 - vLLM sends it as an event, as it reads the first output
                 answer.put(error)
                 return
-            state = self._llm.output_processor.request_states.get(queue.request_id)
+            state = states.get(queue.request_id)
             # What came meanwhile.
             if queue.output is not None:
                 answer.put(queue.output)
@@ -158,7 +160,7 @@ class FastPath:
             await ended.wait()
         finally:
             answer.close()
-            if queue is not None and queue.request_id in self._llm.output_processor.request_states:
+            if queue is not None and queue.request_id in states:
                 await self._llm.abort(queue.request_id, internal=True)
 
     async def _fail(self, scope: Scope, writer: ResponseWriter, error: Exception) -> None:

@@ -96,10 +96,12 @@ class StreamedAnswer:
         make, next_text = state.make_request_output, state.detokenizer.get_next_output_text
         unseen, write = self._unseen, self._write
 
-        def made(new_token_ids: list[int], pooled: Any, finish_reason: Any, *rest: Any, **more: Any) -> Any:
+        def made(
+            new_token_ids: list[int], pooling_output: Any, finish_reason: Any, *rest: Any, **more: Any
+        ) -> Any:
             """As ``RequestState.make_request_output``; an output without an end needs no object."""
             if finish_reason is not None or not self._before:
-                return make(new_token_ids, pooled, finish_reason, *rest, **more)
+                return make(new_token_ids, pooling_output, finish_reason, *rest, **more)
             unseen.extend(new_token_ids)
             write(next_text(False, True))
             return None

@@ -162,6 +162,17 @@ async def test_outputs_are_taken_where_vllm_makes_them() -> None:
     stream.answer.put(output("end", finished=True))
     assert stream.written.body == await expected([output(text, text == "end") for text in TEXTS])
     assert [given[0] for given in made] == [[1], [7]]
+    # As `OutputProcessor.abort_requests` calls it.
+    assert (
+        plain.make_request_output(
+            new_token_ids=[],
+            pooling_output=None,
+            finish_reason="abort",
+            stop_reason=None,
+            kv_transfer_params=None,
+        )
+        == "made"
+    )
     stream = Stream()
     stream.answer.follow(merged)
     stream.answer.put(output("The"))
