@@ -67,9 +67,10 @@ def first_free(pid: int) -> int:
 
 
 async def test_38_a_worker_without_file_descriptors_refuses_and_recovers(harness: Harness) -> None:
+    """Over HTTP, where a request may need a connection; by frames none does."""
     worker = await harness.start_worker()
     model = harness.fresh_model()
-    (one,) = await harness.fleet(model, 1)
+    (one,) = await harness.fleet(model, 1, frames=False)
     # The worker has opened its files, so that only connections need descriptors.
     await harness.samples("tidegate_in_flight")
     async with harness.expect(model) as after:
@@ -100,7 +101,7 @@ async def test_38_a_worker_without_file_descriptors_refuses_and_recovers(harness
 async def test_38_a_lost_connection_is_no_death_while_descriptors_lack(harness: Harness) -> None:
     worker = await harness.start_worker()
     model = harness.fresh_model()
-    (one,) = await harness.fleet(model, 1)
+    (one,) = await harness.fleet(model, 1, frames=False)
     lacking = asyncio.Event()
 
     async def reset(exchange: Exchange) -> None:
