@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-_PART = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|min|m|h|d)\s*")
+_PART = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(s|min|m|h|d)\s*")
 _MONTHS = re.compile(r"([1-9][0-9]{0,4})mo")
 _LONGEST_PERIOD_S = 1e11
 
