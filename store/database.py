@@ -94,9 +94,15 @@ class Database:
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """An exclusive write transaction among all processes; raises :class:`policy.errors.Unreachable`."""
-        with _answering(), self._engine.execution_options(writes=True).begin() as connection:
+        with self.updating() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+            yield connection
+
+    @contextmanager
+    def updating(self) -> Iterator[Connection]:
+        """A transaction of one statement that writes: on PostgreSQL it waits for no exclusive one."""
+        with _answering(), self._engine.execution_options(writes=True).begin() as connection:
             yield connection
 
     @property

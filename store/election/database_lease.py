@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from sqlalchemy import insert, select, update
+from typing import Any
+
+from sqlalchemy import select, update
 
 from policy.leader_election import Lease
 from store.database import Database
 from store.election.tables import CONTROLLER, leases
+from store.tenancy.ledger import insert_of
 
 _FIELDS = Lease.__struct_fields__
 
@@ -26,11 +29,11 @@ class DatabaseLease:
     def replace(self, seen: Lease | None, new: Lease) -> bool:
         """Write ``new`` if the lease is still the one that was ``seen``; whether it was."""
         values = {name: getattr(new, name) for name in _FIELDS}
-        with self._database.writing() as connection:
+        # Nobody's long transaction costs the leader its lease.
+        with self._database.updating() as connection:
             if seen is None:
-                if connection.execute(select(leases.c.name)).first() is not None:
-                    return False
-                connection.execute(insert(leases).values(name=CONTROLLER, **values))
-                return True
+                insert: Any = insert_of(connection)(leases)
+                statement = insert.values(name=CONTROLLER, **values).on_conflict_do_nothing()
+                return connection.execute(statement.returning(leases.c.name)).first() is not None
             same = [leases.c[name] == getattr(seen, name) for name in ("holder", "term", "renewals")]
             return connection.execute(update(leases).where(*same).values(values)).rowcount == 1

@@ -43,7 +43,7 @@ async def test_c_leaders_are_killed_and_paused_in_each_state_of_a_switch(
 ) -> None:
     random = Random(19)  # noqa: S311 - no secret
     states = set[frozenset[tuple[str, str]]]()
-    site = Elected(tmp_path, postgresql_url, 2.0)
+    site = Elected(tmp_path, postgresql_url, 4.0)
     async with site.running(), site.load():
         for number in range(KILLS):
             shape, mode = (("large", "single-large"), ("small", "multi-replica"))[number % 2]

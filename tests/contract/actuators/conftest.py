@@ -14,6 +14,7 @@ import pytest
 from policy.config.deployment import Cluster, Deployment
 from policy.wire.heartbeat import Heartbeat, Orders
 from serve.actuator import kubernetes
+from serve.actuator.interface import Actuator
 from serve.actuator.kubernetes import KubernetesActuator
 from serve.actuator.local import LocalActuator
 from serve.ray_cluster import join
@@ -76,12 +77,26 @@ def patched_reports() -> Iterator[None]:
         yield
 
 
+def orders_of(head: RayHead, dashboard: str, token: str, term: int) -> Actuator:
+    """The actuator of an elected controller of ``term``."""
+    from serve.actuator.ray_orders import RayOrders, Term  # noqa: PLC0415 - Ray is loaded by joining
+
+    state, cluster = head.state, head.deployment.cluster
+    return RayOrders(
+        Term(
+            number=term, root=str(state.root), secret=state.secret(), cluster=cluster,
+            dashboard=dashboard, token=token,
+        )
+    )  # fmt: skip
+
+
 @pytest.fixture(
     params=[
         "memory",
         "kubernetes",
         pytest.param("local", marks=pytest.mark.process),
         pytest.param("ray", marks=[pytest.mark.process, pytest.mark.ray]),
+        pytest.param("ray of an elected controller", marks=[pytest.mark.process, pytest.mark.ray]),
     ]
 )
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
@@ -94,15 +109,19 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         with patched_reports(), workloads(tmp_path) as made:
             yield made
         return
-    if request.param == "ray":
+    if request.param.startswith("ray"):
         head: RayHead = request.getfixturevalue("ray_site")
         dashboard, token = request.getfixturevalue("ray_joined")
         from serve.actuator.ray import RayActuator  # noqa: PLC0415 - Ray is loaded by joining
 
         state, cluster = head.state, head.deployment.cluster
-        made = Backend(
-            lambda: RayActuator(state, cluster, dashboard, token), cluster.controller, state.secret()
-        )
+
+        def make() -> Actuator:
+            if request.param == "ray":
+                return RayActuator(state, cluster, dashboard, token)
+            return orders_of(head, dashboard, token, term=1)
+
+        made = Backend(make, cluster.controller, state.secret())
     else:
         state, controller = StateDir(tmp_path / "local").ensure(), f"127.0.0.1:{free_ports(1)[0]}"
         made = Backend(

@@ -23,6 +23,15 @@ def database(database_url: str) -> Iterator[Database]:
 
 
 def test_one_of_two_candidates_replaces_the_lease(database: Database) -> None:
+    if database.is_shared:
+        # An exclusive transaction of another process does not hold it up.
+        with database.writing():
+            one_replaces_the_lease(database)
+    else:
+        one_replaces_the_lease(database)
+
+
+def one_replaces_the_lease(database: Database) -> None:
     store = DatabaseLease(database)
     first = Lease(holder="a", address="a:1", term=1, lease_s=2.5, acquired_at=1.25, renewed_at=1.25)
     other = replace(first, holder="b", address="b:1")
