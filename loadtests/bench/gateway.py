@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="",
         help="tidegate, tidegate/traced, a peer, peer/policy; without it all but traced",
     )
+    parser.add_argument("--clones", default="", help="other clones of Tidegate, installed, to compare with")
     parser.add_argument("--workers", default="1,2,8", help="Tidegate's worker counts in the routing parts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the numbers of requests")
@@ -115,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     wanted = [name for name in given.systems.split(",") if name]
     systems, left_out = chosen(wanted, given.peers_dir, [int(each) for each in given.workers.split(",")])
+    clones = [Path(each).resolve() for each in given.clones.split(",") if each]
+    systems += [System(f"tidegate/{clone.name}", clone=clone) for clone in clones]
     for name, reason in left_out.items():
         log(f"left out: {name}: {reason}")
     if not systems:

@@ -123,7 +123,8 @@ class System:
     """One column of the comparison: Tidegate with a number of workers, or a peer with a policy.
 
     Tidegate that is ``traced`` sends the traces of 1 % of the requests to the upstream; ``limited``, the
-    tenant has all limits, none of which is ever reached.
+    tenant has all limits, none of which is ever reached. ``clone``: another clone of this repository runs it,
+    in its environment ``.venv``.
     """
 
     name: str
@@ -133,6 +134,7 @@ class System:
     python: Path | None = None
     traced: bool = False
     limited: bool = False
+    clone: Path | None = None
 
     @property
     def ours(self) -> bool:
@@ -193,7 +195,10 @@ def running(
             )
             for worker in range(system.workers):
                 part = gateway_worker(StateDir(root), worker, client.fileno(), admin.fileno())
-                tree.start(part.argv, cores, cwd=ROOT, env=part.env, fds=part.fds)
+                argv = list(part.argv)
+                if system.clone is not None:
+                    argv[0] = str(system.clone / ".venv/bin/python")
+                tree.start(argv, cores, cwd=system.clone or ROOT, env=part.env, fds=part.fds)
             port = client.getsockname()[1]
         else:
             assert system.python is not None
