@@ -74,7 +74,7 @@ class LimitState:
         slot.asked += 1
         slot.asked_at = int(now * 1e9)
         self.asked_at = now
-        self._shared.write_reserved(slot)
+        self._shared.write(slot)
         return held
 
     def look(self, now: float) -> None:
@@ -119,7 +119,7 @@ class LimitState:
         slot.open -= nano
         slot.running -= 1
         self._set_levels()
-        self._shared.write_settled(slot)
+        self._shared.write(slot)
 
     def ignore(self, held: Held, limit: Limit) -> None:
         """A limit in dry run is exceeded: what it would have refused is not taken from it."""

@@ -22,10 +22,6 @@ from store.os_process import boot_key
 # The words of a slot: its key, then the counts of :class:`Counts` in their order.
 _WORDS: Final = struct.Struct("12q")
 _COUNTS: Final = struct.Struct("11q")
-_REQUESTS: Final = 1
-_REQUESTS_BACK: Final = 2
-_TOKENS: Final = 3
-_TOKENS_BACK: Final = 4
 _RUNNING: Final = 5
 _SPENT: Final = 6
 _OPEN: Final = 7
@@ -173,30 +169,6 @@ class SharedLimits:
                 slot.requests, slot.requests_back, slot.tokens, slot.tokens_back, slot.running, slot.spent,
                 slot.open, slot.asked, slot.asked_at, slot.requests_full_at, slot.tokens_full_at,
             )  # fmt: skip
-
-    def write_reserved(self, slot: Slot) -> None:
-        """As :meth:`write`, of what a reservation changes: each word takes a tenth of all of them."""
-        at, counts = slot.at, self.counts
-        if self._words[at] == slot.key:
-            counts[at + _REQUESTS] = slot.requests
-            counts[at + _TOKENS] = slot.tokens
-            counts[at + _RUNNING] = slot.running
-            counts[at + _OPEN] = slot.open
-            counts[at + _ASKED] = slot.asked
-            counts[at + _ASKED_AT] = slot.asked_at
-
-    def write_settled(self, slot: Slot) -> None:
-        """As :meth:`write`, of what the end of a request changes."""
-        at, counts = slot.at, self.counts
-        if self._words[at] == slot.key:
-            counts[at + _REQUESTS_BACK] = slot.requests_back
-            counts[at + _TOKENS] = slot.tokens
-            counts[at + _TOKENS_BACK] = slot.tokens_back
-            counts[at + _RUNNING] = slot.running
-            counts[at + _SPENT] = slot.spent
-            counts[at + _OPEN] = slot.open
-            counts[at + _REQUESTS_FULL_AT] = slot.requests_full_at
-            counts[at + _TOKENS_FULL_AT] = slot.tokens_full_at
 
     def write_levels(self, slot: Slot) -> None:
         """Show when the slot's buckets are full."""

@@ -26,6 +26,8 @@ _MAX_NAME: Final = 256
 _PLAIN_STEPS: Final = 4096
 _QUOTE_STEPS: Final = 8
 
+_BLANK: Final = 0x20
+_NO_ASCII: Final = 0x80
 _QUOTE: Final = 0x22
 _COMMA: Final = 0x2C
 _COLON: Final = 0x3A
@@ -97,16 +99,24 @@ def lacks_members(raw: bytes, names: frozenset[bytes]) -> bool:
         at += 1
         steps -= 1
         if byte == _QUOTE:
-            begin = at
-            at = raw.find(_QUOTE, at) + 1
+            begin, near = at, min(at + _NEAR, end)
+            while at < near and raw[at] != _QUOTE and raw[at] != _BACKSLASH:
+                at += 1
+            at = at + 1 if raw[at] == _QUOTE else raw.find(_QUOTE, at) + 1
             while raw[at - 2] == _BACKSLASH and _backslashes(raw, begin, at - 1) % 2 and steps > 0:
                 at = raw.find(_QUOTE, at) + 1
                 steps -= _QUOTE_STEPS
             steps -= _QUOTE_STEPS
-            if depth > 1 and at - begin <= _MAX_NAME and _is_name(raw, at, end):
-                name = raw[begin : at - 1]
-                if name in names or b"\\" in name or not name.isascii():
-                    return False
+            if (
+                depth > 1
+                and _is_name(raw, at, end)
+                and (
+                    at - begin > _MAX_NAME
+                    or not _is_plain(raw, begin, at - 1)
+                    or raw[begin : at - 1] in names
+                )
+            ):
+                return False
         elif byte | _KIND == _OPEN:
             depth += 1
             if depth > PLAIN_DEPTH:
@@ -120,9 +130,18 @@ def lacks_members(raw: bytes, names: frozenset[bytes]) -> bool:
 
 def _is_name(raw: bytes, at: int, end: int) -> bool:
     """Whether a colon follows the string that ends ``at``."""
-    while at < end and raw[at] in _SPACE:
+    while at < end and raw[at] <= _BLANK:
         at += 1
     return at < end and raw[at] == _COLON
+
+
+def _is_plain(raw: bytes, begin: int, end: int) -> bool:
+    """Whether a name is ASCII without escapes."""
+    while begin < end:
+        if raw[begin] == _BACKSLASH or raw[begin] >= _NO_ASCII:
+            return False
+        begin += 1
+    return True
 
 
 class StructureScan:
