@@ -41,7 +41,8 @@ def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
         found.append(Listener(f"{name}.port", grpc.host, grpc.port))
     starts_ray = ray and _starts_ray(deployment)
     if starts_ray or (deployment.needs_controller and not (ray and deployment.deploys)):
-        for address in cluster.controllers:
+        # Those of controllers that elect their leader may be on other machines.
+        for address in cluster.controllers if cluster.election is None else ():
             host, _, port = address.rpartition(":")
             found.append(Listener("cluster.controller", host.strip("[]"), int(port)))
         if starts_ray:
