@@ -41,7 +41,7 @@ RUN pip install --no-cache-dir --no-deps -r requirements/gpu.txt
 
 FROM scratch AS sources
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY policy policy
 COPY store store
 COPY gateway gateway
@@ -49,18 +49,18 @@ COPY serve serve
 COPY sim sim
 COPY tidegate tidegate
 
-# What is compiled is the installed package, not the sources in /src.
+# The build backend compiles; outside of /src the installed package says whether it did.
 FROM cpu-packages AS cpu-build
 COPY --from=sources /src ./
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 WORKDIR /
-RUN python -m store.mypyc_cache
+RUN python -m store.machine_code
 
 FROM gpu-packages AS gpu-build
 COPY --from=sources /src ./
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 WORKDIR /
-RUN python -m store.mypyc_cache
+RUN python -m store.machine_code
 
 FROM base AS runtime
 WORKDIR /var/lib/tidegate

@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from gateway.process_memory import keep_freed_memory
-from store import mypyc_cache
+from store import machine_code
 from store.os_process import allow_connections
 from store.state_dir import StateDir
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--admin-fd", type=int, required=True, help="the listening admin socket")
     parser.add_argument("--worker", type=int, default=0, help="this worker's number; 0 saves the fleet")
     given = parser.parse_args()
-    fast = mypyc_cache.use()
+    uncompiled = machine_code.use()
     # Only now: what it imports is either compiled or not.
     from gateway.telemetry.metrics import DIRECTORY_VARIABLE  # noqa: PLC0415
     from gateway.worker import work  # noqa: PLC0415
@@ -53,7 +53,7 @@ def main() -> None:
     if directory := os.environ.get(DIRECTORY_VARIABLE):
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work(StateDir(given.state), given.fd, given.admin_fd, given.worker, compiled=fast))
+        runner.run(work(StateDir(given.state), given.fd, given.admin_fd, given.worker, uncompiled=uncompiled))
 
 
 if __name__ == "__main__":

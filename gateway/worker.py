@@ -95,9 +95,9 @@ class AdminServer(UvicornServer):
 
 
 async def work(  # noqa: PLR0915 - the composition root of a process
-    state: StateDir, client_fd: int, admin_fd: int, worker: int, *, compiled: bool
+    state: StateDir, client_fd: int, admin_fd: int, worker: int, *, uncompiled: str
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
+    """Serve until SIGTERM or SIGINT, then drain; ``uncompiled`` is why the sources run, if they do."""
     loop = asyncio.get_running_loop()
     if not isinstance(loop, uvloop.Loop):
         raise RuntimeError("the gateway runs on uvloop only")
@@ -197,7 +197,9 @@ async def work(  # noqa: PLR0915 - the composition root of a process
     admin_task = asyncio.create_task(admin.serve(sockets=[socket.socket(fileno=admin_fd)]))
     await client.start(socket.socket(fileno=client_fd), certificates.of("gateway.tls"))
     grpc_servers = await _grpc_servers(gateway, current(), log)
-    log.info("worker_started", pid=os.getpid(), compiled=compiled)
+    log.info("worker_started", pid=os.getpid(), compiled=not uncompiled)
+    if uncompiled:
+        log.warning("not_compiled", reason=uncompiled)
     await stopping.wait()
     # Load balancers see by /readyz that it drains, and send no more, before it accepts no more.
     await asyncio.sleep(current().gateway.drain_delay_s)

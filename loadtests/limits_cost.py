@@ -1,7 +1,7 @@
 """What limits cost a request: to admit and settle one, with all four limits of key and tenant, or with none.
 
 ``python loadtests/limits_cost.py [ROOT]`` measures the compiled modules of the checkout ROOT
-(``python -m store.mypyc_cache`` there), by default this one. Processor time, medians.
+(``scripts/install`` there), by default this one. Processor time, medians.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def measure(path: Path) -> None:
     from gateway.intake.principal import Principal, TenantAccount  # noqa: PLC0415 - of that checkout
     from gateway.intake.rate_limiter import RateLimiter  # noqa: PLC0415
     from gateway.intake.shared_limits import SharedLimits  # noqa: PLC0415
-    from loadtests.bench.telemetry_cost import nanoseconds  # noqa: PLC0415
+    from loadtests.telemetry_cost import nanoseconds  # noqa: PLC0415
     from policy.config.tenancy import Access  # noqa: PLC0415
 
     limited = Access(
@@ -44,10 +44,10 @@ def main() -> int:
     """Measure; returns 1 if the checkout is not compiled."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
     sys.path.insert(0, str(root))
-    from store import mypyc_cache  # noqa: PLC0415
+    from store import machine_code  # noqa: PLC0415
 
-    if not mypyc_cache.use():
-        print(f"{root} is not compiled: python -m store.mypyc_cache there", file=sys.stderr)  # noqa: T201
+    if problem := machine_code.use():
+        print(f"{root} is not compiled: {problem}", file=sys.stderr)  # noqa: T201
         return 1
     with tempfile.TemporaryDirectory() as directory:
         measure(Path(directory) / "limits.rows")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMPILE = "-m store.mypyc_cache"
+STATE = "-m store.machine_code"
 RECORDER = """#!/bin/sh
 echo "$*" >> {log}
-case "$*" in *--dry-run*) exit {dry_run} ;; esac
+case "$*" in *--dry-run*) exit {dry_run} ;; *machine_code) echo state; exit {compiled} ;; esac
 """
 
 
@@ -28,11 +28,11 @@ class Checkout:
         shutil.copytree(ROOT / "requirements", root / "requirements")
         shutil.copy(ROOT / "pyproject.toml", root)
         (root / ".venv" / "bin").mkdir(parents=True)
-        self.interpreter(dry_run=0)
+        self.interpreter()
 
-    def interpreter(self, dry_run: int) -> None:
+    def interpreter(self, dry_run: int = 0, compiled: int = 0) -> None:
         path = self.root / ".venv" / "bin" / "python"
-        path.write_text(RECORDER.format(log=self.log, dry_run=dry_run))
+        path.write_text(RECORDER.format(log=self.log, dry_run=dry_run, compiled=compiled))
         path.chmod(0o755)
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -45,8 +45,8 @@ class Checkout:
 
     @property
     def calls(self) -> list[str]:
-        """What was asked of the interpreter; compiling, which each run asks for, aside."""
-        return [call for call in self.log.read_text().splitlines() if call != COMPILE]
+        """What was asked of the interpreter; whether it is compiled, which each run asks, aside."""
+        return [call for call in self.log.read_text().splitlines() if call != STATE]
 
 
 @pytest.fixture
@@ -64,9 +64,20 @@ def test_the_second_run_installs_nothing(checkout: Checkout) -> None:
 
 
 def test_every_run_compiles_what_has_changed(checkout: Checkout) -> None:
-    for _ in range(2):
-        checkout.run()
-        assert checkout.log.read_text().splitlines()[-1] == COMPILE
+    checkout.run()
+    checkout.interpreter(compiled=2)
+    done = checkout.run()
+    (call,) = checkout.calls
+    assert call.endswith("--no-build-isolation -e .")
+    assert "compiling the request path again" in done.stdout
+
+
+def test_where_nothing_can_be_compiled_it_says_so_and_goes_on(checkout: Checkout) -> None:
+    checkout.run()
+    checkout.interpreter(compiled=1)
+    done = checkout.run()
+    assert (done.returncode, checkout.calls) == (0, [])
+    assert "install: state" in done.stdout
 
 
 def test_a_changed_lock_file_installs_again(checkout: Checkout) -> None:

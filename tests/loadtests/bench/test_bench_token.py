@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loadtests.bench.parts.token import Cell, costs
+from loadtests.bench.parts.token_servers import ENGINE, FRONT, GATEWAY, OTHER, group
 from loadtests.bench.token import main
-from loadtests.bench.token_servers import ENGINE, FRONT, GATEWAY, OTHER, group
 
 
 @pytest.mark.parametrize(

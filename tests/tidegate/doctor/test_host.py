@@ -104,4 +104,4 @@ def test_descriptors(hard: int, level: Level, text: str) -> None:
 
 
 def test_sources_cost_cpu_time() -> None:
-    assert [host.compiled(built=built).level for built in (True, False)] == [Level.OK, Level.WARNING]
+    assert [host.compiled(problem).level for problem in ("", "none")] == [Level.OK, Level.WARNING]

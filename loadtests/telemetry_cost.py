@@ -1,7 +1,7 @@
 """What telemetry and the record of usage cost where they are paid: to count a request, to relay an event.
 
-``python loadtests/bench/telemetry_cost.py [ROOT]`` measures the compiled modules of the checkout ROOT
-(``python -m store.mypyc_cache`` there), by default this one; compare two checkouts. Processor time, medians.
+``python loadtests/telemetry_cost.py [ROOT]`` measures the compiled modules of the checkout ROOT
+(``scripts/install`` there), by default this one; compare two checkouts. Processor time, medians.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ async def measure() -> None:
 
 def main() -> int:
     """Measure; returns 1 if the checkout is not compiled."""
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2]).resolve()
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
     sys.path.insert(0, str(root))
-    from store import mypyc_cache  # noqa: PLC0415
+    from store import machine_code  # noqa: PLC0415
 
-    if not mypyc_cache.use():
-        print(f"{root} is not compiled: python -m store.mypyc_cache there", file=sys.stderr)  # noqa: T201
+    if problem := machine_code.use():
+        print(f"{root} is not compiled: {problem}", file=sys.stderr)  # noqa: T201
         return 1
     asyncio.run(measure())
     return 0
