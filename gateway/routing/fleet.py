@@ -17,16 +17,8 @@ from gateway.telemetry.scrape import ScrapedReplica
 from policy.config.deployment import Deployment, Eject, Retry
 from policy.routing.concurrency_limit import ServerQueue
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
-from policy.types import (
-    EMPTY_FLEET,
-    EngineKind,
-    Fleet,
-    Load,
-    Replica,
-    ReplicaPhase,
-    ReplicaProtocol,
-    Runner,
-)
+from policy import types
+from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaPhase, Runner
 
 # A controller that has just started may not know every replica yet.
 SETTLE_S = 2.0
@@ -157,7 +149,7 @@ class FleetView:
     def read_document(self, deployment: Deployment) -> None:
         """Apply the models of the deployment; those that are no longer in it are dropped."""
         self._connect_timeout_s = deployment.gateway.connect_timeout_s
-        self._multiplexed = deployment.gateway.replica_protocol is ReplicaProtocol.FRAMES
+        self._multiplexed = deployment.gateway.replica_protocol is types.ReplicaProtocol.FRAMES
         self._eject, self._retry = deployment.gateway.eject, deployment.gateway.retry
         self._documented = frozenset(spec.name for spec in deployment.models)
         for spec in deployment.models:
