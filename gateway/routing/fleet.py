@@ -14,10 +14,10 @@ from gateway.routing.server_access import ServerAccess
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.scrape import ScrapedReplica
+from policy import types
 from policy.config.deployment import Deployment, Eject, Retry
 from policy.routing.concurrency_limit import ServerQueue
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
-from policy import types
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaPhase, Runner
 
 # A controller that has just started may not know every replica yet.
