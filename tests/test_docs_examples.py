@@ -37,7 +37,7 @@ OF_A_SCENARIO = {field.encode_name for field in msgspec.structs.fields(Scenario)
 FOREIGN = {"scrape_configs"}
 LANGUAGES = {"sh", "console", "text", "yaml", "json", "toml", "python"}
 # Programs of others, which the tests do not have or would have to start.
-PROGRAMS = {"cat", "claude", "docker", "nft", "export", "kubectl", "pip", "ray", "vllm"}
+PROGRAMS = {"cat", "claude", "docker", "helm", "nft", "export", "kubectl", "pip", "ray", "vllm"}
 _INLINE = re.compile(r"`(?:\.venv/bin/)?tidegate ([a-z][^`]*)`")
 _PROGRAM = re.compile(r"`(?:\.venv/bin/)?((?:python -m|pytest|locust|curl) [^`]*)`")
 _ASSIGNMENT = re.compile(r"^\w+=(\$\(.*?\)|\S*) *")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,3 +86,44 @@ def test_a_gateway_of_another_host_serves_follows_and_serves_on(site: Site, seco
         assert second.complete("sim").status_code == 200
         command.communicate(timeout=60)
         assert command.returncode == 0
+
+
+REPLICAS, GROUPS, REQUESTS, CLIENTS = 4, 24, 240, 8
+# Characters of a prompt, and of its beginning that a group of requests shares.
+PROMPT, SHARED = 3000, 2400
+
+
+def hit_rate(sites: Sequence[Site], seed: int) -> float:
+    """The part of the prompt tokens that replicas find cached, of requests that take turns at ``sites``."""
+    chance = random.Random(seed)  # noqa: S311 - the same each time
+
+    def text(size: int) -> str:
+        return "".join(chance.choices("abcdefgh ", k=size))
+
+    shared = [text(SHARED) for _ in range(GROUPS)]
+    prompts = [chance.choice(shared) + text(PROMPT - SHARED) for _ in range(REQUESTS)]
+    turns = zip(itertools.cycle(sites), prompts, strict=False)
+
+    def ask(turn: tuple[Site, str]) -> tuple[int, int]:
+        url = f"http://127.0.0.1:{turn[0].port}/v1/completions"
+        body = {"model": "sim", "prompt": turn[1], "max_tokens": 2}
+        usage = httpx.post(url, json=body, timeout=120, trust_env=False).raise_for_status().json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        cached, prompt = zip(*threads.map(ask, turns), strict=True)
+    return sum(cached) / sum(prompt)
+
+
+def test_prefix_hits_of_two_gateway_hosts_are_those_of_one(site: Site, second: Site) -> None:
+    document = site.shipped("sim.yaml")
+    document["models"][0]["modes"]["multi-replica"]["replicas"] = REPLICAS
+    site.up(document)
+    with start(site, second, site.state / "secret") as command:
+        until(lambda: is_ready(second), "the second gateway is ready")
+        one, two = hit_rate([site], 1), hit_rate([site, second], 2)
+        most = SHARED / PROMPT * (1 - GROUPS / REQUESTS)
+        assert one > 0.8 * most
+        assert two > one - 0.03, (one, two)
+        command.send_signal(signal.SIGTERM)
+        command.communicate(timeout=60)
