@@ -151,6 +151,16 @@ def test_own_arguments_take_precedence_and_nested_ones_become_objects() -> None:
     assert args.enable_log_requests is False
 
 
+@pytest.mark.parametrize(
+    ("given", "backend"), [({}, "xgrammar"), ({"backend": "guidance"}, "guidance"), (None, "xgrammar")]
+)
+def test_no_request_chooses_how_an_engine_compiles_grammars(
+    given: dict[str, str] | None, backend: str
+) -> None:
+    args = parsed({} if given is None else {"structured_outputs_config": given})
+    assert args.structured_outputs_config.backend == backend
+
+
 def test_adapter_slots_become_max_loras() -> None:
     args = parsed({"lora_modules": ["sql=/adapters/sql"]}, adapter_slots=4, max_rank=12)
     # Adapters of the arguments are always loaded, in addition to the slots.
