@@ -29,12 +29,13 @@ from serve.engine.vllm_kv_events import event_arguments
 # Among others vLLM's defaults for the size of a batch depend on it.
 USAGE = UsageContext.OPENAI_API_SERVER
 
-# vLLM would fetch the media of a request from any URL, also from addresses that only this machine reaches.
-DEFAULTS: dict[str, Any] = {"allowed_media_domains": ["engine-args-allowed-media-domains-is-not-set.invalid"]}
-
-# By default an engine compiles all grammars with the library that suits the first request with one. Where
-# that was `guidance`, which takes schemas that `xgrammar` does not, every later call of a tool failed.
-GRAMMARS = {"backend": "xgrammar"}
+DEFAULTS: dict[str, Any] = {
+    # vLLM would fetch the media of a request from any URL, also from addresses that only this machine reaches.
+    "allowed_media_domains": ["engine-args-allowed-media-domains-is-not-set.invalid"],
+    # An engine would compile all grammars with the library that suits the first request with one. Where that
+    # was `guidance`, which takes schemas that `xgrammar` does not, every later call of a tool failed.
+    "structured_outputs_config": {"backend": "xgrammar"},
+}
 
 # Of an engine's fraction of a GPU; the rest is for what vLLM does not count, such as its CUDA context.
 MEMORY_OF_SHARE = 0.9
@@ -83,9 +84,9 @@ def arguments(spec: EngineSpec) -> Any:
     parser.error = refuse
     shared = {"gpu_memory_utilization": MEMORY_OF_SHARE * spec.share} if spec.share < 1 else {}
     given = {**DEFAULTS, **event_arguments(spec), **shared, **spec.engine_args, **own_arguments(spec)}
-    outputs = given.setdefault("structured_outputs_config", {})
-    if isinstance(outputs, dict):
-        given["structured_outputs_config"] = GRAMMARS | outputs
+    for name, default in DEFAULTS.items():
+        if isinstance(default, dict) and isinstance(given[name], dict):
+            given[name] = default | given[name]
     args = parser.parse_args([word for item in given.items() for word in _flag(*item)])
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
