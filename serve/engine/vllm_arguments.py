@@ -30,7 +30,7 @@ from serve.engine.vllm_kv_events import event_arguments
 USAGE = UsageContext.OPENAI_API_SERVER
 
 DEFAULTS: dict[str, Any] = {
-    # vLLM would fetch the media of a request from any URL, also from addresses that only this machine reaches.
+    # vLLM would fetch the media of a request from any URL, also from addresses that only it reaches.
     "allowed_media_domains": ["engine-args-allowed-media-domains-is-not-set.invalid"],
     # An engine would compile all grammars with the library that suits the first request with one. Where that
     # was `guidance`, which takes schemas that `xgrammar` does not, every later call of a tool failed.
