@@ -145,7 +145,8 @@ async def test_64_of_256_streams_that_read_slowly_do_not_delay_the_others(
 
     async with harness.expect(model) as after:
         alone, with_slow, memory = list[float](), list[float](), list[int]()
-        await p99(8)
+        # What the others take is there already.
+        await p99(streams - slow)
         before = process.memory_info().rss
         for _ in range(rounds):
             alone.append(await p99(streams - slow))
@@ -156,7 +157,9 @@ async def test_64_of_256_streams_that_read_slowly_do_not_delay_the_others(
         assert outcomes["cancelled"] >= rounds * slow / 2
     # The best of the rounds: other load of the machine may slow one.
     assert min(with_slow) <= 1.2 * min(alone)
-    assert max(memory) - before < slow * 4 * frames.WINDOW_BYTES
+    # A window, what the client's socket takes, and the pieces of both; and it does not grow.
+    assert max(memory) - before < 64 * 2**20
+    assert max(memory) - min(memory) < 8 * 2**20
 
 
 @pytest.mark.long
