@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 
 import httpx
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from policy.deployment_file.parse import parse
 from policy.errors import NotLeader
 from policy.wire.controller import LEADER, Controllers, LeaderStatus, problem_of
 from policy.wire.headers import SECRET_HEADER
-from serve.actuator.by_engine import ActuatorByEngine
 from serve.actuator.fenced import Fence, FencedActuator, passed
 from serve.actuator.interface import Actuator
-from serve.actuator.kubernetes import KubernetesActuator
-from serve.controller.controller import Controller
 from serve.controller.leadership import Leadership
 from serve.controller.routes import Guarded, build_app
-from serve.controller.serving import listen_soon, open_adapters, serve_app
+from serve.controller.serving import listen_soon, parts_of, serve_app
 from serve.http import json_answer
 from store.election.leader_state import LeaderState
 
@@ -109,19 +102,12 @@ class Elected:
         async with passed(self.fence, term):
             # Only now: what an order of the leader before has changed is in the state.
             own = self.actuator_of(state)
-        workloads = KubernetesActuator(
-            state, parse(state.load(state.deployment_path, dict[str, object])).models
+        parts = parts_of(
+            own, state, term, lambda inner: FencedActuator(inner, term, self.leadership.leads, self.fence)
         )
-        inner = ActuatorByEngine(own, workloads)
-        actuator = FencedActuator(inner, term, self.leadership.leads, self.fence)
-        controller = Controller(
-            actuator, state, os.getpid(), partial(open_adapters, state),
-            wall=time.time, monotonic=time.monotonic, term=term,
-        )  # fmt: skip
-        app.whole = build_app(controller, self.secret)
+        app.whole = build_app(parts.controller, self.secret)
         log.info("leads in term %d", term)
-        works = (controller.run(), controller.audit.run(), workloads.report(controller.beat))
-        tasks = [asyncio.create_task(work) for work in works]
+        tasks = parts.start()
         try:
             await _first(stopping.wait(), *tasks, *others)
         finally:
@@ -131,8 +117,8 @@ class Elected:
             await asyncio.wait(tasks)
         if await self._stands_alone():
             # As the end of a controller that is no candidate: nobody would answer for the replicas.
-            await actuator.stop()
-        await actuator.close()
+            await parts.actuator.stop()
+        await parts.actuator.close()
 
     async def _stands_alone(self) -> bool:
         """Whether no other controller answers; one address of several controllers says nothing of that."""

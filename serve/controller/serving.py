@@ -7,8 +7,9 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,20 +27,42 @@ if TYPE_CHECKING:
     from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
 
 
+class Parts(NamedTuple):
+    """A controller, its actuator for all models, and the part of that for workloads of Kubernetes."""
+
+    controller: Controller
+    actuator: Actuator
+    workloads: KubernetesActuator
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """What runs as long as the controller does."""
+        controller = self.controller
+        works = (controller.run(), controller.audit.run(), self.workloads.report(controller.beat))
+        return [asyncio.create_task(work) for work in works]
+
+
+def parts_of(
+    own: Actuator,
+    state: StateDir,
+    term: int = 0,
+    fenced: Callable[[Actuator], Actuator] = lambda actuator: actuator,
+) -> Parts:
+    """A controller that leads in ``term``, over ``own`` for the replicas that Tidegate starts."""
+    workloads = KubernetesActuator(state, parse(state.load(state.deployment_path, dict[str, object])).models)
+    actuator = fenced(ActuatorByEngine(own, workloads))
+    controller = Controller(
+        actuator, state, os.getpid(), partial(open_adapters, state),
+        wall=time.time, monotonic=time.monotonic, term=term,
+    )  # fmt: skip
+    return Parts(controller, actuator, workloads)
+
+
 async def serve_controller(actuator: Actuator, state: StateDir, address: str) -> None:
     """Serve at ``address`` (``HOST:PORT``) until cancelled or until either part fails."""
-    workloads = KubernetesActuator(state, parse(state.load(state.deployment_path, dict[str, object])).models)
-    controller = Controller(
-        ActuatorByEngine(actuator, workloads), state, os.getpid(), partial(open_adapters, state),
-        wall=time.time, monotonic=time.monotonic,
-    )  # fmt: skip
+    parts = parts_of(actuator, state)
     sock = await listen_soon(address)
-    tasks = {
-        asyncio.create_task(serve_app(build_app(controller, state.secret()), sock)),
-        asyncio.create_task(controller.run()),
-        asyncio.create_task(controller.audit.run()),
-        asyncio.create_task(workloads.report(controller.beat)),
-    }
+    app = build_app(parts.controller, state.secret())
+    tasks = {asyncio.create_task(serve_app(app, sock)), *parts.start()}
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -48,7 +71,7 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await workloads.close()
+        await parts.workloads.close()
         sock.close()
 
 
