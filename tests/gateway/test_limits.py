@@ -133,11 +133,13 @@ async def test_requests_at_a_time_are_over_before_their_last_byte(two: Stack) ->
 
 
 async def test_a_spent_budget_is_refused_without_a_retry(two: Stack) -> None:
-    statuses = [(await ask(two, "budget")).status_code for _ in range(8)]
-    assert statuses[0] == 200
-    refused = await ask(two, "budget")
-    assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
-    assert "max_budget is 1e-05, and it is spent" in refused.json()["error"]["message"]
+    answers = [await ask(two, "budget") for _ in range(6)]
+    assert answers[0].status_code == 200
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(refused) >= 4  # each of the workers may have let one through
+    for answer in refused:
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (429, "false")
+        assert "max_budget is 1e-05, and it is spent" in answer.json()["error"]["message"]
 
 
 async def test_a_dry_run_is_counted_only_and_no_limits_have_no_headers(two: Stack) -> None:
