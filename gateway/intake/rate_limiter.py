@@ -197,7 +197,9 @@ class RateLimiter:
             nano, end = known
             if wall < end:
                 return spent + nano, end - wall
-        # Without the ledger, or after the end of the period that it knows: what was spent here since.
+        if end < 0.0:  # The ledger was never read: all that this host spent counts, in each of its workers.
+            return spent, inf
+        # After the end of the period that the ledger knows: what was spent here since.
         key = state.subject.key
         before = self._spent_before.get(key)
         if before is None or before[0] != end:

@@ -133,11 +133,9 @@ async def test_requests_at_a_time_are_over_before_their_last_byte(two: Stack) ->
 
 
 async def test_a_spent_budget_is_refused_without_a_retry(two: Stack) -> None:
-    answers = [await ask(two, "budget") for _ in range(6)]
-    assert answers[0].status_code == 200
-    refused = [answer for answer in answers if answer.status_code != 200]
-    assert len(refused) >= 4  # each of the workers may have let one through
-    for answer in refused:
+    answers = [await ask(two, "budget") for _ in range(8)]
+    assert [answer.status_code for answer in answers[:5]] == [200] * 5  # the sixth is over it, at any worker
+    for answer in answers[5:]:
         assert (answer.status_code, answer.headers["x-should-retry"]) == (429, "false")
         assert "max_budget is 1e-05, and it is spent" in answer.json()["error"]["message"]
 
