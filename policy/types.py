@@ -45,6 +45,14 @@ class ReplicaPhase(StrEnum):
     STOPPED = "stopped"
 
 
+class StartPath(StrEnum):
+    """How a replica starts: first load of the weights on a node, a later load, or a wake-up."""
+
+    COLD = "cold"
+    CACHED = "cached"
+    SLEEPING = "sleeping"
+
+
 class Priority(StrEnum):
     """Priorities of requests, the highest first; set by the tenant, never by the request.
 
@@ -74,14 +82,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     kv_used: float = 0.0
     tokens: int = 0
     pending_tokens: int = 0
-
-
-class StartPath(StrEnum):
-    """How a replica starts: first load of the weights on a node, a later load, or a wake-up."""
-
-    COLD = "cold"
-    CACHED = "cached"
-    SLEEPING = "sleeping"
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):

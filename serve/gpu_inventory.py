@@ -22,6 +22,14 @@ _LEVELS = {
 }
 
 
+class GpuLink(msgspec.Struct, frozen=True, kw_only=True):
+    """How the GPUs with the indices ``first`` and ``second`` are connected: ``NVLink``, or through what."""
+
+    first: int
+    second: int
+    through: str
+
+
 class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU now; ``None`` is what it does not report.
 
@@ -45,14 +53,6 @@ class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     persistent: bool | None = None
-
-
-class GpuLink(msgspec.Struct, frozen=True, kw_only=True):
-    """How the GPUs with the indices ``first`` and ``second`` are connected: ``NVLink``, or through what."""
-
-    first: int
-    second: int
-    through: str
 
 
 class GpuInventory(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,10 +19,10 @@ from policy.errors import TidegateError
 from serve.ray_cluster import join
 from store.state_dir import StateDir
 
+SECONDS = 1.0
+_TIMEOUT_S = 20.0
 _PINGS = 20
 _CHUNK = bytes(1 << 20)
-_TIMEOUT_S = 20.0
-SECONDS = 1.0
 
 
 class NodePair(msgspec.Struct, frozen=True, kw_only=True):

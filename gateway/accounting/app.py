@@ -27,6 +27,7 @@ from policy.wire.accounting import (
     KEYS,
     READY,
     TENANTS,
+    USAGE,
     Actor,
     AuditQuery,
     CreateAdminKey,
@@ -36,7 +37,6 @@ from policy.wire.accounting import (
     actor_in,
 )
 from policy.wire.controller import answer_of, problem_of
-from policy.wire.usage import USAGE
 from store.os_process import local_user
 from store.tenancy import audit
 

@@ -12,8 +12,9 @@ import msgspec
 
 from gateway.http.internal_client import NO_CERTIFICATES
 from policy.errors import Unreachable
+from policy.wire.accounting import LEDGER
 from policy.wire.controller import error_of
-from policy.wire.usage import LEDGER, LedgerStatus
+from policy.wire.usage import LedgerStatus
 from store.state_dir import StateDir
 
 T = TypeVar("T")

@@ -12,16 +12,7 @@ from policy.config.convert import require
 from policy.config.tenancy import Access, Tenant
 from policy.config.tenancy_checks import check_access, check_name
 from policy.errors import AccessRefused, AccessUnknown
-from policy.wire.accounting import (
-    MAX_ADMIN_KEYS,
-    MAX_KEYS,
-    Actor,
-    AdminKeyView,
-    CreateAdminKey,
-    Created,
-    CreateKey,
-    KeyView,
-)
+from policy.wire.accounting import Actor, AdminKeyView, CreateAdminKey, Created, CreateKey, KeyView
 from store.api_keys import ADMIN_PREFIX, digest_of, new_key
 from store.tenancy.keys import (
     AdminKeyRecord,
@@ -39,6 +30,9 @@ from store.tenancy.keys import (
 )
 from store.tenancy.tenants import every_tenant, find_tenant
 
+# What a worker keeps in memory, of one database.
+MAX_KEYS = 20_000
+MAX_ADMIN_KEYS = 200
 # The id of a key that the deployment file declares begins so, with the first digits of its digest.
 DECLARED = "declared-"
 _DIGITS = 12

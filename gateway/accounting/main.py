@@ -35,7 +35,7 @@ from gateway.accounting.periodic_tasks import PeriodicTasks
 from gateway.http.uvicorn_server import UvicornServer
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from policy.errors import TidegateError
-from policy.wire.usage import LEDGER
+from policy.wire.accounting import LEDGER
 from store.log_lines import log_to
 from store.os_process import allow_connections
 from store.state_dir import StateDir, listen_at

@@ -21,8 +21,6 @@ from typing import Any, Final, Protocol
 
 from gateway.http.reserve_descriptor import ReserveDescriptor
 
-# The machine is out of some resource: waiting clients are closed, and those being served go on.
-_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Pause when no connection can be accepted even to close it; without it the loop would spin.
 REST_S: Final = 0.05
 # A worker leaves the next connection to another that has at least this many fewer, plus one.
@@ -40,6 +38,8 @@ MOST_HANDSHAKES: Final = 1024
 LAST_HANDSHAKES_S: Final = 1.0
 # Until TLS is ended in order; connections that make no progress are closed by the server's timeouts before.
 TLS_SHUTDOWN_S: Final = 600.0
+# The machine is out of some resource: waiting clients are closed, and those being served go on.
+_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Peers(Protocol):
@@ -75,10 +75,10 @@ class Acceptor:
         self._protocol = protocol
         self._peers = peers
         self._tls = tls
+        self._spare = ReserveDescriptor()
         self._connections = 0
         self._to_take = 0
         self._next_to_take = 1
-        self._spare = ReserveDescriptor()
         self._resting: asyncio.TimerHandle | None = None
         self._opening: dict[asyncio.Task[None], socket.socket] = {}
         sock.setblocking(False)

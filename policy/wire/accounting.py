@@ -23,15 +23,12 @@ KEYS: Final = "/keys"
 TENANTS: Final = "/tenants"
 ADMIN_KEYS: Final = "/admin-keys"
 AUDIT: Final = "/audit"
+USAGE: Final = "/usage"
+LEDGER: Final = "/ledger"
 READY: Final = "/readyz"
 
 ACTOR_HEADER: Final = "x-tidegate-actor"
 ROLE_HEADER: Final = "x-tidegate-role"
-
-# What a worker keeps in memory, of one database.
-MAX_KEYS: Final = 20_000
-MAX_TENANTS: Final = 5_000
-MAX_ADMIN_KEYS: Final = 200
 
 
 class Role(StrEnum):

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
 
 import msgspec
-
-USAGE: Final = "/usage"
-LEDGER: Final = "/ledger"
 
 
 class UsageBy(StrEnum):

@@ -10,9 +10,9 @@ from sqlalchemy import Connection, delete, select, text
 from store.tenancy.ledger import insert_of
 from store.tenancy.tables import hosts, limit_leases
 
+_NOW = text("SELECT extract(epoch FROM clock_timestamp())")
 # Parameters of one statement are limited.
 _AT_ONCE = 500
-_NOW = text("SELECT extract(epoch FROM clock_timestamp())")
 
 
 class Lease(NamedTuple):

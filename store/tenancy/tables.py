@@ -17,17 +17,6 @@ REVISION = "access_revision"
 ROW_NUMBER = BigInteger().with_variant(Integer(), "sqlite")
 
 
-# ``settings`` is a :class:`policy.config.tenancy.Tenant` as JSON.
-tenants = Table(
-    "tenants",
-    metadata,
-    *key_columns(Text, "name"),
-    *required_columns(Text, "settings"),
-    *required_columns(Boolean, "blocked"),
-    *required_columns(Double, "created"),
-)
-
-
 def _columns_of_a_key() -> list[Column[Any]]:
     """``sha256`` is the key's digest in hex; times are Unix seconds."""
     return [
@@ -38,6 +27,15 @@ def _columns_of_a_key() -> list[Column[Any]]:
     ]
 
 
+# ``settings`` is a :class:`policy.config.tenancy.Tenant` as JSON.
+tenants = Table(
+    "tenants",
+    metadata,
+    *key_columns(Text, "name"),
+    *required_columns(Text, "settings"),
+    *required_columns(Boolean, "blocked"),
+    *required_columns(Double, "created"),
+)
 # ``access`` is a :class:`policy.config.tenancy.Access` as JSON.
 api_keys = Table(
     "api_keys",

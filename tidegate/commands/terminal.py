@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
 import click
@@ -50,6 +50,14 @@ def print_list(
         print_json({name: found})
     else:
         console().print(table(found, *columns))
+
+
+def print_facts(title: str, view: object, facts: Mapping[str, object], *, as_json: bool) -> None:
+    """Print one thing: ``view`` as JSON, or the ``facts`` of it that are not ``None``, a line each."""
+    if as_json:
+        print_json(view)
+    else:
+        click.echo("\n".join([title, *(f"  {name}: {it}" for name, it in facts.items() if it is not None)]))
 
 
 def table_of_rows(

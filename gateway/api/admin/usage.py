@@ -8,8 +8,8 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.security import HTTPBearer
 
 from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse
+from policy.wire.accounting import USAGE
 from policy.wire.controller import with_query
-from policy.wire.usage import USAGE
 
 router = APIRouter(dependencies=[Depends(HTTPBearer(scheme_name="token", auto_error=False))])
 

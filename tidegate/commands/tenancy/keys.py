@@ -23,11 +23,15 @@ from store.api_keys import digest_of, new_key
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json
 from tidegate.commands.tenancy.access_options import access_options, date, expires_option, limits_of, when
-from tidegate.commands.terminal import print_json, print_list
+from tidegate.commands.terminal import print_facts, print_json, print_list
 from tidegate.commands.units import duration
 
-_key_id = click.argument("key_id", metavar="ID")
 _ended = click.option("--all", "ended", is_flag=True, help="Also revoked and expired ones.")
+
+
+def _of_one_key(command: Any) -> Any:
+    """The argument and options of a command on one key."""
+    return click.argument("key_id", metavar="ID")(as_json(click.pass_obj(command)))
 
 
 @click.group(help="Create, list, rotate and revoke API keys of tenants.")
@@ -77,7 +81,7 @@ def list_keys(state: StateDir, tenant: str | None, ended: bool, as_json: bool) -
         ("id", lambda key: key.id),
         ("tenant", lambda key: key.tenant),
         ("alias", lambda key: key.alias or None),
-        ("state", lambda key: f"{key.state}, declared" if key.declared else key.state),
+        ("state", _state),
         ("created", lambda key: date(key.created, now)),
         ("expires", lambda key: date(key.expires, now)),
         ("limits", limits_of),
@@ -86,18 +90,14 @@ def list_keys(state: StateDir, tenant: str | None, ended: bool, as_json: bool) -
 
 
 @keys.command(help="Show one key, without the key itself.")
-@_key_id
-@as_json
-@click.pass_obj
+@_of_one_key
 def show(state: StateDir, key_id: str, as_json: bool) -> None:
     _show(AccountingClient(state).ask("GET", item_path(KEYS, key_id), answer=KeyView), as_json)
 
 
 @keys.command(help="Replace a key by a new one with the same limits, and print that once.")
-@_key_id
 @click.option("--grace", metavar="DURATION", help="How long the old key stays valid, such as 1d.")
-@as_json
-@click.pass_obj
+@_of_one_key
 def rotate(state: StateDir, key_id: str, grace: str | None, as_json: bool) -> None:
     body = {"grace_s": duration(grace) if grace else 0.0}
     path = item_path(KEYS, key_id, "rotate")
@@ -105,9 +105,7 @@ def rotate(state: StateDir, key_id: str, grace: str | None, as_json: bool) -> No
 
 
 @keys.command(help="Revoke a key: within a second it is refused on all hosts.")
-@_key_id
-@as_json
-@click.pass_obj
+@_of_one_key
 def revoke(state: StateDir, key_id: str, as_json: bool) -> None:
     _show(AccountingClient(state).ask("DELETE", item_path(KEYS, key_id), answer=KeyView), as_json)
 
@@ -176,18 +174,18 @@ def _show_new(made: Created[KeyView], as_json: bool) -> None:
 
 
 def _show(view: KeyView, as_json: bool) -> None:
-    if as_json:
-        print_json(view)
-        return
     now = time.time()
     facts = {
         "tenant": view.tenant,
         "alias": view.alias or None,
-        "state": f"{view.state}, declared" if view.declared else view.state,
+        "state": _state(view),
         "created": date(view.created, now),
         "expires": date(view.expires, now),
         "revoked": date(view.revoked, now),
         "limits": limits_of(view),
     }
-    lines = [f"{name}: {value}" for name, value in facts.items() if value is not None]
-    click.echo("\n".join([view.id, *(f"  {line}" for line in lines)]))
+    print_facts(view.id, view, facts, as_json=as_json)
+
+
+def _state(key: KeyView) -> str:
+    return f"{key.state}, declared" if key.declared else key.state

@@ -12,7 +12,7 @@ from policy.wire.accounting import TENANTS, TenantView, item_path
 from store.state_dir import StateDir
 from tidegate.commands.options import Decorator, as_json
 from tidegate.commands.tenancy.access_options import access_options, limits_of
-from tidegate.commands.terminal import print_json, print_list
+from tidegate.commands.terminal import print_facts, print_json, print_list
 
 _name = click.argument("name")
 
@@ -121,10 +121,11 @@ def _state(tenant: TenantView) -> str:
 
 
 def _show(tenant: TenantView, as_json: bool) -> None:
-    if as_json:
-        print_json(tenant)
-        return
-    click.echo(
-        f"{tenant.name}\n  state: {_state(tenant)}\n  keys: {tenant.keys}\n  weight: {tenant.weight:g}\n"
-        f"  priority: {tenant.priority}\n  limits: {limits_of(tenant)}"
-    )
+    facts = {
+        "state": _state(tenant),
+        "keys": tenant.keys,
+        "weight": f"{tenant.weight:g}",
+        "priority": tenant.priority,
+        "limits": limits_of(tenant),
+    }
+    print_facts(tenant.name, tenant, facts, as_json=as_json)
