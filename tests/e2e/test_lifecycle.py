@@ -125,16 +125,6 @@ def test_a_killed_ray_serve_controller_interrupts_no_stream(stack: Stack) -> Non
     assert {(r.id, r.pid) for r in stack.fleet().replicas} == before
 
 
-def test_a_replica_requires_the_secret_and_exposes_only_listed_routes(stack: Stack) -> None:
-    (replica,) = stack.replicas(CHAT)
-    for path in ("/v1/models", "/metrics", "/health", "/internal/load", "/nowhere"):
-        assert stack.ask_replica(replica, path, secret=False).status_code == 401
-    for path in ("/health", "/load", "/version", "/v1/load_lora_adapter", "/docs", "/openapi.json", "/ping"):
-        assert stack.ask_replica(replica, path).status_code == 404
-    assert stack.ask_replica(replica, "/v1/models").status_code == 200
-    assert "vllm:num_requests_running" in stack.ask_replica(replica, "/metrics").text
-
-
 def _one_client(stack: Stack) -> Traffic:
     return Traffic(stack, CHAT, clients=1, pause_s=6.0)
 

@@ -159,11 +159,14 @@ def test_status_and_explain_show_the_mode_and_the_replicas(stack: Stack) -> None
     assert "multi-replica" in explained.stdout
 
 
-def test_a_replica_admits_no_request_without_the_secret(stack: Stack) -> None:
+def test_a_replica_requires_the_secret_and_exposes_only_listed_routes(stack: Stack) -> None:
     replica, _ = stack.replicas(CHAT)
-    assert stack.ask_replica(replica, "/v1/models", secret=False).status_code == 401
+    for path in ("/v1/models", "/metrics", "/health", "/internal/load", "/nowhere"):
+        assert stack.ask_replica(replica, path, secret=False).status_code == 401
+    for path in ("/health", "/load", "/version", "/v1/load_lora_adapter", "/docs", "/openapi.json", "/ping"):
+        assert stack.ask_replica(replica, path).status_code == 404
     assert stack.ask_replica(replica, "/v1/models").status_code == 200
-    assert stack.ask_replica(replica, "/v1/load_lora_adapter").status_code == 404
+    assert "vllm:num_requests_running" in stack.ask_replica(replica, "/metrics").text
 
 
 def test_down_leaves_no_process_and_no_port(stack: Stack) -> None:

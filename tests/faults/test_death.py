@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -67,6 +68,7 @@ async def test_23_24_a_killed_engine_or_host_fails_only_started_streams(live: Li
         (new,) = set(back) - (set(fleet) - {victim})
         assert (new == victim) == (what == "engine")  # an engine is restarted in place
         assert back[new]["pid"] != engine
+        await until(lambda: not psutil.pid_exists(engine), "an engine ends with its host")
         await live.serves(MODEL, new)
     if what == "engine":
         raises(live.root, "TidegateCrashLoop", before, await live.scrape(), model=MODEL)

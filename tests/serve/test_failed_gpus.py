@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from policy.errors import Unreachable
 from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
+from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
 from tests.ports import free_ports
-from tests.serve.actuator.test_local_controller import Local, client_of, until
 from tests.serve.sim_documents import document, sim_model
 
 pytestmark = pytest.mark.process
+WITHIN_S = 180.0
 
 # NVML with three GPUs, whose errors are read from a file named after the process of the host.
 NVML = """
@@ -85,6 +93,42 @@ def __getattr__(name):
 """
 
 
+@dataclass
+class Local:
+    """A controller process over a state directory, and its client."""
+
+    state: StateDir
+    client: ControllerClient
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "serve.controller.process", "--state", str(self.state.root)]
+        with (self.state.logs / "controller.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        until(self.answers)
+
+    def answers(self) -> bool:
+        with suppress(Unreachable):
+            return bool(self.client.status().pid)
+        return False
+
+    def ready(self, count: int) -> dict[str, Replica]:
+        def found() -> list[Replica]:
+            replicas = list(self.client.fleet().replicas)
+            ready = [replica for replica in replicas if replica.state is ReplicaPhase.READY]
+            return ready if len(ready) == len(replicas) == count else []
+
+        return {replica.id: replica for replica in until(found)}
+
+
+def until(true: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + WITHIN_S
+    while not (value := true()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return value
+
+
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
     """Two replicas of one GPU each, and a budget for a third."""
@@ -100,13 +144,14 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
         control={"mode": {"drain_timeout_s": 60}},
     )
     state.save(state.deployment_path, document(model, cluster={"controller": address}, budget={"gpus": 3}))
-    with client_of(address, state.secret()) as client:
-        made = Local(state, client)
-        made.start()
-        yield made
-        if made.process.poll() is None:
-            made.process.terminate()
-            made.process.wait(60)
+    client = ControllerClient(address, state.secret())
+    made = Local(state, client)
+    made.start()
+    yield made
+    if made.process.poll() is None:
+        made.process.terminate()
+        made.process.wait(60)
+    client._http.close()
 
 
 def stream(replica: Replica, secret: str, lines: list[str]) -> None:
