@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvloop
 
-from gateway.process_memory import keep_freed_memory
+from gateway.malloc_tuning import keep_freed_memory
 from store import machine_code
 from store.os_process import allow_connections
 from store.state_dir import StateDir

@@ -28,7 +28,7 @@ from gateway.http.uvicorn_server import UvicornServer
 from gateway.intake.access_feed import AccessFeed
 from gateway.intake.shared_limits import SharedLimits
 from gateway.intake.usage_journal import UsageJournal
-from gateway.process_memory import return_freed_memory
+from gateway.malloc_tuning import return_freed_memory
 from gateway.request_pipeline import Gateway
 from gateway.routing.active_health_checks import Probes
 from gateway.routing.external_server_poller import ExternalPoller

@@ -1,4 +1,4 @@
-"""What parts of the gateway cost a request: ``python loadtests/request_cost.py telemetry|limits [ROOT]``.
+"""The cost of parts of the gateway: ``python loadtests/request_cost.py telemetry|limits [ROOT]``.
 
 ``telemetry``: to count a request, and to relay an event with the record of its usage. ``limits``: to admit
 and settle a request with all four limits of key and tenant, and with none.

@@ -74,7 +74,7 @@ def _local(deployment: Deployment) -> Callable[[LeaderState], Actuator]:
 
 def _ray(state: StateDir, deployment: Deployment) -> Callable[[LeaderState], Actuator]:
     dashboard, token = join(deployment, state)
-    from serve.actuator.ray_orders import RayOrders, Term  # noqa: PLC0415  # imports Ray
+    from serve.actuator.ray_term_fence import RayOrders, Term  # noqa: PLC0415  # imports Ray
 
     return lambda leading: RayOrders(
         Term(

@@ -1,4 +1,4 @@
-"""What the deployment file declares: the models and tenants that changes of keys are checked against."""
+"""Models and tenants that the deployment file declares, which changes of keys are checked against."""
 
 from __future__ import annotations
 

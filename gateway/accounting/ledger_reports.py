@@ -1,4 +1,4 @@
-"""What is told of the ledger: sums of usage, and in metrics how far it is behind.
+"""Reports on the ledger: sums of usage, and how far the ledger is behind, as metrics.
 
 The metrics are in the files that the gateway workers of the host are scraped with.
 """

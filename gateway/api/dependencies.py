@@ -1,4 +1,4 @@
-"""What endpoints share: the worker's components, the caller's tenant and rights, and response classes."""
+"""Dependencies of endpoints: the worker's components, the caller's tenant and rights, response classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sent a request that came through a proxy, by the ``X-Forwarded-`` headers of trusted ones.
+"""The sender of a request that came through a proxy, by the ``X-Forwarded-`` headers of trusted ones.
 
 Anyone can send these, so they count only where the other end of the connection is in a trusted network, and
 only back to the first address outside of these networks: what stands before it, that client wrote itself.

@@ -1,4 +1,4 @@
-"""How much of what clients and replicas send is taken in one turn of the event loop, and what begins in it.
+"""Limits of one turn of the event loop: how much of what clients and replicas send is read, what begins.
 
 libuv reads from all connections that have data in one turn, up to 32 times each: hundreds of large uploads
 or answers that come together would stop everything else for a quarter of a second. Here all reads of a turn

@@ -1,4 +1,4 @@
-"""What the kernel knows of a TCP connection (Linux ``tcp_info``)."""
+"""The kernel's statistics of a TCP connection (Linux ``tcp_info``)."""
 
 from __future__ import annotations
 

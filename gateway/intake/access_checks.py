@@ -1,4 +1,4 @@
-"""What a request may use of what its tenant and key allow: features, and the longest answer."""
+"""Checks of a request against its tenant's and key's permissions: features, and the longest answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may use the admin port beside the holder of its token: admin keys of the database, with their roles."""
+"""Admin keys of the database, with their roles: callers of the admin port beside the holder of its token."""
 
 from __future__ import annotations
 

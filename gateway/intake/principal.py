@@ -1,4 +1,4 @@
-"""Who a request is: its tenant's account, its key, and what both may use."""
+"""The caller of a request: its tenant's account, its key, and what both may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tenants and keys have used of their limits, shared by the processes of one host in a mapped file.
+"""Counts of what tenants and keys have used of their limits, in a file that the host's processes map.
 
 A row's counts only grow, and outlive its process: what a killed worker had reserved stays used, and a worker
 that starts knows the levels that others, or its predecessor, saw last. The last row is the accounting

@@ -1,4 +1,4 @@
-"""Where the bytes of an object lie in memory, so that a part can be found again in the whole."""
+"""The address of an object's bytes in memory, by which a part is found again in the whole."""
 
 from __future__ import annotations
 

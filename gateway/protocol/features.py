@@ -1,4 +1,4 @@
-"""What a request uses beyond text, for the permissions of tenants and keys."""
+"""Features that a request uses beyond text, for the permissions of tenants and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine renders of a request's body into its prompt, and where the messages of that end.
+"""The prompt that an engine renders from a request's body, and where its messages end.
 
 vLLM drops Claude Code's attribution header (another value in each request) from system prompts, and no
 template writes ``cache_control``, which clients move from message to message. Both are left out here, so

@@ -1,4 +1,4 @@
-"""What a worker's view of the replicas tells its listeners."""
+"""Events of a worker's view of the replicas, for its listeners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How to send requests to an external server."""
+"""Access to an external server: key, certificate, its name for the model."""
 
 from __future__ import annotations
 

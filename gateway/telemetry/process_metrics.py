@@ -1,4 +1,4 @@
-"""What gateway workers use of the machine, and how late their event loops are."""
+"""Metrics of gateway processes: CPU, memory, descriptors, and the lag of their event loops."""
 
 from __future__ import annotations
 

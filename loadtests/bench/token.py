@@ -1,4 +1,4 @@
-"""What a streamed token costs: Tidegate beside vLLM's own servers, and routers before those, in rounds.
+"""The cost of a streamed token: Tidegate beside vLLM's own servers, and routers before those, in rounds.
 
 ``python -m loadtests.bench.token [--peers-dir DIR] [--rows vllm,replica,gateway] [--streams 16,128]``. A
 model of two layers with dummy weights runs on one core for each engine. All servers are started once; the

@@ -1,4 +1,4 @@
-"""How attempts end, and which requests are tried again, on which replicas and at whose cost."""
+"""The retry rule: how attempts end, which requests are tried again, on which replicas and at whose cost."""
 
 from __future__ import annotations
 

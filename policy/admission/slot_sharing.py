@@ -1,4 +1,4 @@
-"""How the workers of a host share the slots of replicas: which of them leaves the next one to another."""
+"""Sharing of the replicas' slots between the workers of a host: which one leaves the next to another."""
 
 from __future__ import annotations
 

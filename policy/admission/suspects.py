@@ -1,4 +1,4 @@
-"""Which requests were in flight when replicas died: a request that kills its replica is found and refused."""
+"""Requests that were in flight when replicas died: one that kills its replica is found and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What predicts the wait of a request: the service rate of its queue, and the margin for the error."""
+"""Prediction of a request's wait: the service rate of its queue, and the margin for the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether and when sessions return, learned from the intervals between their requests.
+"""The time until sessions return, learned from the intervals between their requests.
 
 The hazard of each interval is the product-limit estimate (Kaplan and Meier 1958): sessions that have not
 returned yet, most of which never will, count as long as they have waited.

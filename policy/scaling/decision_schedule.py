@@ -1,4 +1,4 @@
-"""When each model is decided on: at multiples of its tick, or at once where something urgent happened."""
+"""The times of each model's decisions: multiples of its tick, or at once after something urgent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engines of a shared GPU group serve, and which may start so that they can be woken later.
+"""Orders to the engines of a shared GPU group: which serve, and which start so that they can be woken.
 
 Engines that share a GPU are never awake together: each host locks its GPUs while its engine uses them. When a
 group is first started, the engines that do not serve start first and go to sleep. After a failure those that

@@ -1,4 +1,4 @@
-"""Which mode: the predicted cost of each with the replica count that it needs, and when to switch.
+"""Selection of the mode: the predicted cost of each at the count that it needs, and when to switch.
 
 A mode that meets the SLO costs the GPUs (or cores, or money, if prices are given) of the replicas it needs.
 One that misses it costs the largest footprint of any mode, times one plus the miss: more than any mode that

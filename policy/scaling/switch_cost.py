@@ -1,4 +1,4 @@
-"""What a switch of mode takes from the requests that are served or wait, in seconds of waiting.
+"""The cost of a mode switch to the requests that are served or wait, in seconds of waiting.
 
 The switch is simulated by the steps of its rollout (:class:`policy.scaling.transition_steps.Rollout`):
 replicas start, others drain, and what serves meanwhile has a capacity. On CPUs, engines that start or drain

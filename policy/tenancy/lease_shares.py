@@ -1,4 +1,4 @@
-"""How several hosts share a limit: each has a lease on a share of it, and all shares together are at most 1.
+"""Shares of a limit between hosts: each has a lease on one, and all together are at most 1.
 
 A host only gives what is its own: it makes its share smaller when others ask for more, and takes what is
 free. So no two hosts need to act at one instant.

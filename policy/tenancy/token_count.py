@@ -1,4 +1,4 @@
-"""What a request counts against a limit of tokens: the most it may use at first, then what it used."""
+"""Tokens of a request that count against a limit: the most it may use at first, then what it used."""
 
 from __future__ import annotations
 

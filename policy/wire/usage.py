@@ -1,4 +1,4 @@
-"""What the accounting process tells of the ledger."""
+"""The accounting process's answers on usage and the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of the metrics of a vLLM server."""
+"""The metrics of a vLLM server that are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the prefixes that gateways named are in an engine's KV cache, by the engine's own events.
+"""Index of an engine's KV cache: which prefixes that gateways named it holds, by the engine's own events.
 
 A gateway names a prefix of a prompt by a hash of its bytes, the engine a block of KV by its tokens. Both meet
 here: each request ties its hashes to the blocks of its prompt. A named prefix that was seen once ends about

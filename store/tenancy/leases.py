@@ -1,4 +1,4 @@
-"""Which hosts live, and the shares of limits that each holds, by the clock of the database: PostgreSQL's."""
+"""Live hosts and their shares of limits, by the clock of the database: PostgreSQL's."""
 
 from __future__ import annotations
 

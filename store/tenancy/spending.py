@@ -1,4 +1,4 @@
-"""What tenants and keys have spent of their budgets in the present periods: a row for each budget."""
+"""Spending of tenants and keys in the present periods of their budgets: a row for each budget."""
 
 from __future__ import annotations
 

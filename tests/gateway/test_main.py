@@ -10,7 +10,7 @@ import pytest
 # The page faults of a process that allocates and frees a hundred bodies in turn.
 FAULTS = """
 import resource
-from gateway.process_memory import keep_freed_memory
+from gateway.malloc_tuning import keep_freed_memory
 KEEP
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -26,7 +26,7 @@ print(faults() - before)
 # The memory of a process that has freed a thousand bodies before a block that it uses.
 KEPT = """
 import psutil
-from gateway.process_memory import keep_freed_memory, return_freed_memory
+from gateway.malloc_tuning import keep_freed_memory, return_freed_memory
 keep_freed_memory()
 bodies = [b"x" * size for size in range(100_000, 101_000)]
 used = b"x" * 100_000

@@ -1,4 +1,4 @@
-"""Whether replicas and the gateway are ready, by short blocking calls."""
+"""Readiness of replicas and the gateway, by short blocking calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may use the admin port: callers by a name of its own, from no other web site, with its token or a key.
+"""Access to the admin port: by a host name of its own, from no other web site, with its token or a key.
 
 The token of the state directory has the role admin; admin keys of the database have a role each.
 

@@ -1,4 +1,4 @@
-"""What the page reads and changes: the live state as server-sent events, the history, and overrides.
+"""Endpoints of the page: the live state as server-sent events, the history, and overrides.
 
 The state of models is the controller's; without one there is what this worker knows.
 """

@@ -1,4 +1,4 @@
-"""How large a regular expression is when its repetitions are written out, as grammar compilers do."""
+"""The size of a regular expression with its repetitions written out, as grammar compilers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policies share: rounding to whole replicas, and the encoding of their state."""
+"""Rounding to whole replicas, and the encoding of state, for all policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests take the fast path; vLLM's own app serves all others.
+"""Eligibility for the fast path; vLLM's own app serves all other requests.
 
 The events of such a stream differ in nothing but the text. What adds fields to each of them, makes several
 choices, or reads the text (tools, reasoning) is therefore not listed here, and neither is what this version

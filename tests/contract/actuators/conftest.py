@@ -79,7 +79,7 @@ def patched_reports() -> Iterator[None]:
 
 def orders_of(head: RayHead, dashboard: str, token: str, term: int) -> Actuator:
     """The actuator of an elected controller of ``term``."""
-    from serve.actuator.ray_orders import RayOrders, Term  # noqa: PLC0415 - Ray is loaded by joining
+    from serve.actuator.ray_term_fence import RayOrders, Term  # noqa: PLC0415 - Ray is loaded by joining
 
     state, cluster = head.state, head.deployment.cluster
     return RayOrders(

@@ -1,4 +1,4 @@
-"""What a worker keeps of the memory that was freed, by calls of glibc; elsewhere they do nothing."""
+"""Settings of glibc's allocator: how much freed memory a worker keeps. Elsewhere they do nothing."""
 
 from __future__ import annotations
 
