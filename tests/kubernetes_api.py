@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -17,6 +17,13 @@ PODS = "/api/v1/namespaces/models/pods"
 DEPLOYMENTS = "/apis/apps/v1/namespaces/models/deployments"
 STATEFUL_SETS = "/apis/apps/v1/namespaces/models/statefulsets"
 LEADER_WORKER_SETS = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/models/leaderworkersets"
+SERVICES = "/api/v1/namespaces/models/services"
+COLLECTIONS = (SLICES, SERVICES, PODS, DEPLOYMENTS, STATEFUL_SETS, LEADER_WORKER_SETS)
+# Their pods are numbered: one that is deleted comes back with its name, and the last one ends first.
+NUMBERED = (STATEFUL_SETS, LEADER_WORKER_SETS)
+# The pods of each group of a LeaderWorkerSet; its controller lets `scale` select the leaders.
+GROUP = 2
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 
 
 class KubernetesApi:
@@ -24,7 +31,9 @@ class KubernetesApi:
 
     Endpoints are ``HOST:PORT`` of the service `vllm`, one slice each. Pods of a workload are ready at once,
     unless it is ``slow``, and end ``drain_s`` after they were deleted, the newest first. If it is set,
-    ``endpoint`` is one of the service while any pod is ready.
+    ``endpoint`` is one of the service while any pod is ready. A write that does not follow the version that
+    it names is refused. ``refuses`` gives the status of a request (method, path and query) that is, or 0.
+    ``selects``: `scale` says which pods are replicas.
     """
 
     def __init__(self) -> None:
@@ -34,6 +43,8 @@ class KubernetesApi:
         self.endpoint = ""
         self.drain_s = 0.2
         self.pod_port = 8000
+        self.refuses: Callable[[str], int] = lambda asked: 0
+        self.selects = True
         self._version = 1
         self._objects: dict[str, dict[str, dict[str, Any]]] = {}
         self._history: list[tuple[str, dict[str, Any]]] = []
@@ -64,15 +75,29 @@ class KubernetesApi:
         for writer in self._writers:
             writer.transport.abort()
 
-    def put(self, endpoint: str, *, ready: bool | None = True, port_name: str = "http") -> None:
-        """Add an endpoint, or change whether it is ready."""
+    def put(
+        self, endpoint: str, *, ready: bool | None = True, port_name: str = "http", pod: str = "", **more: Any
+    ) -> None:
+        """Add an endpoint, or change whether it is ready; ``more`` are fields of its slice."""
         host, _, port = endpoint.rpartition(":")
-        conditions = {"ready": ready, "terminating": ready is False}
+        found: dict[str, Any] = {
+            "addresses": [host],
+            "conditions": {"ready": ready, "terminating": ready is False},
+        }
+        if pod:
+            found["targetRef"] = {"kind": "Pod", "name": pod, "uid": f"uid of {pod}"}
         self._change(SLICES, endpoint, {
-            "metadata": {"labels": {"kubernetes.io/service-name": "vllm"}},
-            "endpoints": [{"addresses": [host], "conditions": conditions}],
+            "metadata": {"labels": {"kubernetes.io/service-name": "vllm", **more.pop("labels", {})}},
+            "endpoints": [found],
             "ports": [{"port": 9, "name": "metrics"}, {"port": int(port), "name": port_name}],
-        })  # fmt: skip
+        } | more)  # fmt: skip
+
+    def put_pod(
+        self, name: str, labels: dict[str, str] | None = None, annotations: dict[str, str] | None = None
+    ) -> None:
+        """Add a pod of the service `vllm`, or change its labels and annotations."""
+        metadata = {"uid": f"uid of {name}", "labels": {"app": "vllm"} | (labels or {})}
+        self._change(PODS, name, {"metadata": metadata | {"annotations": annotations or {}}})
 
     def delete(self, endpoint: str) -> None:
         self._remove(SLICES, endpoint)
@@ -90,9 +115,9 @@ class KubernetesApi:
             self._settle(collection, name)
 
     def pods(self, owner: str) -> list[dict[str, Any]]:
-        """The pods of a workload, oldest first."""
-        found = self._objects.get(PODS, {}).values()
-        return [pod for pod in found if pod["metadata"]["labels"]["app"] == owner]
+        """The pods of a workload that are replicas, oldest first."""
+        found = [pod for pod in self._objects.get(PODS, {}).values() if _has(pod, f"app={owner}")]
+        return [pod for pod in found if pod["metadata"]["labels"].get(WORKER_INDEX, "0") == "0"]
 
     def become_ready(self) -> None:
         """Let all pods start."""
@@ -104,18 +129,32 @@ class KubernetesApi:
 
     def _settle(self, collection: str, name: str) -> None:
         """Start or end pods until the workload has its count; pods that end are replaced."""
-        pods = [pod for pod in self.pods(name) if "deletionTimestamp" not in pod["metadata"]]
+        every = self.pods(name)
+        pods = [pod for pod in every if "deletionTimestamp" not in pod["metadata"]]
         wanted = self._objects[collection][name]["spec"]["replicas"]
-        for _ in range(wanted - len(pods)):
-            created = datetime.now(UTC).isoformat()
-            metadata = {"labels": {"app": name}, "creationTimestamp": created, "of": collection}
-            ports = [{"containerPort": self.pod_port, "name": "http"}]
-            spec = {"nodeName": "node-1", "containers": [{"ports": ports}]}
-            status = self._status(ready=not self.slow)
-            number = next(self._numbers)
-            self._change(PODS, f"{name}-{number}", {"metadata": metadata, "spec": spec, "status": status})
-        for pod in pods[wanted:]:
+        if collection in NUMBERED:
+            used = {pod["metadata"]["name"] for pod in every}
+            missing = [each for each in (f"{name}-{i}" for i in range(wanted)) if each not in used]
+            surplus = [pod for pod in pods if int(pod["metadata"]["name"].rpartition("-")[2]) >= wanted]
+        else:
+            missing = [f"{name}-{next(self._numbers)}x" for _ in range(wanted - len(pods))]
+            surplus = pods[wanted:]
+        for pod_name in missing:
+            self._start_pod(collection, name, pod_name)
+        for pod in surplus:
             self._end(pod["metadata"]["name"], self.drain_s)
+
+    def _start_pod(self, collection: str, owner: str, name: str) -> None:
+        created = datetime.now(UTC).isoformat()
+        ports = [{"containerPort": self.pod_port, "name": "http"}]
+        for i in range(GROUP if collection == LEADER_WORKER_SETS else 1):
+            labels = {"app": owner} | ({WORKER_INDEX: str(i)} if collection == LEADER_WORKER_SETS else {})
+            metadata = {"uid": f"{next(self._numbers):08}", "labels": labels, "of": collection}
+            self._change(PODS, f"{name}-{i}" if i else name, {
+                "metadata": metadata | {"creationTimestamp": created},
+                "spec": {"nodeName": "node-1", "containers": [{"ports": ports}]},
+                "status": self._status(ready=not self.slow),
+            })  # fmt: skip
 
     def _status(self, *, ready: bool) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat()
@@ -123,10 +162,16 @@ class KubernetesApi:
         return {"podIP": "127.0.0.1", "conditions": [condition]}
 
     def _end(self, name: str, grace_s: float) -> None:
-        pod = self._objects[PODS][name]
-        metadata = pod["metadata"] | {"deletionTimestamp": datetime.now(UTC).isoformat()}
-        self._change(PODS, name, {**pod, "metadata": metadata})
-        asyncio.get_running_loop().call_later(grace_s, self._remove, PODS, name)
+        """Let a pod end, and the workers of one that leads them."""
+        for each in (name, *(f"{name}-{i}" for i in range(1, GROUP))):
+            if (pod := self._objects[PODS].get(each)) is not None:
+                metadata = pod["metadata"] | {"deletionTimestamp": datetime.now(UTC).isoformat()}
+                self._change(PODS, each, {**pod, "metadata": metadata})
+                asyncio.get_running_loop().call_later(grace_s, self._ended, each, pod["metadata"])
+
+    def _ended(self, name: str, metadata: dict[str, Any]) -> None:
+        self._remove(PODS, name)
+        self._settle(metadata["of"], metadata["labels"]["app"])
 
     def _change(self, collection: str, name: str, content: dict[str, Any]) -> None:
         objects = self._objects.setdefault(collection, {})
@@ -166,11 +211,12 @@ class KubernetesApi:
                 self.paths.append(target)
                 parts = urlsplit(target)
                 query = parse_qs(parts.query)
-                if "watch" not in query:
-                    found = self._called(method, unquote(parts.path), query, body)
-                    status = b"404 Not Found" if found is None else b"200 OK"
+                refused = self.refuses(f"{method} {target}")
+                if "watch" not in query or refused:
+                    found = refused or self._called(method, unquote(parts.path), query, body)
+                    status = found if isinstance(found, int) else 200
                     data = json.dumps(found).encode()
-                    writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
+                    writer.write(b"HTTP/1.1 %d -\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
                     continue
                 writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
                 async for event in self._events(parts.path, query):
@@ -185,23 +231,30 @@ class KubernetesApi:
             writer.close()
 
     def _called(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> Any:
-        """The answer of a request that is no watch; ``None`` for what does not exist."""
+        """The answer of a request that is no watch, or the status of one that is refused."""
         scale = path.endswith("/scale")
         collection, _, name = path.removesuffix("/scale").rpartition("/")
-        if path in (SLICES, PODS, DEPLOYMENTS, STATEFUL_SETS):
+        if path in COLLECTIONS:
             items = [each for each in self._objects.get(path, {}).values() if _matches(each, query)]
             return {"metadata": {"resourceVersion": str(self._version)}, "items": items}
         if name not in self._objects.get(collection, {}):
-            return None
+            return 404
+        metadata = self._objects[collection][name]["metadata"]
         if method == "DELETE":
-            owner = self._objects[collection][name]["metadata"]
+            if body.get("preconditions", {}).get("uid", metadata["uid"]) != metadata["uid"]:
+                return 409
             self._end(name, 0.0 if body.get("gracePeriodSeconds") == 0 else self.drain_s)
-            self._settle(owner["of"], owner["labels"]["app"])
+            self._settle(metadata["of"], metadata["labels"]["app"])
         elif method == "PATCH":
-            self._change(collection, name, _merged(self._objects[collection][name], body))
+            version = body.get("metadata", {}).pop("resourceVersion", metadata["resourceVersion"])
+            if version != metadata["resourceVersion"]:
+                return 409
+            self._change(collection, name, merged(self._objects[collection][name], body))
             self._settle(collection, name)
         found = self._objects[collection][name]
-        return {"spec": found["spec"], "status": {"selector": f"app={name}"}} if scale else found
+        selector = f"app={name}" + (f",{WORKER_INDEX}=0" if collection == LEADER_WORKER_SETS else "")
+        selector = selector if self.selects else ""
+        return {"spec": found["spec"], "status": {"selector": selector}} if scale else found
 
     async def _events(self, path: str, query: dict[str, list[str]]) -> AsyncIterator[dict[str, Any]]:
         version = int(query["resourceVersion"][0])
@@ -223,18 +276,26 @@ class KubernetesApi:
 
 
 def _matches(found: dict[str, Any], query: dict[str, list[str]]) -> bool:
-    """Whether an object has the label that the query selects."""
-    name, _, value = query["labelSelector"][0].partition("=")
-    return bool(found["metadata"].get("labels", {}).get(name) == value)
+    """Whether an object has the labels, or the name, that the query selects."""
+    if "fieldSelector" in query:
+        return query["fieldSelector"] == [f"metadata.name={found['metadata']['name']}"]
+    return _has(found, query["labelSelector"][0])
 
 
-def _merged(one: Any, patch: Any) -> Any:
+def _has(found: dict[str, Any], selector: str) -> bool:
+    labels = found["metadata"].get("labels", {})
+    return all(
+        labels.get(name) == value for name, _, value in (it.partition("=") for it in selector.split(","))
+    )
+
+
+def merged(one: Any, patch: Any) -> Any:
     """JSON merge patch (RFC 7396)."""
     if not isinstance(patch, dict):
         return patch
     base = dict(one) if isinstance(one, dict) else {}
     for key, value in patch.items():
-        base[key] = _merged(base.get(key), value)
+        base[key] = merged(base.get(key), value)
         if value is None:
             del base[key]
     return base

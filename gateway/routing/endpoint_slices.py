@@ -48,7 +48,7 @@ class EndpointSlices:
         self._watch = ObjectWatch(
             service.api,
             f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices",
-            f"kubernetes.io/service-name={service.service}",
+            {"labelSelector": f"kubernetes.io/service-name={service.service}"},
             _Slice,
             on_change=on_change,
             failed=lambda error: log.warning("kubernetes_failed", service=service.service, cause=error),

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -15,9 +14,11 @@ from policy.config.external_servers import KubernetesService
 from policy.scaling.transition_steps import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.vllm_metrics import VllmMetrics
-from store.kubernetes.api_server import Metadata, ObjectWatch
+from store.kubernetes.api_server import Metadata, ObjectWatch, replica_id
 
 METRICS_TIMEOUT_S = 2.0
+# How often a pod's metrics are read, and those of a server without vLLM's.
+_READ_S, _READ_AGAIN_S = 1.0, 10.0
 _MAX_METRICS = 4 * 1024 * 1024
 _RUNNING, _WAITING, _KV_USED = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
 _TOKENS = ("prompt_tokens_total", "generation_tokens_total")
@@ -61,6 +62,7 @@ class _ContainerStatus(msgspec.Struct, rename="camel"):
 
 
 class _PodStatus(msgspec.Struct, rename="camel"):
+    phase: str = ""
     pod_ip: str = msgspec.field(default="", name="podIP")
     conditions: list[_Condition] = []
     container_statuses: list[_ContainerStatus] = []
@@ -73,6 +75,16 @@ class Pod(msgspec.Struct):
     spec: _PodSpec = msgspec.field(default_factory=_PodSpec)
     status: _PodStatus = msgspec.field(default_factory=_PodStatus)
 
+    @property
+    def id(self) -> str:
+        """Its replica: pods of a StatefulSet and of a LeaderWorkerSet have the name of one before them."""
+        return replica_id(self.metadata.name, self.metadata.uid)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its containers ended for good, as those of an evicted pod, which stays for a while."""
+        return self.status.phase in ("Failed", "Succeeded")
+
     def condition(self, name: str) -> _Condition | None:
         """The condition of this type, if there is one."""
         return next((each for each in self.status.conditions if each.type == name), None)
@@ -82,13 +94,6 @@ class Pod(msgspec.Struct):
         """Why no node has room for it; empty if one has, or if that is not known yet."""
         found = self.condition("PodScheduled")
         return (found.message or "no node") if found is not None and found.reason == "Unschedulable" else ""
-
-
-class _Seen(NamedTuple):
-    """The load of a pod, and when its metrics are read again."""
-
-    load: Load
-    due: float
 
 
 class LayerPods:
@@ -107,28 +112,41 @@ class LayerPods:
         self.key = key
         self.path = path
         self._port = service.port
-        self._watch = ObjectWatch(service.api, path, selector, Pod, on_change=changed, failed=failed)
+        query = {"labelSelector": selector}
+        self._watch = ObjectWatch(service.api, path, query, Pod, on_change=changed, failed=failed)
         self._watch.start()
-        self._seen: dict[str, _Seen] = {}
+        self._loads: dict[str, Load] = {}
+        self._reading: dict[str, asyncio.Task[None]] = {}
         self._reported: dict[str, Replica] = {}
 
     @property
     def pods(self) -> list[Pod]:
         """Those that are there; none until they were listed."""
-        return list((self._watch.objects or {}).values())
+        return [pod for pod in (self._watch.objects or {}).values() if not pod.ended]
 
     @property
     def ended(self) -> bool:
         """Whether there is none, and that was reported."""
-        return self._watch.objects == {} and not self._reported
+        return self._watch.objects is not None and not self.pods and not self._reported
 
-    async def replicas(self, client: httpx.AsyncClient, now: float) -> list[Replica]:
-        """The pods as replicas, and once those that ended since the last call as stopped ones."""
-        pods = self.pods
-        ready = [pod for pod in pods if _phase(pod) is ReplicaPhase.READY]
-        loads = await asyncio.gather(*(self._load(client, pod, now) for pod in ready))
-        self._seen = {pod.metadata.name: seen for pod, seen in zip(ready, loads, strict=True)}
-        found = {pod.metadata.name: self._replica(pod) for pod in pods}
+    def pod(self, replica: str) -> Pod | None:
+        """The pod that is this replica."""
+        return next((pod for pod in self.pods if pod.id == replica), None)
+
+    def replicas(self, client: httpx.AsyncClient) -> list[Replica]:
+        """The pods as replicas, and once those that ended since the last call as stopped ones.
+
+        Their metrics are read with ``client`` from now on.
+        """
+        pods = {pod.id: pod for pod in self.pods}
+        ready = {name for name, pod in pods.items() if _phase(pod) is ReplicaPhase.READY}
+        for name in self._reading.keys() - ready:
+            self._reading.pop(name).cancel()
+            self._loads.pop(name, None)
+        # None waits for another one that does not answer: heartbeats must go on.
+        for name in ready - self._reading.keys():
+            self._reading[name] = asyncio.create_task(self._read_load(client, pods[name]))
+        found = {name: self._replica(pod) for name, pod in pods.items()}
         ended = [
             msgspec.structs.replace(each, state=ReplicaPhase.STOPPED)
             for name, each in self._reported.items()
@@ -139,23 +157,26 @@ class LayerPods:
 
     async def close(self) -> None:
         """Follow them no longer."""
+        for task in self._reading.values():
+            task.cancel()
+        await asyncio.gather(*self._reading.values(), return_exceptions=True)
+        self._reading.clear()
         await self._watch.close()
 
     def _replica(self, pod: Pod) -> Replica:
-        phase, name = _phase(pod), pod.metadata.name
-        seen = self._seen.get(name)
+        phase = _phase(pod)
         statuses = pod.status.container_statuses
         failures = sum(each.restart_count for each in statuses)
         reasons = [each.state.waiting for each in statuses if each.state.waiting is not None]
         waiting = next((each.message or each.reason for each in reasons), "")
         starting = phase is ReplicaPhase.STARTING
         return Replica(
-            id=name,
+            id=pod.id,
             model=self.key.model,
             shape=self.key.shape,
             generation=self.key.generation,
             state=phase,
-            load=seen.load if seen is not None else Load(at=time.time()),
+            load=self._loads.get(pod.id) or Load(at=time.time()),
             node=pod.spec.node_name,
             incarnation=failures,
             start_s=_start_s(pod) if phase is ReplicaPhase.READY else None,
@@ -163,26 +184,22 @@ class LayerPods:
             reason=(waiting or pod.unplaced) if starting else "",
         )
 
-    async def _load(self, client: httpx.AsyncClient, pod: Pod, now: float) -> _Seen:
-        """What its server reports, at most once a second; nothing of a server without vLLM's metrics."""
-        before = self._seen.get(pod.metadata.name)
-        if before is not None and now < before.due:
-            return before
-        found: dict[str, float] = {}
+    async def _read_load(self, client: httpx.AsyncClient, pod: Pod) -> None:
+        """Read what its server reports, until cancelled; nothing of a server without vLLM's metrics."""
         port = next(self._ports(pod), None)
-        if port is not None and pod.status.pod_ip:
-            host = f"[{pod.status.pod_ip}]" if ":" in pod.status.pod_ip else pod.status.pod_ip
+        host = f"[{pod.status.pod_ip}]" if ":" in pod.status.pod_ip else pod.status.pod_ip
+        while port is not None and host:
             found = await _read(client, f"http://{host}:{port}/metrics")
-        running, waiting = int(found.get(_RUNNING, 0)), int(found.get(_WAITING, 0))
-        load = Load(
-            in_flight=running + waiting,
-            running=running,
-            waiting=waiting,
-            kv_used=min(1.0, found.get(_KV_USED, 0.0)),
-            tokens=int(sum(found.get(name, 0.0) for name in _TOKENS)),
-            at=time.time(),
-        )
-        return _Seen(load, now + (1.0 if found else 10.0))
+            running, waiting = int(found.get(_RUNNING, 0)), int(found.get(_WAITING, 0))
+            self._loads[pod.id] = Load(
+                in_flight=running + waiting,
+                running=running,
+                waiting=waiting,
+                kv_used=min(1.0, found.get(_KV_USED, 0.0)),
+                tokens=int(sum(found.get(name, 0.0) for name in _TOKENS)),
+                at=time.time(),
+            )
+            await asyncio.sleep(_READ_S if found else _READ_AGAIN_S)
 
     def _ports(self, pod: Pod) -> Iterator[int]:
         if isinstance(self._port, int):

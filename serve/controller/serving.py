@@ -48,7 +48,8 @@ def parts_of(
     fenced: Callable[[Actuator], Actuator] = lambda actuator: actuator,
 ) -> Parts:
     """A controller that leads in ``term``, over ``own`` for the replicas that Tidegate starts."""
-    workloads = KubernetesActuator(state, parse(state.load(state.deployment_path, dict[str, object])).models)
+    models = parse(state.load(state.deployment_path, dict[str, object])).models
+    workloads = KubernetesActuator(state, models, term)
     actuator = fenced(ActuatorByEngine(own, workloads))
     controller = Controller(
         actuator, state, os.getpid(), partial(open_adapters, state),

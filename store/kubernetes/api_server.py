@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import httpx
 import msgspec
 
+from policy.stats.backoff import Backoff
+
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # The API server ends a watch after this time, and another one follows.
 WATCH_S = 300
-TIMEOUT_S = 10.0
+# How long a call waits for the next part of an answer: less than a lease lasts.
+TIMEOUT_S = 5.0
 RETRY_S = 1.0
+MAX_RETRY_S = 30.0
 _MAX_LINE = 16 * 1024 * 1024
+# A watch is silent while nothing changes: a connection whose other end is gone is noticed within 30 s.
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 
 
 class Metadata(msgspec.Struct, rename="camel"):
     """What is read of an object's metadata."""
 
     name: str = ""
+    uid: str = ""
     resource_version: str = ""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
@@ -41,8 +55,10 @@ Object = TypeVar("Object", bound=ApiObject)
 
 
 class _List(msgspec.Struct):
+    """Of a Go server, for which no items may be ``null``."""
+
     metadata: Metadata
-    items: list[msgspec.Raw] = []
+    items: list[msgspec.Raw] | None = None
 
 
 class _Event(msgspec.Struct):
@@ -54,8 +70,23 @@ class _Versioned(msgspec.Struct):
     metadata: Metadata
 
 
-class _WatchEnded(Exception):
-    """The API server forgot where the watch was (410), or refused it: list again."""
+class _Status(msgspec.Struct):
+    """Why a watch ended."""
+
+    code: int = 0
+    message: str = ""
+
+
+class _Gone(Exception):
+    """The API server forgot where the watch was (410): list again."""
+
+
+class _Token(httpx.Auth):
+    """The token of the pod's service account. The kubelet renews it: it is read for each request."""
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["authorization"] = f"Bearer {(ACCOUNT / 'token').read_text().strip()}"
+        yield request
 
 
 def api_client(api: str = "") -> httpx.AsyncClient:
@@ -63,23 +94,19 @@ def api_client(api: str = "") -> httpx.AsyncClient:
 
     Raises ``OSError`` outside of a pod if no API server is named.
     """
-    timeout = httpx.Timeout(TIMEOUT_S, read=WATCH_S + TIMEOUT_S)
     if api:
         # Without TLS: to read the system's certificates costs more than the call.
-        verify = api.startswith("https:")
-        return httpx.AsyncClient(base_url=api, timeout=timeout, trust_env=False, verify=verify)
+        return _client(api, api.startswith("https:"))
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
     if not host or not port:
         raise OSError("this is no pod of Kubernetes: set discovery.kubernetes.api")
-    # The token is renewed: it is read for each connection.
-    token = (ACCOUNT / "token").read_text().strip()
-    return httpx.AsyncClient(
-        base_url=f"https://{f'[{host}]' if ':' in host else host}:{port}",
-        headers={"authorization": f"Bearer {token}"},
-        verify=ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt")),
-        timeout=timeout,
-        trust_env=False,
-    )
+    trusted = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
+    return _client(f"https://{f'[{host}]' if ':' in host else host}:{port}", trusted, _Token())
+
+
+def _client(url: str, verify: ssl.SSLContext | bool, auth: httpx.Auth | None = None) -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(verify=verify, trust_env=False, socket_options=_KEEPALIVE)
+    return httpx.AsyncClient(base_url=url, auth=auth, timeout=TIMEOUT_S, transport=transport, trust_env=False)
 
 
 def own_namespace() -> str:
@@ -90,8 +117,17 @@ def own_namespace() -> str:
         return "default"
 
 
+def replica_id(pod: str, uid: str) -> str:
+    """The id of a pod's replica, by its name and uid.
+
+    The name, unless it ends with a number: a pod of a StatefulSet or LeaderWorkerSet that is replaced has
+    its successor's name.
+    """
+    return f"{pod}-{uid[:8]}" if uid and pod.rpartition("-")[2].isdecimal() else pod
+
+
 class ObjectWatch(Generic[Object]):
-    """Follows the objects of a path with the labels of ``selector``, from :meth:`start` until :meth:`close`.
+    """Follows the objects of a path that a ``query`` selects, from :meth:`start` until :meth:`close`.
 
     ``objects`` are those by name, ``None`` until they were listed; they stay while the API server does not
     answer. ``failed`` is called with the first error of a failure.
@@ -101,16 +137,17 @@ class ObjectWatch(Generic[Object]):
         self,
         api: str,
         path: str,
-        selector: str,
+        query: Mapping[str, str],
         kind: type[Object],
         *,
         on_change: Callable[[], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        self._api, self._path, self._query = api, path, {"labelSelector": selector}
+        self._api, self._path, self._query = api, path, dict(query)
         self._decode = msgspec.json.Decoder(kind).decode
         self._on_change = on_change
         self._failed = failed
+        self._failures = 0
         self.objects: dict[str, Object] | None = None
         self.listed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -131,26 +168,33 @@ class ObjectWatch(Generic[Object]):
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _follow(self) -> None:
-        failing = False
+        clock = asyncio.get_running_loop().time
         while True:
+            delay_s, began = RETRY_S, math.inf
             try:
                 async with await asyncio.to_thread(api_client, self._api) as client:
                     version = await self._list(client)
-                    failing = False
                     while True:
+                        began = clock()
                         version = await self._watch(client, version)
-            except (httpx.HTTPError, OSError, ValueError, _WatchEnded) as error:
-                if not failing and not isinstance(error, _WatchEnded):
+                        # A proxy may end each at once.
+                        await asyncio.sleep(max(0.0, began + RETRY_S - clock()))
+            except _Gone:
+                pass
+            except (httpx.HTTPError, OSError, ValueError) as error:
+                # A watch that lasted did not fail for what the ones before it did.
+                self._failures = 1 if clock() > began + MAX_RETRY_S else self._failures + 1
+                if self._failures == 1:
                     self._failed(error)
-                    failing = True
-            await asyncio.sleep(RETRY_S)
+                delay_s = max(Backoff(RETRY_S, MAX_RETRY_S).delay_s(self._failures), _retry_after_s(error))
+            await asyncio.sleep(delay_s)
 
     async def _list(self, client: httpx.AsyncClient) -> str:
         """Replace all objects; returns the version to watch from."""
         answer = await client.get(self._path, params=self._query)
         answer.raise_for_status()
         listed = msgspec.json.decode(answer.content, type=_List)
-        found = (self._decode(each) for each in listed.items)
+        found = (self._decode(each) for each in listed.items or ())
         self.objects = {each.metadata.name: each for each in found}
         self.listed.set()
         self._on_change()
@@ -160,23 +204,31 @@ class ObjectWatch(Generic[Object]):
         """Apply changes until the API server ends the watch; returns the version of the last one."""
         query = self._query | {"watch": "1", "resourceVersion": version, "timeoutSeconds": str(WATCH_S)}
         query["allowWatchBookmarks"] = "true"
-        async with client.stream("GET", self._path, params=query) as answer:
-            if answer.status_code != httpx.codes.OK:
-                raise _WatchEnded
+        timeout = httpx.Timeout(TIMEOUT_S, read=WATCH_S + TIMEOUT_S)
+        async with client.stream("GET", self._path, params=query, timeout=timeout) as answer:
+            if answer.status_code == httpx.codes.GONE:
+                raise _Gone
+            answer.raise_for_status()
             rest = b""
             async for data in answer.aiter_bytes():
                 *lines, rest = (rest + data).split(b"\n")
                 if len(rest) > _MAX_LINE:
-                    raise _WatchEnded
+                    raise ValueError(f"an event of a watch has more than {_MAX_LINE} bytes")
                 for line in lines:
                     if line.strip():
                         version = self._apply(msgspec.json.decode(line, type=_Event)) or version
+        self._failures = 0
         return version
 
     def _apply(self, event: _Event) -> str:
         """Apply a change; returns its version."""
         if event.type == "ERROR":
-            raise _WatchEnded
+            status = msgspec.json.decode(event.object, type=_Status)
+            if status.code == httpx.codes.GONE:
+                raise _Gone
+            raise ValueError(f"the watch ended with {status.code}: {status.message[:300]}")
+        # Not before: who may list may not always watch.
+        self._failures = 0
         assert self.objects is not None  # they were listed before
         if event.type == "BOOKMARK":
             return msgspec.json.decode(event.object, type=_Versioned).metadata.resource_version
@@ -187,3 +239,9 @@ class ObjectWatch(Generic[Object]):
             self.objects[changed.metadata.name] = changed
         self._on_change()
         return changed.metadata.resource_version
+
+
+def _retry_after_s(error: Exception) -> float:
+    """How long an answer such as 429 asks to wait, at most :data:`MAX_RETRY_S`."""
+    given = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
+    return min(MAX_RETRY_S, float(given)) if given.isdecimal() else 0.0

@@ -20,11 +20,20 @@ from serve.actuator.local import LocalActuator
 from serve.ray_cluster import join
 from store.state_dir import StateDir
 from tests.contract.actuators.site import Backend, heartbeat_server
-from tests.kubernetes_api import DEPLOYMENTS, STATEFUL_SETS, KubernetesApi, running_elsewhere
+from tests.kubernetes_api import (
+    DEPLOYMENTS,
+    LEADER_WORKER_SETS,
+    NUMBERED,
+    STATEFUL_SETS,
+    KubernetesApi,
+    running_elsewhere,
+)
 from tests.ports import free_ports
 from tests.ray_head import RayHead
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 from tests.serve.sim_documents import deployment, external_model
+
+KINDS = {"deployment": DEPLOYMENTS, "statefulset": STATEFUL_SETS, "leaderworkerset": LEADER_WORKER_SETS}
 
 
 @pytest.fixture(scope="package")
@@ -55,17 +64,19 @@ class ReportingActuator(KubernetesActuator):
 
 
 @contextmanager
-def workloads(root: Path) -> Iterator[Backend]:
-    """Workloads of a double of Kubernetes that exist and have no pods."""
+def workloads(root: Path, kind: str) -> Iterator[Backend]:
+    """Workloads of a double of Kubernetes that exist and have no pods; the small ones are of ``kind``."""
     api = KubernetesApi()
     with running_elsewhere(api):
-        api.workload(STATEFUL_SETS, "small")
+        api.workload(KINDS[kind], "small")
         api.workload(DEPLOYMENTS, "large")
         state, written = StateDir(root / "kubernetes").ensure(), external_model(api.url)
+        written["shapes"]["small"]["workload"] = f"{kind}/small"
         made = Backend(
             lambda: ReportingActuator(state, deployment(written), lambda beat: made.receive(beat.replica)),
             models=(written,),
             has_processes=False,
+            numbered=KINDS[kind] in NUMBERED,
         )
         yield made
 
@@ -93,7 +104,7 @@ def orders_of(head: RayHead, dashboard: str, token: str, term: int) -> Actuator:
 @pytest.fixture(
     params=[
         "memory",
-        "kubernetes",
+        *KINDS,
         pytest.param("local", marks=pytest.mark.process),
         pytest.param("ray", marks=[pytest.mark.process, pytest.mark.ray]),
         pytest.param("ray of an elected controller", marks=[pytest.mark.process, pytest.mark.ray]),
@@ -105,8 +116,8 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         made = Backend(lambda: MemoryActuator(cluster), cluster=cluster, has_processes=False)
         yield made
         return
-    if request.param == "kubernetes":
-        with patched_reports(), workloads(tmp_path) as made:
+    if request.param in KINDS:
+        with patched_reports(), workloads(tmp_path, request.param) as made:
             yield made
         return
     if request.param.startswith("ray"):

@@ -28,7 +28,8 @@ ActuatorT = TypeVar("ActuatorT", bound=Actuator)
 class Backend:
     """Where replicas run: in ``cluster`` in memory, in Kubernetes, on this machine, or on a Ray cluster.
 
-    ``models`` are those of the deployment, as it is written; none for the usual one.
+    ``models`` are those of the deployment, as it is written; none for the usual one. Replicas that are
+    ``numbered`` have places: when the count falls, the one in the last place ends.
     """
 
     make: Callable[[], Actuator]
@@ -37,6 +38,7 @@ class Backend:
     cluster: MemoryCluster | None = None
     models: tuple[dict[str, Any], ...] = ()
     has_processes: bool = True
+    numbered: bool = False
     receive: Callable[[Replica], Orders | None] = lambda replica: None
 
 

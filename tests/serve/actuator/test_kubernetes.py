@@ -13,23 +13,32 @@ import pytest
 
 from policy.config.engine_revision import digest
 from policy.deployment_file.diff import Effect, diff
-from policy.errors import ActuatorFailed, ConfigError
+from policy.errors import ActuatorFailed, ConfigError, NotLeader
 from policy.scaling.transition_steps import LayerKey
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from serve.actuator import kubernetes
 from serve.actuator.by_engine import ActuatorByEngine
-from serve.actuator.kubernetes import ANNOTATION, LABEL, KubernetesActuator
+from serve.actuator.kubernetes import KubernetesActuator
+from serve.actuator.workloads import ANNOTATION, LABEL, Workload, WorkloadObject
 from serve.controller.controller import Controller
+from store.kubernetes.api_server import Metadata
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import Exchange
 from tests.gateway.fake_upstream import FakeUpstream
-from tests.kubernetes_api import DEPLOYMENTS, PODS, STATEFUL_SETS, KubernetesApi
+from tests.kubernetes_api import (
+    DEPLOYMENTS,
+    LEADER_WORKER_SETS,
+    PODS,
+    STATEFUL_SETS,
+    KubernetesApi,
+    merged,
+)
 from tests.serve.fake_adapter_store import FakeAdapterStore
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 from tests.serve.sim_documents import deployment, document, external_model, sim_model
 
-SMALL = LayerKey("m", "small", 1)
+SMALL, LARGE = LayerKey("m", "small", 1), LayerKey("m", "large", 1)
 METRICS = b"""vllm:num_requests_running{engine="0"} 3.0
 vllm:num_requests_running{engine="1"} 2.0
 vllm:num_requests_waiting{engine="0"} 1.0
@@ -152,23 +161,29 @@ async def test_what_pods_report(api: KubernetesApi, state: StateDir) -> None:
     beats: dict[str, Heartbeat] = {}
     reporting = asyncio.create_task(actuator.report(lambda beat: beats.update({beat.replica.id: beat})))
     await actuator.deploy(SMALL, spec, None, "d", 1)
-    await eventually(lambda: "small-1" in beats)
-    starting = beats["small-1"].replica
+    await eventually(lambda: bool(beats))
+    (name,) = beats
+    # The pod that takes its place has its name, and another uid.
+    assert name == f"small-0-{api.of(PODS, 'small-0')['metadata']['uid']}"
+    starting = beats[name].replica
     assert (starting.state, starting.node, starting.url) == (ReplicaPhase.STARTING, "node-1", "")
-    pod = api.of(PODS, "small-1")
+    pod = api.of(PODS, "small-0")
     waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
     fails = {"restartCount": 2, "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "boom"}}}
-    api._change(PODS, "small-1", {**pod, "status": {"conditions": [waits], "containerStatuses": [fails]}})
-    await eventually(lambda: beats["small-1"].replica.failures == 2)
-    assert beats["small-1"].replica.reason == "boom"
+    api._change(PODS, "small-0", {**pod, "status": {"conditions": [waits], "containerStatuses": [fails]}})
+    await eventually(lambda: beats[name].replica.failures == 2)
+    assert beats[name].replica.reason == "boom"
     held = (await actuator.layers())[SMALL]
     assert (held.wanted, held.waits, held.unplaced) == (1, "no GPU", 1)
     api.become_ready()
-    await eventually(lambda: beats["small-1"].replica.load.tokens > 0)
-    replica = beats["small-1"].replica
+    await eventually(lambda: beats[name].replica.load.tokens > 0)
+    replica = beats[name].replica
     assert replica.start_s is not None
     load = replica.load
     assert (load.in_flight, load.running, load.waiting, load.kv_used, load.tokens) == (6, 5, 1, 0.25, 1010)
+    # A pod that was evicted stays for a while, with its condition.
+    api._change(PODS, "small-0", {**pod, "status": {"phase": "Failed"}})
+    await eventually(lambda: beats[name].replica.state is ReplicaPhase.STOPPED)
     reporting.cancel()
     await actuator.close()
     await server.stop()
@@ -180,9 +195,9 @@ async def test_failures_name_their_cause_and_keep_the_layers(api: KubernetesApi,
     await actuator.deploy(SMALL, spec, None, "d", 1)
     api._change(DEPLOYMENTS, "large", {"metadata": {"labels": {LABEL: "beef"}}, "spec": {"replicas": 2}})
     with pytest.raises(ActuatorFailed, match="deployment/large is scaled by another deployment, beef"):
-        await actuator.deploy(LayerKey("m", "large", 1), spec, None, "d", 1)
+        await actuator.deploy(LARGE, spec, None, "d", 1)
     (gone,) = deployment(external_model(api.url, name="n", kubernetes={"namespace": "none"})).models
-    with pytest.raises(ActuatorFailed, match=r"GET /apis/apps/v1/namespaces/none/statefulsets/small.*404"):
+    with pytest.raises(ActuatorFailed, match="there is no statefulset/small in the namespace none"):
         await actuator.deploy(LayerKey("n", "small", 1), gone, None, "d", 1)
     assert api.of(STATEFUL_SETS, "small")["metadata"]["annotations"][ANNOTATION]
     await api.stop()
@@ -193,6 +208,90 @@ async def test_failures_name_their_cause_and_keep_the_layers(api: KubernetesApi,
     unknown = KubernetesActuator(state, [spec])
     with pytest.raises(ActuatorFailed, match="does not answer"):
         await unknown.layers()
+
+
+async def test_one_workload_that_is_broken_holds_up_no_other(
+    api: KubernetesApi, state: StateDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    (spec,) = deployment(external_model(api.url)).models
+    actuator = KubernetesActuator(state, [spec])
+    await actuator.deploy(SMALL, spec, None, "d", 1)
+    # Its controller is not installed.
+    api.selects = False
+    await actuator.deploy(LARGE, spec, None, "d", 1)
+    assert set(await actuator.layers()) == {SMALL, LARGE}
+    broken = {"metadata": {"annotations": {ANNOTATION: "{"}}}
+    api._change(DEPLOYMENTS, "large", merged(api.of(DEPLOYMENTS, "large"), broken))
+    assert set(await actuator._last.ask()) == {SMALL}
+    assert "deployment/large: its scale has no selector" in caplog.text
+    assert f"deployment/large has the label {LABEL}, but its annotation {ANNOTATION} is broken" in caplog.text
+    await actuator.deploy(LARGE, spec, None, "d", 1)
+    assert set(await actuator.layers()) == {SMALL, LARGE}
+    await actuator.close()
+
+
+@pytest.mark.parametrize("paused", ["GET", "PATCH"], ids=["after it read", "between mark and scale"])
+@pytest.mark.parametrize("collection", [STATEFUL_SETS, DEPLOYMENTS, LEADER_WORKER_SETS])
+async def test_what_a_paused_leader_writes_after_the_next_one_is_refused(
+    api: KubernetesApi, state: StateDir, monkeypatch: pytest.MonkeyPatch, collection: str, paused: str
+) -> None:
+    api.workload(collection, "own", replicas=2)
+    model = external_model(api.url)
+    model["shapes"]["small"]["workload"] = f"{collection.rpartition('/')[2][:-1]}/own"
+    (spec,) = deployment(model).models
+    one, two = (KubernetesActuator(state, [spec], term) for term in (1, 2))
+    assert set(await one.layers()) == {SMALL}
+    call = one._api._call
+
+    async def slow(workload: Workload, method: str, path: str, *more: Any, **named: Any) -> bytes:
+        answer = await call(workload, method, path, *more, **named)
+        if (method, path) == (paused, workload.path):
+            monkeypatch.setattr(one._api, "_call", call)
+            await two.scale(SMALL, 3)
+        return answer
+
+    monkeypatch.setattr(one._api, "_call", slow)
+    late = "an order of term 1 comes after one of term 2"
+    with pytest.raises(NotLeader, match=late):
+        await one.scale(SMALL, 1)
+    # The new leader changed nothing of this one yet, and has begun its term there.
+    for order in (
+        one.deploy(LARGE, spec, None, "d", 1), one.delete(SMALL), one.stop(),
+        one._api.write(Workload.of(spec.discovery.kubernetes, "deployment/large"), None, 1),
+        one._api.delete_pod(one._found[SMALL].workload, Metadata(name="own-0"), 0),
+    ):  # fmt: skip
+        with pytest.raises(NotLeader, match=late):
+            await order
+    assert (api.of(collection, "own")["spec"]["replicas"], counts(api)[1]) == (3, 0)
+    # Who is alone after that has no term; another deployment has terms of its own.
+    await KubernetesActuator(state, [spec]).scale(SMALL, 1)
+    for actuator in (one, two):
+        await actuator.close()
+
+
+async def test_writes_of_others_are_no_failure(
+    api: KubernetesApi, state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (spec,) = deployment(external_model(api.url)).models
+    actuator = KubernetesActuator(state, [spec], 1)
+    await actuator.deploy(SMALL, spec, None, "d", 1)
+    read, writes = actuator._api.read, [0]
+
+    async def then_status(workload: Workload) -> WorkloadObject | None:
+        found = await read(workload)
+        if writes[0] > 0:
+            writes[0] -= 1
+            api._change(STATEFUL_SETS, "small", api.of(STATEFUL_SETS, "small"))
+        return found
+
+    monkeypatch.setattr(actuator._api, "read", then_status)
+    writes[0] = 3
+    await actuator.scale(SMALL, 2)
+    assert counts(api) == (2, 0)
+    writes[0] = 100
+    with pytest.raises(ActuatorFailed, match="statefulset/small: others wrote before each of 10 attempts"):
+        await actuator.scale(SMALL, 3)
+    await actuator.close()
 
 
 def test_a_revision_is_a_workload() -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from store.kubernetes.api_server import replica_id
 from tests.kubernetes_api import STATEFUL_SETS, KubernetesApi, running_elsewhere
 from tests.ports import free_ports
 from tests.serve.sim_documents import external_model
@@ -39,6 +40,7 @@ def test_a_request_starts_the_first_pod_and_a_stop_leaves_it(site: Site) -> None
         answer = site.complete("m")
         assert (answer.status_code, len(api.pods("small"))) == (200, 1)
         (replica,) = site.status()["fleet"]["replicas"]
-        assert (replica["id"], replica["state"]) == (api.pods("small")[0]["metadata"]["name"], "ready")
+        metadata = api.pods("small")[0]["metadata"]
+        assert (replica["id"], replica["state"]) == (replica_id(metadata["name"], metadata["uid"]), "ready")
         assert site.tidegate("down")[0] == 0
         assert api.of(STATEFUL_SETS, "small")["spec"]["replicas"] == 1

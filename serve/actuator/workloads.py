@@ -1,0 +1,227 @@
+"""Kubernetes workloads that are layers: their marks and counts, and writes in the order of leaders' terms.
+
+Each write follows the version that was read: the API server refuses one that comes after another's (409). So
+none of a leader whose term is over comes after the first one of the next leader.
+Sources: Kubernetes' API, ``autoscaling/v1 Scale``; LeaderWorkerSet's ``leaderworkerset.x-k8s.io/v1``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+
+from policy.config.external_servers import KubernetesService
+from policy.errors import ActuatorFailed, NotLeader
+from store.kubernetes.api_server import Metadata, api_client, own_namespace
+
+LABEL = "tidegate.io/deployment"
+ANNOTATION = "tidegate.io/layer"
+# Of elected controllers: the id of the deployment and the highest term in which one of them wrote, ID/TERM.
+TERM = "tidegate.io/term"
+# Attempts at one order: others write too, such as a workload's controller its status.
+_ATTEMPTS = 10
+_PATHS = {
+    "deployment": ("apps/v1", "deployments"),
+    "statefulset": ("apps/v1", "statefulsets"),
+    "leaderworkerset": ("leaderworkerset.x-k8s.io/v1", "leaderworkersets"),
+}
+_MERGE = {"content-type": "application/merge-patch+json"}
+_MISSING: Mapping[int, bytes] = {httpx.codes.NOT_FOUND: b""}
+_CONFLICT: Mapping[int, bytes] = {httpx.codes.CONFLICT: b""}
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The annotation; ``replicas`` is the desired count where another autoscaler carries it out."""
+
+    model: str
+    shape: str
+    generation: int
+    digest: str
+    replicas: int | None = None
+
+
+class _Spec(msgspec.Struct):
+    replicas: int = 1
+
+
+class WorkloadObject(msgspec.Struct):
+    """What is read of a workload."""
+
+    metadata: Metadata
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+
+
+class _Objects(msgspec.Struct):
+    items: list[WorkloadObject] | None = None
+
+
+class _ScaleStatus(msgspec.Struct):
+    selector: str = ""
+
+
+class _Scale(msgspec.Struct):
+    status: _ScaleStatus = msgspec.field(default_factory=_ScaleStatus)
+
+
+class Workload(NamedTuple):
+    """A workload: the service of its model, its kind and its name."""
+
+    service: KubernetesService
+    kind: str
+    name: str
+
+    @classmethod
+    def of(cls, service: KubernetesService, named: str) -> Workload:
+        """The workload that a shape names as ``KIND/NAME``."""
+        kind, _, name = named.partition("/")
+        return cls(service, kind, name)
+
+    @property
+    def namespace(self) -> str:
+        return self.service.namespace or own_namespace()
+
+    @property
+    def collection(self) -> str:
+        """The path of all workloads of its kind in its namespace."""
+        group, plural = _PATHS[self.kind]
+        return f"/apis/{group}/namespaces/{self.namespace}/{plural}"
+
+    @property
+    def path(self) -> str:
+        return f"{self.collection}/{self.name}"
+
+    @property
+    def pods(self) -> str:
+        """The path of all pods in its namespace."""
+        return f"/api/v1/namespaces/{self.namespace}/pods"
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+class Workloads:
+    """Reads and writes workloads as the deployment ``own``, in the ``term`` of an elected controller, or 0.
+
+    Raises :class:`policy.errors.ActuatorFailed` if the API server refuses or does not answer, and
+    :class:`policy.errors.NotLeader` once a leader of a higher term wrote.
+    """
+
+    def __init__(self, own: str, term: int) -> None:
+        self._own = own
+        self._term = term
+
+    async def marked(self, place: Workload) -> list[WorkloadObject]:
+        """The workloads of this deployment of the kind and in the namespace of ``place``."""
+        query = {"labelSelector": f"{LABEL}={self._own}"}
+        answer = await self._call(place, "GET", place.collection, instead=_MISSING, params=query)
+        found = msgspec.json.decode(answer or b"{}", type=_Objects).items or []
+        for each in found:
+            self._check_term(each.metadata)
+        return found
+
+    async def read(self, workload: Workload) -> WorkloadObject | None:
+        """The workload, ``None`` if there is none."""
+        answer = await self._call(workload, "GET", workload.path, instead=_MISSING)
+        if not answer:
+            return None
+        found = msgspec.json.decode(answer, type=WorkloadObject)
+        self._check_term(found.metadata)
+        return found
+
+    async def selector(self, workload: Workload) -> str:
+        """The labels of the pods that are replicas; empty until the workload's controller said so."""
+        answer = await self._call(workload, "GET", f"{workload.path}/scale")
+        return msgspec.json.decode(answer, type=_Scale).status.selector
+
+    async def begin_term(self, workload: Workload) -> None:
+        """Let no order of a lower term follow, if there is the workload; nothing else is changed."""
+        if self._term and await self.read(workload) is not None:
+            await self._write(workload, {}, None)
+
+    async def write(self, workload: Workload, mark: Mark | None, count: int | None) -> None:
+        """Give the workload the ``mark``, or none, then the ``count`` of replicas, unless that is ``None``.
+
+        What is cut short is completed by the next call.
+        """
+        metadata: dict[str, dict[str, str | None]] = {
+            "labels": {LABEL: None if mark is None else self._own},
+            "annotations": {ANNOTATION: None if mark is None else msgspec.json.encode(mark).decode()},
+        }
+        await self._write(workload, metadata, count)
+
+    async def delete_pod(self, workload: Workload, pod: Metadata, grace_s: int | None) -> None:
+        """Delete a pod, by default with its own grace period; not the next one of this name."""
+        await self.read(workload)
+        body: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
+        if grace_s is not None:
+            body["gracePeriodSeconds"] = grace_s
+        path = f"{workload.pods}/{pod.name}"
+        await self._call(workload, "DELETE", path, body, instead={**_MISSING, **_CONFLICT})
+
+    async def _write(
+        self, workload: Workload, metadata: dict[str, dict[str, str | None]], count: int | None
+    ) -> None:
+        for _ in range(_ATTEMPTS):
+            if await self._written(workload, metadata, count):
+                return
+        raise ActuatorFailed(f"{workload}: others wrote before each of {_ATTEMPTS} attempts")
+
+    async def _written(
+        self, workload: Workload, metadata: dict[str, dict[str, str | None]], count: int | None
+    ) -> bool:
+        """Write what differs; ``False`` if somebody else wrote since it was read."""
+        seen = await self.read(workload)
+        if seen is None:
+            raise ActuatorFailed(f"there is no {workload} in the namespace {workload.namespace}")
+        owner, version = seen.metadata.labels.get(LABEL, self._own), seen.metadata.resource_version
+        if metadata and owner != self._own:
+            raise ActuatorFailed(f"{workload} is scaled by another deployment, {owner}")
+        if self._term:
+            term: dict[str, str | None] = {TERM: f"{self._own}/{self._term}"}
+            metadata = metadata | {"annotations": metadata.get("annotations", {}) | term}
+        has = {"labels": seen.metadata.labels, "annotations": seen.metadata.annotations}
+        if any(has[part].get(key) != value for part in metadata for key, value in metadata[part].items()):
+            body: dict[str, Any] = {"metadata": {**metadata, "resourceVersion": version}}
+            answer = await self._call(workload, "PATCH", workload.path, body, instead=_CONFLICT)
+            if not answer:
+                return False
+            version = msgspec.json.decode(answer, type=WorkloadObject).metadata.resource_version
+        if count is None:
+            return True
+        body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": count}}
+        return bool(await self._call(workload, "PATCH", f"{workload.path}/scale", body, instead=_CONFLICT))
+
+    def _check_term(self, metadata: Metadata) -> None:
+        """A controller that is alone has no term, and follows elected ones."""
+        owner, _, term = metadata.annotations.get(TERM, "").partition("/")
+        if self._term and owner == self._own and term.isdecimal() and int(term) > self._term:
+            raise NotLeader(f"an order of term {self._term} comes after one of term {term}")
+
+    async def _call(
+        self,
+        workload: Workload,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        instead: Mapping[int, bytes] = {},
+        params: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """The answer, or what is given ``instead`` of one with another status."""
+        headers = _MERGE if method == "PATCH" else {}
+        try:
+            # A new client each time: the certificates of the API server are renewed.
+            async with await asyncio.to_thread(api_client, workload.service.api) as client:
+                answer = await client.request(method, path, params=params, headers=headers, json=body)
+        except (httpx.HTTPError, OSError) as error:
+            raise ActuatorFailed(f"the API server of Kubernetes does not answer: {error!r}") from error
+        if answer.status_code in instead:
+            return instead[answer.status_code]
+        if not answer.is_success:
+            text = answer.text[:300]
+            raise ActuatorFailed(f"{method} {path}: the API server answered {answer.status_code}: {text}")
+        return answer.content
