@@ -7,7 +7,7 @@ before that, after :data:`HELD` of the duration since it *sent* its last renewal
 rates that differ by a quarter.
 
 Clocks alone do not protect from a leader that is paused between this check and its order. Each takeover
-therefore begins a new term, and whoever carries out an order (hosts, gateways, actuators, the store of the
+therefore begins a new term, and every receiver of an order (hosts, gateways, actuators, the store of the
 state) refuses one of a lower term than it has seen: a fencing token, as in M. Burrows, "The Chubby lock
 service" (OSDI 2006), section 2.4.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from collections import Counter
@@ -22,6 +23,7 @@ PAGES = [
 ]
 EXAMPLES = [ROOT / "Dockerfile", *sorted((ROOT / "deployments").rglob("*.yaml"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"``.*?``")
 _LINK = re.compile(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _PATH = re.compile(
@@ -59,6 +61,9 @@ BANNED = {
     r"\[PART\]": "[PROCESS]",
     r"\bgoes by the\b": "uses",
     r"\bonly these kinds\b": "GPU types",
+    r"\bfor ever\b|\bin vain\b|\bwhatever came of\b": "permanently; without success",
+    r"\bmeans harm\b": "malicious",
+    r"\bby who\b|\bfor who\b|\bwho comes next\b": "by anyone who; the next one",
 }
 _IDIOM = re.compile("|".join(f"(?:{idiom})" for idiom in BANNED), re.IGNORECASE)
 
@@ -136,6 +141,18 @@ def test_docs_use_the_words_of_the_field(page: Path) -> None:
 @pytest.mark.parametrize("command", HELP)
 def test_help_uses_the_words_of_the_field(command: str) -> None:
     assert idioms(HELP[command]) == []
+
+
+@pytest.mark.parametrize("package", ["policy", "gateway", "serve", "sim", "store", "tidegate", "loadtests"])
+def test_docstrings_use_the_words_of_the_field(package: str) -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}": banned
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (banned := idioms(_CODE.sub("", ast.get_docstring(node) or "")))
+    }
+    assert found == {}
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)

@@ -1,7 +1,7 @@
 """The energy of each tenant, key, model and adapter: its tokens times the joules that one took meanwhile.
 
 The controller measures the joules and tokens of models and adapters over all hosts; this host's tokens are
-those that were added to its ledger since. Energy of minutes without a token is nobody's.
+those that were added to its ledger since. Energy of minutes without a token is charged to no tenant.
 """
 
 from __future__ import annotations

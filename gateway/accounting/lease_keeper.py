@@ -98,7 +98,7 @@ class LeaseKeeper:
         self._renewed_at = now
 
     def _shared(self, connection: Connection, at: float, now: float) -> tuple[dict[int, float], set[int]]:
-        """The shares from now on, and those that begin with full buckets: of limits that nobody used."""
+        """The shares from now on, and those that begin with full buckets: of limits that no host used."""
         until, in_use = now + LEASE_S, self._in_use(now)
         # It had all of them, and no other host took any meanwhile.
         owned = self._alone and now - self._renewed_at < LEASE_S

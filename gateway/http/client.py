@@ -396,7 +396,7 @@ class ConnectionPool:
             self._drop_idle()
 
     def keep_idle(self, most: int) -> None:
-        """Keep so many connections that no request uses: none, or more than there are."""
+        """Keep at most ``most`` idle connections."""
         self._max_idle = most
         if not most:
             self._drop_idle()

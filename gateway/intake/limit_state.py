@@ -63,7 +63,7 @@ class LimitState:
         self.shows_tokens = self.tokens is not None and Limit.TOKENS not in access.dry_run
 
     def reserve(self, tokens: int, nano: int, now: float) -> Held:
-        """Reserve for a request that may use so many tokens and nano-units of money."""
+        """Reserve for a request that may use ``tokens`` tokens and ``nano`` nano-units of money."""
         slot, bucket = self.slot, self.tokens
         # More than the limit could never be admitted.
         held = Held(self, tokens if bucket is None else min(tokens, int(bucket.limit)))
@@ -150,7 +150,7 @@ class LimitState:
         return found
 
     def _empty(self) -> None:
-        """Begin with empty buckets where nobody of this host used them: what other hosts left is unknown."""
+        """Begin with empty buckets where this host did not use them: what other hosts left is unknown."""
         slot = self.slot
         for bucket, seen in (
             (self.requests, slot.seen_requests_full_at),

@@ -72,7 +72,7 @@ class RateLimiter:
         self._due: list[LimitState] = []
 
     def admit(self, principal: Principal, tokens: int, nano: int) -> Reservation:
-        """Reserve for a request that may use so many tokens and nano-units of money.
+        """Reserve for a request that may use ``tokens`` tokens and ``nano`` nano-units of money.
 
         Raises :class:`gateway.protocol.errors.Refused` with the limit that it is over.
         """

@@ -255,14 +255,14 @@ class Charge:
             self._journal.take(self)
 
     def relay(self, events: int) -> None:
-        """So many events of a stream have been relayed when the next bytes reach the client."""
+        """Record that ``events`` of a stream are relayed when the next bytes reach the client."""
         self._events = events
         words = self.words
         if words is not None:
             words[self.place + EVENTS] = events
 
     def report(self, usage: Usage, events: int) -> None:
-        """The engine reported this ``usage`` within a stream, with the last of so many ``events``."""
+        """Record the ``usage`` that the engine reported within a stream, with event number ``events``."""
         self._count(usage)
         self._reported_at = min(events, self._events)
         words = self.words

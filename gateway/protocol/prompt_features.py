@@ -86,7 +86,7 @@ class BytesPerToken:
         self.bytes_a_token = BYTES_A_TOKEN
 
     def learn(self, prompt_bytes: int, prompt_tokens: int, output_tokens: int, limit_tokens: int = 0) -> None:
-        """Take an engine's counts for a prompt of so many bytes, 0 where they show no density."""
+        """Learn from an engine's counts for a prompt of ``prompt_bytes``; 0 where they show no density."""
         gain = self.answers.learn(output_tokens, limit_tokens)
         if prompt_bytes > 0 and prompt_tokens > 0:
             found = min(max(prompt_bytes / prompt_tokens, LEAST_BYTES_A_TOKEN), MOST_BYTES_A_TOKEN)
@@ -160,7 +160,7 @@ def token_ids(part: memoryview) -> int:
 
 
 def _opening(seed: int, prompt: RenderedPrompt, ends: tuple[int, ...], prefix: tuple[int, ...]) -> int:
-    """The hash of what comes before the user's first turn, and of that turn."""
+    """The hash of all before the user's first turn, and of that turn."""
     head = prompt.head
     if head >= BLOCK_BYTES:
         before = prefix[bisect_right(ends, head) - 1]

@@ -70,7 +70,7 @@ class SharedCounts:
         return []
 
     def served(self, tenant_key: int, tokens: int) -> None:
-        """A tenant was served so many virtual tokens; a correction may be negative."""
+        """Count virtual tokens served to a tenant; a correction may be negative."""
 
     def served_by_others(self, tenant_key: int) -> int:
         """Virtual tokens that the others served a tenant since they started; it may decrease."""

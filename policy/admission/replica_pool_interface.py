@@ -99,7 +99,7 @@ class ReplicaPool(Protocol[R_co]):
         """The engine counted the tokens of the request and its answer."""
 
     def queued(self, change: int, rank: int) -> None:
-        """So many requests of the rank more (or fewer) wait here, for other workers to see."""
+        """Publish by how many the waiting requests of the rank changed, for other workers to see."""
 
     def granted(self, candidates: list[Candidate], rank: int, waiting: int, at: float) -> list[Candidate]:
         """Those whose next slot is not left to requests in other workers of this host.

@@ -14,7 +14,7 @@ _TOKENS_PER_PRICE = 1_000_000
 
 
 def cost(price: Price, prompt_tokens: int, output_tokens: int) -> float:
-    """The cost of so many tokens, in the currency of ``price``."""
+    """The cost of the tokens, in the currency of ``price``."""
     return (price.input * prompt_tokens + price.output * output_tokens) / _TOKENS_PER_PRICE
 
 

@@ -58,7 +58,7 @@ class Schedule(Section, frozen=True):
 
 
 class Rate(Section, frozen=True):
-    """At most so many changes in any ``period_s``: ``replicas``, or a ``fraction`` of those at its start."""
+    """The most changes in any ``period_s``: ``replicas``, or a ``fraction`` of those at its start."""
 
     period_s: Annotated[float, Meta(gt=0, le=3600)]
     replicas: Count | None = None

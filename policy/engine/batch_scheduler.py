@@ -68,7 +68,7 @@ class StepTimes(NamedTuple):
     growth_s: float
 
     def lasts(self, steps: int) -> float:
-        """Seconds of so many steps."""
+        """Seconds that ``steps`` steps take."""
         return steps * (self.step_s + self.growth_s * (steps - 1) / 2)
 
     def ended(self, elapsed_s: float) -> int:

@@ -89,7 +89,7 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
         return self.o + linear + self.g * kv_tokens / k + self.r * running + self._allreduce(tokens)
 
     def copy_s(self, tokens: int) -> float:
-        """Seconds to copy the KV of so many tokens from host memory; each device copies its share."""
+        """Seconds to copy the KV of ``tokens`` from host memory; each device copies its share."""
         return self.copy * tokens / self.degree
 
     def prefill_s(self, tokens: int, chunk: int, kv_tokens: float = 0.0, running: int = 0) -> float:

@@ -34,8 +34,8 @@ class Resident:
 class ResidentSessions:
     """The residents of one replica, the least recent first, and the sum of their ``own`` tokens.
 
-    ``room`` is for so many more tokens. Beyond, each token evicts one that is computed a second time with the
-    probability ``chance``.
+    ``room`` is the number of further tokens that fit. Beyond, each token evicts one that is computed a second
+    time with the probability ``chance``.
     """
 
     def __init__(self) -> None:

@@ -147,10 +147,10 @@ class SwitchCost(msgspec.Struct, frozen=True, kw_only=True):
     """What a switch takes from requests, in seconds.
 
     It ``lasts_s`` until the last old replica has left: new ones start for ``start_s`` in all, each drain
-    takes ``drain_s``, and nothing serves for ``gap_s``. Serving engines have at least the part ``speed`` of
-    their cores; the prompts that were cached take ``refill_s`` again. ``taken_s`` is how long nobody would
-    be served to wait as long in sum. ``queued`` requests wait at first; they are served in ``clears_s``
-    without the switch, in ``clears_after_s`` with it (``None``: never).
+    takes ``drain_s``, and nothing serves for ``gap_s``. Serving engines have at least the fraction ``speed``
+    of their cores; the prompts that were cached take ``refill_s`` again. ``taken_s`` is the length of a
+    complete outage that would cause the same total wait. ``queued`` requests wait at first; they are served
+    in ``clears_s`` without the switch, in ``clears_after_s`` with it (``None``: never).
     """
 
     start_s: float

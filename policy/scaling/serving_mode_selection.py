@@ -86,9 +86,9 @@ class ModeComparison:
     """The modes of a model, compared at an expected load.
 
     ``rate`` requests per second of ``workload`` are expected; ``during`` returns the rate to carry during a
-    switch of so many seconds. ``reach`` is what the model could hold if lower priorities were scaled down,
-    ``alone`` what it could hold without that, ``spare`` what is free. ``fixed`` is a reason why no switch is
-    considered.
+    switch of a given length in seconds. ``reach`` is what the model could hold if lower priorities were
+    scaled down, ``alone`` what it could hold without that, ``spare`` what is free. ``fixed`` is a reason why
+    no switch is considered.
     """
 
     situation: Situation

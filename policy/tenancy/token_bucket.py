@@ -57,7 +57,7 @@ class TokenBucket:
         self.level = min(capacity, level + refunded - reserved)
 
     def wait_s(self, tokens: float, mine: float) -> float:
-        """After how many seconds a request for ``tokens`` fits, if nobody else comes; 0 if it does.
+        """Seconds until a request for ``tokens`` fits, if no other comes; 0 if it does.
 
         ``mine`` of them are taken from the level already. A request for more than the capacity fits a full
         bucket, and leaves a debt.

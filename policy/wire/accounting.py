@@ -162,7 +162,7 @@ def actor_headers(actor: Actor) -> dict[str, str]:
 
 
 def actor_in(headers: Mapping[str, str], unnamed: str) -> Actor:
-    """Who :func:`actor_headers` named; ``unnamed`` for a caller of this machine that named nobody."""
+    """The actor that :func:`actor_headers` named; ``unnamed`` for a caller of this machine without one."""
     name = unquote(headers.get(ACTOR_HEADER, ""))
     role = headers.get(ROLE_HEADER, "")
     return Actor(name or unnamed, Role(role) if role in list(Role) else Role.ADMIN)

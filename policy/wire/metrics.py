@@ -109,7 +109,7 @@ LATENCY = (
     Metric("tidegate_ttft_prediction_error_seconds", _H, "seconds",
            "Predicted minus actual time from a replica's request to its first token.", _MODEL),
     Metric("tidegate_ttft_prediction_error_ratio", _H, "ratio",
-           "Absolute error of the predicted time to the first token, as a part of the actual.", _MODEL),
+           "Absolute error of the predicted time to the first token, as a fraction of the actual.", _MODEL),
     Metric("tidegate_replica_stalls", _C, "stalls",
            "Times that nothing of a stream came for 2 s although the replica's engine stepped and the client "
            "read.", _REPLICA, _FIRST),

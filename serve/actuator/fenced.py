@@ -100,7 +100,7 @@ class FencedActuator:
 class MachineFence:
     """The fence of the processes of one machine: a locked file with the highest term that passed.
 
-    Who holds the lock is in the middle of an order. One that was paused there is killed by who comes next:
+    Who holds the lock is in the middle of an order. One that was paused there is killed by the next one:
     otherwise its order could still be carried out, after those of a higher term.
     """
 

@@ -1,6 +1,6 @@
 """The runs of the controller, on disk: how often in a row it ended soon, and its last error.
 
-Ray restarts an actor at once and for ever, and does not say why it ended.
+Ray restarts an actor at once and without limit, and does not say why it ended.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ async def show_life(folder: Path, replica: str) -> None:
 
 
 async def until_unheld(folder: Path, held_s: float = UNHELD_S) -> None:
-    """Return once nobody has held the group of ``folder`` for ``held_s`` seconds."""
+    """Return once no process has held the group of ``folder`` for ``held_s`` seconds."""
     lease, since = open_lock(folder / _LEASE), time.monotonic()
     try:
         while time.monotonic() - since < held_s:

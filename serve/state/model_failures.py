@@ -14,7 +14,7 @@ log = logging.getLogger("tidegate.controller")
 
 
 def describe(error: BaseException) -> str:
-    """What failed; for an error that is not foreseen also its class and where it was raised."""
+    """What failed; for an unexpected error also its class and where it was raised."""
     if isinstance(error, (TidegateError, OSError)):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

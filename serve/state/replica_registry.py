@@ -77,7 +77,7 @@ class ReplicaRegistry:
         return False
 
     def take_hung(self, now: float) -> list[Replica]:
-        """Replicas that were given up and are silent for so long that their hosts hang, each once."""
+        """Replicas that were removed and have been silent for :data:`HUNG_S`: their hosts hang. Each once."""
         hung = {name: entry.replica for name, entry in self._gone.items() if now - entry.seen > HUNG_S}
         self._gone = {name: entry for name, entry in self._gone.items() if name not in hung}
         return list(hung.values())

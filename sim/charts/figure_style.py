@@ -73,7 +73,7 @@ def styled(draw: Callable[P, str]) -> Callable[P, str]:
 
 
 def new_figure(width: float, height: float, title: str = "") -> Figure:
-    """An empty figure of so many pixels; a figure with a ``title`` is on white paper."""
+    """An empty figure, sizes in pixels; a figure with a ``title`` is on white paper."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(width / _DPI, height / _DPI), facecolor="white" if title else "none")

@@ -196,7 +196,7 @@ def _basis(best: Candidate, ask: PlanRequest) -> dict[str, str]:
     return {
         "load": f"{assumed}: as described, with lengths that vary" if ask.described else counted,
         "counts": f"{best.basis.value}: the simulator, whose steps are timed by {best.source}",
-        "growth": f"{assumed}: requests like these at so many times the rate",
+        "growth": f"{assumed}: the same requests at a multiple of the rate",
         "failure": f"{assumed}: how long a start takes is control.assumed_start_s",
         "power": f"{assumed}: {power_model_of(best.kind, _peak_w(best, ask)).source}",
         "schedule": f"{assumed}: the growth as given, devices on a line between the loads above",

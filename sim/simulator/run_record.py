@@ -96,7 +96,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One model at a tick: requests per second since the last one, what there is, and what is aimed for.
+    """One model at a tick: requests per second since the last one, existing and desired replicas.
 
     ``met`` is the part of the requests of the last minute within the SLO.
     """

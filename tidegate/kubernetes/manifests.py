@@ -310,7 +310,7 @@ def _notes(deployment: Deployment, options: Options) -> list[str]:
         notes.append("there are no tenants: pods start once there is a key, or gateway.allow_unauthenticated")
     for section, port in deployment.grpc_ports.items():
         if is_loopback(port.host):
-            notes.append(f"{section}.host is {port.host}: nobody outside of the pod reaches it")
+            notes.append(f"{section}.host is {port.host}: it cannot be reached from outside the pod")
     if deployment.deploys:
         notes.append("the models run in one pod, on one node")
     return notes

@@ -42,7 +42,9 @@ async def history(
     model: Annotated[str | None, Query(description="Only this model's.")] = None,
     since: Annotated[float | None, Query(ge=0, allow_inf_nan=False, description="Unix seconds.")] = None,
     until: Annotated[float | None, Query(ge=0, allow_inf_nan=False, description="Unix seconds.")] = None,
-    step_s: Annotated[float, Query(ge=0, le=86_400, description="Merge rows of so many seconds.")] = 0.0,
+    step_s: Annotated[
+        float, Query(ge=0, le=86_400, description="Seconds that one row covers; 0: rows as stored.")
+    ] = 0.0,
 ) -> JsonResponse:
     """One row for each decision of the last hour and for each minute before it."""
     path = with_query(HISTORY, model=model, since=since, until=until, step_s=step_s)

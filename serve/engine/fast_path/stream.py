@@ -28,7 +28,7 @@ log = logging.getLogger("tidegate.engine")
 class EngineOutputs:
     """The outputs of one request, as vLLM's serving code reads them: an async iterator without a task.
 
-    A reader that waits is suspended until whoever drives it has given it an output and resumes it.
+    A reader that waits is suspended until its driver has given it an output and resumes it.
     """
 
     def __init__(self) -> None:

@@ -146,7 +146,7 @@ def least_computed(arrivals: Iterable[Arrival]) -> list[int]:
 
 
 def deployment(replicas: int, kv_tokens: float) -> Deployment:
-    """A fleet of equal replicas with so many tokens of KV cache each."""
+    """A fleet of equal replicas with ``kv_tokens`` of KV cache each."""
     return parse({
         "models": [{
             "name": MODEL, "engine": "sim", "sim": {"profile": PROFILE},

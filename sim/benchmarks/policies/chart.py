@@ -27,14 +27,14 @@ POLICIES = {
 
 
 @styled
-def chart(title: str, table: RankingTable, promised: float) -> str:
-    """The SVG: GPU time relative to the plan that knows the future; ``promised`` is the SLO's attainment."""
+def chart(title: str, table: RankingTable, attainment: float) -> str:
+    """The SVG: GPU time relative to the plan that knows the future; ``attainment`` is that of the SLO."""
     figure = new_figure(WIDTH * len(table.oracles), HEIGHT, title)
     for column, oracle in enumerate(table.oracles):
         axes = add_axes(figure, LEFT + WIDTH * column, 50, WIDTH - LEFT - 14, HEIGHT - 130)
         axes.set_title(f"start-up time {oracle.lead_s:g} s")
         rankings = [each for each in table.standings if each.lead_s == oracle.lead_s]
-        _panel(axes, rankings, oracle.gpu_hours, promised)
+        _panel(axes, rankings, oracle.gpu_hours, attainment)
     lines = {
         str(line.get_label()): line
         for axes in figure.axes
@@ -45,7 +45,7 @@ def chart(title: str, table: RankingTable, promised: float) -> str:
     return to_svg(figure)
 
 
-def _panel(axes: Axes, rankings: Sequence[Ranking], plan_hours: float, promised: float) -> None:
+def _panel(axes: Axes, rankings: Sequence[Ranking], plan_hours: float, attainment: float) -> None:
     root = (lambda y: -np.sqrt(np.maximum(1.0 - y, 0.0)), lambda y: 1.0 - y**2)
     axes.set_yscale("function", functions=root)
     axes.set_ylim(1.0 - MISSES[-1], 1.0)
@@ -53,7 +53,7 @@ def _panel(axes: Axes, rankings: Sequence[Ranking], plan_hours: float, promised:
     axes.set_xlim(MIN_RATIO, MAX_RATIO)
     axes.set_xlabel("GPU time over the clairvoyant plan")
     axes.grid(visible=True, axis="both")
-    axes.axhline(promised, color=INK, linewidth=1)
+    axes.axhline(attainment, color=INK, linewidth=1)
     for each in rankings:
         points = [(point.gpu_hours / plan_hours, point.attainment) for point in each.front]
         shown = [(x, y) for x, y in points if x <= MAX_RATIO and 1.0 - y <= MISSES[-1]]

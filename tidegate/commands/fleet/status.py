@@ -107,7 +107,7 @@ def gather(state: StateDir, at: float) -> StatusData:
 
 
 def _ledger(state: StateDir) -> LedgerStatus | None:
-    """How far this host's ledger is behind, ``None`` if nobody knows."""
+    """How far this host's ledger is behind, ``None`` if it is unknown."""
     try:
         return AccountingClient(state).ledger()
     except Unreachable:
