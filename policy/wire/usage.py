@@ -34,6 +34,11 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``joules`` is 0 where no power is measured.
     """
 
+    day: str | None = None
+    tenant: str | None = None
+    key: str | None = None
+    model: str | None = None
+    adapter: str | None = None
     requests: int
     prompt_tokens: int
     cached_tokens: int
@@ -42,11 +47,6 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     interrupted: int
     cost: float
     joules: float
-    day: str | None = None
-    tenant: str | None = None
-    key: str | None = None
-    model: str | None = None
-    adapter: str | None = None
 
 
 class LedgerStatus(msgspec.Struct, frozen=True, kw_only=True):
