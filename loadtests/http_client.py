@@ -42,7 +42,7 @@ class Connection:
     ) -> None:
         self.close()
 
-    def get(self, path: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> tuple[int, bytes]:
+    def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of a GET."""
         body = bytearray()
 
@@ -50,7 +50,7 @@ class Connection:
             body.extend(data)
             return True
 
-        answer = self._exchange(self._origin.get(path), keep, timeout_s)
+        answer = self._exchange(self._origin.get(path), keep, CONNECT_TIMEOUT_S)
         return answer.status, bytes(body)
 
     def post(self, path: str, body: bytes, sink: Sink, *, timeout_s: float = READ_TIMEOUT_S) -> Response:

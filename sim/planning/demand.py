@@ -152,13 +152,13 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     events_per_s: float
 
 
-def network(demand: Demand, model: str, replicas: int, streams_open: int, factor: float = 1.0) -> Network:
-    """The traffic of ``factor`` times the load, all of it streamed chat, of a model called ``model``."""
-    rps = demand.peak_rps * factor
+def network(demand: Demand, model: str, replicas: int, streams_open: int) -> Network:
+    """The traffic of the load, all of it streamed chat, of a model called ``model``."""
+    rps = demand.peak_rps
     event = EVENT_BYTES + len(model.encode()) - _NAME + CHUNK_BYTES + PACKET_BYTES
-    output_tokens = demand.peak_output_tokens_per_s * factor
+    output_tokens = demand.peak_output_tokens_per_s
     streams = output_tokens * event + rps * STREAM_BYTES
-    body = demand.peak_input_tokens_per_s * factor * CHARACTERS_PER_TOKEN + rps * REQUEST_BYTES
+    body = demand.peak_input_tokens_per_s * CHARACTERS_PER_TOKEN + rps * REQUEST_BYTES
     requests = body * (1.0 + PACKET_BYTES / _SEGMENT_BYTES)
     return Network(
         requests=requests,

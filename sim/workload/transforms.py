@@ -18,6 +18,8 @@ from sim.arrival_stream import Arrival, Trace
 
 # Hashes and sessions stay within 63 bits, as captures have them.
 _MASK = (1 << 63) - 1
+# Within which resampled requests are shifted, and look like one another.
+WINDOW_S = 10.0
 
 
 def slice_trace(trace: Trace, from_s: float, to_s: float | None = None) -> Iterator[Arrival]:
@@ -84,12 +86,12 @@ def _stretched(blocks: tuple[int, ...], scale: float, input_tokens: int) -> tupl
     return tuple(made)
 
 
-def resample(trace: Trace, factor: float, seed: int, window_s: float = 10.0) -> Iterator[Arrival]:
-    """``factor`` times the requests of ``trace`` at any time, shifted randomly within ``window_s`` seconds.
+def resample(trace: Trace, factor: float, seed: int) -> Iterator[Arrival]:
+    """``factor`` times the requests of ``trace`` at any time, each shifted within :data:`WINDOW_S`.
 
-    Each request is repeated ``factor`` times (randomly rounded), up to half of ``window_s`` earlier or later,
-    not before 0. The first copy is the request itself; each further one has the lengths and blocks of a
-    request within ``window_s`` before it, and no conversation. Memory holds one window.
+    Each request is repeated ``factor`` times (randomly rounded), up to half of :data:`WINDOW_S` earlier or
+    later, not before 0. The first copy is the request itself; each further one has the lengths and blocks of
+    a request within :data:`WINDOW_S` before it, and no conversation. Memory holds one window.
     """
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     whole, part = int(factor), factor - int(factor)
@@ -98,14 +100,14 @@ def resample(trace: Trace, factor: float, seed: int, window_s: float = 10.0) -> 
     ahead: list[tuple[float, int, Arrival]] = []
     made = 0
     for arrival in trace:
-        while ahead and ahead[0][0] < arrival.at - window_s / 2:
+        while ahead and ahead[0][0] < arrival.at - WINDOW_S / 2:
             yield heapq.heappop(ahead)[2]
-        while recent and recent[0].at < arrival.at - window_s:
+        while recent and recent[0].at < arrival.at - WINDOW_S:
             recent.popleft()
         recent.append(arrival)
         for copy in range(whole + (rng.random() < part)):
             like = rng.choice(recent)._replace(session=0, follows=0) if copy else arrival
-            at = abs(arrival.at + rng.uniform(-window_s / 2, window_s / 2))
+            at = abs(arrival.at + rng.uniform(-WINDOW_S / 2, WINDOW_S / 2))
             heapq.heappush(ahead, (at, made, like._replace(at=at)))
             made += 1
     while ahead:

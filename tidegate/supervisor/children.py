@@ -31,6 +31,9 @@ _GRACE_S = 10.0
 BACKOFF = Backoff(0.1, 10.0)
 # After a run of this many seconds the back-off starts over.
 STABLE_S = 30.0
+# Of a child that does not run, after which a start fails, with this much of its log.
+MAX_FAILURES = 3
+LOG_LINES = 15
 
 
 @dataclass(frozen=True)
@@ -200,20 +203,20 @@ async def run_tool(
         log.close()
 
 
-def check_alive(children: Iterable[Child], max_failures: int = 3) -> None:
+def check_alive(children: Iterable[Child]) -> None:
     """Raise :class:`policy.errors.EngineFailed` with the end of the log of a child that keeps failing."""
     for child in children:
-        if child.failures >= max_failures and not child.pid:
+        if child.failures >= MAX_FAILURES and not child.pid:
             raise EngineFailed(
                 f"{child.spec.name} exited {child.failures} times ({_status(child.exit_code)})"
                 + log_end(child.state, child.spec.name)
             )
 
 
-def log_end(state: StateDir, pattern: str, lines: int = 15) -> str:
+def log_end(state: StateDir, pattern: str) -> str:
     """The end of the newest log that matches ``pattern``, to append to a message."""
     logs = sorted(state.logs.glob(f"{pattern}.log"), key=lambda path: path.stat().st_mtime)
-    last = tail(logs[-1], lines) if logs else []
+    last = tail(logs[-1], LOG_LINES) if logs else []
     return "".join(f"\n  {entry.process} | {entry.text}" for entry in last)
 
 

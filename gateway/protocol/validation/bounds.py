@@ -108,9 +108,9 @@ def _number(most: int) -> Check:
     return lambda name, value: check_number(name, value, most)
 
 
-def _list(most: int, what: str, size: int = MAX_STOP_BYTES) -> Check:
+def _list(most: int, what: str) -> Check:
     def check(name: str, value: Raw) -> None:
-        check_size(name, value, size)
+        check_size(name, value, MAX_STOP_BYTES)
         if memoryview(value)[0] == _OPEN and (count := len(ITEMS.decode(value))) > most:
             raise too_many(name, most, count, what)
 

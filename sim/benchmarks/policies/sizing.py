@@ -77,6 +77,7 @@ def ladder(name: str, full: Full) -> tuple[Choice, ...]:
 # is cached a replica takes hundreds of requests per second: a load of more than so many has fewer replicas.
 AIM = 10.0
 MOST_REQUESTS = 100_000
+SEED = 0
 _PRECISION = 0.01
 # Factors of the replica count that static fleets are run with.
 LEAST, MOST_OF = 0.8, 1.8
@@ -94,13 +95,13 @@ class ReplicaSize(msgspec.Struct, frozen=True, kw_only=True):
     full: Full
 
 
-def size_of(setup: Setup, lead_s: float, seed: int = 0) -> ReplicaSize:
+def size_of(setup: Setup, lead_s: float) -> ReplicaSize:
     """The size at a start-up time of ``lead_s``. Raises :class:`ValueError` where no rate attains the SLO."""
-    arrivals = setup.arrivals(1.0, seed)
+    arrivals = setup.arrivals(1.0, SEED)
     document = setup.deployment(lead_s)
     load = survey(arrivals, ModelNames([MODEL])).loads[MODEL]
     spec = document.models[0]
-    mu = attained_rate(document, spec, MODE, arrivals=lambda: arrivals, load=load, seed=seed)
+    mu = attained_rate(document, spec, MODE, arrivals=lambda: arrivals, load=load, seed=SEED)
 
     asked = setup.problem(arrivals, mu, lead_s, since=setup.stretch.since)
 
@@ -113,7 +114,7 @@ def size_of(setup: Setup, lead_s: float, seed: int = 0) -> ReplicaSize:
     while high - low > _PRECISION * low:
         middle = (low + high) / 2
         low, high = (middle, high) if mean(middle) < AIM else (low, middle)
-    return ReplicaSize(mu=mu, factor=round(low, 3), full=_full(setup, lead_s, mu, (low, mean(low)), seed))
+    return ReplicaSize(mu=mu, factor=round(low, 3), full=_full(setup, lead_s, mu, (low, mean(low)), SEED))
 
 
 def _full(setup: Setup, lead_s: float, mu: float, sized: tuple[float, float], seed: int) -> Full:
