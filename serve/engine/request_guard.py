@@ -27,11 +27,11 @@ from policy.wire.headers import (
 )
 from policy.wire.load_stream import COALESCE_S, PROFILE, LoadLine
 from serve.async_waiting import wait_at_most
-from serve.engine import responses
+from serve.engine import guard_responses
 from serve.engine.adapters.loader import AdapterLoader
+from serve.engine.guard_responses import Answer
 from serve.engine.interface import ALLOWED, NAMED, WRITER, Engine, Message, Receive, Scope, Send
 from serve.engine.kv_block_index import NamedPrompt
-from serve.engine.responses import Answer
 
 _CANARY, _SECRET = CANARY_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()
@@ -141,7 +141,9 @@ class Guard:
         headers = dict(scope["headers"])
         given = headers.get(_SECRET, b"")
         if not hmac.compare_digest(given, self._secret):
-            await responses.answer(send, 401, Refusal.UNAUTHORIZED, "the internal secret is missing or wrong")
+            await guard_responses.answer(
+                send, 401, Refusal.UNAUTHORIZED, "the internal secret is missing or wrong"
+            )
             return
         route = (scope["method"], scope["path"])
         if route == ("GET", "/internal/load"):
@@ -149,11 +151,11 @@ class Guard:
         elif route == ("POST", PROFILE):
             await self._profile(scope, send)
         elif route not in ALLOWED:
-            await responses.answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
+            await guard_responses.answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
         elif scope["method"] == "GET":
             await self._engine.app(scope, receive, send)
         elif (refusal := self._refusal(_CANARY in headers)) is not None:
-            await responses.answer(send, 503, refusal, f"this replica is {refusal}")
+            await guard_responses.answer(send, 503, refusal, f"this replica is {refusal}")
         else:
             await self._count(scope, receive, send, headers)
 
@@ -170,7 +172,7 @@ class Guard:
         return Refusal.BUSY if self._in_flight >= self._bound else None
 
     async def _count(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
-        timed = responses.ENGINE_TIME in headers
+        timed = guard_responses.ENGINE_TIME in headers
         writer = scope.get("extensions", {}).get(WRITER)
         answer = Answer(self._engine, send, self._answered, writer=writer, timed=timed)
         if writer is not None:
@@ -194,7 +196,9 @@ class Guard:
                 await self._adapted(scope, receive, answer, wanted)
         except asyncio.CancelledError:
             if not answer.begun:
-                await responses.answer(send, 503, Refusal.DRAINING, f"this replica is {Refusal.DRAINING}")
+                await guard_responses.answer(
+                    send, 503, Refusal.DRAINING, f"this replica is {Refusal.DRAINING}"
+                )
             raise
         finally:
             self._serving.discard(task)
@@ -211,7 +215,7 @@ class Guard:
         """Serve a request with its adapter, which stays loaded until the request ends."""
         found = _ADAPTER.fullmatch(wanted.decode("latin-1"))
         if found is None:
-            await responses.answer(
+            await guard_responses.answer(
                 answer, 400, Refusal.BAD_REQUEST, "the header names no version of an adapter"
             )
             return
@@ -222,10 +226,10 @@ class Guard:
                 if arrival is not None and not await self._arrived(arrival, inbox, answer):
                     return
             except AdapterRefused as error:
-                await responses.answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
+                await guard_responses.answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
                 return
             except EngineFailed as error:
-                await responses.answer(answer, 503, Refusal.REPLICA_LOST, str(error))
+                await guard_responses.answer(answer, 503, Refusal.REPLICA_LOST, str(error))
                 return
             await self._engine.app(scope, inbox, answer)
 
@@ -274,18 +278,18 @@ class Guard:
 
     async def _profile(self, scope: Scope, send: Send) -> None:
         if self.profiling:
-            await responses.answer(send, 409, Refusal.BUSY, "another profile is being recorded")
+            await guard_responses.answer(send, 409, Refusal.BUSY, "another profile is being recorded")
             return
         self.profiling = True
         try:
-            await responses.profile(self._engine, scope["query_string"], send)
+            await guard_responses.profile(self._engine, scope["query_string"], send)
         finally:
             self.profiling = False
 
     async def _stream_load(self, receive: Receive, send: Send) -> None:
         await receive()
         gone = asyncio.ensure_future(receive())
-        await responses.start(send, 200, [(b"content-type", b"application/x-ndjson")])
+        await guard_responses.start(send, 200, [(b"content-type", b"application/x-ndjson")])
         try:
             reported, told = 0, -1
             blocks = self._engine.blocks

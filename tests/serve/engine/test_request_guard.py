@@ -15,7 +15,7 @@ from policy.engine.performance_model import Timing
 from policy.types import ReplicaPhase
 from policy.wire import headers
 from policy.wire.load_stream import PROFILE
-from serve.engine import request_guard, responses
+from serve.engine import guard_responses, request_guard
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, NAMED, EngineStats, Receive, Scope, Send
 from serve.engine.kv_block_index import KvBlockIndex, NamedPrompt
@@ -359,7 +359,7 @@ async def test_a_trace_is_sent_as_a_file_and_removed(
         return file
 
     monkeypatch.setattr(engine, "profile", profile)
-    monkeypatch.setattr(responses, "PART", 4)
+    monkeypatch.setattr(guard_responses, "PART", 4)
     assert (await client.post(f"{PROFILE}?seconds=1.5")).content == b"xxxxx1.5"
     assert not file.exists()
 

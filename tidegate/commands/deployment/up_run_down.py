@@ -29,8 +29,8 @@ from tidegate.commands.terminal import warn
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.children import ROOT
 from tidegate.supervisor.control_socket import SupervisorClient
+from tidegate.supervisor.deployment_file_watch import watch_file
 from tidegate.supervisor.events import Event, Progress
-from tidegate.supervisor.file_watch import watch_file
 from tidegate.supervisor.orphan_cleanup import remove_leftovers
 from tidegate.supervisor.readiness import admin_url, client_url
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from policy.errors import ConfigError, EngineFailed
-from tidegate.supervisor.file_watch import watch_file
+from tidegate.supervisor.deployment_file_watch import watch_file
 
 
 async def test_changes_are_applied_once_and_refusals_noted_once() -> None:
