@@ -19,7 +19,7 @@ from policy.deployment_file.parse import parse
 from policy.errors import NotLeader
 from serve.actuator.fenced import Fence, machine_fence
 from serve.actuator.gpu_cards import cards_of_machine
-from serve.actuator.interface import Actuator
+from serve.actuator.interface import Actuator, deployment_id
 from serve.actuator.local import LocalActuator
 from serve.controller.elected import Elected
 from serve.controller.leadership import Leadership, LeaseStore
@@ -36,7 +36,7 @@ from store.state_dir import StateDir
 log = logging.getLogger("tidegate.controller")
 
 
-async def _run(state: StateDir, address: str, *, ray: bool) -> None:
+async def _run(state: StateDir, address: str, listen: str, *, ray: bool) -> None:
     # The supervisor waits between restarts.
     record_start(state, time.time())
     deployment = parse(state.load(state.deployment_path, dict[str, object]))
@@ -44,14 +44,18 @@ async def _run(state: StateDir, address: str, *, ray: bool) -> None:
     assert election is not None
     database = Database(state.database_url(deployment.store))
     # Ray is joined before it leads: a controller that cannot order anything is no candidate.
-    actuator_of = _ray(state, deployment) if ray else _local(deployment)
-    fence: Fence | None = None if ray else machine_fence(state.secret())
+    fence: Fence | None = None
+    if ray:
+        actuator_of, ordered = _ray(state, deployment)
+    else:
+        fence = machine_fence(state.secret())
+        actuator_of, ordered = _local(deployment), fence.highest()
     lease: LeaseStore = DatabaseLease(database)
     if election.kubernetes is not None:
         lease = KubernetesLeaseStore(election.kubernetes)
-    leadership = Leadership(
-        lease, address, election.lease_s, highest_term(database), wall=time.time, monotonic=time.monotonic
-    )
+    # Replicas that run may have had orders of higher terms than a new database knows.
+    above = max(highest_term(database), ordered)
+    leadership = Leadership(lease, address, election.lease_s, above, wall=time.time, monotonic=time.monotonic)
     controller = Elected(
         leadership,
         state_of=lambda term: LeaderState(state.root, database, term),
@@ -59,7 +63,9 @@ async def _run(state: StateDir, address: str, *, ray: bool) -> None:
         fence=fence,
         secret=state.secret(),
         address=address,
-        addresses=cluster.controller,
+        listen=listen,
+        # Pods that others started stay.
+        addresses=cluster.controller if deployment.deploys else "",
     )
     try:
         await controller.run(stop_signals())
@@ -72,16 +78,20 @@ def _local(deployment: Deployment) -> Callable[[LeaderState], Actuator]:
     return lambda state: LocalActuator(state, cluster, cards_of_machine(cluster, os.environ))
 
 
-def _ray(state: StateDir, deployment: Deployment) -> Callable[[LeaderState], Actuator]:
+def _ray(state: StateDir, deployment: Deployment) -> tuple[Callable[[LeaderState], Actuator], int]:
+    """The maker of the actuator, and the highest term that has given orders to the cluster."""
     dashboard, token = join(deployment, state)
-    from serve.actuator.ray_term_fence import RayOrders, Term  # noqa: PLC0415  # imports Ray
+    from serve.actuator import ray_term_fence  # noqa: PLC0415  # imports Ray
 
-    return lambda leading: RayOrders(
-        Term(
-            number=leading.term, root=str(state.root), secret=state.secret(),
-            cluster=deployment.cluster, dashboard=dashboard, token=token,
-        )
-    )  # fmt: skip
+    def actuator_of(leading: LeaderState) -> Actuator:
+        return ray_term_fence.RayOrders(
+            ray_term_fence.Term(
+                number=leading.term, root=str(state.root), secret=state.secret(),
+                cluster=deployment.cluster, dashboard=dashboard, token=token,
+            )
+        )  # fmt: skip
+
+    return actuator_of, ray_term_fence.highest_term(deployment_id(state))
 
 
 def main() -> None:
@@ -89,12 +99,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--address", required=True)
+    parser.add_argument("--listen", help="Default: the address.")
     parser.add_argument("--ray", action="store_true")
     given = parser.parse_args()
     log_to(logging.StreamHandler())
     state = StateDir(given.state)
     try:
-        uvloop.run(_run(state, given.address, ray=given.ray))
+        uvloop.run(_run(state, given.address, given.listen or given.address, ray=given.ray))
     except NotLeader as error:
         # Its supervisor starts it again, as a stand-by.
         log.warning("this controller ends: %s", error)

@@ -51,7 +51,7 @@ class LeaderStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``term`` counts the leaders. The lease of the ``leader`` (an address, empty if none is known) was renewed
     ``renewed_s`` seconds ago, and ends ``lease_s`` seconds after a renewal. ``trouble`` says why the lease
-    cannot be read or written.
+    cannot be read or written. One that is ``ending`` does not answer for the replicas any more.
     """
 
     address: str
@@ -61,6 +61,7 @@ class LeaderStatus(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 0.0
     renewed_s: float | None = None
     trouble: str = ""
+    ending: bool = False
 
 
 class Controllers:

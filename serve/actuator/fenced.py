@@ -37,6 +37,9 @@ class Fence(Protocol):
     def passed(self, term: int) -> AbstractAsyncContextManager[None]:
         """Hold other orders up; raises :class:`policy.errors.NotLeader` if one of a higher term passed."""
 
+    def highest(self) -> int:
+        """The highest term that passed: also of a database that was before this one."""
+
 
 def passed(fence: Fence | None, term: int) -> AbstractAsyncContextManager[None]:
     """An order of ``term`` passes the ``fence``, if there is one."""
@@ -112,12 +115,19 @@ class MachineFence:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             await self._lock(descriptor)
-            highest = int(os.pread(descriptor, 32, 0) or b"0")
+            highest = _term(descriptor)
             if highest > term:
                 raise NotLeader(f"an order of term {term} comes after one of term {highest}")
             if highest < term:
                 os.pwrite(descriptor, f"{term:032}".encode(), 0)
             yield
+        finally:
+            os.close(descriptor)
+
+    def highest(self) -> int:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            return _term(descriptor)
         finally:
             os.close(descriptor)
 
@@ -143,6 +153,10 @@ class MachineFence:
                 log.warning("the controller with pid %s is paused within an order: it is killed", rest[2])
                 with suppress(ProcessLookupError):
                     os.kill(int(rest[2]), signal.SIGKILL)
+
+
+def _term(descriptor: int) -> int:
+    return int(os.pread(descriptor, 32, 0) or b"0")
 
 
 def machine_fence(secret: str) -> MachineFence:

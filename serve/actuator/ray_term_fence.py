@@ -57,8 +57,8 @@ class OrderActor:
     """Refuses orders of a term that is over. The highest term is in the GCS, as the actor may be moved."""
 
     def __init__(self, deployment: str) -> None:
-        self._key = f"tidegate-term-{deployment}".encode()
-        self._highest = int(internal_kv._internal_kv_get(self._key) or 0)
+        self._key = _term_key(deployment)
+        self._highest = highest_term(deployment)
         self._term: Term | None = None
         self._actuator: RayActuator | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -79,6 +79,15 @@ class OrderActor:
                 self._actuator = RayActuator(state, term.cluster, term.dashboard, term.token)
                 self._term = term
             return await getattr(self._actuator, call)(*arguments)
+
+
+def highest_term(deployment: str) -> int:
+    """The highest term whose orders this cluster carried out, 0 before there was any."""
+    return int(internal_kv._internal_kv_get(_term_key(deployment)) or 0)
+
+
+def _term_key(deployment: str) -> bytes:
+    return f"tidegate-term-{deployment}".encode()
 
 
 class RayOrders:

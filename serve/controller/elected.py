@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
 import msgspec
+from msgspec.structs import replace
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from policy.errors import NotLeader
@@ -28,25 +30,35 @@ from store.election.leader_state import LeaderState
 
 log = logging.getLogger("tidegate.controller")
 
+# Answered without the secret: whether the process runs, and whether it knows a leader.
+LIVE, READY = "/livez", "/readyz"
 # How long another controller may take to say that it stands by.
 ASK_S = 2.0
+# Beyond the lease: how long a leader that ends at the same time may take to end its replicas.
+LAST_S = 20.0
 
 
 class ElectedApp:
     """The HTTP API of a controller: whole while it leads; else who does, and a refusal of all other paths."""
 
-    def __init__(self, leadership: Leadership) -> None:
+    def __init__(self, leadership: Leadership, stopping: asyncio.Event, secret: str) -> None:
         self._leadership = leadership
+        self._stopping = stopping
+        self._guarded = Guarded(self._answer, secret)
         self.whole: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path = scope["path"]
-        if path == LEADER:
-            answer = json_answer(self._leadership.status())
-        elif path == "/livez":
-            answer = json_answer({"ok": True})
+        if scope["path"] in (LIVE, READY):
+            good = scope["path"] == LIVE or bool(self._leadership.status().leader)
+            await json_answer({"ok": good}, 200 if good else 503)(scope, receive, send)
+            return
+        await self._guarded(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == LEADER:
+            answer = json_answer(replace(self._leadership.status(), ending=self._stopping.is_set()))
         elif self.whole is not None and self._leadership.leads():
             await self.whole(scope, receive, send)
             return
@@ -63,11 +75,11 @@ class ElectedApp:
 
 @dataclass
 class Elected:
-    """One controller of several at ``address``.
+    """One controller of several, known at ``address``, which listens at ``listen``.
 
     ``state_of`` is the leader's state of a term; ``actuator_of`` makes the actuator of a leader, once the
     ``fence`` lets no order of a lower term through, unless the actuator knows terms itself. ``addresses`` are
-    those of all controllers.
+    those of all controllers that answer for replicas which end with the last one.
     """
 
     leadership: Leadership
@@ -76,16 +88,18 @@ class Elected:
     fence: Fence | None
     secret: str
     address: str
+    listen: str
     addresses: str
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set; raises :class:`policy.errors.NotLeader` when it is deposed."""
-        app = ElectedApp(self.leadership)
-        sock = await listen_soon(self.address)
-        server = asyncio.create_task(serve_app(Guarded(app, self.secret), sock))
+        app = ElectedApp(self.leadership, stopping, self.secret)
+        sock = await listen_soon(self.listen)
+        server = asyncio.create_task(serve_app(app, sock))
         contending = asyncio.create_task(self.leadership.run())
         try:
-            if await _first(self.leadership.won.wait(), stopping.wait(), server, contending):
+            won = await _first(self.leadership.won.wait(), stopping.wait(), server, contending)
+            if won or await self._is_last(server, contending):
                 await self._lead(app, stopping, server, contending)
         finally:
             server.cancel()
@@ -120,8 +134,20 @@ class Elected:
             await parts.actuator.stop()
         await parts.actuator.close()
 
+    async def _is_last(self, *others: asyncio.Task[None]) -> bool:
+        """Whether this controller, which stood by and ends, is to end the replicas of the last leader.
+
+        It is if no other controller stays, and the leader did not do so when it released the lease, or died.
+        """
+        if not await self._stands_alone():
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.leadership.lease_s + LAST_S):
+                return await _first(self.leadership.won.wait(), *others)
+        return False
+
     async def _stands_alone(self) -> bool:
-        """Whether no other controller answers; one address of several controllers says nothing of that."""
+        """Whether no other controller stays; one address of several controllers says nothing of that."""
         if "," not in self.addresses:
             return False
         async with httpx.AsyncClient(
@@ -131,7 +157,7 @@ class Elected:
                 try:
                     answer = await client.get(f"http://{address}{LEADER}")
                     found = msgspec.json.decode(answer.content, type=LeaderStatus)
-                    if found.address != self.address:
+                    if found.address != self.address and not found.ending:
                         return False
                 except (httpx.HTTPError, msgspec.MsgspecError):
                     continue
@@ -141,11 +167,13 @@ class Elected:
 async def _first(*works: Awaitable[object]) -> bool:
     """Wait for the first of ``works`` to end, and raise its error; whether it is the first in the list."""
     tasks = [asyncio.ensure_future(work) for work in works]
-    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task, work in zip(tasks, works, strict=True):
-        # Those that were made here.
-        if task in rest and task is not work:
-            task.cancel()
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, work in zip(tasks, works, strict=True):
+            # Those that were made here.
+            if task is not work:
+                task.cancel()
     for task in done:
         task.result()
     return tasks[0] in done

@@ -64,6 +64,11 @@ class Leadership:
         """The term of the lease as it was seen last."""
         return self._candidate.term
 
+    @property
+    def lease_s(self) -> float:
+        """The duration of a lease of this process."""
+        return self._candidate.lease_s
+
     def leads(self) -> bool:
         """Whether this process may give orders now."""
         return self._candidate.leads(self._monotonic())

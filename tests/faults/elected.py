@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sqlite3
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -45,7 +46,8 @@ class Elected:
             stack.models = [sim_model(sim={"profile": "sim-small", "speed": 2.0})]
             stack.store, stack.more = store, {"cluster": self.cluster}
         self.answers: Counter[str] = Counter()
-        self._client = httpx.AsyncClient(trust_env=False, timeout=2.0, headers={SECRET_HEADER: SECRET})
+        # One that is paused answers nothing: the others are asked again soon.
+        self._client = httpx.AsyncClient(trust_env=False, timeout=1.0, headers={SECRET_HEADER: SECRET})
 
     def _folder(self, name: str) -> Path:
         path = self.root / name
@@ -88,6 +90,21 @@ class Elected:
         process.send_signal(how)
         return process
 
+    async def pause(self, address: str) -> asyncio.subprocess.Process:
+        """Pause a controller; on SQLite outside of its transactions, which block the others (ADR 19)."""
+        while True:
+            process = self.signal(address, signal.SIGSTOP)
+            if not self.store.startswith("sqlite:///"):
+                return process
+            with (
+                suppress(sqlite3.OperationalError),
+                sqlite3.connect(self.store.removeprefix("sqlite:///"), timeout=0.2) as database,
+            ):
+                database.execute("BEGIN IMMEDIATE")
+                return process
+            process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(0.01)
+
     async def ask(self, address: str, method: str, path: str, body: object = None) -> Any:
         """The answer of a controller, ``None`` if it does not lead or does not answer."""
         with suppress(httpx.HTTPError):
@@ -109,6 +126,10 @@ class Elected:
         await until(led, f"a controller leads after term {after}")
         return found[-1]
 
+    async def kinds(self) -> list[tuple[str, str]]:
+        """Shape and state of each replica, sorted."""
+        return sorted((shape, state) for shape, state, _ in (await self.replicas()).values())
+
     async def replicas(self) -> dict[str, tuple[str, str, int]]:
         """Shape, state and engine of each replica, as the leader knows them."""
         fleet = await self.ask((await self.leader())[0], "GET", "/fleet")
@@ -117,8 +138,7 @@ class Elected:
 
     async def settle(self, shape: str, count: int) -> None:
         async def settled() -> bool:
-            kinds = [(kind, state) for kind, state, _ in (await self.replicas()).values()]
-            return kinds == [(shape, "ready")] * count
+            return await self.kinds() == [(shape, "ready")] * count
 
         await until(settled, f"{count} x {shape}")
 

@@ -24,6 +24,9 @@ def access(deployment: Deployment, options: Options) -> list[Manifest]:
     if is_scaled(deployment):
         name = named(options, "controller")
         account = object_of("v1", "ServiceAccount", options, name=name, automountServiceAccountToken=True)
+        if deployment.cluster.election is not None:
+            lease = _rule("coordination.k8s.io", "leases", "get", "create", "update")
+            scale[options.namespace] = [*scale.get(options.namespace, []), lease]
         objects += [account, *_roles(options, name, scale)]
     return objects
 

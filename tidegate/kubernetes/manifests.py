@@ -11,10 +11,13 @@ from typing import Any
 
 import yaml
 
+from policy.config.convert import require
 from policy.config.deployment import Deployment
 from policy.config.ports import is_loopback
+from policy.deployment_file.parse import parse
+from tidegate.kubernetes import controllers
 from tidegate.kubernetes.access import access, is_scaled
-from tidegate.kubernetes.objects import INSTANCE, Manifest, Options, labels_of, named, object_of
+from tidegate.kubernetes.objects import Manifest, Options, labels_of, named, object_of
 
 STATE, CACHE = "/var/lib/tidegate", "/var/cache/tidegate"
 CONFIG, SECRET = "/etc/tidegate", "/etc/tidegate-secret"
@@ -26,6 +29,7 @@ WORKER_MIB, OTHERS_MIB = 256, 512
 # Between SIGTERM and SIGKILL beyond the drains.
 SPARE_S = 15
 MAX_GATEWAYS = 10
+POD_NAME = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
 
 
 @dataclass(frozen=True)
@@ -38,22 +42,31 @@ class Manifests:
 
 @dataclass(frozen=True)
 class _Part:
-    """Pods of one kind: their ``arguments``, whether they ``scale``, have the file, and run models."""
+    """Pods of one kind: their ``arguments``, whether they ``scale``, have the file, and run models.
+
+    Controllers that elect their leader serve no gateway, and keep their state in the database.
+    """
 
     arguments: list[str]
     role: str = ""
     scales: bool = False
     has_file: bool = True
     has_models: bool = False
+    elects: bool = False
 
 
 def manifests(raw: dict[str, Any], deployment: Deployment, options: Options) -> Manifests:
-    """The manifests of ``deployment``, whose file's content is ``raw``."""
-    parts = _parts(deployment, options)
+    """The manifests of ``deployment``, whose file's content is ``raw``.
+
+    Raises :class:`policy.errors.ConfigError` for several controllers that cannot elect their leader.
+    """
+    alone = "1: no controller of its own scales external models"
+    require(options.controllers == 1 or is_scaled(deployment), "--controllers", options.controllers, alone)
     if is_scaled(deployment):
-        # It has an address of its own, by which gateways of other pods find it.
-        port = controller_port(deployment)
-        raw = {**raw, "cluster": {**raw.get("cluster", {}), "controller": f"0.0.0.0:{port}"}}
+        # Controllers have addresses of their own, by which gateways of other pods find them.
+        raw = {**raw, "cluster": {**raw.get("cluster", {}), **controllers.cluster(deployment, options)}}
+        deployment = parse(raw)
+    parts = _parts(deployment, options)
     objects = [
         *access(deployment, options),
         object_of("v1", "ConfigMap", options, data={FILE: yaml.safe_dump(raw, sort_keys=False)}),
@@ -67,7 +80,11 @@ def manifests(raw: dict[str, Any], deployment: Deployment, options: Options) -> 
         _network_policy(deployment, options),
     ]
     if is_scaled(deployment):
-        objects += [*_controller(deployment, options), _claim(options, "state", "10Gi")]
+        objects += controllers.network(deployment, options)
+        if deployment.cluster.election is None:
+            objects.append(_claim(options, "state", "10Gi"))
+        else:
+            objects.append(_disruption_budget(options, controllers.ROLE))
     if deployment.deploys:
         objects += [_claim(options, "state", "10Gi"), _claim(options, "cache", "100Gi")]
     else:
@@ -77,28 +94,28 @@ def manifests(raw: dict[str, Any], deployment: Deployment, options: Options) -> 
     return Manifests(objects, _notes(deployment, options))
 
 
-def controller_port(deployment: Deployment) -> int:
-    """The port of ``cluster.controller``."""
-    return int(deployment.cluster.controller.rpartition(":")[2])
-
-
 def _parts(deployment: Deployment, options: Options) -> list[_Part]:
     run = ["run", f"{CONFIG}/{FILE}", "--watch"]
     if deployment.deploys:
         return [_Part([*run, "--no-ray"], has_models=True)]
     if not deployment.needs_controller:
         return [_Part(run, scales=True)]
+    followed = controllers.addresses(deployment, options)
     follow = [
-        *("gateway", "--controller", f"{options.name}-controller:{controller_port(deployment)}"),
+        *("gateway", "--controller", followed),
         *("--secret-file", f"{SECRET}/secret", "--host", "0.0.0.0", "--admin-host", "0.0.0.0"),
     ]
-    return [_Part(follow, scales=True, has_file=False), _Part(run, role="controller")]
+    controller = _Part(run, role=controllers.ROLE)
+    if deployment.cluster.election is not None:
+        arguments = controllers.arguments(deployment, options, f"{CONFIG}/{FILE}")
+        controller = _Part(arguments, role=controllers.ROLE, elects=True)
+    return [_Part(follow, scales=True, has_file=False), controller]
 
 
 def _workload(deployment: Deployment, options: Options, part: _Part) -> Manifest:
     labels = labels_of(options, part.role)
     spec: dict[str, Any] = {
-        "replicas": options.gateways if part.scales else 1,
+        "replicas": 1,
         "selector": {"matchLabels": labels},
         "template": {
             "metadata": {"labels": labels},
@@ -114,8 +131,18 @@ def _workload(deployment: Deployment, options: Options, part: _Part) -> Manifest
             },
         },
     }  # fmt: skip
+    kind = "Deployment"
     if part.scales:
+        spec["replicas"] = options.gateways
         spec["strategy"] = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
+    elif part.elects:
+        kind = "StatefulSet"
+        spec["replicas"] = controllers.count(deployment, options)
+        spec |= {"serviceName": named(options, part.role), "podManagementPolicy": "Parallel"}
+    else:
+        # Two pods would need the GPUs twice, and the state directory has one supervisor.
+        spec["strategy"] = {"type": "Recreate"}
+    if part.scales or part.elects:
         spec["template"]["spec"]["topologySpreadConstraints"] = [
             {
                 "maxSkew": 1,
@@ -124,24 +151,23 @@ def _workload(deployment: Deployment, options: Options, part: _Part) -> Manifest
                 "labelSelector": {"matchLabels": labels},
             }
         ]
-    else:
-        # Two pods would need the GPUs twice, and the state directory has one supervisor.
-        spec["strategy"] = {"type": "Recreate"}
-    return object_of("apps/v1", "Deployment", options, name=named(options, part.role), spec=spec)
+    return object_of("apps/v1", kind, options, name=named(options, part.role), spec=spec)
 
 
 def _container(deployment: Deployment, options: Options, part: _Part) -> dict[str, Any]:
     gateway = deployment.gateway
     ports = {"http": gateway.port, "admin": gateway.admin_port, **_grpc_ports(deployment)}
     if part.role:
-        ports["controller"] = controller_port(deployment)
+        ports = ({} if part.elects else ports) | {"controller": controllers.port(deployment)}
     mounts = {"state": STATE, "tmp": "/tmp"}  # noqa: S108 - a volume
     if part.has_file:
         mounts["config"] = CONFIG
     mounts["secret"] = SECRET
     if part.has_models:
         mounts |= {"cache": CACHE, "shm": "/dev/shm"}  # noqa: S108 - as above
-    scheme = "HTTP" if gateway.admin_tls is None else "HTTPS"
+    port, scheme = "admin", "HTTP" if gateway.admin_tls is None else "HTTPS"
+    if part.elects:
+        port, scheme = "controller", "HTTP"
     return {
         "name": "tidegate",
         "image": options.image,
@@ -152,11 +178,12 @@ def _container(deployment: Deployment, options: Options, part: _Part) -> dict[st
             {"name": "TIDEGATE_GATEWAY_HOST", "value": "0.0.0.0"},
             {"name": "TIDEGATE_ADMIN_HOST", "value": "0.0.0.0"},
             {"name": "XDG_CACHE_HOME", "value": "/var/cache"},
+            *([POD_NAME] if part.elects else []),
         ],
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
-        "startupProbe": _probe("/livez", scheme, periodSeconds=2, failureThreshold=60),
-        "livenessProbe": _probe("/livez", scheme, periodSeconds=10, failureThreshold=3),
-        "readinessProbe": _probe("/readyz", scheme, periodSeconds=2, failureThreshold=1),
+        "startupProbe": _probe("/livez", port, scheme, periodSeconds=2, failureThreshold=60),
+        "livenessProbe": _probe("/livez", port, scheme, periodSeconds=10, failureThreshold=3),
+        "readinessProbe": _probe("/readyz", port, scheme, periodSeconds=2, failureThreshold=1),
         "resources": _resources(deployment, part),
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -170,15 +197,15 @@ def _container(deployment: Deployment, options: Options, part: _Part) -> dict[st
     }
 
 
-def _probe(path: str, scheme: str, **times: int) -> dict[str, Any]:
-    return {"httpGet": {"path": path, "port": "admin", "scheme": scheme}, "timeoutSeconds": 5, **times}
+def _probe(path: str, port: str, scheme: str, **times: int) -> dict[str, Any]:
+    return {"httpGet": {"path": path, "port": port, "scheme": scheme}, "timeoutSeconds": 5, **times}
 
 
 def _resources(deployment: Deployment, part: _Part) -> dict[str, Any]:
-    workers, budget = deployment.gateway.workers, deployment.budget
+    workers, budget = 0 if part.elects else deployment.gateway.workers, deployment.budget
     memory = f"{OTHERS_MIB + WORKER_MIB * workers}Mi"
     if not part.has_models:
-        return {"requests": {"cpu": str(workers), "memory": memory}, "limits": {"memory": memory}}
+        return {"requests": {"cpu": str(workers or 1), "memory": memory}, "limits": {"memory": memory}}
     # How much memory an engine takes depends on its model: a limit here would be a guess that ends pods.
     wanted: dict[str, Any] = {"requests": {"cpu": str(workers + (budget.cpus or 0)), "memory": memory}}
     if budget.gpus:
@@ -194,7 +221,7 @@ def _volumes(options: Options, part: _Part) -> list[dict[str, Any]]:
         {"name": "secret", "secret": {"secretName": secret_name(options)}},
         {"name": "tmp", "emptyDir": {}},
     ]
-    if part.scales:
+    if part.scales or part.elects:
         return [*volumes, {"name": "state", "emptyDir": {}}]
     kept = ("state", "cache") if part.has_models else ("state",)
     volumes += [
@@ -242,9 +269,9 @@ def _network_policy(deployment: Deployment, options: Options) -> Manifest:
     return object_of("networking.k8s.io/v1", "NetworkPolicy", options, spec=spec)
 
 
-def _disruption_budget(options: Options) -> Manifest:
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(options)}}
-    return object_of("policy/v1", "PodDisruptionBudget", options, spec=spec)
+def _disruption_budget(options: Options, role: str = "") -> Manifest:
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(options, role)}}
+    return object_of("policy/v1", "PodDisruptionBudget", options, name=named(options, role), spec=spec)
 
 
 def _autoscaler(options: Options) -> Manifest:
@@ -270,32 +297,6 @@ def _service_monitor(options: Options) -> Manifest:
         "endpoints": [{"port": "admin", "path": "/metrics", "interval": "15s"}],
     }
     return object_of("monitoring.coreos.com/v1", "ServiceMonitor", options, spec=spec)
-
-
-def _controller(deployment: Deployment, options: Options) -> list[Manifest]:
-    """The address of the controller, and who reaches it."""
-    port, name = controller_port(deployment), named(options, "controller")
-    # Without an address of its own: there is one pod.
-    spec = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": labels_of(options, "controller"),
-        "ports": [{"name": "controller", "port": port, "targetPort": "controller"}],
-    }
-    instance = {"podSelector": {"matchLabels": {INSTANCE: options.name}}}
-    rules = [
-        {"ports": [{"port": "controller"}], "from": [instance]},
-        {"ports": [{"port": "admin"}], "from": [{"podSelector": {}}]},
-    ]
-    policy = {
-        "podSelector": {"matchLabels": labels_of(options, "controller")},
-        "policyTypes": ["Ingress"],
-        "ingress": rules,
-    }
-    return [
-        object_of("v1", "Service", options, name=name, spec=spec),
-        object_of("networking.k8s.io/v1", "NetworkPolicy", options, name=name, spec=policy),
-    ]
 
 
 def _notes(deployment: Deployment, options: Options) -> list[str]:

@@ -14,12 +14,16 @@ INSTANCE = "app.kubernetes.io/instance"
 
 @dataclass(frozen=True)
 class Options:
-    """The ``name`` of all objects, their ``namespace``, the ``image``, and the least number of gateways."""
+    """The ``name`` of all objects, their ``namespace``, the ``image``, the least number of ``gateways``.
+
+    Of several ``controllers`` one leads.
+    """
 
     name: str
     namespace: str
     image: str
     gateways: int = 2
+    controllers: int = 1
     service_monitor: bool = False
 
 

@@ -57,12 +57,12 @@ def local_controller(state: StateDir) -> ProcessSpec:
     )
 
 
-def elected_controller(state: StateDir, address: str, *, ray: bool) -> ProcessSpec:
+def elected_controller(state: StateDir, address: str, listen: str, *, ray: bool) -> ProcessSpec:
     """One of several controllers, which elect their leader."""
-    options = ("--ray",) if ray else ()
+    options = ("--address", address, "--listen", listen, *(("--ray",) if ray else ()))
     return ProcessSpec(
         name=LOCAL_CONTROLLER,
-        argv=_python("serve.elected_controller", "--state", str(state.root), "--address", address, *options),
+        argv=_python("serve.elected_controller", "--state", str(state.root), *options),
         env=_environment(),
     )
 

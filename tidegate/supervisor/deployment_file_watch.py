@@ -13,7 +13,7 @@ LOOK_EVERY_S = 2.0
 
 async def watch_file(
     read: Callable[[], dict[str, Any]],
-    applied: dict[str, Any],
+    applied: object,
     apply: Callable[[dict[str, Any]], Awaitable[None]],
     note: Callable[[str], None],
     every_s: float = LOOK_EVERY_S,

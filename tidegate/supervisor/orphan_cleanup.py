@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from policy.deployment_file.parse import parse
 from policy.errors import EngineFailed, Unreachable
+from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
 from tidegate.supervisor import command_lines
 from tidegate.supervisor.children import ToolLine, run_tool
 from tidegate.supervisor.process_record import ProcessRecord
 
+# What a killed supervisor of an elected controller leaves, beside replicas that may have another leader.
+ELECTED = frozenset({"supervisor", command_lines.LOCAL_CONTROLLER})
 # Time to join the cluster, without the drain time of the replicas.
 CLUSTER_STOP_S = 60.0
+# How long a controller may take to answer.
+ANSWER_S = 2.0
 
 
 def remove_leftovers(state: StateDir, report: Callable[[str], None]) -> bool:
@@ -26,10 +32,15 @@ def remove_leftovers(state: StateDir, report: Callable[[str], None]) -> bool:
     record = ProcessRecord(state)
     if not record.entries:
         return False
-    living = record.living()
+    raw = state.load(state.deployment_path, dict[str, Any]) or {}
+    led = _is_led(state, record, raw)
+    living = tuple(entry for entry in record.living() if not led or entry.name in ELECTED)
     if left := record.end(living, lambda entry: report(f"ended {entry}")):
         raise Unreachable(f"these processes do not exit: {', '.join(map(str, left))}")
-    joined = _clean_up_cluster(state, record, report)
+    joined = _clean_up_cluster(state, record, raw, report)
+    if led:
+        record.keep(record.living())
+        return bool(living)
     record.clear()
     forget_targets(state)
     return bool(living) or joined
@@ -53,8 +64,19 @@ async def leave_cluster(state: StateDir, record: ProcessRecord, drain_s: float) 
         return await run_tool(command_lines.cluster(state, "stop"), state, record)
 
 
-def _clean_up_cluster(state: StateDir, record: ProcessRecord, report: Callable[[str], None]) -> bool:
-    raw = state.load(state.deployment_path, dict[str, Any]) or {}
+def _is_led(state: StateDir, record: ProcessRecord, raw: dict[str, Any]) -> bool:
+    """Whether replicas that are recorded here have one of several controllers that answers."""
+    addresses = raw.get("cluster", {}).get("controller", "")
+    serves = any(entry.name.startswith("gateway-") for entry in record.entries.values())
+    if "," not in addresses or serves:
+        return False
+    with contextlib.closing(ControllerClient(addresses, state.secret(), timeout_s=ANSWER_S)) as client:
+        return any(client.leaders().values())
+
+
+def _clean_up_cluster(
+    state: StateDir, record: ProcessRecord, raw: dict[str, Any], report: Callable[[str], None]
+) -> bool:
     # A local controller was a child process, and its replicas were recorded.
     local = any(entry.name == command_lines.LOCAL_CONTROLLER for entry in record.entries.values())
     # Before parsing: `down` works with a deployment file of another version.

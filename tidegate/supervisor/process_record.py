@@ -95,6 +95,14 @@ class ProcessRecord:
                 ended(entry)
         return left
 
+    def keep(self, entries: Iterable[RecordedProcess]) -> None:
+        """Forget all processes but these."""
+        self.entries = {entry.pid: entry for entry in entries}
+        if self.entries:
+            self._save()
+        else:
+            self.clear()
+
     def clear(self) -> None:
         self.entries = {}
         self._state.processes_path.unlink(missing_ok=True)

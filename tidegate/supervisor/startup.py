@@ -43,7 +43,7 @@ class Startup:
     """What one start needs, and what it has started so far.
 
     On a ``remote`` host only the gateway is started: controller and replicas run elsewhere. With an
-    ``address`` only the controller is started that listens there, one of several.
+    ``address`` only the controller is started that has it, one of several, listening there or on ``host``.
     """
 
     deployment: Deployment
@@ -53,6 +53,7 @@ class Startup:
     ray: bool
     remote: bool
     address: str
+    host: str
     timeout_s: float
     servers_timeout_s: float
     child: Callable[[ProcessSpec], Child]
@@ -93,8 +94,10 @@ class Startup:
 
     async def _elected_controller(self) -> None:
         host, _, port = self.address.rpartition(":")
-        preflight.bind("--address", host.strip("[]"), int(port)).close()
-        self.controller = self.child(command_lines.elected_controller(self.state, self.address, ray=self.ray))
+        host = self.host or host
+        preflight.bind("--host" if self.host else "--address", host.strip("[]"), int(port)).close()
+        spec = command_lines.elected_controller(self.state, self.address, f"{host}:{port}", ray=self.ray)
+        self.controller = self.child(spec)
         self.controller.start()
         await self._until("controller", self._election, self.controller)
         self.progress.done("controller", f"at {self.address}")

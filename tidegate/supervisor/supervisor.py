@@ -26,10 +26,9 @@ from tidegate.exit_codes import Exit, exit_of
 from tidegate.redaction import redact
 from tidegate.supervisor import control_socket, preflight, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, log_end
-from tidegate.supervisor.command_lines import LOCAL_CONTROLLER
 from tidegate.supervisor.controller_watch import TIMEOUT_S, watch_controller
 from tidegate.supervisor.events import Event, Progress
-from tidegate.supervisor.orphan_cleanup import forget_targets, leave_cluster
+from tidegate.supervisor.orphan_cleanup import ELECTED, forget_targets, leave_cluster
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, adopt_orphans
 from tidegate.supervisor.remote_controller import RemoteController
 from tidegate.supervisor.startup import SERVERS_S, Startup
@@ -39,20 +38,18 @@ _APPLY_S = 60.0
 _COLLECT_S = 0.1
 _HEAD_GRACE_S = 20.0
 _ACCOUNTING_GRACE_S = 20.0
-# What a killed supervisor of an elected controller leaves behind; its replicas may have another leader.
-_ELECTED = frozenset({"supervisor", LOCAL_CONTROLLER})
 
 
 class Supervisor:
     """One deployment on this machine, from start to stop. The caller holds the state's lock.
 
     With a ``remote`` controller it is the gateway of a further host, with that controller's deployment; with
-    an ``address`` beside it, the host of one of the controllers, which listens there.
+    an ``address`` beside it, the host of one of the controllers, which listens there, or on ``host``.
     """
 
     def __init__(
         self, state: StateDir, document: Document, *, ray: bool, timeout_s: float | None, progress: Progress,
-        remote: RemoteController | None = None, address: str = "",
+        remote: RemoteController | None = None, address: str = "", host: str = "",
     ) -> None:  # fmt: skip
         deployment = document.deployment
         self._state = state
@@ -82,6 +79,7 @@ class Supervisor:
             ray=ray,
             remote=remote is not None,
             address=address,
+            host=host,
             timeout_s=timeout_s or max(spec.control.start_timeout_s for spec in deployment.models),
             servers_timeout_s=timeout_s or SERVERS_S,
             child=self._child,
@@ -188,6 +186,11 @@ class Supervisor:
             await asyncio.to_thread(self._record_apply, changes)
         self._note("applied a new deployment file")
 
+    async def apply_if_new(self, document: object) -> None:
+        """Apply a file that may be in force already: each host of a controller watches a copy of it."""
+        if await asyncio.to_thread(self._controller().document) != document:
+            await self.apply(document)
+
     def _record_apply(self, changes: tuple[Change, ...]) -> None:
         """Add the changes to the audit trail; on a full disk say so, as they are in force."""
         entry = AuditEntry(
@@ -282,7 +285,8 @@ class Supervisor:
         replicas_s = 30.0 + max(spec.control.mode.drain_timeout_s for spec in self._deployment.models)
         if self._start.controller is not None:
             await self._end_child(self._start.controller, replicas_s)
-        self._record.clear()
+        # `down` ends them, should all controllers be killed.
+        self._record.keep(self._remaining(()))
         return True
 
     async def _leave_cluster(self, replicas_s: float) -> bool:
@@ -319,10 +323,11 @@ class Supervisor:
 
     async def _clean_up_after_predecessor(self) -> None:
         """End the recorded processes of a supervisor that was killed: they would hold our ports."""
-        ours = [entry for entry in self._record.living() if not self._address or entry.name in _ELECTED]
+        # Replicas of an elected controller may have another leader.
+        ours = [entry for entry in self._record.living() if not self._address or entry.name in ELECTED]
         for entry in await asyncio.to_thread(self._record.end, ours, self._report_ended):
             self._note(f"{entry} of an earlier run does not exit")
-        self._record.clear()
+        self._record.keep(entry for entry in self._record.living() if entry not in ours)
         self._record.add("supervisor", os.getpid())
 
     def _child(self, spec: ProcessSpec) -> Child:

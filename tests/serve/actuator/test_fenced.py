@@ -46,6 +46,7 @@ async def test_orders_pass_in_the_order_of_their_terms(tmp_path: Path) -> None:
     leads[2] = False
     with pytest.raises(NotLeader, match="of term 2, does not lead any more"):
         await two.scale(KEY, 3)
+    assert fence.highest() == 2
 
 
 @pytest.mark.process

@@ -9,6 +9,7 @@ import pytest
 
 from policy.errors import NotLeader, Unreachable
 from policy.leader_election import Lease
+from policy.wire.headers import SECRET_HEADER
 from serve.controller.elected import ElectedApp
 from serve.controller.leadership import Leadership
 from tests.gateway.worker import until
@@ -70,8 +71,12 @@ async def test_a_leader_that_cannot_renew_is_deposed_and_another_one_leads() -> 
 
 
 async def asked(leadership: Leadership, path: str) -> tuple[int, str]:
-    transport = httpx.ASGITransport(ElectedApp(leadership))
+    transport = httpx.ASGITransport(ElectedApp(leadership, asyncio.Event(), "s"))
     async with httpx.AsyncClient(transport=transport, base_url="http://c") as client:
         assert (await client.get("/livez")).json() == {"ok": True}
-        answer = await client.get(path)
+        # A stand-by is ready once it knows who leads.
+        ready = (await client.get("/readyz")).status_code == 200
+        assert ready == bool(leadership.status().leader)
+        assert (await client.get(path)).status_code == 401
+        answer = await client.get(path, headers={SECRET_HEADER: "s"})
         return answer.status_code, answer.json()["error"]["message"]

@@ -31,12 +31,20 @@ def example(name: str) -> dict[str, Any]:
     return values
 
 
+def several(name: str, deployment: str) -> dict[str, Any]:
+    """The values of an example with two controllers."""
+    document = yaml.safe_load(deployment) | {"store": "postgresql://db/tidegate"}
+    return example(name) | {"deployment": yaml.safe_dump(document), "controller": {"replicas": 2}}
+
+
 VALUES: dict[str, dict[str, Any]] = {
     "default": {},
     "cpu": {"deployment": (ROOT / "deployments" / "smollm2-cpu-modes.yaml").read_text()},
     "gpu": example("gpu") | LLAMA,
     "multi-node": example("multi-node") | LLAMA,
     "vllm-pods": example("vllm-pods"),
+    "stand-by": several("vllm-pods", example("vllm-pods")["deployment"]),
+    "multi-node stand-by": several("multi-node", LLAMA["deployment"]),
 }
 
 
@@ -91,9 +99,11 @@ def test_commands_probes_and_volumes_exist(name: str) -> None:
 def test_the_chart_and_the_command_agree(name: str) -> None:
     raw = written(name)
     kind = "gpu" if "gpus" in raw.get("budget", {}) else "cpu"
-    expected = rendered(raw, service_monitor=True, image=f"tidegate:0.1.0-{kind}")
+    several = 2 if name == "elected" else 1
+    expected = rendered(raw, service_monitor=True, controllers=several, image=f"tidegate:0.1.0-{kind}")
     values = {
         "deployment": yaml.safe_dump(raw),
+        "controller": {"replicas": several},
         "secret": {"create": False},
         "routerSpec": {"serviceMonitor": {"enabled": True}},
     }
@@ -127,6 +137,35 @@ def test_a_ray_cluster_has_a_controller_that_gateways_follow() -> None:
     assert service["spec"]["selector"] == {"ray.io/cluster": "gate", "ray.io/node-type": "head"}
     requirements = (ROOT / "requirements" / "gpu.txt").read_text()
     assert f"\nray=={cluster['spec']['rayVersion']}\n" in requirements
+
+
+def test_several_controllers_of_a_ray_cluster_are_nodes_of_it() -> None:
+    from ray.scripts.scripts import start as ray_start  # noqa: PLC0415
+
+    found = objects(VALUES["multi-node stand-by"])
+    (cluster,), (controllers,) = of(found, "RayCluster"), of(found, "StatefulSet")
+    (head,) = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert "controller" not in {port["name"] for port in head["ports"]}
+    assert cluster["spec"]["gcsFaultToleranceOptions"] == {"redisAddress": "redis:6379"}
+    pod = controllers["spec"]["template"]["spec"]
+    controller, node = pod["containers"]
+    # They share the sockets of the node.
+    assert node["volumeMounts"] == controller["volumeMounts"]
+    with ray_start.make_context("ray start", node["command"][2:]) as context:
+        joined = context.params
+    assert (joined["num_cpus"], joined["num_gpus"], joined["block"]) == (0, 0, True)
+    (config,) = of(found, "ConfigMap")
+    document = parse(yaml.safe_load(config["data"]["deployment.yaml"]))
+    assert document.cluster.address == joined["address"] == "gate-ray-head:6379"
+    services = {each["metadata"]["name"]: each["spec"]["selector"] for each in of(found, "Service")}
+    assert services["gate-ray-head"] == {"ray.io/cluster": "gate", "ray.io/node-type": "head"}
+    assert services["gate-controller"] == controllers["spec"]["selector"]["matchLabels"]
+    (gateway,) = of(found, "Deployment")
+    assert document.cluster.controller in gateway["spec"]["template"]["spec"]["containers"][0]["args"]
+    (budget,) = [
+        each for each in of(found, "PodDisruptionBudget") if "controller" in each["metadata"]["name"]
+    ]
+    assert budget["spec"]["selector"] == controllers["spec"]["selector"]
 
 
 def test_vllm_pods_are_discovered_and_drain_before_they_end() -> None:
@@ -181,6 +220,9 @@ def test_vllm_pods_are_scaled_by_tidegate_or_by_keda() -> None:
         ({"deployment": "- [", "secret": {}}, "expected YAML"),
         ({"rayClusterSpec": {"enabled": True, "workerGroups": []}} | LLAMA, "at least one group"),
         ({"rayClusterSpec": {"enabled": True}} | example("vllm-pods"), "that Tidegate starts"),
+        (example("vllm-pods") | {"controller": {"replicas": 2}}, "store: expected postgresql"),
+        ({"controller": {"replicas": 2}}, "controller.replicas: expected 1"),
+        (VALUES["multi-node stand-by"] | {"rayClusterSpec": {"enabled": True}}, "expected a Redis"),
     ],
 )
 def test_values_without_sense_are_refused(values: dict[str, Any], message: str) -> None:

@@ -10,6 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from policy.deployment_file.parse import parse
+from policy.errors import ConfigError
 from tests.tidegate.kubernetes.validity import check, check_container
 from tidegate.cli import group
 from tidegate.kubernetes.manifests import CONFIG, FILE, grace_s, manifests
@@ -50,7 +51,9 @@ SCALED = DISCOVERED | {
     "external_scaler": {},
     "budget": {"cpus": 20},
 }
-DOCUMENTS = {"discovered": DISCOVERED, "scaled": SCALED}
+# The same by controllers that elect their leader.
+ELECTED = SCALED | {"cluster": {"controller": "a:7171,b:7171", "leader_election": {"lease_s": 5}}}
+DOCUMENTS = {"discovered": DISCOVERED, "scaled": SCALED, "elected": ELECTED}
 
 
 def written(name: str) -> dict[str, Any]:
@@ -131,6 +134,53 @@ def test_a_controller_scales_pods_and_gateways_follow_it() -> None:
         "pods",
     ]
     assert "leaderworkersets/scale" in rights["gate-controller", "serving"]
+
+
+@pytest.mark.parametrize(("raw", "controllers"), [(SCALED, 3), (ELECTED, 1)])
+def test_controllers_that_elect_their_leader_are_known_to_gateways_by_name(
+    raw: dict[str, Any], controllers: int
+) -> None:
+    found = rendered(raw, controllers=controllers)
+    (gateways,), (elected,) = found["Deployment"], found["StatefulSet"]
+    spec = elected["spec"]
+    count = max(controllers, 2)
+    assert (spec["replicas"], spec["serviceName"]) == (count, "gate-controller")
+    addresses = [f"gate-controller-{each}.gate-controller:7171" for each in range(count)]
+    (follower,), (container,) = (
+        each["spec"]["template"]["spec"]["containers"] for each in (gateways, elected)
+    )
+    assert follower["args"][2] == ",".join(addresses)
+    check_container(container)
+    own = container["args"][container["args"].index("--address") + 1]
+    assert [own.replace("$(POD_NAME)", f"gate-controller-{each}") for each in range(count)] == addresses
+    (config,) = found["ConfigMap"]
+    cluster = parse(yaml.safe_load(config["data"][FILE])).cluster
+    assert list(cluster.controllers) == addresses
+    assert cluster.election is not None
+    assert cluster.election.kubernetes is not None
+    assert cluster.election.kubernetes.name == "gate-controller"
+    assert cluster.election.lease_s == (5 if controllers == 1 else 10)
+    rights = {
+        (role["metadata"]["name"], role["metadata"]["namespace"]): role["rules"] for role in found["Role"]
+    }
+    lease = {
+        "apiGroups": ["coordination.k8s.io"],
+        "resources": ["leases"],
+        "verbs": ["get", "create", "update"],
+    }
+    assert [key for key, rules in rights.items() if lease in rules] == [("gate-controller", "serving")]
+    assert "PersistentVolumeClaim" not in found
+
+
+@pytest.mark.parametrize(
+    ("raw", "controllers", "path"),
+    [(SCALED | {"store": "sqlite:///t.db"}, 2, "store"), (DISCOVERED, 2, "--controllers")],
+)
+def test_several_controllers_take_a_database_and_models_that_are_scaled(
+    raw: dict[str, Any], controllers: int, path: str
+) -> None:
+    with pytest.raises(ConfigError, match=path):
+        rendered(raw, controllers=controllers)
 
 
 @pytest.mark.parametrize("raw", [DISCOVERED, yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())])

@@ -12,11 +12,16 @@ import jsonschema
 import pytest
 
 from gateway.api.application import ADMIN_ROUTERS
+from serve.controller.elected import LIVE, READY
 from tidegate.cli import group
 
 KUBERNETES = "1.32"
 _SCHEMAS: dict[str, Any] = json.loads(Path(__file__).with_name("schemas.json").read_text())
-ADMIN_PATHS = {route.path for router in ADMIN_ROUTERS for route in router.routes}
+# By the name of the port.
+PATHS = {
+    "admin": {route.path for router in ADMIN_ROUTERS for route in router.routes},
+    "controller": {LIVE, READY},
+}
 
 
 def check(found: dict[str, Any]) -> None:
@@ -54,5 +59,5 @@ def check_container(container: dict[str, Any]) -> None:
     assert rest == []
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         asked = container.get(probe, container["startupProbe"])["httpGet"]
-        assert asked["path"] in ADMIN_PATHS
-        assert asked["port"] == "admin" in {port["name"] for port in container["ports"]}
+        assert asked["path"] in PATHS[asked["port"]]
+        assert asked["port"] in {port["name"] for port in container["ports"]}

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
+from policy.wire.controller import LeaderStatus
+from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
 from tidegate.cli import group
 from tidegate.supervisor import command_lines
@@ -114,3 +116,16 @@ def test_down_without_a_record_does_not_contact_the_cluster(site: Site) -> None:
     site.state.save(site.state.deployment_path, {"models": [SIM], "cluster": JOINED})
     assert site.down().output == "Nothing is running.\n"
     assert not site.calls.exists()
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_replicas_of_an_elected_controller_end_unless_another_one_answers(
+    site: Site, monkeypatch: pytest.MonkeyPatch, leads: bool
+) -> None:
+    answer = LeaderStatus(address="10.0.0.2:7070", leads=True) if leads else None
+    monkeypatch.setattr(ControllerClient, "leaders", lambda client: {"10.0.0.2:7070": answer})
+    site.left(SIM, {"controller": "10.0.0.1:7070,10.0.0.2:7070"}, "python", "controller")
+    assert site.down().exit_code == 0
+    assert (site.child.poll() is None) == leads
+    # A later one finds it, once nobody answers.
+    assert bool(ProcessRecord(site.state).entries) == leads

@@ -20,6 +20,8 @@ from tidegate.commands.deployment.up_run_down import (
     printed_progress,
     secret_option,
     timeout_option,
+    watch_option,
+    watching,
 )
 from tidegate.commands.options import file_argument
 from tidegate.supervisor.remote_controller import RemoteController
@@ -28,20 +30,20 @@ from tidegate.supervisor.remote_controller import RemoteController
 @click.command(
     help="Run one of the controllers of FILE on this host, until SIGINT or SIGTERM.\n\n"
     "All do so with the same FILE, database and secret. One leads; when it ends, another one takes over. "
-    "FILE counts until one was applied: change the deployment with `tidegate apply`. Gateways are started by "
-    "`tidegate gateway`."
+    "FILE counts until one was applied: change the deployment with `tidegate apply`, or run with --watch. "
+    "Gateways are started by `tidegate gateway`."
 )
 @file_argument
-@click.option(
-    "--address", required=True, metavar="HOST:PORT", help="Where it listens: one of cluster.controller."
-)
+@click.option("--address", required=True, metavar="HOST:PORT", help="Its address: one of cluster.controller.")
+@click.option("--host", default="", help="Listen address; default: the host of --address.")
 @secret_option
 @no_ray_option
 @timeout_option
+@watch_option
 @click.pass_obj
 def controller(
-    state: StateDir, /, file: Path, address: str, secret_file: Path | None, *, no_ray: bool,
-    timeout_s: float | None,
+    state: StateDir, /, file: Path, address: str, host: str, secret_file: Path | None, *, no_ray: bool,
+    timeout_s: float | None, watch: bool,
 ) -> None:  # fmt: skip
     document = deployment_file.load(file, ray=not no_ray)
     _check(document.deployment, address, no_ray=no_ray)
@@ -51,11 +53,19 @@ def controller(
 
     remote = RemoteController(state, document.deployment.cluster.controller, None)
     ray = document.deployment.deploys and not no_ray
-    supervisor = Supervisor(
-        state, document, ray=ray, timeout_s=timeout_s, progress=printed_progress(state),
-        remote=remote, address=address,
-    )  # fmt: skip
-    sys.exit(asyncio.run(supervisor.run()))
+    progress = printed_progress(state)
+
+    async def supervise() -> int:
+        supervisor = Supervisor(
+            state, document, ray=ray, timeout_s=timeout_s, progress=progress,
+            remote=remote, address=address, host=host,
+        )  # fmt: skip
+        watched = file if watch else None
+        # Nothing was applied yet: another leader may have an older file.
+        apply = supervisor.apply_if_new
+        return await watching(supervisor.run(), watched, None, apply, progress, no_ray=no_ray)
+
+    sys.exit(asyncio.run(supervise()))
 
 
 def _check(deployment: Deployment, address: str, *, no_ray: bool) -> None:

@@ -36,17 +36,27 @@ def render() -> None:
 @click.option(
     "--gateways", type=click.IntRange(1, 1000), default=2, show_default=True, help="The least number."
 )
+@click.option(
+    "--controllers",
+    type=click.IntRange(1, 9),
+    default=1,
+    show_default=True,
+    help="Of models that are scaled: 2 for one that leads and one that stands by.",
+)
 @click.option("--service-monitor", is_flag=True, help="With a ServiceMonitor of the Prometheus operator.")
 def kubernetes(
-    file: Path, name: str, namespace: str, image: str | None, gateways: int, *, service_monitor: bool
-) -> None:
+    file: Path, name: str, namespace: str, image: str | None, *, gateways: int, controllers: int,
+    service_monitor: bool,
+) -> None:  # fmt: skip
     for option, value in (("--name", name), ("--namespace", namespace)):
         require(_LABEL.fullmatch(value), option, value, "lower case letters, digits and dashes")
     raw = read_yaml(file, "models")
     deployment = parse(raw)
     version = importlib.metadata.version("tidegate")
     kind = "gpu" if deployment.deploys and deployment.budget.gpus else "cpu"
-    options = Options(name, namespace, image or f"tidegate:{version}-{kind}", gateways, service_monitor)
+    options = Options(
+        name, namespace, image or f"tidegate:{version}-{kind}", gateways, controllers, service_monitor
+    )
     rendered = manifests(raw, deployment, options)
     click.echo(as_yaml(rendered.objects), nl=False)
     for note in rendered.notes:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,9 @@ timeout_option = click.option(
 )
 
 
+watch_option = click.option(
+    "--watch", is_flag=True, help="Apply FILE again when it changes, such as a mounted ConfigMap."
+)
 secret_option = click.option(
     "--secret-file",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -148,7 +151,7 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
 @file_argument
 @no_ray_option
 @timeout_option
-@click.option("--watch", is_flag=True, help="Apply FILE again when it changes, such as a mounted ConfigMap.")
+@watch_option
 @click.pass_obj
 def run(state: StateDir, file: Path, no_ray: bool, timeout_s: float | None, watch: bool) -> None:
     document = deployment_file.load(file, ray=not no_ray)
@@ -204,23 +207,33 @@ def _run(
 
     async def supervise() -> int:
         supervisor = Supervisor(state, document, ray=not no_ray, timeout_s=timeout_s, progress=progress)
-        if watched is None:
-            return await supervisor.run()
-
-        def read() -> dict[str, Any]:
-            return deployment_file.load(watched, ray=not no_ray).raw
-
-        def note(text: str) -> None:
-            progress.emit(Event(kind="note", message=text))
-
-        watching = asyncio.create_task(watch_file(read, document.raw, supervisor.apply, note))
-        try:
-            return await supervisor.run()
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        return await watching(
+            supervisor.run(), watched, document.raw, supervisor.apply, progress, no_ray=no_ray
+        )
 
     return asyncio.run(supervise())
+
+
+async def watching(
+    running: Coroutine[Any, Any, int], file: Path | None, applied: object,
+    apply: Callable[[dict[str, Any]], Awaitable[None]], progress: Progress, *, no_ray: bool,
+) -> int:  # fmt: skip
+    """The result of ``running``; meanwhile ``file``, if there is one, is applied when it changes."""
+    if file is None:
+        return await running
+
+    def read() -> dict[str, Any]:
+        return deployment_file.load(file, ray=not no_ray).raw
+
+    def note(text: str) -> None:
+        progress.emit(Event(kind="note", message=text))
+
+    watch = asyncio.create_task(watch_file(read, applied, apply, note))
+    try:
+        return await running
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
 
 
 def lock(state: StateDir) -> int:

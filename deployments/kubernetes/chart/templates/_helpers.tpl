@@ -66,17 +66,36 @@ labels:
 {{- $deploys := false -}}
 {{- $scaled := false -}}
 {{- range $models }}{{ if ne (.engine | default "vllm") "external" }}{{ $deploys = true }}{{ else if .modes }}{{ $scaled = true }}{{ end }}{{ end -}}
-{{- if and $scaled (not $deploys) -}}
+{{- $ray := .Values.rayClusterSpec.enabled -}}
+{{- $count := int .Values.controller.replicas -}}
+{{- if or $ray (and $scaled (not $deploys)) -}}
 {{- $cluster := $document.cluster | default dict -}}
-{{- $_ := set $cluster "controller" (printf "0.0.0.0:%s" (regexFind "[0-9]+$" ($cluster.controller | default "7070"))) -}}
-{{- $_ := set $document "cluster" $cluster -}}
+{{- $given := $cluster.controller | default "" -}}
+{{- $port := regexFind "[0-9]+$" ($given | default "7070") -}}
+{{- $name := printf "%s-controller" (include "tidegate.name" .) -}}
+{{- if or (gt $count 1) (contains "," $given) (hasKey $cluster "leader_election") -}}
+{{- if not (hasPrefix "postgresql" ($document.store | default "")) -}}
+{{- fail "deployment: store: expected postgresql://HOST/NAME, where several controllers keep their state" -}}
 {{- end -}}
-{{- if .Values.rayClusterSpec.enabled -}}
-{{- $cluster := $document.cluster | default dict -}}
-{{- $port := regexFind "[0-9]+$" ($cluster.controller | default "7070") -}}
+{{- if and $ray (not .Values.rayClusterSpec.gcsFaultToleranceOptions) -}}
+{{- fail "rayClusterSpec.gcsFaultToleranceOptions: expected a Redis: with several controllers the cluster outlives its head" -}}
+{{- end -}}
+{{- $names := list -}}
+{{- range until (max $count (splitList "," $given | len) | int) }}{{ $names = append $names (printf "%s-%d.%s:%s" $name . $name $port) }}{{ end -}}
+{{- $election := $cluster.leader_election | default dict -}}
+{{- if not $election.kubernetes }}{{ $_ := set $election "kubernetes" (dict "name" $name) }}{{ end -}}
+{{- $_ := set $cluster "leader_election" $election -}}
+{{- $_ := set $cluster "controller" (join "," $names) -}}
+{{- if $ray }}{{ $_ := set $cluster "address" (printf "%s-ray-head:6379" (include "tidegate.name" .)) }}{{ end -}}
+{{- else if $ray -}}
 {{- $_ := set $cluster "address" "127.0.0.1:6379" -}}
-{{- $_ := set $cluster "controller" (printf "%s-controller:%s" (include "tidegate.name" .) $port) -}}
+{{- $_ := set $cluster "controller" (printf "%s:%s" $name $port) -}}
+{{- else -}}
+{{- $_ := set $cluster "controller" (printf "0.0.0.0:%s" $port) -}}
+{{- end -}}
 {{- $_ := set $document "cluster" $cluster -}}
+{{- else if gt $count 1 -}}
+{{- fail "controller.replicas: expected 1: there are no models of a KubeRay cluster, and no vLLM pods that are scaled" -}}
 {{- end -}}
 {{ toYaml $document }}
 {{- end }}
@@ -120,7 +139,10 @@ labels:
 {{- $ports = append $ports (dict "name" "scaler" "containerPort" (($document.external_scaler | default dict).port | default 9003 | int)) -}}
 {{- end -}}
 {{- $own := add ($gateway.drain_delay_s | default 0 | int) (ternary $gateway.drain_timeout_s 30 (hasKey $gateway "drain_timeout_s") | int) 15 -}}
+{{- $cluster := $document.cluster | default dict -}}
+{{- $elected := hasKey $cluster "leader_election" -}}
 external: {{ $external }}
+elected: {{ $elected }}
 scaled: {{ and $external $scaled }}
 follows: {{ or .Values.rayClusterSpec.enabled (and $external $scaled) }}
 scales: {{ or $external .Values.rayClusterSpec.enabled }}
@@ -130,7 +152,9 @@ workers: {{ $gateway.workers | default 2 | int }}
 scheme: {{ ternary "HTTPS" "HTTP" (hasKey $gateway "admin_tls") }}
 cpus: {{ $budget.cpus | default 0 }}
 gpus: {{ $budget.gpus | default 0 }}
-controllerPort: {{ regexFind "[0-9]+$" (($document.cluster | default dict).controller | default "7070") }}
+{{- $controllerPort := regexFind "[0-9]+$" ($cluster.controller | default "7070") }}
+controllerPort: {{ $controllerPort }}
+controllers: {{ ternary $cluster.controller (printf "%s-controller:%s" (include "tidegate.name" .) $controllerPort) $elected }}
 grace: {{ add $own $drain }}
 gatewayGrace: {{ $own }}
 ports: {{ toJson $ports }}
@@ -153,25 +177,44 @@ namespaces: {{ toJson $namespaces }}
 {{- end }}
 {{- end }}
 
+{{/* Of the supervisor and so many gateway workers. */}}
 {{- define "tidegate.ownResources" -}}
 {{- $memory := printf "%dMi" (add 512 (mul 256 (int .workers))) -}}
-requests: {cpu: {{ .workers | quote }}, memory: {{ $memory }}}
+requests: {cpu: {{ .workers | default 1 | quote }}, memory: {{ $memory }}}
 limits: {memory: {{ $memory }}}
 {{- end }}
 
+{{/* The variables of each container on a Ray cluster. */}}
+{{- define "tidegate.rayEnv" -}}
+- {name: RAY_AUTH_MODE, value: token}
+- {name: RAY_AUTH_TOKEN, valueFrom: {secretKeyRef: {name: {{ include "tidegate.secret" . }}, key: auth_token}}}
+{{- end }}
+
+{{/* Pods that are alike run on several nodes: (dict "labels" LABELS). */}}
+{{- define "tidegate.spread" -}}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- toYaml .labels | nindent 8 }}
+{{- end }}
+
+{{/* The probes of a container: on the port `probed`, by default the admin port. */}}
 {{- define "tidegate.probes" -}}
+{{- $port := .probed | default "admin" -}}
 startupProbe:
-  httpGet: {path: /livez, port: admin, scheme: {{ .scheme }}}
+  httpGet: {path: /livez, port: {{ $port }}, scheme: {{ .scheme }}}
   timeoutSeconds: 5
   periodSeconds: 2
   failureThreshold: 60
 livenessProbe:
-  httpGet: {path: /livez, port: admin, scheme: {{ .scheme }}}
+  httpGet: {path: /livez, port: {{ $port }}, scheme: {{ .scheme }}}
   timeoutSeconds: 5
   periodSeconds: 10
   failureThreshold: 3
 readinessProbe:
-  httpGet: {path: /readyz, port: admin, scheme: {{ .scheme }}}
+  httpGet: {path: /readyz, port: {{ $port }}, scheme: {{ .scheme }}}
   timeoutSeconds: 5
   periodSeconds: 2
   failureThreshold: 1

@@ -1,0 +1,103 @@
+"""The last controller that ends takes the replicas along, also where all of them end at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from serve.controller.elected import Elected
+from serve.controller.leadership import Leadership
+from store.database import Database
+from store.election.leader_state import LeaderState
+from tests.gateway.worker import until
+from tests.ports import free_ports
+from tests.serve.controller.test_leadership import Store
+from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
+from tests.serve.sim_documents import document
+
+
+class Ending(MemoryActuator):
+    """An actuator that notes in which term the replicas were ended."""
+
+    def __init__(self, site: Site, term: int) -> None:
+        super().__init__(MemoryCluster(lambda replica: None))
+        self._site, self._term = site, term
+
+    async def stop(self) -> None:
+        self._site.ended_in.append(self._term)
+
+
+@dataclass
+class Site:
+    """Two controllers in this process, the first of which leads."""
+
+    root: Path
+    database: Database
+    store: Store = field(default_factory=Store)
+    ended_in: list[int] = field(default_factory=list)
+    stopping: list[asyncio.Event] = field(default_factory=list)
+    running: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def start(self) -> None:
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+        for address in addresses:
+            root = self.root / address
+            LeaderState(root, self.database, 0).ensure()
+            leadership = Leadership(self.store, address, 0.5, wall=time.time, monotonic=time.monotonic)
+            (root / "deployment.json").write_text(json.dumps(document()))
+            elected = Elected(
+                leadership,
+                state_of=lambda term, root=root: LeaderState(root, self.database, term),
+                actuator_of=lambda state: Ending(self, state.term),
+                fence=None, secret="s", address=address, listen=address, addresses=",".join(addresses),
+            )  # fmt: skip
+            self.stopping.append(asyncio.Event())
+            self.running.append(asyncio.create_task(elected.run(self.stopping[-1])))
+            await until(lambda leadership=leadership: bool(leadership.status().leader), "somebody leads")
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    database = Database(f"sqlite:///{tmp_path}/t.db")
+    made = Site(tmp_path, database)
+    await made.start()
+    yield made
+    for task in made.running:
+        task.cancel()
+    await asyncio.gather(*made.running, return_exceptions=True)
+    database.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the leader first", "the stand-by first"])
+async def test_of_two_that_end_one_after_the_other_the_last_ends_the_replicas(
+    site: Site, order: tuple[int, int]
+) -> None:
+    for number, expected in zip(order, (0, 1), strict=True):
+        site.stopping[number].set()
+        await site.running[number]
+        assert len(site.ended_in) == expected
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_two_that_end_at_once_leave_no_replica(site: Site, first: int) -> None:
+    for number in (first, 1 - first):
+        site.stopping[number].set()
+    await asyncio.gather(*site.running)
+    assert site.ended_in
+
+
+async def test_a_stand_by_that_ends_after_a_leader_that_was_killed_ends_the_replicas(site: Site) -> None:
+    lease = site.store.lease
+    site.running[0].cancel()
+    await asyncio.wait([site.running[0]])
+    # As a killed one leaves it.
+    site.store.lease = lease
+    site.stopping[1].set()
+    await site.running[1]
+    assert site.ended_in == [2]
