@@ -35,7 +35,7 @@ from serve.engine.grammar_limits import excess
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.kv_block_index import KvBlockIndex
 from serve.engine.step_stats import StepStats
-from serve.engine.vllm_arguments import USAGE, arguments, configuration
+from serve.engine.vllm_arguments import USAGE, arguments, configuration, starting
 from serve.engine.vllm_kv_events import KvEvents, followed
 
 # Poll interval while the last request of an adapter ends.
@@ -354,13 +354,14 @@ async def create(spec: EngineSpec) -> VLLMEngine:
         loggers.append(StepLogger(vllm_config, engine_index))
         return loggers[-1]
 
-    llm = CheckedLLM.from_vllm_config(
-        config,
-        usage_context=USAGE,
-        stat_loggers=[stat_logger],
-        aggregate_engine_logging=args.aggregate_engine_logging,
-        disable_log_stats=args.disable_log_stats,
-    )
+    with starting(spec, config):
+        llm = CheckedLLM.from_vllm_config(
+            config,
+            usage_context=USAGE,
+            stat_loggers=[stat_logger],
+            aggregate_engine_logging=args.aggregate_engine_logging,
+            disable_log_stats=args.disable_log_stats,
+        )
     # The media with which vLLM warmed up.
     await llm.reset_mm_cache()
     tasks = await llm.get_supported_tasks()

@@ -6,6 +6,7 @@ Everything else is as `vllm serve` has it (``entrypoints/cli/serve.py`` and
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
 import msgspec
@@ -106,13 +107,24 @@ def configuration(spec: EngineSpec, args: Any) -> Any:
     propagate_flash_late_interaction(args, engine_args)
     if spec.cpus:
         # A build for GPUs may lack what these derive from.
-        from serve.engine.vllm_cpu import MendedWorker, SleepingExecutor  # noqa: PLC0415
+        from serve.engine.vllm_cpu import CoreExecutor, MendedWorker, SleepingExecutor  # noqa: PLC0415
 
         if engine_args.distributed_executor_backend is None:
-            engine_args.distributed_executor_backend = SleepingExecutor
+            workers = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
+            workers *= engine_args.data_parallel_size
+            engine_args.distributed_executor_backend = CoreExecutor if workers == 1 else SleepingExecutor
         if engine_args.worker_cls == "auto":
             engine_args.worker_cls = f"{MendedWorker.__module__}.{MendedWorker.__qualname__}"
     return engine_args.create_engine_config(usage_context=USAGE)
+
+
+def starting(spec: EngineSpec, config: Any) -> AbstractContextManager[None]:
+    """The environment in which vLLM's processes start with ``config``."""
+    if not spec.cpus:
+        return nullcontext()
+    from serve.engine.vllm_cpu import bound  # noqa: PLC0415 - see `configuration`
+
+    return bound(config)
 
 
 def _flag(name: str, value: Any) -> list[str]:

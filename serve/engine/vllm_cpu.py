@@ -1,21 +1,67 @@
-"""vLLM's executor and worker for CPUs, with three mends that vLLM has no argument for."""
+"""vLLM's executors and worker for CPUs, with mends that vLLM has no argument for."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 # Poll interval of an idle core for the worker's answer, in case it is not woken.
 LOOK_MS = 2
 
 
+class CoreExecutor(UniProcExecutor):  # type: ignore[misc]  # vLLM ships no types
+    """The only worker computes in the process of vLLM's engine core: a step sends no messages.
+
+    vLLM itself gives it a process, since OpenMP is bound to cores when a process starts: :func:`bound` does
+    that for the core's.
+    """
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self._is_shared = False
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """vLLM's call for each step."""
+        if not self._is_shared:
+            self._is_shared = True
+            release_threads()
+        return super().execute_model(scheduler_output, non_block)
+
+
+def bound(config: Any) -> AbstractContextManager[None]:
+    """While vLLM starts its engine core: OpenMP of that process is bound to the cores of the worker."""
+    if config.parallel_config.distributed_executor_backend is not CoreExecutor:
+        return nullcontext()
+    bind: AbstractContextManager[None] = OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0)
+    return bind
+
+
+def release_threads() -> None:
+    """Let the threads that send and receive run on any core of the parent's.
+
+    They inherited the one core to which OpenMP binds the thread that computes.
+    """
+    names = {int(task.name): (task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
+    ids = [number for number, name in names.items() if name.startswith("ZMQ")]
+    ids += [each.native_id for each in threading.enumerate() if each.native_id is not None]
+    cores = os.sched_getaffinity(os.getppid())
+    for number in set(ids) - {threading.get_native_id()}:
+        os.sched_setaffinity(number, cores)
+
+
 class SleepingExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM ships no types
-    """vLLM's executor for CPUs, except that its engine core sleeps while the worker computes.
+    """vLLM's executor for several workers on CPUs, except that its engine core sleeps while they compute.
 
     vLLM's own executor busy-waits for the answer on cores that also compute. On two cores a step with one
     request took 67 ms with busy-waiting and 61 ms without, with twelve requests 128 and 103 ms.

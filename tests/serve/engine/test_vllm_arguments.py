@@ -350,6 +350,43 @@ async def test_sleep_keeps_weights_in_memory_and_running_requests() -> None:
         await engine.wake()
 
 
+def test_threads_beside_the_computing_one_run_on_every_core_of_the_parent() -> None:
+    code = """
+import os, threading, time
+from serve.engine.vllm_cpu import release_threads
+all_cores = os.sched_getaffinity(0)
+os.sched_setaffinity(0, {min(all_cores)})
+thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+thread.start()
+assert os.sched_getaffinity(thread.native_id) == {min(all_cores)}
+release_threads()
+assert os.sched_getaffinity(thread.native_id) == all_cores == os.sched_getaffinity(os.getppid())
+assert os.sched_getaffinity(0) == {min(all_cores)}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=ROOT)
+
+
+@pytest.mark.parametrize(("workers", "executor"), [(1, "CoreExecutor"), (2, "SleepingExecutor")])
+def test_the_only_worker_computes_in_the_engine_core(
+    workers: int, executor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from serve.engine import vllm_cpu  # noqa: PLC0415
+    from serve.engine.vllm_arguments import arguments, configuration, starting  # noqa: PLC0415
+    from tests.serve.engine.engine_defaults import LLAMA  # noqa: PLC0415
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join("0" * workers))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    own = msgspec.structs.replace(
+        spec({"enforce_eager": True}), cpus=1, tensor_parallel=workers, weights=str(tmp_path)
+    )
+    config = configuration(own, arguments(own))
+    assert config.parallel_config.distributed_executor_backend is getattr(vllm_cpu, executor)
+    with starting(own, config):
+        assert os.environ.get("OMP_NUM_THREADS") == ("1" if workers == 1 else None)
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
 def test_the_engine_core_on_cpus_sleeps_until_its_worker_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
 
