@@ -62,6 +62,11 @@ MODULES = {
         "tenancy/token_count",
         "wire/frames",
     ),
+    "serve": (
+        "engine/fast_path/stream",
+        "engine/frame_server",
+        "engine/responses",
+    ),
     "gateway": (
         "request_pipeline",
         "request_context",

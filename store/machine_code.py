@@ -1,8 +1,9 @@
 """The request path as machine code: whether there is any, and of which sources.
 
 The build backend compiles it when Tidegate is installed (``setup.py``), into :data:`FOLDER`, with a digest of
-its sources. Gateway workers use it if they are the same, and run the sources otherwise. Other processes run
-the sources: the simulator extends classes of the request path, and machine code cannot be extended.
+its sources. Gateway workers use it if they are the same, and run the sources otherwise; so do engines, for
+what each token takes. Else the sources run: the simulator extends classes of the request path, and machine
+code cannot be extended.
 
 ``python -m store.machine_code`` says which it is. Exit code 0: machine code of these sources; 1: none, and a
 new installation makes none; 2: none, or of other sources, and a new installation may make it.
@@ -23,7 +24,7 @@ from types import ModuleType
 import policy
 
 # What the compiler reads: machine code holds the layout of structures in modules that are not compiled, too.
-PACKAGES = ("policy", "gateway", "store")
+PACKAGES = ("policy", "gateway", "serve/engine", "store")
 ROOT = Path(policy.__file__).parents[1]
 SUFFIX = EXTENSION_SUFFIXES[0]
 IN_WHEEL = Path("store", "machine-code")
@@ -57,21 +58,33 @@ def state() -> tuple[int, str]:
     return (1, built["problem"]) if built["problem"] else (0, "")
 
 
-def use() -> str:
-    """Have later imports take machine code; otherwise returns why the sources run."""
+def use(packages: Sequence[str] = ()) -> str:
+    """Have later imports of modules in ``packages``, or of any, take machine code.
+
+    Returns why the sources run, if they do.
+    """
     _, problem = state()
     if not problem:
-        sys.meta_path.insert(0, _Compiled())
+        sys.meta_path.insert(0, _Compiled(packages))
     return problem
 
 
 class _Compiled(MetaPathFinder):
-    """Finds the modules in :data:`FOLDER`."""
+    """Finds the modules in :data:`FOLDER` that are in ``packages``, all of them without any.
 
-    def __init__(self) -> None:
-        self._files = {
+    What they have in common, outside of packages, is found in either case.
+    """
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        found = {
             ".".join(path.relative_to(FOLDER).parts)[: -len(SUFFIX)]: path
             for path in FOLDER.rglob(f"*{SUFFIX}")
+        }
+        wanted = tuple(f"{package}." for package in packages)
+        self._files = {
+            name: path
+            for name, path in found.items()
+            if "." not in name or not wanted or name.startswith(wanted)
         }
 
     def find_spec(

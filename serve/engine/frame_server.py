@@ -1,4 +1,4 @@
-"""The replica's end of :mod:`policy.wire.frames`, on the port of HTTP: the first bytes tell which it is."""
+"""The replica's end of :mod:`policy.wire.frames`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import hmac
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Final, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from policy.wire import frames
@@ -17,36 +16,16 @@ from policy.wire.frames import BrokenFrames, FrameDecoder, FrameEncoder
 from serve.engine.interface import WRITER, ASGIApp, Message, Scope
 
 # A response whose client does not read is kept up to this size beyond its window; then it is cut.
-MAX_KEPT = 4 * 1024 * 1024
+MAX_KEPT: Final = 4 * 1024 * 1024
 
 log = logging.getLogger("tidegate.engine")
 
 
-class ReplicaProtocol(HttpToolsProtocol):
-    """HTTP, or frames if a connection begins with their preface. For ``http`` of uvicorn's configuration."""
+class FrameConnection:
+    """A gateway worker's connection. What all its streams write in a turn of the loop leaves in one frame.
 
-    def __init__(self, app: ASGIApp, secret: str, **given: Any) -> None:
-        super().__init__(**given)
-        self._frames = (app, secret)
-        self._start: bytes | None = b""
-
-    def data_received(self, data: bytes) -> None:
-        if self._start is not None:
-            data = self._start + data
-            if data[: len(frames.MAGIC)] == frames.MAGIC:
-                self._start = None
-                self.connections.discard(self)
-                FrameConnection(*self._frames, self.transport, self.server_state).data_received(data)
-                return
-            if frames.MAGIC.startswith(data):
-                self._start = data
-                return
-            self._start = None
-        super().data_received(data)
-
-
-class FrameConnection(asyncio.Protocol):
-    """A gateway worker's connection. What all its streams write in a turn of the loop leaves in one frame."""
+    An asyncio protocol that inherits nothing, to be compiled.
+    """
 
     def __init__(
         self, app: ASGIApp, secret: str, transport: asyncio.Transport, server_state: ServerState
@@ -64,7 +43,7 @@ class FrameConnection(asyncio.Protocol):
         self._flushes = self._is_broken = False
         self.is_full = False
         server_state.connections.add(self)  # type: ignore[arg-type] # it has the methods that uvicorn calls
-        transport.set_protocol(self)
+        transport.set_protocol(cast("asyncio.Protocol", self))
 
     def data_received(self, data: bytes) -> None:
         if self._is_broken:
@@ -86,6 +65,9 @@ class FrameConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self.is_full = False
         self._flush_soon()
+
+    def eof_received(self) -> None:
+        """Called before the connection closes."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)

@@ -31,7 +31,7 @@ from policy.wire.heartbeat import (
 from policy.wire.reports import EngineReport, GpuReport
 from serve.async_waiting import wait_at_most
 from serve.engine.interface import EngineSpec
-from serve.engine.main import Event
+from serve.engine.process import Event
 from serve.engine.step_stats import merge
 from serve.gpu_metrics import devices, watch
 from serve.host import cpu_core_assignment

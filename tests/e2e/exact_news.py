@@ -19,7 +19,7 @@ import uvicorn
 from policy.types import ReplicaPhase
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import Engine, EngineSpec
-from serve.engine.main import MODULES
+from serve.engine.process import MODULES
 from serve.engine.request_guard import Guard
 from serve.http import HttpServer
 from store.state_dir import listen

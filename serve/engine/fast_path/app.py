@@ -24,11 +24,13 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.parser.abstract_parser import DelegatingParser
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from serve.engine.fast_path.asgi_writer import AsgiWriter
 from serve.engine.fast_path.eligibility import CHAT, COMPLETION, eligible
-from serve.engine.fast_path.stream import EngineOutputs, StreamedAnswer
+from serve.engine.fast_path.engine_outputs import EngineOutputs
+from serve.engine.fast_path.stream import StreamedAnswer, StreamedAnswers
 from serve.engine.interface import WRITER, ASGIApp, Message, Receive, ResponseWriter, Scope, Send
 
 # The middlewares of vLLM's app that leave such a request alone. Its arguments may bring others.
@@ -84,6 +86,8 @@ class FastPath:
         self._llm = llm
         self._app: Any = app
         self._routes = _routes(app.state)
+        self._answers = StreamedAnswers(EngineCoreOutput(request_id="", new_token_ids=[]))
+        _process_first(self._answers, llm.output_processor)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope["type"] == "http" else None
@@ -155,11 +159,13 @@ class FastPath:
             # What came meanwhile.
             if queue.output is not None:
                 answer.put(queue.output)
-            if state is not None:
-                answer.follow(state)
+            if state is not None and answer.follow(state):
+                self._answers.add(queue.request_id, answer)
             await ended.wait()
         finally:
             answer.close()
+            if queue is not None:
+                self._answers.remove(queue.request_id)
             if queue is not None and queue.request_id in states:
                 await self._llm.abort(queue.request_id, internal=True)
 
@@ -206,6 +212,20 @@ def fast_path(llm: Any, app: Any) -> ASGIApp:
     )
     wanted = not unknown and not any(differs)
     return FastPath(llm, app) if wanted else app
+
+
+def _process_first(answers: StreamedAnswers, processor: Any) -> None:
+    """Have ``answers`` take the outputs of the engine before vLLM's output ``processor``."""
+    process = processor.process_outputs
+
+    def processed(
+        outputs: list[Any], at: float | None = None, stats: Any = None, weight_version: str | None = None
+    ) -> Any:
+        """As ``OutputProcessor.process_outputs``."""
+        left = outputs if at is None else answers.take(outputs, at, stats, weight_version)
+        return process(left, at, stats, weight_version)
+
+    processor.process_outputs = processed
 
 
 def _routes(state: Any) -> dict[str, Route]:

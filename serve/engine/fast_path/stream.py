@@ -10,47 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import types
-from collections.abc import AsyncGenerator, Callable, Generator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Final
 
 import msgspec
 
+from serve.engine.fast_path.engine_outputs import EngineOutputs
 from serve.engine.interface import ResponseWriter
 
-HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+HEADERS: Final = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
-_encode = msgspec.json.Encoder().encode
+_encode: Final = msgspec.json.Encoder().encode
 
 log = logging.getLogger("tidegate.engine")
-
-
-class EngineOutputs:
-    """The outputs of one request, as vLLM's serving code reads them: an async iterator without a task.
-
-    A reader that waits is suspended until its driver has given it an output and resumes it.
-    """
-
-    def __init__(self) -> None:
-        self.next: Any = None
-        self.finished = False
-
-    def __aiter__(self) -> EngineOutputs:
-        return self
-
-    @types.coroutine
-    def __anext__(self) -> Generator[None, None, Any]:
-        while self.next is None:
-            if self.finished:
-                raise StopAsyncIteration
-            yield
-        output, self.next = self.next, None
-        if isinstance(output, BaseException):
-            raise output
-        return output
-
-    async def aclose(self) -> None:
-        """Called by a reader that stops early."""
 
 
 class StreamedAnswer:
@@ -87,12 +59,19 @@ class StreamedAnswer:
         self._before = self._after = b""
         # Tokens of the events that vLLM's generator did not see; it counts them.
         self._unseen: list[int] = []
+        # Of vLLM's state of the request: its detokenizer's function and tokens, and its counts.
+        self._decode: Callable[[int], str] = str
+        self._token_ids: list[int] = []
+        self._stats: Any = None
 
-    def follow(self, state: Any) -> None:
-        """Take the outputs of the request with this ``RequestState`` of vLLM's output processor."""
+    def follow(self, state: Any) -> bool:
+        """Take the outputs of the request with this ``RequestState`` of vLLM's output processor.
+
+        Returns whether :meth:`take` may have those that bring tokens alone.
+        """
         state.queue = self
         if state.stream_interval > 1:
-            return
+            return False
         make, next_text = state.make_request_output, state.detokenizer.get_next_output_text
         unseen, write = self._unseen, self._write
 
@@ -107,6 +86,39 @@ class StreamedAnswer:
             return None
 
         state.make_request_output = made
+        # With stop strings vLLM searches the text, and an engine may have no tokenizer.
+        decode = (
+            None
+            if getattr(state.detokenizer, "stop", None)
+            else getattr(state.detokenizer, "decode_next", None)
+        )
+        if decode is None:
+            return False
+        self._decode, self._token_ids, self._stats = decode, state.detokenizer.token_ids, state.stats
+        return True
+
+    def take(self, token_ids: list[int], at: float, latencies: list[float]) -> bool:
+        """The tokens of a step that ended at ``at``, if the answer has a template; otherwise false.
+
+        As vLLM does, it decodes them, and adds to its counts and to the step's ``latencies``.
+        """
+        if not self._before or self._ended:
+            return False
+        if (stats := self._stats) is not None:
+            stats.num_generation_tokens += len(token_ids)
+            latencies.append(at - stats.last_token_ts)
+            stats.last_token_ts = at
+        try:
+            text = ""
+            for token_id in token_ids:
+                self._token_ids.append(token_id)
+                self._unseen.append(token_id)
+                text += self._decode(token_id)
+        except Exception:  # noqa: BLE001 - see `_cut`
+            self._cut()
+        else:
+            self._write(text)
+        return True
 
     def put(self, output: Any) -> None:
         """The next output of the engine, or the error that ends the request."""
@@ -188,3 +200,45 @@ class StreamedAnswer:
         before, key, after = event.partition(self._key + _encode(text))
         if key:
             self._before, self._after = before + self._key, after
+
+
+class StreamedAnswers:
+    """The streams of an engine, by vLLM's ids of requests. ``plain`` is an output that brings no token."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+        self._answers: dict[str, StreamedAnswer] = {}
+        self._weight_version: Any = None
+
+    def add(self, request_id: str, answer: StreamedAnswer) -> None:
+        """Its outputs are taken until :meth:`remove`."""
+        self._answers[request_id] = answer
+
+    def remove(self, request_id: str) -> None:
+        self._answers.pop(request_id, None)
+
+    def take(self, outputs: list[Any], at: float, stats: Any, weight_version: Any) -> list[Any]:
+        """Write the events of outputs that bring tokens and nothing else; returns those left for vLLM.
+
+        ``outputs`` are those of one step, which ended at ``at``; ``stats`` are vLLM's of it.
+        """
+        if weight_version != self._weight_version:
+            # vLLM notes in each request from which of its tokens on.
+            self._weight_version = weight_version
+            return outputs
+        answers, plain, left = self._answers, self._plain, list[Any]()
+        latencies: list[float] = [] if stats is None else stats.inter_token_latencies_iter
+        tokens = 0
+        for output in outputs:
+            request_id = output.request_id
+            answer = answers.get(request_id)
+            if answer is not None:
+                token_ids = output.new_token_ids
+                plain.request_id, plain.new_token_ids = request_id, token_ids
+                if output == plain and answer.take(token_ids, at, latencies):
+                    tokens += len(token_ids)
+                    continue
+            left.append(output)
+        if tokens and stats is not None:
+            stats.num_generation_tokens += tokens
+        return left

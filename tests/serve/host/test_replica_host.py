@@ -21,7 +21,7 @@ from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import AdapterUse, Orders, Timeouts
 from policy.wire.load_stream import LoadLine
 from policy.wire.reports import EngineReport
-from serve.engine.main import Event
+from serve.engine.process import Event
 from serve.host.engine_process import EngineProcess
 from serve.host.replica_host import HostSpec, ReplicaHost
 from serve.host.weight_verification import Weights

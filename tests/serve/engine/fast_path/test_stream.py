@@ -11,7 +11,8 @@ import msgspec
 import pydantic_core
 import pytest
 
-from serve.engine.fast_path.stream import EngineOutputs, StreamedAnswer
+from serve.engine.fast_path.engine_outputs import EngineOutputs
+from serve.engine.fast_path.stream import StreamedAnswer, StreamedAnswers
 
 TEXTS = ["The", " tide\n", "", '"quoted"', ' {"content":"x"} ', "漢\x7f\u2028", "end"]
 
@@ -208,3 +209,96 @@ def test_texts_are_escaped_as_by_pydantic() -> None:
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     text = "".join(characters)
     assert msgspec.json.encode(text) == pydantic_core.to_json(text)
+
+
+class Outputs:
+    """A stream with a template and its request's state in vLLM; each token is the text of its number."""
+
+    def __init__(self, detokenizer: Any = None) -> None:
+        self.answers = StreamedAnswers(plain("", []))
+        self.stream = Stream()
+        self.tokens: list[int] = []
+        self.stats = SimpleNamespace(num_generation_tokens=1, last_token_ts=10.0)
+        decoding = SimpleNamespace(stop=[], decode_next=self._decode, token_ids=self.tokens)
+        decoding.get_next_output_text = lambda *_: "unused"
+        self.state = SimpleNamespace(
+            stream_interval=1, queue=None, detokenizer=detokenizer or decoding, stats=self.stats,
+            make_request_output=lambda *_, **__: "made",
+        )  # fmt: skip
+        self.step = SimpleNamespace(num_generation_tokens=5, inter_token_latencies_iter=[0.5])
+
+    @staticmethod
+    def _decode(token_id: int) -> str:
+        if token_id < 0:
+            raise OverflowError(token_id)
+        return f" {token_id}" if token_id else ""
+
+    def begin(self) -> None:
+        if self.stream.answer.follow(self.state):
+            self.answers.add("one", self.stream.answer)
+        assert self.take(plain("two", [1])) == [plain("two", [1])]
+        self.stream.answer.put(output("The"))
+
+    def take(self, *outputs: Any, at: float = 10.5, version: str | None = None) -> list[Any]:
+        return self.answers.take(list(outputs), at, self.step, version)
+
+
+def plain(request_id: str, token_ids: list[int], **more: Any) -> Any:
+    return SimpleNamespace(request_id=request_id, new_token_ids=token_ids, logprobs=None, **more)
+
+
+async def test_outputs_that_bring_tokens_alone_are_not_for_vllm() -> None:
+    given = Outputs()
+    given.begin()
+    others = [plain("two", [3]), plain("three", [4])]
+    assert given.take(plain("one", [1, 2]), *others) == others
+    assert given.take(plain("one", [0]), at=11.5) == []
+    written = await expected([output("The"), output(" 1 2"), output(""), output("", finished=True)])
+    assert written.startswith(given.stream.written.body)
+    # What vLLM would have counted of them.
+    assert given.tokens == [1, 2, 0]
+    assert (given.stats.num_generation_tokens, given.stats.last_token_ts) == (4, 11.5)
+    assert (given.step.num_generation_tokens, given.step.inter_token_latencies_iter) == (8, [0.5, 0.5, 1.0])
+    # vLLM's generator counts them when it ends the answer.
+    given.stream.answer.put(output("end", finished=True))
+    assert b'"usage":5' in given.stream.written.body
+    given.answers.remove("one")
+    assert given.take(plain("one", [6])) == [plain("one", [6])]
+
+
+async def test_all_other_outputs_are_vllms() -> None:
+    given = Outputs()
+    given.begin()
+    ending = plain("one", [1])
+    ending.logprobs = []
+    assert given.take(ending) == [ending]
+    # A step with other weights: vLLM notes in each request where they begin.
+    assert given.take(plain("one", [1]), version="b") == [plain("one", [1])]
+    assert given.take(plain("one", [1]), version="b") == []
+    assert given.tokens == [1]
+    early = Outputs()
+    assert early.stream.answer.follow(early.state)
+    early.answers.add("one", early.stream.answer)
+    assert early.take(plain("one", [1])) == [plain("one", [1])]
+    for detokenizer in (
+        SimpleNamespace(stop=["."], decode_next=str, token_ids=[], get_next_output_text=None),
+        SimpleNamespace(get_next_output_text=None),
+    ):
+        assert not Outputs(detokenizer).stream.answer.follow(Outputs(detokenizer).state)
+
+
+async def test_a_token_that_cannot_be_decoded_cuts_its_stream_alone() -> None:
+    given = Outputs()
+    given.begin()
+    body = given.stream.written.body
+    assert given.take(plain("one", [-1]), plain("two", [1])) == [plain("two", [1])]
+    assert (given.stream.done, given.stream.written.body) == (1, body)
+    assert given.take(plain("one", [1])) == [plain("one", [1])]
+
+
+async def test_steps_without_counts_are_taken() -> None:
+    given = Outputs()
+    given.stats = given.state.stats = None  # type: ignore[assignment] # as vLLM has it without its log of them
+    given.begin()
+    assert given.answers.take([plain("one", [1])], 10.0, None, None) == []
+    assert given.tokens == [1]

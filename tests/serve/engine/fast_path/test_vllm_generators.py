@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from serve.engine.fast_path.stream import EngineOutputs, StreamedAnswer
+from serve.engine.fast_path.engine_outputs import EngineOutputs
+from serve.engine.fast_path.stream import StreamedAnswer
 from tests.serve.engine.fast_path.test_stream import TEXTS, Written
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
