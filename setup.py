@@ -65,7 +65,7 @@ MODULES = {
     "serve": (
         "engine/fast_path/stream",
         "engine/frame_server",
-        "engine/responses",
+        "engine/guard_responses",
     ),
     "gateway": (
         "request_pipeline",
