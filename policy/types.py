@@ -90,7 +90,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     ``url`` is empty until the engine listens. ``generation`` numbers the configuration it was built from,
     ``incarnation`` counts restarts of its engine in place, ``failures`` consecutive failed ones. ``start_s``
     is the duration of the last start, by ``start_path``, ``wake_s`` that of the last wake-up. ``cards`` are
-    its GPUs in a shared GPU group, by position.
+    its GPUs in a shared GPU group, by position. ``mode`` is that for which a server of an external model was
+    started, if that is known.
     """
 
     id: str
@@ -111,6 +112,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     wake_s: float | None = None
     cards: tuple[int, ...] = ()
+    mode: str = ""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

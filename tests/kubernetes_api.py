@@ -92,6 +92,10 @@ class KubernetesApi:
             "ports": [{"port": 9, "name": "metrics"}, {"port": int(port), "name": port_name}],
         } | more)  # fmt: skip
 
+    def put_service(self, selector: dict[str, str]) -> None:
+        """Add the service `vllm`, or change which pods it selects."""
+        self._change(SERVICES, "vllm", {"metadata": {}, "spec": {"selector": selector}})
+
     def put_pod(
         self, name: str, labels: dict[str, str] | None = None, annotations: dict[str, str] | None = None
     ) -> None:

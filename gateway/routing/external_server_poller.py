@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,8 @@ import httpx
 import msgspec
 
 from gateway.http.client import causes, is_local_fault
-from gateway.routing.fleet import FleetView, external_replica
+from gateway.routing.discovered_server import DiscoveredServer, described, external_replica, placed
+from gateway.routing.fleet import FleetView
 from gateway.routing.server_access import ServerAccess
 from gateway.routing.server_discovery import ServerDiscovery
 from gateway.telemetry.structured_log import Log
@@ -73,7 +74,9 @@ class ExternalPoller:
 
     def __post_init__(self) -> None:
         self._discovery = ServerDiscovery(self.log)
-        self._servers: dict[str, tuple[ExternalServer, ...]] = {}
+        self._servers: dict[str, tuple[DiscoveredServer, ...]] = {}
+        # What is wrong with the shapes and modes of a model's servers, as it was logged.
+        self._problems: dict[str, frozenset[str]] = {}
         self._clock = asyncio.get_running_loop().time
         self._answers: dict[tuple[str, str], _Answer] = {}
         # When servers without metrics are asked for them again.
@@ -100,7 +103,9 @@ class ExternalPoller:
             specs = self._specs
             await self._discovery.keep([spec.name for spec in specs if spec.discovery is not None])
             found = await asyncio.gather(*map(self._discovery.servers, specs))
-            self._servers = {spec.name: servers for spec, servers in zip(specs, found, strict=True)}
+            self._servers = {
+                spec.name: self._placed(spec, each) for spec, each in zip(specs, found, strict=True)
+            }
             used = {(each.ca_file, _changed_ns(each.ca_file)) for servers in found for each in servers}
             for unused in self._clients.keys() - used:
                 await self._clients.pop(unused).aclose()
@@ -113,6 +118,14 @@ class ExternalPoller:
                 await asyncio.wait_for(self._discovery.changed.wait(), PROBE_EVERY_S)
                 await asyncio.sleep(COALESCE_S)
             self._discovery.changed.clear()
+
+    def _placed(self, spec: ModelSpec, servers: Iterable[DiscoveredServer]) -> tuple[DiscoveredServer, ...]:
+        found = tuple(placed(each, spec, self.view.layer_of(spec.name, each.replica)) for each in servers)
+        problems = frozenset(each.problem for each in found if each.problem)
+        for problem in sorted(problems - self._problems.get(spec.name, frozenset())):
+            self.log.warning("server_shape_unknown", model=spec.name, problem=problem)
+        self._problems[spec.name] = problems
+        return found
 
     async def _read_queues(self) -> None:
         while True:
@@ -142,7 +155,8 @@ class ExternalPoller:
     async def _probe_model(self, spec: ModelSpec) -> None:
         found = await asyncio.gather(*(self._probe(spec.name, each) for each in self._servers[spec.name]))
         lengths = [answer.max_model_len for answer in found if answer.max_model_len is not None]
-        servers = [(answer.replica, answer.access) for answer in found]
+        asked = zip(self._servers[spec.name], found, strict=True)
+        servers = [(described(server, answer.replica), answer.access) for server, answer in asked]
         self.view.set_external(spec.name, servers, min(lengths) if lengths else None)
 
     async def _probe(self, model: str, server: ExternalServer) -> _Answer:

@@ -16,9 +16,12 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.scrape import ScrapedReplica
 from policy import types
 from policy.config.deployment import Deployment, Eject, Retry
+from policy.engine.builtin_profiles import shipped
+from policy.engine.performance_model import Timing
 from policy.routing.concurrency_limit import ServerQueue
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
-from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaPhase, Runner
+from policy.scaling.transition_steps import LayerKey
+from policy.types import EMPTY_FLEET, EngineKind, Fleet, Replica, ReplicaPhase, Runner
 
 # A controller that has just started may not know every replica yet.
 SETTLE_S = 2.0
@@ -31,8 +34,6 @@ RESTART_S = 10.0
 SNAPSHOT_STALE_S = 5.0
 # The most adapters whose load failure is kept.
 MAX_LOAD_FAILURES = 256
-# The shape of servers that Tidegate does not deploy.
-EXTERNAL_SHAPE = "external"
 
 
 class ServedModel:
@@ -59,6 +60,7 @@ class ServedModel:
         self.snapshot_at = 0.0
         self.load_failures: dict[str, str] = {}
         self.layer = ("", 0)
+        self.timings: dict[str, Timing] = {}
         self.closing_since = self.closes_at = math.inf
 
     def stays(self, replica: Replica) -> bool:
@@ -122,6 +124,8 @@ class FleetView:
         self._metrics = metrics
         self._served: dict[str, ServedModel] = {}
         self._documented: frozenset[str] = frozenset()
+        # The layers of pods of external models, by model and replica.
+        self._layers: dict[tuple[str, str], LayerKey] = {}
         self._connect_timeout_s = 2.0
         self._multiplexed = True
         self.fleet: Fleet = EMPTY_FLEET
@@ -155,6 +159,8 @@ class FleetView:
         for spec in deployment.models:
             served = self._of(spec.name)
             served.runner, served.engine = spec.runner, spec.engine
+            is_timed = spec.engine is EngineKind.EXTERNAL and spec.timed_by is not None
+            served.timings = {name: shipped(spec, each) for name, each in spec.shapes.items() if is_timed}
         self._drop_unknown()
         for served in self._served.values():
             served.health.configure(self._eject, self._retry)
@@ -200,6 +206,10 @@ class FleetView:
             if model.name not in self._documented:
                 served.runner, served.engine = model.runner, model.engine
         self._drop_unknown()
+        external = {each.name for each in self._served.values() if each.engine is EngineKind.EXTERNAL}
+        self._layers = {
+            (each.model, each.id): LayerKey.of(each) for each in fleet.replicas if each.model in external
+        }
         by_model: dict[str, list[Replica]] = {}
         for replica in fleet.replicas:
             if replica.url and replica.state in (ReplicaPhase.READY, ReplicaPhase.DRAINING):
@@ -218,6 +228,10 @@ class FleetView:
                     if handle.id not in listed and handle.answering and handle.open
                 ]
             self._set_replicas(served, replicas, at)
+
+    def layer_of(self, model: str, replica: str) -> LayerKey | None:
+        """The layer of an external model's pod, if the controller scales it, and said so."""
+        return self._layers.get((model, replica))
 
     def is_answering(self, model: str, url: str) -> bool:
         """Whether the server of ``model`` at ``url`` answered the last probe."""
@@ -257,6 +271,7 @@ class FleetView:
             handle.ask_by(access)
             handle.open, handle.full = True, False
             handle.adapters.update(handle.replica.adapters, ())
+            handle.view.timing = served.timings.get(handle.replica.shape)
             handle.set_answering(at, handle.replica.state is ReplicaPhase.READY)
         self.replica_changed(served)
 
@@ -331,12 +346,9 @@ class FleetView:
     def scraped(self) -> list[ScrapedReplica]:
         """The replicas as a scrape sees them: external servers are not asked for metrics."""
         return [
-            ScrapedReplica(
-                handle.model,
-                handle.id,
-                "" if handle.replica.shape == EXTERNAL_SHAPE else handle.url,
-                handle.round_trip_s,
-            )
+            ScrapedReplica(handle.model, handle.id, handle.url, handle.round_trip_s)
+            if handle.adapters.loads
+            else ScrapedReplica(handle.model, handle.id, "", handle.round_trip_s, handle.replica)
             for handle in self._handles()
         ]
 
@@ -361,6 +373,9 @@ class FleetView:
                     "open": handle.open,
                     "breaker": handle.breaker.state,
                     "state": handle.replica.state,
+                    "shape": handle.replica.shape,
+                    "mode": handle.replica.mode,
+                    "generation": handle.replica.generation,
                     "reason": handle.replica.reason,
                     "in_flight": handle.in_flight,
                     "mine": handle.mine,
@@ -374,20 +389,3 @@ class FleetView:
                 for handle in self._handles()
             ],
         }
-
-
-def external_replica(
-    model: str, url: str, *, adapters: tuple[str, ...], at: float, reason: str = ""
-) -> Replica:
-    """A server that Tidegate does not deploy; ``reason``: why it does not serve the model."""
-    return Replica(
-        id=url.partition("://")[2],
-        model=model,
-        shape=EXTERNAL_SHAPE,
-        generation=0,
-        state=ReplicaPhase.STOPPED if reason else ReplicaPhase.READY,
-        load=Load(at=at),
-        url=url,
-        adapters=adapters,
-        reason=reason,
-    )

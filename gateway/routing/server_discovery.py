@@ -10,20 +10,21 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from msgspec import structs
 
-from gateway.routing.endpoint_slices import EndpointSlices
+from gateway.routing.discovered_server import DiscoveredServer
+from gateway.routing.endpoint_slices import EndpointSlices, ServiceEndpoint
 from gateway.telemetry.structured_log import Log
 from policy.config.convert import convert
 from policy.config.deployment import ModelSpec
 from policy.config.external_servers import Discovery, ExternalServer, ServerSettings
 from policy.deployment_file.external_servers import check_servers
 from policy.errors import ConfigError
+from store.kubernetes.pod_metadata import PREFIX
 from store.watched_files import WatchedFiles
-
-_SETTINGS = ServerSettings.__struct_fields__
 
 
 class ServerDiscovery:
@@ -32,29 +33,29 @@ class ServerDiscovery:
     def __init__(self, log: Log) -> None:
         self._log = log
         self.changed = asyncio.Event()
-        self._found: dict[str, tuple[Discovery, tuple[ExternalServer, ...]]] = {}
+        self._found: dict[str, tuple[Discovery, tuple[DiscoveredServer, ...]]] = {}
         self._files: dict[str, WatchedFiles] = {}
         self._slices: dict[str, EndpointSlices] = {}
         self._failed: set[str] = set()
 
-    async def servers(self, spec: ModelSpec) -> tuple[ExternalServer, ...]:
+    async def servers(self, spec: ModelSpec) -> tuple[DiscoveredServer, ...]:
         """The servers of a model now."""
         discovery = spec.discovery
+        listed = tuple(_of(each, f"urls: {each.url}: ") for each in spec.servers)
         if discovery is None:
-            return spec.servers
+            return listed
         last = self._found.get(spec.name)
         found = last[1] if last is not None and last[0] == discovery else ()
         if last is not None and last[0] != discovery:
             await self.forget(spec.name)
         try:
-            found = await self._look(spec.name, discovery, found)
+            found = await self._look(spec, discovery, found)
             self._failed.discard(spec.name)
         except (OSError, ValueError, ConfigError, yaml.YAMLError) as error:
             if spec.name not in self._failed:
                 self._failed.add(spec.name)
                 self._log.warning("discovery_failed", model=spec.name, cause=error)
         self._found[spec.name] = discovery, found
-        listed = spec.servers
         known = {server.base for server in listed}
         return (*listed, *(server for server in found if server.base not in known))
 
@@ -75,23 +76,27 @@ class ServerDiscovery:
         await self.keep(())
 
     async def _look(
-        self, model: str, discovery: Discovery, last: tuple[ExternalServer, ...]
-    ) -> tuple[ExternalServer, ...]:
+        self, spec: ModelSpec, discovery: Discovery, last: tuple[DiscoveredServer, ...]
+    ) -> tuple[DiscoveredServer, ...]:
+        model = spec.name
         if discovery.file is not None:
             return await asyncio.to_thread(self._read_file, model, discovery, last)
         if discovery.kubernetes is not None:
             slices = self._slices.get(model)
             if slices is None:
                 slices = self._slices[model] = EndpointSlices(
-                    discovery.kubernetes, self._log, self.changed.set
+                    discovery.kubernetes,
+                    self._log,
+                    self.changed.set,
+                    reads_pods=bool(spec.shapes) or spec.adapters is not None,
                 )
-            addresses = await slices.addresses()
-            return last if addresses is None else _servers(addresses, discovery)
+            endpoints = await slices.endpoints()
+            return last if endpoints is None else _servers(endpoints, discovery)
         return _servers(await _resolve(discovery.dns), discovery)
 
     def _read_file(
-        self, model: str, discovery: Discovery, last: tuple[ExternalServer, ...]
-    ) -> tuple[ExternalServer, ...]:
+        self, model: str, discovery: Discovery, last: tuple[DiscoveredServer, ...]
+    ) -> tuple[DiscoveredServer, ...]:
         path = Path(str(discovery.file))
         file = self._files.setdefault(model, WatchedFiles(path))
         if not file.changed():
@@ -100,27 +105,38 @@ class ServerDiscovery:
         given = convert(raw, tuple[str | ExternalServer, ...], str(path))
         check_servers(str(path), given)
         file.were_read()
-        defaults = {name: getattr(discovery, name) for name in _SETTINGS}
-        return tuple(
-            ExternalServer(url=each, **defaults) if isinstance(each, str) else each for each in given
-        )
+        defaults = _settings(discovery)
+        servers = (ExternalServer(url=each, **defaults) if isinstance(each, str) else each for each in given)
+        return tuple(_of(each, f"{path}: {each.url}: ") for each in servers)
 
 
-def _servers(addresses: Sequence[tuple[str, int]], discovery: Discovery) -> tuple[ExternalServer, ...]:
-    settings = {name: getattr(discovery, name) for name in _SETTINGS}
+def _of(server: ExternalServer, told_by: str) -> DiscoveredServer:
+    return DiscoveredServer(**structs.asdict(server), told_by=told_by)
+
+
+def _settings(discovery: Discovery) -> dict[str, Any]:
+    return {name: getattr(discovery, name) for name in ServerSettings.__struct_fields__}
+
+
+def _servers(endpoints: Sequence[ServiceEndpoint], discovery: Discovery) -> tuple[DiscoveredServer, ...]:
     scheme = "https" if discovery.https else "http"
-    return tuple(
-        structs.replace(ExternalServer(url=f"{scheme}://{_bracketed(host)}:{port}"), **settings)
-        for host, port in sorted(addresses)
-    )
+    servers = []
+    for each in endpoints:
+        settings = _settings(discovery)
+        if each.built is not None:
+            settings["shape"], settings["mode"] = each.built
+        settings["adapters"] = each.adapters or discovery.adapters
+        url, told_by = f"{scheme}://{_bracketed(each.host)}:{each.port}", f"pod {each.pod}: {PREFIX}"
+        servers.append(DiscoveredServer(url=url, told_by=told_by, replica=each.replica, **settings))
+    return tuple(servers)
 
 
-async def _resolve(name: str) -> list[tuple[str, int]]:
+async def _resolve(name: str) -> list[ServiceEndpoint]:
     """The addresses of ``HOST:PORT``; raises ``OSError``."""
     host, _, port = name.rpartition(":")
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    return list({(str(address[0]), int(port)) for *_, address in found})
+    return [ServiceEndpoint(host, int(port)) for host in sorted({str(address[0]) for *_, address in found})]
 
 
 def _bracketed(host: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from gateway.telemetry.exemplars import Exemplar
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
 from policy.stats.histogram import SECONDS
+from policy.types import Replica, ReplicaPhase
 from policy.wire.controller import METRICS as CONTROLLER_METRICS
 from policy.wire.metrics import GROUPS, METRICS, WORKERS, Kind, Metric, Samples
 
@@ -51,12 +53,16 @@ _EDGES: dict[str, int] = {
 
 
 class ScrapedReplica(NamedTuple):
-    """A replica whose engine is asked, if it has a ``url``; ``round_trip_s`` is 0 where it is not known."""
+    """A replica whose engine is asked, if it has a ``url``; ``round_trip_s`` is 0 where it is not known.
+
+    ``server`` is one that Tidegate does not deploy.
+    """
 
     model: str
     id: str
     url: str
     round_trip_s: float
+    server: Replica | None = None
 
 
 class Scraper:
@@ -187,12 +193,21 @@ class _Families:
             yield family
 
 
-def _samples(replicas: Iterable[ScrapedReplica]) -> Samples:
+def _samples(replicas: Sequence[ScrapedReplica]) -> Samples:
     """What this worker knows at the moment of a scrape."""
     trips: list[tuple[tuple[str, ...], float]] = [
         ((each.model, each.id), each.round_trip_s) for each in replicas if each.round_trip_s
     ]
-    return {"tidegate_round_trip_seconds": trips, "tidegate_build_info": [((_VERSION,), 1)]}
+    servers = [each.server for each in replicas if each.server is not None]
+    kinds = Counter((each.model, each.shape, each.mode, str(each.state)) for each in servers)
+    ready = [each for each in servers if each.state is ReplicaPhase.READY]
+    adapters = Counter((each.model, name) for each in ready for name in each.adapters)
+    return {
+        "tidegate_round_trip_seconds": trips,
+        "tidegate_build_info": [((_VERSION,), 1)],
+        "tidegate_external_servers": list(kinds.items()),
+        "tidegate_external_server_adapters": list(adapters.items()),
+    }
 
 
 def _add(family: Family, metric: Metric, samples: Iterable[tuple[tuple[str, ...], float]]) -> None:

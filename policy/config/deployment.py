@@ -188,8 +188,8 @@ class ModelSpec(Section, frozen=True):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether Tidegate decides how many replicas there are: not of external servers without modes."""
-        return self.engine is not EngineKind.EXTERNAL or bool(self.modes)
+        """Whether Tidegate decides how many replicas there are: not of external servers without workloads."""
+        return self.engine is not EngineKind.EXTERNAL or any(shape.workload for shape in self.shapes.values())
 
     @property
     def first_mode(self) -> str:

@@ -9,7 +9,13 @@ from urllib.parse import urlsplit
 from policy.config.control import KubernetesLease
 from policy.config.convert import require
 from policy.config.deployment import ModelSpec, Upstream
-from policy.config.external_servers import Discovery, ExternalServer, KubernetesService, ServerSettings
+from policy.config.external_servers import (
+    Discovery,
+    ExternalServer,
+    KubernetesService,
+    ServerSettings,
+    built_as,
+)
 
 _VISIBLE = re.compile(r"[!-~]+")
 _HOST_PORT = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
@@ -24,24 +30,32 @@ def check_external(path: str, spec: ModelSpec) -> None:
     expected = "at least one base URL for an external engine, or the section `discovery`"
     require(spec.urls or spec.discovery is not None, f"{path}.urls", list(spec.urls), expected)
     check_servers(f"{path}.urls", spec.urls)
+    for i, server in enumerate(spec.servers):
+        _check_built(f"{path}.urls[{i}]", spec, server)
     if spec.discovery is not None:
         _check_discovery(f"{path}.discovery", spec.discovery)
-    scaled = spec.discovery is not None and spec.discovery.kubernetes is not None
-    for key in ("source", "engine_args", "env", *(() if scaled else ("shapes", "modes", "mode"))):
+        _check_built(f"{path}.discovery", spec, spec.discovery)
+    for key in ("source", "engine_args", "env", *(() if spec.is_scaled else ("mode",))):
         value = getattr(spec, key)
         require(not value, f"{path}.{key}", value, "nothing: Tidegate does not deploy an external engine")
-    require(
-        bool(spec.shapes) == bool(spec.modes),
-        f"{path}.modes",
-        list(spec.modes),
-        "shapes and modes, or neither",
-    )
+    _check_workloads(path, spec)
+
+
+def _check_workloads(path: str, spec: ModelSpec) -> None:
+    """Shapes say how servers were built; with workloads, or counts of modes, they are scaled."""
+    in_kubernetes = spec.discovery is not None and spec.discovery.kubernetes is not None
+    scaled = spec.is_scaled or any(mode.replicas != 1 for mode in spec.modes.values())
+    require(bool(spec.modes) or not scaled, f"{path}.modes", {}, "a mode: its shapes have workloads")
     owners: dict[str, str] = {}
     for name, shape in spec.shapes.items():
         at = f"{path}.shapes.{name}"
         require(
             not shape.engine_args, f"{at}.engine_args", shape.engine_args, "nothing: its pods have theirs"
         )
+        if not scaled:
+            continue
+        expected = "nothing: only pods that discovery.kubernetes finds are scaled"
+        require(in_kubernetes or not shape.workload, f"{at}.workload", shape.workload, expected)
         expected = f"KIND/NAME with one of the kinds: {', '.join(WORKLOADS)}"
         kind, _, named = shape.workload.partition("/")
         good = kind in WORKLOADS and _LABEL.fullmatch(named)
@@ -82,6 +96,12 @@ def check_key(path: str, server: ServerSettings | Upstream) -> None:
     """Raise :class:`policy.errors.ConfigError` for two sources of one key."""
     one = server.key_file is None or server.key_env is None
     require(one, f"{path}.key_env", server.key_env, "nothing: key_file is set")
+
+
+def _check_built(path: str, spec: ModelSpec, given: ServerSettings) -> None:
+    modes = {name: mode.shape for name, mode in spec.modes.items()}
+    if (problem := built_as(given, spec.shapes, modes, f"{path}.").problem) is not None:
+        raise problem
 
 
 def _check_settings(path: str, server: ServerSettings, *, https: bool) -> None:

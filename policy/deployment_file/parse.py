@@ -71,8 +71,7 @@ def parse(document: object) -> Deployment:
             check_external(path, spec)
         else:
             _check_deployed(path, spec)
-        if spec.is_scaled:
-            _check_layers(path, spec, deployment.budget)
+        _check_layers(path, spec, deployment.budget if spec.is_scaled else Budget())
     tenants = {tenant.name for tenant in deployment.tenants}
     for i, spec in enumerate(deployment.models):
         _check_adapters(f"models[{i}]", spec, models, tenants)
@@ -111,11 +110,13 @@ def _check_deployed(path: str, spec: ModelSpec) -> None:
 
 
 def _check_layers(path: str, spec: ModelSpec, budget: Budget) -> None:
-    """Check what is scaled: shapes, modes, and whether the budget has room for them."""
+    """Check shapes and modes, and what is scaled: whether the budget has room for them."""
     for name, shape in spec.shapes.items():
         _check_shape(f"{path}.shapes.{name}", name, shape, budget)
     for name, mode in spec.modes.items():
         _check_mode(f"{path}.modes.{name}", name, mode, spec, budget)
+    if not spec.is_scaled:
+        return
     _check_scale(f"{path}.control.scale", spec.control.scale, spec)
     _check_affordable(spec, budget)
     known = f"one of the modes: {', '.join(spec.modes)}"

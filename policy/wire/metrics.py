@@ -118,6 +118,11 @@ LATENCY = (
            _FIRST),
     Metric("tidegate_round_trip_seconds", _G, "seconds",
            "The smallest round trip between this gateway and a replica in some minutes, by TCP.", _REPLICA),
+    Metric("tidegate_external_servers", _G, "servers",
+           "Servers of external models by shape, mode and whether they serve (`ready`) or not (`stopped`).",
+           ("model", "shape", "mode", "state"), "with external models"),
+    Metric("tidegate_external_server_adapters", _G, "servers",
+           "Servers of an external model that serve an adapter.", _ADAPTER, "with external models"),
 )  # fmt: skip
 TOKENS = (
     Metric("tidegate_tokens", _C, "tokens", "Tokens of answers; what was cached is a part of the prompt.",

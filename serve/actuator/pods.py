@@ -14,7 +14,8 @@ from policy.config.external_servers import KubernetesService
 from policy.scaling.transition_steps import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.vllm_metrics import VllmMetrics
-from store.kubernetes.api_server import Metadata, ObjectWatch, replica_id
+from store.kubernetes.api_server import Metadata, ObjectWatch
+from store.kubernetes.pod_metadata import adapters_of, replica_id
 
 METRICS_TIMEOUT_S = 2.0
 # How often a pod's metrics are read, and those of a server without vLLM's.
@@ -178,6 +179,7 @@ class LayerPods:
             state=phase,
             load=self._loads.get(pod.id) or Load(at=time.time()),
             node=pod.spec.node_name,
+            adapters=adapters_of(pod.metadata),
             incarnation=failures,
             start_s=_start_s(pod) if phase is ReplicaPhase.READY else None,
             failures=failures if starting else 0,

@@ -122,7 +122,7 @@ class AdapterLibrary:
     def declare(self, deployment: Deployment) -> None:
         """Set the models with an `adapters` section, and the tenants."""
         self._names = frozenset(spec.name for spec in deployment.models)
-        self._specs = {spec.name: spec for spec in deployment.models if spec.adapters and spec.modes}
+        self._specs = {spec.name: spec for spec in deployment.models if spec.adapters and spec.is_scaled}
         self._tenants = tuple(tenant.name for tenant in deployment.tenants)
         self.catalog.serve(self._specs)
 

@@ -337,5 +337,5 @@ def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> 
 
 
 def wanted_models(deployment: Deployment) -> list[ModelSpec]:
-    """The models that Tidegate deploys itself."""
-    return [spec for spec in deployment.models if spec.modes]
+    """The models whose replicas Tidegate starts and ends."""
+    return [spec for spec in deployment.models if spec.is_scaled]

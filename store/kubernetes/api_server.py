@@ -117,15 +117,6 @@ def own_namespace() -> str:
         return "default"
 
 
-def replica_id(pod: str, uid: str) -> str:
-    """The id of a pod's replica, by its name and uid.
-
-    The name, unless it ends with a number: a pod of a StatefulSet or LeaderWorkerSet that is replaced has
-    its successor's name.
-    """
-    return f"{pod}-{uid[:8]}" if uid and pod.rpartition("-")[2].isdecimal() else pod
-
-
 class ObjectWatch(Generic[Object]):
     """Follows the objects of a path that a ``query`` selects, from :meth:`start` until :meth:`close`.
 

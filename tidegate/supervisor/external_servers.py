@@ -19,6 +19,10 @@ class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     in_flight: int = 0
     bound: int = 0
+    shape: str = ""
+    mode: str = ""
+    generation: int = 0
+    adapters: tuple[str, ...] = ()
     state: ReplicaPhase
     reason: str = ""
 
@@ -33,7 +37,8 @@ class GatewayFleet(msgspec.Struct, frozen=True):
         """The external servers that were probed, in the order of their models."""
         return tuple(
             Replica(
-                id=server.id, model=server.model, shape="", generation=0, state=server.state, url=server.url,
+                id=server.id, model=server.model, shape=server.shape, generation=server.generation,
+                mode=server.mode, adapters=server.adapters, state=server.state, url=server.url,
                 load=Load(at=at, in_flight=server.in_flight, bound=server.bound), reason=server.reason,
             )
             for name in external_models(deployment)
@@ -71,5 +76,5 @@ def reasons(model: str, servers: Iterable[Replica] | None) -> list[str]:
     return [
         f"{server.url}: {server.reason}"
         for server in servers or ()
-        if server.model == model and server.reason
+        if server.model == model and server.state is not ReplicaPhase.READY
     ]

@@ -12,7 +12,8 @@ import pytest
 from gateway.api.model_list import KEPT, ModelList
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
-from gateway.routing.fleet import FleetView, external_replica
+from gateway.routing.discovered_server import external_replica
+from gateway.routing.fleet import FleetView
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.server_access import ServerAccess
 from gateway.telemetry.metrics import Metrics

@@ -19,6 +19,7 @@ from gateway.routing.server_access import ServerAccess
 from gateway.telemetry.structured_log import Log
 from policy.deployment_file.parse import parse
 from policy.routing.concurrency_limit import ServerQueue
+from policy.scaling.transition_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from tests.gateway.certificate import certify
 from tests.gateway.fake_replica import Exchange
@@ -44,6 +45,9 @@ class View:
     def reads(self, model: str, url: str) -> int:
         self.total += self.growth
         return self.total
+
+    def layer_of(self, model: str, replica: str) -> LayerKey | None:
+        return None
 
     def is_answering(self, model: str, url: str) -> bool:
         return False
@@ -75,9 +79,9 @@ class Busy(View):
         self.enough.set()
 
 
-async def probe(view: View, server: str | dict[str, Any]) -> None:
-    """Probe the only server of the model "alpha" as often as ``view`` wants."""
-    document = parse({"models": [{"name": "alpha", "engine": "external", "urls": [server]}]})
+async def probe(view: View, server: str | dict[str, Any], **more: Any) -> None:
+    """Probe the only server of the model "alpha", with ``more`` keys, as often as ``view`` wants."""
+    document = parse({"models": [{"name": "alpha", "engine": "external", "urls": [server]} | more]})
     task = asyncio.create_task(ExternalPoller(cast("FleetView", view), lambda: document, Log(0)).run())
     async with asyncio.timeout(60):
         await view.enough.wait()
@@ -116,6 +120,30 @@ async def test_a_server_is_probed_unless_its_answers_show_that_it_is_up(
     for replica, access, length in view.turns:
         assert (replica.url, replica.state, replica.adapters) == (server.url, ReplicaPhase.READY, ("sql",))
         assert (access, length) == (ServerAccess(), 64)
+
+
+async def test_a_server_has_the_shape_and_adapters_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
+    server = await serving((200, LISTING))
+    shapes = {"big": {"gpus": 2, "tensor_parallel": 2, "max_in_flight": 9}, "small": {"gpus": 1}}
+    given = {"url": server.url, "shape": "big", "adapters": ["sql", "chat"]}
+    view, wrong = View(), View(turns=3)
+    await probe(view, given, shapes=shapes, modes={"one": {"shape": "big"}})
+    ((replica, access, _),) = view.turns
+    assert (replica.shape, replica.mode, replica.adapters) == ("big", "one", ("sql", "chat"))
+    assert access.max_in_flight == 9
+    # It serves, with what is wrong in its status, and once in the log.
+    path = tmp_path / "servers.json"
+    path.write_text(json.dumps([given | {"shape": "huge"}]))
+    await probe(wrong, "", urls=[], shapes=shapes, discovery={"file": str(path)})
+    await server.stop()
+    replica, access, _ = wrong.turns[1]
+    problem = f"{path}: {server.url}: shape: got 'huge', expected one of the shapes: big, small"
+    assert (replica.state, replica.shape, replica.reason) == (ReplicaPhase.READY, "external", problem)
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(each["event"], each["problem"]) for each in logged] == [("server_shape_unknown", problem)]
 
 
 async def test_a_failed_probe_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,21 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from gateway.control.controller_feed import fleet_replaces
 from gateway.routing.active_health_checks import new_stalls
+from gateway.routing.discovered_server import external_replica
 from gateway.routing.fleet import RESTART_S, SETTLE_S, SNAPSHOT_STALE_S, FleetView
 from gateway.routing.fleet_events import NO_EVENTS, FleetEvents
 from gateway.routing.replica_handle import STALE_S, ReplicaHandle
+from gateway.routing.server_access import ServerAccess
 from gateway.routing.shared_counters import SharedRows
 from gateway.telemetry.metrics import Metrics
+from policy.deployment_file.parse import parse
 from policy.hashing import hash_name
 from policy.routing.replica_health import AttemptResult
+from policy.scaling.transition_steps import LayerKey
 from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaPhase, Runner
 from policy.wire.load_stream import CachedPrefix, LoadLine
 from tests.gateway.fake_replica import ready_replica
@@ -321,3 +326,28 @@ async def test_an_unobserved_prefill_ends_at_its_predicted_time(tmp_path: Path) 
     assert replica.look().in_flight == 3
     mine.close()
     others.close()
+
+
+async def test_servers_of_a_model_with_shapes_are_timed_by_them_and_known_by_their_pods(view: View) -> None:
+    shapes = {"big": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
+    model = {"name": "theirs", "engine": "external", "urls": ["http://h:1"], "shapes": shapes}
+    document = parse({"models": [model | {"profile": "h100-8b"}]})
+    view.read_document(document)
+    pod = ready_replica("vllm-x1", "theirs", shape="big", generation=4)
+    theirs = Model(name="theirs", engine=EngineKind.EXTERNAL, shape="big", generation=4)
+    view.take(with_replicas(pod, model=theirs), "controller", 20.0)
+    assert view.layer_of("theirs", "vllm-x1") == LayerKey("theirs", "big", 4)
+    assert view.layer_of("theirs", "vllm-x2") is None
+    servers = [
+        structs.replace(external_replica("theirs", f"http://h:{port}", adapters=(), at=0.0), shape=shape)
+        for port, shape in enumerate(("big", "small", "external"), start=1)
+    ]
+    view.set_external("theirs", [(server, ServerAccess()) for server in servers], None)
+    (served,) = (each for each in view.models if each.name == "theirs")
+    timings = [handle.view.timing for handle in served.handles]
+    degrees = [each.model.degree if each is not None and each.model is not None else 0 for each in timings]
+    assert degrees == [2, 1, 0]
+    # What stays in a mode switch is the desired layer.
+    stays = structs.replace(servers[0], generation=4)
+    assert (served.stays(stays), served.stays(servers[1])) == (True, False)
+    assert [(each.url, each.server) for each in view.scraped()] == [("", server) for server in servers]

@@ -11,10 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.routing.discovered_server import placed
 from gateway.routing.server_discovery import ServerDiscovery
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import ModelSpec
 from policy.deployment_file.parse import parse
+from policy.scaling.transition_steps import LayerKey
 from store.kubernetes import api_server
 from tests.gateway.fake_replica import Exchange, answer_json
 from tests.gateway.fake_upstream import FakeUpstream
@@ -22,13 +24,21 @@ from tests.gateway.worker import Stack, until
 from tests.kubernetes_api import KubernetesApi
 
 PODS = 20
+SHAPED: dict[str, Any] = {
+    "shapes": {"big": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}},
+    "modes": {"one": {"shape": "big"}, "many": {"shape": "small"}},
+}
 
 
-def external(*urls: str, **discovery: Any) -> ModelSpec:
-    (spec,) = parse(
-        {"models": [{"name": "alpha", "engine": "external", "urls": list(urls), "discovery": discovery}]}
-    ).models
-    return spec
+def external(*urls: str, more: dict[str, Any] | None = None, **discovery: Any) -> ModelSpec:
+    model = {"name": "alpha", "engine": "external", "urls": list(urls), "discovery": discovery}
+    return parse({"models": [model | (more or {})]}).models[0]
+
+
+async def built(discovery: ServerDiscovery, spec: ModelSpec) -> list[tuple[str, str, str, tuple[str, ...]]]:
+    """Port, shape, mode and adapters of each server."""
+    found = [placed(each, spec, None) for each in await discovery.servers(spec)]
+    return [(each.url.rpartition(":")[2], each.shape, each.mode, each.adapters) for each in found]
 
 
 async def urls_of(discovery: ServerDiscovery, spec: ModelSpec) -> list[str]:
@@ -123,6 +133,86 @@ async def test_ready_endpoints_of_a_service_are_followed(monkeypatch: pytest.Mon
     await asyncio.sleep(0.05)
     await becomes("10.0.0.3:80")
     await discovery.close()
+
+
+async def test_a_file_says_how_its_servers_were_built(tmp_path: Path) -> None:
+    path = tmp_path / "servers.yaml"
+    path.write_text(
+        "- http://h:1\n"
+        "- {url: 'http://h:2', mode: one, adapters: [sql]}\n"
+        "- {url: 'http://h:3', shape: huge}\n"
+    )
+    discovery, spec = ServerDiscovery(Log(0)), external(file=str(path), shape="small", more=SHAPED)
+    assert await built(discovery, spec) == [
+        ("1", "small", "many", ()), ("2", "big", "one", ("sql",)), ("3", "", "", ()),
+    ]  # fmt: skip
+    last = placed((await discovery.servers(spec))[-1], spec, None)
+    assert last.problem == f"{path}: http://h:3: shape: got 'huge', expected one of the shapes: big, small"
+
+
+async def test_labels_of_pods_say_how_they_were_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_server, "RETRY_S", 0.01)
+    api = KubernetesApi()
+    await api.start()
+    discovery = ServerDiscovery(Log(0))
+    service = {"service": "vllm", "namespace": "models", "port": "http", "api": api.url}
+    spec = external(kubernetes=service, more=SHAPED)
+
+    async def becomes(*wanted: tuple[str, str, str, tuple[str, ...]]) -> None:
+        async def is_so() -> bool:
+            return await built(discovery, spec) == list(wanted)
+
+        await until(is_so, f"servers {wanted}")
+
+    api.put_service({"app": "vllm"})
+    for i, labels in enumerate(({}, {"tidegate.io/shape": "big"}, {"tidegate.io/mode": "one"}), start=1):
+        api.put_pod(f"vllm-{i}", labels, {"tidegate.io/adapters": "sql, chat,"} if i == 2 else {})
+        # What is said of the service is said of all of its pods.
+        api.put(f"10.0.0.1:{i}", pod=f"vllm-{i}", labels={"tidegate.io/shape": "small"})
+    first, third = ("1", "small", "many", ()), ("3", "big", "one", ())
+    await becomes(first, ("2", "big", "one", ("sql", "chat")), third)
+    api.put_pod("vllm-2", {"tidegate.io/shape": "huge"})
+    await becomes(first, ("2", "", "", ()), third)
+    found = placed((await discovery.servers(spec))[1], spec, None)
+    expected = "one of the shapes: big, small"
+    assert found.problem == f"pod vllm-2: tidegate.io/shape: got 'huge', expected {expected}"
+    # The controller knows of what workload a pod is.
+    layer = LayerKey("alpha", "small", 3)
+    certain = placed(found, spec, layer)
+    assert (certain.replica, certain.shape, certain.mode, certain.generation) == (
+        "vllm-2-uid of v", "small", "many", 3,
+    )  # fmt: skip
+    # Other pods behind the same service.
+    api.put_service({"app": "other"})
+    await becomes(first, ("2", "small", "many", ()), ("3", "small", "many", ()))
+    await discovery.close()
+    await api.stop()
+
+
+async def test_a_pod_of_two_address_families_is_one_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(api_server, "RETRY_S", 0.01)
+    api = KubernetesApi()
+    await api.start()
+    discovery = ServerDiscovery(Log(0))
+    service = {"service": "vllm", "namespace": "models", "port": "http", "api": api.url}
+    api.put("fd00::1:8000", pod="vllm-x1", addressType="IPv6")
+    api.put("10.0.0.1:8000", pod="vllm-x1", addressType="IPv4")
+    api.put("fd00::2:8000", pod="vllm-x2", addressType="IPv6")
+    assert await urls_of(discovery, external(kubernetes=service)) == [
+        "http://10.0.0.1:8000", "http://[fd00::2]:8000",
+    ]  # fmt: skip
+    # Labels and pods are not looked at where nothing is declared.
+    assert {path.partition("?")[0].rpartition("/")[2] for path in api.paths} == {"endpointslices"}
+    for _ in range(2):
+        assert await urls_of(discovery, external(kubernetes=service | {"port": "grpc"})) == []
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(each["event"], each["ports"]) for each in logged] == [
+        ("kubernetes_port_unknown", "http, metrics")
+    ]
+    await discovery.close()
+    await api.stop()
 
 
 @pytest.mark.process

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from msgspec import structs
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -18,7 +19,7 @@ from gateway.telemetry import scrape
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.scrape import ScrapedReplica, Scraper
 from policy.config.deployment import Cluster, Deployment, ModelSpec
-from policy.types import EngineKind, Priority
+from policy.types import EngineKind, Load, Priority, Replica, ReplicaPhase
 from policy.wire.metrics import METRICS
 from tests.gateway.fake_replica import SECRET, FakeController, FakeReplica, forever
 from tests.gateway.fake_upstream import FakeUpstream
@@ -37,6 +38,7 @@ class Site:
         self.fakes = [FakeReplica("r1"), FakeReplica("r2")]
         self.silent_url = ""
         self.engine = EngineKind.SIM
+        self.servers: list[Replica] = []
         self.scraper = Scraper(self.metrics, SECRET, self.deployment, self.replicas)
 
     def deployment(self) -> Deployment:
@@ -46,7 +48,11 @@ class Site:
     def replicas(self) -> list[ScrapedReplica]:
         first, second = self.fakes
         url = self.silent_url or first.url
-        return [ScrapedReplica("m", "r1", url, 0.002), ScrapedReplica("m", "r2", second.url, 0.002)]
+        return [
+            ScrapedReplica("m", "r1", url, 0.002),
+            ScrapedReplica("m", "r2", second.url, 0.002),
+            *(ScrapedReplica("e", each.id, "", 0.0, each) for each in self.servers),
+        ]
 
     async def samples(self) -> list[Sample]:
         text = (await self.scraper.scrape(openmetrics=True)).decode()
@@ -99,6 +105,19 @@ async def test_controller_and_engines_are_part_of_the_scrape(site: Site) -> None
     assert not [each for each in found if each.name in ("tidegate_of_a_later_version", "tidegate_mode")]
     assert await site.values("tidegate_round_trip_seconds") == {("m", "r1"): 0.002, ("m", "r2"): 0.002}
     assert await site.values("tidegate_scrape_missing") == {("controller",): 0.0, ("replica",): 0.0}
+
+
+async def test_servers_of_others_are_counted_by_shape_and_adapter(site: Site) -> None:
+    server = Replica(
+        id="h:1", model="e", shape="big", mode="one", generation=0, state=ReplicaPhase.READY,
+        load=Load(at=0.0), adapters=("sql", "chat"),
+    )  # fmt: skip
+    stopped = structs.replace(server, id="h:3", state=ReplicaPhase.STOPPED)
+    site.servers = [server, structs.replace(server, id="h:2", adapters=("sql",)), stopped]
+    assert await site.values("tidegate_external_servers") == {
+        ("one", "e", "big", "ready"): 2.0, ("one", "e", "big", "stopped"): 1.0,
+    }  # fmt: skip
+    assert await site.values("tidegate_external_server_adapters") == {("sql", "e"): 2.0, ("chat", "e"): 1.0}
 
 
 async def test_what_does_not_answer_in_time_is_left_out_and_counted(

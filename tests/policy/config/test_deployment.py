@@ -130,7 +130,15 @@ REFUSED_EXTERNAL: Rows = [
      "[0].key_env"),
     ("models[0].urls", [{"url": "http://h:1", "ca_file": "f"}], "not https", "[0].ca_file"),
     ("models[0].source", "package:x", "does not deploy"),
-    ("models[0].shapes", {"s": {"cpus": 1}}, "does not deploy"),
+    ("models[0].mode", "m", "does not deploy"),
+    ("models[0].shapes", {"s": {"cpus": 1, "engine_args": {"seed": 1}}}, "its pods have theirs",
+     ".s.engine_args"),
+    ("models[0].shapes", {"s": {"gpus": 2}}, "one rank per GPU", ".s.tensor_parallel"),
+    ("models[0].shapes", {"s": {"cpus": 1, "workload": "deployment/s"}}, "a mode", "models[0].modes"),
+    ("models[0].modes", {"m": {"shape": "s"}}, "one of the shapes", ".m.shape"),
+    ("models[0].urls", [{"url": "http://h:1", "shape": "s"}], "declares no shapes", "[0].shape"),
+    ("models[0].urls", ["http://h:1", {"url": "http://h:2", "mode": "m"}], "declares no modes", "[1].mode"),
+    ("models[0].discovery", {"dns": "h:1", "shape": "s"}, "declares no shapes", ".shape"),
 ]  # fmt: skip
 REFUSED_TENANTS: Rows = [
     ("tenants[0].name", "a b", "matches"), ("tenants[1].name", "acme", "no other tenant"),

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from store.kubernetes import api_server
-from store.kubernetes.api_server import Metadata, ObjectWatch, replica_id
+from store.kubernetes.api_server import Metadata, ObjectWatch
+from store.kubernetes.pod_metadata import replica_id
 from tests.gateway.worker import until
 from tests.kubernetes_api import PODS, KubernetesApi
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -87,6 +88,20 @@ def test_models_show_desired_and_ready_replicas() -> None:
     assert "sim sim multi-replica 1 4/2 starting" in lines
     assert any("-/2 external" in line for line in lines)
     assert not any("scaled by" in " ".join(line) for line in shown(model(decided_by="")))
+
+
+def test_servers_show_their_mode_and_adapters() -> None:
+    names = tuple(f"a{i}" for i in range(5))
+    own = Replica(
+        id="r1", model="sim", shape="small", generation=1, state=ReplicaPhase.READY, load=Load(at=NOW),
+        pid=7, adapters=names,
+    )  # fmt: skip
+    server = msgspec.structs.replace(own, id="h:1", mode="one", pid=0)
+    lines = [
+        " ".join(line) for line in shown(fleet=Fleet(epoch=1.0, version=1, at=NOW, replicas=(own, server)))
+    ]
+    assert any(line.startswith("h:1 small one 1 ready") and "a0, a1, a2 and 2 more" in line for line in lines)
+    assert any(line.startswith("r1 small - 1 ready") and "a0" not in line for line in lines)
 
 
 def test_replicas_show_failures_and_the_age_of_their_metrics() -> None:

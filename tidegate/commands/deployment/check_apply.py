@@ -102,7 +102,7 @@ def check(state: StateDir, file: Path, as_json: bool) -> None:
 
 def _scaling(spec: ModelSpec) -> str:
     """The policy that scales a model, its bounds and its SLO; raises :class:`ConfigError` if invalid."""
-    if not spec.modes:
+    if not spec.is_scaled:
         return "not scaled: external servers"
     bounds = " or ".join(
         f"{name} x {mode.bounds.min}"
@@ -167,7 +167,7 @@ def apply(
 
 def _wait(state: StateDir, deployment: Deployment, timeout_s: float | None, as_json: bool) -> None:
     """Follow the models that Tidegate deploys until they are ready; exits with what came of it."""
-    deployed = {spec.name: spec for spec in deployment.models if spec.modes}
+    deployed = {spec.name: spec for spec in deployment.models if spec.is_scaled}
     if not deployed:
         return
     if timeout_s is None:

@@ -95,7 +95,7 @@ def _open(state: StateDir) -> DecisionLog:
     deployment = stored_deployment(state)
     journal = Journal(state.decisions_path)
     return DecisionLog(
-        {spec.name: None for spec in deployment.models if spec.modes},
+        {spec.name: None for spec in deployment.models if spec.is_scaled},
         lambda model, last, at: journal.read(last, at, deployment.model(model).name),
     )
 

@@ -125,17 +125,17 @@ def _access(deployment: Deployment, state: StateDir) -> str:
 def _external(name: str, servers: Sequence[Replica] | None) -> ModelStatus:
     """An external model; its note says how many of its servers serve it, unless all do."""
     mine = [server for server in servers or () if server.model == name]
-    ready = sum(server.state is ReplicaPhase.READY for server in mine)
+    ready = [server for server in mine if server.state is ReplicaPhase.READY]
     return ModelStatus(
         name=name,
         engine=EngineKind.EXTERNAL.value,
-        mode="",
-        shape="",
+        mode=", ".join(sorted({server.mode for server in ready} - {""})),
+        shape=", ".join(sorted({server.shape for server in ready} - {""})),
         generation=0,
         target=0,
-        ready=ready,
+        ready=len(ready),
         phase="external",
-        note="" if ready and ready == len(mine) else summary(name, servers),
+        note="" if ready and len(ready) == len(mine) else summary(name, servers),
     )
 
 
@@ -171,6 +171,7 @@ _COLORS = {
 }  # fmt: skip
 # The fleet is published at least once a second, the ledger written every half second.
 _STALE_S = 5.0
+_ADAPTERS_SHOWN = 3
 
 
 @click.command(help="Show processes, models and replicas, also while the controller is down.")
@@ -309,10 +310,14 @@ def _capacity(capability: Capability | None) -> str | None:
 def _replicas(view: StatusData) -> Table:
     replicas = sorted(view.fleet.replicas, key=lambda replica: replica.id)
     explained = any(replica.reason for replica in replicas)
+    with_mode = any(replica.mode for replica in replicas)
+    # Of servers that others start; `tidegate adapters` shows those of Tidegate's replicas.
+    served = any(replica.adapters for replica in replicas if not replica.pid)
     return table(
         replicas,
         ("replica", lambda replica: replica.id),
         ("shape", lambda replica: replica.shape or None),
+        *((("mode", lambda replica: replica.mode or None),) if with_mode else ()),
         (">revision", lambda replica: replica.generation),
         ("state", _replica_state),
         (">load", lambda replica: _load(replica.load)),
@@ -322,8 +327,14 @@ def _replicas(view: StatusData) -> Table:
         ("node", lambda replica: replica.node or None),
         ("url", lambda replica: replica.url.removeprefix("http://") or None),
         (">pid", lambda replica: replica.pid or None),
+        *((("adapters", lambda replica: _adapters(replica) or None),) if served else ()),
         *((("reason", lambda replica: Text(replica.reason, style="red")),) if explained else ()),
     )
+
+
+def _adapters(replica: Replica) -> str:
+    shown, more = replica.adapters[:_ADAPTERS_SHOWN], len(replica.adapters) - _ADAPTERS_SHOWN
+    return "" if replica.pid else ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def _load(load: Load) -> str:

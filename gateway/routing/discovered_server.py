@@ -1,0 +1,74 @@
+"""A server of an external model as it describes itself: its shape, its mode, and adapters that it serves."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from policy.config.deployment import ModelSpec
+from policy.config.external_servers import ExternalServer, built_as
+from policy.scaling.transition_steps import LayerKey
+from policy.types import Load, Replica, ReplicaPhase
+
+# The shape of servers of which none is known.
+EXTERNAL_SHAPE = "external"
+
+
+class DiscoveredServer(ExternalServer, frozen=True, kw_only=True):
+    """A server, listed or found, and where it says of what shape and mode it is (``told_by``).
+
+    ``replica`` is the id of its pod's replica, if it has one. Once it is :func:`placed` its shape and mode
+    are declared ones or empty, and ``problem`` says what is wrong with those that it was given.
+    ``generation`` is that of its layer, for a pod that the controller scales.
+    """
+
+    told_by: str = ""
+    replica: str = ""
+    generation: int = 0
+    problem: str = ""
+
+
+def placed(server: DiscoveredServer, spec: ModelSpec, layer: LayerKey | None) -> DiscoveredServer:
+    """The server with what the deployment declares, and the controller knows of its ``layer``.
+
+    A pod is of the shape whose workload it is of, whatever its labels say.
+    """
+    modes = {name: mode.shape for name, mode in spec.modes.items()}
+    built = built_as(server, spec.shapes, modes, server.told_by, layer.shape if layer is not None else "")
+    shape = spec.shapes.get(built.shape)
+    return structs.replace(
+        server,
+        shape=built.shape,
+        mode=built.mode,
+        generation=layer.generation if layer is not None else 0,
+        max_in_flight=server.max_in_flight or (shape.max_in_flight if shape is not None else None),
+        problem="" if built.problem is None else str(built.problem),
+    )
+
+
+def external_replica(
+    model: str, url: str, *, adapters: tuple[str, ...], at: float, reason: str = ""
+) -> Replica:
+    """A server that Tidegate does not deploy; ``reason``: why it does not serve the model."""
+    return Replica(
+        id=url.partition("://")[2],
+        model=model,
+        shape=EXTERNAL_SHAPE,
+        generation=0,
+        state=ReplicaPhase.STOPPED if reason else ReplicaPhase.READY,
+        load=Load(at=at),
+        url=url,
+        adapters=adapters,
+        reason=reason,
+    )
+
+
+def described(server: DiscoveredServer, replica: Replica) -> Replica:
+    """The replica with what its server is said to be; a wrong shape does not keep it from serving."""
+    return structs.replace(
+        replica,
+        shape=server.shape or EXTERNAL_SHAPE,
+        mode=server.mode,
+        generation=server.generation,
+        adapters=tuple(dict.fromkeys((*replica.adapters, *server.adapters))),
+        reason=replica.reason or server.problem,
+    )

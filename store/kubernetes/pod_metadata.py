@@ -1,0 +1,39 @@
+"""What a pod's metadata say of the server in it: the replica that it is, its shape and mode, its adapters.
+
+Labels of a service, which Kubernetes copies to its EndpointSlices, say the same of all of its pods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from store.kubernetes.api_server import Metadata
+
+PREFIX = "tidegate.io/"
+# Labels.
+SHAPE, MODE = f"{PREFIX}shape", f"{PREFIX}mode"
+# An annotation, with commas between the names.
+ADAPTERS = f"{PREFIX}adapters"
+
+
+def replica_id(pod: str, uid: str) -> str:
+    """The id of a pod's replica, by its name and uid.
+
+    The name, unless it ends with a number: a pod of a StatefulSet or LeaderWorkerSet that is replaced has
+    its successor's name.
+    """
+    return f"{pod}-{uid[:8]}" if uid and pod.rpartition("-")[2].isdecimal() else pod
+
+
+def shape_and_mode(pod: Metadata, service: Mapping[str, str]) -> tuple[str, str] | None:
+    """The labels of the pod, or those of its ``service``; ``None`` if neither has one of the two."""
+    for labels in (pod.labels, service):
+        if labels.keys() & {SHAPE, MODE}:
+            return labels.get(SHAPE, ""), labels.get(MODE, "")
+    return None
+
+
+def adapters_of(pod: Metadata) -> tuple[str, ...]:
+    """The names in the annotation."""
+    names = (name.strip() for name in pod.annotations.get(ADAPTERS, "").split(","))
+    return tuple(dict.fromkeys(name for name in names if name))
