@@ -27,6 +27,11 @@ class DiscoveredServer(ExternalServer, frozen=True, kw_only=True):
     problem: str = ""
 
 
+def is_labelled(spec: ModelSpec) -> bool:
+    """Whether labels of its pods may say something: of an external model with shapes or adapters."""
+    return bool(spec.shapes) or spec.adapters is not None
+
+
 def placed(server: DiscoveredServer, spec: ModelSpec, layer: LayerKey | None) -> DiscoveredServer:
     """The server with what the deployment declares, and the controller knows of its ``layer``.
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from msgspec import structs
 
-from gateway.routing.discovered_server import DiscoveredServer
+from gateway.routing.discovered_server import DiscoveredServer, is_labelled
 from gateway.routing.endpoint_slices import EndpointSlices, ServiceEndpoint
 from gateway.telemetry.structured_log import Log
 from policy.config.convert import convert
@@ -88,7 +88,7 @@ class ServerDiscovery:
                     discovery.kubernetes,
                     self._log,
                     self.changed.set,
-                    reads_pods=bool(spec.shapes) or spec.adapters is not None,
+                    reads_pods=is_labelled(spec),
                 )
             endpoints = await slices.endpoints()
             return last if endpoints is None else _servers(endpoints, discovery)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from gateway.routing.discovered_server import is_labelled
 from policy.config.deployment import Deployment
 from tidegate.kubernetes.objects import Manifest, Options, named, object_of
 
@@ -14,12 +15,16 @@ def is_scaled(deployment: Deployment) -> bool:
 
 
 def access(deployment: Deployment, options: Options) -> list[Manifest]:
-    """Accounts, with the right to follow endpoints, and, where a controller runs, to scale."""
-    kinds = _kinds(deployment, options)
-    follow = {namespace: [_rule("discovery.k8s.io", "endpointslices")] for namespace in kinds}
-    scale = {namespace: [*follow[namespace], *_scaling(found)] for namespace, found in kinds.items()}
+    """Accounts, with the right to follow endpoints and labels of pods, and, for a controller, to scale."""
+    used = _used(deployment, options)
+    labelled = [_rule("", "services"), _rule("", "pods")]
+    follow = {
+        namespace: [_rule("discovery.k8s.io", "endpointslices"), *(labelled if found.reads_pods else ())]
+        for namespace, found in used.items()
+    }
+    scale = {namespace: [*follow[namespace], *_scaling(found.kinds)] for namespace, found in used.items()}
     own = follow if is_scaled(deployment) else scale
-    objects = [object_of("v1", "ServiceAccount", options, automountServiceAccountToken=bool(kinds))]
+    objects = [object_of("v1", "ServiceAccount", options, automountServiceAccountToken=bool(used))]
     objects += _roles(options, options.name, own)
     if is_scaled(deployment):
         name = named(options, "controller")
@@ -31,14 +36,23 @@ def access(deployment: Deployment, options: Options) -> list[Manifest]:
     return objects
 
 
-def _kinds(deployment: Deployment, options: Options) -> dict[str, set[str]]:
-    """By namespace in which servers are discovered: the kinds of the workloads there that are scaled."""
-    found: dict[str, set[str]] = {}
+class _Used(NamedTuple):
+    """Kinds of workloads that are scaled, and whether the labels of pods say something of servers."""
+
+    kinds: set[str]
+    reads_pods: bool
+
+
+def _used(deployment: Deployment, options: Options) -> dict[str, _Used]:
+    """What is used of each namespace in which servers are discovered."""
+    found: dict[str, _Used] = {}
     for spec in deployment.models:
         service = spec.discovery.kubernetes if spec.discovery is not None else None
         if service is not None and not service.api:
-            here = found.setdefault(service.namespace or options.namespace, set())
-            here.update(shape.workload.partition("/")[0] for shape in spec.shapes.values())
+            namespace = service.namespace or options.namespace
+            kinds = {shape.workload.partition("/")[0] for shape in spec.shapes.values() if shape.workload}
+            before = found.get(namespace, _Used(set(), reads_pods=False))
+            found[namespace] = _Used(before.kinds | kinds, before.reads_pods or is_labelled(spec))
     return found
 
 

@@ -53,7 +53,14 @@ SCALED = DISCOVERED | {
 }
 # The same by controllers that elect their leader.
 ELECTED = SCALED | {"cluster": {"controller": "a:7171,b:7171", "leader_election": {"lease_s": 5}}}
-DOCUMENTS = {"discovered": DISCOVERED, "scaled": SCALED, "elected": ELECTED}
+# Pods of two sizes that somebody else scales: their labels are read.
+LABELLED = DISCOVERED | {
+    "models": [
+        DISCOVERED["models"][0]
+        | {"shapes": {"a": {"cpus": 1}, "b": {"cpus": 2}}, "modes": {"one": {"shape": "a"}}}
+    ]
+}
+DOCUMENTS = {"discovered": DISCOVERED, "scaled": SCALED, "elected": ELECTED, "labelled": LABELLED}
 
 
 def written(name: str) -> dict[str, Any]:
@@ -88,9 +95,12 @@ def test_gateways_of_external_models_scale_and_may_follow_their_pods() -> None:
     assert {each["name"]: each["containerPort"] for each in container["ports"]} == {
         "http": 8080, "admin": 8081, "picker": 9100
     }  # fmt: skip
-    assert [(each["metadata"]["namespace"], each["rules"][0]["resources"]) for each in found["Role"]] == [
-        ("models", ["endpointslices"])
-    ]
+    (role,) = found["Role"]
+    # Its model declares nothing that labels of pods could say.
+    assert (role["metadata"]["namespace"], [each["resources"] for each in role["rules"]]) == (
+        "models",
+        [["endpointslices"]],
+    )
     assert found["ServiceAccount"][0]["automountServiceAccountToken"] is True
     assert {"PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor"} <= found.keys()
     assert "PersistentVolumeClaim" not in found
@@ -126,9 +136,11 @@ def test_a_controller_scales_pods_and_gateways_follow_it() -> None:
         ]
         for each in found["Role"]
     }
-    assert rights["gate", "other"] == rights["gate", "serving"] == ["endpointslices"]
+    assert rights["gate", "other"] == rights["gate", "serving"] == ["endpointslices", "services", "pods"]
     assert rights["gate-controller", "other"] == [
         "endpointslices",
+        "services",
+        "pods",
         "deployments",
         "deployments/scale",
         "pods",

@@ -65,7 +65,7 @@ labels:
 {{- $_ := set $document "models" $models -}}
 {{- $deploys := false -}}
 {{- $scaled := false -}}
-{{- range $models }}{{ if ne (.engine | default "vllm") "external" }}{{ $deploys = true }}{{ else if .modes }}{{ $scaled = true }}{{ end }}{{ end -}}
+{{- range $models }}{{ if ne (.engine | default "vllm") "external" }}{{ $deploys = true }}{{ end }}{{ range .shapes }}{{ if .workload }}{{ $scaled = true }}{{ end }}{{ end }}{{ end -}}
 {{- $ray := .Values.rayClusterSpec.enabled -}}
 {{- $count := int .Values.controller.replicas -}}
 {{- if or $ray (and $scaled (not $deploys)) -}}
@@ -109,17 +109,18 @@ labels:
 {{- $scaled := false -}}
 {{- $drain := 0 -}}
 {{- $namespaces := dict -}}
+{{- $labelled := list -}}
 {{- range $document.models -}}
 {{- if ne (.engine | default "vllm") "external" -}}
 {{- $external = false -}}
-{{- else if .modes -}}
-{{- $scaled = true -}}
 {{- end -}}
+{{- range .shapes }}{{ if .workload }}{{ $scaled = true }}{{ end }}{{ end -}}
 {{- $model := . -}}
 {{- with (.discovery | default dict).kubernetes }}{{ if not .api -}}
 {{- $namespace := .namespace | default $.Release.Namespace -}}
 {{- $kinds := get $namespaces $namespace | default list -}}
-{{- range $model.shapes }}{{ $kinds = append $kinds (splitList "/" .workload | first) }}{{ end -}}
+{{- range $model.shapes }}{{ with .workload }}{{ $kinds = append $kinds (splitList "/" . | first) }}{{ end }}{{ end -}}
+{{- if or $model.shapes (hasKey $model "adapters") }}{{ $labelled = append $labelled $namespace }}{{ end -}}
 {{- $_ := set $namespaces $namespace ($kinds | uniq | sortAlpha) -}}
 {{- end }}{{ end -}}
 {{- end -}}
@@ -159,6 +160,7 @@ grace: {{ add $own $drain }}
 gatewayGrace: {{ $own }}
 ports: {{ toJson $ports }}
 namespaces: {{ toJson $namespaces }}
+labelled: {{ toJson $labelled }}
 {{- end }}
 
 {{- define "tidegate.image" -}}
