@@ -80,7 +80,8 @@ class MultiplexedConnection:
     """
 
     def __init__(self, channel: FrameChannel, secret: str) -> None:
-        self.opened: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[bool] = self._loop.create_future()
         self._channel = channel
         self._preface = frames.preface(secret)
         self._answer: bytes | None = b""
@@ -128,7 +129,7 @@ class MultiplexedConnection:
             sink = stream.sink
             assert sink is not None
             stream.sink = None
-            asyncio.get_running_loop().call_soon(lambda: sink.on_lost(stale=True))
+            self._loop.call_soon(lambda: sink.on_lost(stale=True))
             return
         self._last += 1
         stream.number = self._last
@@ -291,7 +292,7 @@ class MultiplexedConnection:
     def _flush_soon(self) -> None:
         if not self._flushes:
             self._flushes = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushes = False
