@@ -11,7 +11,14 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.chat_template import Content, Message, anthropic_turns, prompt_of
+from serve.engine.sim.chat_template import (
+    AnthropicTool,
+    Content,
+    Message,
+    anthropic_turns,
+    changed_tools,
+    prompt_of,
+)
 from serve.engine.sim.generation_service import Service, call_id, request_id
 from serve.engine.sim.http_exchange import ApiError, answer, event, read, respond
 from serve.engine.sim.sampling_parameters import Drawing, NotEmpty, Positive, Sampling, Stops
@@ -21,14 +28,6 @@ from serve.engine.sim.tool_calls import Definition, Tools
 
 # Names of the chat API for the types of `tool_choice`.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-
-class AnthropicTool(msgspec.Struct, frozen=True):
-    """A tool; ``input_schema`` is required, as in Anthropic's API."""
-
-    name: str
-    input_schema: dict[str, Any]
-    description: str | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -67,8 +66,13 @@ class CountTokensRequest(Drawing, frozen=True, kw_only=True):
     tools: list[AnthropicTool] | None = None
 
     @property
+    def offered(self) -> list[AnthropicTool]:
+        """The tools, as messages changed them."""
+        return changed_tools(self.messages, self.tools or ())
+
+    @property
     def prompt(self) -> Prompt:
-        tools = [msgspec.to_builtins(tool) for tool in self.tools or ()]
+        tools = [msgspec.to_builtins(tool) for tool in self.offered]
         return prompt_of(anthropic_turns(self.messages, self.system), tools)
 
 
@@ -133,9 +137,9 @@ def _tools(body: MessagesRequest) -> Tools:
     choice = body.tool_choice or ToolChoice("auto")
     if choice.type == "tool" and not choice.name:
         raise ApiError(400, "tool_choice.name is required when type is 'tool'", "tool_choice")
-    if not body.tools:
+    functions = [Definition(tool.name, tool.description, tool.input_schema) for tool in body.offered]
+    if not functions:
         return Tools([], "none")
-    functions = [Definition(tool.name, tool.description, tool.input_schema) for tool in body.tools]
     return Tools(functions, _CHOICES.get(choice.type) or choice.name or "")
 
 

@@ -36,6 +36,7 @@ _MEDIA = frozenset(
         "video_url",
     }
 )
+_TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 # Claude Code's first system block, with a value that changes: vLLM drops it, for its prefix cache.
 _ATTRIBUTION = "x-anthropic-billing-header"
 
@@ -78,12 +79,33 @@ class Turn(NamedTuple):
     text: str
 
 
+class AnthropicTool(msgspec.Struct, frozen=True):
+    """A tool; ``input_schema`` is required, as in Anthropic's API."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+
+
+class NamedTool(msgspec.Struct, frozen=True, tag_field="type", tag="tool_reference"):
+    """A tool of the request."""
+
+    name: str
+
+
+class DefinedTool(msgspec.Struct, frozen=True, tag_field="type", tag="tool_definition"):
+    """A tool that a message defines."""
+
+    definition: AnthropicTool
+
+
 class Block(msgspec.Struct, frozen=True):
     """The types of an Anthropic block's fields."""
 
     type: Literal[
-        "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"
-    ]
+        "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking",
+        "tool_addition", "tool_removal",
+    ]  # fmt: skip
     text: str | None = None
     source: dict[str, Any] | None = None
     id: str | None = None
@@ -96,6 +118,7 @@ class Block(msgspec.Struct, frozen=True):
     thinking: str | None = None
     signature: str | None = None
     data: str | None = None
+    tool: NamedTool | DefinedTool | None = None
 
 
 def prompt_of(
@@ -169,14 +192,42 @@ def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
 def _block_text(blocks: list[dict[str, Any]], role: str) -> str:
     """The text of Anthropic's blocks; a 400 for types that are none and for media, which a system's drop."""
     for block in blocks:
-        try:
-            msgspec.convert(block, Block)
-        except msgspec.ValidationError as error:
-            raise ApiError(400, str(error), "messages") from None
+        checked = _block(block)
+        if checked.type in _TOOL_CHANGES and (
+            role != "system"
+            or checked.tool is None
+            or (checked.type == "tool_removal" and isinstance(checked.tool, DefinedTool))
+        ):
+            why = f"{checked.type} needs a message with role 'system', and a tool: to remove one, its name"
+            raise ApiError(400, why, "messages")
         if block["type"] == "image" and block.get("source") and role != "system":
             raise ApiError(400, "this model is not multimodal: it takes no image", "messages")
     texts = [block for block in blocks if block["type"] == "text" and block.get("text") is not None]
     return _text(texts, {"text": "text"}, "" if role == "system" else "\n")
+
+
+def _block(block: dict[str, Any]) -> Block:
+    try:
+        return msgspec.convert(block, Block)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, str(error), "messages") from None
+
+
+def changed_tools(messages: Iterable[Message], tools: Iterable[AnthropicTool]) -> list[AnthropicTool]:
+    """The tools after the additions and removals in ``messages``; a 400 for an unknown name."""
+    known = {tool.name: tool for tool in tools}
+    removed: set[str] = set()
+    for each in messages:
+        for raw in each.content if isinstance(each.content, list) else ():
+            if raw.get("type") not in _TOOL_CHANGES or (tool := _block(raw).tool) is None:
+                continue
+            if isinstance(tool, DefinedTool):
+                name = tool.definition.name
+                known[name] = tool.definition
+            elif (name := tool.name) not in known:
+                raise ApiError(400, f"tool '{name}' is not declared in tools", "messages")
+            (removed.add if raw["type"] == "tool_removal" else removed.discard)(name)
+    return [tool for name, tool in known.items() if name not in removed]
 
 
 def _result_turns(content: object) -> list[Turn]:

@@ -65,6 +65,7 @@ class CompletionRequest(StreamedSampling, frozen=True, kw_only=True):
     suffix: str | None = None
     echo: bool | None = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_embeds: str | list[str] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +75,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     return_token_strs: bool | None = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,9 +181,7 @@ async def chat(service: Service, request: Request) -> Response:
     )
     if body.chat_template is not None:
         raise ApiError(400, "a chat template in a request is not trusted", "chat_template")
-    if body.continue_final_message and body.add_generation_prompt:
-        why = "continue_final_message and add_generation_prompt are not compatible."
-        raise ApiError(400, why, "continue_final_message")
+    _check_end(body)
     turns = chat_turns(body.messages)
     echoed = turns[-1].text if body.echo and turns[-1].role == "assistant" else ""
 
@@ -230,6 +231,13 @@ async def chat(service: Service, request: Request) -> Response:
     return await _complete(service, request, sampling, [prompt], form)
 
 
+def _check_end(body: ChatRequest | TokenizeRequest) -> None:
+    """Raise a 400 unless the conversation ends in one way."""
+    if body.continue_final_message and body.add_generation_prompt:
+        why = "continue_final_message and add_generation_prompt are not compatible."
+        raise ApiError(400, why, "continue_final_message")
+
+
 def _chat_logprobs(body: ChatRequest, tokens: list[str], start: int) -> dict[str, Any] | None:
     if not body.logprobs:
         return None
@@ -255,6 +263,9 @@ async def completions(service: Service, request: Request) -> Response:
     if body.suffix is not None:
         why = "Echo is unsupported with suffix." if body.echo else "suffix is only supported for FIM models"
         raise ApiError(400, why, "suffix")
+    if body.prompt_embeds is not None:
+        why = "You must set `--enable-prompt-embeds` to input `prompt_embeds`."
+        raise ApiError(400, why, "prompt_embeds")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens must be at least 1, got 0.", "max_tokens")
     check_prompt_logprobs(
@@ -360,8 +371,12 @@ async def tokenize(service: Service, request: Request) -> Response:
     service.resolve(body.model)
     if body.prompt is None and body.messages is None:
         raise ApiError(400, "give either prompt or messages", "prompt")
+    _check_end(body)
+    begins, goes_on = body.add_generation_prompt, body.continue_final_message
     prompt = (
-        Prompt.of_text(body.prompt) if body.prompt is not None else prompt_of(chat_turns(body.messages or []))
+        Prompt.of_text(body.prompt)
+        if body.prompt is not None
+        else prompt_of(chat_turns(body.messages or []), begins=begins, goes_on=goes_on)
     )
     tokens = [token for token in prompt.tokens if isinstance(token, bytes) and token]
     strings = [token.decode(errors="replace") for token in tokens] if body.return_token_strs else None

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 import msgspec
+from msgspec import inspect
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +20,8 @@ from serve.engine.sim.step_loop import Aborted, Generation
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+# Pydantic's words for booleans; msgspec knows the others.
+_WORDS = {"yes": True, "y": True, "on": True, "t": True, "no": False, "n": False, "off": False, "f": False}
 _NAMES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
 
 
@@ -53,12 +56,37 @@ async def read(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
     """The decoded body; raises a 400 that names the invalid field."""
     raw = await request.body()
     try:
-        return decoder.decode(raw)
+        try:
+            return decoder.decode(raw)
+        except msgspec.ValidationError:
+            if (relaxed := _relaxed(raw, decoder.type)) is None:
+                raise
+            return msgspec.convert(relaxed, decoder.type, strict=False)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
         raise ApiError(400, what, path.strip(".`") or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+def _relaxed(raw: bytes, kind: type) -> dict[str, object] | None:
+    """A body whose fields vLLM's models take for their types: words for booleans, booleans for numbers."""
+    body = msgspec.json.decode(raw)
+    if not isinstance(body, dict):
+        return None
+    changed = False
+    for field in msgspec.structs.fields(kind):
+        value = body.get(field.encode_name)
+        if not isinstance(value, bool | str):
+            continue
+        info = inspect.type_info(field.type)
+        kinds = {type(each) for each in (info.types if isinstance(info, inspect.UnionType) else (info,))}
+        if isinstance(value, bool) and inspect.BoolType not in kinds:
+            if kinds & {inspect.IntType, inspect.FloatType}:
+                body[field.encode_name], changed = int(value), True
+        elif isinstance(value, str) and inspect.BoolType in kinds and value.lower() in _WORDS:
+            body[field.encode_name], changed = _WORDS[value.lower()], True
+    return body if changed else None
 
 
 def event(body: object, name: str = "") -> bytes:

@@ -18,6 +18,12 @@ from serve.engine.sim.sampling_parameters import FreeDrawing, Positive, Sampling
 from serve.engine.sim.text import Output
 from serve.engine.sim.tool_calls import Definition, Tools
 
+# Parts of an answer that can be asked for.
+Included = Literal[
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "message.output_text.logprobs", "reasoning.encrypted_content",
+]  # fmt: skip
+
 
 class TextFormat(msgspec.Struct, frozen=True):
     """The format of the text of an answer."""
@@ -53,6 +59,7 @@ class ResponsesRequest(FreeDrawing, frozen=True, kw_only=True):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] = "auto"
     parallel_tool_calls: bool | None = True
     metadata: dict[str, str] | None = None
+    include: list[Included] | None = None
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
 

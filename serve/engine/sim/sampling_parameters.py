@@ -6,6 +6,8 @@ this engine.
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,6 +24,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MOST_STOPS = 4
 MOST_CHOICES = 16_384
 Stops = Annotated[list[NotEmpty], Meta(max_length=MOST_STOPS)]
+_SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -31,12 +34,19 @@ class JsonSchema(msgspec.Struct, frozen=True):
     name: str
     schema: dict[str, Any] | None = None
 
+    @property
+    def is_valid(self) -> bool:
+        """Whether the schema has a type that exists, if it has one: no more of it is read."""
+        kind = (self.schema or {}).get("type", [])
+        return all(each in _SCHEMA_TYPES for each in (kind if isinstance(kind, list) else [kind]))
+
 
 class ResponseFormat(msgspec.Struct, frozen=True):
     """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
 
 
 class Drawing(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +68,7 @@ class FreeDrawing(Drawing, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: dict[int, float] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -100,6 +111,11 @@ def check(sampling: Sampling, max_model_len: int) -> None:
     schema = None if form is None or form.json_schema is None else form.json_schema.schema
     if form is not None and form.type == "json_schema" and schema is None:
         raise ApiError(400, "a format of type 'json_schema' needs a schema", "response_format")
+    if form is not None and form.json_schema is not None and not form.json_schema.is_valid:
+        raise ApiError(400, f"the schema's type is none of {', '.join(_SCHEMA_TYPES)}", "response_format")
+    tag = None if form is None or form.type != "structural_tag" else form.format
+    if tag is not None and not isinstance(tag.get("type"), str):
+        raise ApiError(400, "a structural tag's format needs a type", "response_format")
     if (outputs := sampling.structured_outputs) is not None:
         given = [kind for kind in _KINDS if outputs.get(kind) is not None]
         if len(given) != 1 or outputs.get("choice") == []:
@@ -107,6 +123,20 @@ def check(sampling: Sampling, max_model_len: int) -> None:
                 f"structured outputs need one kind of constraint, which is not empty, of {', '.join(_KINDS)}"
             )
             raise ApiError(400, why, "structured_outputs")
+        _check_constraint(given[0], outputs[given[0]])
+
+
+def _check_constraint(kind: str, value: Any) -> None:
+    """Raise a 400 for a constraint of which no grammar can be made, as far as it is read here."""
+    try:
+        if kind == "json" and isinstance(value, str):
+            json.loads(value)
+        elif kind == "regex":
+            re.compile(value)
+        elif kind == "grammar" and not any(sign in value for sign in ("::=", ":")):
+            raise ValueError("it has no rule")
+    except (ValueError, TypeError, re.error) as error:
+        raise ApiError(400, f"the constraint '{kind}' is invalid: {error}", "structured_outputs") from None
 
 
 def check_prompt_logprobs(

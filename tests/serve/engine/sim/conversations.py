@@ -41,7 +41,19 @@ def items(*given: dict[str, Any], turns: Turns = None, **more: Any) -> tuple[str
     return "/v1/responses", {"input": list(given), **more}, turns
 
 
+def changed(*blocks: Any, turns: Turns = None) -> tuple[str, dict[str, Any], Turns]:
+    """A conversation in which tools are added or removed."""
+    changes = {"role": "system", "content": list(blocks)}
+    tools = [{"name": "look", "input_schema": {}}]
+    return claude(USER, changes, turns=turns, tools=tools, tool_choice={"type": "none"})
+
+
+def removed(name: str) -> dict[str, Any]:
+    return {"type": "tool_removal", "tool": {"type": "tool_reference", "name": name}}
+
+
 TOOL = {"type": "function", "function": {"name": "look"}}
+DEFINED = {"type": "tool_definition", "definition": {"name": "read", "input_schema": {}}}
 
 NAMED = {"type": "tool_reference", "tool_name": "look"}
 
@@ -211,6 +223,12 @@ CASES = [
     claude({"role": "user", "content": HEADER}, turns=[("user", HEADER)]),
     items(USER, instructions=LONGER["text"], turns=[BRIEF, HI]),
     items({"role": "system", "content": LONGER["text"]}, USER, turns=[BRIEF, HI]),
+    changed(removed("look"), turns=[HI]),
+    changed({"type": "tool_addition", "tool": DEFINED}, removed("read"), removed("look"), turns=[HI]),
+    changed(removed("read")),
+    changed({"type": "tool_removal", "tool": DEFINED}),
+    changed({"type": "tool_removal"}),
+    block({"type": "tool_addition", "tool": DEFINED}),
     items({"role": "wizard", "content": "x"}),
     items({"type": "odd"}),
     items({"type": "item_reference", "id": "x"}),
@@ -230,7 +248,8 @@ CHAT_TAKEN: list[dict[str, Any]] = [
     {"stream": 1}, {"stream_options": {}}, {"prompt_logprobs": -1}, {"model": ""},
     {"response_format": {"type": "text"}}, {"add_generation_prompt": False},
     {"structured_outputs": {"choice": ["a", "b"]}}, {"min_tokens": 2}, {"bad_words": ["x"]},
-    {"logit_bias": {"5": 1}}, {"tool_choice": "none"}, {"reasoning_effort": "low"},
+    {"logit_bias": {"5": 1}}, {"tool_choice": "none"}, {"reasoning_effort": "low"}, {"stream": "yes"},
+    {"temperature": True}, {"echo": "off"}, {"structured_outputs": {"regex": "a+"}},
 ]  # fmt: skip
 CHAT_REFUSED: list[dict[str, Any]] = [
     {"continue_final_message": True}, {"add_generation_prompt": "x"}, {"chat_template": "{{ x }}"},
@@ -245,13 +264,17 @@ CHAT_REFUSED: list[dict[str, Any]] = [
     {"echo": True, "logprobs": True, "top_logprobs": 1}, {"reasoning_effort": "odd"},
     {"structured_outputs": {}}, {"structured_outputs": {"choice": []}},
     {"structured_outputs": {"regex": "a", "json": {}}}, {"messages": []},
+    {"structured_outputs": {"regex": "("}}, {"structured_outputs": {"json": "x"}},
+    {"structured_outputs": {"grammar": "odd"}}, {"response_format": {"type": "structural_tag", "format": {}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "odd"}}}},
+    {"stream": "perhaps"},
     {"tools": [TOOL], "tool_choice": {"type": "odd", "function": {"name": "look"}}},
 ]  # fmt: skip
 TEXT_REFUSED: list[dict[str, Any]] = [
     {"prompt": ""}, {"prompt": ["a", ""]}, {"prompt": [[1], "a"]}, {"prompt": [[1], []]},
     {"max_tokens": 10**6}, {"min_tokens": 9}, {"prompt_logprobs": 1}, {"prompt_logprobs": -2},
     {"echo": True, "logprobs": 1}, {"skip_special_tokens": None}, {"truncate_prompt_tokens": 0},
-    {"user": 5}, {"suffix": "x"},
+    {"user": 5}, {"suffix": "x"}, {"prompt_embeds": "x"}, {"kv_transfer_params": 5},
 ]  # fmt: skip
 CLAUDE_REFUSED: list[dict[str, Any]] = [
     {"stop_sequences": [""]}, {"stop_sequences": ["a"] * 9}, {"top_k": -5}, {"top_p": 0}, {"top_p": "x"},
@@ -264,11 +287,15 @@ RESPONSE_REFUSED: list[dict[str, Any]] = [
     {"repetition_penalty": 0}, {"prompt": {"id": "x"}}, {"text": {"format": {"type": "odd"}}},
     {"truncation": "odd"}, {"tools": [{}]}, {"reasoning": {"effort": "odd"}}, {"service_tier": "odd"},
     {"user": 5}, {"metadata": 5}, {"cache_salt": ""}, {"parallel_tool_calls": "x"},
-    {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+    {"tools": [{"type": "web_search"}], "tool_choice": "required"}, {"include": ["odd"]},
 ]  # fmt: skip
 _BODIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = {
     "/v1/chat/completions": ({"messages": [USER]}, CHAT_TAKEN, CHAT_REFUSED),
-    "/v1/completions": ({"prompt": "A tide"}, [{"echo": 1}, {"n": 129, "max_tokens": 1}], TEXT_REFUSED),
+    "/v1/completions": (
+        {"prompt": "A tide"},
+        [{"echo": 1}, {"echo": "yes"}, {"logprobs": True}, {"n": 129, "max_tokens": 1}],
+        TEXT_REFUSED,
+    ),
     "/v1/messages": (
         {"messages": [USER]},
         [{"max_tokens": "4"}, {"temperature": "1"}, {"tool_choice": {"type": "tool", "name": "look"}}],
