@@ -124,6 +124,12 @@ class Client:
         stream.send(got, b"POST /v1/x?a=b HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size, body)
         return stream, got
 
+    def receive(self, data: bytes) -> None:
+        """Have the connection take all of what arrived, as its reader does over several turns."""
+        self.connection.data_received(data)
+        while (reader := self.connection._reader) is not None and reader._is_behind:
+            reader._process(b"")
+
 
 class Pair(Client):
     """Both ends; requests are served by ``app``."""
@@ -149,7 +155,7 @@ class Pair(Client):
             if (data := self.wire.take(size)) and not self.back.closed:
                 self.server.data_received(data)
             if (data := self.back.take(size)) and not self.wire.closed:
-                self.connection.data_received(data)
+                self.receive(data)
             if self.wire.closed or self.back.closed:
                 self.wire.close()
                 self.back.close()

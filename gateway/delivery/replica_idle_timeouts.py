@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
 
 SWEEP_EVERY_S: Final = 0.1
+# Attempts that end in one turn of the event loop.
+EXPIRED_AT_ONCE: Final = 64
 
 
 class IdleTimeouts:
@@ -34,7 +36,7 @@ class IdleTimeouts:
                 limits.first_token_timeout_s, limits.inter_token_timeout_s, limits.answer_timeout_s
             )
             await asyncio.sleep(min(SWEEP_EVERY_S, shortest / 4))
-            self.sweep(monotonic())
+            await self.sweep(monotonic())
 
     def running(self) -> dict[str, tuple[int, int]]:
         """By model, the streams that have begun, and the tokens (one an event) that they have produced."""
@@ -45,19 +47,29 @@ class IdleTimeouts:
                 found[each.meter.model] = (streams + 1, tokens + each.events)
         return found
 
-    def sweep(self, now: float) -> None:
-        """End the attempts that were silent for too long."""
+    async def sweep(self, now: float) -> None:
+        """End the attempts that were silent for too long: hundreds of them over several turns."""
         limits = self._limits()
-        first_s, next_s = limits.first_token_timeout_s, limits.inter_token_timeout_s
-        answer_s = limits.answer_timeout_s
-        begin_s = max(first_s, answer_s)
+        ended = 0
         for attempt in list(self.attempts):
-            if not attempt.streams:
-                if now - attempt.sent_at > answer_s:
-                    attempt.expire(answer_s)
-            elif not attempt.begun and now - attempt.sent_at > begin_s:
-                attempt.expire(begin_s)
-            elif attempt.has_progressed():
-                attempt.quiet_since = now
-            elif now - attempt.quiet_since > (limit := next_s if attempt.begun else first_s):
-                attempt.expire(limit)
+            silent_s = self._too_long(attempt, limits, now) if attempt in self.attempts else 0.0
+            if silent_s:
+                attempt.expire(silent_s)
+                ended += 1
+                if ended % EXPIRED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    @staticmethod
+    def _too_long(attempt: Relay, limits: GatewayConfig, now: float) -> float:
+        """The limit that an attempt exceeds, in seconds; 0 if it exceeds none."""
+        first_s, answer_s = limits.first_token_timeout_s, limits.answer_timeout_s
+        begin_s = max(first_s, answer_s)
+        if not attempt.streams:
+            return answer_s if now - attempt.sent_at > answer_s else 0.0
+        if not attempt.begun and now - attempt.sent_at > begin_s:
+            return begin_s
+        if attempt.has_progressed():
+            attempt.quiet_since = now
+            return 0.0
+        limit = limits.inter_token_timeout_s if attempt.begun else first_s
+        return limit if now - attempt.quiet_since > limit else 0.0

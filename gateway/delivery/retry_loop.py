@@ -10,6 +10,7 @@ from typing import Final
 from gateway.delivery.relay import Relay
 from gateway.delivery.suspects import SuspectRequests, fingerprint
 from gateway.http.client import Connection, is_local_fault
+from gateway.http.read_turns import request_starts
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_splice import UpstreamBody, upstream_body
@@ -84,6 +85,10 @@ class RetryLoop:
                 trace.asked_at = asked_at
             try:
                 replica = await ticket.wait()
+            except Refused:
+                if ticket.has_waited:
+                    await self._in_its_turn()
+                raise
             finally:
                 granted_at = monotonic()
                 call.queued_s += granted_at - asked_at
@@ -208,16 +213,33 @@ class RetryLoop:
                 replica.relays.discard(relay)
                 if relay.lost:
                     self._meter.resets[replica.id] += 1
+            if outcome is _SERVED:
+                return outcome, relay
+            await self._in_its_turn()
             if outcome is _STALE:
                 connection = None
                 continue
             died = outcome is _LOST and relay.reason is not Refusal.REPLICA_LOST
-            if died and await _accepts_connections(replica):
+            if died and await self._accepts_connections(replica):
                 relay.refused = Refused(Refusal.UPSTREAM_FAILED, "The replica closed the connection.")
                 outcome = AttemptOutcome.DROPPED
             elif relay.reason is _UNKNOWN_MODEL and adapter:
                 outcome = AttemptOutcome.DENIED  # it lacks the adapter, whatever else it serves
             return outcome, relay
+
+    async def _in_its_turn(self) -> None:
+        """Go on in a later turn of the event loop: a replica that dies fails hundreds of requests in one."""
+        client = self._call.client
+        await request_starts().wait(client[0] if client is not None else "")
+
+    async def _accepts_connections(self, replica: ReplicaHandle) -> bool:
+        """Whether the replica lives on after a connection of it died; one check is for all that ask then."""
+        check = replica.survival_check
+        if check is None:
+            check = replica.survival_check = self._loop.create_task(_survives(replica))
+        survives = await asyncio.shield(check)
+        await self._in_its_turn()
+        return survives
 
     def _body_for(self, name: str) -> UpstreamBody:
         """The request's body, with ``name`` for its model or adapter, or the client's name if empty."""
@@ -282,8 +304,8 @@ def prefix_headers(request: Request, new_hashes: Sequence[int]) -> bytes:
     return head
 
 
-async def _accepts_connections(replica: ReplicaHandle) -> bool:
-    """Whether the replica lives on after a connection of it died; new ones are kept.
+async def _survives(replica: ReplicaHandle) -> bool:
+    """Whether the replica accepts connections; new ones are kept.
 
     So it is assumed where this machine can open none: its own lack says nothing of the replica. The port of a
     process that is being killed may be open for a moment longer than its connections.
@@ -291,9 +313,12 @@ async def _accepts_connections(replica: ReplicaHandle) -> bool:
     try:
         replica.pool.give(await replica.pool.connect())
         await asyncio.sleep(DYING_S)
+        replica.survival_check = None  # from now on it says nothing of a death
         replica.pool.give(await replica.pool.connect())
     except OSError as error:
         return is_local_fault(error)
+    finally:
+        replica.survival_check = None
     return True
 
 

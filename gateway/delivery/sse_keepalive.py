@@ -15,6 +15,8 @@ from gateway.request_context import Call
 from policy.config.deployment import GatewayConfig
 
 SWEEP_EVERY_S: Final = 1.0
+# Comments in one turn of the event loop: each takes 12 us.
+COMMENTS_AT_ONCE: Final = 128
 
 
 class SseKeepalive:
@@ -35,14 +37,20 @@ class SseKeepalive:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(min(SWEEP_EVERY_S, self._limits().sse_keepalive_s / 4 or SWEEP_EVERY_S))
-            self.sweep(monotonic())
+            await self.sweep(monotonic())
 
-    def sweep(self, now: float) -> None:
-        """Send the comments that are due, and forget the streams that have begun."""
+    async def sweep(self, now: float) -> None:
+        """Send the comments that are due, over several turns, and forget the streams that have begun."""
         every_s = self._limits().sse_keepalive_s
+        sent = 0
         for call, since in list(self._silent_since.items()):
+            if call not in self._silent_since:  # it has ended in the meantime
+                continue
             if not call.waits:
                 del self._silent_since[call]
             elif every_s and now - since >= every_s:
                 self._silent_since[call] = now
                 call.comment()
+                sent += 1
+                if sent % COMMENTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)

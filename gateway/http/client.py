@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from gateway.http.read_turns import PARSED_BYTES, READ_BYTES, PacedReader
+from gateway.http.read_turns import PARSED_BYTES, READ_BYTES, PacedReader, read_turns
 from gateway.http.tcp_info import acknowledged, round_trip_s
 
 MAX_IDLE = 256
@@ -103,7 +103,7 @@ class ClientConnection:
         self.reused = False
         self.received = False
         self._sent = self._sent_before = 0
-        self._is_tls = False
+        self._is_tls = self._has_ended = False
         self._full = False
         self._reset()
 
@@ -118,7 +118,7 @@ class ClientConnection:
 
     @property
     def alive(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        return self._transport is not None and not self._has_ended and not self._transport.is_closing()
 
     def send(self, sink: Sink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
         """Write a request, without copying a large body, in one system call; TLS takes a large one in slices.
@@ -221,8 +221,13 @@ class ClientConnection:
         elif chunks:
             sink.on_data(chunks[0] if len(chunks) == 1 else b"".join(chunks), complete=False)
 
-    def eof_received(self) -> None:
-        """Called before the connection closes."""
+    def eof_received(self) -> bool:
+        """The server sends no more: the connection closes, in a later turn where hundreds do."""
+        self._has_ended = True
+        if self._is_tls or self._transport is None:
+            return False
+        read_turns().close(self._transport)
+        return True
 
     def pause_writing(self) -> None:
         self._full = True

@@ -167,9 +167,9 @@ class ServerConnection:
         # uvloop's transports have the interface without being a subclass.
         self._transport = cast("asyncio.Transport", transport)
         self._parser = httptools.HttpRequestParser(self)
-        self._reader = PacedReader(self._transport, self.data_received)
         peer = transport.get_extra_info("peername")
         self._peer = self._client = (peer[0], peer[1]) if isinstance(peer, tuple) else None
+        self._reader = PacedReader(self._transport, self.data_received, self._peer[0] if self._peer else "-")
         if transport.get_extra_info("ssl_object") is not None:
             self._scheme = "https"
             # As without TLS: what a client has not read is held twice otherwise.

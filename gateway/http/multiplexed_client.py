@@ -20,6 +20,10 @@ from policy.wire.frames import BrokenFrames, FrameDecoder, FrameEncoder
 
 # At most of one read: less than a hundred tokens, which take two milliseconds.
 FRAME_BYTES = frames.FULL_FRAME
+# At most of one turn of the event loop: ends of streams have ten bytes, and take 28 us each.
+MOST_RECORDS = 100
+# Streams that learn in one turn that their connection is lost.
+MOST_LOST = 64
 # Of uploads, in one turn of the event loop.
 UPLOAD_BYTES = READ_BYTES
 # Stream numbers are 32 bits; on a connection that has used up so many only the load stream goes on.
@@ -59,6 +63,7 @@ class Stream:
         """The rest of the response is not wanted: the replica frees the slot."""
         if self.sink is sink:
             self._connection.cancel(self)
+            self.sink = None
 
     def took(self, size: int) -> None:
         """So many bytes of the body were passed on."""
@@ -182,7 +187,10 @@ class MultiplexedConnection:
         if self._is_broken:
             return
         try:
-            for kind, number, payload in self._decoder.feed(data):
+            records = self._decoder.feed(data, MOST_RECORDS)
+            if len(records) == MOST_RECORDS and self._reader is not None:
+                self._reader.fall_behind()
+            for kind, number, payload in records:
                 try:
                     self._take(kind, number, payload)
                 except BrokenFrames:
@@ -215,11 +223,18 @@ class MultiplexedConnection:
         acked = acknowledged(self._transport) if closed and not self._is_broken else -1
         streams, self._streams = self._streams, {}
         self._uploads.clear()
-        for stream in streams.values():
+        self._lose_some(deque(streams.values()), acked, closed=closed)
+
+    def _lose_some(self, lost: deque[Stream], acked: int, *, closed: bool) -> None:
+        for _ in range(min(MOST_LOST, len(lost))):
+            stream = lost.popleft()
             sink, stream.sink = stream.sink, None
             if sink is not None:
-                never_arrived = stream.written_before == self._written or 0 <= acked <= stream.written_before
+                before = stream.written_before
+                never_arrived = before == self._written or 0 <= acked <= before
                 sink.on_lost(stale=closed and not stream.begun and never_arrived)
+        if lost:
+            asyncio.get_running_loop().call_soon(lambda: self._lose_some(lost, acked, closed=closed))
 
     def _answered(self, answer: bytes) -> bytes:
         """Take the server's answer to the preface; returns the frames after it."""

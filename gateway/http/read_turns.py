@@ -3,8 +3,10 @@
 libuv reads from all connections that have data in one turn, up to 32 times each: hundreds of large uploads
 or answers that come together would stop everything else for a quarter of a second. Here all reads of a turn
 share a few milliseconds. A connection that has more to read waits for its next turn, and what is read when
-the time is spent is processed in later ones: the oldest and the newest in turns, so that who comes after a
-crowd does not wait for all of it. The requests that begin in a turn share such a time too, and of thousands
+the time is spent is processed in later ones: answers of replicas and what clients send by turns, of clients
+one address after the other, and of one address the oldest and the newest by turns. So a crowd does not
+delay other clients, and who comes after a crowd from the same address does not wait for all of it. The
+requests that begin in a turn share such a time too, with those that go on after a failure, and of thousands
 of clients that leave together some are closed in each.
 """
 
@@ -14,11 +16,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, Final
+from typing import Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 # The time of a turn in which what was read is processed, half of it for what waits from earlier turns.
-TURN_S: Final = 0.004
+TURN_S: Final = 0.003
 # At most in one read: of a body of known length, of what is parsed, of the chunks of an upload, and when the
 # time of the turn is spent. The costliest, events or chunks of a byte, take 3 ms.
 READ_BYTES: Final = 256 * 1024
@@ -31,11 +33,54 @@ MOST_RESUMED: Final = 8
 MOST_CLOSED: Final = 64
 # The time of a turn in which requests begin: until they are sent to a replica, or wait for one. A part of it
 # is for new requests that are not large, so that they need not wait for others; a large one takes 2 ms.
-STARTS_S: Final = 0.005
-SMALL_STARTS_S: Final = 0.003
+STARTS_S: Final = 0.004
+SMALL_STARTS_S: Final = 0.0025
 SMALL_BYTES: Final = 32 * 1024
 # Requests that waited and may begin in one turn, if there is time: a small one begins in 0.1 ms.
 MOST_STARTED: Final = 32
+# The time beyond each of both in which a read or a start of an address is taken of which nothing waits yet.
+LATE_S: Final = 0.001
+
+T = TypeVar("T")
+
+
+class ClientQueues(Generic[T]):
+    """What waits, by the address of clients: by turns one of each, and of one the oldest and the newest."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[T]] = {}
+        self._takes_newest = False
+        # Those of which one was taken beyond the time of this turn.
+        self._late: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def add(self, client: str, item: T) -> None:
+        queue = self._queues.get(client)
+        if queue is None:
+            queue = self._queues[client] = deque()
+        queue.append(item)
+
+    def take(self) -> T:
+        """The next one; the client's others are after those of all other clients."""
+        client = next(iter(self._queues))
+        queue = self._queues.pop(client)
+        item = queue.pop() if self._takes_newest else queue.popleft()
+        if queue:
+            self._queues[client] = queue
+        self._takes_newest = not self._takes_newest
+        return item
+
+    def may_be_late(self, client: str) -> bool:
+        """Whether nothing of ``client`` waits, and this is its first one beyond the time of this turn."""
+        if client in self._queues or client in self._late:
+            return False
+        self._late.add(client)
+        return True
+
+    def end_turn(self) -> None:
+        self._late.clear()
 
 
 class ReadTurns:
@@ -48,7 +93,8 @@ class ReadTurns:
         self._has_begun = False
         self._until = 0.0
         self.spent = False
-        self._unprocessed: deque[PacedReader] = deque()
+        self._answers: deque[PacedReader] = deque()
+        self._requests: ClientQueues[PacedReader] = ClientQueues()
         self._resting: deque[PacedReader] = deque()
         self._left: deque[asyncio.Transport] = deque()
         self._soon: Callable[[Callable[[], None]], object] | None = None
@@ -72,9 +118,16 @@ class ReadTurns:
         """What was read has been processed."""
         self.spent = self._clock() >= self._until
 
+    def may_be_late(self, client: str) -> bool:
+        """Whether a read is processed although the time is spent: of an address of which nothing waits."""
+        return client != "" and self._clock() < self._until + LATE_S and self._requests.may_be_late(client)
+
     def defer(self, reader: PacedReader) -> None:
         """Call ``reader.proceed`` in a later turn."""
-        self._unprocessed.append(reader)
+        if reader.client:
+            self._requests.add(reader.client, reader)
+        else:
+            self._answers.append(reader)
 
     def rest(self, reader: PacedReader) -> None:
         """Call ``reader.read_again`` in a later turn."""
@@ -95,16 +148,22 @@ class ReadTurns:
 
     def _end(self) -> None:
         self._has_begun = self.spent = False
-        if not (self._unprocessed or self._resting or self._left):
+        answers, requests = self._answers, self._requests
+        requests.end_turn()
+        if not (answers or requests or self._resting or self._left):
             return
         self._begin()
         for _ in range(min(MOST_CLOSED, len(self._left))):
             self._left.popleft().close()
         half = self._until - TURN_S / 2
-        for number in range(len(self._unprocessed)):
-            (self._unprocessed.pop() if number % 2 else self._unprocessed.popleft()).proceed()
-            if self._clock() >= half:
-                break
+        has_time, left = True, len(answers)
+        while has_time and (left or requests):
+            if left:
+                left -= 1
+                answers.popleft().proceed()
+            if requests:
+                requests.take().proceed()
+            has_time = self._clock() < half
         for _ in range(min(MOST_RESUMED, len(self._resting))):
             self._resting.popleft().read_again()
 
@@ -112,15 +171,19 @@ class ReadTurns:
 class PacedReader:
     """The reads of one connection, whose protocol gets what was read by ``receive``.
 
-    The protocol may pause and resume reading, and must close this when its connection is lost.
+    ``client``: the address of a client; empty for a connection to a replica. The protocol may pause and
+    resume reading, and must close this when its connection is lost.
     """
 
-    def __init__(self, transport: asyncio.Transport, receive: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, receive: Callable[[bytes], None], client: str = ""
+    ) -> None:
+        self.client = client
         self._turns: ReadTurns | None = None
         self._transport = transport
         self._receive: Callable[[bytes], None] | None = receive
         self._unprocessed = b""
-        self._has_more = self._is_resting = self._is_paused = False
+        self._has_more = self._is_resting = self._is_paused = self._is_behind = False
 
     def buffer(self, most: int) -> memoryview:
         """As a protocol's ``get_buffer``."""
@@ -134,8 +197,9 @@ class PacedReader:
         assert turns is not None  # since it gave the buffer
         data = turns.taken(size)
         self._has_more = turns.filled(size)
-        if turns.spent or self._unprocessed:
-            if not self._unprocessed:
+        waits = bool(self._unprocessed) or self._is_behind
+        if waits or (turns.spent and not turns.may_be_late(self.client)):
+            if not waits:
                 turns.defer(self)
             self._unprocessed += data
             # One small read waits without a pause, which would cost two system calls: hundreds of streams may
@@ -144,9 +208,17 @@ class PacedReader:
                 self._rest()
             return
         self._process(data)
-        if self._has_more and not self._is_resting:
+        if self._is_behind:
+            turns.defer(self)
+            if not self._is_resting:
+                self._rest()
+        elif self._has_more and not self._is_resting:
             self._rest()
             turns.rest(self)
+
+    def fall_behind(self) -> None:
+        """Called within ``receive``: call it again in a later turn, with what is read until then."""
+        self._is_behind = True
 
     def proceed(self) -> None:
         """Process what was read."""
@@ -156,6 +228,9 @@ class PacedReader:
         except Exception:
             self._transport.abort()
             raise
+        if self._is_behind and self._turns is not None:
+            self._turns.defer(self)
+            return
         if not self._is_resting:
             return
         if self._has_more and self._turns is not None:
@@ -184,10 +259,13 @@ class PacedReader:
         """The connection is lost: process what was read of it."""
         data, self._unprocessed = self._unprocessed, b""
         self._process(data)
+        while self._is_behind:
+            self._process(b"")
         self._receive = None  # it holds the protocol
 
     def _process(self, data: bytes) -> None:
-        if data and self._receive is not None:
+        was_behind, self._is_behind = self._is_behind, False
+        if (data or was_behind) and self._receive is not None:
             self._receive(data)
         if self._turns is not None:
             self._turns.processed()
@@ -201,46 +279,49 @@ class PacedReader:
 class RequestStarts:
     """The starts of requests on one event loop: those of a turn share :data:`STARTS_S`, the others wait.
 
-    Of these the oldest and the newest begin in turns, so that who comes after a crowd does not wait for all
-    of it.
+    Of these one client after the other begins one, as :class:`ClientQueues` has it.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._has_begun = False
         self._until = 0.0
-        self._waiting: deque[asyncio.Future[deque[Any]]] = deque()
+        self._waiting: ClientQueues[asyncio.Future[None]] = ClientQueues()
         # Those that were woken and for which there was no time.
-        self._oldest: deque[asyncio.Future[deque[Any]]] = deque()
-        self._newest: deque[asyncio.Future[deque[Any]]] = deque()
+        self._returned: deque[asyncio.Future[None]] = deque()
         self._soon: Callable[[Callable[[], None]], object] | None = None
 
-    def may_begin(self, size: int) -> bool:
+    def may_begin(self, size: int, client: str) -> bool:
         """Whether a new request of ``size`` bytes may begin now; otherwise it must :meth:`wait`."""
-        return self._has_time(0.0 if size <= SMALL_BYTES else SMALL_STARTS_S)
+        is_small = size <= SMALL_BYTES
+        if self._has_time(0.0 if is_small else SMALL_STARTS_S):
+            return True
+        return is_small and self._clock() < self._until + LATE_S and self._waiting.may_be_late(client)
 
-    async def wait(self) -> None:
-        """Return when the request may begin."""
+    async def wait(self, client: str) -> None:
+        """Return when a request of ``client`` may begin, or go on, in a later turn."""
         loop = asyncio.get_running_loop()
-        queue = self._waiting
-        while True:
-            turn: asyncio.Future[deque[Any]] = loop.create_future()
-            queue.append(turn)
-            queue = await turn
-            if self._has_time(SMALL_STARTS_S):
-                return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.add(client, turn)
+        self._end_soon()
+        await turn
+        while not self._has_time(SMALL_STARTS_S):
+            turn = loop.create_future()
+            self._returned.append(turn)
+            await turn
 
     def _has_time(self, kept_s: float) -> bool:
         """Whether a request may begin in this turn: the first may."""
         if not self._until:
             self._until = self._clock() + STARTS_S
-            if not self._has_begun:
-                self._has_begun = True
-                self._end_soon()
+            self._end_soon()
             return True
         return self._clock() < self._until - kept_s
 
     def _end_soon(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
         if (soon := self._soon) is None:
             soon = self._soon = asyncio.get_running_loop().call_soon
         soon(self._end)
@@ -248,18 +329,18 @@ class RequestStarts:
     def _end(self) -> None:
         """Runs before the starts of a turn, and wakes requests for the next one."""
         self._until = 0.0
-        waiting = self._waiting
-        waiting.extendleft(reversed(self._oldest))
-        waiting.extend(reversed(self._newest))
-        self._oldest.clear()
-        self._newest.clear()
-        self._has_begun = bool(waiting)
-        if self._has_begun:
-            self._end_soon()
-        for number in range(min(MOST_STARTED, len(waiting))):
-            turn, queue = (waiting.pop(), self._newest) if number % 2 else (waiting.popleft(), self._oldest)
+        self._has_begun = False
+        waiting, returned = self._waiting, self._returned
+        waiting.end_turn()
+        if not (waiting or returned):
+            return
+        self._end_soon()
+        woken = 0
+        while woken < MOST_STARTED and (returned or waiting):
+            turn = returned.popleft() if returned else waiting.take()
             if not turn.done():  # its client has not left
-                turn.set_result(queue)
+                turn.set_result(None)
+                woken += 1
 
 
 _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, ReadTurns] = WeakKeyDictionary()
@@ -272,3 +353,15 @@ def read_turns() -> ReadTurns:
     if turns is None:
         turns = _by_loop[loop] = ReadTurns()
     return turns
+
+
+_starts_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, RequestStarts] = WeakKeyDictionary()
+
+
+def request_starts() -> RequestStarts:
+    """Those of the running event loop."""
+    loop = asyncio.get_running_loop()
+    starts = _starts_by_loop.get(loop)
+    if starts is None:
+        starts = _starts_by_loop[loop] = RequestStarts()
+    return starts

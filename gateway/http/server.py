@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Scope
 from gateway.http.acceptor import Acceptor, Peers
 from gateway.http.asgi_exchange import Exchange
 from gateway.http.connection import ServerConnection
-from gateway.http.forwarded import TrustedProxies
-from gateway.http.read_turns import RequestStarts
+from gateway.http.forwarded import Address, TrustedProxies
+from gateway.http.read_turns import request_starts
 from gateway.http.upload_budget import UploadBudget
 from gateway.protocol.errors import Refused
 
@@ -87,7 +87,7 @@ class Server:
         self._connections: set[ServerConnection] = set()
         self._rejected: set[ServerConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._starts = RequestStarts()
+        self._starts = request_starts()
         self._sweep_every_s = min(SWEEP_EVERY_S, min(times) / 4)
         self._listening: Acceptor | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -162,8 +162,10 @@ class Server:
     async def _run(self, scope: Scope, exchange: Exchange) -> None:
         exchange.begun = True
         try:
-            if not self._starts.may_begin(exchange.size):
-                await self._starts.wait()
+            address: Address | None = scope["client"]
+            client = address[0] if address is not None else ""
+            if not self._starts.may_begin(exchange.size, client):
+                await self._starts.wait(client)
             await self._app(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
             pass  # the client disconnected, or the drain timed out

@@ -44,6 +44,10 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
         return self._queue.served
 
     @property
+    def has_waited(self) -> bool:
+        return self._granted is not None
+
+    @property
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._queue.loop
 
@@ -196,9 +200,10 @@ class ModelQueue:
         at = self.clock()
         self.dispatcher.expire(at + TIMER_TICK_S)
         self.dispatcher.queue.count_peers()
-        if not self.dispatcher.offer(at):
-            self._offer_soon()
-        self._publish()
+        if self._offering is None:  # one offer in a turn of the event loop
+            self._offer()
+        else:
+            self._publish()
         self.arm()
 
 

@@ -58,7 +58,8 @@ class ReplicaHandle:
     hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
     loop time. ``contradicting_answers`` counts those whose token counts were impossible for their requests.
     ``round_trip_s``: of the network, 0 if unknown. ``stepped_after``: when its engine's last step was yet to
-    come. ``limit`` learns a bound that is not configured.
+    come. ``limit`` learns a bound that is not configured. ``survival_check``: whether it lives on after a
+    connection of it died, if that is being checked.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ReplicaHandle:
         self.contradicting_answers = 0
         self.round_trip_s = 0.0
         self.limit: ConcurrencyLimit | None = None
+        self.survival_check: asyncio.Task[bool] | None = None
         self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
         self.mine = 0
         self._events = events

@@ -35,7 +35,7 @@ _NOTHING: Final = AttemptResult.NOTHING
 # While a request waits and a replica is ready, the passing of time alone may change what the router predicts.
 OFFER_EVERY_S: Final = 0.02
 # Requests that are given slots in one offer: those of more begin in later turns of an event loop.
-MOST_GRANTED: Final = 64
+MOST_GRANTED: Final = 32
 # Priorities whose wait is bounded by the SLO; the others wait until their deadline.
 _BOUND_BY_SLO: Final = frozenset({Priority.STANDARD, Priority.SHEDDABLE})
 

@@ -147,35 +147,42 @@ class FrameDecoder:
     def __init__(self) -> None:
         self._sequence = 0
         self._rest = b""
+        # How many bytes at the beginning of the rest are of a frame whose first records were given.
+        self._begun = 0
 
-    def feed(self, data: bytes) -> list[Record]:
-        """The records of the frames that ``data`` completes, as kind, stream and payload.
+    def feed(self, data: bytes, most: int = MAX_FRAME) -> list[Record]:
+        """At most so many records of the frames that ``data`` completes, as kind, stream and payload.
 
-        Raises :class:`BrokenFrames`, after which nothing more can be read.
+        If there are as many, more may be ready, and come with the next call, of no data perhaps. Raises
+        :class:`BrokenFrames`, after which nothing more can be read.
         """
         if self._rest:
             data = self._rest + data
         records: list[Record] = []
-        at, have = 0, len(data)
-        while have - at >= 8:
-            length, sequence = _LENGTHS.unpack_from(data, at)
-            if not 4 <= length <= MAX_FRAME + 4:
-                raise BrokenFrames(f"a frame of {length} bytes; expected 4 to {MAX_FRAME + 4}")
-            if sequence != self._sequence:
-                raise BrokenFrames(f"frame {sequence} came; expected {self._sequence}")
-            end = at + 4 + length
-            if end > have:
-                break
-            self._sequence = (sequence + 1) % _SEQUENCES
-            at += 8
-            while at < end:
-                if end - at < 9:
-                    raise BrokenFrames("a record is cut at the end of its frame")
-                kind, stream, size = _RECORD.unpack_from(data, at)
-                at += 9
-                if size > end - at:
-                    raise BrokenFrames(f"a record of {size} bytes in a frame with {end - at} left")
-                records.append((kind, stream, data[at : at + size]))
-                at += size
+        at, have, end = 0, len(data), self._begun
+        while len(records) < most:
+            if at == end:
+                if have - at < 8:
+                    break
+                length, sequence = _LENGTHS.unpack_from(data, at)
+                if not 4 <= length <= MAX_FRAME + 4:
+                    raise BrokenFrames(f"a frame of {length} bytes; expected 4 to {MAX_FRAME + 4}")
+                if sequence != self._sequence:
+                    raise BrokenFrames(f"frame {sequence} came; expected {self._sequence}")
+                if at + 4 + length > have:
+                    break
+                self._sequence = (sequence + 1) % _SEQUENCES
+                end = at + 4 + length
+                at += 8
+                continue
+            if end - at < 9:
+                raise BrokenFrames("a record is cut at the end of its frame")
+            kind, stream, size = _RECORD.unpack_from(data, at)
+            at += 9
+            if size > end - at:
+                raise BrokenFrames(f"a record of {size} bytes in a frame with {end - at} left")
+            records.append((kind, stream, data[at : at + size]))
+            at += size
+        self._begun = end - at
         self._rest = data[at:]
         return records

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from policy.wire import frames
 from tests.faults import faults
 from tests.faults.faults import EVENTS
 from tests.faults.harness import Harness
@@ -34,12 +35,25 @@ async def reset(exchange: Exchange) -> None:
     exchange.reset()
 
 
+def records(*given: tuple[int, bytes]) -> Answer:
+    """These records of frames in place of a response, by kind and payload."""
+
+    async def answer(exchange: Exchange) -> None:
+        connection, number = exchange._connection, exchange._stream.number  # type: ignore[attr-defined]
+        for kind, payload in given:
+            connection._encoder.add(kind, number, payload)  # type: ignore[union-attr]
+        connection._flush_soon()  # type: ignore[union-attr]
+
+    return answer
+
+
 MISBEHAVIOUR: dict[str, list[Answer]] = {
     "429": [faults.status(429, retry_after="1")] * 4,
     "404": [faults.status(404, "The model does not exist.")] * 4,
     "500": [faults.status(500)] * 4,
     "silence": [faults.silent] * 4,
     "resets": [reset] * 4,
+    "no frames": [records((200, b"")), records((frames.END, b"")), records((frames.HEAD, b"")), reset],
     "each another": [faults.status(429), faults.status(404), faults.silent, reset],
     "our secret is refused": [faults.status(401), faults.status(403)] * 2,
 }
@@ -62,11 +76,15 @@ class ClosedLoop:
         await asyncio.gather(*self._clients)
 
 
-@pytest.mark.parametrize("kind", MISBEHAVIOUR)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind == "no frames")) for kind in MISBEHAVIOUR]
+)
 async def test_four_of_five_replicas_misbehave_and_no_request_fails(
-    harness: Harness, model: str, kind: str
+    way: str, harness: Harness, model: str, kind: str
 ) -> None:
     """They are ejected, the fifth is used to its bound, and they return once they answer a probe."""
+    if kind == "no frames" and way != "frames":
+        pytest.skip("over HTTP there are none")
     *bad, good = await harness.fleet(model, 5, usual=GOOD, bound=BOUND)
     for one, answer in zip(bad, MISBEHAVIOUR[kind], strict=True):
         one.usual = answer
@@ -154,6 +172,43 @@ async def test_nonsense_before_the_first_event_is_had_elsewhere(
     bad.usual = NONSENSE[kind]
     await harness.prefer(bad)
     async with harness.expect(model, {"ok": 2}, attempts=4):
+        for stream in (True, False):
+            reply = await harness.ask(model, stream=stream)
+            assert (reply.status, reply.error, reply.streamed) == (200, None, stream)
+
+
+HEAD = (frames.HEAD, frames.head(200, [(b"content-type", b"application/json")]))
+# Of the answers above those that frames can carry, and what is no answer there.
+FRAMED: dict[str, Answer] = {
+    **dict(list(NONSENSE.items())[list(NONSENSE).index("no content") :]),
+    "reset": records((frames.RESET, b"")),
+    "a reset after the head": records(HEAD, (frames.RESET, b"")),
+    "the end without a head": records((frames.END, b"{}")),
+    "a body without a head": records((frames.DATA, b"{}")),
+    "two heads": records(HEAD, HEAD),
+    "a head without a status": records((frames.HEAD, b"")),
+    "a header without a colon": records((frames.HEAD, frames.head(200, []) + b"x\r\n")),
+    "status 99": records((frames.HEAD, frames.head(99, [])), (frames.END, b"{}")),
+    "a kind of the other side": records((frames.WINDOW, frames.credit(5))),
+    "an unknown kind": records((200, b"")),
+    "thousands of empty parts": records(HEAD, *[(frames.DATA, b"")] * 5000, (frames.RESET, b"")),
+}
+del FRAMED["no type"]  # raw, as those before
+
+
+IN_EVERY_RUN = ("the end without a head", "a header without a colon", "thousands of empty parts")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind not in IN_EVERY_RUN)) for kind in FRAMED]
+)
+async def test_nonsense_in_frames_is_had_elsewhere(way: str, harness: Harness, model: str, kind: str) -> None:
+    if way != "frames":
+        pytest.skip("nonsense over HTTP has a test of its own")
+    bad, _ = await harness.fleet(model, 2)
+    bad.usual = FRAMED[kind]
+    await harness.prefer(bad)
+    async with harness.expect(model, {"ok": 2}):
         for stream in (True, False):
             reply = await harness.ask(model, stream=stream)
             assert (reply.status, reply.error, reply.streamed) == (200, None, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -15,7 +16,7 @@ import pytest_asyncio
 from gateway.protocol.body import MAX_DECODED
 from gateway.protocol.validation.bounds import MAX_TOKENS
 from store import machine_code
-from tests.gateway.fake_replica import Answer, Exchange, FakeReplica
+from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, hold
 from tests.gateway.worker import PATIENCE_S, Stack, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -164,11 +165,11 @@ HEARTBEAT = """
 import contextlib, os, select, socket, sys, time
 with contextlib.suppress(PermissionError):  # else the time that it waits for a core counts as well
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-port, pid = map(int, sys.argv[1:])
+port, pid = map(int, sys.argv[1:3])
 clock = (~pid << 3) | 2
 body = b'{"model":"nobody"}'
 head = b"POST /v1/chat/completions HTTP/1.1\\r\\nhost: a\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body)
-sock = socket.create_connection(("127.0.0.1", port))
+sock = socket.create_connection(("127.0.0.1", port), source_address=(sys.argv[3], 0))
 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 longest = 0.0
 while True:
@@ -214,9 +215,10 @@ async def replicas(shared: Stack) -> list[FakeReplica]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def heartbeat(shared: Stack) -> AsyncIterator[Heartbeat]:
+    """Of a client at another address than those of the tests."""
     port, pid = shared.client_socket.getsockname()[1], shared.workers[0].pid
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", HEARTBEAT, str(port), str(pid),
+        sys.executable, "-c", HEARTBEAT, str(port), str(pid), "127.0.0.2",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     yield Heartbeat(process)
@@ -286,6 +288,44 @@ async def test_many_large_answers_at_once_do_not_stall_the_others(
     answers = await asyncio.gather(*asked)
     assert {(answer.status_code, answer.content == body) for answer in answers} == {(200, True)}
     assert await heartbeat.longest_s() < LONGEST_S
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+async def test_requests_that_begin_end_and_fail_together_do_not_stall_the_others(
+    shared: Stack, replicas: list[FakeReplica], heartbeat: Heartbeat, stream: bool, dies: bool
+) -> None:
+    """A thousand clients at one moment; their replica answers all at one moment, or dies under them."""
+    count, let_go = 1200, asyncio.Event()
+    first = await shared.replica("first", bound=count)
+    first.answer = hold(let_go)
+    await shared.ready(first, replicas[1])
+    asked = {"model": "alpha", "stream": stream, "messages": [{"role": "user", "content": "hi"}]}
+    body = json.dumps(asked).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    address = shared.client_socket.getsockname()
+    clients = [await asyncio.open_connection(*address) for _ in range(count)]
+    stalls = {"connect": await heartbeat.longest_s()}
+    for _, writer in clients:
+        writer.write(head.encode() + body)
+    await until(lambda: len(first.hits) == count, "all are asked")
+    stalls["begin"] = await heartbeat.longest_s()
+    if dies:
+        second = await shared.replica("second", bound=count)
+        shared.controller.set(first, second, replicas[1])
+        await shared.shows(second, admissible=True)
+        await heartbeat.longest_s()
+        await first.stop()
+        shared.replicas.remove(first)
+    let_go.set()
+    answers = [await reader.read() for reader, _ in clients]
+    stalls["end"] = await heartbeat.longest_s()
+    for _, writer in clients:
+        writer.close()
+    assert {answer.partition(b"\r\n")[0] for answer in answers} == {b"HTTP/1.1 200 OK"}
+    await shared.ready(*replicas)
+    assert {what: stall_s for what, stall_s in stalls.items() if stall_s > LONGEST_S} == {}
 
 
 def whole(body: bytes, status: int, content_type: str) -> Answer:

@@ -45,11 +45,13 @@ def deadlines() -> IdleTimeouts:
     ],
     ids=["first token", "next token", "whole answer", "whole answer that arrives", "comments alone"],
 )
-def test_each_kind_of_silence_has_its_timeout(deadlines: IdleTimeouts, attempt: Silent, limit: float) -> None:
+async def test_each_kind_of_silence_has_its_timeout(
+    deadlines: IdleTimeouts, attempt: Silent, limit: float
+) -> None:
     deadlines.attempts.add(attempt)
-    deadlines.sweep(limit)
+    await deadlines.sweep(limit)
     assert attempt.expired == []
-    deadlines.sweep(limit + 0.1)
+    await deadlines.sweep(limit + 0.1)
     assert attempt.expired == [limit]
 
 

@@ -40,7 +40,7 @@ async def test_the_head_goes_with_the_first_comment_and_errors_are_events_from_t
     keepalive, call = watched(15.0, sent)
     counts = []
     for now in (114.9, 115.0, 129.9, 130.0):
-        keepalive.sweep(now)
+        await keepalive.sweep(now)
         counts.append(len(sent))
     assert counts == [0, 2, 2, 3]
     assert sent[0]["status"] == 200
@@ -58,7 +58,7 @@ async def test_no_comment_is_sent_if_disabled_or_after_the_first_event(
     sent: list[Message] = []
     keepalive, call = watched(every_s, sent)
     call.started = begun
-    keepalive.sweep(1000.0)
+    await keepalive.sweep(1000.0)
     assert sent == []
 
 

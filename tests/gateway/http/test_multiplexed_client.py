@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.http import multiplexed_client
 from gateway.http.client import ClientConnection, ConnectionPool
-from gateway.http.multiplexed_client import UPLOAD_BYTES, FrameChannel
+from gateway.http.multiplexed_client import MOST_LOST, MOST_RECORDS, UPLOAD_BYTES, FrameChannel
 from policy.wire import frames
 from policy.wire.frames import MAX_PAYLOAD, WINDOW_BYTES, FrameDecoder, FrameEncoder, Record
 from serve.engine.interface import ResponseWriter
@@ -97,7 +98,7 @@ class Played(Client):
     def play(self, *records: Record) -> None:
         for record in records:
             self._encoder.add(*record)
-        self.connection.data_received(self._encoder.take())
+        self.receive(self._encoder.take())
 
     def answer(self, number: int, body: bytes = b"") -> None:
         self.play((frames.HEAD, number, HEAD), (frames.END, number, body))
@@ -320,6 +321,31 @@ async def test_what_comes_for_requests_is_progress_also_after_the_connection_was
     client.connection.leave()
     client.answer(2)
     assert client.channel.progress == 2
+
+
+async def test_streams_that_end_together_do_so_over_several_turns() -> None:
+    """A hundred ends are a kilobyte: of a read, some are taken in each turn; and of a lost connection."""
+    client, count = Played(), 3 * MOST_RECORDS
+    asked = [client.ask()[1] for _ in range(2 * count)]
+    for number in range(1, 2 * count + 1):
+        client.play((frames.HEAD, number, HEAD))
+    encoder = client._encoder
+    for number in range(1, count + 1):
+        encoder.add(frames.END, number, b"")
+    data = encoder.take()
+    client.connection.get_buffer(0)[: len(data)] = data
+    client.connection.buffer_updated(len(data))
+    ended = [sum(got.complete for got in asked)]
+    while ended[-1] < count:
+        await asyncio.sleep(0)
+        ended.append(sum(got.complete for got in asked))
+    assert max(after - before for before, after in itertools.pairwise([0, *ended])) == MOST_RECORDS
+    client.connection.connection_lost(None)
+    lost = [0]
+    while lost[-1] < count:
+        lost.append(sum(got.lost for got in asked))
+        await asyncio.sleep(0)
+    assert max(after - before for before, after in itertools.pairwise(lost)) == MOST_LOST
 
 
 async def test_a_lost_connection_is_freed_without_a_collection() -> None:

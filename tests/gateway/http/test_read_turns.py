@@ -11,6 +11,7 @@ import pytest
 from gateway.http import read_turns as module
 from gateway.http.read_turns import (
     LATE_BYTES,
+    LATE_S,
     MOST_CLOSED,
     MOST_RESUMED,
     MOST_STARTED,
@@ -30,14 +31,14 @@ COST_S = TURN_S / 5
 class Wire:
     """A transport with ``size`` bytes to read; each process of a read takes :data:`COST_S`."""
 
-    def __init__(self, site: Site, size: int) -> None:
+    def __init__(self, site: Site, size: int, client: str = "a") -> None:
         self._site = site
         self.left = size
         self.got: list[int] = []
         self.reading = True
         self.pauses = 0
         self.aborted = self.closed = False
-        self.reader = PacedReader(cast("asyncio.Transport", self), self.take)
+        self.reader = PacedReader(cast("asyncio.Transport", self), self.take, client)
 
     def take(self, data: bytes) -> None:
         self._site.now += COST_S
@@ -131,7 +132,7 @@ async def test_a_protocols_pause_outlasts_the_rest_of_its_connection(site: Site)
 
 
 async def test_a_lost_connection_gets_what_was_read_and_then_nothing(site: Site) -> None:
-    others, late = [Wire(site, 10) for _ in range(5)], Wire(site, 20)
+    others, late = [Wire(site, 10) for _ in range(7)], Wire(site, 20)
     await site.turn([*others, late])
     assert not late.got
     late.reader.close()
@@ -154,6 +155,47 @@ async def test_an_error_of_one_connection_ends_that_one_only(site: Site) -> None
     assert broken.aborted and after.got == [30]
 
 
+async def test_a_crowd_delays_no_client_of_another_address(site: Site) -> None:
+    """One of its reads is processed in its turn, beyond the time of all, and those after it one by one."""
+    crowd = [Wire(site, 100) for _ in range(300)]
+    others = [Wire(site, 100, address) for address in ("b", "c", "b")]
+    assert await site.turn([*crowd, *others]) <= TURN_S + LATE_S + 2 * COST_S
+    assert others[0].got and not others[2].got
+    await site.turn([])
+    assert all(other.got for other in others)
+    assert not crowd[-2].got
+
+
+async def test_answers_of_replicas_and_requests_are_processed_by_turns(site: Site) -> None:
+    crowd, replicas = [Wire(site, 100) for _ in range(300)], [Wire(site, 100, "") for _ in range(20)]
+    await site.turn([*crowd, *replicas])
+    assert not any(replica.got for replica in replicas)
+    before = len(site.order)
+    await site.turn([])
+    assert [wire in crowd for wire in site.order[before:][:2]] == [False, True]
+
+
+async def test_a_protocol_that_falls_behind_is_called_again_in_later_turns(site: Site) -> None:
+    wire, calls = Wire(site, 300, ""), 0
+
+    def take(data: bytes) -> None:
+        nonlocal calls
+        calls += 1
+        if calls < 4:
+            wire.reader.fall_behind()
+
+    wire.reader = PacedReader(cast("asyncio.Transport", wire), take)
+    for turn in range(1, 6):
+        await site.turn([wire])
+        assert calls == min(turn, 4)
+        assert wire.reading is (turn >= 4)
+    calls = 0
+    wire.left = 10
+    await site.turn([wire])
+    wire.reader.close()
+    assert calls == 4, "what a lost connection still has is processed"
+
+
 async def test_thousands_of_clients_that_leave_together_are_closed_in_many_turns(site: Site) -> None:
     wires = [Wire(site, 10) for _ in range(1000)]
     for wire in wires:
@@ -172,9 +214,9 @@ class Starts:
         self.turns = RequestStarts(lambda: self.now)
         self.order: list[int] = []
 
-    async def begin(self, number: int, cost_s: float, size: int = 100) -> None:
-        if not self.turns.may_begin(size):
-            await self.turns.wait()
+    async def begin(self, number: int, cost_s: float, size: int = 100, client: str = "a") -> None:
+        if not self.turns.may_begin(size, client):
+            await self.turns.wait(client)
         self.now += cost_s
         self.order.append(number)
 
@@ -204,11 +246,24 @@ async def test_a_request_that_is_cancelled_while_it_waits_keeps_no_place() -> No
     starts = Starts()
     tasks = [asyncio.create_task(starts.begin(number, STARTS_S)) for number in range(100)]
     await asyncio.sleep(0)
-    for task in tasks[1:99]:
+    for task in tasks[2:99]:
         task.cancel()
     for _ in range(12):
         await asyncio.sleep(0)
-    assert starts.order == [0, 99]
+    assert starts.order == [0, 1, 99]  # one of a client beyond the time of the turn
+
+
+async def test_a_request_of_another_client_begins_at_once_in_a_crowd() -> None:
+    starts = Starts()
+    tasks = [asyncio.create_task(starts.begin(number, STARTS_S / 8)) for number in range(100)]
+    tasks += [asyncio.create_task(starts.begin(number, 0.0, client="b")) for number in (100, 101)]
+    await asyncio.sleep(0)
+    assert 100 in starts.order and len(starts.order) <= 11
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert 101 in starts.order and len(starts.order) < 40
+    for task in tasks:
+        task.cancel()
 
 
 async def test_a_small_request_begins_at_once_among_large_ones() -> None:

@@ -45,6 +45,20 @@ def test_any_records_survive_any_cut(turns: list[list[Record]], cuts: list[int])
     assert list(itertools.chain(*map(decoder.feed, parts))) == list(itertools.chain(*turns))
 
 
+@given(st.lists(RECORDS, max_size=4), st.integers(1, 5))
+def test_records_can_be_had_some_at_a_time(turns: list[list[Record]], most: int) -> None:
+    encoder, decoder, sent = FrameEncoder(), FrameDecoder(), b""
+    for records in turns:
+        for record in records:
+            encoder.add(*record)
+        sent += encoder.take()
+    parts = [decoder.feed(sent, most)]
+    while len(parts[-1]) == most:
+        parts.append(decoder.feed(b"", most))
+    assert list(itertools.chain(*parts)) == list(itertools.chain(*turns))
+    assert decoder.feed(encoder.take()) == []
+
+
 def test_records_of_a_turn_leave_in_one_frame_until_it_is_full() -> None:
     encoder = FrameEncoder()
     encoder.add(frames.DATA, 1, b"ab")
