@@ -38,8 +38,8 @@ SMALL_STARTS_S: Final = 0.0025
 SMALL_BYTES: Final = 32 * 1024
 # Requests that waited and may begin in one turn, if there is time: a small one begins in 0.1 ms.
 MOST_STARTED: Final = 32
-# The time beyond each of both in which a read or a start of an address is taken of which nothing waits yet.
-LATE_S: Final = 0.001
+# So many addresses of which nothing waits have a read or a start beyond the time of a turn, one each.
+MOST_LATE: Final = 16
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class ClientQueues(Generic[T]):
 
     def may_be_late(self, client: str) -> bool:
         """Whether nothing of ``client`` waits, and this is its first one beyond the time of this turn."""
-        if client in self._queues or client in self._late:
+        if client in self._queues or client in self._late or len(self._late) >= MOST_LATE:
             return False
         self._late.add(client)
         return True
@@ -120,7 +120,7 @@ class ReadTurns:
 
     def may_be_late(self, client: str) -> bool:
         """Whether a read is processed although the time is spent: of an address of which nothing waits."""
-        return client != "" and self._clock() < self._until + LATE_S and self._requests.may_be_late(client)
+        return client != "" and self._requests.may_be_late(client)
 
     def defer(self, reader: PacedReader) -> None:
         """Call ``reader.proceed`` in a later turn."""
@@ -296,7 +296,7 @@ class RequestStarts:
         is_small = size <= SMALL_BYTES
         if self._has_time(0.0 if is_small else SMALL_STARTS_S):
             return True
-        return is_small and self._clock() < self._until + LATE_S and self._waiting.may_be_late(client)
+        return is_small and self._waiting.may_be_late(client)
 
     async def wait(self, client: str) -> None:
         """Return when a request of ``client`` may begin, or go on, in a later turn."""

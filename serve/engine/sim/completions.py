@@ -16,7 +16,14 @@ from starlette.responses import Response
 from serve.engine.sim.chat_template import Message, chat_turns, prompt_of
 from serve.engine.sim.generation_service import Service, call_id, now, request_id
 from serve.engine.sim.http_exchange import DONE, ApiError, answer, event, read, respond
-from serve.engine.sim.sampling_parameters import Id, NotEmpty, Positive, Sampling, check_prompt_logprobs
+from serve.engine.sim.sampling_parameters import (
+    Id,
+    NotEmpty,
+    Positive,
+    Sampling,
+    check_end,
+    check_prompt_logprobs,
+)
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Output, Prompt, mix, token_bytes, token_id
 from serve.engine.sim.tool_calls import Tool, Tools, tools_of
@@ -181,7 +188,8 @@ async def chat(service: Service, request: Request) -> Response:
     )
     if body.chat_template is not None:
         raise ApiError(400, "a chat template in a request is not trusted", "chat_template")
-    _check_end(body)
+    begins, goes_on = body.add_generation_prompt, body.continue_final_message
+    check_end(begins=begins, goes_on=goes_on)
     turns = chat_turns(body.messages)
     echoed = turns[-1].text if body.echo and turns[-1].role == "assistant" else ""
 
@@ -226,16 +234,8 @@ async def chat(service: Service, request: Request) -> Response:
     max_tokens = body.max_completion_tokens or body.max_tokens
     sampling = msgspec.structs.replace(body, max_tokens=max_tokens)
     defined = [msgspec.to_builtins(tool) for tool in body.tools or ()]
-    begins, goes_on = body.add_generation_prompt, body.continue_final_message
     prompt = prompt_of(turns, defined, begins=begins, goes_on=goes_on)
     return await _complete(service, request, sampling, [prompt], form)
-
-
-def _check_end(body: ChatRequest | TokenizeRequest) -> None:
-    """Raise a 400 unless the conversation ends in one way."""
-    if body.continue_final_message and body.add_generation_prompt:
-        why = "continue_final_message and add_generation_prompt are not compatible."
-        raise ApiError(400, why, "continue_final_message")
 
 
 def _chat_logprobs(body: ChatRequest, tokens: list[str], start: int) -> dict[str, Any] | None:
@@ -264,8 +264,7 @@ async def completions(service: Service, request: Request) -> Response:
         why = "Echo is unsupported with suffix." if body.echo else "suffix is only supported for FIM models"
         raise ApiError(400, why, "suffix")
     if body.prompt_embeds is not None:
-        why = "You must set `--enable-prompt-embeds` to input `prompt_embeds`."
-        raise ApiError(400, why, "prompt_embeds")
+        raise ApiError(400, "`prompt_embeds` needs `--enable-prompt-embeds`.", "prompt_embeds")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens must be at least 1, got 0.", "max_tokens")
     check_prompt_logprobs(
@@ -371,8 +370,8 @@ async def tokenize(service: Service, request: Request) -> Response:
     service.resolve(body.model)
     if body.prompt is None and body.messages is None:
         raise ApiError(400, "give either prompt or messages", "prompt")
-    _check_end(body)
     begins, goes_on = body.add_generation_prompt, body.continue_final_message
+    check_end(begins=begins, goes_on=goes_on)
     prompt = (
         Prompt.of_text(body.prompt)
         if body.prompt is not None

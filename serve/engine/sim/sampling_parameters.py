@@ -139,6 +139,13 @@ def _check_constraint(kind: str, value: Any) -> None:
         raise ApiError(400, f"the constraint '{kind}' is invalid: {error}", "structured_outputs") from None
 
 
+def check_end(*, begins: bool, goes_on: bool) -> None:
+    """Raise a 400 for a conversation in which an answer begins and the last message goes on."""
+    if begins and goes_on:
+        why = "continue_final_message and add_generation_prompt are not compatible."
+        raise ApiError(400, why, "continue_final_message")
+
+
 def check_prompt_logprobs(
     sampling: Sampling, echoed: int | None, *, logprobs: bool, stream: bool, has_adapters: bool
 ) -> None:
