@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,19 @@ async def built(discovery: ServerDiscovery, spec: ModelSpec) -> list[tuple[str, 
     """Port, shape, mode and adapters of each server."""
     found = [placed(each, spec, None) for each in await discovery.servers(spec)]
     return [(each.url.rpartition(":")[2], each.shape, each.mode, each.adapters) for each in found]
+
+
+def service_of(api: KubernetesApi) -> dict[str, Any]:
+    return {"service": "vllm", "namespace": "models", "port": "http", "api": api.url}
+
+
+@pytest.fixture
+async def api(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubernetesApi]:
+    monkeypatch.setattr(api_server, "RETRY_S", 0.01)
+    made = KubernetesApi()
+    await made.start()
+    yield made
+    await made.stop()
 
 
 async def urls_of(discovery: ServerDiscovery, spec: ModelSpec) -> list[str]:
@@ -94,13 +108,9 @@ async def test_a_file_is_read_again_when_it_changes(
     assert await urls_of(discovery, spec) == []
 
 
-async def test_ready_endpoints_of_a_service_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_server, "RETRY_S", 0.01)
-    api = KubernetesApi()
-    await api.start()
+async def test_ready_endpoints_of_a_service_are_followed(api: KubernetesApi) -> None:
     discovery = ServerDiscovery(Log(0))
-    service = {"service": "vllm", "namespace": "models", "port": "http", "api": api.url}
-    spec = external(kubernetes=service)
+    spec = external(kubernetes=service_of(api))
 
     async def becomes(*endpoints: str) -> None:
         wanted = [f"http://{each}" for each in endpoints]
@@ -150,13 +160,9 @@ async def test_a_file_says_how_its_servers_were_built(tmp_path: Path) -> None:
     assert last.problem == f"{path}: http://h:3: shape: got 'huge', expected one of the shapes: big, small"
 
 
-async def test_labels_of_pods_say_how_they_were_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_server, "RETRY_S", 0.01)
-    api = KubernetesApi()
-    await api.start()
+async def test_labels_of_pods_say_how_they_were_built(api: KubernetesApi) -> None:
     discovery = ServerDiscovery(Log(0))
-    service = {"service": "vllm", "namespace": "models", "port": "http", "api": api.url}
-    spec = external(kubernetes=service, more=SHAPED)
+    spec = external(kubernetes=service_of(api), more=SHAPED)
 
     async def becomes(*wanted: tuple[str, str, str, tuple[str, ...]]) -> None:
         async def is_so() -> bool:
@@ -186,27 +192,22 @@ async def test_labels_of_pods_say_how_they_were_built(monkeypatch: pytest.Monkey
     api.put_service({"app": "other"})
     await becomes(first, ("2", "small", "many", ()), ("3", "small", "many", ()))
     await discovery.close()
-    await api.stop()
 
 
 async def test_a_pod_of_two_address_families_is_one_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    api: KubernetesApi, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(api_server, "RETRY_S", 0.01)
-    api = KubernetesApi()
-    await api.start()
     discovery = ServerDiscovery(Log(0))
-    service = {"service": "vllm", "namespace": "models", "port": "http", "api": api.url}
     api.put("fd00::1:8000", pod="vllm-x1", addressType="IPv6")
     api.put("10.0.0.1:8000", pod="vllm-x1", addressType="IPv4")
     api.put("fd00::2:8000", pod="vllm-x2", addressType="IPv6")
-    assert await urls_of(discovery, external(kubernetes=service)) == [
+    assert await urls_of(discovery, external(kubernetes=service_of(api))) == [
         "http://10.0.0.1:8000", "http://[fd00::2]:8000",
     ]  # fmt: skip
     # Labels and pods are not looked at where nothing is declared.
     assert {path.partition("?")[0].rpartition("/")[2] for path in api.paths} == {"endpointslices"}
     for _ in range(2):
-        assert await urls_of(discovery, external(kubernetes=service | {"port": "grpc"})) == []
+        assert await urls_of(discovery, external(kubernetes=service_of(api) | {"port": "grpc"})) == []
     logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [(each["event"], each["ports"]) for each in logged] == [
         ("kubernetes_port_unknown", "http, metrics")
@@ -221,8 +222,7 @@ async def test_pods_that_come_and_go_under_load_fail_no_request(stack: Stack) ->
     """A pod that ends is first not ready, then serves what it has, then closes."""
     api = KubernetesApi()
     await api.start()
-    service = {"service": "vllm", "namespace": "models", "api": api.url, "port": "http"}
-    stack.models = [{"name": "alpha", "engine": "external", "discovery": {"kubernetes": service}}]
+    stack.models = [{"name": "alpha", "engine": "external", "discovery": {"kubernetes": service_of(api)}}]
     pods: list[FakeUpstream] = []
 
     async def answer(exchange: Exchange) -> None:
