@@ -17,6 +17,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed, NotLeader, TidegateError
@@ -98,11 +99,14 @@ class RayOrders:
     def __init__(self, term: Term) -> None:
         self._term = msgspec.json.encode(term)
         deployment = deployment_id(_State(Path(term.root), term.secret))
+        # Beside the leader, which may be there so as to outlive the head.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         self._actor: ActorHandle = (
             ray.remote(num_cpus=0, max_restarts=-1)(OrderActor)
             .options(
                 name=f"tidegate-orders-{deployment}", namespace=NAMESPACE, lifetime="detached",
                 get_if_exists=True, runtime_env={"env_vars": SERVE_ENVIRONMENT},
+                scheduling_strategy=here,
             )
             .remote(deployment)
         )  # fmt: skip
