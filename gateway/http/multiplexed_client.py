@@ -18,8 +18,7 @@ from gateway.http.tcp_info import acknowledged, round_trip_s
 from policy.wire import frames
 from policy.wire.frames import BrokenFrames, FrameDecoder, FrameEncoder
 
-# At most of one read: less than a hundred tokens, which take two milliseconds.
-FRAME_BYTES = frames.FULL_FRAME
+FRAME_BYTES = frames.FULL_FRAME  # of one read: less than a hundred tokens, which take two milliseconds
 # At most of one turn of the event loop: ends of streams have ten bytes, and take 28 us each.
 MOST_RECORDS = 100
 # Streams that learn in one turn that their connection is lost.

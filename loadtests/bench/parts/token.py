@@ -23,6 +23,8 @@ TOKENS = 128
 # At the least in a cell: with one stream a cell is several answers.
 LEAST_REQUESTS = 4
 PROMPT_CHARS = 64
+# Before each cell: vLLM's engines busy-wait for a second after their last step, on the core of all engines.
+SETTLE_S = 1.5
 
 
 class Cost(msgspec.Struct, kw_only=True):
@@ -79,6 +81,7 @@ async def measure(rows: Sequence[Row], streams: Sequence[int], plan: Plan) -> di
         for wanted in streams:
             found: dict[str, Cell] = {}
             for row in (*rows[first:], *rows[:first]):
+                await asyncio.sleep(SETTLE_S)
                 found[row.name] = cell = await run(row, wanted, TOKENS, numbers)
                 used = f"{cell.gateway_us:.0f} + {cell.front_us:.0f}, engine {cell.engine_us:.0f}"
                 progress = f"{turn + 1}/{plan.rounds}: {wanted} streams, {row.name}"
