@@ -83,15 +83,18 @@ class RetryLoop:
             asked_at = monotonic()
             if (trace := call.trace) is not None:
                 trace.asked_at = asked_at
+            refusal: Refused | None = None
             try:
                 replica = await ticket.wait()
-            except Refused:
-                if ticket.has_waited:
-                    await self._in_its_turn()
-                raise
+            except Refused as error:
+                refusal = error
             finally:
                 granted_at = monotonic()
                 call.queued_s += granted_at - asked_at
+            if refusal is not None:
+                if ticket.has_waited:
+                    await self._in_its_turn()
+                raise refusal
             call.replica, call.round_trip_s = replica.label, replica.round_trip_s
             if trace is not None:
                 trace.begin(

@@ -105,14 +105,16 @@ class Spillover:
             return
         if self._too_late(served, request) and await self._serve(call, request, name, body, raw):
             return
+        refusal: Refused | None = None
         try:
             await fleet()
-        except Refused as refused:
+        except Refused as error:
+            refusal = error
+        if refusal is not None:
             in_time = self._clock() < request.deadline
-            if refused.reason not in NO_ROOM or not in_time:
-                raise
-            if not await self._serve(call, request, name, body, raw):
-                raise
+            wanted = refusal.reason in NO_ROOM and in_time
+            if not wanted or not await self._serve(call, request, name, body, raw):
+                raise refusal
 
     def _too_late(self, served: ServedModel, request: Request) -> bool:
         if any(handle.admissible for handle in served.handles):

@@ -33,7 +33,7 @@ KEYS = {"web": "key-of-web", "night": "key-of-night"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 # What a healthy deployment without GPUs has no samples of.
-ABSENT = {"after the first", "with NVML"}
+ABSENT = {"after the first", "with NVML", "with external models"}
 
 
 def document(adapter: Path) -> dict[str, Any]:

@@ -64,6 +64,19 @@ def test_no_structure_of_another_library_is_compiled() -> None:
     assert found == []
 
 
+def test_no_error_is_raised_again_after_an_await() -> None:
+    """Machine code forgets which one it was."""
+    found = []
+    for source in SETUP.SOURCES:
+        for node in ast.walk(ast.parse((ROOT / source).read_text())):
+            if isinstance(node, ast.ExceptHandler):
+                inside = list(ast.walk(node))
+                plain = any(isinstance(each, ast.Raise) and each.exc is None for each in inside)
+                awaits = any(isinstance(each, ast.Await) for each in inside)
+                found += [f"{source}:{node.lineno}"] if plain and awaits else []
+    assert found == []
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with one source, whose machine code is said to be built."""
