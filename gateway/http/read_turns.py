@@ -49,7 +49,8 @@ class ClientQueues(Generic[T]):
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[T]] = {}
-        self._takes_newest = False
+        # The clients of which the newest is next.
+        self._newest_next: set[str] = set()
         # Those of which one was taken beyond the time of this turn.
         self._late: set[str] = set()
 
@@ -66,10 +67,16 @@ class ClientQueues(Generic[T]):
         """The next one; the client's others are after those of all other clients."""
         client = next(iter(self._queues))
         queue = self._queues.pop(client)
-        item = queue.pop() if self._takes_newest else queue.popleft()
+        if client in self._newest_next:
+            self._newest_next.remove(client)
+            item = queue.pop()
+        else:
+            self._newest_next.add(client)
+            item = queue.popleft()
         if queue:
             self._queues[client] = queue
-        self._takes_newest = not self._takes_newest
+        else:
+            self._newest_next.discard(client)
         return item
 
     def may_be_late(self, client: str) -> bool:

@@ -20,6 +20,7 @@ from gateway.http.read_turns import (
     SMALL_STARTS_S,
     STARTS_S,
     TURN_S,
+    ClientQueues,
     PacedReader,
     ReadTurns,
     RequestStarts,
@@ -172,6 +173,15 @@ async def test_crowds_from_many_addresses_do_not_make_a_turn_long(site: Site) ->
     while not all(wire.got for wire in wires):
         await site.turn([])
     assert site.order == wires
+
+
+def test_the_oldest_and_the_newest_of_each_client_are_taken_by_turns() -> None:
+    """Also of two clients whose turns alternate: the oldest of one must not wait for all newer ones."""
+    queues: ClientQueues[str] = ClientQueues()
+    for item in ("a1", "b1", "a2", "b2", "a3", "b3", "a4"):
+        queues.add(item[0], item)
+    assert [queues.take() for _ in range(7)] == ["a1", "b1", "a4", "b3", "a2", "b2", "a3"]
+    assert not queues
 
 
 async def test_answers_of_replicas_and_requests_are_processed_by_turns(site: Site) -> None:
