@@ -313,6 +313,7 @@ async def _survives(replica: ReplicaHandle) -> bool:
     So it is assumed where this machine can open none: its own lack says nothing of the replica. The port of a
     process that is being killed may be open for a moment longer than its connections.
     """
+    this = replica.survival_check
     try:
         replica.pool.give(await replica.pool.connect())
         await asyncio.sleep(DYING_S)
@@ -321,7 +322,8 @@ async def _survives(replica: ReplicaHandle) -> bool:
     except OSError as error:
         return is_local_fault(error)
     finally:
-        replica.survival_check = None
+        if replica.survival_check is this:  # not one that began since
+            replica.survival_check = None
     return True
 
 

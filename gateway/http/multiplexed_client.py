@@ -233,7 +233,7 @@ class MultiplexedConnection:
                 never_arrived = before == self._written or 0 <= acked <= before
                 sink.on_lost(stale=closed and not stream.begun and never_arrived)
         if lost:
-            asyncio.get_running_loop().call_soon(lambda: self._lose_some(lost, acked, closed=closed))
+            self._loop.call_soon(lambda: self._lose_some(lost, acked, closed=closed))
 
     def _answered(self, answer: bytes) -> bytes:
         """Take the server's answer to the preface; returns the frames after it."""
