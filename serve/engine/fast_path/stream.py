@@ -86,15 +86,12 @@ class StreamedAnswer:
             return None
 
         state.make_request_output = made
-        # With stop strings vLLM searches the text, and an engine may have no tokenizer.
-        decode = (
-            None
-            if getattr(state.detokenizer, "stop", None)
-            else getattr(state.detokenizer, "decode_next", None)
-        )
-        if decode is None:
+        detokenizer = state.detokenizer
+        # An engine may have no tokenizer, and with stop strings vLLM searches the text.
+        decode = getattr(detokenizer, "decode_next", None)
+        if decode is None or detokenizer.stop:
             return False
-        self._decode, self._token_ids, self._stats = decode, state.detokenizer.token_ids, state.stats
+        self._decode, self._token_ids, self._stats = decode, detokenizer.token_ids, state.stats
         return True
 
     def take(self, token_ids: list[int], at: float, latencies: list[float]) -> bool:
