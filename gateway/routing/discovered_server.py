@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from policy.config.deployment import ModelSpec
-from policy.config.external_servers import ExternalServer, built_as
+from policy.config.external_servers import ExternalServer, server_shape
 from policy.scaling.transition_steps import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
 
@@ -14,14 +14,14 @@ EXTERNAL_SHAPE = "external"
 
 
 class DiscoveredServer(ExternalServer, frozen=True, kw_only=True):
-    """A server, listed or found, and where it says of what shape and mode it is (``told_by``).
+    """A server, listed or found, and the ``source`` of its shape and mode, for messages.
 
-    ``replica`` is the id of its pod's replica, if it has one. Once it is :func:`placed` its shape and mode
+    ``replica`` is the id of its pod's replica, if it has one. Once it is :func:`resolved` its shape and mode
     are declared ones or empty, and ``problem`` says what is wrong with those that it was given.
     ``generation`` is that of its layer, for a pod that the controller scales.
     """
 
-    told_by: str = ""
+    source: str = ""
     replica: str = ""
     generation: int = 0
     problem: str = ""
@@ -32,13 +32,13 @@ def is_labelled(spec: ModelSpec) -> bool:
     return bool(spec.shapes) or spec.adapters is not None
 
 
-def placed(server: DiscoveredServer, spec: ModelSpec, layer: LayerKey | None) -> DiscoveredServer:
+def resolved(server: DiscoveredServer, spec: ModelSpec, layer: LayerKey | None) -> DiscoveredServer:
     """The server with what the deployment declares, and the controller knows of its ``layer``.
 
     A pod is of the shape whose workload it is of, whatever its labels say.
     """
     modes = {name: mode.shape for name, mode in spec.modes.items()}
-    built = built_as(server, spec.shapes, modes, server.told_by, layer.shape if layer is not None else "")
+    built = server_shape(server, spec.shapes, modes, server.source, layer.shape if layer is not None else "")
     shape = spec.shapes.get(built.shape)
     return structs.replace(
         server,
@@ -67,7 +67,7 @@ def external_replica(
     )
 
 
-def described(server: DiscoveredServer, replica: Replica) -> Replica:
+def with_server_details(server: DiscoveredServer, replica: Replica) -> Replica:
     """The replica with what its server is said to be; a wrong shape does not keep it from serving."""
     return structs.replace(
         replica,

@@ -15,7 +15,12 @@ import httpx
 import msgspec
 
 from gateway.http.client import causes, is_local_fault
-from gateway.routing.discovered_server import DiscoveredServer, described, external_replica, placed
+from gateway.routing.discovered_server import (
+    DiscoveredServer,
+    external_replica,
+    resolved,
+    with_server_details,
+)
 from gateway.routing.fleet import FleetView
 from gateway.routing.server_access import ServerAccess
 from gateway.routing.server_discovery import ServerDiscovery
@@ -104,7 +109,7 @@ class ExternalPoller:
             await self._discovery.keep([spec.name for spec in specs if spec.discovery is not None])
             found = await asyncio.gather(*map(self._discovery.servers, specs))
             self._servers = {
-                spec.name: self._placed(spec, each) for spec, each in zip(specs, found, strict=True)
+                spec.name: self._resolved(spec, each) for spec, each in zip(specs, found, strict=True)
             }
             used = {(each.ca_file, _changed_ns(each.ca_file)) for servers in found for each in servers}
             for unused in self._clients.keys() - used:
@@ -119,8 +124,8 @@ class ExternalPoller:
                 await asyncio.sleep(COALESCE_S)
             self._discovery.changed.clear()
 
-    def _placed(self, spec: ModelSpec, servers: Iterable[DiscoveredServer]) -> tuple[DiscoveredServer, ...]:
-        found = tuple(placed(each, spec, self.view.layer_of(spec.name, each.replica)) for each in servers)
+    def _resolved(self, spec: ModelSpec, servers: Iterable[DiscoveredServer]) -> tuple[DiscoveredServer, ...]:
+        found = tuple(resolved(each, spec, self.view.layer_of(spec.name, each.replica)) for each in servers)
         problems = frozenset(each.problem for each in found if each.problem)
         for problem in sorted(problems - self._problems.get(spec.name, frozenset())):
             self.log.warning("server_shape_unknown", model=spec.name, problem=problem)
@@ -156,7 +161,7 @@ class ExternalPoller:
         found = await asyncio.gather(*(self._probe(spec.name, each) for each in self._servers[spec.name]))
         lengths = [answer.max_model_len for answer in found if answer.max_model_len is not None]
         asked = zip(self._servers[spec.name], found, strict=True)
-        servers = [(described(server, answer.replica), answer.access) for server, answer in asked]
+        servers = [(with_server_details(server, answer.replica), answer.access) for server, answer in asked]
         self.view.set_external(spec.name, servers, min(lengths) if lengths else None)
 
     async def _probe(self, model: str, server: ExternalServer) -> _Answer:

@@ -110,8 +110,8 @@ class ServerDiscovery:
         return tuple(_of(each, f"{path}: {each.url}: ") for each in servers)
 
 
-def _of(server: ExternalServer, told_by: str) -> DiscoveredServer:
-    return DiscoveredServer(**structs.asdict(server), told_by=told_by)
+def _of(server: ExternalServer, source: str) -> DiscoveredServer:
+    return DiscoveredServer(**structs.asdict(server), source=source)
 
 
 def _settings(discovery: Discovery) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def _servers(endpoints: Sequence[ServiceEndpoint], discovery: Discovery) -> tupl
         if each.built is not None:
             settings["shape"], settings["mode"] = each.built
         settings["adapters"] = each.adapters or discovery.adapters
-        url, told_by = f"{scheme}://{_bracketed(each.host)}:{each.port}", f"pod {each.pod}: {PREFIX}"
-        servers.append(DiscoveredServer(url=url, told_by=told_by, replica=each.replica, **settings))
+        url, source = f"{scheme}://{_bracketed(each.host)}:{each.port}", f"pod {each.pod}: {PREFIX}"
+        servers.append(DiscoveredServer(url=url, source=source, replica=each.replica, **settings))
     return tuple(servers)
 
 

@@ -76,7 +76,7 @@ class Discovery(ServerSettings, frozen=True, kw_only=True):
         return self.kubernetes is not None and self.kubernetes.scaled_by == "autoscaler"
 
 
-class Built(NamedTuple):
+class ServerShape(NamedTuple):
     """The declared shape and mode of a server, each empty if it is not known, and what is wrong."""
 
     shape: str
@@ -84,9 +84,9 @@ class Built(NamedTuple):
     problem: ConfigError | None = None
 
 
-def built_as(
+def server_shape(
     given: ServerSettings, shapes: Collection[str], modes: Mapping[str, str], at: str, known: str = ""
-) -> Built:
+) -> ServerShape:
     """What a server is of which ``given`` says shape and mode; ``modes`` are shapes by mode.
 
     Each follows from the other where it can. A single shape is that of all servers, and ``known`` is certain.
@@ -111,7 +111,7 @@ def built_as(
     of_shape = [name for name, its in modes.items() if its == shape]
     if mode not in of_shape:
         mode = of_shape[0] if len(of_shape) == 1 else ""
-    return Built(shape, mode, problem)
+    return ServerShape(shape, mode, problem)
 
 
 def _one_of(what: str, names: Collection[str]) -> str:

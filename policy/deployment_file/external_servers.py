@@ -14,7 +14,7 @@ from policy.config.external_servers import (
     ExternalServer,
     KubernetesService,
     ServerSettings,
-    built_as,
+    server_shape,
 )
 
 _VISIBLE = re.compile(r"[!-~]+")
@@ -100,7 +100,7 @@ def check_key(path: str, server: ServerSettings | Upstream) -> None:
 
 def _check_built(path: str, spec: ModelSpec, given: ServerSettings) -> None:
     modes = {name: mode.shape for name, mode in spec.modes.items()}
-    if (problem := built_as(given, spec.shapes, modes, f"{path}.").problem) is not None:
+    if (problem := server_shape(given, spec.shapes, modes, f"{path}.").problem) is not None:
         raise problem
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.routing.discovered_server import placed
+from gateway.routing.discovered_server import resolved
 from gateway.routing.server_discovery import ServerDiscovery
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import ModelSpec
@@ -38,7 +38,7 @@ def external(*urls: str, more: dict[str, Any] | None = None, **discovery: Any) -
 
 async def built(discovery: ServerDiscovery, spec: ModelSpec) -> list[tuple[str, str, str, tuple[str, ...]]]:
     """Port, shape, mode and adapters of each server."""
-    found = [placed(each, spec, None) for each in await discovery.servers(spec)]
+    found = [resolved(each, spec, None) for each in await discovery.servers(spec)]
     return [(each.url.rpartition(":")[2], each.shape, each.mode, each.adapters) for each in found]
 
 
@@ -156,7 +156,7 @@ async def test_a_file_says_how_its_servers_were_built(tmp_path: Path) -> None:
     assert await built(discovery, spec) == [
         ("1", "small", "many", ()), ("2", "big", "one", ("sql",)), ("3", "", "", ()),
     ]  # fmt: skip
-    last = placed((await discovery.servers(spec))[-1], spec, None)
+    last = resolved((await discovery.servers(spec))[-1], spec, None)
     assert last.problem == f"{path}: http://h:3: shape: got 'huge', expected one of the shapes: big, small"
 
 
@@ -179,12 +179,12 @@ async def test_labels_of_pods_say_how_they_were_built(api: KubernetesApi) -> Non
     await becomes(first, ("2", "big", "one", ("sql", "chat")), third)
     api.put_pod("vllm-2", {"tidegate.io/shape": "huge"})
     await becomes(first, ("2", "", "", ()), third)
-    found = placed((await discovery.servers(spec))[1], spec, None)
+    found = resolved((await discovery.servers(spec))[1], spec, None)
     expected = "one of the shapes: big, small"
     assert found.problem == f"pod vllm-2: tidegate.io/shape: got 'huge', expected {expected}"
     # The controller knows of what workload a pod is.
     layer = LayerKey("alpha", "small", 3)
-    certain = placed(found, spec, layer)
+    certain = resolved(found, spec, layer)
     assert (certain.replica, certain.shape, certain.mode, certain.generation) == (
         "vllm-2-uid of v", "small", "many", 3,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.config.external_servers import ServerSettings, built_as
+from policy.config.external_servers import ServerSettings, server_shape
 
 SHAPES = ("big", "small")
 MODES = {"one": "big", "many": "small", "night": "small"}
@@ -26,11 +26,14 @@ Given = tuple[str, str, str]
 )
 def test_shape_and_mode_follow_from_each_other(given: Given, built: tuple[str, str]) -> None:
     shape, mode, known = given
-    assert built_as(ServerSettings(shape=shape, mode=mode), SHAPES, MODES, "", known) == (*built, None)
+    assert server_shape(ServerSettings(shape=shape, mode=mode), SHAPES, MODES, "", known) == (
+        *built,
+        None,
+    )
 
 
 def test_a_single_shape_is_that_of_every_server() -> None:
-    assert built_as(ServerSettings(), ("only",), {}, "") == ("only", "", None)
+    assert server_shape(ServerSettings(), ("only",), {}, "") == ("only", "", None)
 
 
 @pytest.mark.parametrize(
@@ -50,5 +53,5 @@ def test_a_single_shape_is_that_of_every_server() -> None:
 )  # fmt: skip
 def test_what_is_wrong_is_named_and_not_used(given: Given, built: tuple[str, str], problem: str) -> None:
     shape, mode, known = given
-    found = built_as(ServerSettings(shape=shape, mode=mode), SHAPES, MODES, "pod p: ", known)
+    found = server_shape(ServerSettings(shape=shape, mode=mode), SHAPES, MODES, "pod p: ", known)
     assert (found[:2], str(found.problem)) == (built, problem)
