@@ -317,13 +317,12 @@ async def _survives(replica: ReplicaHandle) -> bool:
     try:
         replica.pool.give(await replica.pool.connect())
         await asyncio.sleep(DYING_S)
-        replica.survival_check = None  # from now on it says nothing of a death
+        replica.end_survival_check(this)  # from now on it says nothing of a death
         replica.pool.give(await replica.pool.connect())
     except OSError as error:
         return is_local_fault(error)
     finally:
-        if replica.survival_check is this:  # not one that began since
-            replica.survival_check = None
+        replica.end_survival_check(this)
     return True
 
 

@@ -152,6 +152,11 @@ class ReplicaHandle:
                 limit.estimate(begun.count(False), len(begun), self.in_flight, time())
         self.view.bound = limit.limit
 
+    def end_survival_check(self, check: asyncio.Task[bool] | None) -> None:
+        """Let no more requests wait for ``check``; one that began after it stays."""
+        if self.survival_check is check:
+            self.survival_check = None
+
     def take_connection(self) -> Connection | None:
         """A way for a request that needs no waiting, if there is one."""
         stream = None if self._frames is None else self._frames.take()
