@@ -133,6 +133,11 @@ async def aborted(stack: Stack, key: str) -> None:
 async def administered(stack: Stack) -> str:
     """A key of the database that changes were made to."""
     admin = stack.admin
+
+    async def is_ready() -> bool:
+        return (await admin.get("/admin/audit")).status_code == 200
+
+    await until(is_ready, "the accounting process answers")
     assert (await admin.post("/admin/tenants", json={"name": "stored"})).status_code in (200, 201)
     made = (await admin.post("/admin/keys", json={"tenant": "stored"})).json()
     rotated = (await admin.post(f"/admin/keys/{made['view']['id']}/rotate", json={"grace_s": 60})).json()
