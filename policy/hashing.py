@@ -1,9 +1,10 @@
-"""64-bit keys of replicas, models, tenants and adapters, and weighted rendezvous hashing."""
+"""64-bit keys of replicas, models, tenants, adapters and KV blocks, and weighted rendezvous hashing."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 _MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
@@ -27,3 +28,18 @@ def rendezvous(item: int, replica: int, weight: float = 1.0) -> float:
 def hash_name(name: str) -> int:
     """The key of ``name``, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+def block_keys(
+    tokens: Sequence[Hashable], block_tokens: int, parent: int = 0, extras: Sequence[Hashable] = ()
+) -> list[int]:
+    """The key of each full block of ``tokens``, which continue the block ``parent`` (0: none).
+
+    ``extras`` is what an engine adds to each block's identity beside its tokens, such as an adapter.
+    """
+    found = []
+    for index, start in enumerate(range(0, len(tokens) - block_tokens + 1, block_tokens)):
+        extra = extras[index] if extras else None
+        parent = hash((parent, extra, *tokens[start : start + block_tokens]))
+        found.append(parent)
+    return found

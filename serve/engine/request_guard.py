@@ -15,6 +15,7 @@ import msgspec
 
 from policy.engine.performance_model import Timing
 from policy.errors import AdapterRefused, EngineFailed, Refusal
+from policy.routing.kv_block_index import NamedPrompt
 from policy.types import Load, ReplicaPhase
 from policy.wire.adapter_catalog import DIGEST, NAME
 from policy.wire.headers import (
@@ -31,7 +32,6 @@ from serve.engine import guard_responses
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.guard_responses import Answer
 from serve.engine.interface import ALLOWED, NAMED, WRITER, Engine, Message, Receive, Scope, Send
-from serve.engine.kv_block_index import NamedPrompt
 
 _CANARY, _SECRET = CANARY_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()

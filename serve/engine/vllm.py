@@ -29,11 +29,11 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from policy.engine.performance_model import Limits, Timing
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
+from policy.routing.kv_block_index import KvBlockIndex
 from serve.engine import vllm_profiler
 from serve.engine.fast_path.app import fast_path
 from serve.engine.grammar_limits import excess
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
-from serve.engine.kv_block_index import KvBlockIndex
 from serve.engine.step_stats import StepStats
 from serve.engine.vllm_arguments import USAGE, arguments, configuration, starting
 from serve.engine.vllm_kv_events import KvEvents, followed

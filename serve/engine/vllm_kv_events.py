@@ -1,13 +1,10 @@
 """vLLM's KV events: which blocks its cache stores and removes, followed on a socket beside the engine.
 
-Batches are numbered. Missing ones are asked for again; what vLLM has no longer is lost, and nothing counts as
-held until vLLM says so again. Source: vLLM's ``distributed/kv_events.py`` (0.32).
+What events cannot be had again is lost, and nothing counts as held until vLLM says so again.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import os
 import shutil
@@ -15,25 +12,19 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import zmq
-import zmq.asyncio
-from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
+from policy.hashing import block_keys
+from policy.routing.kv_block_index import KvBlockIndex
+from policy.routing.kv_event_log import KvEventLog, hashable
 from policy.types import Runner
 from serve.engine.interface import NAMED, EngineSpec
-from serve.engine.kv_block_index import KvBlockIndex, block_keys
+from store.kv_event_subscriber import KvEventSubscriber
 from store.state_dir import private_directory
 
-# vLLM looks for requests for old batches ten times a second.
-REPLAY_S = 2.0
 # A unix socket's path has at most 107 bytes.
 MAX_PATH = 100
 _FOLDER = "kv-"
-
-_Hash = int | bytes
-_BATCH = msgspec.msgpack.Decoder(KVEventBatch)
 
 log = logging.getLogger("tidegate.engine")
 
@@ -98,28 +89,24 @@ class KvEvents:
     def __init__(self, block_tokens: int, endpoint: str, replay_endpoint: str | None) -> None:
         self.index = KvBlockIndex(block_tokens)
         self._block_tokens = block_tokens
-        self._keys: dict[_Hash, int] = {}
-        self._next = 0
-        self._context = zmq.asyncio.Context()
-        self.socket = self._context.socket(zmq.SUB)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.subscribe(b"")
-        self.socket.connect(_reachable(endpoint))
-        self._replay: zmq.asyncio.Socket | None = None
-        if replay_endpoint is not None:
-            self._replay = self._context.socket(zmq.DEALER)
-            self._replay.connect(_reachable(replay_endpoint))
-        self._task = asyncio.create_task(self._follow(), name="KV events")
+        self._lost = 0
+        self._log = KvEventLog(self.index)
+        replay = None if replay_endpoint is None else _reachable(replay_endpoint)
+        self.subscriber = KvEventSubscriber(self._log, _reachable(endpoint), replay, self._report)
 
     def close(self) -> None:
-        self._task.cancel()
-        self._context.destroy(linger=0)
+        self.subscriber.close()
         shutil.rmtree(_path(), ignore_errors=True)
 
     def check(self) -> None:
-        """Raise what ended the task."""
-        if self._task.done() and not self._task.cancelled():
-            self._task.result()
+        """Raise what ended the subscription."""
+        self.subscriber.check()
+
+    def _report(self) -> None:
+        lost = self._log.lost + self._log.malformed
+        if lost > self._lost:
+            log.warning("%d batches of KV events were lost", lost - self._lost)
+            self._lost = lost
 
     def name(self, request: Any) -> None:
         """Tie the prompt of vLLM's ``request`` to the prefixes that its gateway named."""
@@ -143,88 +130,14 @@ class KvEvents:
             for start in range(0, blocks * size, size):
                 extra, media = generate_block_hash_extra_keys(request, start, start + size, media)
                 extras.append(extra)
-            return [_hashable(extra) for extra in to_event_extra_keys(extras) or ()]
+            return [hashable(extra) for extra in to_event_extra_keys(extras) or ()]
         usual = (adapter.lora_name,) if adapter else ()
         first = (*usual, salt) if salt else usual
         return [first or None, *[usual or None] * (blocks - 1)] if first else []
 
-    async def _follow(self) -> None:
-        while True:
-            _, number, payload = await self.socket.recv_multipart()
-            await self._take(int.from_bytes(number), payload)
-
-    async def _take(self, number: int, payload: bytes) -> None:
-        if number > self._next:
-            for old, missed in await self._replayed():
-                if old < number:
-                    self._apply(old, missed)
-        self._apply(number, payload)
-
-    async def _replayed(self) -> list[tuple[int, bytes]]:
-        """The batches from the next one on, as far as vLLM still has them."""
-        found: list[tuple[int, bytes]] = []
-        if self._replay is None:
-            return found
-        await self._replay.send_multipart([b"", self._next.to_bytes(8)])
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REPLAY_S):
-                while True:
-                    _, _, number, payload = await self._replay.recv_multipart()
-                    if not payload:  # the end
-                        break
-                    found.append((int.from_bytes(number), payload))
-        return found
-
-    def _apply(self, number: int, payload: bytes) -> None:
-        if number < self._next:
-            return
-        if number > self._next:
-            log.warning("%d batches of KV events were lost", number - self._next)
-            self.index.lost()
-        self._next = number + 1
-        for event in _BATCH.decode(payload).events:
-            if isinstance(event, AllBlocksCleared):
-                self.index.cleared()
-            elif event.group_idx:
-                continue
-            elif isinstance(event, BlockRemoved):
-                self._removed(event)
-            else:
-                self._stored(event)
-
-    def _stored(self, event: BlockStored) -> None:
-        host = event.medium == MEDIUM_CPU
-        hashes, parent = event.block_hashes, 0
-        if event.parent_block_hash is not None:
-            if (known := self._keys.get(event.parent_block_hash)) is None:
-                return
-            parent = known
-        if host:
-            # These events leave out what else identifies a block; all of them were in device memory before.
-            for each in hashes:
-                if (key := self._keys.get(each)) is not None:
-                    self.index.stored((key,), parent, host=True)
-                    parent = key
-        elif event.block_size == self._block_tokens:
-            extras = [_hashable(extra) for extra in event.extra_keys or ()]
-            keys = block_keys(event.token_ids, event.block_size, parent, extras if any(extras) else ())
-            self._keys.update(zip(hashes, keys, strict=True))
-            self.index.stored(keys, parent)
-
-    def _removed(self, event: BlockRemoved) -> None:
-        for each in event.block_hashes:
-            if (key := self._keys.get(each)) is not None:
-                self.index.removed(key, host=event.medium == MEDIUM_CPU)
-                if not self.index.holds(key):
-                    del self._keys[each]
-
 
 def _reachable(endpoint: str) -> str:
     return endpoint.replace("*", "127.0.0.1")
-
-
-def _hashable(value: Any) -> Hashable:
-    return tuple(_hashable(each) for each in value) if isinstance(value, list | tuple) else value
 
 
 def _path() -> Path:

@@ -72,8 +72,8 @@ async def test_the_router_believes_what_vllm_holds(tmp_path: Path, monkeypatch: 
         await restarted(stack, replica)
         agrees("after a restart", await clients.run(150))
         events: Any = replica.engine
-        events.events.socket.unsubscribe(b"")
+        events.events.subscriber.socket.unsubscribe(b"")
         await clients.run(10)
-        events.events.socket.subscribe(b"")
+        events.events.subscriber.socket.subscribe(b"")
         await asyncio.sleep(1)
         agrees("after a gap", await clients.run(100))

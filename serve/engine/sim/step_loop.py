@@ -13,8 +13,8 @@ from policy.engine.batch_scheduler import Request, Scheduler, StepResult
 from policy.engine.performance_model import BLOCK, EngineModel, Limits
 from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.errors import EngineFailed
+from policy.routing.kv_block_index import KvBlockIndex
 from serve.engine.interface import NAMED, EngineStats
-from serve.engine.kv_block_index import KvBlockIndex
 from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.text import Output, Prompt
 from serve.engine.step_stats import StepStats

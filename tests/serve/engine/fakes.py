@@ -12,12 +12,12 @@ import msgspec
 
 from policy.engine.performance_model import Limits, Timing
 from policy.errors import AdapterRefused, PreconditionFailed
+from policy.routing.kv_block_index import KvBlockIndex
 from policy.wire.headers import REFUSAL_HEADER
 from policy.wire.heartbeat import AdapterRef
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import EngineStats
-from serve.engine.kv_block_index import KvBlockIndex
 from serve.engine.request_guard import Guard
 from tests.clock import Clock
 from tests.serve.sim_driver import OpenRequest, until

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from policy.engine.performance_model import Timing
+from policy.routing.kv_block_index import KvBlockIndex, NamedPrompt
 from policy.types import ReplicaPhase
 from policy.wire import headers
 from policy.wire.load_stream import PROFILE
 from serve.engine import guard_responses, request_guard
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, NAMED, EngineStats, Receive, Scope, Send
-from serve.engine.kv_block_index import KvBlockIndex, NamedPrompt
 from serve.engine.request_guard import MAX_PREFIXES, Guard
 from tests.clock import Clock
 from tests.serve.engine.fakes import TIMING, FakeEngine, FakeFiles, Request

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from policy.hashing import block_keys
+from policy.routing.kv_block_index import NamedPrompt
 from policy.types import EngineKind, Runner
 from serve.engine.interface import NAMED, EngineSpec
-from serve.engine.kv_block_index import NamedPrompt, block_keys
 from tests.serve.sim_driver import until
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -108,11 +109,11 @@ async def test_missed_batches_are_asked_for_again(tmp_path: Path) -> None:
         async with following(tmp_path) as events:
             publish(stored([2], TOKENS[4:8], parent=1))
             await until(lambda: finds(events) == (8, 0))
-            events.socket.unsubscribe(b"")
+            events.subscriber.socket.unsubscribe(b"")
             await asyncio.sleep(0.3)
             publish(stored([3], TOKENS[8:12], parent=2))
             await asyncio.sleep(0.3)
-            events.socket.subscribe(b"")
+            events.subscriber.socket.subscribe(b"")
             await asyncio.sleep(0.3)
             publish(stored([4], TOKENS[12:16], parent=3))
             await until(lambda: finds(events) == (16, 0))
@@ -131,11 +132,11 @@ async def test_after_lost_batches_a_request_asks_vllm_what_it_finds(tmp_path: Pa
             assert params.extra_args is None
             publish(stored([1, 2], TOKENS[:8]))
             await until(lambda: finds(events) == (8, 0))
-            events.socket.unsubscribe(b"")
+            events.subscriber.socket.unsubscribe(b"")
             await asyncio.sleep(0.3)
             publish(stored([7], TOKENS[16:20]))
             await asyncio.sleep(0.3)
-            events.socket.subscribe(b"")
+            events.subscriber.socket.subscribe(b"")
             await asyncio.sleep(0.3)
             publish(stored([8], TOKENS[12:16]))
             await until(lambda: finds(events) == (0, 0))

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.kv_block_index import KvBlockIndex, NamedPrompt, News, block_keys
+from policy.hashing import block_keys
+from policy.routing.kv_block_index import KvBlockIndex, NamedPrompt, News
 
 BLOCK = 4
 # Characters of a prompt up to each of its hashes. A token is a character.

@@ -5,15 +5,15 @@ here: each request ties its hashes to the blocks of its prompt. A named prefix t
 where its part of the bytes does. As soon as two prompts share it and nothing deeper, it is worth what they
 have in common; nearly all that share it later part at the same place, the end of a system prompt.
 
-Blocks have a chained key (:func:`block_keys`), which stands for all tokens up to their end. A block is found
-by a prompt in device memory if all before it are, and in host memory from there on. Events may name a block
-several times, since an engine may hold copies of it: they are counted.
+Blocks have a chained key (:func:`policy.hashing.block_keys`), which stands for all tokens up to their end. A
+block is found by a prompt in device memory if all before it are, and in host memory from there on. Events may
+name a block several times, since an engine may hold copies of it: they are counted.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,21 +26,6 @@ MAX_CHANGES = 4096
 MAX_SNAPSHOT = 4096
 # No prompt has more prefixes.
 MAX_DEPTH = 256
-
-
-def block_keys(
-    tokens: Sequence[Hashable], block_tokens: int, parent: int = 0, extras: Sequence[Hashable] = ()
-) -> list[int]:
-    """The key of each full block of ``tokens``, which continue the block ``parent`` (0: none).
-
-    ``extras`` is what an engine adds to each block's identity beside its tokens, such as an adapter.
-    """
-    found = []
-    for index, start in enumerate(range(0, len(tokens) - block_tokens + 1, block_tokens)):
-        extra = extras[index] if extras else None
-        parent = hash((parent, extra, *tokens[start : start + block_tokens]))
-        found.append(parent)
-    return found
 
 
 class NamedPrompt(NamedTuple):
@@ -67,13 +52,15 @@ class News(NamedTuple):
 class _Block:
     """A block: ``near`` if a prompt finds it in device memory, ``reached`` if it finds it at all.
 
-    ``device`` and ``host`` count its copies, ``names`` are the prefixes whose report depends on it.
+    ``device`` and ``host`` count its copies, ``names`` are the prefixes whose report depends on it. It is
+    known since the store numbered ``since``.
     """
 
-    __slots__ = ("children", "depth", "device", "host", "key", "names", "near", "parent", "reached")
+    __slots__ = ("children", "depth", "device", "host", "key", "names", "near", "parent", "reached", "since")
 
-    def __init__(self, key: int, parent: _Block | None) -> None:
+    def __init__(self, key: int, parent: _Block | None, since: int = 0) -> None:
         self.key = key
+        self.since = since
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: set[_Block] = set()
@@ -100,10 +87,15 @@ class _Name:
 
 
 class KvBlockIndex:
-    """The blocks and named prefixes of one engine with blocks of ``block_tokens`` tokens."""
+    """The blocks and named prefixes of one engine, with blocks of ``block_tokens`` tokens (0: not known yet).
+
+    ``stores`` counts what was stored. It is ``lossy`` where the engine may hold more than is known here.
+    """
 
     def __init__(self, block_tokens: int, max_names: int = MAX_NAMES) -> None:
         self.block_tokens = block_tokens
+        self.stores = 0
+        self.lossy = False
         self._max_names = max_names
         self._root = _Block(0, None)
         self._blocks: dict[int, _Block] = {0: self._root}
@@ -115,7 +107,6 @@ class KvBlockIndex:
         self._changes: deque[int] = deque(maxlen=MAX_CHANGES)
         self._count = 0
         self._reset_at = 0
-        self._lossy = False
         self._watch: Callable[[], None] = lambda: None
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -127,6 +118,7 @@ class KvBlockIndex:
 
         Blocks after one that is not known cannot be placed: no prompt that is named here can find them.
         """
+        self.stores += 1
         last = self._blocks.get(parent)
         for key in keys:
             if last is None:
@@ -136,7 +128,7 @@ class KvBlockIndex:
                 last.host += 1
             else:
                 # After lost events a store may be a repeated one.
-                last.device = 1 if self._lossy else last.device + 1
+                last.device = 1 if self.lossy else last.device + 1
             self._refresh(last)
         self._watch()
 
@@ -164,25 +156,27 @@ class KvBlockIndex:
 
     def lost(self) -> None:
         """Events were lost: nothing is held until the engine says so again."""
-        self._forget(host=True)
-        self._lossy = True
-        self._count += 1
-        self._reset_at = self._count
+        self._restart(lossy=True)
 
-    def name(self, prompt: NamedPrompt, keys: Sequence[int], tokens: int) -> bool:
+    def restart(self) -> None:
+        """The engine was replaced by one that holds nothing."""
+        self._restart(lossy=False)
+
+    def name(self, prompt: NamedPrompt, keys: Sequence[int], tokens: int, sent_at: int | None = None) -> bool:
         """A prompt of ``tokens`` tokens, with the full blocks ``keys``, goes to the engine.
 
+        It may have been sent before, when ``stores`` was ``sent_at``: what was stored since may be its own.
         Returns whether the engine may hold more of it than is known here, since events were lost.
         """
         hashes = prompt.hashes
-        shared = self._shared(keys)
+        shared = self._shared(keys, self.stores if sent_at is None else sent_at)
         whole = len(keys)
-        # The engine always computes the last token.
-        most = max(tokens - 1, 0) // self.block_tokens
-        doubtful = self._lossy and self._reached(keys[:shared]) < min(shared, most)
         if not whole:  # too short to be cached
             self.announce(hashes)
             return False
+        # The engine always computes the last token.
+        most = max(tokens - 1, 0) // self.block_tokens
+        doubtful = self.lossy and self._reached(keys[:shared]) < min(shared, most)
         known = max((i for i, value in enumerate(hashes) if value in self._names), default=-1)
         if known >= 0:
             self._found(hashes[known], min(shared, most), keys)
@@ -243,10 +237,11 @@ class KvBlockIndex:
             reached += 1
         return near * self.block_tokens, (reached - near) * self.block_tokens
 
-    def _shared(self, keys: Sequence[int]) -> int:
-        """How many leading blocks of a prompt are known from others."""
+    def _shared(self, keys: Sequence[int], sent_at: int) -> int:
+        """How many leading blocks of a prompt that was sent then are known from others."""
         for index, key in enumerate(keys):
-            if key not in self._blocks:
+            block = self._blocks.get(key)
+            if block is None or (block.since > sent_at and not block.names):
                 return index
         return len(keys)
 
@@ -301,7 +296,7 @@ class KvBlockIndex:
             self._log(value)
 
     def _add(self, key: int, parent: _Block) -> _Block:
-        block = self._blocks[key] = _Block(key, parent)
+        block = self._blocks[key] = _Block(key, parent, self.stores)
         parent.children.add(block)
         return block
 
@@ -330,6 +325,12 @@ class KvBlockIndex:
             block.near, block.reached = near, reached
             self._dirty |= block.names
             stack.extend(block.children)
+
+    def _restart(self, *, lossy: bool) -> None:
+        self._forget(host=True)
+        self.lossy = lossy
+        self._count += 1
+        self._reset_at = self._count
 
     def _forget(self, *, host: bool) -> None:
         """Nothing is in device memory any more, nor with ``host`` in host memory."""
