@@ -19,8 +19,8 @@ from policy.routing.kv_event_log import KvEventLog
 
 # vLLM looks for requests for old batches ten times a second.
 REPLAY_S = 2.0
-# A subscription takes effect when the publisher has it, which is not told.
-SUBSCRIBED_S = 0.1
+# A subscription takes effect when the publisher has it, which is not told: usually and at the latest.
+SUBSCRIBED_S, SUBSCRIBED_MS = 0.1, 2_000
 # Of one batch. A step of 32,768 tokens is 0.3 MB; more ends the connection, unread.
 MAX_BATCH_BYTES = 2 * 1024 * 1024
 # Batches that wait to be read. Then the publisher keeps them, or drops some, which are asked for again.
@@ -100,15 +100,22 @@ class KvEventSubscriber:
 
     async def _watch(self) -> None:
         """Compare the log when a connection begins: a quiet engine publishes nothing that shows a gap."""
+        settling = False
         while not self.log.unsupported:
+            if settling and not await self._monitor.poll(SUBSCRIBED_MS):
+                settling = False
+                async with self._taking:
+                    await self._catch_up()
+                self._changed()
+                continue
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 await asyncio.sleep(SUBSCRIBED_S)
                 async with self._taking:
                     await self._catch_up()
-                self.current = True
+                self.current = settling = True
             else:
-                self.current, self._unchecked, self._live = False, True, -1
+                self.current, settling, self._unchecked, self._live = False, False, True, -1
             self._changed()
 
     async def _take(self, number: int, payload: bytes) -> None:
