@@ -49,6 +49,7 @@ _WANTED: Final = frozenset(
         b"anthropic-version",
         b"authorization",
         b"content-encoding",
+        b"transfer-encoding",
         b"traceparent",
         b"tracestate",
         b"x-api-key",
@@ -59,6 +60,14 @@ _WANTED: Final = frozenset(
         _EXPLAIN,
     }
 )
+# The key of the scope for what :func:`headers_of` found, where the head was judged before the call began.
+HEADERS: Final = "tidegate.headers"
+
+
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """The headers of a request that the gateway reads; of equal names the last."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    return {name: value for name, value in headers if name in _WANTED}
 
 
 class Call:
@@ -98,7 +107,8 @@ class Call:
         self._receive = receive
         self.exchange: Exchange | None = scope.get("tidegate.exchange")
         self.client: tuple[str, int] | None = scope.get("client")
-        self.headers = {name: value for name, value in scope["headers"] if name in _WANTED}
+        headers: dict[bytes, bytes] | None = scope.get(HEADERS)
+        self.headers = headers_of(scope) if headers is None else headers
         self.request_id, self.upstream_id = request_ids(self.headers.get(b"x-request-id"))
         self.streaming = False
         self.dropped: list[str] = []
@@ -180,13 +190,29 @@ class Call:
         """The head of the answer, with the request id."""
         self.status = status
         headers += id_headers(self.request_id, anthropic=self.route.api is _MESSAGES)
-        if self.reservation is not None:
-            headers += self.reservation.headers
-        if self.explain is not None:
-            headers.append((_EXPLAIN, self.explain()))
-        if self.dropped:
-            headers.append((_DROPPED, _listed(self.dropped)))
+        headers += self._own_headers()
         return {"type": "http.response.start", "status": status, "headers": headers}
+
+    def json_head(self) -> bytes:
+        """The header lines of a whole answer with status 200, without its length."""
+        self.status = 200
+        lines = b"content-type: application/json\r\n%b: %b\r\nx-request-id: %b\r\n" % (
+            _REPLICA, self.replica, self.request_id,
+        )  # fmt: skip
+        if self.route.api is _MESSAGES:
+            lines += b"request-id: %b\r\n" % self.request_id
+        for name, value in self._own_headers():
+            lines += b"%b: %b\r\n" % (name, value)
+        return lines
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        """What the gateway tells the client of limits, of its decision, and of fields that it dropped."""
+        headers = [] if self.reservation is None else self.reservation.headers
+        if self.explain is not None:
+            headers = [*headers, (_EXPLAIN, self.explain())]
+        if self.dropped:
+            headers = [*headers, (_DROPPED, _listed(self.dropped))]
+        return headers
 
     async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         self.started = self.answered = True

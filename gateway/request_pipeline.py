@@ -45,7 +45,7 @@ from gateway.protocol.paths import ROUTES, Route
 from gateway.protocol.usage import UsageBounds
 from gateway.queue.dynamic_batching import Coalescer
 from gateway.queue.model_queues import Admission
-from gateway.request_context import Call
+from gateway.request_context import HEADERS, Call, headers_of
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.fleet_events import FleetEvents
 from gateway.routing.model_routers import ModelRouters
@@ -216,7 +216,7 @@ class Gateway:
         """How large the body of a request may be: 0 unless its route, coding and key are accepted."""
         if scope["path"] not in ROUTES or scope["method"] != "POST":
             return 0
-        headers = dict(scope["headers"])
+        headers = scope[HEADERS] = headers_of(scope)
         try:
             scope[_PRINCIPAL] = self.tenants.of(headers)
             _refuse_compressed(headers)

@@ -16,7 +16,7 @@ from typing import Final
 
 from starlette.types import Message
 
-from gateway.http.asgi_exchange import SENT
+from gateway.http.asgi_exchange import SENT, Exchange
 from gateway.http.byte_accumulator import ByteAccumulator
 from gateway.http.client import Connection
 from gateway.intake.usage_journal import Charge
@@ -255,6 +255,9 @@ class Relay:
 
     def _relay_part(self, data: bytes, complete: bool) -> None:
         """Relay a part of an answer that is no stream, or the whole of it."""
+        if complete and not self.committed and not self._call.started and self._call.exchange is not None:
+            self._relay_whole(data, self._call.exchange)
+            return
         if not self.committed:
             length = None if self._rewrite is not None else self._headers.get(b"content-length")
             if self._rewrite is not None:
@@ -271,6 +274,20 @@ class Relay:
         self._put({"type": "http.response.body", "body": data, "more_body": not complete})
         if complete:
             self._settle(_SERVED)
+
+    def _relay_whole(self, data: bytes, exchange: Exchange) -> None:
+        """As :meth:`_relay_part`, of a whole answer on the client port: in one write."""
+        if self._rewrite is not None:
+            data = self._rewrite.feed(data, complete=True)
+        self.committed = True
+        if (charge := self._charge) is not None:
+            charge.begin()
+        self._end = data
+        self._call.started = self._call.answered = True
+        self._account()
+        if (sent := exchange.answer(self._call.json_head(), data)) is not SENT:
+            self._hold(sent)
+        self._settle(_SERVED)
 
     def _relay_events(self, data: bytes, complete: bool, framed: bytes | None = None) -> None:
         validator = self._validator

@@ -56,6 +56,8 @@ _FORWARDED_UNTRACED = (*_FORWARDED, b"traceparent")
 _PREFILL: Final = PREFILL_HEADER.encode()
 _PREFIX: Final = PREFIX_HEADER.encode()
 _DEPTHS: Final = DEPTHS_HEADER.encode()
+# Of an answer that is no stream, which is given no events.
+_UNUSED: Final = SseValidator()
 
 
 class RetryLoop:
@@ -253,7 +255,9 @@ class RetryLoop:
         strip_usage: bool,
     ) -> Relay:  # fmt: skip
         """An attempt on ``connection``, which the watchdog observes."""
-        validator = validator_of(self._call.route, self._body, strip_usage=strip_usage)
+        validator = _UNUSED
+        if self._call.streaming:
+            validator = validator_of(self._call.route, self._body, strip_usage=strip_usage)
         relay = Relay(
             self._call, connection, validator, self._meter, self._first, rewrite=rewrite, loop=self._loop
         )

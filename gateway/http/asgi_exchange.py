@@ -124,6 +124,19 @@ class Exchange:
             return self._connection.sent
         return self.send({"type": "http.response.body", "body": body, "more_body": True})
 
+    def answer(self, lines: bytes, body: bytes) -> Awaitable[None]:
+        """Send a whole response with status 200 and these header ``lines``, which lack its length."""
+        if self.done or self.disconnected:
+            return SENT
+        self.started = True
+        length = b"content-length: %d\r\n" % len(body)
+        head = [_STATUS_LINES[200], self._connection.general_header(), lines, length, self._last_lines()]
+        if not self._headless:
+            head.append(body)
+        self._connection.write(b"".join(head))
+        self._finish()
+        return self._connection.sent
+
     def end(self) -> None:
         """The task of the request has ended, with or without a complete response."""
         self.task = None
@@ -162,17 +175,18 @@ class Exchange:
                 lines.append(b"transfer-encoding: chunked\r\n")
             else:
                 self.keep = False
-        if self._connection.draining:
-            self.keep = False
-        if not self.keep:
-            lines.append(b"connection: close\r\n\r\n")
-        elif self._http_1_1:
-            lines.append(b"\r\n")
-        else:
-            lines.append(b"connection: keep-alive\r\n\r\n")
+        lines.append(self._last_lines())
         if body and not self._headless:
             lines.append(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
         self._connection.write(b"".join(lines))
+
+    def _last_lines(self) -> bytes:
+        """The end of a head: whether the connection stays open, where that is not usual."""
+        if self._connection.draining:
+            self.keep = False
+        if not self.keep:
+            return b"connection: close\r\n\r\n"
+        return b"\r\n" if self._http_1_1 else b"connection: keep-alive\r\n\r\n"
 
     def _finish(self) -> None:
         self.done = True

@@ -23,6 +23,8 @@ Buffer = bytes | memoryview
 # What else engines read as a boolean ("off", 0.0) is replaced, so that all is counted.
 _YES = (b"true", b"1", b'"true"')
 _TRUE = Raw(b"true")
+# A shorter body is copied, in less time than views of it take.
+_COPIED: Final = 4096
 
 
 class Edit:
@@ -119,6 +121,10 @@ def edited_body(route: Route, body: Body, raw: bytes, edits: list[Edit]) -> Upst
         edits.append(Edit(end, end, added))
     if not edits:
         return UpstreamBody(raw, len(raw), False)
+    if len(edits) == 1 and len(raw) <= _COPIED:
+        [edit] = edits
+        whole = b"%b%b%b" % (raw[: edit.begin], edit.text, raw[edit.end :])
+        return UpstreamBody(whole, len(whole), usage is not None)
     parts = splice(raw, edits)
     return UpstreamBody(parts, sum([len(part) for part in parts]), usage is not None)
 

@@ -58,6 +58,8 @@ _SPEAKER: Final = re.compile(
 # A message of one text may be that text alone, which clients make a block to mark it.
 _BLOCK: Final = re.compile(rb'\{"role": ?"user", ?"content": ?(\[\{"type": ?"text", ?"text": ?)"')
 _ANSWER: Final = b'"assistant"'
+_SYSTEM: Final = b'"system"'
+_SYSTEM_PROMPTS: Final = ("system", "instructions")
 _SPACE: Final = b" \t\r\n"
 _BETWEEN: Final = b" \t\r\n,"
 _OPEN: Final = ord("[")
@@ -96,27 +98,30 @@ def rendered_prompt(body: Body, route: Route, raw: bytes) -> RenderedPrompt:
     """The prompt of ``body``, read from ``raw``: tools, system prompt, and the field that the route names."""
     if route.prompt is None:
         return RenderedPrompt([memoryview(raw)])
-    prompt: Raw = getattr(body, route.prompt)
-    parts = [] if body.tools is ABSENT else [memoryview(body.tools)]
-    for system in (body.system, body.instructions):
-        if system is not ABSENT:
+    # Most of a body's fields are absent, and to look for a member is cheaper than to read an attribute.
+    members = body.members
+    has_tools = "tools" in members and body.tools is not ABSENT
+    parts = [memoryview(body.tools)] if has_tools else []
+    for name in _SYSTEM_PROMPTS:
+        if name in members and (system := getattr(body, name)) is not ABSENT:
             view = memoryview(system)
             listed = view[0] == _OPEN
             cut = _header(bytes(view[:HEADER_BYTES]), blocks=listed and route.api is _MESSAGES)
             parts += [view] if cut is None else _kept(view, [cut])
+    prompt: Raw = getattr(body, route.prompt)
     if prompt is ABSENT:
         return RenderedPrompt(parts)
     view = memoryview(prompt)
     if route.path not in _CONVERSATIONS or view[0] != _OPEN:
         return RenderedPrompt([*parts, view])
-    has_tools = body.tools is not ABSENT
     begin = bytes(view[: FIRST_BYTES if has_tools else FIRST_BYTES_WITHOUT_TOOLS])
     is_conversation = has_tools or begin.find(_ANSWER) >= 0  # twice as fast as "in"
     cuts: list[Span] = []
     if route.api is _MESSAGES:
         found = _ends(view, cuts, MAX_ENDS_OF_MESSAGES)
     else:
-        cut = _header(begin)
+        # Looked for first: it is shorter, and most prompts have none.
+        cut = _header(begin) if begin.find(_SYSTEM, 0, HEADER_BYTES) >= 0 else None
         if cut is not None and _IN_SYSTEM.match(begin, 0, cut[0] - 1) is not None:
             cuts.append(cut)
         elif not is_conversation:

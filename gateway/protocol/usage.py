@@ -108,8 +108,11 @@ _scanner = json.JSONDecoder()
 
 def read_usage(raw: bytes | Raw) -> Usage | None:
     """The usage object ``raw``; ``None`` if it is none or not understood."""
-    if len(memoryview(raw)) > MAX_USAGE_BYTES:
-        return None
+    return _read(raw) if len(memoryview(raw)) <= MAX_USAGE_BYTES else None
+
+
+def _read(raw: bytes | Raw) -> Usage | None:
+    """As :func:`read_usage`, of at most :data:`MAX_USAGE_BYTES`."""
     try:
         decoded = counts.decode(raw)
     except (ValueError, RecursionError):
@@ -144,8 +147,8 @@ def usage_of_answer(end: bytes, decoded: Answer | None = None) -> Usage | None:
     ``decoded`` is the whole answer, where that was decoded already.
     """
     if decoded is not None:
-        usage = decoded.usage
-        if usage is not NULL and (found := read_usage(usage)) is not None:
+        usage, read = decoded.usage, _read if len(end) <= MAX_USAGE_BYTES else read_usage
+        if usage is not NULL and (found := read(usage)) is not None:
             return found
     if len(end) <= MAX_USAGE_BYTES and end.lstrip().startswith(b"{") and (found := usage_inside(end)):
         return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from policy.engine.performance_model import Timing
 from policy.hashing import rendezvous
@@ -45,6 +45,9 @@ PREEMPTIONS: Final = 3.0
 # With each request for an adapter, a replica's load time moves this far towards the mean: one that is
 # believed slow gets no loads that could correct it.
 ALIKE: Final = 0.1
+
+# Tuples are made directly: a constructor with names costs half a microsecond per choice.
+_tuple = tuple.__new__
 
 
 @dataclass(slots=True, eq=False)
@@ -149,18 +152,17 @@ def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
     return waits, took if took > floor else floor, loads, presses * slope, own, modelled
 
 
-# The fields of :class:`CostEstimate` in order: a plain tuple is cheaper for the candidates not chosen.
-# Machine code would take one with known types apart, and make it again, at each use.
-Row = tuple[Any, ...]
+class CandidateCost:
+    """What one candidate costs a request, as machine code reads it; :meth:`estimate` has it with names.
 
-
-class _Measured:
-    """What is known of one candidate before all are compared."""
+    ``own`` is the prefill by itself, ``before`` the adapter loads before the first token; the others are as
+    in :class:`CostEstimate`.
+    """
 
     # Written out, because named tuples are not compiled.
     __slots__ = (
-        "age", "cached", "candidate", "loads", "modelled", "own", "presses", "site", "took", "uncached",
-        "waits",
+        "age", "before", "burden", "cached", "candidate", "loads", "modelled", "own", "presses", "site",
+        "took", "uncached", "waits",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0917 - made for each candidate of each request
@@ -178,6 +180,17 @@ class _Measured:
         self.uncached = uncached
         self.age = age
         self.cached = cached
+        self.burden = 0.0
+        self.before = 0
+
+    def estimate(self) -> CostEstimate:
+        return _tuple(
+            CostEstimate,
+            (
+                self.candidate, self.waits, self.took, self.loads, self.presses, self.burden, self.uncached,
+                self.modelled, self.age, self.before, self.cached,
+            ),
+        )  # fmt: skip
 
 
 class CostModel:
@@ -200,7 +213,7 @@ class CostModel:
         pairs: list[tuple[Candidate, ReplicaState]],
         balance: Balance,
         at: float,
-    ) -> tuple[list[Row], list[float], bool]:
+    ) -> tuple[list[CandidateCost], list[float], bool]:
         """The estimates of each candidate, their total costs, and whether any holds the prefix."""
         prefix, key, prompt = request.prefix, request.adapter_key, max(request.prompt_tokens, 1)
         first = prefix[0] if prefix else 0
@@ -211,7 +224,7 @@ class CostModel:
         primary: ReplicaState | None = None
         most = cold = most_claim = 0.0
         warm_s = math.inf
-        measured: list[_Measured] = []
+        rows: list[CandidateCost] = []
         for candidate, site in pairs:
             uncached, age, cached, copied_s = prompt, 0, 0, 0.0
             if key:
@@ -250,7 +263,7 @@ class CostModel:
                 if not resident or claim > most_claim:
                     primary, most_claim = site, claim
                 resident = True
-            measured.append(_Measured(candidate, site, terms, uncached, age, cached))
+            rows.append(CandidateCost(candidate, site, terms, uncached, age, cached))
         cold_s = cold / most
         if deepest:
             former = None
@@ -260,9 +273,8 @@ class CostModel:
         new = deepest == 0 and former is None and (bool(prefix) or (key != 0 and not resident))
         mean, least_due, dear, crowd = balance.load, balance.least, balance.unit, balance.homes
         homeless = prefix and not new
-        rows: list[Row] = []
         costs: list[float] = []
-        for each in measured:
+        for each in rows:
             candidate, site, uncached, own = each.candidate, each.site, each.uncached, each.own
             unit, share = cold_s, site.share
             # Running requests stall during the prefill; a copy of a prefix also takes KV cache.
@@ -294,15 +306,9 @@ class CostModel:
             sessions = site.sessions
             if (over := uncached + request.output_tokens - sessions.room) > 0.0:
                 burden += over * sessions.chance * line.slope / site.pace.capacity
-            waits, took, loads, presses = each.waits, each.took, each.loads, each.presses
-            costs.append(waits + took + loads + presses + burden)
-            before = len(site.loads)
-            if loads:
-                before += 1
-            rows.append((
-                candidate, waits, took, loads, presses, burden, uncached, each.modelled, each.age, before,
-                each.cached,
-            ))  # fmt: skip
+            each.burden = burden
+            each.before = len(site.loads) + (1 if each.loads else 0)
+            costs.append(each.waits + each.took + each.loads + each.presses + burden)
         return rows, costs, deepest > 0
 
     def _share_price(

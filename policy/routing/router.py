@@ -8,34 +8,38 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import nsmallest
-from typing import Final, NamedTuple
+from typing import Final
 
 from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import GENERIC, step_table_of
 from policy.hashing import rendezvous
 from policy.request import Request
 from policy.routing.cache_affinity import Popularity, add_taker, balance_of
-from policy.routing.cost import Candidate, CostEstimate, CostModel, Row
+from policy.routing.cost import Candidate, CandidateCost, CostEstimate, CostModel
 from policy.routing.prediction_correction import InterTokenGaps
 from policy.routing.replica_state import ReplicaState
 from policy.routing.settings import Settings
 from policy.wire.load_stream import CachedPrefix
 
 
-class Decision(NamedTuple):
+class Decision:
     """The ``chosen`` replica and the ``reason``; without one the request waits in the gateway.
 
     ``rows`` are the estimates of all candidates; ``quotes`` has them with names.
     """
 
-    chosen: CostEstimate | None
-    rows: Sequence[Row]
-    reason: str
+    # Written out, because named tuples are not compiled.
+    __slots__ = ("chosen", "reason", "rows")
+
+    def __init__(self, chosen: CostEstimate | None, rows: Sequence[CandidateCost], reason: str) -> None:
+        self.chosen = chosen
+        self.rows = rows
+        self.reason = reason
 
     @property
     def quotes(self) -> tuple[CostEstimate, ...]:
         """The estimates of all candidates, the chosen one included."""
-        return tuple(CostEstimate(*row) for row in self.rows)
+        return tuple(row.estimate() for row in self.rows)
 
 
 NO_ROOM: Final = "no candidate has room"
@@ -58,10 +62,6 @@ SESSION_S: Final = 0.01
 SPAN: Final = 4096
 # The weight of one first token in the mean adapter load time.
 LOAD_GAIN: Final = 0.1
-
-
-# Tuples are made directly: a constructor with names costs half a microsecond per choice.
-_tuple = tuple.__new__
 
 
 class Router:
@@ -88,24 +88,24 @@ class Router:
         rows, costs, held = self._costs.rows(request, pairs, balance, at)
         if (limit := self.settings.start_s) < math.inf:
             for i, row in enumerate(rows):
-                if row[1] > limit and row[0].in_flight:
+                if row.waits > limit and row.candidate.in_flight:
                     costs[i] = math.inf
-        least = min(costs)
-        if least == math.inf:
+        best = _least(costs)
+        if costs[best[0]] == math.inf:
             return Decision(None, rows, TOO_LATE)
-        if request.session or costs.count(least) > 1:
+        if request.session or len(best) > 1:
             row = rows[self._among(request, pairs, costs, draw)]
         else:
-            row = rows[costs.index(least)]
-        chosen: CostEstimate = _tuple(CostEstimate, row)
+            row = rows[best[0]]
+        chosen = row.estimate()
         if request.prefix:
             if chosen.uncached < request.prompt_tokens:
                 reason = CACHED
             else:
-                reason = AWAY if held and any(row[6] < chosen.uncached for row in rows) else HOME
+                reason = AWAY if held and any(row.uncached < chosen.uncached for row in rows) else HOME
         else:
             reason = RESIDENT if request.adapter_key and not chosen.adapter else SOONEST
-        return _tuple(Decision, (chosen, rows, reason))
+        return Decision(chosen, rows, reason)
 
     def began(self, request: Request, candidate: Candidate, at: float) -> tuple[int, ...]:
         """``request`` was sent there; returns the hashes that are new, for other gateways."""
@@ -369,17 +369,28 @@ class Router:
         self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], costs: list[float], draw: float
     ) -> int:
         """The place of one of equal candidates, or of the session's last if it is hardly slower."""
-        if last := self._costs.returns.last(request.session):
+        if request.session and (last := self._costs.returns.last(request.session)):
             for i, (candidate, _) in enumerate(pairs):
                 if candidate.key == last:
                     costs[i] -= SESSION_S
-        least = min(costs)
-        best = [i for i, cost in enumerate(costs) if cost == least]
+        best = _least(costs)
         if len(best) == 1:
             return best[0]
         if item := request.prefix[0] if request.prefix else request.adapter_key:
             return max(best, key=lambda i: rendezvous(item, pairs[i][0].key))
         return best[int(draw * len(best))]
+
+
+def _least(costs: list[float]) -> list[int]:
+    """The places of the least of ``costs``, of which there is one at least."""
+    least, best = costs[0], [0]
+    for i in range(1, len(costs)):
+        cost = costs[i]
+        if cost < least:
+            least, best = cost, [i]
+        elif cost == least:
+            best.append(i)
+    return best
 
 
 def _next_step_s(candidate: Candidate, site: ReplicaState) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import inf
 
 # Each a fifth of an octave above the one before, from a millisecond to some twenty minutes: a quantile is
 # known to 15 %, better within a bucket by interpolation. The last bucket has no upper bound.
@@ -46,24 +47,24 @@ def quantile(counts: Sequence[float], part: float) -> float | None:
 class HistogramCounter:
     """Observations by bucket, and their sum; ``bounds`` are the upper ends of all buckets but the last."""
 
-    __slots__ = ("_bounds", "counts", "total")
+    __slots__ = ("_bounds", "_bucket", "_high", "_low", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
+        # The last observation's bucket, which is that of the next one more often than not, and its ends.
+        self._bucket, self._low, self._high = 0, -inf, bounds[0]
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
     def add(self, value: float) -> int:
         """Count one observation; returns its bucket."""
-        bounds, counts = self._bounds, self.counts
-        # As bisect_left, a call of which takes longer than the search.
-        bucket, end = 0, len(bounds)
-        while bucket < end:
-            middle = (bucket + end) >> 1
-            if bounds[middle] < value:
-                bucket = middle + 1
-            else:
-                end = middle
+        if not self._low < value <= self._high:
+            bounds = self._bounds
+            self._bucket = found = bisect_left(bounds, value)
+            self._low = bounds[found - 1] if found else -inf
+            self._high = bounds[found] if found < len(bounds) else inf
+        bucket = self._bucket
+        counts = self.counts
         count = counts[bucket]
         counts[bucket] = count + 1
         self.total += value

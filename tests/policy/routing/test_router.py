@@ -260,7 +260,8 @@ def test_ties_are_decided_by_the_draw() -> None:
 def test_no_replica_is_chosen_without_room_or_in_time() -> None:
     [candidate] = fleet(1)
     candidate.bound = candidate.in_flight = 2
-    assert Router().choose(short(), [candidate], 0.0, 0.0) == Decision(None, (), NO_ROOM)
+    decision = Router().choose(short(), [candidate], 0.0, 0.0)
+    assert (decision.chosen, decision.quotes, decision.reason) == (None, (), NO_ROOM)
     candidate.bound, candidate.pending_tokens = 0, 5000
     late = Router(Settings(start_s=0.1)).choose(short(), [candidate], 0.0, 0.0)
     assert late.chosen is None and late.reason == TOO_LATE and late.quotes

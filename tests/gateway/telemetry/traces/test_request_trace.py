@@ -24,7 +24,9 @@ from gateway.telemetry.traces.request_trace import (
 from gateway.telemetry.traces.spans import SpanBuilder
 from policy.admission.retry import AttemptOutcome
 from policy.config.tracing import Tracing
-from policy.routing.cost import Candidate, CostEstimate
+from policy.engine.prefill_estimate import GENERIC
+from policy.routing.cost import Candidate, CandidateCost
+from policy.routing.replica_state import ReplicaState
 from policy.routing.router import HOME, Decision
 from tests.gateway.telemetry.test_scrape import served
 from tests.gateway.worker import Stack, until
@@ -133,12 +135,14 @@ def spans(header: bytes | None = CLIENT) -> Sequence[ReadableSpan]:
     tracer = tracing(NEVER)
     headers = {b"tracestate": b"vendor=1", **({} if header is None else {b"traceparent": header})}
     trace = tracer.begin(headers)
-    here, there = (CostEstimate(Candidate(id=name, key=i), 0.01, 0.02) for i, name in enumerate("ab"))
+    site, terms = ReplicaState(1, None, GENERIC, 8), (0.01, 0.02, 0.0, 0.0, 0.0, 0.0)
+    rows = [CandidateCost(Candidate(id=name, key=i), site, terms, 0, 0, 0) for i, name in enumerate("ab")]
+    here, there = (row.estimate() for row in rows)
     for at, quote, outcome in (
         (10.1, here, AttemptOutcome.REFUSED),
         (10.2, there, AttemptOutcome.SERVED),
     ):
-        decision = Decision(quote, [tuple(here), tuple(there)], HOME)
+        decision = Decision(quote, rows, HOME)
         attempt = Attempt(at, at + 0.01, quote.candidate.id.encode(), None, quote, decision)
         trace.begin(attempt)
         served = outcome is AttemptOutcome.SERVED
