@@ -65,8 +65,10 @@ class Stream:
             self.sink = None
 
     def took(self, size: int) -> None:
-        """So many bytes of the body were passed on."""
+        """So many bytes of the body were passed on; raises BrokenFrames if the window was smaller."""
         self._unacknowledged += size
+        if self._unacknowledged > frames.WINDOW_BYTES:
+            raise BrokenFrames(f"{self._unacknowledged} bytes in a window of {frames.WINDOW_BYTES}")
         if not self._is_paused:
             self._acknowledge()
 
@@ -274,14 +276,12 @@ class MultiplexedConnection:
         stream.received = True
         if stream.counts:
             self._channel.progress += 1
+        if not stream.begun and kind in (frames.DATA, frames.END):
+            raise BrokenFrames("a body without a head")
         if kind == frames.DATA:
-            if not stream.begun:
-                raise BrokenFrames("a body without a head")
             sink.on_data(payload, complete=False)
             stream.took(len(payload))
         elif kind == frames.END:
-            if not stream.begun:
-                raise BrokenFrames("a body without a head")
             self._end(stream)
             sink.on_data(payload, complete=True)
         elif kind == frames.HEAD:

@@ -232,7 +232,11 @@ class StreamedAnswers:
             if answer is not None:
                 token_ids = output.new_token_ids
                 plain.request_id, plain.new_token_ids = request_id, token_ids
-                if output == plain and answer.take(token_ids, at, latencies):
+                try:
+                    is_plain = bool(output == plain)
+                except ValueError:  # it has an array, as of routed experts
+                    is_plain = False
+                if is_plain and answer.take(token_ids, at, latencies):
                     tokens += len(token_ids)
                     continue
             left.append(output)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pydantic_core
 import pytest
 
@@ -272,6 +273,9 @@ async def test_all_other_outputs_are_vllms() -> None:
     ending = plain("one", [1])
     ending.logprobs = []
     assert given.take(ending) == [ending]
+    # NumPy cannot tell whether an array is equal to nothing.
+    ending.logprobs = np.zeros(2)
+    assert given.take(ending)[0] is ending
     # A step with other weights: vLLM notes in each request where they begin.
     assert given.take(plain("one", [1]), version="b") == [plain("one", [1])]
     assert given.take(plain("one", [1]), version="b") == []
