@@ -1,4 +1,4 @@
-"""Real processes behind a gateway worker: a local controller, its hosts, and simulated engines."""
+"""Real processes behind a gateway worker: a local controller, its hosts, and engines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
+from loadtests.bench.parts.token_servers import ENGINE_ARGS, ENGINE_ENV, MAX_STREAMS
 from policy.config.deployment import Cluster
 from policy.wire.headers import SECRET_HEADER
 from serve.actuator.local import LocalActuator
@@ -24,28 +25,41 @@ from tests.gateway.fake_replica import SECRET
 from tests.gateway.worker import ROOT, until
 from tests.ports import free_ports
 
-MODEL = "sim"
-WITHIN_S = 60.0
+MODEL = "small"
+# Also of vLLM, on cores that others use.
+READY_S = 300.0
 
 
 class Live(Harness):
-    """A harness whose replicas are processes of a real local controller."""
+    """A harness whose replicas are processes of a real local controller.
 
-    def __init__(self, root: Path, gateway: dict[str, Any] | None = None, *, speed: float = 0.3) -> None:
+    Their engines are simulated, or vLLM's with the token benchmark's model in the directory ``source``.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        gateway: dict[str, Any] | None = None,
+        *,
+        speed: float = 0.3,
+        source: Path | None = None,
+    ) -> None:
         super().__init__(root, gateway)
+        engine: dict[str, Any] = {"engine": "sim", "sim": {"profile": "sim-small", "speed": speed}}
+        if source is not None:
+            engine = {"engine": "vllm", "source": str(source), "env": ENGINE_ENV, "engine_args": ENGINE_ARGS}
         self.state = StateDir(root)
         self.address = f"127.0.0.1:{free_ports(1)[0]}"
         self.models = [
             {
                 "name": MODEL,
-                "engine": "sim",
-                "sim": {"profile": "sim-small", "speed": speed},
-                "shapes": {"small": {"cpus": 1, "max_in_flight": 64}},
+                **engine,
+                "shapes": {"small": {"cpus": 1, "max_in_flight": 64 if source is None else MAX_STREAMS}},
                 "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 4}}},
                 "control": {
                     "mode": {"drain_timeout_s": 60},
                     "scale": {"min_healthy": 0},
-                    "start_timeout_s": 60,
+                    "start_timeout_s": 60 if source is None else READY_S,
                 },
             }
         ]
@@ -107,7 +121,7 @@ class Live(Harness):
             ids = set(await self.replicas_ready())
             return len(ids) == count and await self._admits(ids)
 
-        await until(settled, f"{count} replicas")
+        await until(settled, f"{count} replicas", READY_S)
         return await self.replicas_ready()
 
     async def close(self) -> None:

@@ -104,8 +104,10 @@ class Proxy:
             due = 0.0
             data = b"."
             while data:
-                with contextlib.suppress(ConnectionError):
+                try:
                     data = await reader.read(64 * 1024)
+                except ConnectionError:  # which each further read would raise at once
+                    data = b""
                 delay = self.latency_s + self.jitter_s * self._random.random()
                 due = max(due, loop.time() + delay)
                 pieces.put_nowait((due, data))

@@ -23,10 +23,12 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 90.0
 
 
-async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str = "") -> None:
+async def until(
+    true: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str = "", within_s: float = PATIENCE_S
+) -> None:
     """Poll until ``true``; fails after a time that no healthy machine needs."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + PATIENCE_S
+    deadline = loop.time() + within_s
     while loop.time() < deadline:
         held = true()
         if await held if isinstance(held, Awaitable) else held:
