@@ -46,6 +46,7 @@ from gateway.protocol.usage import UsageBounds
 from gateway.queue.dynamic_batching import Coalescer
 from gateway.queue.model_queues import Admission
 from gateway.request_context import HEADERS, Call, headers_of
+from gateway.routing.engine_cache.server_caches import ServerCaches
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.fleet_events import FleetEvents
 from gateway.routing.model_routers import ModelRouters
@@ -129,12 +130,14 @@ class Gateway:
             changed=self.admission.replica_changed,
             unavailable=self.admission.dismiss,
             prefixes=self.routes.learn_prefixes,
+            cached=self.routes.learn_cached,
             forgotten=self.routes.forget,
             adapters=self.routes.set_adapters,
             unloadable=self.admission.give_up,
             died=lambda model, replica: self.suspects.died(model, replica, monotonic()),
         )
-        self.fleet = FleetView(secret, self.metrics, shared, rng.random, events)
+        caches = ServerCaches(events.cached, events.forgotten, log)
+        self.fleet = FleetView(secret, self.metrics, shared, rng.random, events, caches=caches)
         self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
         self._pieces = PieceReader()
         self.coalescer = Coalescer(self._deliver, self.metrics, log, self._pieces)

@@ -245,7 +245,8 @@ class KubernetesApi:
             return 404
         metadata = self._objects[collection][name]["metadata"]
         if method == "DELETE":
-            if body.get("preconditions", {}).get("uid", metadata["uid"]) != metadata["uid"]:
+            wanted = body.get("preconditions", {})
+            if any(metadata[key] != value for key, value in wanted.items()):
                 return 409
             self._end(name, 0.0 if body.get("gracePeriodSeconds") == 0 else self.drain_s)
             self._settle(metadata["of"], metadata["labels"]["app"])

@@ -19,6 +19,7 @@ from gateway.protocol.paths import Api, Route
 from gateway.protocol.sse_validator import ChatValidator, MessagesValidator, ResponsesValidator, SseValidator
 from gateway.queue.dispatcher_driver import Ticket
 from gateway.request_context import Call
+from gateway.routing.engine_cache.prompt_tokens import Prompt
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.telemetry.metrics import ModelCounters
 from gateway.telemetry.traces.request_trace import Attempt
@@ -195,6 +196,9 @@ class RetryLoop:
         """
         adapter, theirs = self._ticket.request.adapter, replica.their_model
         outgoing = self._body_for(adapter or theirs)
+        cache = replica.cache
+        if cache is not None and cache.wants_report(self._ticket.request):
+            outgoing = self._body_for(adapter or theirs, reports_cache=True)
         rewrite = ModelRewrite(theirs, self._body.model) if theirs and not adapter else None
         head = self._head(replica, outgoing.size)
         proxied = self._call.proxied
@@ -212,10 +216,14 @@ class RetryLoop:
                         ) from error
                     return AttemptOutcome.UNREACHABLE, None
             relay = self._relay(replica, connection, rewrite, strip_usage=outgoing.counts)
+            sent = None if cache is None else cache.sent(self._ticket.request, self._prompt(theirs))
+            outcome = _LEFT
             try:
                 outcome = await relay.run(head, outgoing.parts)
             finally:
                 replica.relays.discard(relay)
+                if sent is not None:
+                    sent.ended(served=outcome is _SERVED)
                 if relay.lost:
                     self._meter.resets[replica.id] += 1
             if outcome is _SERVED:
@@ -246,9 +254,17 @@ class RetryLoop:
         await self._in_its_turn()
         return survives
 
-    def _body_for(self, name: str) -> UpstreamBody:
+    def _body_for(self, name: str, *, reports_cache: bool = False) -> UpstreamBody:
         """The request's body, with ``name`` for its model or adapter, or the client's name if empty."""
-        return upstream_body(self._call.route, self._body, self._raw, self._salt, name)
+        return upstream_body(
+            self._call.route, self._body, self._raw, self._salt, name, reports_cache=reports_cache
+        )
+
+    def _prompt(self, theirs: str) -> Prompt:
+        """What the server reads, whose name for the model is ``theirs``."""
+        adapter, body = self._ticket.request.adapter, self._body
+        model = adapter or theirs or body.model
+        return Prompt(self._call.route, body, model=model, adapter=adapter, salt=self._salt)
 
     def _relay(
         self, replica: ReplicaHandle, connection: Connection, rewrite: ModelRewrite | None, *,

@@ -23,6 +23,7 @@ Buffer = bytes | memoryview
 # What else engines read as a boolean ("off", 0.0) is replaced, so that all is counted.
 _YES = (b"true", b"1", b'"true"')
 _TRUE = Raw(b"true")
+_REPORT = b'{"kv_cache_report_mode":"full"}'
 # A shorter body is copied, in less time than views of it take.
 _COPIED: Final = 4096
 
@@ -129,14 +130,19 @@ def edited_body(route: Route, body: Body, raw: bytes, edits: list[Edit]) -> Upst
     return UpstreamBody(parts, sum([len(part) for part in parts]), usage is not None)
 
 
-def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, name: str = "") -> UpstreamBody:
+def upstream_body(
+    route: Route, body: Body, raw: bytes, salt: bytes, name: str = "", *, reports_cache: bool = False
+) -> UpstreamBody:
     """``raw`` with the tenant's cache ``salt`` (a JSON string, or empty) in place of the client's.
 
-    ``model`` becomes ``name``, that of an adapter or of an external server, unless it is empty.
+    ``model`` becomes ``name``, that of an adapter or of an external server, unless it is empty. With
+    ``reports_cache`` vLLM's KV events repeat what the prompt finds in the cache.
     """
     edits = []
     if name and name != body.model:
         edits.append(set_model(raw, body, name))
     if salt and route.runner is not None:  # token counts use no cache
         edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
+    if reports_cache and route.path in ASKED_FOR_USAGE:
+        edits.append(set_member(raw, "vllm_xargs", body.members.get("vllm_xargs", ABSENT), _REPORT))
     return edited_body(route, body, raw, edits)

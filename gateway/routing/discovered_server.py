@@ -6,9 +6,11 @@ from msgspec import structs
 
 from policy.config.deployment import ModelSpec
 from policy.config.external_servers import ExternalServer, server_shape
+from policy.errors import ConfigError
 from policy.scaling.transition_steps import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
 
+MAX_PORT, MAX_DIGITS = 65_535, 5
 # The shape of servers of which none is known.
 EXTERNAL_SHAPE = "external"
 
@@ -46,8 +48,21 @@ def resolved(server: DiscoveredServer, spec: ModelSpec, layer: LayerKey | None) 
         mode=built.mode,
         generation=layer.generation if layer is not None else 0,
         max_in_flight=server.max_in_flight or (shape.max_in_flight if shape is not None else None),
-        problem="" if built.problem is None else str(built.problem),
+        problem=server.problem if built.problem is None else str(built.problem),
     )
+
+
+def with_kv_events(server: DiscoveredServer, port: str, replay_port: str) -> DiscoveredServer:
+    """The server with the ports that its pod or service says its KV events have; wrong ones are not used."""
+    ports: list[int | None] = []
+    for key, value in (("kv-events-port", port), ("kv-events-replay-port", replay_port)):
+        number = int(value) if value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS else 0
+        if (value or not ports) and (not 0 < number <= MAX_PORT or number in ports):
+            expected = "a port, 1 to 65535, another for each of the two"
+            problem = str(ConfigError(f"{server.source}{key}", value, expected))
+            return structs.replace(server, kv_events_port=None, kv_events_replay_port=None, problem=problem)
+        ports.append(number or None)
+    return structs.replace(server, kv_events_port=ports[0], kv_events_replay_port=ports[1])
 
 
 def external_replica(

@@ -12,7 +12,7 @@ import msgspec
 from gateway.telemetry.structured_log import Log
 from policy.config.external_servers import KubernetesService
 from store.kubernetes.api_server import Metadata, Object, ObjectWatch, own_namespace
-from store.kubernetes.pod_metadata import adapters_of, replica_id, shape_and_mode
+from store.kubernetes.pod_metadata import adapters_of, kv_events_ports, replica_id, shape_and_mode
 
 # How long the first call waits for the first list.
 FIRST_S = 5.0
@@ -65,7 +65,7 @@ class _Pod(msgspec.Struct):
 class ServiceEndpoint(NamedTuple):
     """A ready endpoint: its ``pod`` and the id of that ``replica``, if it has one, and what they say.
 
-    ``built`` are a shape and a mode, as they are written.
+    ``built`` are a shape and a mode, ``kv_events`` two ports, as they are written.
     """
 
     host: str
@@ -74,6 +74,7 @@ class ServiceEndpoint(NamedTuple):
     replica: str = ""
     built: tuple[str, str] | None = None
     adapters: tuple[str, ...] = ()
+    kv_events: tuple[str, str] | None = None
 
 
 class EndpointSlices:
@@ -146,7 +147,8 @@ class EndpointSlices:
         # All addresses of an endpoint reach the same.
         host, target = endpoint.addresses[0], endpoint.target_ref
         if target is None or target.kind != "Pod":
-            return ServiceEndpoint(host, port, built=shape_and_mode(Metadata(), labels))
+            built, kv_events = shape_and_mode(Metadata(), labels), kv_events_ports(Metadata(), labels)
+            return ServiceEndpoint(host, port, built=built, kv_events=kv_events)
         pods = (self._pods.objects if self._pods is not None else None) or {}
         metadata = pods[target.name].metadata if target.name in pods else Metadata()
         return ServiceEndpoint(
@@ -156,6 +158,7 @@ class EndpointSlices:
             replica_id(target.name, target.uid),
             shape_and_mode(metadata, labels),
             adapters_of(metadata),
+            kv_events_ports(metadata, labels),
         )
 
     def _port(self, each: _Slice) -> int | None:

@@ -128,7 +128,7 @@ class ExternalPoller:
         found = tuple(resolved(each, spec, self.view.layer_of(spec.name, each.replica)) for each in servers)
         problems = frozenset(each.problem for each in found if each.problem)
         for problem in sorted(problems - self._problems.get(spec.name, frozenset())):
-            self.log.warning("server_shape_unknown", model=spec.name, problem=problem)
+            self.log.warning("server_metadata_invalid", model=spec.name, problem=problem)
         self._problems[spec.name] = problems
         return found
 
@@ -168,7 +168,15 @@ class ExternalPoller:
         base, theirs = server.base, server.model or model
         key, problem = read_key(server.key_file, server.key_env)
         name, changed_ns = "" if theirs == model else theirs, _changed_ns(server.ca_file)
-        access = ServerAccess(key, server.ca_file, name, changed_ns, server.max_in_flight)
+        access = ServerAccess(
+            key,
+            server.ca_file,
+            name,
+            changed_ns,
+            server.max_in_flight,
+            server.kv_events_port,
+            server.kv_events_replay_port,
+        )
         at, reads = self._clock(), self.view.reads(model, base)
         last = self._answers.pop((model, base), None)
         if last is not None and last.access != access:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+from gateway.routing.engine_cache.server_caches import ServerCaches
 from gateway.routing.fleet_events import NO_EVENTS, FleetEvents
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.server_access import ServerAccess
@@ -115,8 +116,11 @@ class FleetView:
         shared: SharedCounts = LOCAL,
         draw: Callable[[], float] = lambda: 0.5,
         events: FleetEvents = NO_EVENTS,
+        *,
+        caches: ServerCaches | None = None,
     ) -> None:
         self._events = events
+        self._caches = caches
         self._secret = secret
         self._shared = shared
         self._draw = draw
@@ -268,7 +272,7 @@ class FleetView:
         at = asyncio.get_running_loop().time()
         self._set_replicas(served, [replica for replica, _ in servers], at)
         for handle, (_, access) in zip(served.handles, servers, strict=True):
-            handle.ask_by(access)
+            handle.ask_by(access, self._caches)
             handle.open, handle.full = True, False
             handle.adapters.update(handle.replica.adapters, ())
             handle.view.timing = served.timings.get(handle.replica.shape)
@@ -382,6 +386,7 @@ class FleetView:
                     "pending_tokens": handle.look().pending_tokens,
                     "bound": handle.view.bound,
                     "contradicting_answers": handle.contradicting_answers,
+                    "kv_events": None if handle.cache is None else handle.cache.state,
                     "adapters": sorted(handle.adapters.loaded),
                     "refused_adapters": sorted(handle.adapters.refusing),
                     "heard_s_ago": None if handle.reported_at is None else round(now - handle.reported_at, 3),

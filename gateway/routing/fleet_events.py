@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
+from policy.routing.kv_block_index import News
 from policy.wire.load_stream import LoadLine
 
 
@@ -17,13 +18,16 @@ class FleetEvents(NamedTuple):
 
     ``changed``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
     ``prefixes``: this line of the load stream of the replica with this key has news of prefixes.
-    ``forgotten``: its cache is empty. ``adapters``: those that it has loaded, and could not load.
-    ``unloadable``: adapters that a replica could not load lately. ``died``: the replica with this key.
+    ``cached``: the events of the external server with this key say what its cache holds.
+    ``forgotten``: its cache is empty, or not known any more. ``adapters``: those that it has loaded, and
+    could not load. ``unloadable``: adapters that a replica could not load lately. ``died``: the replica with
+    this key.
     """
 
     changed: Callable[[str], None] = _ignore
     unavailable: Callable[[str], None] = _ignore
     prefixes: Callable[[str, int, LoadLine], None] = _ignore
+    cached: Callable[[str, int, News], None] = _ignore
     forgotten: Callable[[str, int], None] = _ignore
     adapters: Callable[[str, int, Set[str], Set[str]], None] = _ignore
     unloadable: Callable[[str, Set[str]], None] = _ignore

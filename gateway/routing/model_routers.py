@@ -20,6 +20,7 @@ from policy.errors import TargetError
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.kv_block_index import News
 from policy.routing.router import Decision, Router
 from policy.routing.settings import Settings, settings_of
 from policy.wire.load_stream import LoadLine
@@ -125,6 +126,10 @@ class ModelRouters:
             router.learned(line.prefixes, key, at)
         if line.held or line.gone or line.reset:
             router.cached(line.held, line.gone, key, at, reset=line.reset)
+
+    def learn_cached(self, model: str, key: int, news: News) -> None:
+        """The events of the external server with ``key`` say what its engine holds."""
+        self._of(model).cached(news.held, news.gone, key, self._clock(), reset=news.reset)
 
     def set_adapters(self, model: str, key: int, loaded: Iterable[str], refused: Iterable[str]) -> None:
         """The replica with ``key`` reports the adapters that it has loaded and could not load."""

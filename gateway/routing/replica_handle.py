@@ -27,12 +27,12 @@ from policy.wire.load_stream import LOAD_LINE
 
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
+    from gateway.routing.engine_cache.server_cache import ServerCache
+    from gateway.routing.engine_cache.server_caches import ServerCaches
 
 # Compared for each request: machine code reads a constant faster than a member of an enumeration.
 _CLOSED: Final = BreakerState.CLOSED
 _HALF_OPEN: Final = BreakerState.HALF_OPEN
-
-
 # In these phases it may end without a fault.
 _LEAVING: Final = frozenset({ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP})
 # A load stream that sends nothing for this time, three lines, is stale.
@@ -58,8 +58,8 @@ class ReplicaHandle:
     hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
     loop time. ``contradicting_answers`` counts those whose token counts were impossible for their requests.
     ``round_trip_s``: of the network, 0 if unknown. ``stepped_after``: when its engine's last step was yet to
-    come. ``limit`` learns a bound that is not configured. ``survival_check``: whether it lives on after a
-    connection of it died, if that is being checked.
+    come. ``limit`` learns a bound that is not configured, ``cache`` follows an external server's KV events.
+    ``survival_check``: whether it lives on after a connection of it died, if that is being checked.
     """
 
     def __init__(
@@ -103,12 +103,10 @@ class ReplicaHandle:
         self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
         self.mine = 0
         self._events = events
-        self._pending = 0
-        self._begun = 0
-        self._in_flight_of_other_hosts = 0
-        self._pending_of_other_hosts = 0
-        self._reported_pending = 0
+        self._pending = self._begun = 0
+        self._in_flight_of_other_hosts = self._pending_of_other_hosts = self._reported_pending = 0
         self._unobserved: deque[UnobservedPrefill] = deque()
+        self.cache: ServerCache | None = None
         self.due_at = inf
         self.lone = False
         self._tokens = 0
@@ -122,13 +120,15 @@ class ReplicaHandle:
     def _fixed_head(self) -> bytes:
         return b"host: " + self.pool.host_header + b"\r\ncontent-type: application/json\r\n"
 
-    def ask_by(self, access: ServerAccess) -> None:
-        """Send requests to this external server as ``access`` says."""
+    def ask_by(self, access: ServerAccess, caches: ServerCaches | None = None) -> None:
+        """Send requests to this external server as ``access`` says; ``caches`` follows its events."""
         self.their_model = access.model
         self.pool.trust(access.ca_file, access.ca_changed_ns)
         self.constant_head = self._fixed_head
         if access.key:
             self.constant_head += b"authorization: Bearer %b\r\n" % access.key
+        if caches is not None:
+            self.cache = caches.of(self.cache, self.replica, self.view.key, access, self.constant_head)
         if access.max_in_flight is not None:
             self.limit = None
             self.view.bound = access.max_in_flight
@@ -387,6 +387,8 @@ class ReplicaHandle:
 
     def close(self) -> None:
         """Send no more requests; those in flight continue on their own connections."""
+        if self.cache is not None:
+            self.cache.close()
         self._events.forgotten(self.model, self.view.key)
         self.answering = False
         self.health.leave(self.breaker)

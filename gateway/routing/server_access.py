@@ -9,7 +9,8 @@ class ServerAccess(NamedTuple):
     """How to send requests to an external server.
 
     The API ``key``, the ``ca_file`` that verifies its certificate, its name for the ``model`` (empty: ours),
-    when the ``ca_file`` was changed, and the most requests in flight there (``None``: learned).
+    when the ``ca_file`` was changed, the most requests in flight there (``None``: learned), and the ports of
+    its KV events, the second of which repeats them (``None``: it has none).
     """
 
     key: bytes = b""
@@ -17,3 +18,5 @@ class ServerAccess(NamedTuple):
     model: str = ""
     ca_changed_ns: int = 0
     max_in_flight: int | None = None
+    kv_events_port: int | None = None
+    kv_events_replay_port: int | None = None

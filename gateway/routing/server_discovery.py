@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from msgspec import structs
 
-from gateway.routing.discovered_server import DiscoveredServer, is_labelled
+from gateway.routing.discovered_server import DiscoveredServer, is_labelled, with_kv_events
 from gateway.routing.endpoint_slices import EndpointSlices, ServiceEndpoint
 from gateway.telemetry.structured_log import Log
 from policy.config.convert import convert
@@ -127,7 +127,8 @@ def _servers(endpoints: Sequence[ServiceEndpoint], discovery: Discovery) -> tupl
             settings["shape"], settings["mode"] = each.built
         settings["adapters"] = each.adapters or discovery.adapters
         url, source = f"{scheme}://{_bracketed(each.host)}:{each.port}", f"pod {each.pod}: {PREFIX}"
-        servers.append(DiscoveredServer(url=url, source=source, replica=each.replica, **settings))
+        found = DiscoveredServer(url=url, source=source, replica=each.replica, **settings)
+        servers.append(found if each.kv_events is None else with_kv_events(found, *each.kv_events))
     return tuple(servers)
 
 

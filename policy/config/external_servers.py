@@ -10,6 +10,8 @@ from msgspec import Meta
 from policy.config.control import Section
 from policy.errors import ConfigError
 
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+
 
 class ServerSettings(Section, frozen=True, kw_only=True):
     """What holds for a server beside its URL.
@@ -18,7 +20,8 @@ class ServerSettings(Section, frozen=True, kw_only=True):
     environment variable ``key_env`` of the gateway. ``ca_file`` contains the certificates that its own is
     verified with, instead of the system's. ``max_in_flight`` bounds its requests; it is learned if ``None``.
     ``shape`` and ``mode`` are those of the deployment file that it was built as, ``adapters`` what it serves
-    beside the adapters that it lists.
+    beside the adapters that it lists. It publishes the events of its KV cache at ``kv_events_port`` of its
+    host, and repeats them at ``kv_events_replay_port`` (vLLM's ``--kv-events-config``).
     """
 
     model: str = ""
@@ -29,6 +32,8 @@ class ServerSettings(Section, frozen=True, kw_only=True):
     shape: str = ""
     mode: str = ""
     adapters: tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...] = ()
+    kv_events_port: Port | None = None
+    kv_events_replay_port: Port | None = None
 
 
 class ExternalServer(ServerSettings, frozen=True, kw_only=True):

@@ -108,6 +108,10 @@ def _check_settings(path: str, server: ServerSettings, *, https: bool) -> None:
     check_key(path, server)
     tls = server.ca_file is None or https
     require(tls, f"{path}.ca_file", server.ca_file, "nothing: its URL is not https")
+    port, replay = server.kv_events_port, server.kv_events_replay_port
+    at = f"{path}.kv_events_replay_port"
+    require(replay is None or port is not None, at, replay, "nothing: kv_events_port is not set")
+    require(replay is None or replay != port, at, replay, "another port than kv_events_port")
 
 
 def _check_discovery(path: str, found: Discovery) -> None:

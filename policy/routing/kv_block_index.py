@@ -150,6 +150,15 @@ class KvBlockIndex:
         block = self._blocks.get(key)
         return block is not None and block.device + block.host > 0
 
+    def has(self, value: int) -> bool:
+        """Whether this prefix is named here."""
+        return value in self._names
+
+    def is_held(self, value: int) -> bool:
+        """Whether the engine holds this prefix, as far as it is named here."""
+        name = self._names.get(value)
+        return name is not None and self._value(name)[0]
+
     def cleared(self) -> None:
         """The engine removed all blocks from device memory."""
         self._forget(host=False)

@@ -23,7 +23,7 @@ from policy.wire.kv_events import (
     decoded,
 )
 
-# Blocks of one engine that are followed, about 0.7 KiB each; further ones do not count as held.
+# Blocks of one engine that are followed, about 0.8 KB each; further ones do not count as held.
 MAX_BLOCKS = 1 << 18
 
 

@@ -32,6 +32,7 @@ _PATHS = {
 _MERGE = {"content-type": "application/merge-patch+json"}
 _MISSING: Mapping[int, bytes] = {httpx.codes.NOT_FOUND: b""}
 _CONFLICT: Mapping[int, bytes] = {httpx.codes.CONFLICT: b""}
+_GONE: Mapping[int, bytes] = {httpx.codes.NOT_FOUND: b"gone"}
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -154,26 +155,50 @@ class Workloads:
         await self._write(workload, metadata, count)
 
     async def delete_pod(self, workload: Workload, pod: Metadata, grace_s: int | None) -> None:
-        """Delete a pod, by default with its own grace period; not the next one of this name."""
-        await self.read(workload)
-        body: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
-        if grace_s is not None:
-            body["gracePeriodSeconds"] = grace_s
+        """Delete a pod, by default with its own grace period; not the next one of this name.
+
+        A deletion names no version of the workload. So the term is written there before, even where it is
+        there already, and again if the pod has changed since then.
+        """
         path = f"{workload.pods}/{pod.name}"
-        await self._call(workload, "DELETE", path, body, instead={**_MISSING, **_CONFLICT})
+        for _ in range(_ATTEMPTS):
+            if await self.read(workload) is not None:
+                await self._write(workload, {}, None, always=True)
+            answer = await self._call(workload, "GET", path, instead=_MISSING)
+            found = msgspec.json.decode(answer or b'{"metadata":{}}', type=WorkloadObject).metadata
+            if found.uid != pod.uid:
+                return
+            body: dict[str, Any] = {
+                "preconditions": {"uid": pod.uid, "resourceVersion": found.resource_version}
+            }
+            if grace_s is not None:
+                body["gracePeriodSeconds"] = grace_s
+            if await self._call(workload, "DELETE", path, body, instead={**_GONE, **_CONFLICT}):
+                return
+        raise ActuatorFailed(f"the pod {pod.name} changed before each of {_ATTEMPTS} attempts to delete it")
 
     async def _write(
-        self, workload: Workload, metadata: dict[str, dict[str, str | None]], count: int | None
+        self,
+        workload: Workload,
+        metadata: dict[str, dict[str, str | None]],
+        count: int | None,
+        *,
+        always: bool = False,
     ) -> None:
         for _ in range(_ATTEMPTS):
-            if await self._written(workload, metadata, count):
+            if await self._written(workload, metadata, count, always=always):
                 return
         raise ActuatorFailed(f"{workload}: others wrote before each of {_ATTEMPTS} attempts")
 
     async def _written(
-        self, workload: Workload, metadata: dict[str, dict[str, str | None]], count: int | None
+        self,
+        workload: Workload,
+        metadata: dict[str, dict[str, str | None]],
+        count: int | None,
+        *,
+        always: bool,
     ) -> bool:
-        """Write what differs; ``False`` if somebody else wrote since it was read."""
+        """Write what differs, or ``always`` the term; ``False`` if somebody else wrote since it was read."""
         seen = await self.read(workload)
         if seen is None:
             raise ActuatorFailed(f"there is no {workload} in the namespace {workload.namespace}")
@@ -184,7 +209,8 @@ class Workloads:
             term: dict[str, str | None] = {TERM: f"{self._own}/{self._term}"}
             metadata = metadata | {"annotations": metadata.get("annotations", {}) | term}
         has = {"labels": seen.metadata.labels, "annotations": seen.metadata.annotations}
-        if any(has[part].get(key) != value for part in metadata for key, value in metadata[part].items()):
+        differs = any(has[part].get(key) != it for part in metadata for key, it in metadata[part].items())
+        if differs or (always and self._term):
             body: dict[str, Any] = {"metadata": {**metadata, "resourceVersion": version}}
             answer = await self._call(workload, "PATCH", workload.path, body, instead=_CONFLICT)
             if not answer:

@@ -19,7 +19,7 @@ from policy.routing.kv_block_index import KvBlockIndex
 from policy.routing.kv_event_log import KvEventLog, hashable
 from policy.types import Runner
 from serve.engine.interface import NAMED, EngineSpec
-from store.kv_event_subscriber import KvEventSubscriber
+from store.kv_events.subscriber import KvEventSubscriber
 from store.state_dir import private_directory
 
 # A unix socket's path has at most 107 bytes.

@@ -1,4 +1,4 @@
-"""What a pod's metadata say of the server in it: the replica that it is, its shape and mode, its adapters.
+"""What a pod's metadata say of the server in it: its replica, shape, mode, adapters, and ports of KV events.
 
 Labels of a service, which Kubernetes copies to its EndpointSlices, say the same of all of its pods.
 """
@@ -14,6 +14,8 @@ PREFIX = "tidegate.io/"
 SHAPE, MODE = f"{PREFIX}shape", f"{PREFIX}mode"
 # An annotation, with commas between the names.
 ADAPTERS = f"{PREFIX}adapters"
+# Labels or annotations.
+KV_EVENTS_PORT, KV_EVENTS_REPLAY_PORT = f"{PREFIX}kv-events-port", f"{PREFIX}kv-events-replay-port"
 
 
 def replica_id(pod: str, uid: str) -> str:
@@ -30,6 +32,14 @@ def shape_and_mode(pod: Metadata, service: Mapping[str, str]) -> tuple[str, str]
     for labels in (pod.labels, service):
         if labels.keys() & {SHAPE, MODE}:
             return labels.get(SHAPE, ""), labels.get(MODE, "")
+    return None
+
+
+def kv_events_ports(pod: Metadata, service: Mapping[str, str]) -> tuple[str, str] | None:
+    """The ports of its KV events, as the pod, or else a label of its ``service``, says them."""
+    for given in (pod.annotations, pod.labels, service):
+        if KV_EVENTS_PORT in given:
+            return given[KV_EVENTS_PORT], given.get(KV_EVENTS_REPLAY_PORT, "")
     return None
 
 

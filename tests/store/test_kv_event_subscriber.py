@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from policy.hashing import block_keys
 from policy.routing.kv_block_index import KvBlockIndex
 from policy.routing.kv_event_log import KvEventLog
-from store import kv_event_subscriber
-from store.kv_event_subscriber import KvEventSubscriber
+from store.kv_events import subscriber as kv_event_subscriber
+from store.kv_events.subscriber import KvEventSubscriber
 from tests.serve.sim_driver import until
 from tests.store.kv_event_publisher import Publisher, publishing, stored
 

@@ -143,7 +143,7 @@ async def test_a_server_has_the_shape_and_adapters_that_it_is_given(
     problem = f"{path}: {server.url}: shape: got 'huge', expected one of the shapes: big, small"
     assert (replica.state, replica.shape, replica.reason) == (ReplicaPhase.READY, "external", problem)
     logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [(each["event"], each["problem"]) for each in logged] == [("server_shape_unknown", problem)]
+    assert [(each["event"], each["problem"]) for each in logged] == [("server_metadata_invalid", problem)]
 
 
 async def test_a_failed_probe_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

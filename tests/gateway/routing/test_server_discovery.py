@@ -194,6 +194,41 @@ async def test_labels_of_pods_say_how_they_were_built(api: KubernetesApi) -> Non
     await discovery.close()
 
 
+@pytest.mark.parametrize(
+    ("pod", "service", "ports", "problem"),
+    [
+        ({}, {}, (7000, None), ""),
+        ({}, {"tidegate.io/kv-events-port": "5557"}, (5557, None), ""),
+        ({"tidegate.io/kv-events-port": "1", "tidegate.io/kv-events-replay-port": "2"}, {}, (1, 2), ""),
+        ({"tidegate.io/kv-events-port": "x"}, {}, (None, None), "kv-events-port: got 'x', expected a port"),
+        ({"tidegate.io/kv-events-port": "65536"}, {}, (None, None), "kv-events-port: got '65536'"),
+        (
+            {"tidegate.io/kv-events-port": "1", "tidegate.io/kv-events-replay-port": "1"},
+            {},
+            (None, None),
+            "kv-events-replay-port: got '1', expected a port, 1 to 65535, another for each of the two",
+        ),
+    ],
+)
+async def test_pods_and_services_say_where_their_events_are(
+    api: KubernetesApi, pod: dict[str, str], service: dict[str, str], ports: tuple[Any, Any], problem: str
+) -> None:
+    spec = external(kubernetes=service_of(api), kv_events_port=7000, more=SHAPED)
+    discovery = ServerDiscovery(Log(0))
+    api.put_service({"app": "vllm"})
+    api.put_pod("vllm-1", {}, pod)
+    api.put("10.0.0.1:1", pod="vllm-1", labels=service)
+
+    async def is_so() -> bool:
+        found = await discovery.servers(spec)
+        return [(each.kv_events_port, each.kv_events_replay_port) for each in found] == [ports]
+
+    await until(is_so, f"the ports {ports}")
+    [found] = await discovery.servers(spec)
+    assert problem in resolved(found, spec, None).problem
+    await discovery.close()
+
+
 async def test_a_pod_of_two_address_families_is_one_server(
     api: KubernetesApi, capsys: pytest.CaptureFixture[str]
 ) -> None:

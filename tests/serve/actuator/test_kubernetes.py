@@ -269,6 +269,44 @@ async def test_what_a_paused_leader_writes_after_the_next_one_is_refused(
         await actuator.close()
 
 
+async def test_a_pod_is_deleted_after_the_term_was_written(
+    api: KubernetesApi, state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader that is paused before is refused; one whose pod changes meanwhile writes its term again."""
+    (spec,) = deployment(external_model(api.url)).models
+    one, two = (KubernetesActuator(state, [spec], term) for term in (1, 2))
+    await one.deploy(SMALL, spec, None, "d", 2)
+    workload = one._found[SMALL].workload
+    call, calls = one._api._call, list[str]()
+    first, second = (
+        Metadata(name=name, uid=api.of(PODS, name)["metadata"]["uid"]) for name in ("small-0", "small-1")
+    )
+
+    async def watched(workload: Workload, method: str, path: str, *more: Any, **named: Any) -> bytes:
+        if calls == ["PATCH", "GET"]:  # a status of the pod
+            api._change(PODS, "small-0", api.of(PODS, "small-0"))
+        if (method, path) != ("GET", workload.path):
+            calls.append(method)
+        return await call(workload, method, path, *more, **named)
+
+    monkeypatch.setattr(one._api, "_call", watched)
+    await one._api.delete_pod(workload, first, 0)
+    assert calls == ["PATCH", "GET", "DELETE"] * 2
+    assert api.of(PODS, "small-0")["metadata"]["uid"] != first.uid
+
+    async def paused(workload: Workload, method: str, *more: Any, **named: Any) -> bytes:
+        if method == "PATCH":
+            await two.scale(SMALL, 3)
+        return await call(workload, method, *more, **named)
+
+    monkeypatch.setattr(one._api, "_call", paused)
+    with pytest.raises(NotLeader, match="an order of term 1 comes after one of term 2"):
+        await one._api.delete_pod(workload, second, 0)
+    assert api.of(PODS, "small-1")["metadata"]["uid"] == second.uid
+    for actuator in (one, two):
+        await actuator.close()
+
+
 async def test_writes_of_others_are_no_failure(
     api: KubernetesApi, state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,1 @@
+"""Subscriptions to the events of KV caches, for replicas and gateways. Read first: `subscriber`."""

@@ -1,0 +1,336 @@
+"""External servers that publish KV events: the router knows what they hold, by the tokens that they make."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from io import StringIO
+from typing import Any
+
+import pytest
+
+from gateway.protocol import body as bodies
+from gateway.protocol.json_splice import upstream_body
+from gateway.protocol.paths import ROUTES
+from gateway.routing.discovered_server import external_replica
+from gateway.routing.engine_cache import server_cache
+from gateway.routing.engine_cache.known_prompts import Blocks, KnownPrompts
+from gateway.routing.engine_cache.prompt_tokens import Prompt
+from gateway.routing.engine_cache.server_cache import MAX_WAITING, SentPrompt, ServerCache
+from gateway.routing.engine_cache.server_caches import ServerCaches
+from gateway.routing.fleet import FleetView
+from gateway.routing.fleet_events import FleetEvents
+from gateway.routing.model_routers import ModelRouters
+from gateway.routing.replica_handle import ReplicaHandle
+from gateway.routing.server_access import ServerAccess
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.structured_log import Log
+from policy.deployment_file.parse import parse
+from policy.hashing import hash_name
+from policy.request import Request
+from tests.gateway.fake_replica import Exchange
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.worker import until
+from tests.store.kv_event_publisher import Publisher, removed, stored
+
+BLOCK = 16
+# A token is a character; each prefix has so many.
+PREFIX = 64
+CHAT = ROUTES["/v1/chat/completions"]
+
+
+class Server:
+    """A double of a vLLM server: its publisher, and ``/tokenize``."""
+
+    def __init__(self) -> None:
+        self.http, self.events = FakeUpstream(), Publisher()
+        self.status = 200
+        self.asked: list[Any] = []
+        self.held: set[bytes] = set()
+        self.http.answer = self._tokenize
+
+    async def start(self) -> None:
+        await self.http.start()
+        self.events.start()
+
+    async def stop(self) -> None:
+        await self.http.stop()
+        await self.events.stop()
+
+    async def serve(self, text: str) -> None:
+        """The blocks of this prompt are computed; hashes are those of the beginnings."""
+        ends = range(BLOCK, len(text) + 1, BLOCK)
+        known = sum(text[:end].encode() in self.held for end in ends) * BLOCK
+        new = [text[:end].encode() for end in ends if end > known]
+        self.held |= {*new}
+        parent = text[:known].encode() or None
+        await self.events.publish(stored(new, tokens(text)[known:], BLOCK, parent))
+
+    async def evict(self, text: str, keep: int = 0) -> None:
+        gone = [text[:end].encode() for end in range(keep + BLOCK, len(text) + 1, BLOCK)]
+        self.held -= {*gone}
+        await self.events.publish(removed(*gone))
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        asked = exchange.json
+        assert exchange.path == "/tokenize"
+        self.asked.append(asked)
+        await exchange.reply(
+            json.dumps({"tokens": tokens(asked["messages"][0]["content"])}).encode(), status=self.status
+        )
+
+
+def tokens(text: str) -> list[int]:
+    return [ord(each) for each in text]
+
+
+class Fleet:
+    """A worker's view and routers of two such servers."""
+
+    def __init__(self, servers: list[Server]) -> None:
+        self.servers = servers
+        self.lines = StringIO()
+        self.routers = ModelRouters(random.Random(1))  # noqa: S311 - ties, not secrets
+        events = FleetEvents(cached=self.routers.learn_cached, forgotten=self.routers.forget)
+        caches = ServerCaches(events.cached, events.forgotten, Log(0, self.lines))
+        self.view = FleetView("s", Metrics(), events=events, caches=caches)
+        urls = [server.http.url for server in servers]
+        self.view.read_document(parse({"models": [{"name": "alpha", "engine": "external", "urls": urls}]}))
+
+    def follow(self, servers: list[Server]) -> None:
+        self.view.set_external(
+            "alpha",
+            [
+                (
+                    external_replica("alpha", each.http.url, adapters=(), at=0.0),
+                    ServerAccess(
+                        kv_events_port=each.events.port, kv_events_replay_port=each.events.replay_port
+                    ),
+                )
+                for each in servers
+            ],
+            None,
+        )
+
+    @property
+    def handles(self) -> list[ReplicaHandle]:
+        served = self.view.get("alpha")
+        assert served is not None
+        return served.handles
+
+    def caches(self) -> list[ServerCache]:
+        found = [handle.cache for handle in self.handles]
+        assert None not in found
+        return found  # type: ignore[return-value]
+
+    def believed(self, text: str) -> list[int]:
+        """The tokens of this prompt that the router believes cached, by server."""
+        request = request_of(text)
+        self.routers._fresh.clear()
+        self.routers.choose(request, [handle.look() for handle in self.handles], 0.0)
+        [decision] = self.routers._fresh.values()
+        return [quote.cached for quote in decision.quotes]
+
+    def chosen(self, text: str) -> int:
+        quote = self.routers.choose(request_of(text), [handle.look() for handle in self.handles], 0.0)
+        assert quote is not None
+        return [handle.view.key for handle in self.handles].index(quote.candidate.key)
+
+    async def send(self, at: int, text: str, *, computed: bool = True) -> SentPrompt | None:
+        """One request to a server, whatever the router would choose, and its end."""
+        request, handle = request_of(text), self.handles[at]
+        quote = self.routers.choose(request, [handle.look()], 0.0)
+        assert quote is not None
+        self.routers.began(request, quote, 0.0)
+        cache = handle.cache
+        assert cache is not None
+        sent = cache.sent(request, prompt_of(text))
+        if computed:
+            await self.servers[at].serve(text)
+        if sent is not None:
+            sent.ended(served=True)
+        await asyncio.sleep(0.35)  # until it is settled
+        return sent
+
+
+def request_of(text: str) -> Request:
+    ends = range(PREFIX, len(text) + 1, PREFIX)
+    hashes = tuple(hash_name(text[:end]) & ~1 for end in ends)
+    return Request(
+        "alpha", prompt_tokens=len(text), prefix=hashes, depths=tuple(ends), prompt_bytes=len(text)
+    )
+
+
+def prompt_of(text: str, salt: bytes = b"", **more: Any) -> Prompt:
+    raw = json.dumps({"model": "alpha", "messages": [{"role": "user", "content": text}], **more}).encode()
+    return Prompt(CHAT, bodies.read(raw), model="theirs", adapter="", salt=salt)
+
+
+@asynccontextmanager
+async def deployed() -> AsyncIterator[Fleet]:
+    servers = [Server(), Server()]
+    for server in servers:
+        await server.start()
+    fleet = Fleet(servers)
+    try:
+        fleet.follow(servers)
+        await until(lambda: all(cache.exact for cache in fleet.caches()), "both servers are followed")
+        yield fleet
+    finally:
+        fleet.view.close()
+        for server in servers:
+            await server.stop()
+        await until(lambda: not [task for task in asyncio.all_tasks() if "KV events" in task.get_name()])
+
+
+SYSTEM = "".join(random.Random(7).choices("abcdefgh", k=512))  # noqa: S311
+FIRST, SECOND, THIRD = (SYSTEM + each * 16 * 13 for each in "xyz")
+
+
+async def test_the_router_picks_the_server_that_has_the_prefix_and_another_after_its_eviction() -> None:
+    async with deployed() as fleet:
+        first = fleet.servers[0]
+        await fleet.send(0, FIRST)
+        await fleet.send(0, SECOND)
+        assert fleet.believed(THIRD) == [512, 0]
+        assert fleet.chosen(THIRD) == 0
+        assert [len(server.asked) for server in fleet.servers] == [2, 0]
+        assert first.asked[0]["model"] == "theirs"
+        await first.evict(SECOND, keep=256)
+        await until(lambda: fleet.believed(THIRD) == [256, 0], "evicted in part")
+        await fleet.send(1, SECOND)
+        assert fleet.believed(THIRD)[1] >= 512
+        assert fleet.chosen(THIRD) == 1
+
+
+async def test_what_a_request_did_not_leave_in_the_cache_is_not_believed() -> None:
+    async with deployed() as fleet:
+        await fleet.send(0, FIRST, computed=False)
+        assert fleet.believed(FIRST) == [0, 0]
+        fleet.servers[0].status = 500
+        await fleet.send(0, SECOND)
+        assert fleet.believed(SECOND) == [0, 0]
+
+
+async def test_a_server_that_ends_is_estimated_and_one_that_is_restarted_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_cache, "DOWN_S", 0.2)
+    async with deployed() as fleet:
+        cache, server = fleet.caches()[0], fleet.servers[0]
+        await fleet.send(0, FIRST)
+        assert fleet.believed(FIRST)[0] > 500
+        await server.events.stop()
+        await until(lambda: not cache.exact, "its events are missed")
+        assert fleet.believed(FIRST) == [0, 0]
+        assert await fleet.send(0, FIRST, computed=False) is None
+        server.held.clear()
+        server.events.start()
+        await until(lambda: cache.exact, "it is followed again")
+        assert fleet.believed(FIRST) == [0, 0]
+        await fleet.send(0, FIRST)
+        assert fleet.believed(FIRST)[0] > 500
+        fleet.follow(fleet.servers[1:])
+        assert not cache.exact
+
+
+async def test_a_server_without_tokenize_is_estimated() -> None:
+    async with deployed() as fleet:
+        cache, server = fleet.caches()[0], fleet.servers[0]
+        server.status = 404
+        await fleet.send(0, FIRST)
+        assert cache.state == "unsupported"
+        assert "404" in cache.problem
+        assert json.loads(fleet.lines.getvalue())["event"] == "kv_events_problem"
+        assert await fleet.send(0, SECOND) is None
+        assert fleet.believed(SECOND)[0] > 500
+
+
+async def test_events_that_do_not_show_what_is_served_are_given_up() -> None:
+    async with deployed() as fleet:
+        for number in range(server_cache.DOUBT + 1):
+            await fleet.send(0, f"{number:04d}{FIRST}", computed=False)
+            await fleet.servers[0].serve(f"{number:04d}of another tokenizer")
+        assert "do not show" in fleet.caches()[0].problem
+
+
+async def test_under_pressure_the_newest_prompts_are_asked_for() -> None:
+    async with deployed() as fleet:
+        [cache, _], server = fleet.caches(), fleet.servers[0]
+        await fleet.send(0, FIRST)  # the size of blocks is known
+        texts = [f"{number:04d}{FIRST}" for number in range(MAX_WAITING + 20)]
+        for text in texts:
+            cache.sent(request_of(text), prompt_of(text))
+        await until(lambda: len(server.asked) == MAX_WAITING + 1, "all but the oldest are asked for")
+        asked = {each["messages"][0]["content"] for each in server.asked}
+        assert asked == {FIRST, *texts[20:]}
+        await until(lambda: not cache._known.asking)
+
+
+async def test_after_lost_events_a_server_is_asked_to_repeat_what_it_finds() -> None:
+    async with deployed() as fleet:
+        cache = fleet.caches()[0]
+        assert not cache.wants_report(request_of(FIRST))
+        await fleet.servers[0].events.send(b"\xc1")
+        await until(lambda: cache.index.lossy, "a malformed batch")
+        assert cache.wants_report(request_of(FIRST))
+        await fleet.send(0, FIRST)
+        assert not cache.wants_report(request_of(FIRST))
+
+
+@pytest.mark.parametrize("given", [{}, {"vllm_xargs": None}])
+def test_a_body_asks_for_the_report(given: dict[str, Any]) -> None:
+    raw = json.dumps({"model": "m", "messages": [], **given}).encode()
+    sent = upstream_body(CHAT, bodies.read(raw), raw, b"", reports_cache=True)
+    assert json.loads(b"".join(sent.parts))["vllm_xargs"] == {"kv_cache_report_mode": "full"}
+
+
+def test_a_prompt_is_asked_for_as_it_was_sent() -> None:
+    arguments = {"enable_thinking": False}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    prompt = prompt_of("hi", b'"salt"', tools=tools, chat_template_kwargs=arguments, temperature=1, n=None)
+    prompt.adapter = "sql"
+    asked = json.loads(prompt.question() or b"")
+    messages = [{"role": "user", "content": "hi"}]
+    assert asked == {
+        "model": "theirs", "messages": messages, "tools": tools, "chat_template_kwargs": arguments
+    }  # fmt: skip
+    assert prompt.extras(3) == [("sql", "salt"), ("sql",), ("sql",)]
+    effort = json.loads(prompt_of("hi", reasoning_effort="low").question() or b"")
+    assert effort["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "tokens", "asks"),
+    [
+        ("/v1/completions", {"prompt": "a text"}, None, True),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, [1, 2, 3], True),
+        ("/v1/completions", {"prompt": ["two", "texts"]}, None, False),
+        ("/v1/completions", {"prompt": "a", "truncate_prompt_tokens": 4}, None, False),
+        ("/v1/chat/completions", {"messages": [], "documents": [{"a": "b"}]}, None, False),
+        ("/v1/chat/completions", {"messages": ["a" * (1 << 20)]}, None, False),
+        ("/v1/responses", {"input": "a text"}, None, False),
+    ],
+)
+def test_what_would_be_rendered_otherwise_is_not_asked_for(
+    path: str, given: dict[str, Any], tokens: list[int] | None, asks: bool
+) -> None:
+    body = bodies.read(json.dumps({"model": "m", **given}).encode())
+    prompt = Prompt(ROUTES[path], body, model="m", adapter="", salt=b"")
+    assert prompt.tokens() == tokens
+    if tokens is None:
+        assert (prompt.question() is not None) is asks
+
+
+def test_known_prompts_are_bounded() -> None:
+    known = KnownPrompts(max_blocks=10)
+    for number in range(4):
+        known.add(2, Blocks(array("q", [number] * 3), 16, 48))
+    assert [each.keys[0] for each in known.of(2, 16)] == [2, 3]
+    assert known.of(2, 32) == []
+    known.add(4, Blocks(array("q", [9] * 5), 16, 80))
+    assert (known.of(2, 16), len(known.of(4, 16))) == ([], 1)
