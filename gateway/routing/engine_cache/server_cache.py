@@ -36,7 +36,7 @@ UNTOLD: Final = -1
 
 
 class Listener(NamedTuple):
-    """Who is told ``news`` of a server's cache, that nothing is known of it (``forgotten``), and why not."""
+    """Called with the ``news`` of a cache, when nothing is known of it any more, and with a problem."""
 
     news: Callable[[News], None]
     forgotten: Callable[[], None]

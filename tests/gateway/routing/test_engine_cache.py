@@ -35,7 +35,7 @@ from policy.request import Request
 from tests.gateway.fake_replica import Exchange
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.worker import until
-from tests.store.kv_event_publisher import Publisher, removed, stored
+from tests.store.kv_events.publisher import Publisher, removed, stored
 
 BLOCK = 16
 # A token is a character; each prefix has so many.

@@ -10,7 +10,7 @@ import pytest
 from policy.hashing import block_keys
 from policy.routing.kv_block_index import KvBlockIndex, NamedPrompt
 from policy.routing.kv_event_log import KvEventLog
-from tests.store.kv_event_publisher import batch, removed, stored
+from tests.store.kv_events.publisher import batch, removed, stored
 
 BLOCK = 4
 TOKENS = list(range(100, 124))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -86,7 +87,12 @@ async def publishing(buffer_steps: int = 1000) -> AsyncIterator[Publisher]:
 
 def _bound(socket: zmq.asyncio.Socket, port: int) -> int:
     socket.setsockopt(zmq.LINGER, 0)
-    if port:
-        socket.bind(f"tcp://127.0.0.1:{port}")
-        return port
-    return socket.bind_to_random_port("tcp://127.0.0.1")
+    if not port:
+        return socket.bind_to_random_port("tcp://127.0.0.1")
+    while True:
+        try:
+            socket.bind(f"tcp://127.0.0.1:{port}")
+        except zmq.ZMQError:  # the one before is closed by another thread
+            time.sleep(0.01)
+        else:
+            return port

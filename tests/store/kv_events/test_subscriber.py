@@ -12,7 +12,7 @@ from policy.routing.kv_event_log import KvEventLog
 from store.kv_events import subscriber as kv_event_subscriber
 from store.kv_events.subscriber import KvEventSubscriber
 from tests.serve.sim_driver import until
-from tests.store.kv_event_publisher import Publisher, publishing, stored
+from tests.store.kv_events.publisher import Publisher, publishing, stored
 
 BLOCK = 4
 TOKENS = list(range(100, 124))

@@ -1,0 +1,1 @@
+"""Tests of subscriptions to the events of KV caches."""
