@@ -44,18 +44,19 @@ class Listener(NamedTuple):
 
 
 class SentPrompt:
-    """A prompt that was sent to the server, and the ``keys`` of its blocks once they are known.
+    """A prompt that was sent to the server; its ``tokens`` and the ``keys`` of its blocks, once known.
 
     ``sent_at`` is what the index had stored by then.
     """
 
-    __slots__ = ("_cache", "keys", "named", "prompt", "sent_at")
+    __slots__ = ("_cache", "keys", "named", "prompt", "sent_at", "tokens")
 
     def __init__(self, cache: ServerCache, named: NamedPrompt, prompt: Prompt, sent_at: int) -> None:
         self._cache = cache
         self.named = named
         self.prompt = prompt
         self.sent_at = sent_at
+        self.tokens: list[int] | None = None
         self.keys: array[int] | None = None
 
     def ended(self, *, served: bool) -> None:
@@ -158,6 +159,8 @@ class ServerCache:
         """A request ended a moment ago: what was assumed of it gives way to what is known."""
         if self._told_at == UNTOLD:
             return
+        if sent.tokens is not None and sent.keys is None:
+            self._divide(sent, sent.tokens)
         if not self.index.has(sent.named.hashes[-1]):
             for each in self._known.of(sent.named.hashes[-1], self.index.block_tokens):
                 self._name(sent, each)
@@ -241,6 +244,11 @@ class ServerCache:
                 self._give_up(f"it answers {status} to POST /tokenize")
             if status != 200:
                 return
+        sent.tokens = tokens
+        self._divide(sent, tokens)
+
+    def _divide(self, sent: SentPrompt, tokens: list[int]) -> None:
+        """Name a prompt by its blocks, once their size is known."""
         size = self.index.block_tokens
         if not size or self._told_at == UNTOLD:
             return

@@ -152,6 +152,7 @@ class Fleet:
         if computed:
             await self.servers[at].serve(text)
         if sent is not None:
+            await until(lambda: not cache._known.asking, "its tokens were asked for")
             sent.ended(served=True)
         await asyncio.sleep(0.35)  # until it is settled
         return sent
@@ -286,7 +287,8 @@ async def test_after_lost_events_a_server_is_asked_to_repeat_what_it_finds() -> 
 def test_a_body_asks_for_the_report(given: dict[str, Any]) -> None:
     raw = json.dumps({"model": "m", "messages": [], **given}).encode()
     sent = upstream_body(CHAT, bodies.read(raw), raw, b"", reports_cache=True)
-    assert json.loads(b"".join(sent.parts))["vllm_xargs"] == {"kv_cache_report_mode": "full"}
+    parts = [sent.parts] if isinstance(sent.parts, bytes) else sent.parts
+    assert json.loads(b"".join(parts))["vllm_xargs"] == {"kv_cache_report_mode": "full"}
 
 
 def test_a_prompt_is_asked_for_as_it_was_sent() -> None:
