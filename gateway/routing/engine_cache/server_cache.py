@@ -156,7 +156,10 @@ class ServerCache:
         return lossy and bool(request.prefix) and not self.index.is_held(request.prefix[-1])
 
     def settle(self, sent: SentPrompt, served: bool) -> None:
-        """A request ended a moment ago: what was assumed of it gives way to what is known."""
+        """A request ended a moment ago: what was assumed of it gives way to what is known.
+
+        Nothing is known of a prompt without tokens: what was served counts as held since then.
+        """
         if self._told_at == UNTOLD:
             return
         if sent.tokens is not None and sent.keys is None:
@@ -164,7 +167,8 @@ class ServerCache:
         if not self.index.has(sent.named.hashes[-1]):
             for each in self._known.of(sent.named.hashes[-1], self.index.block_tokens):
                 self._name(sent, each)
-        self.index.announce(sent.named.hashes)
+        if not served or self.index.has(sent.named.hashes[-1]):
+            self.index.announce(sent.named.hashes)
         keys = sent.keys
         if not served or not keys or self.index.lossy:
             return
