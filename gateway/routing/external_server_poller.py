@@ -60,13 +60,17 @@ class _Models(msgspec.Struct):
 
 
 class _Answer(NamedTuple):
-    """The last answer of a server, when it came, and how many reads had come by then."""
+    """The last answer of a server, when it came, and how many reads had come by then.
+
+    ``late``: the probe after it was not answered in time.
+    """
 
     replica: Replica
     access: ServerAccess
     max_model_len: int | None
     at: float
     reads: int
+    late: bool = False
 
 
 @dataclass(eq=False)
@@ -190,9 +194,15 @@ class ExternalPoller:
             try:
                 listed = await self._models_of(server, key, changed_ns)
             except (httpx.HTTPError, OSError) as error:
-                # A lack of resources on this machine is no failure of the server.
-                if last is not None and is_local_fault(error) and self.view.is_answering(model, base):
-                    self._answers[model, base] = last
+                # A lack of resources on this machine is no failure of the server, and a single late answer
+                # may be load: vLLM lists its models in the process that also writes all streams.
+                late = isinstance(error, httpx.TimeoutException)
+                if (
+                    last is not None
+                    and (is_local_fault(error) or (late and not last.late))
+                    and self.view.is_answering(model, base)
+                ):
+                    self._answers[model, base] = last = last._replace(late=late)
                     return last
                 problem = _cause(error)
             except _NotServed as error:

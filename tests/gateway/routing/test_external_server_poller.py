@@ -50,7 +50,7 @@ class View:
         return None
 
     def is_answering(self, model: str, url: str) -> bool:
-        return False
+        return bool(self.turns) and self.turns[-1][0].state is ReplicaPhase.READY
 
     def learns_bound(self, model: str, url: str) -> bool:
         return False
@@ -156,6 +156,25 @@ async def test_a_failed_probe_is_repeated(monkeypatch: pytest.MonkeyPatch) -> No
     await server.stop()
     stopped, ready = ReplicaPhase.STOPPED, ReplicaPhase.READY
     assert [replica.state for replica, _, _ in view.turns] == [stopped] * 3 + [ready] * 3
+
+
+async def test_a_server_is_down_after_two_late_answers_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
+    monkeypatch.setattr(external_server_poller, "PROBE_TIMEOUT_S", 0.3)
+    late = {2, 4, 5}  # the first time after an answer, and then twice in a row
+    server = FakeUpstream()
+
+    async def answer(exchange: Exchange) -> None:
+        if len(server.hits) not in late:
+            await exchange.reply(LISTING)
+
+    server.answer = answer
+    await server.start()
+    view = View(turns=TURNS)
+    await probe(view, server.url)
+    await server.stop()
+    stopped, ready = ReplicaPhase.STOPPED, ReplicaPhase.READY
+    assert [replica.state for replica, _, _ in view.turns] == [ready] * 4 + [stopped, ready]
 
 
 OTHERS = json.dumps({"data": [{"id": name} for name in "bcdefghi"]}).encode()
