@@ -1,4 +1,4 @@
-"""The process of a gateway worker: its command line, memory and garbage collector settings.
+"""The process of a gateway worker: its command line, and what is set before it begins.
 
 ``python -m gateway.main --state DIR --fd N --admin-fd M --worker I``; the supervisor binds both
 sockets, so that a worker can be replaced without closing the port."""
@@ -7,32 +7,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 from pathlib import Path
 
 import uvloop
 
+from gateway.garbage_collection import collect_seldom
 from gateway.malloc_tuning import keep_freed_memory
 from store import machine_code
 from store.os_process import allow_connections
 from store.state_dir import StateDir
-
-# Objects made and not freed until the collector looks for cycles among them, and how often it does so before
-# it looks at the survivors too: with the default of 10 times it looked at those of 600 streams for 23 ms. All
-# are looked at about as seldom as by default.
-YOUNGEST = 5_000
-MIDDLE, OLDEST = 1, 100
-
-
-def collect_seldom() -> None:
-    """Exempt what exists from collections, and collect only after :data:`YOUNGEST` new objects.
-
-    Calls free their objects by reference counts; the default, every 700 objects, costs a sixth of their time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNGEST, MIDDLE, OLDEST)
 
 
 def main() -> None:

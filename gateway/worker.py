@@ -21,6 +21,7 @@ from gateway.control.certificate_watcher import LOOK_EVERY_S, Certificates
 from gateway.control.controller_feed import catalog_feed, fleet_feed
 from gateway.control.deployment_watcher import DeploymentWatcher
 from gateway.control.report_sender import Reporter, ReportSender
+from gateway.garbage_collection import QUIET_EVERY_S, collect_if_quiet
 from gateway.http.acceptor import Acceptor
 from gateway.http.server import Server
 from gateway.http.upload_budget import UploadBudget
@@ -184,6 +185,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         UploadBudget(gateway.upload_limits, partial(loop.call_later, RESUME_AFTER_S)),
         proxies=gateway.proxies,
     )
+    background.start("garbage", _every(QUIET_EVERY_S, lambda: collect_if_quiet(client.connections)))
     admin = AdminServer(gateway.admin, certificates.of("gateway.admin_tls"))
     stopping = asyncio.Event()
 

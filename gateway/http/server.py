@@ -122,6 +122,11 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._empty.wait(), timeout_s)
 
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._connections)
+
     # Called by connections
 
     def admit(self, connection: ServerConnection) -> bool:

@@ -208,6 +208,7 @@ class Coalescer:
 
     def _end(self, batch: Batch[_Member]) -> None:
         following = self._windows.ended(batch)
+        batch.members.clear()  # that of a lone request has the batch as its turn: a cycle
         if following is not None:
             self._depart(following)
 

@@ -57,23 +57,3 @@ def test_freed_memory_before_used_memory_is_given_back() -> None:
 def test_freed_memory_is_reused_for_bodies() -> None:
     usual, touched = printed(FAULTS, "KEEP", "keep_freed_memory()")
     assert touched < usual / 4
-
-
-# The most objects that a collection of the survivors of others looks at, while all that is made is kept.
-SURVIVORS = """
-import gc
-from gateway.main import collect_seldom
-sizes = [0]
-def look(phase, info):
-    if phase == "start" and info["generation"] == 1:
-        sizes.append(len(gc.get_objects(0)) + len(gc.get_objects(1)))
-collect_seldom()
-gc.callbacks.append(look)
-kept = [[number] for number in range(250_000)]
-print(max(sizes))
-"""
-
-
-def test_a_collection_looks_at_a_bounded_number_of_survivors() -> None:
-    found = subprocess.run([sys.executable, "-c", SURVIVORS], capture_output=True, text=True, check=True)
-    assert 5_000 < int(found.stdout) < 20_000

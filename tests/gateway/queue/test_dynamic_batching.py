@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
+import weakref
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +48,7 @@ class Site:
         self.bounds = Coalesce(**{"window_s": 0.02, **bounds})
         self.sent: list[list[str]] = []
         self.requests: list[Request] = []
+        self.clients: list[weakref.ref[object]] = []
         self.aborted: list[list[str]] = []
         self.hold = asyncio.Event()
         self.hold.set()
@@ -91,6 +94,7 @@ class Site:
         async def receive() -> Message:
             return {"type": "http.disconnect"}
 
+        self.clients.append(weakref.ref(send))
         call = Call(ROUTE, {"headers": []}, receive, send)
         call.charge = Charge(self.journal, "t", "k", "vectors", "", FREE, len(raw))
         call.trace = RequestTrace(b"1" * 32, b"", 1, sampled=True)
@@ -144,6 +148,16 @@ async def test_a_lone_request_is_sent_unchanged() -> None:
         received = await site.ask(text)
         assert (received["texts"], received["own"], received["outcome"]) == ([text], True, "ok")
     assert site.sent == [["a"], ["b"]]
+
+
+async def test_a_request_is_freed_without_a_collection() -> None:
+    site = Site(window_s=1.0)
+    gc.disable()
+    try:
+        await site.ask("a")
+        assert [client() for client in site.clients] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_concurrent_requests_share_a_call_and_get_their_own_answers() -> None:
