@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -164,6 +165,10 @@ class ClientConnection:
         if self._transport is not None:
             self._transport.abort()
 
+    def release(self) -> None:
+        """Forget what holds this connection: given up while it was opened, it is not told of its end."""
+        self._parser = self._reader = self._transport = None
+
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -242,15 +247,21 @@ class ClientConnection:
         if reader is not None:
             reader.close()
         self._parser = None  # it holds this connection
-        sink, self._sink = self._sink, None
+        sink = self._sink
         if sink is None:
             return
         if self._until_eof and exc is None:
+            self._sink = None
             sink.on_data(b"", complete=True)
         else:
             # After EPIPE too the server's FIN came first; after a reset it is not known what had arrived.
             closed = exc is None or isinstance(exc, BrokenPipeError)
             stale = self.reused and not self._begun and closed and not self._has_arrived()
+            read_turns().lose(partial(self._lose, stale))
+
+    def _lose(self, stale: bool) -> None:
+        sink, self._sink = self._sink, None
+        if sink is not None:  # it has not left in the meantime
             sink.on_lost(stale=stale)
 
     def _taker(self) -> Sink | None:
@@ -367,14 +378,20 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         if self._secure and self._tls is None:
             self._tls = ssl.create_default_context(cafile=self._ca_file)
-        async with asyncio.timeout(self.connect_timeout_s):
-            _, connection = await loop.create_connection(
-                cast("Callable[[], asyncio.Protocol]", lambda: ClientConnection(self)),
-                self.host,
-                self.port,
-                ssl=self._tls,
-            )
-        return cast("ClientConnection", connection)
+        connection, is_open = ClientConnection(self), False
+        try:
+            async with asyncio.timeout(self.connect_timeout_s):
+                await loop.create_connection(
+                    cast("Callable[[], asyncio.Protocol]", lambda: connection),
+                    self.host,
+                    self.port,
+                    ssl=self._tls,
+                )
+            is_open = True
+        finally:
+            if not is_open:
+                connection.release()
+        return connection
 
     def give(self, connection: ClientConnection) -> None:
         """Keep ``connection`` for the next request."""

@@ -11,7 +11,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Awaitable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import unquote
 
@@ -22,6 +22,7 @@ from gateway.http.asgi_exchange import SENT, Exchange, id_headers, request_ids
 from gateway.http.byte_accumulator import ByteAccumulator
 from gateway.http.forwarded import Address
 from gateway.http.read_turns import CHUNKED_BYTES, PARSED_BYTES, READ_BYTES, PacedReader, read_turns
+from gateway.http.tcp_info import has_left
 from gateway.http.upload_budget import MIN_RATE, Upload
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import is_anthropic
@@ -63,6 +64,12 @@ class _LostTransport:
 
     def is_closing(self) -> bool:
         return True
+
+    def get_extra_info(self, name: str) -> None:
+        """It has none."""
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def close(self) -> None:
         """It is closed."""
@@ -149,6 +156,9 @@ class ServerConnection:
             if unsent != self._unsent:
                 self._unsent = unsent
                 self.deadline = now + self._server.times.stalled_s
+        if self._held_back and has_left(self._transport):  # which is seen by reading otherwise
+            self._transport.abort()
+            return
         if self.deadline > now:
             return
         if self._reading and not self.ended:
@@ -198,7 +208,7 @@ class ServerConnection:
         active, self._active = self._active, None
         if active is not None and not active.done:
             active.disconnect()
-            self._server.cancel(active)
+            read_turns().lose(partial(self._server.cancel, active))
 
     def pause_writing(self) -> None:
         self.sent = asyncio.get_running_loop().create_future()

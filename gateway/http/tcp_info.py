@@ -10,7 +10,11 @@ import struct
 # trip of some minutes, in microseconds: unlike the mean it has no delayed acknowledgements in it.
 _TCP_INFO_BYTES, _BYTES_ACKED_AT, _BYTES_ACKED = 152, 120, struct.Struct("Q")
 _ROUND_TRIP_AT, _ROUND_TRIP = 148, struct.Struct("I")
-# What Linux has there before the first measurement.
+# Where it has the state, of which these are known to the kernel before anything is read: the other side was
+# reset, or sends no more.
+_STATE_AT, _STATE = 0, struct.Struct("B")
+_ESTABLISHED, _CLOSED, _CLOSE_WAIT = 1, 7, 8
+# What Linux has for a round trip before the first measurement.
 _NO_ROUND_TRIP = 0xFFFFFFFF
 
 
@@ -23,6 +27,11 @@ def round_trip_s(transport: asyncio.Transport | None) -> float:
     """The smallest round trip to the server in some minutes; 0 where TCP does not tell."""
     measured = _read(transport, _ROUND_TRIP, _ROUND_TRIP_AT, _NO_ROUND_TRIP)
     return 0.0 if measured == _NO_ROUND_TRIP else measured / 1e6
+
+
+def has_left(transport: asyncio.Transport | None) -> bool:
+    """Whether the other side sends no more, also where it is not read; false where TCP does not tell."""
+    return _read(transport, _STATE, _STATE_AT, _ESTABLISHED) in (_CLOSED, _CLOSE_WAIT)
 
 
 def _read(transport: asyncio.Transport | None, kind: struct.Struct, at: int, unknown: int) -> int:

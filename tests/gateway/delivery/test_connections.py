@@ -17,6 +17,7 @@ from typing import cast
 
 import httptools
 import pytest
+import uvloop
 from starlette.types import Message
 
 from gateway.delivery.relay import MAX_CHECKED, MAX_HELD, Relay
@@ -423,6 +424,33 @@ async def test_a_connection_is_stale_if_it_was_closed_before_the_request_arrived
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             peer.close()
         assert await asked is (AttemptOutcome.STALE if stale and kept else AttemptOutcome.LOST)
+
+
+def test_a_connection_that_is_given_up_while_it_opens_is_freed_without_a_collection() -> None:
+    """Also between the moment in which it is open and that in which its opener goes on."""
+
+    async def give_up(port: int, turns: int) -> weakref.ref[object]:
+        pool = ConnectionPool(f"http://127.0.0.1:{port}", 1.0)
+        opening = asyncio.create_task(pool.connect())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait([opening])
+        if not opening.cancelled():
+            opening.result().kill()
+        return weakref.ref(pool)
+
+    async def give_up_at_any_time(port: int) -> list[object]:
+        held = [await give_up(port, turns) for turns in range(12)]
+        await asyncio.sleep(0.05)
+        return [pool() for pool in held]
+
+    gc.disable()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            assert uvloop.run(give_up_at_any_time(server.getsockname()[1])) == [None] * 12
+    finally:
+        gc.enable()
 
 
 def test_a_lack_of_descriptors_for_one_of_two_addresses_is_no_fault_of_the_server() -> None:

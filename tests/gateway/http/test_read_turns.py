@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from functools import partial
 from typing import cast
 
 import pytest
@@ -222,6 +223,18 @@ async def test_thousands_of_clients_that_leave_together_are_closed_in_many_turns
         before = sum(wire.closed for wire in wires)
         await site.turn([])
         assert 0 < sum(wire.closed for wire in wires) - before <= MOST_CLOSED
+
+
+async def test_requests_of_thousands_of_lost_connections_end_in_many_turns(site: Site) -> None:
+    ended: list[int] = []
+    for number in range(1000):
+        site.turns.lose(partial(ended.append, number))
+    assert len(ended) == MOST_CLOSED, "one that is lost alone ends at once"
+    while len(ended) < 1000:
+        before = len(ended)
+        await site.turn([])
+        assert 0 < len(ended) - before <= MOST_CLOSED
+    assert ended == sorted(ended)
 
 
 class Starts:

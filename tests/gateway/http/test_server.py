@@ -33,7 +33,7 @@ from gateway.http.connection import (
     MAX_PIECE,
     ServerConnection,
 )
-from gateway.http.read_turns import STARTS_S, RequestStarts, read_turns
+from gateway.http.read_turns import MOST_CLOSED, STARTS_S, RequestStarts, read_turns
 from gateway.http.server import (
     SWEPT_AT_ONCE,
     Server,
@@ -42,6 +42,7 @@ from gateway.http.server import (
 )
 from gateway.http.upload_budget import UploadBudget
 from gateway.routing.shared_counters import LOCAL
+from tests.gateway.fake_replica import reset
 from tests.gateway.worker import until
 
 CAP = 300_000
@@ -467,6 +468,35 @@ async def test_requests_of_many_clients_that_come_at_once_begin_in_many_turns(po
 
 
 @on_uvloop
+async def test_requests_of_many_clients_that_reset_at_once_are_cancelled_in_many_turns(port: Port) -> None:
+    turn = 0
+    ended: Counter[int] = Counter()
+
+    def count() -> None:
+        nonlocal turn
+        turn += 1
+        asyncio.get_running_loop().call_soon(count)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended[turn] += 1
+
+    port.app = app
+    clients = [await port.open() for _ in range(3 * MOST_CLOSED)]
+    for _, writer in clients:
+        writer.write(post(b"x"))
+    await until(lambda: len(port.server._tasks) == len(clients))
+    await asyncio.sleep(0.02)
+    count()
+    for _, writer in clients:
+        reset(writer.transport)
+    await until(lambda: ended.total() == len(clients))
+    assert max(ended.values()) <= MOST_CLOSED
+
+
+@on_uvloop
 async def test_trailers_are_ignored(port: Port) -> None:
     data = HEAD + b"transfer-encoding: chunked\r\n%b\r\n\r\n1\r\nx\r\n0\r\nx-evil: 1\r\n\r\n" % CLOSE
     ((status, _, body),) = answers(await port.ask(data))
@@ -669,6 +699,29 @@ async def test_a_stalled_upload_gives_way_to_one_that_is_sent(port: Port) -> Non
 
 
 @on_uvloop
+@pytest.mark.parametrize("resets", [False, True])
+async def test_an_upload_that_is_not_read_ends_when_its_client_leaves(port: Port, resets: bool) -> None:
+    port.budget = 2 * CAP
+    _, first = await port.open()
+    first.write(post(b"x" * CAP)[:-10])
+    await until(lambda: any(connection._size for connection in port.server._connections))
+    (read,) = port.server._connections
+    _, second = await port.open()
+    second.write(post(b"x" * CAP)[:20_000])
+    await until(lambda: any(connection._held_back for connection in port.server._connections))
+    (waiting,) = port.server._connections - {read}
+    reset(second.transport) if resets else second.close()
+
+    def is_lost() -> bool:
+        waiting.sweep(port.server.now)
+        return port.server._connections == {read}
+
+    await until(is_lost)
+    waiting.sweep(port.server.now)
+    assert not read.ended
+
+
+@on_uvloop
 async def test_little_is_read_ahead_of_the_current_request(port: Port) -> None:
     release = asyncio.Event()
 
@@ -709,6 +762,16 @@ async def test_many_connections_are_swept_in_several_turns_of_the_loop(port: Por
 
 
 @pytest.mark.slow
+@on_uvloop
+async def test_a_connection_may_be_lost_before_it_is_swept(port: Port) -> None:
+    _, writer = await port.open()
+    await until(lambda: bool(port.server._connections))
+    (lost,) = port.server._connections
+    writer.close()
+    await until(lambda: not port.server._connections)
+    port.server._sweep_some(iter([lost]))
+
+
 @on_uvloop
 async def test_stalled_readers_time_out_and_slow_ones_do_not(port: Port) -> None:
     await port.start(times=ServerTimeouts(0.3, 0.3, 0.3, 0.3, 0.3))
