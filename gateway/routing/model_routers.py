@@ -6,24 +6,24 @@ import asyncio
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Final
 
 import msgspec
 
 from gateway.protocol.prompt_features import BytesPerToken, adapter_key
-from gateway.routing.shared_counters import LOCAL, LOSS, SharedCounts
+from gateway.routing.shared_counters import EVICTED, HELD, LOCAL, LOSS, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
 from policy.errors import TargetError
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
-from policy.routing.kv_block_index import News
+from policy.routing.kv_block_index import MAX_NAMES, News
 from policy.routing.router import Decision, Router
 from policy.routing.settings import Settings, settings_of
-from policy.wire.load_stream import LoadLine
+from policy.wire.load_stream import CachedPrefix, LoadLine
 
 # How many decisions are kept for explanations.
 KEPT: Final = 512
@@ -31,6 +31,8 @@ KEPT: Final = 512
 RECENT: Final = 64
 # How many measured times are kept; those of estimates that are gone are overwritten or forgotten together.
 MAX_TIMED: Final = 4 * KEPT
+# For a prefix that a server held, and holds no more.
+GONE: Final = -1
 _COST_PARTS = ("total", "wait", "prefill", "adapter", "pressure", "burden")
 
 
@@ -55,6 +57,8 @@ class ModelRouters:
         self.densities: defaultdict[str, BytesPerToken] = defaultdict(BytesPerToken)
         self._keys: dict[str, int] = {}
         self._by_key: dict[int, Router] = {}
+        # The tokens of prefixes that this worker named to servers with KV events, by the servers' keys.
+        self._named: dict[int, dict[int, int]] = {}
         self._fresh: dict[int, Decision] = {}
         self._kept: deque[tuple[float, Request, Decision]] = deque(maxlen=KEPT)
         # The measured TTFT by the identity of the estimate.
@@ -128,8 +132,26 @@ class ModelRouters:
             router.cached(line.held, line.gone, key, at, reset=line.reset)
 
     def learn_cached(self, model: str, key: int, news: News) -> None:
-        """The events of the external server with ``key`` say what its engine holds."""
+        """The events of the external server with ``key`` say what its engine holds; other workers hear of it.
+
+        Each worker knows the prefixes that it named itself, and takes the others' word for theirs.
+        """
         self._of(model).cached(news.held, news.gone, key, self._clock(), reset=news.reset)
+        named = self._named.setdefault(key, {})
+        if news.reset or len(named) > 2 * MAX_NAMES:
+            named.clear()
+        for prefix in news.held:
+            tokens = prefix.tokens + prefix.host_tokens
+            if named.get(prefix.hash) != tokens:
+                named[prefix.hash] = tokens
+                self._shared.publish_cached(key, prefix.hash, tokens, held=True)
+        for prefix in news.gone:
+            # Without tokens: it is not named here, which says nothing.
+            if not prefix.tokens:
+                named.pop(prefix.hash, None)
+            elif named.get(prefix.hash) != GONE:
+                named[prefix.hash] = GONE
+                self._shared.publish_cached(key, prefix.hash, prefix.tokens, held=False)
 
     def set_adapters(self, model: str, key: int, loaded: Iterable[str], refused: Iterable[str]) -> None:
         """The replica with ``key`` reports the adapters that it has loaded and could not load."""
@@ -140,6 +162,7 @@ class ModelRouters:
     def forget(self, model: str, key: int) -> None:
         """The replica with ``key`` is gone or was restarted."""
         self._of(model).forget(key)
+        self._named.pop(key, None)
 
     def describe(self, count: int) -> list[dict[str, Any]]:
         """The last ``count`` decisions, the newest first, with their candidates in seconds."""
@@ -168,6 +191,18 @@ class ModelRouters:
             elif model_key >> 32 == LOSS:
                 for fingerprint in hashes:
                     self._lost(fingerprint, replica_key, float(model_key & 0xFFFF_FFFF))
+            elif model_key >> 32 in (HELD, EVICTED):
+                self._learn_cached_elsewhere(model_key, replica_key, hashes, now)
+
+    def _learn_cached_elsewhere(
+        self, model_key: int, replica_key: int, hashes: Sequence[int], now: float
+    ) -> None:
+        """Another worker named prefixes of a server that both follow."""
+        tokens, own = model_key & 0xFFFF_FFFF, self._named.get(replica_key, {})
+        found = [CachedPrefix(value, tokens) for value in hashes if value not in own]
+        held, gone = (found, []) if model_key >> 32 == HELD else ([], found)
+        for router in self._routers.values():
+            router.cached(held, gone, replica_key, now, reset=False)
 
     def _described(self, at: float, request: Request, decision: Decision) -> dict[str, Any]:
         assert decision.chosen is not None

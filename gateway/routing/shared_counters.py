@@ -30,8 +30,10 @@ _ROW: Final = _RING + RING_ENTRIES * _ENTRY_WORDS
 _THIS_LAYOUT = 3 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | RING_ENTRIES
 
 PublishedPrefixes = tuple[int, int, list[int]]
-# The upper half of a word that stands in the place of a model's key; the lower half are seconds.
+# The upper half of a word that stands in the place of a model's key; the lower half are seconds, or tokens.
 LOSS: Final = 0x6C6F7374
+HELD: Final = 0x68656C64
+EVICTED: Final = 0x65766963
 
 
 class SharedCounts:
@@ -64,6 +66,13 @@ class SharedCounts:
     def publish_loss(self, replica_key: int, fingerprint: int, at: float) -> None:
         """Report that a request was lost there; others read it as a prefix of a model :data:`LOSS`."""
         self.publish(LOSS << 32 | int(at), replica_key, (fingerprint,))
+
+    def publish_cached(self, replica_key: int, prefix: int, tokens: int, *, held: bool) -> None:
+        """Report that a server holds a prefix of so many tokens, or no more.
+
+        Others read it as a prefix of a model :data:`HELD` or :data:`EVICTED`.
+        """
+        self.publish((HELD if held else EVICTED) << 32 | tokens, replica_key, (prefix,))
 
     def published_by_others(self) -> list[PublishedPrefixes]:
         """What the others published since the last call: (model key, replica key, hashes)."""

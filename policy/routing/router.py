@@ -51,7 +51,6 @@ RESIDENT: Final = "its adapter is loaded there"
 AWAY: Final = "away from what is cached, which would take longer or has more than its share"
 HOME: Final = "a home for a new prefix"
 SOONEST: Final = "least predicted time to first token"
-
 # How many candidates are estimated; more are reduced to a shortlist.
 MOST_QUOTES: Final = 8
 MAX_SITES: Final = 1024
@@ -165,10 +164,12 @@ class Router:
         self, held: Sequence[CachedPrefix], gone: Sequence[CachedPrefix], key: int, at: float, *, reset: bool
     ) -> None:
         """The replica with ``key`` reports what its engine holds; after ``reset`` that and nothing else."""
-        index = (self._sites.get(key) or self._open(key, None)).held
+        site = self._sites.get(key)
         if reset:
-            index.reset()
-        index.report(held, gone, at)
+            site = site or self._open(key, None)
+            site.held.reset()
+        if site is not None and site.held.exact:
+            site.held.report(held, gone, at)
 
     def holds(self, loaded: Sequence[int], refused: Sequence[int], key: int) -> None:
         """The replica with ``key`` reports which adapters it has loaded, and which it could not load."""

@@ -20,6 +20,7 @@ from policy.engine.prefill_estimate import GENERIC
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import CostEstimate
+from policy.routing.kv_block_index import News
 from policy.types import Load, ReplicaPhase
 from policy.wire.load_stream import CachedPrefix, LoadLine
 from tests.gateway.fake_replica import ready_replica
@@ -54,6 +55,37 @@ class Reader(SharedCounts):
 
 def routes(shared: SharedCounts | None = None, metrics: Metrics | None = None) -> ModelRouters:
     return ModelRouters(random.Random(1), shared or SharedCounts(), metrics=metrics)  # noqa: S311 - ties, not secrets
+
+
+async def test_a_worker_takes_the_word_of_others_for_prefixes_that_it_did_not_name() -> None:
+    publisher = Publisher()
+    one, other = routes(publisher), routes(Reader(publisher))
+    request = Request("m", prompt_tokens=1024, prefix=CHAIN, depths=DEPTHS)
+    candidates = [handle.look() for handle in served(1).handles]
+    key = candidates[0].key
+
+    def believed() -> int:
+        quote = other.choose(request, candidates, 0.0)
+        assert quote is not None
+        return quote.cached
+
+    def tell(*held: CachedPrefix, gone: tuple[CachedPrefix, ...] = (), reset: bool = False) -> None:
+        one.learn_cached("m", key, News(1, reset, held, gone))
+
+    tell(CachedPrefix(CHAIN[1], 250), reset=True)
+    assert believed() == 0  # it does not follow the server yet
+    other.learn_cached("m", key, News(1, True, (), ()))
+    tell(CachedPrefix(CHAIN[0], 100), CachedPrefix(CHAIN[1], 200, 30))
+    assert believed() == 230
+    tell(CachedPrefix(CHAIN[0], 100))
+    assert not publisher.written  # nothing new
+    tell(gone=(CachedPrefix(CHAIN[1], 0), CachedPrefix(CHAIN[0], 0)))
+    assert believed() == 230  # it has forgotten the names
+    tell(gone=(CachedPrefix(CHAIN[1], 230),))
+    assert believed() == 100
+    other.learn_cached("m", key, News(2, False, (CachedPrefix(CHAIN[0], 110),), ()))
+    tell(CachedPrefix(CHAIN[0], 90))
+    assert believed() == 110  # its own name
 
 
 def served(replicas: int = 3) -> ServedModel:
