@@ -57,6 +57,8 @@ class KvEventSubscriber:
             asyncio.create_task(self._follow(), name="KV events"),
             asyncio.create_task(self._watch(), name="connection of KV events"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     def close(self) -> None:
         for task in self._tasks:
@@ -67,11 +69,21 @@ class KvEventSubscriber:
         self.socket.close(0)
         self._close_replay()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the subscription, if something did."""
+        ended = [task for task in self._tasks if task.done() and not task.cancelled()]
+        return next((error for task in ended if (error := task.exception()) is not None), None)
+
     def check(self) -> None:
-        """Raise what ended a task."""
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()
+        """Raise what ended the subscription."""
+        if (error := self.error) is not None:
+            raise error
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.current = False
+            self._changed()
 
     def _open(self, kind: int) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(kind)

@@ -26,8 +26,8 @@ from tests.ports import free_ports
 
 # Batches that the server can repeat: a gateway that starts later does not learn of all that came before.
 BUFFER_STEPS = 20
-# Each of two workers learns by itself what 24 blocks of 128 tokens hold.
-LEARNED = 2 * 24 * 128
+# What 24 blocks of 128 tokens hold has to be learned then.
+LEARNED = 24 * 128
 
 
 class VllmServer:
@@ -116,8 +116,7 @@ async def test_the_router_believes_what_a_server_of_others_holds(tmp_path: Path)
     try:
         async with gateway(server, tmp_path / "first") as stack:
             clients = Clients(stack, 1, 12, words=(60, 700))
-            agrees("while each worker learns", await clients.run(40), forgotten_tokens=LEARNED)
-            agrees("then", await clients.run(160))
+            agrees("at first", await clients.run(200))
             await server.stop()
             await server.start(tmp_path / "vllm.log")
             await asyncio.sleep(5)

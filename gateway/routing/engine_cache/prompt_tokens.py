@@ -7,6 +7,7 @@ Only what that route renders as the API does is asked for. Source: vLLM's ``entr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Hashable
 from typing import Final
 
@@ -53,10 +54,11 @@ class Prompt:
         self.body = body
         self.model = model
         self.adapter = adapter
-        self.salt: str = ""
+        self.salt = ""
         given = salt or bytes(body.cache_salt)
         if given and given != _NULL:
-            self.salt = _TEXT.decode(given)
+            with contextlib.suppress(ValueError):  # the server refuses it
+                self.salt = _TEXT.decode(given)
 
     def extras(self, blocks: int) -> list[Hashable]:
         """What vLLM adds to each of the blocks, as in its events."""

@@ -32,6 +32,7 @@ AT_ONCE: Final = 2
 # So many answers in a row, or a majority of more, that the events do not show: they tell nothing.
 DOUBT: Final = 8
 NO_SUCH_PATH: Final = frozenset({404, 405, 501})
+REFUSALS: Final = 4
 UNTOLD: Final = -1
 
 
@@ -90,7 +91,7 @@ class ServerCache:
         self._forgetting: asyncio.TimerHandle | None = None
         self._waiting: deque[SentPrompt] = deque(maxlen=MAX_WAITING)
         self._asking: set[asyncio.Task[None]] = set()
-        self._shown = self._not_shown = 0
+        self._shown = self._not_shown = self._refused = 0
         self.problem = ""
         self._malformed = False
         self._loop = asyncio.get_running_loop()
@@ -184,8 +185,9 @@ class ServerCache:
 
     def _follow(self) -> None:
         """Its events or its connection changed."""
-        if self._log.unsupported:
-            self._give_up(self._log.unsupported)
+        error = None if self._events is None else self._events.error
+        if self._log.unsupported or error is not None:
+            self._give_up(self._log.unsupported or f"its events cannot be followed: {error!r}")
             return
         if self._log.malformed and not self._malformed:
             self._malformed = True
@@ -237,14 +239,16 @@ class ServerCache:
         """Find the tokens of a prompt, and name it; what fails leaves it unnamed."""
         tokens = sent.prompt.tokens()
         if tokens is None:
-            question = sent.prompt.question()
-            if question is None:
-                return
             try:
+                question = sent.prompt.question()
+                if question is None:
+                    return
                 status, tokens = await ask(self.pool, self.head, question)
             except (OSError, ValueError):
                 return
-            if status in NO_SUCH_PATH:
+            # It may also be the model that a server does not know, such as an adapter that was unloaded.
+            self._refused = self._refused + 1 if status in NO_SUCH_PATH else 0
+            if self._refused == REFUSALS:
                 self._give_up(f"it answers {status} to POST /tokenize")
             if status != 200:
                 return

@@ -245,10 +245,12 @@ async def test_a_server_without_tokenize_is_estimated() -> None:
     async with deployed() as fleet:
         cache, server = fleet.caches()[0], fleet.servers[0]
         server.status = 404
-        await fleet.send(0, FIRST)
+        for number in range(server_cache.REFUSALS):
+            await fleet.send(0, f"{number}{FIRST}")
         assert cache.state == "unsupported"
         assert "404" in cache.problem
         assert json.loads(fleet.lines.getvalue())["event"] == "kv_events_problem"
+        assert await fleet.send(0, FIRST) is None
         assert await fleet.send(0, SECOND) is None
         assert fleet.believed(SECOND)[0] > 500
 
@@ -259,6 +261,15 @@ async def test_events_that_do_not_show_what_is_served_are_given_up() -> None:
             await fleet.send(0, f"{number:04d}{FIRST}", computed=False)
             await fleet.servers[0].serve(f"{number:04d}of another tokenizer")
         assert "do not show" in fleet.caches()[0].problem
+
+
+async def test_a_subscription_that_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with deployed() as fleet:
+        cache = fleet.caches()[0]
+        monkeypatch.setattr(cache._log, "take", lambda *_: 1 / 0)
+        await fleet.servers[0].serve(FIRST)
+        await until(lambda: cache.state == "unsupported", "it is given up")
+        assert "ZeroDivisionError" in cache.problem
 
 
 async def test_under_pressure_the_newest_prompts_are_asked_for() -> None:
@@ -304,6 +315,8 @@ def test_a_prompt_is_asked_for_as_it_was_sent() -> None:
         "model": "theirs", "messages": messages, "tools": tools, "chat_template_kwargs": arguments
     }  # fmt: skip
     assert prompt.extras(3) == [("sql", "salt"), ("sql",), ("sql",)]
+    assert prompt_of("hi", cache_salt=7).salt == ""
+    assert prompt_of("hi", cache_salt="own").salt == "own"
     effort = json.loads(prompt_of("hi", reasoning_effort="low").question() or b"")
     assert effort["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": True}
 
