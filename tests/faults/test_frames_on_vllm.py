@@ -7,7 +7,7 @@ import itertools
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -306,7 +306,8 @@ class SlowReaders:
         window = {"window_bytes": 4096} if slowly else {}
         held = await started(self._worker, self.slow_tokens, first, **window)
         others = await started(self._worker, self.tokens, rest)
-        reading = asyncio.create_task(self._dribble(held) if slowly else ended(held))
+        read: Coroutine[Any, Any, Any] = self._dribble(held) if slowly else ended(held)
+        reading = asyncio.create_task(read)
         replies = await ended(others)
         async with asyncio.timeout(600):
             while await self._engines.running():  # noqa: ASYNC110 - no event
@@ -316,10 +317,8 @@ class SlowReaders:
             reading.cancel()
             await asyncio.wait([reading])
             assert not any(one.reply.whole for one in held)
-        else:
-            await reading
-        slow_texts = await self._engines.texts(self.slow_tokens, first)
-        check_texts(await ended(held), slow_texts)
+            reading = asyncio.create_task(ended(held))
+        check_texts(await reading, await self._engines.texts(self.slow_tokens, first))
         check_texts(replies, await self._engines.texts(self.tokens, rest))
         gaps = [b[0] - a[0] for reply in replies for a, b in itertools.pairwise(reply.arrivals)]
         return quantile(gaps, 0.99)
