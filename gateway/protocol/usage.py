@@ -31,7 +31,10 @@ _UNWRITTEN = (
     b'"image', b'"audio', b'"video', b'"file', b'"input_image', b'"input_audio', b'"input_video',
     b'"input_file', b'"mcp', b'"web_search', b'"code_interpreter',
 )  # fmt: skip
-MOST_SEARCHED: Final = 1024 * 1024  # in a millisecond or two
+# Each of these is the value of a member of this name: without it, which most requests do not have, one search
+# of 0.3 ms a megabyte does, not eleven.
+_TYPE = b'"type"'
+MOST_SEARCHED: Final = 1024 * 1024
 # Of an answer without a limit by a model of unknown length; a token may come in several events.
 MOST_ANSWER_TOKENS: Final = 1 << 20
 MOST_EVENTS_A_TOKEN: Final = 8
@@ -96,7 +99,7 @@ class UsageBounds:
     def _has_unwritten(self) -> bool:
         """Whether the prompt may have more tokens than its text, or fewer; of large bodies unknown."""
         raw = self._raw
-        return len(raw) > MOST_SEARCHED or any(name in raw for name in _UNWRITTEN)
+        return len(raw) > MOST_SEARCHED or (_TYPE in raw and any(name in raw for name in _UNWRITTEN))
 
     def estimate(self, events: int) -> Usage:
         """What is counted instead of impossible counts."""

@@ -89,3 +89,21 @@ def test_counts_that_contradict_their_request(
     bounds = UsageBounds(request, body, raw, max_model_len=8192)
     assert bounds.contradiction(usage, events) == contradiction
     assert bounds.estimate(events) == Usage(prompt.prompt_tokens, 0, events or 99, exact=False)
+
+
+class Searched(bytes):
+    """A body that counts its searches."""
+
+    searches = 0
+
+    def __contains__(self, part: object) -> bool:
+        self.searches += 1
+        return super().__contains__(part)  # type: ignore[operator]
+
+
+def test_a_body_of_text_is_searched_once_for_what_has_no_tokens_in_it() -> None:
+    raw = Searched(json.dumps({"model": "m", "prompt": TEXT}).encode())
+    body = bodies.read(raw)
+    bounds = UsageBounds(Request("m", prompt_tokens=1000, prompt_bytes=4000), body, raw, max_model_len=8192)
+    assert bounds.contradiction(Usage(10, 0, 50), 50) == "prompt"
+    assert raw.searches == 1
