@@ -392,6 +392,8 @@ def _allowed(call: Call, principal: Principal, accepted: AcceptedBody) -> tuple[
 
 def _refuse_compressed(headers: dict[bytes, bytes]) -> None:
     """Refuse a body that is compressed: no OpenAI or Anthropic client does so, and no engine reads it."""
-    content, transfer = headers.get(b"content-encoding"), headers.get(b"transfer-encoding", b"chunked")
-    if (content or b"identity").lower() != b"identity" or transfer.lower() != b"chunked":
+    content, transfer = headers.get(b"content-encoding"), headers.get(b"transfer-encoding")
+    if (content and content.lower() != b"identity") or (
+        transfer is not None and transfer.lower() != b"chunked"
+    ):
         raise Refused(Refusal.ENCODED, "Compressed bodies are not accepted: send the body as it is.")

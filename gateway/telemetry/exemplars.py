@@ -1,4 +1,4 @@
-"""Exemplars of latency histograms: the newest request in each bucket, over all workers of the host.
+"""Exemplars of latency histograms: a recent request in each bucket, over all workers of the host.
 
 Prometheus' shared metric files have none, so each worker writes its own to a file beside them.
 """
@@ -60,7 +60,7 @@ class ExemplarStore:
         self._written = False
 
     def take(self, metric: str, model: str, examples: Mapping[int, Example]) -> None:
-        """Take the newest examples by bucket."""
+        """Take newer examples by bucket."""
         for bucket, example in examples.items():
             if (exemplar := shown(metric, model, bucket, example, self._epoch)) is not None:
                 self._mine[exemplar.key] = exemplar

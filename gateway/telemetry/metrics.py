@@ -129,7 +129,7 @@ class ModelCounters(HealthCounters):
         self.gen_ai: dict[str, GenAiCounters] = {}
         self.totals = WorkerCounters()
         self.published: dict[str, int] = {}
-        # The newest observation in each bucket.
+        # The first observation in each bucket since they were last published.
         self.queue_wait_examples: dict[int, Example] = {}
         self.ttft_examples: dict[int, Example] = {}
         self.e2e_examples: dict[int, Example] = {}
@@ -149,7 +149,7 @@ class ModelCounters(HealthCounters):
         shown = call.trace is None or call.trace.kept != ""
         if self.model:
             bucket = self.queue_wait.add(queued_s)
-            if shown:
+            if shown and bucket not in self.queue_wait_examples:
                 self.queue_wait_examples[bucket] = queued_s, ended, request_id, traceparent
             self._count_gen_ai(call, began, ended)
         # Answers of a fallback provider, token counts and probes say nothing about the replicas' load.
@@ -157,14 +157,14 @@ class ModelCounters(HealthCounters):
         if first_at is not None:
             ttft_s = first_at - began
             bucket = self.ttft.add(ttft_s)
-            if shown:
+            if shown and bucket not in self.ttft_examples:
                 self.ttft_examples[bucket] = ttft_s, ended, request_id, traceparent
             if own:
                 self.totals.first_token(ttft_s, call.priority)
         if call.outcome == "ok":
             e2e_s = ended - began
             bucket = self.e2e.add(e2e_s)
-            if shown:
+            if shown and bucket not in self.e2e_examples:
                 self.e2e_examples[bucket] = e2e_s, ended, request_id, traceparent
             sent_at = call.sent_at
             if sent_at > 0.0 and not call.by_fallback:
