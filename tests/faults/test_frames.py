@@ -51,11 +51,11 @@ def wrong(kind: str, sequence: int, number: int) -> bytes:
     }[kind]
 
 
-def break_connection(one: FaultyUpstream, kind: str) -> None:
+async def break_connection(one: FaultyUpstream, kind: str) -> None:
     """Send what is no frame on its connection, and close it where that alone breaks nothing."""
     (connection,) = one.connections
     encoder, number = connection._encoder, next(hit.exchange._stream.number for hit in one.open)  # type: ignore[union-attr,attr-defined]
-    assert encoder.empty
+    await until(lambda: encoder.empty, "its last load line is sent")
     connection.transport.write(wrong(kind, encoder._sequence, number))
     if kind == "half a frame":
         connection.transport.close()
@@ -79,7 +79,7 @@ async def test_what_is_no_frame_ends_the_streams_of_its_connection(
         clients = await harness.streams(model, 2 * STREAMS, 3)
         hurt = [client for client in clients if client.reply.headers["x-tidegate-replica"] == bad.id]
         assert 0 < len(hurt) == len(bad.open) < len(clients)
-        break_connection(bad, kind)
+        await break_connection(bad, kind)
         for client in hurt:
             reply = await client.end()
             assert reply.body.startswith(faults.tokens(3))
