@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -28,6 +29,10 @@ MAX_WAITING = 10_000
 # A host that is gone closes no connection.
 HEARTBEAT_MS, DEAD_MS, CONNECT_MS = 5_000, 15_000, 5_000
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 5_000
+# An engine publishes at every step, and to be woken costs more than to read: what comes within this time is
+# read together, in turns of so many batches.
+REST_S = 0.02
+MOST_IN_A_TURN = 16
 
 
 class KvEventSubscriber:
@@ -48,9 +53,15 @@ class KvEventSubscriber:
         # Whether the log may be that of another process than the one that publishes now.
         self._unchecked = True
         self._taking = asyncio.Lock()
-        self.socket = self._open(zmq.SUB)
+        context = zmq.asyncio.Context.instance()
+        # Not one of asyncio, which would wake the loop for each batch.
+        self.socket: zmq.Socket[bytes] = zmq.Context(context).socket(zmq.SUB)
+        _configure(self.socket)
         self.socket.subscribe(b"")
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitored = f"inproc://kv-events-{_descriptor(self.socket)}"
+        self.socket.monitor(monitored, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.connect(monitored)
         self.socket.connect(endpoint)
         self._replay: zmq.asyncio.Socket | None = None
         self._tasks = [
@@ -64,6 +75,7 @@ class KvEventSubscriber:
         for task in self._tasks:
             task.cancel()
         self.current = False
+        asyncio.get_running_loop().remove_reader(_descriptor(self.socket))
         self.socket.disable_monitor()
         self._monitor.close(0)
         self.socket.close(0)
@@ -85,30 +97,20 @@ class KvEventSubscriber:
             self.current = False
             self._changed()
 
-    def _open(self, kind: int) -> zmq.asyncio.Socket:
-        socket = zmq.asyncio.Context.instance().socket(kind)
-        for option, value in (
-            (zmq.IPV6, 1),
-            (zmq.LINGER, 0),
-            (zmq.RCVHWM, MAX_WAITING),
-            (zmq.MAXMSGSIZE, MAX_BATCH_BYTES),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, DEAD_MS),
-            (zmq.CONNECT_TIMEOUT, CONNECT_MS),
-            (zmq.RECONNECT_IVL, RECONNECT_MS),
-            (zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS),
-        ):
-            socket.setsockopt(option, value)
-        return socket
-
     async def _follow(self) -> None:
+        socket = self.socket
         while not self.log.unsupported:
-            frames = await self.socket.recv_multipart()
-            async with self._taking:
-                await self._take(*_batch(frames))
+            await _arrival(socket)
+            left = MOST_IN_A_TURN
+            while _has_message(socket) and not self.log.unsupported:
+                async with self._taking:
+                    await self._take(*_batch(socket.recv_multipart(zmq.NOBLOCK)))
+                left -= 1
+                if not left:
+                    left = MOST_IN_A_TURN
+                    await asyncio.sleep(0)
             self._changed()
-            # Many that have come already are read in as many turns of the event loop.
-            await asyncio.sleep(0)
+            await asyncio.sleep(REST_S)
 
     async def _watch(self) -> None:
         """Compare the log when a connection begins: a quiet engine publishes nothing that shows a gap."""
@@ -155,7 +157,8 @@ class KvEventSubscriber:
         compared = not log.next
         same = True
         if self._replay is None:
-            self._replay = self._open(zmq.DEALER)
+            self._replay = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+            _configure(self._replay)
             self._replay.connect(endpoint)
         await self._replay.send_multipart([b"", max(log.next - 1, 0).to_bytes(8)])
         while True:
@@ -179,6 +182,42 @@ class KvEventSubscriber:
         if self._replay is not None:
             self._replay.close(0)
             self._replay = None
+
+
+def _configure(socket: zmq.Socket[Any]) -> None:
+    for option, value in (
+        (zmq.IPV6, 1),
+        (zmq.LINGER, 0),
+        (zmq.RCVHWM, MAX_WAITING),
+        (zmq.MAXMSGSIZE, MAX_BATCH_BYTES),
+        (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+        (zmq.HEARTBEAT_TIMEOUT, DEAD_MS),
+        (zmq.CONNECT_TIMEOUT, CONNECT_MS),
+        (zmq.RECONNECT_IVL, RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS),
+    ):
+        socket.setsockopt(option, value)
+
+
+async def _arrival(socket: zmq.Socket[bytes]) -> None:
+    """Wait until ``socket`` has a message. Its descriptor shows that something has happened."""
+    loop, descriptor = asyncio.get_running_loop(), _descriptor(socket)
+    while not _has_message(socket):
+        happened = asyncio.Event()
+        loop.add_reader(descriptor, happened.set)
+        try:
+            await happened.wait()
+        finally:
+            if not socket.closed:  # then the descriptor may be another's
+                loop.remove_reader(descriptor)
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.FD))
+
+
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _batch(frames: list[bytes]) -> tuple[int, bytes]:
