@@ -195,10 +195,9 @@ class RetryLoop:
         Raises :class:`gateway.protocol.errors.Refused` when this machine can open no connection.
         """
         adapter, theirs = self._ticket.request.adapter, replica.their_model
-        outgoing = self._body_for(adapter or theirs)
         cache = replica.cache
-        if cache is not None and cache.wants_report(self._ticket.request):
-            outgoing = self._body_for(adapter or theirs, reports_cache=True)
+        reports_cache = cache is not None and cache.wants_report(self._ticket.request)
+        outgoing = self._body_for(adapter or theirs, reports_cache=reports_cache)
         rewrite = ModelRewrite(theirs, self._body.model) if theirs and not adapter else None
         head = self._head(replica, outgoing.size)
         proxied = self._call.proxied
@@ -254,7 +253,7 @@ class RetryLoop:
         await self._in_its_turn()
         return survives
 
-    def _body_for(self, name: str, *, reports_cache: bool = False) -> UpstreamBody:
+    def _body_for(self, name: str, *, reports_cache: bool) -> UpstreamBody:
         """The request's body, with ``name`` for its model or adapter, or the client's name if empty."""
         return upstream_body(
             self._call.route, self._body, self._raw, self._salt, name, reports_cache=reports_cache
