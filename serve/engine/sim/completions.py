@@ -16,19 +16,11 @@ from starlette.responses import Response
 from serve.engine.sim.chat_template import Message, chat_turns, prompt_of
 from serve.engine.sim.generation_service import Service, call_id, now, request_id
 from serve.engine.sim.http_exchange import DONE, ApiError, answer, event, read, respond
-from serve.engine.sim.sampling_parameters import (
-    Id,
-    NotEmpty,
-    Positive,
-    Sampling,
-    check_end,
-    check_prompt_logprobs,
-)
+from serve.engine.sim.prompt_input import Prompts, prompts_of
+from serve.engine.sim.sampling_parameters import Id, Positive, Sampling, check_end, check_prompt_logprobs
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Output, Prompt, mix, token_bytes, token_id
 from serve.engine.sim.tool_calls import Tool, Tools, tools_of
-
-Prompts = NotEmpty | list[str | Id | list[Id]]
 
 # OpenAI's default for completions, and vLLM's.
 _DEFAULT_MAX_TOKENS = 16
@@ -260,6 +252,8 @@ def _chat_logprobs(body: ChatRequest, tokens: list[str], start: int) -> dict[str
 async def completions(service: Service, request: Request) -> Response:
     """A completion of each prompt, as a stream or as a whole."""
     body = await read(request, _COMPLETION)
+    if body.logprobs is not None and isinstance((await request.json())["logprobs"], str):
+        raise ApiError(400, "`logprobs` must be an integer.", "logprobs")
     if body.suffix is not None:
         why = "Echo is unsupported with suffix." if body.echo else "suffix is only supported for FIM models"
         raise ApiError(400, why, "suffix")
@@ -304,27 +298,6 @@ async def completions(service: Service, request: Request) -> Response:
     return await _complete(service, request, body, prompts, form)
 
 
-def prompts_of(given: Prompts, param: str) -> list[Prompt]:
-    """Texts or token ids, one or several; raises a 400 for a mixture or nothing."""
-    if isinstance(given, str):
-        return [Prompt.of_text(given)]
-    if given and all(isinstance(item, int) for item in given):
-        return [Prompt.of_ids([item for item in given if isinstance(item, int)])]
-    prompts = []
-    if len({type(item) for item in given}) > 1:
-        raise ApiError(400, f"{param} must be texts or lists of token ids, no mixture of them", param)
-    for item in given:
-        if isinstance(item, str) and item:
-            prompts.append(Prompt.of_text(item))
-        elif isinstance(item, list) and item:
-            prompts.append(Prompt.of_ids(item))
-        else:
-            raise ApiError(400, f"{param} must be texts or lists of token ids", param)
-    if not prompts:
-        raise ApiError(400, f"{param} must not be empty", param)
-    return prompts
-
-
 def _logprobs(body: CompletionRequest, tokens: list[str], before: list[str]) -> dict[str, Any] | None:
     """Of the tokens that follow those ``before``; the first token of a prompt has none."""
     if body.logprobs is None:
@@ -355,10 +328,12 @@ def _pieces(prompt: Prompt) -> list[str]:
 
     A character over two tokens is in the last.
     """
-    try:
-        parts = [token_bytes(t) if isinstance(t, int) else t for t in prompt.tokens]
-    except ValueError:
-        return []
+    parts: list[bytes] = []
+    for token in prompt.tokens:
+        part = token_bytes(token) if isinstance(token, int) else token
+        if part is None:
+            return []
+        parts.append(part)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = [decoder.decode(part) for part in parts]
     return [*pieces[:-1], pieces[-1] + decoder.decode(b"", final=True)] if pieces else []
@@ -390,11 +365,8 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """The text of token ids."""
+    """The text of token ids; as in vLLM an unknown one has none."""
     body = await read(request, _DETOKENIZE)
     service.resolve(body.model)
-    try:
-        text = b"".join(token_bytes(number) for number in body.tokens)
-    except ValueError as error:
-        raise ApiError(400, str(error), "tokens") from None
+    text = b"".join(token_bytes(number) or b"" for number in body.tokens)
     return answer({"prompt": text.decode(errors="replace")})

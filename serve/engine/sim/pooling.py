@@ -19,9 +19,9 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.completions import Prompts, prompts_of
 from serve.engine.sim.generation_service import Service, now, request_id
 from serve.engine.sim.http_exchange import ApiError, read, respond
+from serve.engine.sim.prompt_input import Prompts, prompts_of
 from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Prompt
 

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from serve.engine.sim.http_exchange import ApiError
+from serve.engine.sim.text import unknown_ids
 
 Id = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -107,6 +108,13 @@ def check(sampling: Sampling, max_model_len: int) -> None:
     if (sampling.truncate_prompt_tokens or 0) > max_model_len:
         why = f"truncate_prompt_tokens cannot be greater than max_model_len = {max_model_len}."
         raise ApiError(400, why, "truncate_prompt_tokens")
+    for name, ids in (
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+    ):
+        if unknown := unknown_ids(ids or ()):
+            raise ApiError(400, f"token_id(s) {unknown} in {name} contain out-of-vocab token ids.", name)
     form = sampling.response_format
     schema = None if form is None or form.json_schema is None else form.json_schema.schema
     if form is not None and form.type == "json_schema" and schema is None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+# Ids of other tokenizers are below: the largest published vocabulary has 262,144.
+_MOST_PUBLISHED = 1 << 19
 _PIECE = re.compile(rb"\s?[^\s]{1,5}|\s")
 _MASK = (1 << 64) - 1
 # At most five characters, so that each is one token after a space.
@@ -35,12 +37,17 @@ def token_id(token: bytes) -> int:
     return int.from_bytes(b"\x01" + token)
 
 
-def token_bytes(number: int) -> bytes:
-    """The token with that id; raises :class:`ValueError` for an invalid id."""
+def token_bytes(number: int) -> bytes | None:
+    """The token with that id; ``None`` if there is none."""
     size = (number.bit_length() - 1) // 8
     if number < 0 or not 1 <= size <= 6 or number >> (8 * size) != 1:
-        raise ValueError(f"Token id {number} is out of vocabulary")
+        return None
     return number.to_bytes(size + 1)[1:]
+
+
+def unknown_ids(ids: Iterable[int]) -> list[int]:
+    """Those of ``ids`` that are neither of this tokenizer nor of a published one."""
+    return [each for each in ids if not 0 <= each < _MOST_PUBLISHED and token_bytes(each) is None]
 
 
 @dataclass(slots=True, frozen=True, eq=False)

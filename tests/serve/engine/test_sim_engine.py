@@ -169,6 +169,31 @@ async def test_an_invalid_chat_request_has_the_error_code_and_parameter_of_vllm(
     assert error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [10**9]}, "prompt"),
+        ("/v1/completions", {"prompt": [[1], [10**9]]}, "prompt"),
+        ("/v1/completions", {"prompt": [262_143]}, ""),
+        ("/v1/completions", {"prompt": [True]}, ""),
+        ("/v1/completions", {"prompt": [[True], [2]]}, ""),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": [10**9]}, "stop_token_ids"),
+        ("/v1/completions", {"prompt": "x", "allowed_token_ids": [10**9]}, "allowed_token_ids"),
+        ("/v1/completions", {"prompt": "x", "logprobs": "2"}, "logprobs"),
+        ("/v1/completions", {"prompt": "x", "logprobs": 2, "max_tokens": "3"}, ""),
+        ("/detokenize", {"tokens": [1, 10**9]}, ""),
+    ],
+)
+async def test_token_ids_and_numbers_are_taken_as_by_vllm(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
+) -> None:
+    """An id is known if it is of this tokenizer or could be of a published one."""
+    answer = await client.post(path, json=body)
+    refused = answer.json().get("error", {"param": ""})["param"]
+    assert (answer.status_code, refused) == (400 if param else 200, param)
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/files"])
 async def test_a_generating_model_has_no_pooling_routes(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.post(path, json={"input": "x"})
