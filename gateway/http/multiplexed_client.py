@@ -2,6 +2,8 @@
 
 A stream that a slow client holds up stops alone: the replica may send it no more than a window. All streams
 end together when the connection is lost, or when the replica does not keep to the format.
+
+This module is over 400 lines: a stream's end and its connection's decide together what a request may do next.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from gateway.http.client import MAX_IDLE, Connection, ConnectionPool, Sink
 from gateway.http.read_turns import READ_BYTES, PacedReader
 from gateway.http.tcp_info import acknowledged, round_trip_s
 from policy.wire import frames
-from policy.wire.frames import BrokenFrames, FrameDecoder, FrameEncoder
+from policy.wire.frames import BrokenFrames, FrameDecoder, FrameEncoder, Record
 
 FRAME_BYTES = frames.FULL_FRAME  # of one read: less than a hundred tokens, which take two milliseconds
 # At most of one turn of the event loop: ends of streams have ten bytes, and take 28 us each.
 MOST_RECORDS = 100
+# After so many bytes of records the others wait for the next turn if the time of this one is spent; a whole
+# answer, of which a replica may say what takes long to check, counts for as many.
+TIMED_BYTES = FRAME_BYTES // 2
 # Streams that learn in one turn that their connection is lost.
 MOST_LOST = 64
 # Of uploads, in one turn of the event loop.
@@ -96,6 +101,8 @@ class MultiplexedConnection:
         self._reader: PacedReader | None = None
         self._encoder = FrameEncoder()
         self._decoder = FrameDecoder()
+        # Those that wait for the next turn.
+        self._records: list[Record] = []
         self._streams: dict[int, Stream] = {}
         self._last = 0
         # Parts of large bodies that are not written yet, by stream.
@@ -183,15 +190,26 @@ class MultiplexedConnection:
             self._reader.updated(nbytes)
 
     def data_received(self, data: bytes) -> None:
+        if self._receive(data) and self._reader is not None:
+            self._reader.fall_behind()
+
+    def _receive(self, data: bytes) -> bool:
+        """Take what has come, as far as this turn of the event loop has time; whether there is more."""
         if self._answer is not None:
             data = self._answered(self._answer + data)
         if self._is_broken:
-            return
+            return False
+        records, self._records = self._records, []
         try:
-            records = self._decoder.feed(data, MOST_RECORDS)
-            if len(records) == MOST_RECORDS and self._reader is not None:
-                self._reader.fall_behind()
-            for kind, number, payload in records:
+            records += self._decoder.feed(data, MOST_RECORDS - len(records))
+            untimed = TIMED_BYTES
+            for at, (kind, number, payload) in enumerate(records):
+                if untimed <= 0:
+                    if self._reader is None or self._reader.is_late():
+                        self._records = records[at:]
+                        return True
+                    untimed = TIMED_BYTES
+                untimed -= TIMED_BYTES if kind == frames.END else len(payload)
                 try:
                     self._take(kind, number, payload)
                 except BrokenFrames:
@@ -202,6 +220,8 @@ class MultiplexedConnection:
             self._is_broken = True
             _report("a replica's connection is closed", error)
             self.close()
+            return False
+        return len(records) == MOST_RECORDS
 
     def eof_received(self) -> None:
         """Called before the connection closes."""
@@ -215,13 +235,18 @@ class MultiplexedConnection:
 
     def connection_lost(self, exc: Exception | None) -> None:
         reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()
         self._open_ended(False)
         # After EPIPE too the server's FIN came first; after a reset or a close from here it is not known what
         # arrived.
         closed = exc is None or isinstance(exc, BrokenPipeError)
         acked = acknowledged(self._transport) if closed and not self._is_broken else -1
+        self._end_all(b"" if reader is None else reader.release(), acked, closed=closed)
+
+    def _end_all(self, data: bytes, acked: int, *, closed: bool) -> None:
+        """Take ``data`` and what else came before the connection was lost, then end the streams."""
+        if self._receive(data):
+            self._loop.call_soon(lambda: self._end_all(b"", acked, closed=closed))
+            return
         streams, self._streams = self._streams, {}
         self._uploads.clear()
         self._lose_some(deque(streams.values()), acked, closed=closed)

@@ -244,6 +244,13 @@ class PacedReader:
         """Called within ``receive``: call it again in a later turn, with what is read until then."""
         self._is_behind = True
 
+    def is_late(self) -> bool:
+        """Within ``receive``: whether the time of the turn is spent."""
+        if self._turns is None:
+            return False
+        self._turns.processed()
+        return self._turns.spent
+
     def proceed(self) -> None:
         """Process what was read."""
         data, self._unprocessed = self._unprocessed, b""
@@ -286,6 +293,12 @@ class PacedReader:
         while self._is_behind:
             self._process(b"")
         self._receive = None  # it holds the protocol
+
+    def release(self) -> bytes:
+        """As :meth:`close`; returns what the protocol processes itself, with all for which it fell behind."""
+        data, self._unprocessed = self._unprocessed, b""
+        self._receive, self._is_behind = None, False
+        return data
 
     def _process(self, data: bytes) -> None:
         was_behind, self._is_behind = self._is_behind, False

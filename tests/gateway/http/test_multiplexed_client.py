@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from gateway.http import multiplexed_client
 from gateway.http.client import ClientConnection, ConnectionPool
-from gateway.http.multiplexed_client import MOST_LOST, MOST_RECORDS, UPLOAD_BYTES, FrameChannel
+from gateway.http.multiplexed_client import (
+    MOST_LOST,
+    MOST_RECORDS,
+    TIMED_BYTES,
+    UPLOAD_BYTES,
+    FrameChannel,
+)
+from gateway.http.read_turns import TURN_S, ReadTurns
 from policy.wire import frames
 from policy.wire.frames import MAX_PAYLOAD, WINDOW_BYTES, FrameDecoder, FrameEncoder, Record
 from serve.engine.interface import ResponseWriter
@@ -347,6 +354,48 @@ async def test_streams_that_end_together_do_so_over_several_turns() -> None:
         lost.append(sum(got.lost for got in asked))
         await asyncio.sleep(0)
     assert max(after - before for before, after in itertools.pairwise(lost)) == MOST_LOST
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("kind", [frames.END, frames.DATA])
+async def test_answers_that_take_long_are_taken_over_several_turns(kind: int, is_lost: bool) -> None:
+    """Those that came before the connection was lost, too; what did not come is lost after them."""
+    now, taken = 0.0, 0
+
+    class Slow(Got):
+        def on_data(self, data: bytes, *, complete: bool) -> None:
+            nonlocal now, taken
+            now, taken = now + TURN_S, taken + 1
+            super().on_data(data, complete=complete)
+
+    client, count, size = Played(), 9, TIMED_BYTES if kind == frames.DATA else 0
+    assert client.connection._reader is not None
+    client.connection._reader._turns = ReadTurns(lambda: now)
+    asked = [client.ask(sink=Slow())[1] for _ in range(count + 1)]
+    for number in range(1, count + 2):
+        client.play((frames.HEAD, number, HEAD))
+    for number in range(1, count + 1):
+        client._encoder.add(kind, number, bytes(size))
+    data = client._encoder.take()
+    steps = [0]
+    while taken < count:
+        if data:
+            view = client.connection.get_buffer(0)
+            read, data = data[: len(view)], data[len(view) :]
+            view[: len(read)] = read
+            client.connection.buffer_updated(len(read))
+        elif is_lost:
+            is_lost = False
+            client.connection.connection_lost(ConnectionResetError())
+        steps.append(taken)
+        await asyncio.sleep(0)
+        steps.append(taken)
+        assert [len(got.parts) for got in asked] == [1] * taken + [0] * (count + 1 - taken)
+    assert max(after - before for before, after in itertools.pairwise(steps)) == 1
+    await asyncio.sleep(0)
+    assert (asked[-1].lost, [got.complete for got in asked[:count]]) == (
+        client.connection._reader is None, [kind == frames.END] * count
+    )  # fmt: skip
 
 
 async def test_a_lost_connection_is_freed_without_a_collection() -> None:

@@ -15,6 +15,7 @@ from gateway.protocol.prompt_features import BytesPerToken, seed_of
 from gateway.protocol.rendered_prompt import rendered_prompt
 from gateway.protocol.usage import (
     MAX_USAGE_BYTES,
+    MOST_TYPES,
     Usage,
     UsageBounds,
     read_usage,
@@ -100,10 +101,31 @@ class Searched(bytes):
         self.searches += 1
         return super().__contains__(part)  # type: ignore[operator]
 
+    def find(self, *given: Any) -> int:
+        self.searches += 1
+        return super().find(*given)
 
-def test_a_body_of_text_is_searched_once_for_what_has_no_tokens_in_it() -> None:
-    raw = Searched(json.dumps({"model": "m", "prompt": TEXT}).encode())
-    body = bodies.read(raw)
+
+@pytest.mark.parametrize(
+    ("more", "searches"),
+    [
+        ({}, 1),
+        ({"tools": [{"type": "function"}]}, 2),
+        ({"x": '"typ' * 9999}, 1),
+        ({"x": ["type"] * 9999}, MOST_TYPES),
+    ],
+)
+def test_a_body_is_searched_seldom_for_what_has_no_tokens_in_it(more: dict[str, Any], searches: int) -> None:
+    plain = json.dumps({"model": "m", "prompt": TEXT, **more}).encode()
+    raw, body = Searched(plain), bodies.read(plain)
     bounds = UsageBounds(Request("m", prompt_tokens=1000, prompt_bytes=4000), body, raw, max_model_len=8192)
-    assert bounds.contradiction(Usage(10, 0, 50), 50) == "prompt"
-    assert raw.searches == 1
+    assert bounds.contradiction(Usage(10, 0, 50), 50) == ("" if searches == MOST_TYPES else "prompt")
+    assert raw.searches == searches
+
+
+def test_a_medium_without_a_type_may_have_any_number_of_tokens() -> None:
+    raw = b'{"model":"m","messages":[{"role":"user","content":[{"image_url":"data:"}]}]}'
+    body = bodies.read(raw)
+    body.media = 1
+    bounds = UsageBounds(Request("m", prompt_tokens=10, prompt_bytes=0), body, raw, max_model_len=8192)
+    assert bounds.contradiction(Usage(8000, 0, 50), 50) == ""
