@@ -15,7 +15,7 @@ LARGEST_ON_HEAP = 1024 * 1024 - 1
 # Free memory at the end of the heap beyond which it is given back at once, and within the heap beyond which
 # return_freed_memory() does.
 KEPT_BYTES = 64 * 1024 * 1024
-MOST_FREE = 24 * 1024 * 1024
+MOST_FREE = 12 * 1024 * 1024
 
 
 class _HeapUsage(ctypes.Structure):

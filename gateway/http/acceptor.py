@@ -1,4 +1,4 @@
-"""Accepts connections, one at a time, from a listening socket that several workers share.
+"""Accepts connections, a few in a turn, from a listening socket that several workers share.
 
 uvloop's own server accepts all that wait, and closes for good after most failures of accept().
 
@@ -31,6 +31,9 @@ CHECK_S: Final = 0.001
 # After waiting in vain a worker takes 1 connection, then 2, 4, ... up to this many, before it waits again: 40
 # that come at once are delayed by 60 ms when another worker is stopped, and shared when it is slow to wake.
 MOST_TAKEN: Final = 256
+# In one turn of the event loop, in a millisecond: a turn in which uploads are read takes several, and of 300
+# clients that leave while they send the last one was accepted after a second of them, with one in each turn.
+MOST_IN_A_TURN: Final = 8
 # For a TLS handshake. With more than MOST_HANDSHAKES at once the oldest is given up: it had longest.
 HANDSHAKE_S: Final = 10.0
 MOST_HANDSHAKES: Final = 1024
@@ -112,11 +115,13 @@ class Acceptor:
             self._peers.report_connections(self._connections)
 
     def _accept(self) -> None:
-        if not self._to_take and (lower := self._with_fewer()):
-            self._pause(CHECK_S, partial(self._check, lower, self._loop.time() + LEAVE_S))
-        else:
+        for _ in range(MOST_IN_A_TURN):
+            if not self._to_take and (lower := self._with_fewer()):
+                self._pause(CHECK_S, partial(self._check, lower, self._loop.time() + LEAVE_S))
+                return
             self._to_take = max(0, self._to_take - 1)
-            self._take()
+            if not self._take():
+                return
 
     def _with_fewer(self) -> list[tuple[int, int]]:
         """The workers to which the next connection is left."""
@@ -136,19 +141,21 @@ class Acceptor:
             self._next_to_take = min(2 * self._next_to_take, MOST_TAKEN)
         self._resume()
 
-    def _take(self) -> None:
+    def _take(self) -> bool:
+        """Accept a connection, if one waits; whether one did."""
         try:
             client, _ = self._sock.accept()
-        except OSError as error:  # usually another worker was faster, or the client has disconnected
+        except OSError as error:  # usually none waits, or the client has disconnected
             if error.errno in _EXHAUSTED:
                 self._reject()
-            return
+            return False
         self._count(1)
         task = self._loop.create_task(self._open(client), name="accept")
         self._opening[task] = client
         task.add_done_callback(self._opened)
         if len(self._opening) > MOST_HANDSHAKES:
             _give_up(self._opening.pop(next(iter(self._opening))))
+        return True
 
     def _opened(self, task: asyncio.Task[None]) -> None:
         self._opening.pop(task, None)

@@ -6,9 +6,10 @@ from io import BytesIO
 from typing import Final
 
 # From this size on a block is mapped (gateway.main): pages that are not written take no memory, and it is the
-# kernel's again when it is freed. Room for the whole length is made only then: a
-# client that sends little takes little memory.
+# kernel's again when it is freed. Room for the whole length is made when a part of it has come: a client that
+# sends little takes little memory, and a thousand that leave do so before the heap is in pieces.
 LARGE_BYTES: Final = 1024 * 1024
+ROOM_FROM: Final = 256 * 1024
 
 
 class ByteAccumulator:
@@ -31,7 +32,7 @@ class ByteAccumulator:
             whole = self._whole = BytesIO()
             whole.write(self._only)
             self._only = b""
-        if self.size >= LARGE_BYTES and length > self.size and not self._has_room:
+        if not self._has_room and self.size >= ROOM_FROM and length >= LARGE_BYTES and length > self.size:
             self._has_room = True
             self._whole = BytesIO(bytes(length))
             self._whole.write(whole.getbuffer())

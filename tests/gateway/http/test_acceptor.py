@@ -1,16 +1,17 @@
-"""Connections are accepted one at a time and shared among workers; an error of one never closes the port."""
+"""Connections are accepted a few in a turn and shared among workers; no error of one closes the port."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import socket
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from gateway.http.acceptor import MARGIN, Acceptor
+from gateway.http.acceptor import MARGIN, MOST_IN_A_TURN, Acceptor
 from tests.gateway.worker import until
 
 
@@ -20,11 +21,14 @@ class Listening:
     def __init__(self) -> None:
         self.real = socket.create_server(("127.0.0.1", 0))
         self.errors: list[int] = []
+        self.accepted = 0
 
     def accept(self) -> tuple[socket.socket, object]:
         if self.errors:
             raise OSError(self.errors.pop(0), "injected")
-        return self.real.accept()
+        client = self.real.accept()
+        self.accepted += 1
+        return client
 
     def setblocking(self, flag: bool) -> None:
         self.real.setblocking(flag)
@@ -88,6 +92,17 @@ async def test_a_connection_that_was_aborted_before_accept_is_skipped(harness: H
     harness.listening.errors = [error]
     harness.connect()
     await harness.until(1)
+
+
+async def test_a_crowd_is_accepted_some_in_each_turn(harness: Harness) -> None:
+    """A turn may be long; so may be the backlog behind which a client waits."""
+    for _ in range(5 * MOST_IN_A_TURN):
+        harness.connect()
+    accepted = [0]
+    while accepted[-1] < 5 * MOST_IN_A_TURN:
+        await asyncio.sleep(0)
+        accepted.append(harness.listening.accepted)
+    assert {after - before for before, after in itertools.pairwise(accepted)} <= {0, MOST_IN_A_TURN}
 
 
 async def test_accepting_pauses_when_no_descriptor_is_left(harness: Harness) -> None:

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from gateway.http.byte_accumulator import LARGE_BYTES, ByteAccumulator
+from gateway.http.byte_accumulator import LARGE_BYTES, ROOM_FROM, ByteAccumulator
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
@@ -44,6 +44,14 @@ def test_a_long_body_is_in_memory_once() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1.1 * size
     finally:
         tracemalloc.stop()
+
+
+def test_room_for_a_long_body_is_made_early() -> None:
+    """A block of its own is the kernel's again when it is freed; a part of the heap may not be."""
+    joined = ByteAccumulator()
+    for _ in range(2):
+        joined.add(b"x" * (ROOM_FROM // 2), 16 * LARGE_BYTES)
+    assert joined._whole is not None and len(joined._whole.getbuffer()) == 16 * LARGE_BYTES
 
 
 def test_who_announces_much_and_sends_little_holds_little() -> None:

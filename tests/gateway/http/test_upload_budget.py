@@ -129,6 +129,21 @@ def test_when_many_uploads_end_at_once_the_others_go_on_together() -> None:
     assert all(client.is_read for client in waiting)
 
 
+@pytest.mark.parametrize("peer", [HERE, THERE], ids=["of its address", "of another address"])
+def test_when_the_first_ends_the_next_goes_on_at_once(peer: object) -> None:
+    """Nothing is read in the meantime: of hundreds that are read one after the other each would wait."""
+    due: list[Callable[[], None]] = []
+    budget = UploadBudget(lambda: (LIMIT, LIMIT), due.append)
+    stalled, next_one, first = Client(budget, 120, peer), Client(budget, 60, peer), Client(budget, 9)
+    stalled.send(48)
+    next_one.send(4)
+    first.send(8)
+    assert (next_one.is_read, first.is_read) == (False, True)
+    first.send(1)
+    assert not first.left
+    assert next_one.is_read and not due
+
+
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=60), st.integers(1, 40))
 def test_all_that_send_are_served_within_the_budget(bodies: list[tuple[int, bool]], burst: int) -> None:
     budget = UploadBudget(lambda: (LIMIT, LIMIT * 3 // 4))
