@@ -26,6 +26,8 @@ from policy.wire.canary_request import CANARIES
 from policy.wire.headers import REFUSAL_HEADER
 
 SWEEP_S = 0.25
+# A sweep that begins so late finds that this worker was stopped, or starved: what came meanwhile is unread.
+PAUSED_S = 1.0
 # A stream of which nothing comes for this time, while its engine steps, has stalled.
 STALL_S = 2.0
 # A probe without a result is repeated after this, as is one to a replica whose load stream hangs.
@@ -44,14 +46,20 @@ class Probes:
     def __post_init__(self) -> None:
         self._running: dict[ReplicaHandle, asyncio.Task[None]] = {}
         self._clock = asyncio.get_running_loop().time
+        # Since when this worker runs without a pause.
+        self._runs_since = self._clock()
 
     async def run(self) -> None:
         # Kept connections could be closed unnoticed until the next probe.
         async with internal_client(self.secret, keepalive_connections=0) as client:
             try:
                 while True:
+                    due = self._clock() + SWEEP_S
                     await asyncio.sleep(SWEEP_S)
-                    self._sweep(client, self._clock())
+                    at = self._clock()
+                    if at - due > PAUSED_S:
+                        self._runs_since = at
+                    self._sweep(client, at)
             finally:
                 for task in self._running.values():
                     task.cancel()
@@ -77,13 +85,17 @@ class Probes:
                 self.fleet.unavailable(served)
 
     def _eject_stuck(self, served: ServedModel, at: float, timeout_s: float) -> None:
-        """Eject those that hold requests and make no progress; requests without any answer are moved."""
+        """Eject those that hold requests and make no progress; requests without any answer are moved.
+
+        The time before a pause of this worker's own counts for none: nobody was heard in it.
+        """
         stuck = []
+        heard_s = at - self._runs_since
         for handle in served.handles:
             handle.age(at)
             # Silence on all of its connections is a partition, or a process that is stopped.
             patience_s = min(STALE_S, timeout_s) if handle.stale(at) else timeout_s
-            stuck_s = handle.stuck_s(at)
+            stuck_s = min(handle.stuck_s(at), heard_s)
             handle.breaker.doubted = stuck_s >= 0.5 * patience_s
             if stuck_s >= patience_s:
                 stuck.append(handle)

@@ -29,6 +29,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.now
 
+    def pause(self, lasts_s: float) -> None:
+        """Stand still for so long, as a process that is stopped."""
+        self._clock.now += lasts_s
+
 
 def run_virtual(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """Run ``main`` to its end in virtual time."""
