@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -19,9 +20,14 @@ settings.load_profile("tests")
 BUSY_PERCENT = 40.0
 # A shell ignores it in what it runs in the background, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# To search a million objects, those of all tests, for garbage takes half a second, three on a busy machine,
+# while the replicas and clients of a test stand still: only what tests make is searched.
+gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
     # Ray reads its token mode when it is imported: a test that joins a cluster has to be the first.
     assert "ray" not in sys.modules, (
         "a test module imports Ray: import it in the test or fixture that uses it"

@@ -199,6 +199,13 @@ class Harness(Stack):
         links = (await self.admin.get("/admin/fleet")).json()["replicas"]
         return any(link["id"] == replica and link["admissible"] for link in links)
 
+    async def ejections(self, model: str) -> float:
+        """Ejections for what replicas answered: those for silence may be due to a busy machine."""
+        scraped = await self.scrape("tidegate_ejections")
+        assert "tidegate_ejections_total" in scraped
+        found = await self.samples("tidegate_ejections_total", scraped, model=model)
+        return sum(value for labels, value in found if labels["reason"] != "silence")
+
     async def out_of_rotation(self, replica: str) -> float:
         """Wait until ``replica`` gets no requests; returns the instant."""
 
