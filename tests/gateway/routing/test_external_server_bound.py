@@ -81,19 +81,20 @@ async def test_the_rest_waits_in_the_queue_and_a_critical_request_overtakes_it(
     await until(lambda: stack._admits({f"127.0.0.1:{server.port}"}), "the server is known")
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=stack.url, timeout=200, limits=limits, trust_env=False) as clients:
-        asked = [asyncio.create_task(ask(clients, "batch")) for _ in range(ASKED)]
-        await until(lambda: server.in_flight >= at_once, "it is full")
+        asked = [asyncio.create_task(ask(clients, "batch")) for _ in range(at_once)]
+        await until(lambda: server.in_flight == at_once, "it is full")
         server.full = True
 
         async def bounded() -> bool:
             (seen,) = (await stack.admin.get("/admin/fleet")).json()["replicas"]
-            return bool(seen["in_flight"] >= at_once and seen["bound"] <= bound)
+            return bool(seen["in_flight"] == at_once and seen["bound"] <= bound)
 
         await until(bounded, "its bound is in force")
-        before = server.in_flight
+        asked += [asyncio.create_task(ask(clients, "batch")) for _ in range(ASKED - at_once)]
+        await stack.queued(ASKED - at_once)
         asked.append(asyncio.create_task(ask(clients, "critical")))
-        await stack.queued(ASKED + 1 - before)
+        await stack.queued(ASKED + 1 - at_once)
         server.release.set()
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
-        assert server.asked.index("critical") == before
+        assert server.asked.index("critical") == at_once
         assert len(server.asked) == ASKED + 1
