@@ -9,7 +9,7 @@ from typing import Final
 # kernel's again when it is freed. Room for the whole length is made when a part of it has come: a client that
 # sends little takes little memory, and a thousand that leave do so before the heap is in pieces.
 LARGE_BYTES: Final = 1024 * 1024
-ROOM_FROM: Final = 256 * 1024
+ROOM_FROM: Final = 64 * 1024
 
 
 class ByteAccumulator:

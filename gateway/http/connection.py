@@ -234,7 +234,7 @@ class ServerConnection:
     def get_buffer(self, sizehint: int) -> memoryview:
         assert self._reader is not None
         if self._length:
-            return self._reader.buffer(READ_BYTES)
+            return self._reader.buffer(READ_BYTES if self._upload is None else self._upload.read_size())
         return self._reader.buffer(CHUNKED_BYTES if self._reading and self._head_done else PARSED_BYTES)
 
     def buffer_updated(self, nbytes: int) -> None:

@@ -12,13 +12,14 @@ import socket
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from gateway.http.read_turns import PARSED_BYTES, READ_BYTES
 from gateway.protocol.errors import Refused
 from policy.errors import Refusal
 
 # The least bytes per second of a client that is sending a body.
 MIN_RATE: Final = 8 * 1024
-# The transport's buffer: what a connection that goes on may add before it is looked at again.
-READ_BYTES: Final = 256 * 1024
+# What a connection that goes on is expected to add before it waits again: few are read at a time.
+GOES_ON_BYTES: Final = 4 * READ_BYTES
 # Refused, or read on, in one turn of the event loop, in 5 ms.
 MOST_AT_ONCE: Final = 128
 
@@ -49,6 +50,18 @@ class Upload:
         self.held = self.left = self.received = 0
         self.waiting = self.slow = self.watched = False
 
+    def read_size(self) -> int:
+        """How many bytes its connection may read at once: an even part of what the half has left.
+
+        Those that are read when the half is reached exceed it by a small read each.
+        """
+        size = READ_BYTES
+        for share in (self.everyone, self.own):
+            reading = len(share.uploads) - share.waiting
+            if reading > 1:
+                size = min(size, (share.half - share.held) // reading)
+        return max(size, PARSED_BYTES)
+
 
 class Share:
     """The budget of the worker or of one client address; ``half`` of it is free to all."""
@@ -56,7 +69,7 @@ class Share:
     def __init__(self, address: str, limit: int) -> None:
         self.address = address
         self.set_limit(limit)
-        self.held = 0
+        self.held = self.waiting = 0
         self.uploads: dict[Upload, None] = {}
         # Whether one of them may be slow.
         self.has_slow = False
@@ -95,7 +108,6 @@ class UploadBudget:
         total, self._per_address = limits()
         self._everyone = Share("", total)
         self._by_address: dict[str, Share] = {}
-        self._waiting = 0
 
     def begin(self, receiver: Receiver, peer: object) -> Upload:
         """An upload from ``peer``, a socket's address."""
@@ -148,7 +160,7 @@ class UploadBudget:
         self._let_waiting_go_on()
 
     def _freed(self) -> None:
-        if self._waiting and not self._is_due:
+        if self._everyone.waiting and not self._is_due:
             self._is_due = True
             self._later(self._let_waiting_go_on)
 
@@ -158,8 +170,8 @@ class UploadBudget:
             busy = Refused(Refusal.BUSY, "Too many large requests are being received.")
             self._shed(max(share.uploads, key=_left), busy)
         if grown in share.uploads and not grown.waiting and share.is_full_for(grown):
-            grown.waiting, grown.slow, grown.watched = True, False, False
-            self._waiting += 1
+            grown.slow = grown.watched = False
+            self._set_waiting(grown, True)
             grown.receiver.hold_back()
 
     def _shed_slow(self, share: Share) -> None:
@@ -183,32 +195,38 @@ class UploadBudget:
         own = upload.own
         if upload not in own.uploads:
             return False
+        if upload.waiting:
+            self._set_waiting(upload, False)
         for share in (upload.everyone, own):
             del share.uploads[upload]
             share.held -= upload.held
         if not own.uploads:
             del self._by_address[own.address]
-        self._waiting -= upload.waiting
         return True
+
+    def _set_waiting(self, upload: Upload, waiting: bool) -> None:
+        upload.waiting = waiting
+        change = 1 if waiting else -1
+        upload.everyone.waiting += change
+        upload.own.waiting += change
 
     def _must_wait(self, upload: Upload) -> bool:
         return upload.everyone.is_full_for(upload) or upload.own.is_full_for(upload)
 
     def _read_on(self, upload: Upload) -> None:
-        upload.waiting = False
-        self._waiting -= 1
+        self._set_waiting(upload, False)
         upload.received = 0
         upload.receiver.read_on()
 
     def _let_waiting_go_on(self) -> None:
         """Read the connections that wait, those with the least left first, as far as there is room."""
         self._is_due = False
-        if not self._waiting:
+        if not self._everyone.waiting:
             return
         going_on = 0
         expected: dict[Share, int] = {}
         for upload in sorted(self._everyone.uploads, key=_left):
-            added = min(upload.left, READ_BYTES)
+            added = min(upload.left, GOES_ON_BYTES)
             goes_on = upload.waiting
             shares = (upload.everyone, upload.own)
             for share in shares:

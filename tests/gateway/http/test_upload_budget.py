@@ -24,17 +24,17 @@ class Client:
         self.left = reads * READ_BYTES
         self.held = 0
         self._budget = budget
-        self._upload = budget.begin(self, peer)
+        self.upload = budget.begin(self, peer)
 
     def send(self, reads: float) -> None:
         """Send as much as is read of this many reads; a complete request is no longer in the budget."""
         while reads > 0 and self.left and self.is_read and not self.status:
             size = min(self.left, int(READ_BYTES * min(1, reads)))
             self.held, self.left, reads = self.held + size, self.left - size, reads - 1
-            self._budget.hold(self._upload, self.held, self.left)
+            self._budget.hold(self.upload, self.held, self.left)
         if not self.left and self.held:
             self.held = 0
-            self._budget.end(self._upload)
+            self._budget.end(self.upload)
 
     def hold_back(self) -> None:
         assert self.is_read
@@ -127,6 +127,28 @@ def test_when_many_uploads_end_at_once_the_others_go_on_together() -> None:
     assert len(waiting) == 20 and len(due) == 1
     due.pop()()
     assert all(client.is_read for client in waiting)
+
+
+def test_those_that_are_read_when_the_half_is_reached_exceed_it_by_little() -> None:
+    budget = UploadBudget(lambda: (LIMIT, LIMIT))
+    large, crowd = Client(budget, 99), [Client(budget, 90) for _ in range(40)]
+    large.send(46)
+    for size in (0.05, 1, 1):
+        for client in crowd:
+            client.send(min(size, client.upload.read_size() / READ_BYTES))
+    assert not any(client.is_read for client in crowd[1:])
+    assert LIMIT / 2 < large.held + sum(client.held for client in crowd) < 0.56 * LIMIT
+
+
+def test_few_go_on_at_a_time_in_large_reads() -> None:
+    budget = UploadBudget(lambda: (LIMIT, LIMIT))
+    first, crowd = Client(budget, 49), [Client(budget, 60) for _ in range(90)]
+    first.send(48)
+    for client in crowd:
+        client.send(0.1)
+    waiting = [client for client in crowd if not client.is_read]
+    first.send(1)
+    assert 5 < sum(client.is_read for client in waiting) < 15
 
 
 @pytest.mark.parametrize("peer", [HERE, THERE], ids=["of its address", "of another address"])
