@@ -213,7 +213,9 @@ class RetryLoop:
                         raise Refused(
                             Refusal.EXHAUSTED, "The gateway can open no more connections."
                         ) from error
-                    return AttemptOutcome.UNREACHABLE, None
+            if connection is None:
+                await self._in_its_turn()
+                return AttemptOutcome.UNREACHABLE, None
             relay = self._relay(replica, connection, rewrite, strip_usage=outgoing.counts)
             sent = None if cache is None else cache.sent(self._ticket.request, self._prompt(theirs))
             outcome = _LEFT
@@ -240,7 +242,7 @@ class RetryLoop:
             return outcome, relay
 
     async def _in_its_turn(self) -> None:
-        """Go on in a later turn of the event loop: a replica that dies fails hundreds of requests in one."""
+        """Go on in a later turn of the event loop: hundreds of requests fail in one where a replica dies."""
         client = self._call.client
         await request_starts().wait(client[0] if client is not None else "")
 

@@ -224,7 +224,10 @@ class _Server:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port)
+        # As many clients wait as with a replica: 1,200 connect at once where another died.
+        self._server = await loop.create_server(
+            lambda: _Connection(self), "127.0.0.1", self.port, backlog=2048
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

@@ -290,6 +290,49 @@ async def test_many_large_answers_at_once_do_not_stall_the_others(
     assert await heartbeat.longest_s() < LONGEST_S
 
 
+Clients = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+
+
+async def connected(shared: Stack, count: int) -> Clients:
+    return [await asyncio.open_connection(*shared.client_socket.getsockname()) for _ in range(count)]
+
+
+def ask(clients: Clients, *, stream: bool) -> None:
+    asked = {"model": "alpha", "stream": stream, "messages": [{"role": "user", "content": "hi"}]}
+    body = json.dumps(asked).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    for _, writer in clients:
+        writer.write(head.encode() + body)
+
+
+@pytest.mark.long
+async def test_requests_whose_connections_time_out_together_do_not_stall_the_others(
+    shared: Stack, replicas: list[FakeReplica], heartbeat: Heartbeat
+) -> None:
+    """A thousand at one moment, of which the backlog of their replica, which accepts none, takes two."""
+    count = 1200
+    deaf = await shared.replica("deaf", bound=count, frames=False)
+    await shared.ready(deaf, replicas[1])
+    clients = await connected(shared, count)
+    assert deaf._server is not None
+    for sock in deaf._server._sockets:  # type: ignore[attr-defined]
+        asyncio.get_running_loop().remove_reader(sock)
+        sock.listen(1)
+    await heartbeat.longest_s()
+    ask(clients, stream=False)
+    answers = [asyncio.create_task(reader.read()) for reader, _ in clients]
+    await until(lambda: sum(each.done() for each in answers) > count - 9, "they have timed out")
+    stall_s = await heartbeat.longest_s()
+    await deaf.stop()
+    shared.replicas.remove(deaf)
+    statuses = {(await each).partition(b"\r\n")[0] for each in answers}
+    for _, writer in clients:
+        writer.close()
+    await shared.ready(*replicas)
+    assert statuses == {b"HTTP/1.1 503 Service Unavailable"}
+    assert stall_s <= LONGEST_S
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("end", ["answers", "replica closes", "replica resets", "clients reset"])
@@ -301,14 +344,9 @@ async def test_requests_that_begin_end_and_fail_together_do_not_stall_the_others
     first = await shared.replica("first", bound=count, frames=end != "replica resets")
     first.answer = hold(let_go)
     await shared.ready(first, replicas[1])
-    asked = {"model": "alpha", "stream": stream, "messages": [{"role": "user", "content": "hi"}]}
-    body = json.dumps(asked).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-    address = shared.client_socket.getsockname()
-    clients = [await asyncio.open_connection(*address) for _ in range(count)]
+    clients = await connected(shared, count)
     stalls = {"connect": await heartbeat.longest_s()}
-    for _, writer in clients:
-        writer.write(head.encode() + body)
+    ask(clients, stream=stream)
     await until(lambda: len(first.hits) == count, "all are asked")
     stalls["begin"] = await heartbeat.longest_s()
     if end.startswith("replica"):
