@@ -271,7 +271,8 @@ async def test_usage_that_contradicts_its_request_is_counted_and_not_learned(
             await asyncio.gather(
                 *(harness.ask(model, prompt, stream=True, max_tokens=100) for prompt in prompts)
             )
-    assert len(cold) <= 1.25 * PREFIXES
+    # At random it would be 87. The prefixes themselves, where no time that a busy machine takes moves some.
+    assert PREFIXES <= len(cold) <= 2 * PREFIXES
     assert await harness.metric("tidegate_contradicting_answers_total", model=model) == len(order)
     seen = {one["id"]: one for one in (await harness.admin.get("/admin/fleet")).json()["replicas"]}
     for one in fleet:
