@@ -7,9 +7,8 @@ With the other ``vllm_*`` modules the only one that imports vLLM. Source of the 
 from __future__ import annotations
 
 import asyncio
-import time
 import types
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from http import HTTPStatus
 from pathlib import Path
@@ -23,8 +22,8 @@ from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.loggers import StatLoggerBase
 
 from policy.engine.performance_model import Limits, Timing
 from policy.engine.step_samples import StepSample
@@ -32,69 +31,15 @@ from policy.errors import AdapterRefused, EngineFailed
 from policy.routing.kv_block_index import KvBlockIndex
 from serve.engine import vllm_profiler
 from serve.engine.fast_path.app import fast_path
+from serve.engine.fast_path.core_messages import exchange_directly
 from serve.engine.grammar_limits import excess
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
-from serve.engine.step_stats import StepStats
 from serve.engine.vllm_arguments import USAGE, arguments, configuration, starting
 from serve.engine.vllm_kv_events import KvEvents, followed
+from serve.engine.vllm_metrics import StepLogger, StepMetrics
 
 # Poll interval while the last request of an adapter ends.
 LEAVING_S = 0.01
-
-
-class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
-    """vLLM's stat logger: keeps the latest counts of the engine's steps.
-
-    ``AsyncLLM`` calls it in every step, so token progress is visible at once, unlike scraped metrics.
-    """
-
-    def __init__(
-        self, vllm_config: Any, engine_index: int = 0, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.latest = EngineStats()
-        self.took = StepStats()
-        self._config = vllm_config
-        self._clock = clock
-
-    def record(
-        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-    ) -> None:
-        """Called by vLLM once a step; either part may be missing."""
-        last = self.latest
-        preempted = last.preempted + (iteration_stats.num_preempted_reqs if iteration_stats else 0)
-        if scheduler_stats is None:
-            self.latest = msgspec.structs.replace(last, steps=last.steps + 1, preempted=preempted)
-            return
-        running, deferred = scheduler_stats.num_running_reqs, scheduler_stats.num_skipped_waiting_reqs
-        waiting = scheduler_stats.num_waiting_reqs + deferred
-        self.latest = EngineStats(
-            running=running,
-            waiting=waiting,
-            kv_used=scheduler_stats.kv_cache_usage,
-            tokens=last.tokens + self._timed(scheduler_stats, last.kv_used, running + waiting > 0),
-            steps=last.steps + 1,
-            preempted=preempted,
-            deferred=deferred,
-        )
-
-    def _timed(self, stats: Any, kv_before: float, goes_on: bool) -> int:
-        """Record the step time; the tokens scheduled in the step.
-
-        These are not the new tokens: a chunk of a prompt produces none.
-        """
-        details, stats.iteration_details = stats.iteration_details, None  # or vLLM logs a line of it
-        if details is None:
-            return 0
-        tokens = int(details.num_ctx_tokens + details.num_generation_tokens)
-        capacity = self._config.cache_config.kv_cache_size_tokens or 0
-        # KV use during the step: finished requests have released theirs by now.
-        held = max(kv_before * capacity + tokens, stats.kv_cache_usage * capacity)
-        requests = details.num_ctx_requests + details.num_generation_requests
-        self.took.ended(self._clock(), tokens, held, requests, goes_on=goes_on)
-        return tokens
-
-    def log_engine_initialized(self) -> None:
-        """vLLM's hook after start-up; unused."""
 
 
 class NoToken(GenerationError):  # type: ignore[misc]  # vLLM ships no types
@@ -358,10 +303,12 @@ async def create(spec: EngineSpec) -> VLLMEngine:
         llm = CheckedLLM.from_vllm_config(
             config,
             usage_context=USAGE,
-            stat_loggers=[stat_logger],
+            stat_loggers=[stat_logger, StepMetrics],
             aggregate_engine_logging=args.aggregate_engine_logging,
             disable_log_stats=args.disable_log_stats,
         )
+    if type(llm.engine_core) is AsyncMPClient:  # with several cores it does more
+        exchange_directly(llm.engine_core)
     # The media with which vLLM warmed up.
     await llm.reset_mm_cache()
     tasks = await llm.get_supported_tasks()

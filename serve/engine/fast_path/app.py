@@ -24,12 +24,14 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.parser.abstract_parser import DelegatingParser
+from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from serve.engine.fast_path.asgi_writer import AsgiWriter
 from serve.engine.fast_path.eligibility import CHAT, COMPLETION, eligible
 from serve.engine.fast_path.engine_outputs import EngineOutputs
+from serve.engine.fast_path.short_prompts import MAX_BODY, SHORT, render_short_prompts
 from serve.engine.fast_path.stream import StreamedAnswer, StreamedAnswers
 from serve.engine.interface import WRITER, ASGIApp, Message, Receive, ResponseWriter, Scope, Send
 
@@ -97,6 +99,7 @@ class FastPath:
         body = await _read(receive)
         if body is None:
             return
+        SHORT.set(len(body) <= MAX_BODY)
         request = _request(route, scope, body)
         if request is None:
             await self._app(scope, _Replay(body, receive), send)
@@ -211,6 +214,8 @@ def fast_path(llm: Any, app: Any) -> ASGIApp:
         args.sse_keep_alive_interval,
     )
     wanted = not unknown and not any(differs)
+    if wanted and type(llm.renderer) is HfRenderer and not args.trust_request_chat_template:
+        render_short_prompts(llm.renderer, safe_apply_chat_template)
     return FastPath(llm, app) if wanted else app
 
 

@@ -207,7 +207,7 @@ def test_the_step_logger_counts_and_times_steps() -> None:
         SchedulerStats,
     )
 
-    from serve.engine.vllm import StepLogger  # noqa: PLC0415
+    from serve.engine.vllm_metrics import StepLogger  # noqa: PLC0415
 
     now = 100.0
     config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_size_tokens=1000))
@@ -280,6 +280,8 @@ async def test_an_engine_starts_as_that_of_vllms_own_server(monkeypatch: pytest.
     awaited: list[str] = []
 
     class Started(Llm):
+        engine_core = None
+
         @classmethod
         def from_vllm_config(
             cls, config: Any, *, usage_context: Any, stat_loggers: list[Any], **_: Any
@@ -334,7 +336,8 @@ class Llm:
 
 
 async def test_sleep_keeps_weights_in_memory_and_running_requests() -> None:
-    from serve.engine.vllm import StepLogger, VLLMEngine  # noqa: PLC0415
+    from serve.engine.vllm import VLLMEngine  # noqa: PLC0415
+    from serve.engine.vllm_metrics import StepLogger  # noqa: PLC0415
 
     app: Any = SimpleNamespace(state=SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={})))
     llm: Any = Llm()

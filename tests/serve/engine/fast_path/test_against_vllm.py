@@ -81,6 +81,22 @@ async def test_every_answer_is_that_of_vllms_app(engine: Engine) -> None:
     assert 0 < passed_on < 0.6 * ways["fast"]
 
 
+@pytest.mark.parametrize("headers", [{}, TO_VLLM])
+async def test_vllms_metrics_count_every_token(engine: Engine, headers: dict[str, str]) -> None:
+    names = [f"vllm:{name}" for name in (
+        "inter_token_latency_seconds_count", "inter_token_latency_seconds_bucket", "generation_tokens_total{",
+        "time_to_first_token_seconds_count", "prompt_tokens_total{", "e2e_request_latency_seconds_count",
+    )]  # fmt: skip
+    before = [await engine.metric(name) for name in names]
+    body = {"model": MODEL, "prompt": [7] * 40, "max_tokens": 9, "ignore_eos": True, "stream": True}
+    answer = await engine.ask(Request(COMPLETION, body), headers)
+    assert answer.status_code == 200
+    after = [await engine.metric(name) for name in names]
+    latencies, buckets, *others = (new - old for new, old in zip(after, before, strict=True))
+    assert [latencies, *others] == [8, 9, 1, 40, 1]
+    assert 8 <= buckets <= 8 * 30, "cumulative"
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 async def test_an_adapters_answers_are_that_of_vllms_app(engine: Engine, path: str) -> None:
     digest = publish(engine.blobs, adapter(1))

@@ -1,0 +1,50 @@
+"""vLLM's metrics, counted with less work."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+BOUNDS = (0.01, 0.1, 1.0, 10.0)
+
+
+def test_values_taken_together_are_counted_as_one_by_one() -> None:
+    from serve.engine.vllm_metrics import BatchHistogram  # noqa: PLC0415 - imports vLLM
+
+    chance = random.Random(1)  # noqa: S311 - the same each time
+    exposed = []
+    given = [
+        [chance.choice([*BOUNDS, chance.random() * 12]) for _ in range(size)] for size in (0, 1, 16, 256)
+    ]
+    for kind in (Histogram, BatchHistogram):
+        registry = CollectorRegistry()
+        histogram = kind("took_seconds", "Time.", ["engine"], buckets=BOUNDS, registry=registry).labels("0")
+        for step in given:
+            if isinstance(histogram, BatchHistogram):
+                histogram.observe_all(step)
+            else:
+                for amount in step:
+                    histogram.observe(amount)
+        text = generate_latest(registry).decode()
+        exposed.append([line for line in text.splitlines() if "_created" not in line and "_sum" not in line])
+        total = registry.get_sample_value("took_seconds_sum", {"engine": "0"})
+        assert total == pytest.approx(sum(map(sum, given)))
+    assert exposed[0] == exposed[1]
+
+
+def test_a_counter_ignores_nothing_but_nothing() -> None:
+    from serve.engine.vllm_metrics import SparseCounter  # noqa: PLC0415 - imports vLLM
+
+    registry = CollectorRegistry()
+    counter = SparseCounter("tokens", "Tokens.", registry=registry)
+    for amount in (0, 3, 0, 2.5):
+        counter.inc(amount)
+    counter.inc()
+    assert registry.get_sample_value("tokens_total") == 6.5
+    with pytest.raises(ValueError, match="non-negative"):
+        counter.inc(-1)
