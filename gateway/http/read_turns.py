@@ -380,25 +380,21 @@ class RequestStarts:
                 woken += 1
 
 
-_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, ReadTurns] = WeakKeyDictionary()
+_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[ReadTurns, RequestStarts]] = WeakKeyDictionary()
 
 
 def read_turns() -> ReadTurns:
     """Those of the running event loop."""
-    loop = asyncio.get_running_loop()
-    turns = _by_loop.get(loop)
-    if turns is None:
-        turns = _by_loop[loop] = ReadTurns()
-    return turns
-
-
-_starts_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, RequestStarts] = WeakKeyDictionary()
+    return _of_loop()[0]
 
 
 def request_starts() -> RequestStarts:
     """Those of the running event loop."""
+    return _of_loop()[1]
+
+
+def _of_loop() -> tuple[ReadTurns, RequestStarts]:
     loop = asyncio.get_running_loop()
-    starts = _starts_by_loop.get(loop)
-    if starts is None:
-        starts = _starts_by_loop[loop] = RequestStarts()
-    return starts
+    if (turns := _by_loop.get(loop)) is None:
+        turns = _by_loop[loop] = (ReadTurns(), RequestStarts())
+    return turns
