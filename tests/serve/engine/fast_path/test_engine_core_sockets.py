@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from serve.engine.fast_path.core_messages import exchange_directly
+from serve.engine.fast_path.engine_core_sockets import exchange_directly
 
 
 class Core:
