@@ -307,8 +307,9 @@ async def create(spec: EngineSpec) -> VLLMEngine:
             aggregate_engine_logging=args.aggregate_engine_logging,
             disable_log_stats=args.disable_log_stats,
         )
+    steps = None
     if type(llm.engine_core) is AsyncMPClient:  # clients of several engine cores do more with what they read
-        exchange_directly(llm.engine_core)
+        steps = exchange_directly(llm.engine_core)
     # The media with which vLLM warmed up.
     await llm.reset_mm_cache()
     tasks = await llm.get_supported_tasks()
@@ -323,5 +324,5 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     if events is not None:
         name_prompts(llm, events)
     engine = VLLMEngine(llm, app, loggers[0], spec.adapter_slots > 0, events)
-    engine.app = fast_path(llm, app)
+    engine.app = fast_path(llm, app, steps)
     return engine

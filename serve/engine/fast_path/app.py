@@ -27,9 +27,11 @@ from vllm.parser.abstract_parser import DelegatingParser
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.stats import IterationStats
 
 from serve.engine.fast_path.asgi_writer import AsgiWriter
 from serve.engine.fast_path.eligibility import CHAT, COMPLETION, eligible
+from serve.engine.fast_path.engine_core_sockets import CoreReader
 from serve.engine.fast_path.engine_outputs import EngineOutputs
 from serve.engine.fast_path.short_prompts import MAX_BODY, SHORT, render_short_prompts
 from serve.engine.fast_path.stream import StreamedAnswer, StreamedAnswers
@@ -82,14 +84,16 @@ class DeferringClient:
 
 
 class FastPath:
-    """ASGI app over vLLM's ``app`` and its engine ``llm``; see the module."""
+    """ASGI app over vLLM's ``app`` and its engine ``llm``, whose ``steps`` are read here; see the module."""
 
-    def __init__(self, llm: Any, app: Any) -> None:
+    def __init__(self, llm: Any, app: Any, steps: CoreReader | None) -> None:
         self._llm = llm
         self._app: Any = app
         self._routes = _routes(app.state)
         self._answers = StreamedAnswers(EngineCoreOutput(request_id="", new_token_ids=[]))
         _process_first(self._answers, llm.output_processor)
+        if steps is not None:
+            steps.take_steps(partial(_take_step, self._answers, llm))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope["type"] == "http" else None
@@ -201,8 +205,11 @@ class _Replay:
         return {"type": "http.request", "body": body, "more_body": False}
 
 
-def fast_path(llm: Any, app: Any) -> ASGIApp:
-    """``app`` with the fast path before it, unless vLLM's arguments ask for what that does not do."""
+def fast_path(llm: Any, app: Any, steps: CoreReader | None) -> ASGIApp:
+    """``app`` with the fast path before it, unless vLLM's arguments ask for what that does not do.
+
+    ``steps`` reads the outputs of the engine core of ``llm``, where that is possible.
+    """
     # As vLLM's engine core does; otherwise each token reads the environment.
     envs.enable_envs_cache()
     args = app.state.args
@@ -216,7 +223,7 @@ def fast_path(llm: Any, app: Any) -> ASGIApp:
     wanted = not unknown and not any(differs)
     if wanted and type(llm.renderer) is HfRenderer and not args.trust_request_chat_template:
         render_short_prompts(llm.renderer, safe_apply_chat_template)
-    return FastPath(llm, app) if wanted else app
+    return FastPath(llm, app, steps) if wanted else app
 
 
 def _process_first(answers: StreamedAnswers, processor: Any) -> None:
@@ -231,6 +238,24 @@ def _process_first(answers: StreamedAnswers, processor: Any) -> None:
         return process(left, at, stats, weight_version)
 
     processor.process_outputs = processed
+
+
+def _take_step(answers: StreamedAnswers, llm: Any, step: Any) -> bool:
+    """Do with a ``step`` that brings nothing but tokens to ``answers`` what vLLM's handler of outputs does.
+
+    Returns false, having done nothing, if it brings something else.
+    """
+    outputs = step.outputs
+    if not outputs or not answers.takes_all(outputs, step.weight_version):
+        return False
+    stats = IterationStats() if llm.log_stats else None
+    answers.take(outputs, step.timestamp, stats, step.weight_version)
+    llm.output_processor.update_scheduler_stats(step.scheduler_stats)
+    if llm.logger_manager is not None:
+        llm.logger_manager.record(
+            step.scheduler_stats, stats, llm.renderer.stat_mm_cache(), step.engine_index
+        )
+    return True
 
 
 def _routes(state: Any) -> dict[str, Route]:

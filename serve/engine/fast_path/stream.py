@@ -64,6 +64,11 @@ class StreamedAnswer:
         self._token_ids: list[int] = []
         self._stats: Any = None
 
+    @property
+    def has_template(self) -> bool:
+        """Whether :meth:`take` takes tokens."""
+        return bool(self._before) and not self._ended
+
     def follow(self, state: Any) -> bool:
         """Take the outputs of the request with this ``RequestState`` of vLLM's output processor.
 
@@ -99,7 +104,7 @@ class StreamedAnswer:
 
         As vLLM does, it decodes them, and adds to its counts and to the step's ``latencies``.
         """
-        if not self._before or self._ended:
+        if not self.has_template:
             return False
         if (stats := self._stats) is not None:
             stats.num_generation_tokens += len(token_ids)
@@ -214,6 +219,16 @@ class StreamedAnswers:
     def remove(self, request_id: str) -> None:
         self._answers.pop(request_id, None)
 
+    def takes_all(self, outputs: list[Any], weight_version: Any) -> bool:
+        """Whether :meth:`take` leaves nothing of these ``outputs``."""
+        if weight_version != self._weight_version:
+            return False
+        for output in outputs:
+            answer = self._answers.get(output.request_id)
+            if answer is None or not (answer.has_template and self._is_plain(output)):
+                return False
+        return True
+
     def take(self, outputs: list[Any], at: float, stats: Any, weight_version: Any) -> list[Any]:
         """Write the events of outputs that bring tokens and nothing else; returns those left for vLLM.
 
@@ -223,23 +238,26 @@ class StreamedAnswers:
             # vLLM notes in each request from which of its tokens on.
             self._weight_version = weight_version
             return outputs
-        answers, plain, left = self._answers, self._plain, list[Any]()
+        answers, left = self._answers, list[Any]()
         latencies: list[float] = [] if stats is None else stats.inter_token_latencies_iter
         tokens = 0
         for output in outputs:
-            request_id = output.request_id
-            answer = answers.get(request_id)
-            if answer is not None:
+            answer = answers.get(output.request_id)
+            if answer is not None and self._is_plain(output):
                 token_ids = output.new_token_ids
-                plain.request_id, plain.new_token_ids = request_id, token_ids
-                try:
-                    is_plain = bool(output == plain)
-                except ValueError:  # it has an array, as of routed experts
-                    is_plain = False
-                if is_plain and answer.take(token_ids, at, latencies):
+                if answer.take(token_ids, at, latencies):
                     tokens += len(token_ids)
                     continue
             left.append(output)
         if tokens and stats is not None:
             stats.num_generation_tokens += tokens
         return left
+
+    def _is_plain(self, output: Any) -> bool:
+        """Whether ``output`` brings tokens and nothing else."""
+        plain = self._plain
+        plain.request_id, plain.new_token_ids = output.request_id, output.new_token_ids
+        try:
+            return bool(output == plain)
+        except ValueError:  # it has an array, as of routed experts
+            return False

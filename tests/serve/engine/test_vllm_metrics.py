@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Histogram, generate_latest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -48,3 +50,34 @@ def test_a_counter_ignores_nothing_but_nothing() -> None:
     assert registry.get_sample_value("tokens_total") == 6.5
     with pytest.raises(ValueError, match="non-negative"):
         counter.inc(-1)
+
+
+def test_steps_counted_together_are_in_the_metrics_when_they_are_read() -> None:
+    from vllm.config import VllmConfig  # noqa: PLC0415
+    from vllm.v1.metrics.loggers import PrometheusStatLogger  # noqa: PLC0415
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats  # noqa: PLC0415
+
+    from serve.engine.vllm_metrics import MAX_STEPS, StepMetrics  # noqa: PLC0415 - imports vLLM
+
+    config = VllmConfig()
+    model: Any = SimpleNamespace(served_model_name="tide", max_model_len=2048, is_diffusion=False)
+    config.model_config = model
+    exposed: list[list[list[str]]] = []
+    for kind in (PrometheusStatLogger, StepMetrics):
+        logger = kind(config, [0])
+        read = []
+        for step in range(2 * MAX_STEPS + 3):
+            stats = None if step % 7 == 5 else IterationStats()
+            if stats is not None:
+                stats.num_generation_tokens = step
+                stats.inter_token_latencies_iter = [0.25 * step] * step
+            scheduled = (
+                None if step % 11 == 3 else SchedulerStats(num_running_reqs=step, kv_cache_usage=step / 8)
+            )
+            logger.record(scheduled, stats)
+            if step in (3, 2 * MAX_STEPS + 2):
+                lines = generate_latest(REGISTRY).decode().splitlines()
+                read.append([line for line in lines if line.startswith("vllm:") and "_created" not in line])
+        exposed.append(read)
+    assert len(exposed[0][1]) > 100
+    assert exposed[0] == exposed[1]

@@ -13,6 +13,18 @@ import zmq
 import zmq.asyncio
 
 from serve.engine.fast_path.engine_core_sockets import exchange_directly
+from tests.serve.sim_driver import until
+
+
+class Outputs:
+    """What an engine core sent: a step with outputs, counts alone, an answer to a call, or nothing."""
+
+    def __init__(self, name: str) -> None:
+        if name == "broken":
+            raise ValueError(name)
+        self.outputs = [name] if name.startswith("step") else []
+        self.scheduler_stats = name if name == "counts" else None
+        self.utility_output = name if name == "call" else None
 
 
 class Core:
@@ -32,8 +44,14 @@ class Core:
         assert zmq.Socket.shadow(given).poll(5000)
         zmq.Socket.shadow(given).recv_multipart()
         self.dead = False
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.client: Any = SimpleNamespace(
-            resources=SimpleNamespace(output_socket=output), input_socket=given, ensure_alive=self._check
+            resources=SimpleNamespace(output_socket=output, validate_alive=lambda _: self._check()),
+            decoder=SimpleNamespace(decode=lambda frames: Outputs(frames[0].bytes.decode())),
+            outputs_queue=self.queue,
+            get_output_async=self.queue.get,
+            input_socket=given,
+            ensure_alive=self._check,
         )
 
     def _check(self) -> None:
@@ -99,3 +117,60 @@ async def test_a_closed_socket_is_read_no_more(core: Core) -> None:
     output.close(linger=0)
     assert output.closed
     assert not asyncio.get_running_loop().remove_reader(descriptor)
+
+
+async def test_a_step_is_taken_where_it_is_read_unless_another_is_before_it(core: Core) -> None:
+    taken: list[str] = []
+
+    def take(outputs: Outputs) -> bool:
+        if outputs.outputs == ["step fails"]:
+            raise OSError("full")
+        if not outputs.outputs or "left" in outputs.outputs[0]:
+            return False
+        taken.extend(outputs.outputs)
+        return True
+
+    reader = exchange_directly(core.client)
+    reader.take_steps(take)
+
+    def send(*names: str) -> None:
+        for name in names:
+            core.outputs.send_multipart([name.encode()])
+
+    # vLLM's handler of outputs is busy with something else.
+    send("step 0")
+    await until(lambda: core.queue.qsize() == 1)
+    waiting = [asyncio.create_task(core.client.get_output_async()) for _ in range(2)]
+    await until(waiting[0].done)
+    assert (await waiting[0]).outputs == ["step 0"]
+    waiting.append(asyncio.create_task(core.client.get_output_async()))
+    await asyncio.sleep(0)
+    send("step 1", "step 2", "nothing", "step 3")
+    await until(lambda: len(taken) == 3)
+    assert taken == ["step 1", "step 2", "step 3"]
+    send("step left 4")
+    assert (await waiting[1]).outputs == ["step left 4"]
+    send("counts")
+    assert (await waiting[2]).scheduler_stats == "counts"
+    failing = asyncio.create_task(core.client.get_output_async())
+    await asyncio.sleep(0)
+    send("step fails")
+    assert isinstance(await failing, OSError)
+    assert len(taken) == 3
+
+
+async def test_a_step_does_not_overtake_what_vllm_has_not_read(core: Core) -> None:
+    taken: list[Outputs] = []
+    reader = exchange_directly(core.client)
+    reader.take_steps(lambda outputs: not taken.append(outputs))
+    waiting = asyncio.create_task(core.client.get_output_async())
+    await asyncio.sleep(0)
+    for name in ("step 1", "call", "step 2", "broken"):
+        core.outputs.send_multipart([name.encode()])
+    assert [await core.read() for _ in range(3)] == [[b"call"], [b"step 2"], [b"broken"]]
+    assert [each.outputs for each in taken] == [["step 1"]]
+    core.dead = True
+    core.outputs.send_multipart([b"step 3"])
+    assert await core.read() == [b"step 3"]
+    waiting.cancel()
+    assert len(taken) == 1

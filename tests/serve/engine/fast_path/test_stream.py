@@ -252,7 +252,9 @@ async def test_outputs_that_bring_tokens_alone_are_not_for_vllm() -> None:
     given = Outputs()
     given.begin()
     others = [plain("two", [3]), plain("three", [4])]
+    assert not given.answers.takes_all([plain("one", [1, 2]), *others], None)
     assert given.take(plain("one", [1, 2]), *others) == others
+    assert given.answers.takes_all([plain("one", [0])], None)
     assert given.take(plain("one", [0]), at=11.5) == []
     written = await expected([output("The"), output(" 1 2"), output(""), output("", finished=True)])
     assert written.startswith(given.stream.written.body)
@@ -272,17 +274,20 @@ async def test_all_other_outputs_are_vllms() -> None:
     given.begin()
     ending = plain("one", [1])
     ending.logprobs = []
+    assert not given.answers.takes_all([plain("one", [1]), ending], None)
     assert given.take(ending) == [ending]
     # NumPy cannot tell whether an array is equal to nothing.
     ending.logprobs = np.zeros(2)
     assert given.take(ending)[0] is ending
     # A step with other weights: vLLM notes in each request where they begin.
+    assert not given.answers.takes_all([plain("one", [1])], "b")
     assert given.take(plain("one", [1]), version="b") == [plain("one", [1])]
     assert given.take(plain("one", [1]), version="b") == []
     assert given.tokens == [1]
     early = Outputs()
     assert early.stream.answer.follow(early.state)
     early.answers.add("one", early.stream.answer)
+    assert not early.answers.takes_all([plain("one", [1])], None)
     assert early.take(plain("one", [1])) == [plain("one", [1])]
     for detokenizer in (
         SimpleNamespace(stop=["."], decode_next=str, token_ids=[], get_next_output_text=None),
