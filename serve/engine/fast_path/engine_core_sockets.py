@@ -31,7 +31,7 @@ def exchange_directly(client: Any) -> CoreReader:
 
 
 class CoreReader:
-    """Reads the socket of the engine's outputs, for the ``client``'s tasks or for who takes steps at once."""
+    """Reads the socket of the engine's outputs for the ``client``'s tasks, and offers steps first."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
