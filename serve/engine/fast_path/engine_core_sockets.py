@@ -37,7 +37,7 @@ class CoreReader:
         self._client = client
         self._get_output = client.get_output_async
         # Whether vLLM's handler of outputs waits for one: with none before it, a step may be taken.
-        self._is_awaited = False
+        self._is_awaited = self._is_closed = False
         self._take: Callable[[Any], bool] | None = None
         socket: zmq.asyncio.Socket = client.resources.output_socket
         self._socket: Any = zmq.Socket.shadow(socket)
@@ -73,16 +73,20 @@ class CoreReader:
 
     def close(self, linger: int | None = None) -> None:
         """As ``close`` of the socket."""
+        self._is_closed = True
         if not self._loop.is_closed():
             self._loop.remove_reader(self._descriptor)
         self._close(linger)
 
     def _read(self) -> None:
         """Read all that is there: the descriptor says only that something was added."""
-        while self._socket.getsockopt(zmq.EVENTS) & _READABLE:
+        while not self._is_closed and self._socket.getsockopt(zmq.EVENTS) & _READABLE:
             message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            if self._take is None or self._messages or not self._is_step(message, self._take):
-                self._messages.append(message)
+            if self._take is not None and not self._messages and self._is_step(message, self._take):
+                # What it wrote leaves before the next step is taken.
+                self._loop.call_soon(self._read)
+                return
+            self._messages.append(message)
         if self._messages and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

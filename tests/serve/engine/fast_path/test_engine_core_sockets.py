@@ -128,6 +128,7 @@ async def test_a_step_is_taken_where_it_is_read_unless_another_is_before_it(core
         if not outputs.outputs or "left" in outputs.outputs[0]:
             return False
         taken.extend(outputs.outputs)
+        asyncio.get_running_loop().call_soon(taken.append, "written")
         return True
 
     reader = exchange_directly(core.client)
@@ -146,8 +147,8 @@ async def test_a_step_is_taken_where_it_is_read_unless_another_is_before_it(core
     waiting.append(asyncio.create_task(core.client.get_output_async()))
     await asyncio.sleep(0)
     send("step 1", "step 2", "nothing", "step 3")
-    await until(lambda: len(taken) == 3)
-    assert taken == ["step 1", "step 2", "step 3"]
+    await until(lambda: len(taken) == 6)
+    assert taken == ["step 1", "written", "step 2", "written", "step 3", "written"]
     send("step left 4")
     assert (await waiting[1]).outputs == ["step left 4"]
     send("counts")
@@ -156,7 +157,7 @@ async def test_a_step_is_taken_where_it_is_read_unless_another_is_before_it(core
     await asyncio.sleep(0)
     send("step fails")
     assert isinstance(await failing, OSError)
-    assert len(taken) == 3
+    assert len(taken) == 6
 
 
 async def test_a_step_does_not_overtake_what_vllm_has_not_read(core: Core) -> None:
