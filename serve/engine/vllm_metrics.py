@@ -130,9 +130,10 @@ class StepMetrics(PrometheusStatLogger):  # type: ignore[misc]  # vLLM ships no 
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         """Called by vLLM once a step; either part may be missing."""
-        self._steps.append((scheduler_stats, iteration_stats, mm_cache_stats, engine_idx))
+        # Without this one, which other loggers may not have read yet.
         if len(self._steps) >= MAX_STEPS:
             self.count()
+        self._steps.append((scheduler_stats, iteration_stats, mm_cache_stats, engine_idx))
 
     def count(self) -> None:
         """Count the steps that are not counted yet."""
