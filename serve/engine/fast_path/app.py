@@ -253,7 +253,10 @@ def _take_step(answers: StreamedAnswers, llm: Any, step: Any) -> bool:
     llm.output_processor.update_scheduler_stats(step.scheduler_stats)
     if llm.logger_manager is not None:
         llm.logger_manager.record(
-            step.scheduler_stats, stats, llm.renderer.stat_mm_cache(), step.engine_index
+            engine_idx=step.engine_index,
+            scheduler_stats=step.scheduler_stats,
+            iteration_stats=stats,
+            mm_cache_stats=llm.renderer.stat_mm_cache(),
         )
     return True
 

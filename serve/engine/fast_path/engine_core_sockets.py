@@ -79,10 +79,10 @@ class CoreReader:
         self._close(linger)
 
     def _read(self) -> None:
-        """Read all that is there: the descriptor says only that something was added."""
+        """Read all that is there, in several turns of the loop: the descriptor says only what was added."""
         while not self._is_closed and self._socket.getsockopt(zmq.EVENTS) & _READABLE:
             message = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            if self._take is not None and not self._messages and self._is_step(message, self._take):
+            if self._take is not None and not self._messages and self._pass_on(message, self._take):
                 # What it wrote leaves before the next step is taken.
                 self._loop.call_soon(self._read)
                 return
@@ -90,8 +90,11 @@ class CoreReader:
         if self._messages and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _is_step(self, message: list[Any], take: Callable[[Any], bool]) -> bool:
-        """Pass a step on; what else an engine core may send, and what is wrong, is for vLLM's task."""
+    def _pass_on(self, message: list[Any], take: Callable[[Any], bool]) -> bool:
+        """Pass a step on to ``take`` or to vLLM's handler; returns false, having done nothing, for all else.
+
+        Other messages, and those that cannot be decoded, are for vLLM's task.
+        """
         client = self._client
         try:
             client.resources.validate_alive(message)

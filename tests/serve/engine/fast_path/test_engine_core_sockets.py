@@ -175,3 +175,24 @@ async def test_a_step_does_not_overtake_what_vllm_has_not_read(core: Core) -> No
     assert await core.read() == [b"step 3"]
     waiting.cancel()
     assert len(taken) == 1
+
+
+async def test_a_socket_that_is_closed_after_a_step_is_read_no_more(core: Core) -> None:
+    loop = asyncio.get_running_loop()
+    failures: list[object] = []
+    loop.set_exception_handler(lambda _, context: failures.append(context))
+    output = core.client.resources.output_socket
+
+    def take(outputs: Outputs) -> bool:
+        output.close(linger=0)
+        return bool(outputs.outputs)
+
+    reader = exchange_directly(core.client)
+    reader.take_steps(take)
+    waiting = asyncio.create_task(core.client.get_output_async())
+    await asyncio.sleep(0)
+    core.outputs.send_multipart([b"step"])
+    await until(lambda: output.closed)
+    await asyncio.sleep(0)
+    assert not failures
+    waiting.cancel()
