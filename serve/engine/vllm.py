@@ -10,6 +10,7 @@ import asyncio
 import types
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,7 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     steps = None
     if type(llm.engine_core) is AsyncMPClient:  # clients of several engine cores do more with what they read
         steps = exchange_directly(llm.engine_core)
+        loggers[0].clock = partial(getattr, steps, "step_ended_at")
     # The media with which vLLM warmed up.
     await llm.reset_mm_cache()
     tasks = await llm.get_supported_tasks()

@@ -25,6 +25,8 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
     """vLLM's stat logger: keeps the latest counts of the engine's steps.
 
     ``AsyncLLM`` calls it in every step, so token progress is visible at once, unlike scraped metrics.
+    ``clock`` tells when the step that is recorded ended, in seconds. The time of the call is close to it only
+    where a step takes longer than this process is ever busy with requests.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
         self.latest = EngineStats()
         self.took = StepStats()
         self._config = vllm_config
-        self._clock = clock
+        self.clock = clock
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -69,7 +71,7 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
         # KV use during the step: finished requests have released theirs by now.
         held = max(kv_before * capacity + tokens, stats.kv_cache_usage * capacity)
         requests = details.num_ctx_requests + details.num_generation_requests
-        self.took.ended(self._clock(), tokens, held, requests, goes_on=goes_on)
+        self.took.ended(self.clock(), tokens, held, requests, goes_on=goes_on)
         return tokens
 
     def log_engine_initialized(self) -> None:

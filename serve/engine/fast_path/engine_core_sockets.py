@@ -36,6 +36,8 @@ class CoreReader:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._get_output = client.get_output_async
+        # When the engine core ended the step that is handled now, by `time.monotonic` of this machine.
+        self.step_ended_at = 0.0
         # Whether vLLM's handler of outputs waits for one: with none before it, a step may be taken.
         self._is_awaited = self._is_closed = False
         self._take: Callable[[Any], bool] | None = None
@@ -60,9 +62,11 @@ class CoreReader:
         """As ``AsyncMPClient.get_output_async``."""
         self._is_awaited = True
         try:
-            return await self._get_output()
+            outputs = await self._get_output()
         finally:
             self._is_awaited = False
+        self.step_ended_at = outputs.timestamp
+        return outputs
 
     async def receive(self, flags: int = 0, copy: bool = True, track: bool = False) -> list[Any]:
         """As ``recv_multipart`` of the socket, with ``copy=False`` and without a limit of time."""
@@ -106,11 +110,15 @@ class CoreReader:
         if outputs.outputs or outputs.scheduler_stats:
             queue = client.outputs_queue
             try:
-                if not (self._is_awaited and queue.empty() and take(outputs)):
+                if not (self._is_awaited and queue.empty() and self._taken(outputs, take)):
                     queue.put_nowait(outputs)
             except Exception as error:  # noqa: BLE001 - as vLLM's task does, for its handler
                 queue.put_nowait(error)
         return True
+
+    def _taken(self, outputs: Any, take: Callable[[Any], bool]) -> bool:
+        self.step_ended_at = outputs.timestamp
+        return take(outputs)
 
 
 class CoreWriter:

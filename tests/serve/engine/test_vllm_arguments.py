@@ -306,7 +306,7 @@ async def test_an_engine_starts_as_that_of_vllms_own_server(monkeypatch: pytest.
     monkeypatch.setattr(module, "build_app", lambda *_, **__: SimpleNamespace(state=SimpleNamespace()))
     monkeypatch.setattr(module, "init_app_state", init)
     monkeypatch.setattr(module, "followed", lambda llm: None)
-    monkeypatch.setattr(module, "fast_path", lambda llm, app: app)
+    monkeypatch.setattr(module, "fast_path", lambda llm, app, steps: app)
     monkeypatch.setattr(module.vllm_profiler, "prepare", lambda config: None)
     await module.create(spec({}))
     assert made == [("configuration", USAGE)]

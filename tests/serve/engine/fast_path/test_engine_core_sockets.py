@@ -25,6 +25,8 @@ class Outputs:
         self.outputs = [name] if name.startswith("step") else []
         self.scheduler_stats = name if name == "counts" else None
         self.utility_output = name if name == "call" else None
+        # The second in which the core made it.
+        self.timestamp = float(name.rpartition(" ")[2]) if name[-1].isdigit() else 0.0
 
 
 class Core:
@@ -49,7 +51,7 @@ class Core:
             resources=SimpleNamespace(output_socket=output, validate_alive=lambda _: self._check()),
             decoder=SimpleNamespace(decode=lambda frames: Outputs(frames[0].bytes.decode())),
             outputs_queue=self.queue,
-            get_output_async=self.queue.get,
+            get_output_async=self._get_output,
             input_socket=given,
             ensure_alive=self._check,
         )
@@ -57,6 +59,11 @@ class Core:
     def _check(self) -> None:
         if self.dead:
             raise RuntimeError("dead")
+
+    async def _get_output(self) -> Any:
+        if isinstance(outputs := await self.queue.get(), Exception):
+            raise outputs
+        return outputs
 
     async def read(self) -> list[bytes]:
         async with asyncio.timeout(10):
@@ -156,7 +163,8 @@ async def test_a_step_is_taken_where_it_is_read_unless_another_is_before_it(core
     failing = asyncio.create_task(core.client.get_output_async())
     await asyncio.sleep(0)
     send("step fails")
-    assert isinstance(await failing, OSError)
+    with pytest.raises(OSError, match="full"):
+        await failing
     assert len(taken) == 6
 
 
@@ -175,6 +183,28 @@ async def test_a_step_does_not_overtake_what_vllm_has_not_read(core: Core) -> No
     assert await core.read() == [b"step 3"]
     waiting.cancel()
     assert len(taken) == 1
+
+
+async def test_a_step_ended_when_the_core_made_it_and_not_when_a_busy_process_reads_it(core: Core) -> None:
+    ended: list[tuple[str, float]] = []
+
+    def take(outputs: Outputs) -> bool:
+        if outputs.outputs[0].startswith("step left"):
+            return False
+        ended.append((outputs.outputs[0], reader.step_ended_at))
+        return True
+
+    reader = exchange_directly(core.client)
+    reader.take_steps(take)
+    waiting = asyncio.create_task(core.client.get_output_async())
+    await asyncio.sleep(0)
+    for name in ("step 1", "step 2", "step left 3", "step 4"):
+        core.outputs.send_multipart([name.encode()])
+    assert (await waiting).outputs == ["step left 3"]
+    assert ended == [("step 1", 1.0), ("step 2", 2.0)]
+    assert reader.step_ended_at == 3.0, "vLLM handles it, while others come"
+    assert (await core.client.get_output_async()).outputs == ["step 4"]
+    assert reader.step_ended_at == 4.0
 
 
 async def test_a_socket_that_is_closed_after_a_step_is_read_no_more(core: Core) -> None:
