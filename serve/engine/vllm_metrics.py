@@ -25,8 +25,7 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
     """vLLM's stat logger: keeps the latest counts of the engine's steps.
 
     ``AsyncLLM`` calls it in every step, so token progress is visible at once, unlike scraped metrics.
-    ``clock`` tells when the step that is recorded ended, in seconds. The time of the call is close to it only
-    where a step takes longer than this process is ever busy with requests.
+    ``clock`` tells when the step that is recorded ended, in seconds.
     """
 
     def __init__(

@@ -280,7 +280,7 @@ async def test_an_engine_starts_as_that_of_vllms_own_server(monkeypatch: pytest.
     awaited: list[str] = []
 
     class Started(Llm):
-        engine_core = None
+        engine_core = SimpleNamespace(get_output_async=None)
 
         @classmethod
         def from_vllm_config(
