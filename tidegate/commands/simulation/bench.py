@@ -202,7 +202,7 @@ def _print_ranking(score: PolicyScore, promised: float) -> None:
             (">recovery", lambda ranking: optional(ranking.recovery_s, "{:.0f} s".format)),
         )
         title = (
-            f"{_ranking_title(score)}, start-up time {oracle.lead_s:g} s\n"
+            f"{_ranking_title(score)}\nstart-up time {oracle.lead_s:g} s\n"
             f"offline optimum: {oracle.gpu_hours:.2f} GPU-hours, {oracle.replicas:.1f} replicas "
             f"(cheapest plan {oracle.plan_gpu_hours:.2f}{lower}){note}"
         )
