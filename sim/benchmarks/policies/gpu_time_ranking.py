@@ -1,4 +1,4 @@
-"""The ranking of policies: the GPU time of each at the SLO, compared with the offline plan and lower bound.
+"""The ranking of policies: the GPU time of each at the SLO, over the offline optimum and the lower bound.
 
 Each policy runs at every step of a parameter sweep, which gives a Pareto front of attainment against
 GPU-hours. Fronts are compared at the same attainment. A mix of two settings over time attains any mean of
@@ -8,7 +8,7 @@ them, so points are connected by straight lines.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
@@ -41,18 +41,32 @@ def front(points: Sequence[Point]) -> tuple[Point, ...]:
 
 def hours_at(points: Sequence[Point], attainment: float) -> float | None:
     """The fewest GPU-hours for ``attainment``, on the lines between points; ``None`` if none attains it."""
-    enough = [point.gpu_hours for point in points if point.attainment >= attainment]
-    if not enough:
+    return mixed_hours([points], attainment)
+
+
+def mixed_hours(by_seed: Collection[Sequence[Point]], attainment: float) -> float | None:
+    """The fewest mean GPU-hours with a mean of ``attainment``, from any mix of the points of each seed.
+
+    ``None`` where no mix attains it. By duality it is the most, over prices of attainment, of what the
+    cheapest points cost, less what their attainment beyond ``attainment`` is worth.
+    """
+    if not all(by_seed) or fmean(max(points).attainment for points in by_seed) < attainment:
         return None
-    least = min(enough)
-    # Lines between any two points: a front may be dented, and a mean of its outer ones then is cheaper.
-    ranked = sorted(points)
-    for i, low in enumerate(ranked):
-        for high in ranked[i + 1 :]:
-            if low.attainment < attainment < high.attainment:
-                part = (attainment - low.attainment) / (high.attainment - low.attainment)
-                least = min(least, low.gpu_hours + part * (high.gpu_hours - low.gpu_hours))
-    return least
+    prices = {0.0}
+    for points in by_seed:
+        best = front(points)
+        for i, low in enumerate(best):
+            prices.update(
+                (high.gpu_hours - low.gpu_hours) / (high.attainment - low.attainment)
+                for high in best[i + 1 :]
+            )
+    return max(
+        fmean(
+            min(point.gpu_hours + price * (attainment - point.attainment) for point in points)
+            for points in by_seed
+        )
+        for price in prices
+    )
 
 
 def averaged(by_seed: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
@@ -70,36 +84,34 @@ def averaged(by_seed: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
 class Regret(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU time of a policy beyond the lower bound, in replica-seconds, by its cause.
 
-    integrality   the plan of whole replicas without start-up time, less the bound without it
-    lead          the plan with start-up time, less the plan without
-    forecast      the policy's run, less the plan with start-up time
+    integrality   the fluid plan of whole replicas without start-up time, less the bound without it
+    lead          the fluid plan with start-up time, less that without
+    forecast      the policy's run, less the offline optimum
 
-    They sum to the policy's seconds less ``fluid_s``, the fluid optimum at the plan's capacity without start-
-    up time. ``forecast`` is what a better policy could save, safety rules and ticks included; it may be
-    negative for a run that attains less than the plan. ``achievable_s`` is the plan with start-up time.
+    They sum to the policy's seconds less ``fluid_s``: what the offline optimum takes without start-up time
+    and rounding. ``forecast`` is what a better policy could save, safety rules and ticks included.
     """
 
     forecast_s: float
     lead_s: float
     integrality_s: float
     fluid_s: float
-    achievable_s: float
 
 
-def split(policy_s: float, problem: Problem) -> Regret:
-    """The regret of a run that took ``policy_s`` replica-seconds, starts and drains included.
+def split(policy_s: float, optimum_s: float, problem: Problem) -> Regret:
+    """The regret of a run of ``policy_s`` replica-seconds, where the optimum takes ``optimum_s``.
 
     Raises :class:`policy.errors.TargetError` where no plan can serve enough.
     """
     at_once = replace(problem, lead_s=0.0)
-    fluid_s = lower_bound(at_once).replica_s
-    at_once_s, achievable_s = clairvoyant(at_once).replica_s, clairvoyant(problem).replica_s
+    at_once_s = clairvoyant(at_once).replica_s
+    integrality_s = at_once_s - lower_bound(at_once).replica_s
+    lead_s = clairvoyant(problem).replica_s - at_once_s
     return Regret(
-        forecast_s=policy_s - achievable_s,
-        lead_s=achievable_s - at_once_s,
-        integrality_s=at_once_s - fluid_s,
-        fluid_s=fluid_s,
-        achievable_s=achievable_s,
+        forecast_s=policy_s - optimum_s,
+        lead_s=lead_s,
+        integrality_s=integrality_s,
+        fluid_s=optimum_s - lead_s - integrality_s,
     )
 
 
@@ -110,10 +122,10 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     """One policy at one start-up time, over all seeds.
 
     ``gpu_hours`` are those at the SLO's attainment, interpolated between settings; ``None`` where no setting
-    attains it. ``oracle_ratio`` is that over the plan's run in the simulator, with its minimum and maximum
-    over the seeds; ``lower_ratio`` is over the lower bound. ``dominated`` says that predictive takes less.
-    The rest is of the cheapest ``setting`` that attains the SLO, or of the one that attains most. ``front``
-    is the Pareto front.
+    attains it. ``oracle_ratio`` is that over the offline optimum, with its minimum and maximum over the
+    seeds; ``lower_ratio`` is over the lower bound. ``dominated`` says that predictive takes less. The rest is
+    of the cheapest ``setting`` that attains the SLO, or of the one that attains most. ``front`` is the Pareto
+    front.
     """
 
     lead_s: float
@@ -137,11 +149,12 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OracleCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """At one start-up time, means over the seeds: the bound, the plan on paper, and the plan's run.
+    """At one start-up time, means over the seeds: the bound, the plans, and the offline optimum.
 
-    ``mu`` is the capacity per replica that the plan assumes, ``replicas`` its mean replica count. ``target``
-    is the attainment at which policies are compared: the SLO's, or the best of a plan where none attains it,
-    which has no bound.
+    ``target`` is the attainment at which policies are compared: the SLO's, or the best of the plans where
+    none attains it, which has no bound. ``plan_gpu_hours`` are those of the plans for it, and ``gpu_hours``
+    those of all runs: with the trace known, the counts of any policy can be held as a plan. ``mu`` is the
+    capacity per replica of the cheapest fluid plan that attains it, ``replicas`` the optimum's mean count.
     """
 
     lead_s: float
@@ -150,7 +163,6 @@ class OracleCosts(msgspec.Struct, frozen=True, kw_only=True):
     lower_gpu_hours: float | None
     plan_gpu_hours: float
     gpu_hours: float
-    attainment: float
     replicas: float
 
 
@@ -170,58 +182,56 @@ def rank(results: Sequence[TrialResult]) -> RankingTable:
             if result.trial.lead_s == lead_s:
                 by_name.setdefault(result.trial.name, []).append(result)
         plans = by_name.pop(PLAN)
-        oracle = _oracle(plans)
+        known = _points([*plans, *(result for mine in by_name.values() for result in mine)])
+        oracle = _oracle(plans, known)
         oracles.append(oracle)
-        plan_hours = {
-            result.trial.seed: result.score.gpu_hours for result in plans if result.trial.mu == oracle.mu
-        }
         ours = None
         if OURS in by_name:
             hours = hours_at(averaged(_points(by_name[OURS])), oracle.target)
             ours = math.inf if hours is None else hours
-        standings += [_standing(mine, plan_hours, oracle, ours) for mine in by_name.values()]
+        standings += [_standing(mine, known, oracle, ours) for mine in by_name.values()]
     return RankingTable(tuple(oracles), tuple(standings))
 
 
-def _oracle(results: Sequence[TrialResult]) -> OracleCosts:
-    """The cheapest plan that meets the SLO in the simulator, averaged over the seeds.
-
-    Where none does, it is the one that attains most, to a hundredth of a percent.
-    """
-    found = []
-    for setting in dict.fromkeys(result.trial.setting for result in results):
-        same = [result for result in results if result.trial.setting == setting]
-        attained = fmean(result.score.attainment for result in same)
-        found.append((fmean(result.score.gpu_hours for result in same), attained, same))
-    most = max(attained for _, attained, _ in found)
-    promised = results[0].trial.setup.attainment
-    target = min(promised, math.floor(most * 1e4) / 1e4)
-    hours, attained, same = min((each for each in found if each[1] >= target), key=lambda each: each[0])
-    stretch = same[0].trial.setup.stretch
+def _oracle(plans: Sequence[TrialResult], known: Mapping[int, Sequence[Point]]) -> OracleCosts:
+    """The offline optimum of all ``known`` runs, by seed, the ``plans`` among them."""
+    own = _points(plans)
+    setup = plans[0].trial.setup
+    most = fmean(max(points).attainment for points in own.values())
+    target = min(setup.attainment, math.floor(most * 1e4) / 1e4)
+    hours, plan_hours = mixed_hours(known.values(), target), mixed_hours(own.values(), target)
+    assert hours is not None and plan_hours is not None
+    fluid = [result for result in plans if result.mu]
+    enough = [result for result in fluid if result.score.attainment >= target] or fluid
     return OracleCosts(
-        lead_s=same[0].trial.lead_s,
+        lead_s=plans[0].trial.lead_s,
         target=target,
-        mu=same[0].trial.mu,
+        mu=min(enough, key=lambda result: result.score.gpu_hours).mu,
         # The bound is of runs that attain the SLO: others may undercut it.
-        lower_gpu_hours=fmean(result.lower_hours for result in same) if target == promised else None,
-        plan_gpu_hours=fmean(result.plan_hours for result in same),
+        lower_gpu_hours=fmean({result.trial.seed: result.lower_hours for result in plans}.values())
+        if target == setup.attainment
+        else None,
+        plan_gpu_hours=plan_hours,
         gpu_hours=hours,
-        attainment=attained,
-        replicas=hours * HOUR_S / (stretch.until - stretch.since),
+        replicas=hours * HOUR_S / (setup.stretch.until - setup.stretch.since),
     )
 
 
 def _standing(
-    mine: Sequence[TrialResult], plan_hours: Mapping[int, float], oracle: OracleCosts, ours: float | None
+    mine: Sequence[TrialResult],
+    known: Mapping[int, Sequence[Point]],
+    oracle: OracleCosts,
+    ours: float | None,
 ) -> Ranking:
     name = mine[0].trial.name
     by_seed = _points(mine)
     points = averaged(by_seed)
     hours = hours_at(points, oracle.target)
     ratios = [
-        seed_hours / plan_hours[seed]
+        seed_hours / optimum
         for seed, found in by_seed.items()
-        if (seed_hours := hours_at(found, oracle.target)) is not None
+        if (seed_hours := hours_at(found, oracle.target))
+        and (optimum := hours_at(known[seed], oracle.target))
     ]
     enough = [point for point in points if point.attainment >= oracle.target]
     shown = min(enough, key=lambda point: point.gpu_hours) if enough else max(points)
@@ -251,13 +261,13 @@ def _standing(
 
 
 def _regret(mine: Sequence[TrialResult], hours: float, oracle: OracleCosts) -> Regret:
-    """The mean over the seeds; ``forecast`` includes what the plan's run takes above the plan on paper."""
+    """The mean over the seeds."""
     parts = []
     for trial in {result.trial.seed: result.trial for result in mine}.values():
         setup = replace(trial.setup, attainment=oracle.target)
         arrivals = setup.arrivals(trial.factor, trial.seed)
         asked = setup.problem(arrivals, oracle.mu, trial.lead_s, since=setup.stretch.since)
-        parts.append(split(hours * HOUR_S, asked))
+        parts.append(split(hours * HOUR_S, oracle.gpu_hours * HOUR_S, asked))
     fields = Regret.__struct_fields__
     return Regret(**{field: fmean(getattr(part, field) for part in parts) for field in fields})
 

@@ -1,35 +1,36 @@
-"""The trials of the benchmark: each policy at each setting, and the offline plan, on several processes."""
+"""The trials of the benchmark: each policy at each setting, and the offline plans, on several processes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from policy.config.control import Choice
 from policy.scaling.policies.registry import choose, make
 from sim.benchmarks.policies.benchmark_setup import MODEL, Setup
 from sim.benchmarks.policies.sizing import SHIPPED, ReplicaSize, ladder
-from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
+from sim.oracle.clairvoyant import Clairvoyant, Plan
+from sim.oracle.problem import bin_arrivals
+from sim.oracle.schedule_search import Judged, search
 from sim.results.score import Score, score
 from sim.simulator.run import simulate
 from sim.simulator.run_record import HOUR_S
 
 PLAN = "clairvoyant"
-# Capacity factors of the plan, of which the cheapest that meets the SLO counts: bins hide bursts, replicas in
-# a large pool take more together, and prefixes are cached in more of them.
-PLANNED = (0.84, 0.88, 0.92, 0.96, 1.0, 1.04, 1.08, 1.12, 1.2, 1.3, 1.4, 1.5, 1.65, 1.8, 2.0)
+# Runs of the search for the cheapest plan, and the least with fewer settings.
+SEARCHED, LEAST_SEARCHED = 15, 10
 # The plan runs without the safety limits.
 UNHELD = {"hold_s": 0.1, "max_step_up": 100, "max_step_down": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """``choice`` on ``factor`` times the load drawn with ``seed``; with a ``mu`` the plan made with it.
+    """``choice`` on ``factor`` times the load drawn with ``seed``, or a search of ``searched`` plans.
 
-    ``setting`` is unique within one policy.
+    The search begins at the capacity ``mu`` of a replica. ``setting`` is unique within one policy.
     """
 
     setup: Setup
@@ -40,16 +41,17 @@ class Trial:
     setting: str
     choice: Choice = ""
     mu: float = 0.0
+    searched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The result of a trial; for the plan also its GPU-hours on paper and the lower bound."""
+    """A run of a trial; for a plan also the lower bound, and the ``mu`` of a fluid plan (0 for others)."""
 
     trial: Trial
     score: Score
-    plan_hours: float = 0.0
     lower_hours: float = 0.0
+    mu: float = 0.0
 
 
 def trials(
@@ -61,13 +63,12 @@ def trials(
     seeds: Sequence[int],
     each: int = 1,
 ) -> list[Trial]:
-    """The plan and each policy of ``names`` at every ``each``-th setting, for each start-up time and seed."""
+    """The plans, and each policy of ``names`` at every ``each``-th setting, by start-up time and seed."""
     found = []
     for lead_s in leads_s:
         for seed in seeds:
-            for part in PLANNED[::each]:
-                mu = part * size.mu
-                found.append(Trial(setup, size.factor, lead_s, seed, PLAN, f"{mu:.4g} requests/s", mu=mu))
+            runs = max(LEAST_SEARCHED, SEARCHED // each)
+            found.append(Trial(setup, size.factor, lead_s, seed, PLAN, "", mu=size.mu, searched=runs))
             for name in names:
                 for choice in parameter_steps(name, size, each):
                     found.append(Trial(setup, size.factor, lead_s, seed, name, describe(choice), choice))
@@ -88,38 +89,55 @@ def describe(choice: Choice) -> str:
     )
 
 
-def run_trial(trial: Trial) -> TrialResult:
-    """Run ``trial``; the same trial gives the same result."""
+def run_trial(trial: Trial) -> list[TrialResult]:
+    """Run ``trial``; the same trial gives the same results: one, or those of all plans of a search."""
+    if trial.searched:
+        return _search(trial)
     setup = trial.setup
     arrivals = setup.arrivals(trial.factor, trial.seed)
-    if not trial.mu:
-        policy = make(choose("policy", trial.choice))
-        record = simulate(setup.deployment(trial.lead_s), {MODEL: policy}, arrivals, seed=trial.seed)
-        return TrialResult(trial, score(record, MODEL, setup.stretch, setup.attainment))
-    whole = setup.problem(arrivals, trial.mu, trial.lead_s, since=0.0)
-    judged = setup.problem(arrivals, trial.mu, trial.lead_s, since=setup.stretch.since)
-    planned = Clairvoyant(clairvoyant(whole))
-    record = simulate(setup.deployment(trial.lead_s, UNHELD), {MODEL: planned}, arrivals, seed=trial.seed)
-    return TrialResult(
-        trial,
-        score(record, MODEL, setup.stretch, setup.attainment),
-        clairvoyant(judged).replica_s / HOUR_S,
-        setup.bound(arrivals, trial.lead_s, since=setup.stretch.since) / HOUR_S,
-    )
+    policy = make(choose("policy", trial.choice))
+    record = simulate(setup.deployment(trial.lead_s), {MODEL: policy}, arrivals, seed=trial.seed)
+    return [TrialResult(trial, score(record, MODEL, setup.stretch, setup.attainment))]
+
+
+def _search(trial: Trial) -> list[TrialResult]:
+    setup, stretch = trial.setup, trial.setup.stretch
+    arrivals = setup.arrivals(trial.factor, trial.seed)
+    document = setup.deployment(trial.lead_s, UNHELD)
+    problem = setup.problem(arrivals, trial.mu, trial.lead_s, since=0.0)
+    lower_hours = setup.bound(arrivals, trial.lead_s, since=stretch.since) / HOUR_S
+    scores: list[Score] = []
+
+    def run(plan: Plan) -> Judged:
+        record = simulate(document, {MODEL: Clairvoyant(plan)}, arrivals, seed=trial.seed)
+        scores.append(score(record, MODEL, stretch, setup.attainment))
+        requests = record.requests[MODEL]
+        missed = bin_arrivals(requests.at[~requests.met], problem.bin_s, 0.0, stretch.until)
+        return Judged(missed, scores[-1].attainment, scores[-1].gpu_hours * HOUR_S)
+
+    found = search(problem, run, trial.searched, int(stretch.since // problem.bin_s))
+    return [
+        TrialResult(replace(trial, setting=f"plan {number}"), each, lower_hours, schedule.mu)
+        for number, (schedule, each) in enumerate(zip(found, scores, strict=True), 1)
+    ]
 
 
 def run_all(
     field: Sequence[Trial],
     processes: int | None = None,
-    ended: Callable[[TrialResult], None] = lambda result: None,
+    ended: Callable[[list[TrialResult]], None] = lambda results: None,
 ) -> list[TrialResult]:
-    """Run all of them, in the order of ``field``; ``ended`` gets each result as it ends."""
+    """Run all of them, in the order of ``field``; ``ended`` gets the results of each trial as it ends.
+
+    Searches are begun first, as they take longest.
+    """
     with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(run_trial, trial) for trial in field]
+        order = sorted(range(len(field)), key=lambda index: -field[index].searched)
+        futures = {index: pool.submit(run_trial, field[index]) for index in order}
         try:
-            for future in as_completed(futures):
+            for future in as_completed(futures.values()):
                 ended(future.result())
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [future.result() for future in futures]
+    return [result for index in range(len(field)) for result in futures[index].result()]

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from policy.deployment_file.parse import parse
+from policy.scaling.policies.registry import NAMES
+from sim.benchmarks.policies.gpu_time_ranking import OracleCosts, Ranking, RankingTable, Regret
+from sim.benchmarks.policies.sizing import Full, ReplicaSize
 from sim.workload.workload_spec import read_workload
 from tidegate.cli import group
+from tidegate.commands.simulation import bench
 from tidegate.exit_codes import Exit, exit_of
 from tidegate.supervisor.children import ROOT
 
@@ -198,3 +203,42 @@ def test_a_trace_that_no_fleet_can_serve_does_not_end_the_others(tmp_path: Path)
     told = " ".join(result.stderr.split())
     for name, text in (("a", told), ("b", str(result.exception))):
         assert f"{name}.csv: only 95.06% of the requests would be within the SLO" in text
+
+
+def ranking_of(policy: str) -> Ranking:
+    return Ranking(
+        lead_s=120.0, policy=policy, gpu_hours=1234.56, oracle_ratio=1.25, least_ratio=11.22,
+        most_ratio=11.33, lower_ratio=12.34, dominated=None, setting="", attainment=1.0,
+        setting_gpu_hours=1234.56, goodput_per_gpu_hour=12345.0, ttft_p99_s=12.34, recovery_s=1234.0,
+        switches=0.0, failed=0.0, front=(),
+        regret=Regret(forecast_s=1e6, lead_s=1e6, integrality_s=1e6, fluid_s=1e6),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [100, 140])
+def test_no_word_of_the_table_of_policies_is_broken(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "console", lambda: Console(highlight=False, markup=False, width=columns))
+    oracle = OracleCosts(
+        lead_s=120.0, target=0.9881, mu=1.0, lower_gpu_hours=2.13, plan_gpu_hours=5.4, gpu_hours=5.31,
+        replicas=10.9,
+    )  # fmt: skip
+    score = bench.PolicyScore(
+        trace="AzureLLMInferenceTrace_conv_2023.csv", half="judge", seeds=5, profile="l4-8b",
+        size=ReplicaSize(mu=1.0, factor=0.961, full=Full(at_once=1.0, kv_used=0.5, least=1, most=2)),
+        table=RankingTable((oracle,), tuple(map(ranking_of, NAMES))),
+    )  # fmt: skip
+    bench._print_ranking(score, 0.99)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    rows = [line.split() for line in lines]
+    for name in NAMES:
+        shown = [row[1:] for row in rows if row[:1] == [name]]
+        assert shown == [
+            ["1234.56", "1.25", "11.22-11.33", "12.34", "277.78", "277.78", "277.78"],
+            ["100.00%", "1234.56", "12345", "12.34", "s", "1234", "s"],
+        ]
+    words = {word for row in rows for word in row}
+    assert {"optimum", "bound", "forecast", "start-up", "rounding", "attainment", "recovery"} <= words
+    assert "offline optimum: 5.31 GPU-hours, 10.9 replicas (cheapest plan 5.40, lower bound 2.13)" in lines

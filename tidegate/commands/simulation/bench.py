@@ -172,31 +172,42 @@ def _print_ranking(score: PolicyScore, promised: float) -> None:
         lower = optional(oracle.lower_gpu_hours, ", lower bound {:.2f}".format) or ""
         missed = f"\nno plan attains {promised:.2%}: all compared at {oracle.target:.2%}"
         note = missed if oracle.target < promised else ""
-        rows = table(
-            [ranking for ranking in score.table.standings if ranking.lead_s == oracle.lead_s],
+        rankings = [ranking for ranking in score.table.standings if ranking.lead_s == oracle.lead_s]
+        costs = table(
+            rankings,
             ("policy", lambda ranking: ranking.policy),
-            (f">GPU-hours at {100 * oracle.target:g} %", lambda ranking: optional(ranking.gpu_hours, number)),
+            (
+                f">GPU-hours\nat {100 * oracle.target:g} %",
+                lambda ranking: optional(ranking.gpu_hours, number),
+            ),
             (">x optimum", lambda ranking: optional(ranking.oracle_ratio, number)),
             (
-                ">x optimum by seed",
+                ">by seed",
                 lambda ranking: optional(
                     ranking.least_ratio, lambda least: f"{least:.2f}-{ranking.most_ratio:.2f}"
                 ),
             ),
-            (">x lower bound", lambda ranking: optional(ranking.lower_ratio, number)),
+            (">x lower\nbound", lambda ranking: optional(ranking.lower_ratio, number)),
+            (">forecast\nerror, GPU-h", lambda ranking: _regret_h(ranking, "forecast_s")),
+            (">start-up\ntime, GPU-h", lambda ranking: _regret_h(ranking, "lead_s")),
+            (">rounding\nup, GPU-h", lambda ranking: _regret_h(ranking, "integrality_s")),
+        )
+        runs = table(
+            rankings,
+            ("policy", lambda ranking: ranking.policy),
             (">attainment", lambda ranking: f"{ranking.attainment:.2%}"),
-            (">goodput per GPU-hour", lambda ranking: f"{ranking.goodput_per_gpu_hour:.0f}"),
+            (">GPU-hours", lambda ranking: number(ranking.setting_gpu_hours)),
+            (">goodput per\nGPU-hour", lambda ranking: f"{ranking.goodput_per_gpu_hour:.0f}"),
             (">TTFT p99", lambda ranking: optional(ranking.ttft_p99_s, "{:.2f} s".format)),
             (">recovery", lambda ranking: optional(ranking.recovery_s, "{:.0f} s".format)),
-            (">switches", lambda ranking: optional(ranking.switches, "{:.0f}".format)),
-            (">forecast error, GPU-h", lambda ranking: _regret_h(ranking, "forecast_s")),
-            (">start-up time, GPU-h", lambda ranking: _regret_h(ranking, "lead_s")),
-            (">rounding up, GPU-h", lambda ranking: _regret_h(ranking, "integrality_s")),
-            title=f"{_ranking_title(score)}, start-up time {oracle.lead_s:g} s\n"
-            f"offline optimum: {oracle.gpu_hours:.2f} GPU-hours simulated ({oracle.plan_gpu_hours:.2f} "
-            f"planned{lower}), {oracle.replicas:.1f} replicas, {oracle.attainment:.2%} attainment{note}",
         )
-        console().print(rows)
+        title = (
+            f"{_ranking_title(score)}\nstart-up time {oracle.lead_s:g} s\n"
+            f"offline optimum: {oracle.gpu_hours:.2f} GPU-hours, {oracle.replicas:.1f} replicas "
+            f"(cheapest plan {oracle.plan_gpu_hours:.2f}{lower}){note}"
+        )
+        which = f"\nThe cheapest setting of each that attains {oracle.target:.2%}, or that attains most:"
+        console().print(title, costs, which, runs, "", sep="\n")
 
 
 def _regret_h(ranking: Ranking, part: str) -> str | None:
