@@ -465,7 +465,8 @@ async def test_requests_of_many_clients_that_come_at_once_begin_in_many_turns(po
     for reader, _ in clients:
         assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 200")
     assert began.total() == len(clients)
-    assert max(began.values()) <= 6
+    # Four, and one that is beyond the time; a turn of this counter can hold parts of two.
+    assert max(began.values()) <= 2 * 5
 
 
 @on_uvloop
