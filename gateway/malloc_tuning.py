@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
 import sys
 
 # glibc's names for what mallopt sets.
@@ -13,9 +15,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 LARGEST_ON_HEAP = 1024 * 1024 - 1
 
 # Free memory at the end of the heap beyond which it is given back at once, and within the heap beyond which
-# return_freed_memory() does.
+# FreedMemory does.
 KEPT_BYTES = 64 * 1024 * 1024
 MOST_FREE = 12 * 1024 * 1024
+
+_PAGE_BYTES = resource.getpagesize()
 
 
 class _HeapUsage(ctypes.Structure):
@@ -29,6 +33,7 @@ class _HeapUsage(ctypes.Structure):
         )
     )  # fmt: skip
 
+    uordblks: int
     fordblks: int
 
 
@@ -50,10 +55,36 @@ def keep_freed_memory() -> None:
         _MALLOPT(_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def return_freed_memory() -> None:
-    """Give back what is free within the heap if it is more than :data:`MOST_FREE`, at 0.1 ms a megabyte.
+class FreedMemory:
+    """Memory that is free within the heap: one block in use at its end would keep all that is free before."""
 
-    One block in use at the end of the heap would keep all that is free before it.
-    """
-    if _LIBC is not None and _MALLINFO is not None and _MALLINFO().fordblks > MOST_FREE:
-        _LIBC.malloc_trim(0)
+    def __init__(self) -> None:
+        if _MALLINFO is not None:
+            # Kept open: it is needed too when clients have taken all descriptors.
+            self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+            # The least since free memory was given back, which takes no memory until it is used again.
+            self._least = self._unused_bytes()
+
+    def give_back(self) -> None:
+        """Give it back, at 0.1 ms a megabyte, if more than :data:`MOST_FREE` was used since the last time.
+
+        Called often: clients that come after others find what those have freed in pieces too small for what
+        they send, and their memory is added to it.
+        """
+        if _LIBC is None or _MALLINFO is None:
+            return
+        unused = self._unused_bytes()
+        self._least = min(self._least, unused)
+        if unused - self._least > MOST_FREE and _MALLINFO().fordblks > MOST_FREE:
+            _LIBC.malloc_trim(0)
+            self._least = self._unused_bytes()
+
+    def _unused_bytes(self) -> int:
+        """The resident memory but for what is in use within the heap: what is free there, and all else.
+
+        What is free alone would not do: a part of it was given back and is not resident.
+        """
+        resident = int(os.pread(self._statm, 100, 0).split()[1]) * _PAGE_BYTES
+        assert _MALLINFO is not None  # otherwise nothing is given back
+        used: int = _MALLINFO().uordblks
+        return resident - used

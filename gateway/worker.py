@@ -29,7 +29,7 @@ from gateway.http.uvicorn_server import UvicornServer
 from gateway.intake.access_feed import AccessFeed
 from gateway.intake.shared_limits import SharedLimits
 from gateway.intake.usage_journal import UsageJournal
-from gateway.malloc_tuning import return_freed_memory
+from gateway.malloc_tuning import FreedMemory
 from gateway.request_pipeline import Gateway
 from gateway.routing.active_health_checks import Probes
 from gateway.routing.external_server_poller import ExternalPoller
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from gateway.grpc_server.port import GrpcServer
 
 PUBLISH_EVERY_S = 0.5
-# Under load this costs page faults each time.
-RETURN_MEMORY_EVERY_S = 2.0
+# Crowds may follow each other. To look takes 20 us, half a millisecond where the heap is in 20,000 pieces.
+RETURN_MEMORY_EVERY_S = 0.1
 # After uploads have ended, before those that wait go on.
 RESUME_AFTER_S = 0.005
 
@@ -166,7 +166,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         "metrics": _publish_metrics(gateway, f"gateway-{worker}", log),
         "shared_counters": _every(BEAT_EVERY_S, shared.beat),
         "limits": _every(BEAT_EVERY_S, gateway.limiter.beat),
-        "memory": _every(RETURN_MEMORY_EVERY_S, return_freed_memory),
+        "memory": _every(RETURN_MEMORY_EVERY_S, FreedMemory().give_back),
         "idle_timeouts": gateway.deadlines.run(),
         "sse_keepalive": gateway.keepalive.run(),
         "usage_journal": gateway.journal.run(),

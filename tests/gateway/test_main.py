@@ -23,15 +23,20 @@ for _ in range(100):
 print(faults() - before)
 """
 
-# The memory of a process that has freed a thousand bodies before a block that it uses.
+# The memory of a process that has freed a thousand bodies before a block that it uses, and can open no file.
 KEPT = """
+import resource
 import psutil
-from gateway.malloc_tuning import keep_freed_memory, return_freed_memory
+from gateway.malloc_tuning import FreedMemory, keep_freed_memory
 keep_freed_memory()
+freed = FreedMemory()
 bodies = [b"x" * size for size in range(100_000, 101_000)]
 used = b"x" * 100_000
 bodies.clear()
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
 RETURN
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(psutil.Process().memory_info().rss)
 """
 
@@ -48,7 +53,7 @@ def printed(program: str, mark: str, call: str) -> tuple[int, int]:
 @pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's setting")
 def test_freed_memory_before_used_memory_is_given_back() -> None:
-    kept, returned = printed(KEPT, "RETURN", "return_freed_memory()")
+    kept, returned = printed(KEPT, "RETURN", "freed.give_back()")
     assert returned < kept - 80_000_000
 
 

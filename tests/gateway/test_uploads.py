@@ -17,19 +17,25 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 MIB = 1 << 20
 BODY = memoryview(bytes(16 * MIB - 10))
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (16 * MIB)
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
 
 
 @asynccontextmanager
-async def upload(stack: Stack, size: int) -> AsyncIterator[None]:
-    """A connection that sends this much of a body of 16 MiB, unless it is closed before."""
+async def upload(
+    stack: Stack, size: int, length: int = 16 * MIB, pauses: tuple[float, ...] = ()
+) -> AsyncIterator[None]:
+    """A connection that sends ``size`` bytes of a body, in pieces between ``pauses``, unless it is closed."""
     loop = asyncio.get_running_loop()
     with socket.socket() as sock, suppress(ConnectionError):
         sock.setblocking(False)
         try:
             await loop.sock_connect(sock, stack.client_socket.getsockname())
-            await loop.sock_sendall(sock, HEAD)
-            await loop.sock_sendall(sock, BODY[:size])
+            await loop.sock_sendall(sock, HEAD % length)
+            piece = size // (len(pauses) + 1)
+            for pause_s in pauses:
+                await loop.sock_sendall(sock, BODY[:piece])
+                await asyncio.sleep(pause_s)
+            await loop.sock_sendall(sock, BODY[: size - piece * len(pauses)])
             yield
         finally:
             loop.remove_writer(sock)
@@ -39,21 +45,49 @@ def memory(stack: Stack) -> int:
     return psutil.Process(stack.workers[0].pid).memory_info().rss
 
 
-async def test_a_thousand_aborted_uploads_leave_no_memory(shared: Stack) -> None:
-    await shared.serve("aborts")
-    idle = memory(shared)
-    rng = random.Random(1)  # noqa: S311
-
+async def abort_a_thousand(stack: Stack, rng: random.Random) -> None:
     async def abort(count: int) -> None:
         for _ in range(count):
-            async with upload(shared, rng.randrange(600_000)):
+            async with upload(stack, rng.randrange(600_000)):
                 pass
 
     await asyncio.gather(*(abort(50) for _ in range(20)))
-    assert (await shared.chat()).status_code == 200
-    process = psutil.Process(shared.workers[0].pid)
+    assert (await stack.chat()).status_code == 200
+    process = psutil.Process(stack.workers[0].pid)
     await until(lambda: len(process.net_connections()) < 20, "their connections are closed")
+
+
+async def test_a_thousand_aborted_uploads_leave_no_memory(shared: Stack) -> None:
+    await shared.serve("aborts")
+    idle = memory(shared)
+    await abort_a_thousand(shared, random.Random(1))  # noqa: S311
     assert memory(shared) < idle + 64 * MIB
+
+
+@pytest.mark.long
+async def test_aborted_uploads_after_slow_ones_take_no_more_memory(shared: Stack) -> None:
+    await shared.serve("slow")
+    idle = most = memory(shared)
+    rng = random.Random(2)  # noqa: S311
+
+    async def send_slowly() -> None:
+        length = rng.randrange(1_000, MIB)
+        size = length if rng.random() < 0.5 else rng.randrange(length)
+        async with upload(shared, size, length, tuple(rng.uniform(0, 0.6) for _ in range(8))):
+            pass
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, memory(shared))
+            await asyncio.sleep(0.01)
+
+    for _ in range(4):
+        await asyncio.gather(*(send_slowly() for _ in range(1000)))
+        watching = asyncio.create_task(watch())
+        await abort_a_thousand(shared, rng)
+        watching.cancel()
+    assert most < idle + 64 * MIB
 
 
 async def test_stalled_uploads_hold_little_memory_and_delay_no_other(shared: Stack) -> None:
