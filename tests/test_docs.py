@@ -143,6 +143,7 @@ def test_help_uses_the_words_of_the_field(command: str) -> None:
     assert idioms(HELP[command]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["policy", "gateway", "serve", "sim", "store", "tidegate", "loadtests"])
 def test_docstrings_use_the_words_of_the_field(package: str) -> None:
     found = {

@@ -65,6 +65,7 @@ def test_the_cpu_set_leaves_out_what_breaks_it() -> None:
     assert not {"torchvision", "torchaudio", "torchcodec", "triton"} & have.keys()
 
 
+@pytest.mark.slow
 def test_what_is_installed_needs_nothing_that_is_not_locked() -> None:
     """They are installed without their dependencies, so the sets must be complete by themselves."""
     have = {name for each in SETS for name in pins(each)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # The most objects that a collection of the survivors of others looks at, while all that is made is kept, and
 # how often all are looked at.
 SURVIVORS = """
@@ -52,6 +54,7 @@ def printed(program: str) -> str:
     return run.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_collection_looks_at_a_bounded_number_of_survivors_and_never_at_all_under_load() -> None:
     most, full = map(int, printed(SURVIVORS).split())
     assert 5_000 < most < 20_000

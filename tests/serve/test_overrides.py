@@ -29,6 +29,7 @@ def status(plane: Plane) -> ModelStatus:
     return plane.controller.status().models[0]
 
 
+@pytest.mark.slow
 async def test_a_manual_count_holds_until_it_is_cleared(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 20, m=2.0)
     assert plane.counts(READY) == {SMALL: 2}
@@ -45,6 +46,7 @@ async def test_a_manual_count_holds_until_it_is_cleared(plane: Plane, tmp_path: 
     assert status(plane).override is None
 
 
+@pytest.mark.slow
 async def test_an_override_duration_survives_a_controller_restart(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 10, m=1.0)
     plane.controller.scale("m", 3, 30.0)
@@ -57,6 +59,7 @@ async def test_an_override_duration_survives_a_controller_restart(plane: Plane, 
     assert plane.counts(READY) == {SMALL: 1}
 
 
+@pytest.mark.slow
 async def test_a_manual_mode_leaves_the_count_to_the_policy(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(tmp_path)))
     traffic = Traffic(plane)
@@ -104,6 +107,7 @@ async def test_a_manual_count_ends_with_a_mode_change(plane: Plane, tmp_path: Pa
     assert plane.counts(READY) == {SMALL: 1}
 
 
+@pytest.mark.slow
 async def test_a_manual_count_of_zero_is_not_woken_by_requests(plane: Plane, tmp_path: Path) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
     traffic = await Traffic.over(plane, document(model(tmp_path, modes=modes)), 10, m=2.0)
@@ -144,6 +148,7 @@ async def test_a_manual_mode_that_fails_is_cleared(plane: Plane, tmp_path: Path)
     assert len(deploys) == 1
 
 
+@pytest.mark.slow
 async def test_a_manual_count_survives_a_new_revision(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(tmp_path)))
     traffic = Traffic(plane)

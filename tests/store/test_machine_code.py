@@ -54,6 +54,7 @@ def test_every_compiled_module_exists() -> None:
     assert [source for source in SETUP.SOURCES if not (ROOT / source).is_file()] == []
 
 
+@pytest.mark.slow
 def test_no_structure_of_another_library_is_compiled() -> None:
     found = []
     for source in SETUP.SOURCES:
@@ -64,6 +65,7 @@ def test_no_structure_of_another_library_is_compiled() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_no_error_is_raised_again_after_an_await() -> None:
     """Machine code forgets which one it was."""
     found = []

@@ -51,6 +51,7 @@ async def test_scaling_and_a_controller_restart_keep_running_replicas(site: Site
     assert await site.ready(2, KEY) == two
 
 
+@pytest.mark.slow
 async def test_scaling_to_zero_and_back_and_deleting(site: Site[Actuator]) -> None:
     await site.deploy(1, KEY)
     first = await site.ready(1, KEY)
@@ -72,6 +73,7 @@ async def test_scaling_to_zero_and_back_and_deleting(site: Site[Actuator]) -> No
         await site.actuator.scale(KEY, 1)
 
 
+@pytest.mark.slow
 async def test_layers_are_independent_and_stop_ends_all(site: Site[Actuator]) -> None:
     other = LayerKey("m", "large", 2)
     await site.deploy(1, KEY)
@@ -117,6 +119,7 @@ async def test_a_draining_replica_finishes_its_streams(site: Site[Actuator]) -> 
             await client.get(f"{url}/v1/models")
 
 
+@pytest.mark.slow
 async def test_the_replica_ordered_to_leave_is_the_one_removed(site: Site[Actuator]) -> None:
     """Replacing a failed GPU: one more replica, the failed one leaves, then back to the count."""
     await site.deploy(1, KEY)

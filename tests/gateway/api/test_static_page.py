@@ -44,6 +44,7 @@ async def test_the_page_and_its_files_need_no_token_and_load_from_nowhere_else()
         assert "unsafe" not in policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [name for name in FILES if name.endswith(".js")])
 async def test_what_a_module_imports_is_served(module: str) -> None:
     for name in re.findall(r'^import .* from "\./([\w./]+)";$', (FOLDER / module).read_text(), re.MULTILINE):

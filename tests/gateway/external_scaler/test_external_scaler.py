@@ -111,6 +111,7 @@ async def test_the_methods_answer_as_published(site: Site) -> None:
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+@pytest.mark.slow
 async def test_keda_carries_out_decisions_from_zero_and_back(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

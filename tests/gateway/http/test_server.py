@@ -382,6 +382,7 @@ async def test_tiny_chunks_take_no_more_memory_than_their_body(port: Port) -> No
     assert peak < 2 * CAP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "ahead"),
     [
@@ -723,6 +724,7 @@ async def test_an_upload_that_is_not_read_ends_when_its_client_leaves(port: Port
     assert not read.ended
 
 
+@pytest.mark.slow
 @on_uvloop
 async def test_little_is_read_ahead_of_the_current_request(port: Port) -> None:
     release = asyncio.Event()
@@ -774,6 +776,7 @@ async def test_a_connection_may_be_lost_before_it_is_swept(port: Port) -> None:
     port.server._sweep_some(iter([lost]))
 
 
+@pytest.mark.slow
 @on_uvloop
 async def test_stalled_readers_time_out_and_slow_ones_do_not(port: Port) -> None:
     await port.start(times=ServerTimeouts(0.3, 0.3, 0.3, 0.3, 0.3))
@@ -838,6 +841,7 @@ async def test_a_drain_serves_requests_in_flight_and_new_connections_and_closes_
     await draining
 
 
+@pytest.mark.slow
 @on_uvloop
 async def test_a_drain_closes_connections_that_never_send_a_request(port: Port) -> None:
     await port.start(times=ServerTimeouts(head_s=0.1))

@@ -39,6 +39,7 @@ async def test_the_app_sees_who_asks_and_by_which_scheme(port: Port) -> None:
     assert json.loads(body)["sender"] == ["127.0.0.1", "https"]
 
 
+@pytest.mark.slow
 @on_uvloop
 async def test_a_slow_reader_holds_the_app_back(port: Port) -> None:
     sent = 0

@@ -200,6 +200,7 @@ def one_or_more(inputs: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(inputs, st.lists(inputs, min_size=1, max_size=3))
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(

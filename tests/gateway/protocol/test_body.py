@@ -38,6 +38,7 @@ def same(raw: bytes) -> None:
     assert fingerprint("t", "/p", one) == fingerprint("t", "/p", other)
 
 
+@pytest.mark.slow
 @given(bodies())
 def test_fields_and_edits_are_the_same(given_body: tuple[bytes, dict[str, Any]]) -> None:
     same(given_body[0])

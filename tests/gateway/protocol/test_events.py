@@ -51,6 +51,7 @@ def parsed(data: bytes) -> list[bytes]:
     return [b"\n".join(lines) for lines in events[:-1] if lines]
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(LINE_ENDS), min_size=11, max_size=11), st.booleans())
 def test_lines_may_end_with_lf_crlf_or_cr_however_they_are_cut(ends: list[bytes], mixed: bool) -> None:
     ends = ends if mixed else ends[:1] * 11

@@ -55,6 +55,7 @@ def bodies(draw: st.DrawFn) -> tuple[bytes, dict[str, Any]]:
     return (space + text + space).encode(), content
 
 
+@pytest.mark.slow
 @given(bodies())
 def test_only_edited_members_change_in_a_body(given_body: tuple[bytes, dict[str, Any]]) -> None:
     raw, content = given_body

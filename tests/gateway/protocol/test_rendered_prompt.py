@@ -48,6 +48,7 @@ def shared(one: PromptHash, other: PromptHash) -> int:
     return other.depths[depth - 1] if depth else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "session"),
     [(MESSAGES, claude_code), (RESPONSES, codex), (CHAT, openai_chat)],

@@ -192,6 +192,7 @@ SYSTEM = "".join(random.Random(7).choices("abcdefgh", k=512))  # noqa: S311
 FIRST, SECOND, THIRD = (SYSTEM + each * 16 * 13 for each in "xyz")
 
 
+@pytest.mark.slow
 async def test_the_router_picks_the_server_that_has_the_prefix_and_another_after_its_eviction() -> None:
     async with deployed() as fleet:
         first = fleet.servers[0]
@@ -208,6 +209,7 @@ async def test_the_router_picks_the_server_that_has_the_prefix_and_another_after
         assert fleet.chosen(THIRD) == 1
 
 
+@pytest.mark.slow
 async def test_what_a_request_did_not_leave_in_the_cache_is_not_believed_if_its_tokens_are_known() -> None:
     async with deployed() as fleet:
         await fleet.servers[0].serve(THIRD[600:])  # of another client
@@ -219,6 +221,7 @@ async def test_what_a_request_did_not_leave_in_the_cache_is_not_believed_if_its_
         assert fleet.believed(SECOND)[0] > 500
 
 
+@pytest.mark.slow
 async def test_a_server_that_ends_is_estimated_and_one_that_is_restarted_holds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -241,6 +244,7 @@ async def test_a_server_that_ends_is_estimated_and_one_that_is_restarted_holds_n
         assert not cache.exact
 
 
+@pytest.mark.slow
 async def test_a_server_without_tokenize_is_estimated() -> None:
     async with deployed() as fleet:
         cache, server = fleet.caches()[0], fleet.servers[0]
@@ -255,6 +259,7 @@ async def test_a_server_without_tokenize_is_estimated() -> None:
         assert fleet.believed(SECOND)[0] > 500
 
 
+@pytest.mark.slow
 async def test_events_that_do_not_show_what_is_served_are_given_up() -> None:
     async with deployed() as fleet:
         for number in range(server_cache.DOUBT + 1):
@@ -272,6 +277,7 @@ async def test_a_subscription_that_fails_is_given_up(monkeypatch: pytest.MonkeyP
         assert "ZeroDivisionError" in cache.problem
 
 
+@pytest.mark.slow
 async def test_under_pressure_the_newest_prompts_are_asked_for() -> None:
     async with deployed() as fleet:
         [cache, _], server = fleet.caches(), fleet.servers[0]
@@ -285,6 +291,7 @@ async def test_under_pressure_the_newest_prompts_are_asked_for() -> None:
         await until(lambda: not cache._known.asking)
 
 
+@pytest.mark.slow
 async def test_after_lost_events_a_server_is_asked_to_repeat_what_it_finds() -> None:
     async with deployed() as fleet:
         cache = fleet.caches()[0]

@@ -158,6 +158,7 @@ async def test_a_failed_probe_is_repeated(monkeypatch: pytest.MonkeyPatch) -> No
     assert [replica.state for replica, _, _ in view.turns] == [stopped] * 3 + [ready] * 3
 
 
+@pytest.mark.slow
 async def test_a_server_is_down_after_two_late_answers_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
     monkeypatch.setattr(external_server_poller, "PROBE_TIMEOUT_S", 0.3)

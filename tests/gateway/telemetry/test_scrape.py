@@ -120,6 +120,7 @@ async def test_servers_of_others_are_counted_by_shape_and_adapter(site: Site) ->
     assert await site.values("tidegate_external_server_adapters") == {("sql", "e"): 2.0, ("chat", "e"): 1.0}
 
 
+@pytest.mark.slow
 async def test_what_does_not_answer_in_time_is_left_out_and_counted(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

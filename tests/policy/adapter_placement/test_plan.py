@@ -114,6 +114,7 @@ def test_a_version_moves_once_a_minute_unless_its_replica_is_gone(steps: Steps, 
         before = made
 
 
+@pytest.mark.slow
 @given(HOSTS, DEMANDS, BOUNDS)
 def test_requested_versions_fill_the_slots(hosts: list[Host], demands: list[Demand], bounds: Bounds) -> None:
     made = plan(hosts, demands, EMPTY, 0.0, bounds)

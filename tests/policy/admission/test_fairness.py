@@ -46,6 +46,7 @@ def jain(shares: list[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 5.0]), min_size=2, max_size=5), st.randoms())
 def test_weights_are_respected(weights: list[float], rng: random.Random) -> None:
     share = {str(i): weight for i, weight in enumerate(weights)}
@@ -242,6 +243,7 @@ class Laws(RuleBasedStateMachine):
 TestLaws = Laws.TestCase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_closed_loop_with_wrong_estimates_is_fair(count: int) -> None:
     """Each tenant keeps six requests open; all are charged 100 and cost from 10 to 90."""

@@ -90,12 +90,14 @@ def several(chosen: list[Row]) -> Deployment:
 subsets = st.lists(st.sampled_from(CHANGES), unique_by=lambda change: change[0])
 
 
+@pytest.mark.slow
 @given(subsets)
 def test_a_diff_has_exactly_the_changed_paths(chosen: list[Row]) -> None:
     changes = diff(parse(TENANTS), several(chosen))
     assert {change.path for change in changes} == {path_of(at) for at, _, _ in chosen}
 
 
+@pytest.mark.slow
 @given(subsets, subsets)
 def test_the_reverse_diff_swaps_before_and_after(one: list[Row], other: list[Row]) -> None:
     forward, back = diff(several(one), several(other)), diff(several(other), several(one))
@@ -104,6 +106,7 @@ def test_the_reverse_diff_swaps_before_and_after(one: list[Row], other: list[Row
     }
 
 
+@pytest.mark.slow
 @given(subsets, subsets)
 def test_a_diff_has_a_new_generation_if_and_only_if_engines_differ(one: list[Row], other: list[Row]) -> None:
     old, new = several(one), several(other)

@@ -44,6 +44,7 @@ def drain(scheduler: Scheduler) -> list[StepResult]:
     return results
 
 
+@pytest.mark.slow
 @given(requests, limits)
 def test_tokens_are_conserved_in_causal_order_within_the_limits(asked: Asked, bounds: Limits) -> None:
     scheduler = Scheduler(MODEL, bounds)
@@ -79,6 +80,7 @@ def test_tokens_are_conserved_in_causal_order_within_the_limits(asked: Asked, bo
     assert scheduled >= recomputed
 
 
+@pytest.mark.slow
 @given(requests, limits, st.sets(st.integers(0, 11)), st.integers(0, 15))
 def test_an_abort_frees_everything_at_once(asked: Asked, bounds: Limits, gone: set[int], after: int) -> None:
     scheduler = loaded(asked, bounds)

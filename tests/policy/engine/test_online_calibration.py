@@ -292,6 +292,7 @@ samples = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(samples, max_size=60), st.integers(1, 20))
 def test_pooling_keeps_counts_and_sums(reports: list[StepSample], most: int) -> None:
     pool = pool_steps(reports, most)

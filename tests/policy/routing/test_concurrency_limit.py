@@ -84,6 +84,7 @@ def changes(at: float) -> int:
     return 64 if at < 60 else 128 if at < 140 else 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metrics", [True, False], ids=["metrics", "delays"])
 @pytest.mark.parametrize(
     ("slots", "service_s", "last", "gateways"),

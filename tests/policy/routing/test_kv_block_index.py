@@ -112,6 +112,7 @@ def texts(rng: random.Random, count: int, low: int, high: int) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_believed_is_what_the_engine_finds(seed: int, host: bool) -> None:
@@ -230,6 +231,7 @@ def test_a_gone_prefix_is_reported_with_its_tokens_once_it_is_computed_again() -
     assert gone[hash("abcdefghijkl") & ~1] == 16
 
 
+@pytest.mark.slow
 @given(
     prompts=st.lists(st.text("ab", min_size=1, max_size=40), max_size=40),
     names=st.integers(1, 12),

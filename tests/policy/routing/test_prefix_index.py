@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +61,7 @@ def test_repeated_late_first_tokens_lower_the_capacity() -> None:
     assert held.capacity >= 4000
 
 
+@pytest.mark.slow
 @given(
     chains=st.lists(st.lists(st.integers(0, 200).map(lambda x: 2 * x), max_size=12), max_size=60),
     capacity=st.integers(2, 40),

@@ -408,6 +408,7 @@ loads = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(loads, min_size=1, max_size=12), st.floats(0.0, 0.999), st.booleans(), st.booleans())
 def test_the_choice_is_admissible(states: list[dict[str, int]], draw: float, timed: bool, long: bool) -> None:
     candidates = [

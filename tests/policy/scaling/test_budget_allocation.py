@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,7 @@ def claims_and_budget(draw: st.DrawFn) -> tuple[list[Claim], Budget]:
     return claims, Budget(gpus=draw(bounds), cpus=draw(bounds), watts=draw(amounts), cost_per_h=draw(amounts))
 
 
+@pytest.mark.slow
 @given(claims_and_budget())
 def test_no_model_grows_beyond_the_free_resources(given: tuple[list[Claim], Budget]) -> None:
     claims, budget = given
@@ -66,6 +68,7 @@ def test_no_model_grows_beyond_the_free_resources(given: tuple[list[Claim], Budg
         assert used <= max(was, bound) + 1e-6
 
 
+@pytest.mark.slow
 @given(claims_and_budget(), st.randoms(use_true_random=False))
 def test_no_claim_gets_more_than_asked_in_any_order(given: tuple[list[Claim], Budget], random: Any) -> None:
     claims, budget = given
@@ -75,12 +78,14 @@ def test_no_claim_gets_more_than_asked_in_any_order(given: tuple[list[Claim], Bu
     assert allocate(claims, budget) == grants
 
 
+@pytest.mark.slow
 @given(claims_and_budget())
 def test_without_bounds_every_claim_is_granted_in_full(given: tuple[list[Claim], Budget]) -> None:
     claims, _ = given
     assert allocate(claims, Budget()) == {each.model: each.asked for each in claims}
 
 
+@pytest.mark.slow
 @given(claims_and_budget(), st.integers(0, 8))
 def test_a_lower_priority_takes_nothing_from_a_higher(given: tuple[list[Claim], Budget], more: int) -> None:
     claims, budget = given
@@ -91,6 +96,7 @@ def test_a_lower_priority_takes_nothing_from_a_higher(given: tuple[list[Claim], 
     assert all(before[each.model] == after[each.model] for each in claims if each.priority == top)
 
 
+@pytest.mark.slow
 @given(claims_and_budget())
 def test_no_model_falls_below_a_floor_that_fits(given: tuple[list[Claim], Budget]) -> None:
     claims, budget = given
@@ -116,6 +122,7 @@ def test_a_lower_priority_shrinks_to_its_floor_first_and_then_the_higher_grows()
     assert allocate([low._replace(held=Resources(gpus=3)), high], Budget(gpus=8)) == {"low": 3, "high": 5}
 
 
+@pytest.mark.slow
 @given(claims_and_budget())
 def test_a_reserve_takes_from_lower_priorities_only(given: tuple[list[Claim], Budget]) -> None:
     claims, budget = given

@@ -114,6 +114,7 @@ def bounds(given: Situation) -> tuple[int, int]:
     return count - down, count + max(1, math.ceil(scale.max_step_up * count - 1e-9))
 
 
+@pytest.mark.slow
 @given(situations(), st.sampled_from(NAMES))
 def test_a_decision_replays_through_json_and_is_finite(given: Situation, name: str) -> None:
     chosen = builtin(name, shadow="panic_window")
@@ -126,6 +127,7 @@ def test_a_decision_replays_through_json_and_is_finite(given: Situation, name: s
         assert msgspec.json.encode(msgspec.json.decode(logged, type=kind)) == logged
 
 
+@pytest.mark.slow
 @given(situations(), st.integers(0, 12))
 def test_a_decision_is_within_one_step(given: Situation, asked: int) -> None:
     decision = decide(given, asked)[0]
@@ -134,6 +136,7 @@ def test_a_decision_is_within_one_step(given: Situation, asked: int) -> None:
         assert low <= decision.count <= high
 
 
+@pytest.mark.slow
 @given(situations(), st.integers(0, 12))
 def test_min_healthy_replicas_stay(given: Situation, asked: int) -> None:
     awake = msgspec.structs.replace(given, scale=msgspec.structs.replace(given.scale, zero_after_s=None))
@@ -146,6 +149,7 @@ def test_min_healthy_replicas_stay(given: Situation, asked: int) -> None:
         assert decision.count >= floor
 
 
+@pytest.mark.slow
 @given(situations(), st.sampled_from(["none", "old", "silent"]), st.integers(0, 12))
 def test_stale_signals_neither_scale_down_nor_switch(given: Situation, how: str, asked: int) -> None:
     serving = given.supply.serving
@@ -163,6 +167,7 @@ def test_stale_signals_neither_scale_down_nor_switch(given: Situation, how: str,
     assert decision.count >= min(given.count, given.rungs[0].most)
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 24), st.none() | st.floats(100, 9000))
 def test_no_model_grows_beyond_the_budget(data: st.DataObject, gpus: int, watts: float | None) -> None:
     shared = Budget(gpus=gpus, watts=watts)
@@ -183,6 +188,7 @@ def test_no_model_grows_beyond_the_budget(data: st.DataObject, gpus: int, watts:
         assert bound is None or after <= max(bound, before) + 1e-6
 
 
+@pytest.mark.slow
 @given(situations(), st.floats(0, 20), st.floats(0, 20), st.sampled_from(NAMES))
 def test_more_load_never_needs_fewer_replicas(given: Situation, one: float, other: float, name: str) -> None:
     counts = []
@@ -193,6 +199,7 @@ def test_more_load_never_needs_fewer_replicas(given: Situation, one: float, othe
     assert counts[0] <= counts[1]
 
 
+@pytest.mark.slow
 @given(situations(), st.integers(0, 12), st.integers(0, 12), st.floats(-100, 100))
 def test_an_override_lasts_until_its_end(given: Situation, asked: int, count: int, duration_s: float) -> None:
     until = play.NOON + duration_s

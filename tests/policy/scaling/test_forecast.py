@@ -160,6 +160,7 @@ def test_the_forecast_grows_with_the_rate(
     assert high >= low * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.3, 2.0, 20.0])
 @pytest.mark.parametrize("seconds", [10.0, 60.0, 300.0])
 def test_the_likely_rate_is_exceeded_at_most_once_in_twenty(rate: float, seconds: float) -> None:

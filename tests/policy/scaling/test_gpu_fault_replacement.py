@@ -218,6 +218,7 @@ def test_a_mode_switch_postpones_all_but_gpu_errors() -> None:
             assert "it is replaced when the switch is over" in fleet.plan.note
 
 
+@pytest.mark.slow
 def test_repeated_replacements_back_off() -> None:
     fleet = Fleet(count=1)
     for _ in range(40_000):

@@ -123,6 +123,7 @@ class Hosts:
 COUNTS = st.sampled_from([{"large": 1, "small": 0}, {"large": 0, "small": 1}, {"large": 0, "small": 2}])
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.one_of(COUNTS, st.sampled_from(["large", "small", "other"])), max_size=12),
     COUNTS,

@@ -109,6 +109,7 @@ def changes(decisions: list[Decision], sign: int) -> list[tuple[float, int]]:
     return [(each.at, max(0, sign * (each.count - each.was_count))) for each in decisions]
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.lists(st.sampled_from([0.2, 1.0, 3.0, 6.0]), min_size=3, max_size=5), st.integers(1, 3))
 def test_a_rate_bounds_every_window_of_its_period(loads: list[float], most: int) -> None:

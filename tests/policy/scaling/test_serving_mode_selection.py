@@ -158,6 +158,7 @@ def test_a_mode_without_an_engine_model_is_not_compared(model: Any) -> None:
     assert found.to is None and "multi-replica: its speed is unknown" in why
 
 
+@pytest.mark.slow
 @given(
     st.floats(0.01, 50), st.floats(0.01, 50), st.sampled_from([QUICK, SloConfig(), SloConfig(ttft_p95_s=2.0)])
 )

@@ -193,6 +193,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     ).run(**counts)
 
 
+@pytest.mark.slow
 @given(clusters())
 def test_a_switch_keeps_budget_and_min_healthy_at_every_tick(cluster: Cluster) -> None:
     floor = 0 if cluster.goal.gap else min(cluster.goal.min_healthy, cluster.ready())

@@ -319,6 +319,7 @@ def test_old_workers_and_models_are_dropped() -> None:
 Step = tuple[int, int, bool, bool]
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 50), st.booleans(), st.booleans()),
@@ -350,6 +351,7 @@ def test_every_arrival_counts_once_whatever_is_lost_late_or_restarted(steps: lis
     assert counted == pytest.approx(total)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.floats(0.0005, 100.0)), min_size=1, max_size=80),
     st.sampled_from([0.5, 0.9, 0.95, 0.99]),

@@ -104,6 +104,7 @@ def test_a_budget_without_a_duration_is_forever_and_others_are_checked() -> None
             period_of(wrong, 0.0)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(0, 100), min_size=2, max_size=5),
     st.lists(st.integers(0, 4), max_size=80),

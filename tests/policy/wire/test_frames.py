@@ -32,6 +32,7 @@ def frame(*records: Record, sequence: int = 0) -> bytes:
     return pack(">II", len(text) + 4, sequence) + text
 
 
+@pytest.mark.slow
 @given(st.lists(RECORDS, max_size=4), st.lists(st.integers(0, 10**6), max_size=12))
 def test_any_records_survive_any_cut(turns: list[list[Record]], cuts: list[int]) -> None:
     encoder, decoder, sent = FrameEncoder(), FrameDecoder(), b""
@@ -45,6 +46,7 @@ def test_any_records_survive_any_cut(turns: list[list[Record]], cuts: list[int])
     assert list(itertools.chain(*map(decoder.feed, parts))) == list(itertools.chain(*turns))
 
 
+@pytest.mark.slow
 @given(st.lists(RECORDS, max_size=4), st.integers(1, 5))
 def test_records_can_be_had_some_at_a_time(turns: list[list[Record]], most: int) -> None:
     encoder, decoder, sent = FrameEncoder(), FrameDecoder(), b""

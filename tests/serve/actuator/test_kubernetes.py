@@ -102,6 +102,7 @@ def counts(api: KubernetesApi) -> tuple[int, int]:
     return small["spec"]["replicas"], large["spec"]["replicas"]
 
 
+@pytest.mark.slow
 async def test_pods_that_run_are_taken_over_and_scaled_and_switched(
     api: KubernetesApi, state: StateDir
 ) -> None:

@@ -67,6 +67,7 @@ def test_adapters_over_a_limit_of_the_document_are_refused(store: AdapterStore, 
     assert refused.value.code == "too_large"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapters", "declared", "code"),
     [

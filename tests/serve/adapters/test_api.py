@@ -159,6 +159,7 @@ async def test_invalid_requests_are_refused(  # noqa: PLR0917 - a row of the tab
         assert error(answer)["code"] == "name"
 
 
+@pytest.mark.slow
 async def test_the_catalog_stream_sends_each_change_and_repeats_the_last_line_as_a_heartbeat(
     plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +222,7 @@ async def test_starting_replica_gets_its_plan(plane: Plane, served: httpx.AsyncC
     assert (await beat(served, replica("new", state=ReplicaPhase.STARTING))).hold == (wanted,)
 
 
+@pytest.mark.slow
 async def test_missing_source_is_shown_with_its_reason(plane: Plane) -> None:
     plane.store.contents |= {"hf:o/away": unreachable("no route"), "hf:o/bad": AdapterRefused("dora", "DoRA")}
     sources = [{"name": name, "source": f"hf:o/{name}"} for name in ("away", "bad", "good")]

@@ -62,6 +62,7 @@ def full_disk(but: Path | None = None) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 async def test_starting_replicas_count_as_supply(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 10, m=1.0)
     plane.cluster.slow = True
@@ -76,6 +77,7 @@ async def test_starting_replicas_count_as_supply(plane: Plane, tmp_path: Path) -
     assert logged(plane)[0].situation.supply.starting_s == ()
 
 
+@pytest.mark.slow
 async def test_replicas_are_kept_while_no_gateway_reports(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 15, m=3.0)
     traffic.silent = True
@@ -196,6 +198,7 @@ async def test_saved_deployment_is_applied_whole_on_a_full_disk(plane: Plane, tm
     assert [status.generation for status in plane.controller.status().models] == [2, 2]
 
 
+@pytest.mark.slow
 async def test_higher_priority_takes_replicas_from_lower(plane: Plane, tmp_path: Path) -> None:
     low, high = model(tmp_path, "low"), model(tmp_path, "high", priority=5)
     traffic = await Traffic.over(plane, document(low, high, budget={"cpus": 4}), 15, low=3.0, high=1.0)
@@ -209,6 +212,7 @@ async def test_higher_priority_takes_replicas_from_lower(plane: Plane, tmp_path:
     assert counts == sorted(counts[:top]) + sorted(counts[top:], reverse=True)
 
 
+@pytest.mark.slow
 async def test_the_budget_is_kept_with_different_tick_periods(plane: Plane, tmp_path: Path) -> None:
     low = model(tmp_path, "low", control={"tick_s": 7})
     high = model(tmp_path, "high", priority=5, control={"tick_s": 3})
@@ -276,6 +280,7 @@ async def test_rollback_note_stays_while_counts_change(plane: Plane, tmp_path: P
     assert plane.note().endswith("generation 2: no such argument")
 
 
+@pytest.mark.slow
 async def test_count_changes_do_not_extend_the_start_timeout(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=1.0)
     plane.cluster.slow = True
@@ -306,6 +311,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     Slow.answers.set()
 
 
+@pytest.mark.slow
 async def test_a_hanging_policy_delays_no_other(
     plane: Plane, tmp_path: Path, hanging: dict[str, Any]
 ) -> None:

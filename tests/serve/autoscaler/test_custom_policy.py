@@ -243,6 +243,7 @@ async def test_static_replaces_a_missing_policy_after_a_restart(plane: Plane, tm
     assert plane.counts(READY) == {SMALL: 2}
 
 
+@pytest.mark.slow
 async def test_queued_request_wakes_a_model_without_its_policy(plane: Plane, tmp_path: Path) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
     scale = {"zero_after_s": 10, "hold_s": 5, "standby": 1.0}

@@ -61,6 +61,7 @@ def test_without_signals_there_are_gaps_and_no_zeros(history: DecisionHistory) -
         assert columns[name] == [None]
 
 
+@pytest.mark.slow
 def test_an_hour_is_kept_at_full_detail_and_a_day_by_the_minute(history: DecisionHistory) -> None:
     for tick in range(0, 30 * 3600, 5):
         add(history, BEGAN + tick)
@@ -74,6 +75,7 @@ def test_an_hour_is_kept_at_full_detail_and_a_day_by_the_minute(history: Decisio
     assert at == sorted(at)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_however_often_decisions_are_made(history: DecisionHistory) -> None:
     for tick in range(40_000):
         add(history, BEGAN + tick / 10)

@@ -186,6 +186,7 @@ ON_CORES = {"large": {"cpus": 2}, "small": {"cpus": 1}}
 ON_GPUS = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shapes", "measured"), [(ON_CORES, 1.0), (ON_GPUS, 3.0)], ids=["cores", "gpus"])
 async def test_old_measurements_are_ignored(plane: Plane, shapes: dict[str, Any], measured: float) -> None:
     await plane.up(document(sim_model(shapes=shapes, control={"tick_s": 1})))

@@ -135,6 +135,7 @@ def test_an_unwritable_disk_stops_no_decision(tmp_path: Path) -> None:
     assert written(log) == [1100.0]
 
 
+@pytest.mark.slow
 async def test_journal_replays_bit_for_bit(plane: Plane, tmp_path: Path) -> None:
     control = {"tick_s": 1, "scale": {"hold_s": 5}, "guard": {"stale_s": 5}}
     models = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from policy.types import ReplicaPhase
 from policy.wire.reports import GpuReport
 from tests.serve.plane import READY, SMALL, Plane
@@ -38,6 +40,7 @@ def note(plane: Plane) -> str:
     return plane.controller.status().models[0].note
 
 
+@pytest.mark.slow
 async def test_throttled_replica_is_replaced_after_a_minute(plane: Plane) -> None:
     first, second = await up(plane, gpus=3)
     plane.gpu_reports[first] = SLOW

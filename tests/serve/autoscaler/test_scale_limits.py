@@ -6,6 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.serve.plane import SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate
@@ -32,6 +34,7 @@ def longest_below(found: list[int], count: int) -> int:
     return next(at for at, each in enumerate([*found, count]) if each >= count)
 
 
+@pytest.mark.slow
 async def test_a_schedule_holds_by_the_wall_clock_and_when_it_is_applied(
     plane: Plane, tmp_path: Path
 ) -> None:
@@ -54,6 +57,7 @@ async def test_spare_replicas_are_beyond_the_need(plane: Plane, tmp_path: Path) 
     assert (await counts(traffic, 10, 4.0))[-1] == 4, "the mode has at most four"
 
 
+@pytest.mark.slow
 async def test_a_scale_up_waits_for_its_window_and_no_longer(plane: Plane, tmp_path: Path) -> None:
     traffic = await Traffic.over(plane, written(tmp_path, hold_up_s=20), 10, m=1.0)
     # The rate is a mean of six seconds.
@@ -62,6 +66,7 @@ async def test_a_scale_up_waits_for_its_window_and_no_longer(plane: Plane, tmp_p
     assert 20 <= longest_below(await counts(traffic, 40, 4.0), 4) <= 20 + 8
 
 
+@pytest.mark.slow
 async def test_rates_bound_each_direction(plane: Plane, tmp_path: Path) -> None:
     rates = {"rates_up": [{"replicas": 1, "period_s": 10}], "rates_down": [{"replicas": 1, "period_s": 20}]}
     traffic = await Traffic.over(plane, written(tmp_path, **rates), 10, m=1.0)

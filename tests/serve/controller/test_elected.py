@@ -84,6 +84,7 @@ async def test_of_two_that_end_one_after_the_other_the_last_ends_the_replicas(
         assert len(site.ended_in) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 async def test_two_that_end_at_once_leave_no_replica(site: Site, first: int) -> None:
     for number in (first, 1 - first):
@@ -92,6 +93,7 @@ async def test_two_that_end_at_once_leave_no_replica(site: Site, first: int) -> 
     assert site.ended_in
 
 
+@pytest.mark.slow
 async def test_a_stand_by_that_ends_after_a_leader_that_was_killed_ends_the_replicas(site: Site) -> None:
     lease = site.store.lease
     site.running[0].cancel()

@@ -20,6 +20,7 @@ def axes() -> Axes:
     return add_axes(new_figure(200, 100), 20, 10, 170, 70)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("high", [0.0, 0.003, 1.0, 7.0, 99.9, 12_345.0])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_linear_axis_begins_at_zero_and_holds_its_values(axes: Axes, high: float, whole: bool) -> None:

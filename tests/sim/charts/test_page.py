@@ -46,6 +46,7 @@ def text() -> str:
     return page(study(record(), record(minutes=20)))
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_without_external_resources(text: str) -> None:
     root = parsed(text)
     assert not re.search(r"//\w|url\(|@import|<link|src=", text)
@@ -82,6 +83,7 @@ def test_decisions_are_marked_at_their_instants(text: str) -> None:
     assert "up to 3 requests/s <are> expected & need 5" in title and "step: 5 → 2, at most doubled" in title
 
 
+@pytest.mark.slow
 def test_a_mode_has_the_same_colour_in_all_columns() -> None:
     later = record()
     whole = replace(later, moments=[replace(each, mode="single-large") for each in later.moments])
@@ -123,6 +125,7 @@ def test_an_empty_run_is_drawn() -> None:
     assert "ready (none)" in ["".join(entry.itertext()) for entry in root.findall(".//li")]
 
 
+@pytest.mark.slow
 def test_several_models_have_charts_of_their_own() -> None:
     one = record()
     both = replace(one, requests={"m": one.requests["m"], "n": requests([1.0], [0.5])})

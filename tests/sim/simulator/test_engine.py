@@ -103,6 +103,7 @@ def test_every_request_ends_once_and_events_are_in_order(seed: int) -> None:
     assert all(event.first_at == first[event.number] <= event.at for event in done)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.integers(1, 60)), min_size=1, max_size=12), st.booleans())
 def test_results_do_not_depend_on_intermediate_calls(jobs: list[tuple[float, int]], often: bool) -> None:
     engine, fresh, at, events = Engine(TIMING), Engine(TIMING), 0.0, []

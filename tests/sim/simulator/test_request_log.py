@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import numpy as np
+import pytest
 
 from policy.config.control import ControlConfig
 from sim.simulator.request_log import RequestLog
@@ -16,6 +17,7 @@ BYTES = 58
 SPARE = 1.2
 
 
+@pytest.mark.slow
 def test_a_request_takes_few_bytes_also_while_all_are_read() -> None:
     tracemalloc.start()
     try:

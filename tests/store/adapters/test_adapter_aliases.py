@@ -314,6 +314,7 @@ def test_digests_of_no_alias_are_unused_after_a_time(registry: AdapterNames, clo
     assert registry.unused_digests(stored, 60) == {C}
 
 
+@pytest.mark.slow
 def test_an_alias_keeps_recent_and_all_served_versions(registry: AdapterNames, clock: Clock) -> None:
     many = [f"{i:064x}" for i in range(KEPT_VERSIONS + 3)]
     add(registry, many[0])

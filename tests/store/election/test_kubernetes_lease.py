@@ -72,6 +72,7 @@ def api() -> Iterator[ApiServer]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_one_of_two_candidates_replaces_the_lease(api: ApiServer) -> None:
     named = KubernetesLease(namespace="prod", api=f"http://127.0.0.1:{api.server_port}")
     one, two = KubernetesLeaseStore(named), KubernetesLeaseStore(named)

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from policy.hashing import block_keys
 from policy.routing.kv_block_index import KvBlockIndex
 from policy.routing.kv_event_log import KvEventLog
@@ -61,6 +63,7 @@ async def test_what_the_publisher_has_no_longer_is_lost() -> None:
             assert subscriber.log.index.lossy
 
 
+@pytest.mark.slow
 async def test_an_engine_that_was_restarted_holds_nothing_however_far_it_has_counted() -> None:
     for batches in (0, 2, 5):
         async with publishing() as publisher:

@@ -91,6 +91,7 @@ def test_the_lower_bounds_are_below_the_cost_of_a_policy(site: Path, monkeypatch
     assert "what a replica of multi-replica attains" in result.stderr
 
 
+@pytest.mark.slow
 def test_simulate_prints_a_table_and_writes_a_report_a_chart_and_a_log(site: Path) -> None:
     files = ("--report", str(site / "r.html"), "--plot", str(site / "c.svg"), "--log", str(site / "d.jsonl"))
     result = run(site, *files, "--rate", "3", "--no-oracle")
@@ -114,6 +115,7 @@ def test_simulate_prints_a_table_and_writes_a_report_a_chart_and_a_log(site: Pat
     assert lines[0]["decision"]["reason"] and lines[0]["policy"] == "target_tracking"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [("--report",), ("--log",), ("--json", "--report"), ("--json", "--log"), ("--plot",)]
 )

@@ -117,6 +117,7 @@ def secure(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_certificates_are_verified_and_their_end_is_shown(secure: tuple[str, Path]) -> None:
     url, file = secure
     now = time.time()

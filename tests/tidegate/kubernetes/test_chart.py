@@ -63,6 +63,7 @@ def containers(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for each in found for pod in pods(each) for one in pod["spec"]["containers"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 def test_the_chart_is_valid_with_each_example(name: str) -> None:
     values = VALUES[name]
@@ -139,6 +140,7 @@ def test_a_ray_cluster_has_a_controller_that_gateways_follow() -> None:
     assert f"\nray=={cluster['spec']['rayVersion']}\n" in requirements
 
 
+@pytest.mark.slow
 def test_several_controllers_of_a_ray_cluster_are_nodes_of_it() -> None:
     from ray.scripts.scripts import start as ray_start  # noqa: PLC0415
 
@@ -230,6 +232,7 @@ def test_values_without_sense_are_refused(values: dict[str, Any], message: str) 
         objects(values)
 
 
+@pytest.mark.slow
 def test_the_hook_waits_for_the_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([(2, 1), (1, 0), (0, 0)])
 

@@ -78,6 +78,7 @@ def rendered(raw: dict[str, Any], **more: Any) -> dict[str, list[dict[str, Any]]
     return objects
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-8gpu.yaml", *DOCUMENTS])
 def test_objects_are_valid(name: str) -> None:
     for objects in rendered(written(name), service_monitor=True).values():

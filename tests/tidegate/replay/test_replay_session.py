@@ -34,6 +34,7 @@ async def play(
     return played, rows
 
 
+@pytest.mark.slow
 async def test_lengths_and_names_are_those_of_the_trace(endpoint: Endpoint, tmp_path: Path) -> None:
     trace = [
         Arrival(0.0, 700, 9, blocks=(5,)),

@@ -26,6 +26,7 @@ LARGE = {"user": "a" * 300_000}
 NAMES = st.sampled_from(["x", "priority_", "(media)", "(prompts)", "\0", "é", "tokens", "prompt", "members"])
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(NAMES, st.integers() | st.text(max_size=3) | st.just([{"a": 1}]), max_size=4),
     st.sampled_from([{}, LARGE]),

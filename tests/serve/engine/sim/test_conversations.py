@@ -251,6 +251,7 @@ async def test_tokens_of_an_unknown_model_are_refused_in_anthropics_envelope() -
     assert empty.status_code == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_calls_a_function_and_reads_its_output(stream: bool) -> None:
     given: list[Any] = [{"role": "user", "content": "Where is it warm?"}]

@@ -12,6 +12,7 @@ from sim.benchmarks.adapters.benchmark import NAMES, Fleet, Traffic, arrivals, c
 SMALL = Traffic(adapters=40, exponent=1.0, rate=60.0, requests=260, together=1.5, seed=3)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_result() -> None:
     assert compare(SMALL, Fleet(2, 4)) == compare(SMALL, Fleet(2, 4))
     three, four = compare_seeds(SMALL, Fleet(2, 4), 2)
