@@ -20,7 +20,7 @@ from gateway.api.application import admin_app, client_app
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.dependencies import Services
 from gateway.api.model_list import ModelList
-from gateway.control.deployment_watcher import DeploymentWatcher
+from gateway.control.deployment_file_watcher import DeploymentWatcher
 from gateway.delivery.replica_idle_timeouts import IdleTimeouts
 from gateway.delivery.retry_loop import RetryLoop
 from gateway.delivery.spillover import Spillover
@@ -37,11 +37,11 @@ from gateway.intake.shared_limits import SharedLimits
 from gateway.intake.tenants import Tenants
 from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol import body as bodies
-from gateway.protocol.batched_body import COALESCED
 from gateway.protocol.body import AcceptedBody, Body, BodyRules
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES, Route
+from gateway.protocol.request_batching import COALESCED
 from gateway.protocol.usage import UsageBounds
 from gateway.queue.dynamic_batching import Coalescer
 from gateway.queue.model_queues import Admission

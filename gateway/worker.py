@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from gateway.control.certificate_watcher import LOOK_EVERY_S, Certificates
 from gateway.control.controller_feed import catalog_feed, fleet_feed
-from gateway.control.deployment_watcher import DeploymentWatcher
+from gateway.control.deployment_file_watcher import DeploymentWatcher
 from gateway.control.report_sender import Reporter, ReportSender
 from gateway.garbage_collection import QUIET_EVERY_S, collect_if_quiet
 from gateway.http.acceptor import Acceptor

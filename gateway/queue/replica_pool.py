@@ -14,7 +14,7 @@ from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.shared_counters import SharedCounts
 from policy.admission.affinity_dispatch import has_room
 from policy.admission.queue import Bounds
-from policy.admission.slot_sharing import RANKS, LeftSlots, has_fair_share
+from policy.admission.worker_slot_sharing import RANKS, LeftSlots, has_fair_share
 from policy.config.deployment import Deployment
 from policy.errors import TargetError
 from policy.hashing import hash_name

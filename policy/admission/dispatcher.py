@@ -18,7 +18,7 @@ from policy.admission.fairness import FairQueue, Peers, QueueOrder
 from policy.admission.queue import Admitted, Queue
 from policy.admission.replica_pool_interface import Replica, ReplicaPool
 from policy.admission.retry import RESULTS, AttemptOutcome, Cause, Rejection, RetryState, retryable
-from policy.admission.slot_sharing import RANKS, rank_of
+from policy.admission.worker_slot_sharing import RANKS, rank_of
 from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
@@ -49,7 +49,8 @@ class Ticket(Generic[R]):
     ``resolved`` follows. After :meth:`end` it has a rejection, or may :meth:`enter` again, at its old place
     in the queue and uncharged. ``pending`` are its uncached prompt tokens at the replica until the first
     token, ``new_hashes`` the prefix hashes that are new there, ``quote`` the router's estimate,
-    ``rank`` that of :func:`policy.admission.slot_sharing.rank_of`, ``taken_at`` the instant of its slot.
+    ``rank`` that of :func:`policy.admission.worker_slot_sharing.rank_of`, ``taken_at`` the instant of its
+    slot.
     """
 
     __slots__ = (

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gateway.control.deployment_watcher import DeploymentWatcher
+from gateway.control.deployment_file_watcher import DeploymentWatcher
 from gateway.intake.shared_limits import SharedLimits
 from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol.errors import Refused

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.admission.slot_sharing import LEFT_S, UNWANTED_S, LeftSlots, has_fair_share
+from policy.admission.worker_slot_sharing import LEFT_S, UNWANTED_S, LeftSlots, has_fair_share
 from policy.routing.cost import Candidate
 
 COUNT = st.integers(0, 50)
