@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import os
 import resource
 import sys
@@ -15,7 +17,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 LARGEST_ON_HEAP = 1024 * 1024 - 1
 
 # Free memory at the end of the heap beyond which it is given back at once, and within the heap beyond which
-# FreedMemory does.
+# FreedMemory gives it back.
 KEPT_BYTES = 64 * 1024 * 1024
 MOST_FREE = 12 * 1024 * 1024
 
@@ -59,32 +61,32 @@ class FreedMemory:
     """Memory that is free within the heap: one block in use at its end would keep all that is free before."""
 
     def __init__(self) -> None:
+        # Kept open: it is needed too when clients have taken all descriptors.
+        self._statm: int | None = None
         if _MALLINFO is not None:
-            # Kept open: it is needed too when clients have taken all descriptors.
-            self._statm = os.open("/proc/self/statm", os.O_RDONLY)
-            # The least since free memory was given back, which takes no memory until it is used again.
-            self._least = self._unused_bytes()
+            with contextlib.suppress(OSError):
+                self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        # The least since free memory was given back, which takes no memory until it is used again.
+        self._least = math.inf
+        self.give_back()
 
     def give_back(self) -> None:
-        """Give it back, at 0.1 ms a megabyte, if more than :data:`MOST_FREE` was used since the last time.
+        """Give it back, at 0.1 ms a megabyte, if more than :data:`MOST_FREE` was freed since the last time.
 
         Called often: clients that come after others find what those have freed in pieces too small for what
-        they send, and their memory is added to it.
+        they send, and their memory is added to it. A large body that is being sent counts as freed memory,
+        so that this may find nothing to give back.
         """
-        if _LIBC is None or _MALLINFO is None:
+        if _LIBC is None or _MALLINFO is None or self._statm is None:
             return
-        unused = self._unused_bytes()
+        heap = _MALLINFO()
+        # What is free in the heap alone would not do: a part of it was given back and is not resident.
+        unused = self._resident_bytes(self._statm) - heap.uordblks
         self._least = min(self._least, unused)
-        if unused - self._least > MOST_FREE and _MALLINFO().fordblks > MOST_FREE:
+        if unused - self._least > MOST_FREE and heap.fordblks > MOST_FREE:
             _LIBC.malloc_trim(0)
-            self._least = self._unused_bytes()
+            self._least = self._resident_bytes(self._statm) - heap.uordblks
 
-    def _unused_bytes(self) -> int:
-        """The resident memory but for what is in use within the heap: what is free there, and all else.
-
-        What is free alone would not do: a part of it was given back and is not resident.
-        """
-        resident = int(os.pread(self._statm, 100, 0).split()[1]) * _PAGE_BYTES
-        assert _MALLINFO is not None  # otherwise nothing is given back
-        used: int = _MALLINFO().uordblks
-        return resident - used
+    @staticmethod
+    def _resident_bytes(statm: int) -> int:
+        return int(os.pread(statm, 100, 0).split()[1]) * _PAGE_BYTES

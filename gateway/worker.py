@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from gateway.grpc_server.port import GrpcServer
 
 PUBLISH_EVERY_S = 0.5
-# Crowds may follow each other. To look takes 20 us, half a millisecond where the heap is in 20,000 pieces.
+# Many clients may come soon after many others. To look takes 20 us, half a millisecond where the heap is in
+# 20,000 pieces. To give back costs page faults: 1 % of the time of bodies of 240 KB, and 10 % where 200 of
+# 500 KB come at once.
 RETURN_MEMORY_EVERY_S = 0.1
 # After uploads have ended, before those that wait go on.
 RESUME_AFTER_S = 0.005

@@ -31,7 +31,7 @@ from policy.errors import AdapterRefused, EngineFailed
 from policy.routing.kv_block_index import KvBlockIndex
 from serve.engine import vllm_profiler
 from serve.engine.fast_path.app import fast_path
-from serve.engine.fast_path.engine_core_sockets import StepClock, exchange_directly
+from serve.engine.fast_path.engine_core_sockets import exchange_directly
 from serve.engine.grammar_limits import excess
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.vllm_arguments import USAGE, arguments, configuration, starting
@@ -307,9 +307,10 @@ async def create(spec: EngineSpec) -> VLLMEngine:
             aggregate_engine_logging=args.aggregate_engine_logging,
             disable_log_stats=args.disable_log_stats,
         )
-    # Clients of several engine cores do more with what they read.
-    steps = exchange_directly(llm.engine_core) if type(llm.engine_core) is AsyncMPClient else None
-    loggers[0].clock = steps or StepClock(llm.engine_core)
+    steps = None
+    if type(llm.engine_core) is AsyncMPClient:  # clients of several engine cores do more with what they read
+        steps = exchange_directly(llm.engine_core)
+        loggers[0].clock = steps.step_ended_at
     # The media with which vLLM warmed up.
     await llm.reset_mm_cache()
     tasks = await llm.get_supported_tasks()

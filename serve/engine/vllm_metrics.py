@@ -29,7 +29,7 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
     """
 
     def __init__(
-        self, vllm_config: Any, engine_index: int = 0, clock: Callable[[], float] = time.perf_counter
+        self, vllm_config: Any, engine_index: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.latest = EngineStats()
         self.took = StepStats()

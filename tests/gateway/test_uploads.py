@@ -87,6 +87,8 @@ async def test_aborted_uploads_after_slow_ones_take_no_more_memory(shared: Stack
         watching = asyncio.create_task(watch())
         await abort_a_thousand(shared, rng)
         watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
     assert most < idle + 64 * MIB
 
 

@@ -8,6 +8,7 @@ taken where it is read, if it can be, without vLLM's two tasks that pass it on.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -25,38 +26,18 @@ def exchange_directly(client: Any) -> CoreReader:
     # A socket of zmq takes attributes for its options alone, but looks its methods up in itself first.
     object.__setattr__(output, "recv_multipart", reader.receive)
     object.__setattr__(output, "close", reader.close)
+    client.get_output_async = reader.get_output
     client._send_input_message = CoreWriter(client).send
     return reader
 
 
-class StepClock:
-    """Tells when the engine core ended the step that is handled now, by ``time.monotonic`` of its machine.
-
-    The core's thread that sends steps, and this process, may be late with several of them: on a GPU, whose
-    steps are short, they came in pairs.
-    """
-
-    def __init__(self, client: Any) -> None:
-        self._get_output = client.get_output_async
-        self._ended_at = 0.0
-        client.get_output_async = self.get_output
-
-    def __call__(self) -> float:
-        return self._ended_at
-
-    async def get_output(self) -> Any:
-        """As ``get_output_async`` of vLLM's client."""
-        outputs = await self._get_output()
-        self._ended_at = outputs.timestamp
-        return outputs
-
-
-class CoreReader(StepClock):
+class CoreReader:
     """Reads the socket of the engine's outputs for the ``client``'s tasks, and offers steps first."""
 
     def __init__(self, client: Any) -> None:
-        super().__init__(client)
         self._client = client
+        self._get_output = client.get_output_async
+        self._step_ended_at = time.monotonic()
         # Whether vLLM's handler of outputs waits for one: with none before it, a step may be taken.
         self._is_awaited = self._is_closed = False
         self._take: Callable[[Any], bool] | None = None
@@ -81,9 +62,19 @@ class CoreReader(StepClock):
         """As ``AsyncMPClient.get_output_async``."""
         self._is_awaited = True
         try:
-            return await super().get_output()
+            outputs = await self._get_output()
         finally:
             self._is_awaited = False
+        self._step_ended_at = outputs.timestamp
+        return outputs
+
+    def step_ended_at(self) -> float:
+        """When the engine core ended the step that is handled now, in seconds of ``time.monotonic``.
+
+        The core's thread that sends steps, and this process, may be late with several of them: on a GPU,
+        whose steps are short, they came in pairs.
+        """
+        return self._step_ended_at
 
     async def receive(self, flags: int = 0, copy: bool = True, track: bool = False) -> list[Any]:
         """As ``recv_multipart`` of the socket, with ``copy=False`` and without a limit of time."""
@@ -134,7 +125,7 @@ class CoreReader(StepClock):
         return True
 
     def _taken(self, outputs: Any, take: Callable[[Any], bool]) -> bool:
-        self._ended_at = outputs.timestamp
+        self._step_ended_at = outputs.timestamp
         return take(outputs)
 
 

@@ -278,16 +278,17 @@ async def test_an_engine_starts_as_that_of_vllms_own_server(monkeypatch: pytest.
 
     made: list[tuple[Any, Any]] = []
     awaited: list[str] = []
+    loggers: list[Any] = []
 
     class Started(Llm):
-        engine_core = SimpleNamespace(get_output_async=None)
+        engine_core = SimpleNamespace()
 
         @classmethod
         def from_vllm_config(
             cls, config: Any, *, usage_context: Any, stat_loggers: list[Any], **_: Any
         ) -> Any:
             made.append((config, usage_context))
-            stat_loggers[0](SimpleNamespace(), 0)
+            loggers.append(stat_loggers[0](SimpleNamespace(), 0))
             return cls()
 
         async def reset_mm_cache(self) -> None:
@@ -307,8 +308,12 @@ async def test_an_engine_starts_as_that_of_vllms_own_server(monkeypatch: pytest.
     monkeypatch.setattr(module, "init_app_state", init)
     monkeypatch.setattr(module, "followed", lambda llm: None)
     monkeypatch.setattr(module, "fast_path", lambda llm, app, steps: app)
+    monkeypatch.setattr(module, "AsyncMPClient", SimpleNamespace)
+    reader = SimpleNamespace(step_ended_at=lambda: 7.0)
+    monkeypatch.setattr(module, "exchange_directly", lambda core: reader)
     monkeypatch.setattr(module.vllm_profiler, "prepare", lambda config: None)
     await module.create(spec({}))
+    assert loggers[0].clock() == 7.0, "steps are timed by the engine core"
     assert made == [("configuration", USAGE)]
     assert awaited == ["reset", "app"]
     assert os.environ.pop("VLLM_WORKER_MULTIPROC_METHOD") == "spawn"
