@@ -38,10 +38,10 @@ from gateway.intake.tenants import Tenants
 from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol import body as bodies
 from gateway.protocol.body import AcceptedBody, Body, BodyRules
+from gateway.protocol.body_batching import COALESCED
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES, Route
-from gateway.protocol.request_batching import COALESCED
 from gateway.protocol.usage import UsageBounds
 from gateway.queue.dynamic_batching import Coalescer
 from gateway.queue.model_queues import Admission

@@ -12,9 +12,9 @@ from starlette.types import Message
 
 from gateway.http.asgi_exchange import SENT
 from gateway.protocol import body as bodies
+from gateway.protocol.body_batching import SubRequest, join, split, sub_request_of
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
-from gateway.protocol.request_batching import SubRequest, join, split, sub_request_of
 from gateway.protocol.usage import Usage, usage_of_answer
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel

@@ -16,10 +16,10 @@ from starlette.types import Message
 
 from gateway.intake.usage_journal import Charge
 from gateway.protocol import body as bodies
+from gateway.protocol.body_batching import sub_request_of
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.request_batching import sub_request_of
 from gateway.protocol.usage import Usage
 from gateway.queue.dynamic_batching import Coalescer
 from gateway.request_context import Call

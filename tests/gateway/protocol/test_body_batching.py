@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from gateway.protocol import body as bodies
 from gateway.protocol.body import MAX_DECODED
+from gateway.protocol.body_batching import SubRequest, join, split, sub_request_of
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.request_batching import SubRequest, join, split, sub_request_of
 from policy.config.deployment import Coalesce
 from policy.types import Runner
 from tests.serve.sim_driver import client_of, engine_of, spec
