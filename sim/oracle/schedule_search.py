@@ -26,7 +26,8 @@ from sim.simulator.run_record import Floats, Ints
 
 # The first multiple of ``mu``, and the steps up and down until one attains the target and another does not.
 FIRST, UP, DOWN = 1.2, 1.5, 1 / 1.3
-# Fluid plans, the first runs of a search, and how near their multiples of ``mu`` may be.
+# Fluid plans, the first runs of a search; there are more only until they bracket the target. The search of
+# the bracket stops when it is narrower than this ratio.
 FLUID = 6
 NEAR = 1.015
 # About the time in which a queue builds up and clears.
@@ -38,7 +39,9 @@ _BISECTIONS, _CHEAP, _DEAR = 30, 1e-3, 1e5
 
 
 class Judged(NamedTuple):
-    """A run of a plan: requests that ``missed`` the SLO by the bin of their arrival, and the target's two."""
+    """A run of a plan: requests that ``missed`` the SLO by the bin of their arrival, and the two figures that
+    the target is about.
+    """
 
     missed: Floats
     attainment: float
@@ -47,11 +50,11 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """``needs`` ready replicas in each bin, and how they ran; ``mu`` is 0 but for fluid plans."""
+    """``needs`` ready replicas in each bin, and how they ran; ``mu`` is ``None`` but for fluid plans."""
 
     needs: Ints
     run: Judged
-    mu: float = 0.0
+    mu: float | None = None
 
 
 def search(
@@ -59,22 +62,26 @@ def search(
 ) -> list[Schedule]:
     """At most ``runs`` schedules that were run, in that order.
 
-    The target counts requests from bin ``judged_from`` on.
+    The target counts requests from bin ``judged_from`` on. What ``run`` says must agree: with less than the
+    target as ``attainment``, some of these requests are ``missed``.
     """
     tried: list[Schedule] = []
 
-    def ran(needs: Ints, mu: float = 0.0) -> Schedule:
+    def ran(needs: Ints, mu: float | None = None) -> Schedule:
         found = Schedule(needs, run(plan_layers(needs, problem.bin_s, problem.lead_s)), mu)
         tried.append(found)
         return found
 
     low, high = 0.0, math.inf
-    while len(tried) < min(FLUID, runs) and high > NEAR * low:
+    while len(tried) < runs and (not low or math.isinf(high) or len(tried) < FLUID) and high > NEAR * low:
         factor = _next_factor(low, high)
         needs = _fluid(problem, factor)
-        if _known(tried, needs):
+        found = _same(tried, needs)
+        if found is None:
+            found = ran(needs, factor * problem.mu)
+        elif (low and math.isfinite(high)) or _last(problem, factor, needs, up=low > 0):
             break
-        if ran(needs, factor * problem.mu).run.attainment >= problem.attainment:
+        if found.run.attainment >= problem.attainment:
             low = factor
         else:
             high = factor
@@ -83,12 +90,12 @@ def search(
     part = START_PART
     while len(tried) < runs:
         needs = windows.splice(tried, part * windows.allowed)
-        if not _known(tried, needs):
-            found = ran(needs).run
-            if found.attainment >= problem.attainment:
+        if _same(tried, needs) is None:
+            judged = ran(needs).run
+            if judged.attainment >= problem.attainment:
                 part = min(1.0, MORE * part)
             else:
-                missed = windows.missed(found)
+                missed = windows.missed(judged)
                 part = max(LEAST_PART, part * min(0.9, windows.allowed / missed))
             continue
         enough = [each for each in tried if each.run.attainment >= problem.attainment]
@@ -97,7 +104,7 @@ def search(
         best = min(enough, key=lambda each: each.run.replica_s).needs
         fewer = np.maximum(best - 1, problem.least)
         trimmed = (np.where(span, fewer, best) for span in trims)
-        fresh = next((needs for needs in trimmed if not _known(tried, needs)), None)
+        fresh = next((needs for needs in trimmed if _same(tried, needs) is None), None)
         if fresh is None:
             break
         ran(fresh)
@@ -116,8 +123,16 @@ def _fluid(problem: Problem, factor: float) -> Ints:
     return served_demand(asked.load, asked)
 
 
-def _known(tried: Sequence[Schedule], needs: Ints) -> bool:
-    return any(np.array_equal(each.needs, needs) for each in tried)
+def _last(problem: Problem, factor: float, needs: Ints, *, up: bool) -> bool:
+    """Whether further steps from ``factor`` have the same needs: one replica at most, or all there are."""
+    if up:
+        return float(problem.load.max()) <= factor * max(1, problem.least)
+    most = math.inf if problem.most is None else problem.most
+    return bool(np.all((needs >= most) | (problem.demand == 0)))
+
+
+def _same(tried: Sequence[Schedule], needs: Ints) -> Schedule | None:
+    return next((each for each in tried if np.array_equal(each.needs, needs)), None)
 
 
 def _spans(problem: Problem) -> Iterator[NDArray[np.bool_]]:
@@ -162,6 +177,8 @@ class _Windows:
         first, last = needs[:, self._starts[1:]], needs[:, self._starts[1:] - 1]
         changes_s = lead_s * np.maximum(first[None] - last[:, None], 0)
         changes_s += bin_s / 2 * ~np.eye(len(tried), dtype=np.bool_)[:, :, None]
+        # Misses before the judged bins are not allowed for, but have the price: without it hardly a replica
+        # would be held there, and the judged bins would begin with a queue.
         lost = np.add.reduceat(missed, self._starts, axis=1)
         missed[:, : self._judged_from] = 0.0
         judged = np.add.reduceat(missed, self._starts, axis=1)

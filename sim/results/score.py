@@ -22,7 +22,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     expired or cut off) included; ``goodput_rps`` counts those per second, ``goodput_per_gpu_hour`` per GPU-
     hour. Quantiles are in seconds over served requests, ITL by request; NaN without any. ``gpu_hours``
     include starts and drains, and are core-hours where there are no GPUs. ``recovery_s`` is the longest run
-    of consecutive windows of :data:`WINDOW_S` below the SLO's attainment. ``switches`` are of the mode.
+    of consecutive windows of :data:`WINDOW_S` below the SLO's attainment.
     """
 
     attainment: float
@@ -33,7 +33,6 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     goodput_rps: float
     goodput_per_gpu_hour: float
     recovery_s: float
-    switches: int
     requests: int
     failed: int
 
@@ -74,11 +73,6 @@ def score(record: Record, model: str, stretch: Stretch | None = None, promised: 
         goodput_rps=met / (stretch.until - stretch.since),
         goodput_per_gpu_hour=met / gpu_hours if gpu_hours else math.nan,
         recovery_s=_recovery_s(requests.at[mine], requests.met[mine], stretch, promised),
-        switches=sum(
-            decision.model == model and decision.mode != decision.was_mode
-            for at, decision in record.decisions
-            if stretch.since <= at < stretch.until
-        ),
         requests=count,
         failed=int(np.count_nonzero(np.isin(requests.outcome[mine], LOST))),
     )

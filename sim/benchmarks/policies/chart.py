@@ -28,7 +28,7 @@ POLICIES = {
 
 @styled
 def chart(title: str, table: RankingTable, attainment: float) -> str:
-    """The SVG: GPU time relative to the plan that knows the future; ``attainment`` is that of the SLO."""
+    """The SVG: GPU time over the offline optimum; ``attainment`` is that of the SLO."""
     figure = new_figure(WIDTH * len(table.oracles), HEIGHT, title)
     for column, oracle in enumerate(table.oracles):
         axes = add_axes(figure, LEFT + WIDTH * column, 50, WIDTH - LEFT - 14, HEIGHT - 130)
@@ -45,17 +45,17 @@ def chart(title: str, table: RankingTable, attainment: float) -> str:
     return to_svg(figure)
 
 
-def _panel(axes: Axes, rankings: Sequence[Ranking], plan_hours: float, attainment: float) -> None:
+def _panel(axes: Axes, rankings: Sequence[Ranking], optimum_hours: float, attainment: float) -> None:
     root = (lambda y: -np.sqrt(np.maximum(1.0 - y, 0.0)), lambda y: 1.0 - y**2)
     axes.set_yscale("function", functions=root)
     axes.set_ylim(1.0 - MISSES[-1], 1.0)
     axes.set_yticks([1.0 - miss for miss in MISSES], [f"{1.0 - miss:.1%}" for miss in MISSES])
     axes.set_xlim(MIN_RATIO, MAX_RATIO)
-    axes.set_xlabel("GPU time over the clairvoyant plan")
+    axes.set_xlabel("GPU time over the offline optimum")
     axes.grid(visible=True, axis="both")
     axes.axhline(attainment, color=INK, linewidth=1)
     for each in rankings:
-        points = [(point.gpu_hours / plan_hours, point.attainment) for point in each.front]
+        points = [(point.gpu_hours / optimum_hours, point.attainment) for point in each.front]
         shown = [(x, y) for x, y in points if x <= MAX_RATIO and 1.0 - y <= MISSES[-1]]
         axes.plot(
             [x for x, _ in shown],

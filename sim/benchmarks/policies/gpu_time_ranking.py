@@ -19,6 +19,7 @@ from sim.benchmarks.policies.run import PLAN, TrialResult
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
+from sim.results.score import Score
 from sim.simulator.run_record import HOUR_S
 
 
@@ -82,20 +83,19 @@ def averaged(by_seed: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
 
 
 class Regret(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU time of a policy beyond the lower bound, in replica-seconds, by its cause.
+    """Parts of the GPU time of a policy, in replica-seconds, by their cause.
 
     integrality   the fluid plan of whole replicas without start-up time, less the bound without it
     lead          the fluid plan with start-up time, less that without
     forecast      the policy's run, less the offline optimum
 
-    They sum to the policy's seconds less ``fluid_s``: what the offline optimum takes without start-up time
-    and rounding. ``forecast`` is what a better policy could save, safety rules and ticks included.
+    ``forecast`` is what a better policy could save, safety rules and ticks included. The fluid plans estimate
+    what the other two are of the offline optimum.
     """
 
     forecast_s: float
     lead_s: float
     integrality_s: float
-    fluid_s: float
 
 
 def split(policy_s: float, optimum_s: float, problem: Problem) -> Regret:
@@ -105,13 +105,10 @@ def split(policy_s: float, optimum_s: float, problem: Problem) -> Regret:
     """
     at_once = replace(problem, lead_s=0.0)
     at_once_s = clairvoyant(at_once).replica_s
-    integrality_s = at_once_s - lower_bound(at_once).replica_s
-    lead_s = clairvoyant(problem).replica_s - at_once_s
     return Regret(
         forecast_s=policy_s - optimum_s,
-        lead_s=lead_s,
-        integrality_s=integrality_s,
-        fluid_s=optimum_s - lead_s - integrality_s,
+        lead_s=clairvoyant(problem).replica_s - at_once_s,
+        integrality_s=at_once_s - lower_bound(at_once).replica_s,
     )
 
 
@@ -122,10 +119,12 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     """One policy at one start-up time, over all seeds.
 
     ``gpu_hours`` are those at the SLO's attainment, interpolated between settings; ``None`` where no setting
-    attains it. ``oracle_ratio`` is that over the offline optimum, with its minimum and maximum over the
-    seeds; ``lower_ratio`` is over the lower bound. ``dominated`` says that predictive takes less. The rest is
-    of the cheapest ``setting`` that attains the SLO, or of the one that attains most. ``front`` is the Pareto
-    front.
+    attains it. ``oracle_ratio`` is that over the offline optimum, ``least_ratio`` and ``most_ratio`` the
+    minimum and maximum over the seeds, each alone at the SLO. Seeds in which the policy misses it are left
+    out, and a mean may attain it where a seed does not, so the overall ratio may lie outside. ``lower_ratio``
+    is over the lower bound. ``dominated`` says that predictive takes less. ``front`` is the Pareto front. The
+    rest is of the cheapest ``setting`` that attains the SLO, or of the one that attains most. Only ``--json``
+    shows ``dominated``, ``setting`` and ``failed``.
     """
 
     lead_s: float
@@ -142,7 +141,6 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     goodput_per_gpu_hour: float
     ttft_p99_s: float
     recovery_s: float
-    switches: float
     failed: float
     regret: Regret | None
     front: tuple[Point, ...]
@@ -151,17 +149,18 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
 class OracleCosts(msgspec.Struct, frozen=True, kw_only=True):
     """At one start-up time, means over the seeds: the bound, the plans, and the offline optimum.
 
-    ``target`` is the attainment at which policies are compared: the SLO's, or the best of the plans where
-    none attains it, which has no bound. ``plan_gpu_hours`` are those of the plans for it, and ``gpu_hours``
-    those of all runs: with the trace known, the counts of any policy can be held as a plan. ``mu`` is the
-    capacity per replica of the cheapest fluid plan that attains it, ``replicas`` the optimum's mean count.
+    ``target`` is the attainment at which policies are compared: the SLO's, or the best of all runs where none
+    attains it, which has no bound. ``plan_gpu_hours`` are those of the cheapest mix of plans that attains it
+    (``None`` where none does), and ``gpu_hours`` those of the cheapest mix of all runs: a plan that knows the
+    trace can repeat any policy's counts. ``mu`` is the capacity per replica of each seed's cheapest fluid
+    plan that attains it, or else of the one that attains most. ``replicas`` is the optimum's mean count.
     """
 
     lead_s: float
     target: float
     mu: float
     lower_gpu_hours: float | None
-    plan_gpu_hours: float
+    plan_gpu_hours: float | None
     gpu_hours: float
     replicas: float
 
@@ -195,26 +194,39 @@ def rank(results: Sequence[TrialResult]) -> RankingTable:
 
 def _oracle(plans: Sequence[TrialResult], known: Mapping[int, Sequence[Point]]) -> OracleCosts:
     """The offline optimum of all ``known`` runs, by seed, the ``plans`` among them."""
-    own = _points(plans)
     setup = plans[0].trial.setup
-    most = fmean(max(points).attainment for points in own.values())
+    most = fmean(max(points).attainment for points in known.values())
     target = min(setup.attainment, math.floor(most * 1e4) / 1e4)
-    hours, plan_hours = mixed_hours(known.values(), target), mixed_hours(own.values(), target)
-    assert hours is not None and plan_hours is not None
-    fluid = [result for result in plans if result.mu]
-    enough = [result for result in fluid if result.score.attainment >= target] or fluid
+    hours = mixed_hours(known.values(), target)
+    assert hours is not None
     return OracleCosts(
         lead_s=plans[0].trial.lead_s,
         target=target,
-        mu=min(enough, key=lambda result: result.score.gpu_hours).mu,
+        mu=_capacity(plans, target),
         # The bound is of runs that attain the SLO: others may undercut it.
         lower_gpu_hours=fmean({result.trial.seed: result.lower_hours for result in plans}.values())
         if target == setup.attainment
         else None,
-        plan_gpu_hours=plan_hours,
+        plan_gpu_hours=mixed_hours(_points(plans).values(), target),
         gpu_hours=hours,
         replicas=hours * HOUR_S / (setup.stretch.until - setup.stretch.since),
     )
+
+
+def _capacity(plans: Sequence[TrialResult], target: float) -> float:
+    by_seed: dict[int, list[tuple[Score, float]]] = {}
+    for plan in plans:
+        if plan.mu is not None:
+            by_seed.setdefault(plan.trial.seed, []).append((plan.score, plan.mu))
+    chosen = []
+    for fluid in by_seed.values():
+        enough = [each for each in fluid if each[0].attainment >= target]
+        chosen.append(
+            min(enough, key=lambda each: each[0].gpu_hours)
+            if enough
+            else max(fluid, key=lambda each: each[0].attainment)
+        )
+    return fmean(mu for _, mu in chosen)
 
 
 def _standing(
@@ -253,7 +265,6 @@ def _standing(
         goodput_per_gpu_hour=fmean(score.goodput_per_gpu_hour for score in scores),
         ttft_p99_s=fmean(score.ttft_p99_s for score in scores),
         recovery_s=fmean(score.recovery_s for score in scores),
-        switches=fmean(score.switches for score in scores),
         failed=fmean(score.failed for score in scores),
         regret=None if hours is None else _regret(mine, hours, oracle),
         front=front(points),

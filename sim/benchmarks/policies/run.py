@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 from policy.config.control import Choice
 from policy.scaling.policies.registry import choose, make
-from sim.benchmarks.policies.benchmark_setup import MODEL, Setup
+from sim.benchmarks.policies.benchmark_setup import MODEL, MOST, Setup
 from sim.benchmarks.policies.sizing import SHIPPED, ReplicaSize, ladder
 from sim.oracle.clairvoyant import Clairvoyant, Plan
 from sim.oracle.problem import bin_arrivals
@@ -30,7 +30,7 @@ UNHELD = {"hold_s": 0.1, "max_step_up": 100, "max_step_down": 1.0}
 class Trial:
     """``choice`` on ``factor`` times the load drawn with ``seed``, or a search of ``searched`` plans.
 
-    The search begins at the capacity ``mu`` of a replica. ``setting`` is unique within one policy.
+    The search begins at the capacity ``start_mu`` of a replica. ``setting`` is unique within one policy.
     """
 
     setup: Setup
@@ -40,18 +40,18 @@ class Trial:
     name: str
     setting: str
     choice: Choice = ""
-    mu: float = 0.0
+    start_mu: float = 0.0
     searched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """A run of a trial; for a plan also the lower bound, and the ``mu`` of a fluid plan (0 for others)."""
+    """A run of a trial; for a plan also the lower bound, and the ``mu`` of a fluid plan."""
 
     trial: Trial
     score: Score
     lower_hours: float = 0.0
-    mu: float = 0.0
+    mu: float | None = None
 
 
 def trials(
@@ -68,7 +68,7 @@ def trials(
     for lead_s in leads_s:
         for seed in seeds:
             runs = max(LEAST_SEARCHED, SEARCHED // each)
-            found.append(Trial(setup, size.factor, lead_s, seed, PLAN, "", mu=size.mu, searched=runs))
+            found.append(Trial(setup, size.factor, lead_s, seed, PLAN, "", start_mu=size.mu, searched=runs))
             for name in names:
                 for choice in parameter_steps(name, size, each):
                     found.append(Trial(setup, size.factor, lead_s, seed, name, describe(choice), choice))
@@ -104,7 +104,7 @@ def _search(trial: Trial) -> list[TrialResult]:
     setup, stretch = trial.setup, trial.setup.stretch
     arrivals = setup.arrivals(trial.factor, trial.seed)
     document = setup.deployment(trial.lead_s, UNHELD)
-    problem = setup.problem(arrivals, trial.mu, trial.lead_s, since=0.0)
+    problem = replace(setup.problem(arrivals, trial.start_mu, trial.lead_s, since=0.0), most=MOST)
     lower_hours = setup.bound(arrivals, trial.lead_s, since=stretch.since) / HOUR_S
     scores: list[Score] = []
 

@@ -1,4 +1,4 @@
-"""The score of a run with given requests, replica spans and decisions."""
+"""The score of a run with given requests and replica spans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from policy.types import StartPath
 from sim.results.score import WINDOW_S, Stretch, score
 from sim.simulator.run_record import HOUR_S, Outcome, Record, Span
-from tests.sim.records import NAN, decision, requests
+from tests.sim.records import NAN, requests
 
 
 def span(asked_at: float, ended_at: float | None, *, model: str = "m", gpus: int = 2, cpus: int = 8) -> Span:
@@ -42,7 +42,7 @@ def test_a_score_has_every_metric_of_the_run() -> None:
     assert found.itl_p95_s == pytest.approx(0.02)
     assert found.goodput_rps == 0.2
     assert found.goodput_per_gpu_hour == pytest.approx(2 / (20.0 / HOUR_S))
-    assert (found.requests, found.failed, found.switches) == (5, 3, 0)
+    assert (found.requests, found.failed) == (5, 3)
 
 
 def test_requests_served_by_overflow_are_not_failed() -> None:
@@ -74,19 +74,6 @@ def test_cores_count_without_gpus() -> None:
 def test_gpus_shared_by_sleeping_engines_count_once() -> None:
     record = run([True] * 10, spans=[span(0.0, None), span(0.0, None)], gpu_s=20.0)
     assert score(record, "m").gpu_hours * HOUR_S == pytest.approx(20.0)
-
-
-def test_switches_of_the_model_within_the_stretch_are_counted() -> None:
-    record = run([True] * 100)
-    other = msgspec.structs.replace(decision(1, 1, "", mode="single-large"), model="other")
-    record.decisions = [
-        (10.0, decision(1, 2, "more")),
-        (20.0, decision(2, 1, "larger", mode="single-large")),
-        (30.0, other),
-        (60.0, decision(1, 1, "larger", mode="single-large")),
-    ]
-    assert score(record, "m").switches == 2
-    assert score(record, "m", Stretch(0.0, 60.0)).switches == 1
 
 
 @pytest.mark.parametrize(

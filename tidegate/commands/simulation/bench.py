@@ -78,7 +78,7 @@ def _policy_name(text: str) -> str:
 
 @bench.command(
     help="Simulate every scaling policy at many settings on traces, and compare its GPU-hours at the same "
-    "SLO attainment with the offline optimum, a plan that knows the future."
+    "SLO attainment with the offline optimum, the cheapest run known."
 )
 @click.option(
     "--traces", "where", type=click.Path(path_type=Path), required=True, envvar="TIDEGATE_TRACES",
@@ -127,7 +127,7 @@ def policies(
             settings = trials(
                 setup, size, names, leads_s=leads, seeds=range(count), each=_QUICK if quick else 1
             )
-            with Bar("runs") as bar:
+            with Bar("trials") as bar:
                 advance = partial(bar.advance, len(settings), trace.name)
                 ranking = rank(run_all(settings, processes, advance))
         except ValueError as error:
@@ -170,8 +170,9 @@ def _print_ranking(score: PolicyScore, promised: float) -> None:
     number = "{:.2f}".format
     for oracle in score.table.oracles:
         lower = optional(oracle.lower_gpu_hours, ", lower bound {:.2f}".format) or ""
-        missed = f"\nno plan attains {promised:.2%}: all compared at {oracle.target:.2%}"
+        missed = f"\nno run attains {promised:.2%}: all compared at {oracle.target:.2%}"
         note = missed if oracle.target < promised else ""
+        plan = optional(oracle.plan_gpu_hours, number) or "-"
         rankings = [ranking for ranking in score.table.standings if ranking.lead_s == oracle.lead_s]
         costs = table(
             rankings,
@@ -204,7 +205,7 @@ def _print_ranking(score: PolicyScore, promised: float) -> None:
         title = (
             f"{_ranking_title(score)}\nstart-up time {oracle.lead_s:g} s\n"
             f"offline optimum: {oracle.gpu_hours:.2f} GPU-hours, {oracle.replicas:.1f} replicas "
-            f"(cheapest plan {oracle.plan_gpu_hours:.2f}{lower}){note}"
+            f"(cheapest plan {plan}{lower}){note}"
         )
         which = f"\nThe cheapest setting of each that attains {oracle.target:.2%}, or that attains most:"
         console().print(title, costs, which, runs, "", sep="\n")

@@ -68,7 +68,14 @@ def test_all_policies_share_the_arrivals_and_include_the_default_settings(tmp_pa
 
 
 def result(
-    setup: Setup, name: str, setting: str, *, hours: float, attained: float, seed: int = 0
+    setup: Setup,
+    name: str,
+    setting: str,
+    *,
+    hours: float,
+    attained: float,
+    seed: int = 0,
+    mu: float | None = 0.5,
 ) -> TrialResult:
     score = Score(
         attainment=attained,
@@ -79,13 +86,11 @@ def result(
         goodput_rps=4.0,
         goodput_per_gpu_hour=1000.0,
         recovery_s=30.0,
-        switches=0,
         requests=1000,
         failed=0,
     )
-    mu = 0.5 if name == contest.PLAN else 0.0
-    trial = contest.Trial(setup, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}}, mu)
-    return TrialResult(trial, score, *((3.2, mu) if mu else ()))
+    trial = contest.Trial(setup, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}})
+    return TrialResult(trial, score, 3.2, mu) if name == contest.PLAN else TrialResult(trial, score)
 
 
 def test_policies_are_compared_at_equal_attainment(tmp_path: Path) -> None:
@@ -112,8 +117,6 @@ def test_policies_are_compared_at_equal_attainment(tmp_path: Path) -> None:
     assert (predictive.setting, predictive.dominated) == ("a", None)
     assert predictive.regret is not None
     split = predictive.regret
-    whole = split.forecast_s + split.lead_s + split.integrality_s + split.fluid_s
-    assert whole == pytest.approx(4.2 * 3600.0)
     assert (static.dominated, static.oracle_ratio) == (True, pytest.approx(6.0 / oracle.gpu_hours))
     assert split.forecast_s == pytest.approx((4.2 - oracle.gpu_hours) * 3600.0)
     assert (panic.gpu_hours, panic.dominated, panic.attainment, panic.regret) == (None, True, 0.9, None)
@@ -122,13 +125,13 @@ def test_policies_are_compared_at_equal_attainment(tmp_path: Path) -> None:
     assert {"A < B", "predictive", "static", "panic window", "start-up time 30 s", "99.9%"} <= set(texts)
 
 
-def test_policies_are_compared_at_what_a_plan_attains_where_none_meets_the_slo(tmp_path: Path) -> None:
+def test_policies_are_compared_at_what_a_run_attains_where_none_meets_the_slo(tmp_path: Path) -> None:
     setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
     table = rank(
         [
             result(setup, contest.PLAN, "dear", hours=3.0, attained=0.98818),
             result(setup, contest.PLAN, "cheap", hours=2.0, attained=0.9),
-            result(setup, "predictive", "a", hours=3.3, attained=0.989),
+            result(setup, "predictive", "a", hours=3.3, attained=0.98815),
         ]
     )
     assert table.oracles[0].target == 0.9881
@@ -136,6 +139,41 @@ def test_policies_are_compared_at_what_a_plan_attains_where_none_meets_the_slo(t
     assert table.standings[0].oracle_ratio == pytest.approx(1.1, rel=0.001)
     # The bound of runs that attain the SLO does not hold for those that miss it.
     assert (table.oracles[0].lower_gpu_hours, table.standings[0].lower_ratio) == (None, None)
+
+
+@pytest.mark.parametrize(("attained", "target"), [(0.989, 0.989), (0.995, 0.99)])
+def test_a_policy_may_attain_what_no_plan_does(attained: float, target: float, tmp_path: Path) -> None:
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    table = rank(
+        [
+            result(setup, contest.PLAN, "plan", hours=3.0, attained=0.985),
+            result(setup, "predictive", "a", hours=3.3, attained=attained),
+        ]
+    )
+    (oracle,), (predictive,) = table
+    assert (oracle.target, oracle.plan_gpu_hours) == (target, None)
+    # A mix with the plan, which misses more, is cheaper than the run.
+    assert 3.0 < oracle.gpu_hours <= 3.3
+    assert predictive.gpu_hours == 3.3 and predictive.oracle_ratio == 3.3 / oracle.gpu_hours
+
+
+def test_the_capacity_is_of_the_cheapest_fluid_plan_that_attains_the_slo_or_of_the_best(
+    tmp_path: Path,
+) -> None:
+    """One seed misses the SLO with all of its fluid plans; spliced plans have no capacity."""
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    plans = {
+        0: [(0.5, 4.0, 0.995), (0.6, 3.5, 0.992), (0.7, 3.0, 0.98), (None, 3.2, 0.991)],
+        1: [(0.3, 2.0, 0.97), (0.4, 3.0, 0.98), (None, 4.0, 0.999)],
+    }
+    table = rank(
+        [
+            result(setup, contest.PLAN, f"{i}", hours=hours, attained=attained, seed=seed, mu=mu)
+            for seed, rows in plans.items()
+            for i, (mu, hours, attained) in enumerate(rows)
+        ]
+    )
+    assert table.oracles[0].mu == pytest.approx((0.6 + 0.4) / 2)
 
 
 def test_no_policy_takes_less_than_the_optimum_though_it_takes_less_than_every_plan(tmp_path: Path) -> None:
@@ -162,11 +200,11 @@ def test_trials_have_the_same_result_in_another_process(tmp_path: Path) -> None:
     size = size_of(setup, 30.0)
     assert 7.0 < size.factor * 2.0 / size.mu < 13.0
     assert 0.0 < size.full.kv_used <= 1.0
-    plan = contest.Trial(setup, size.factor, 30.0, 0, contest.PLAN, "", mu=size.mu, searched=3)
+    plan = contest.Trial(setup, size.factor, 30.0, 0, contest.PLAN, "", start_mu=size.mu, searched=8)
     policy = contest.Trial(setup, size.factor, 30.0, 0, "static", "ten", {"static": {"replicas": 10}})
     alone = run_trial(plan), run_trial(policy)
     plans, (fixed,) = alone
-    assert 1 <= len(plans) <= 3 and len({each.trial.setting for each in plans}) == len(plans)
+    assert 1 <= len(plans) <= 8 and len({each.trial.setting for each in plans}) == len(plans)
     assert max(each.score.attainment for each in plans) > 0.9
     assert 0 < plans[0].lower_hours <= plans[0].score.gpu_hours
     stretch = setup.stretch
