@@ -20,6 +20,8 @@ from store.state_dir import StateDir
 T = TypeVar("T")
 
 TIMEOUT_S = 30.0
+# A status is asked for when something hangs, perhaps this process.
+STATUS_TIMEOUT_S = 2.0
 _URL = "http://accounting"
 
 
@@ -47,17 +49,19 @@ class AccountingClient:
 
     def ledger(self) -> LedgerStatus | None:
         """How far the ledger is behind; ``None`` if no process listens."""
-        response = self._over_socket("GET", LEDGER, b"")
+        response = self._over_socket("GET", LEDGER, b"", STATUS_TIMEOUT_S)
         return None if response is None else msgspec.json.decode(response.content, type=LedgerStatus)
 
-    def _over_socket(self, method: str, path: str, content: bytes) -> httpx.Response | None:
+    def _over_socket(
+        self, method: str, path: str, content: bytes, timeout_s: float = TIMEOUT_S
+    ) -> httpx.Response | None:
         """The answer of the process, ``None`` if none listens."""
         socket = self._state.accounting_socket_path
         try:
             if socket.stat().st_uid != os.getuid():
                 raise Unreachable(f"{socket} belongs to another user")
             transport = httpx.HTTPTransport(uds=os.fspath(socket), verify=NO_CERTIFICATES)
-            with httpx.Client(transport=transport, base_url=_URL, timeout=TIMEOUT_S) as client:
+            with httpx.Client(transport=transport, base_url=_URL, timeout=timeout_s) as client:
                 return client.request(method, path, content=content)
         except (FileNotFoundError, httpx.ConnectError):
             return None

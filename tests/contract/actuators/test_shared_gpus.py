@@ -156,7 +156,9 @@ async def test_generations_use_the_gpus_of_a_group_one_after_another(site: Group
 
 
 @pytest.mark.parametrize(
-    "backend", ["memory", pytest.param("local", marks=pytest.mark.process)], indirect=True
+    "backend",
+    ["memory", pytest.param("local", marks=[pytest.mark.process, pytest.mark.long])],
+    indirect=True,
 )
 async def test_a_ladder_of_modes_is_climbed_on_the_same_gpus(site: GroupSite) -> None:
     sizes = {"tp8": 8, "tp4": 4, "tp1": 1}

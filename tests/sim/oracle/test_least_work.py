@@ -38,7 +38,7 @@ def timing_of(document: Deployment) -> Timing:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", ["l4-8b", "h100-8b"])
+@pytest.mark.parametrize("profile", [pytest.param("l4-8b", marks=pytest.mark.long), "h100-8b"])
 @pytest.mark.parametrize(
     ("prompt", "answer", "shared"),
     [(50, 400, 0), (1500, 200, 0), (4000, 1, 0), (3500, 60, 8), (3000, 300, 4)],

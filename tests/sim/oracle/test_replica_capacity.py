@@ -55,7 +55,7 @@ def test_the_capacity_of_a_short_trace_needs_short_trial_runs(runs: list[Record]
     assert all(len(run.moments) <= run.ends_at / 300 + 2 for run in runs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trials_of_slow_engines_are_bounded(runs: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_capacity, "MOST_S", 100.0)
     rate([Arrival(float(i), 200, 20) for i in range(50)])

@@ -211,7 +211,7 @@ def test_a_request_starts_a_model_at_zero_replicas() -> None:
     assert requests.ttft_s[1] > 30.0  # it waited for a start
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_ladder_of_three_modes_is_climbed_up_and_down() -> None:
     sizes = {"tp8": 8, "tp4": 4, "tp1": 1}
     document = deployment(

@@ -156,7 +156,7 @@ def test_a_model_that_no_server_serves_fails_the_start_with_the_reasons(site: Si
     dead = f"http://127.0.0.1:{free_ports(1)[0]}"
     other = {"name": "other", "engine": "external", "urls": [dead, site.upstream]}
     site.file.write_text(json.dumps({**json.loads(site.file.read_text()), "models": [other]}))
-    code, out, err = site.tidegate("up", str(site.file))
+    code, out, err = site.tidegate("up", str(site.file), "--timeout-s", "4")
     assert (code, "is ready" in out) == (6, False)
     assert "other: served by none of 2 servers" in err
     assert f"{dead}: connection refused" in err
@@ -207,11 +207,11 @@ def test_a_killed_supervisor_leaves_no_worker(site: Site, command: str) -> None:
 @process
 def test_down_ends_recorded_processes_of_a_killed_supervisor(site: Site) -> None:
     site.tidegate("up", str(site.file))
-    workers = site.workers()
+    workers, supervisor = site.workers(), supervisor_pid(site)
     # Stopped processes do not act on the signal of their supervisor's death.
     for pid in workers.values():
         os.kill(pid, signal.SIGSTOP)
-    os.kill(supervisor_pid(site), signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
     assert all(find(pid) for pid in workers.values())
     code, out, _ = site.tidegate("up", str(site.file))
     assert code == 0
