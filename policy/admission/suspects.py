@@ -13,6 +13,9 @@ SAME_DEATH_S: Final = 5.0
 REFUSED_S: Final = 600.0
 FORGOTTEN_S: Final = 3600.0
 MAX_LOSSES: Final = 1024
+# Copies of a request that are lost with one replica within this time are one loss with a count: of a thousand
+# clients that send the same, each would look at those of all others.
+TOGETHER_S: Final = 0.1
 
 
 class Suspicion(StrEnum):
@@ -21,6 +24,15 @@ class Suspicion(StrEnum):
     NONE = "none"
     ALONE = "alone"
     GUILTY = "guilty"
+
+
+class Loss:
+    """Copies of a request that were lost with one replica at about one instant."""
+
+    def __init__(self, replica: int, at: float) -> None:
+        self.replica = replica
+        self.at = at
+        self.count = 1
 
 
 class Suspects:
@@ -35,11 +47,13 @@ class Suspects:
 
     def __init__(self) -> None:
         # By the instant of the last loss or death, the oldest first.
-        self._losses: dict[int, list[tuple[int, float]]] = {}
+        self._losses: dict[int, list[Loss]] = {}
         self._served: dict[int, float] = {}
         self._deaths: dict[int, list[float]] = {}
         self._models: dict[int, str] = {}
         self._count = 0
+        # What _deaths_of has found: a request that is suspected is compared with all others.
+        self._found: dict[int, Counter[tuple[int, float]]] = {}
 
     def __len__(self) -> int:
         return len(self._losses)
@@ -47,9 +61,15 @@ class Suspects:
     def lost(self, fingerprint: int, replica: int, at: float) -> None:
         """A request got no answer, or a broken one, from the replica with this key."""
         self._forget(at)
+        self._found.pop(fingerprint, None)
         losses = self._losses.pop(fingerprint, [])
-        losses.append((replica, at))
         self._losses[fingerprint] = losses
+        served_at = self._served.get(fingerprint, 0.0)
+        for loss in losses:
+            if loss.replica == replica and loss.at >= served_at and abs(at - loss.at) <= TOGETHER_S:
+                loss.count += 1
+                return
+        losses.append(Loss(replica, at))
         self._count += 1
         while self._count > MAX_LOSSES:
             self._drop(next(iter(self._losses)))
@@ -61,6 +81,7 @@ class Suspects:
         known = self._deaths.setdefault(replica, [])
         if not known or at - known[-1] > SAME_DEATH_S:
             known.append(at)
+            self._found.clear()
             self._deaths[replica] = self._deaths.pop(replica)
 
     def served(self, fingerprint: int, at: float) -> None:
@@ -83,22 +104,27 @@ class Suspects:
         if len(own) < 2:
             return Suspicion.NONE
         present = 0
-        for other in self._losses:
-            theirs = self._deaths_of(other)
-            present += min([theirs[death] for death in own])
+        for other, losses in self._losses.items():
+            if len(losses) >= 2:
+                theirs = self._deaths_of(other)
+                present += min([theirs[death] for death in own])
         last = max(died_at for _, died_at in own)
         return Suspicion.GUILTY if present == 1 and at - last < REFUSED_S else Suspicion.ALONE
 
     def _deaths_of(self, fingerprint: int, since: float = 0.0) -> Counter[tuple[int, float]]:
         """The deaths (replica and instant) at which such requests were lost, and how many at each."""
+        if not since and (known := self._found.get(fingerprint)) is not None:
+            return known
         found: Counter[tuple[int, float]] = Counter()
-        for replica, at in self._losses.get(fingerprint, ()):
-            if at < since:
+        for loss in self._losses.get(fingerprint, ()):
+            if loss.at < since:
                 continue
-            deaths = [(abs(at - died_at), died_at) for died_at in self._deaths.get(replica, ())]
+            deaths = [(abs(loss.at - died_at), died_at) for died_at in self._deaths.get(loss.replica, ())]
             apart_s, died_at = min(deaths, default=(math.inf, 0.0))
             if apart_s <= SAME_DEATH_S:
-                found[replica, died_at] += 1
+                found[loss.replica, died_at] += loss.count
+        if not since and fingerprint in self._losses:
+            self._found[fingerprint] = found
         return found
 
     def _blamed(self, own: Counter[tuple[int, float]]) -> Counter[tuple[int, float]]:
@@ -120,12 +146,13 @@ class Suspects:
     def _drop(self, fingerprint: int) -> None:
         self._count -= len(self._losses.pop(fingerprint))
         self._served.pop(fingerprint, None)
+        self._found.pop(fingerprint, None)
 
     def _forget(self, at: float) -> None:
         """Drop what is too old to count."""
         while self._losses:
             fingerprint = next(iter(self._losses))
-            if at - self._losses[fingerprint][-1][1] <= FORGOTTEN_S:
+            if at - self._losses[fingerprint][-1].at <= FORGOTTEN_S:
                 break
             self._drop(fingerprint)
         while self._deaths:
@@ -133,3 +160,4 @@ class Suspects:
             if at - self._deaths[replica][-1] <= FORGOTTEN_S:
                 break
             del self._deaths[replica], self._models[replica]
+            self._found.clear()

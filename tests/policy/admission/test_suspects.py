@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from policy.admission.suspects import FORGOTTEN_S, MAX_LOSSES, REFUSED_S, SAME_DEATH_S, Suspects, Suspicion
+from policy.admission.suspects import (
+    FORGOTTEN_S,
+    MAX_LOSSES,
+    REFUSED_S,
+    SAME_DEATH_S,
+    TOGETHER_S,
+    Suspects,
+    Suspicion,
+)
 
 NONE, ALONE, GUILTY = Suspicion
 
@@ -128,3 +136,24 @@ def test_a_loss_counts_for_the_nearest_death() -> None:
     time.suspects.lost(7, 1, time.at - SAME_DEATH_S - 0.1)
     time.suspects.lost(7, 1, time.at - 0.1)
     assert time.of(7) == [GUILTY]
+
+
+def test_copies_that_are_lost_together_are_kept_as_one() -> None:
+    """They do not displace what else was lost, and another request's two deaths stay known."""
+    time = Timeline()
+    time.death(1, 9, *[7] * (10 * MAX_LOSSES))
+    time.death(2, 9)
+    assert time.of(7, 9) == [NONE, GUILTY]
+    time.death(3, *[7] * (10 * MAX_LOSSES))
+    assert time.of(7) == [ALONE]
+
+
+def test_a_copy_that_is_lost_after_another_was_served_counts() -> None:
+    suspects, at = Suspects(), 1000.0
+    suspects.lost(7, 1, at)
+    suspects.served(7, at + TOGETHER_S / 4)
+    suspects.lost(7, 1, at + TOGETHER_S / 2)
+    suspects.died("m", 1, at + TOGETHER_S)
+    suspects.lost(7, 2, at + 60.0)
+    suspects.died("m", 2, at + 60.0)
+    assert suspects.suspicion(7, at + 61.0) is GUILTY
