@@ -76,6 +76,8 @@ class AdminServer(UvicornServer):
                 timeout_graceful_shutdown=1,
             )
         )
+        # Else its protocol is imported in the event loop, for 12 ms in which clients wait.
+        self.config.load()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
