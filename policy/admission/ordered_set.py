@@ -32,14 +32,15 @@ class OrderedSet(Generic[T]):
         self._puts += 1
         self.puts[member] = self._puts
         heappush(self._heap, (key, then, self._puts, member))
-        if len(self._heap) > 64 + 2 * len(self.puts):
-            self._heap = sorted(entry for entry in self._heap if self.puts.get(entry[3]) == entry[2])
+        self._compact()
 
     def drop(self, member: T) -> bool:
         """Remove it; returns whether it was in the set."""
         if self.puts.pop(member, None) is None:
             return False
-        if not self.puts:
+        if self.puts:
+            self._compact()
+        else:
             self._heap.clear()
         return True
 
@@ -54,6 +55,8 @@ class OrderedSet(Generic[T]):
 
     def __iter__(self) -> Iterator[tuple[T, float]]:
         """Members with their keys in order, each in O(log n); the set must not change meanwhile."""
+        # In a queue the outdated entries are the first ones.
+        self.least()
         heap, current = self._heap, self.puts
         # The next entry is a child of one that was visited.
         ahead = [(heap[0], 0)] if heap else []
@@ -64,3 +67,7 @@ class OrderedSet(Generic[T]):
                     heappush(ahead, (heap[child], child))
             if current.get(entry[3]) == entry[2]:
                 yield entry[3], entry[0]
+
+    def _compact(self) -> None:
+        if len(self._heap) > 64 + 2 * len(self.puts):
+            self._heap = sorted(entry for entry in self._heap if self.puts.get(entry[3]) == entry[2])

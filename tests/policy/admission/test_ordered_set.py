@@ -30,3 +30,18 @@ def test_outdated_entries_are_removed() -> None:
         ranking.put("a", key)
     assert len(ranking._heap) < 100
     assert ranking.least() == ("a", 9999)
+
+
+def test_what_left_a_queue_is_not_walked_over_again() -> None:
+    ranking: OrderedSet[int] = OrderedSet()
+    for member in range(1000):
+        ranking.put(member, member)
+    for member in range(0, 600, 2):
+        ranking.drop(member)
+    for member in range(1, 400, 2):
+        ranking.drop(member)
+    assert next(iter(ranking)) == (401, 401)
+    assert len(ranking._heap) <= 600, "those before it are removed"
+    for member in range(401, 990):
+        ranking.drop(member)
+    assert len(ranking._heap) <= 64 + 2 * len(ranking)
