@@ -7,9 +7,10 @@ client request, which may be retried, once it lists its models again.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import httpx
 
@@ -25,6 +26,9 @@ from policy.types import EngineKind
 from policy.wire.canary_request import CANARIES
 from policy.wire.headers import REFUSAL_HEADER
 
+if TYPE_CHECKING:
+    from gateway.delivery.relay import Relay
+
 SWEEP_S = 0.25
 # A sweep that begins so late finds that this worker was stopped, or starved: what came meanwhile is unread.
 PAUSED_S = 1.0
@@ -32,6 +36,8 @@ PAUSED_S = 1.0
 STALL_S = 2.0
 # A probe without a result is repeated after this, as is one to a replica whose load stream hangs.
 AGAIN_S = 1.0
+# So many requests of a replica without progress are moved in one turn of the event loop.
+MOST_MOVED = 64
 
 
 @dataclass(eq=False)
@@ -45,6 +51,8 @@ class Probes:
 
     def __post_init__(self) -> None:
         self._running: dict[ReplicaHandle, asyncio.Task[None]] = {}
+        # Those to move, with the time for which their replica made no progress.
+        self._silent: deque[tuple[Relay, float]] = deque()
         self._clock = asyncio.get_running_loop().time
         # Since when this worker runs without a pause.
         self._runs_since = self._clock()
@@ -60,6 +68,9 @@ class Probes:
                     if at - due > PAUSED_S:
                         self._runs_since = at
                     self._sweep(client, at)
+                    while self._silent:
+                        self._move()
+                        await asyncio.sleep(0)
             finally:
                 for task in self._running.values():
                     task.cancel()
@@ -104,11 +115,17 @@ class Probes:
         for handle in stuck:
             others = any(other.admissible for other in served.handles)
             if handle in ejected or (others and not handle.admissible):
-                for relay in tuple(handle.relays):
-                    if not relay.committed:
-                        relay.expire(handle.stuck_s(at))
+                stuck_s = handle.stuck_s(at)
+                self._silent.extend((relay, stuck_s) for relay in handle.relays if not relay.committed)
         if ejected:
             self.fleet.replica_changed(served)
+
+    def _move(self) -> None:
+        """Have the next few requests end their attempts, unless an answer has begun meanwhile."""
+        for _ in range(min(MOST_MOVED, len(self._silent))):
+            relay, stuck_s = self._silent.popleft()
+            if not relay.committed:
+                relay.expire(stuck_s)
 
     def _consider(
         self,

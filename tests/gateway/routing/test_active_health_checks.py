@@ -1,0 +1,70 @@
+"""The sweep over replicas, where one that holds many requests makes no progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from unittest.mock import Mock
+
+from gateway.routing.active_health_checks import MOST_MOVED, Probes
+from gateway.routing.replica_handle import ReplicaHandle
+from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Deployment
+from policy.routing.replica_health import HealthCounters, ReplicaHealth
+from policy.types import EngineKind
+from tests.gateway.fake_replica import ready_replica
+from tests.gateway.virtual_time import VirtualLoop, run_virtual
+
+READY = b'{"state":"ready","load":{"at":1,"bound":8}}'
+HELD = 5 * MOST_MOVED
+
+
+class Held:
+    """A request without an answer yet."""
+
+    streams, begun, committed, quiet_since = True, False, False, 0.0
+
+    def __init__(self, handle: ReplicaHandle, seen: Counter[str], turn: list[int]) -> None:
+        self._handle, self._seen, self._turn = handle, seen, turn
+
+    @property
+    def held_back(self) -> bool:
+        self._seen["looks"] += 1
+        return False
+
+    def expire(self, waited_s: float) -> None:
+        assert waited_s > 0.0
+        if not self._seen[f"turn {self._turn[0]}"]:
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        self._seen[f"turn {self._turn[0]}"] += 1
+        self._handle.relays.remove(self)  # type: ignore[arg-type]
+
+    def _end_turn(self) -> None:
+        self._turn[0] += 1
+
+
+def test_the_requests_of_a_silent_replica_are_counted_once_and_moved_a_few_in_each_turn() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        health = ReplicaHealth(HealthCounters(), lambda: 0.5)
+        both = [ReplicaHandle(ready_replica(name), 1.0, "", health=health) for name in ("one", "two")]
+        served = Mock(handles=both, health=health, engine=EngineKind.SIM)
+        served.name, served.is_unavailable.return_value = "m", False
+        seen: Counter[str] = Counter()
+        turn = [0]
+        for _ in range(HELD):
+            both[0].relays.add(Held(both[0], seen, turn))  # type: ignore[arg-type]
+        probes = Probes(Mock(models=(served,)), Metrics(), lambda: Deployment(()), "")
+        sweeps = asyncio.create_task(probes.run())
+        for each in both:
+            each.count(READY, loop.time())
+        await asyncio.sleep(10.0)
+        sweeps.cancel()
+        assert not both[0].relays
+        looks = seen.pop("looks")
+        assert looks < 50 * HELD, "each sweep looks at each once"
+        assert sum(seen.values()) == HELD
+        assert max(seen.values()) <= MOST_MOVED
+
+    run_virtual(main)
