@@ -138,10 +138,6 @@ class UploadBudget:
     def end(self, upload: Upload) -> None:
         """The connection holds nothing any more. May be called again."""
         if self._remove(upload):
-            for share in (upload.own, upload.everyone):
-                first = share.first()
-                if first is not None and first.waiting and not self._must_wait(first):
-                    self._read_on(first)
             self._freed()
 
     def sweep(self, period_s: float) -> None:
@@ -195,6 +191,7 @@ class UploadBudget:
         own = upload.own
         if upload not in own.uploads:
             return False
+        was_read = not upload.waiting
         if upload.waiting:
             self._set_waiting(upload, False)
         for share in (upload.everyone, own):
@@ -202,6 +199,11 @@ class UploadBudget:
             share.held -= upload.held
         if not own.uploads:
             del self._by_address[own.address]
+        # It may have been the one that goes on.
+        for share in (own, upload.everyone) if was_read else ():
+            first = share.first() if share.waiting else None
+            if first is not None and first.waiting and not self._must_wait(first):
+                self._read_on(first)
         return True
 
     def _set_waiting(self, upload: Upload, waiting: bool) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.upload_budget import MIN_RATE, MOST_AT_ONCE, READ_BYTES, UploadBudget
+from gateway.http.upload_budget import MIN_RATE, MOST_AT_ONCE, READ_BYTES, Upload, UploadBudget
 from gateway.protocol.errors import Refused
 
 LIMIT = 100 * READ_BYTES
@@ -138,6 +138,45 @@ def test_those_that_are_read_when_the_half_is_reached_exceed_it_by_little() -> N
             client.send(min(size, client.upload.read_size() / READ_BYTES))
     assert not any(client.is_read for client in crowd[1:])
     assert LIMIT / 2 < large.held + sum(client.held for client in crowd) < 0.56 * LIMIT
+
+
+@pytest.mark.parametrize("peer", [HERE, None])
+def test_when_the_one_that_goes_on_is_refused_another_goes_on(peer: object) -> None:
+    budget = UploadBudget(lambda: (LIMIT, LIMIT))
+    clients = []
+    for number in range(200):  # all have the same left to send, and the oldest are refused
+        clients.append(Client(budget, peer=peer or (f"192.0.2.{number}", 1)))
+        clients[-1].send(1)
+    there = [client for client in clients if not client.status]
+    assert len(there) == 100
+    while rest := [client for client in there if client.left and not client.status]:
+        assert any(client.is_read for client in rest)
+        for client in rest:
+            client.send(1)
+    assert sum(not client.status for client in there) > 50
+
+
+def test_an_end_looks_at_the_others_only_if_one_waits() -> None:
+    budget = UploadBudget(lambda: (LIMIT, LIMIT))
+    clients = [Client(budget, reads=2) for _ in range(20)]
+    for client in clients:
+        client.send(1)
+    everyone, own = clients[0].upload.everyone, clients[0].upload.own
+    everyone.uploads, own.uploads = Looks(everyone.uploads), Looks(own.uploads)
+    looked = (everyone.uploads, own.uploads)
+    for client in clients:
+        client.send(1)
+    assert [each.count for each in looked] == [0, 0]
+
+
+class Looks(dict[Upload, None]):
+    """The uploads of a share, and how often they were looked through."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[Upload]:
+        self.count += 1
+        return super().__iter__()
 
 
 def test_few_go_on_at_a_time_in_large_reads() -> None:
