@@ -202,7 +202,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         loop.add_signal_handler(number, drain)
     admin_task = asyncio.create_task(admin.serve(sockets=[socket.socket(fileno=admin_fd)]))
     await client.start(socket.socket(fileno=client_fd), certificates.of("gateway.tls"))
-    grpc_servers = await _grpc_servers(gateway, current(), log)
+    grpc_servers = await _grpc_servers(gateway, client.uploads, current(), log)
     log.info("worker_started", pid=os.getpid(), compiled=not uncompiled)
     if uncompiled:
         log.warning("not_compiled", reason=uncompiled)
@@ -224,7 +224,9 @@ async def work(  # noqa: PLR0915 - the composition root of a process
     log.info("worker_stopped")
 
 
-async def _grpc_servers(gateway: Gateway, deployment: Deployment, log: Log) -> list[GrpcServer]:
+async def _grpc_servers(
+    gateway: Gateway, uploads: UploadBudget, deployment: Deployment, log: Log
+) -> list[GrpcServer]:
     """The gRPC ports that are configured, started."""
     if not deployment.grpc_ports:
         return []
@@ -235,7 +237,9 @@ async def _grpc_servers(gateway: Gateway, deployment: Deployment, log: Log) -> l
 
     servers: list[GrpcServer] = []
     if (picker := deployment.endpoint_picker) is not None:
-        servers.append(GrpcServer("endpoint_picker", picker, EndpointPickerHandlers(gateway, log), log))
+        servers.append(
+            GrpcServer("endpoint_picker", picker, EndpointPickerHandlers(gateway, uploads, log), log)
+        )
     if (scaler := deployment.external_scaler) is not None:
         servers.append(
             GrpcServer("external_scaler", scaler, ExternalScalerHandlers(gateway.fleet), log, watch=True)

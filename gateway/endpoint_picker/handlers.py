@@ -9,6 +9,7 @@ import grpc
 
 from gateway.endpoint_picker.processor import Processor
 from gateway.endpoint_picker.protocol import SERVICE, ProcessingRequest, ProcessingResponse
+from gateway.http.upload_budget import UploadBudget
 from gateway.request_pipeline import Gateway
 from gateway.telemetry.structured_log import Log
 
@@ -22,8 +23,9 @@ _LIVENESS = b"liveness"
 class EndpointPickerHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     """External processing, and gRPC's health checks, whose services the protocol names."""
 
-    def __init__(self, gateway: Gateway, log: Log) -> None:
+    def __init__(self, gateway: Gateway, uploads: UploadBudget, log: Log) -> None:
         self._gateway = gateway
+        self._uploads = uploads
         self._log = log
 
     def service(self, handler_call_details: Any) -> Any:
@@ -39,7 +41,7 @@ class EndpointPickerHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _process(self, incoming: AsyncIterator[Any], context: Any) -> None:
         try:
-            await Processor(self._gateway, context.write).run(incoming)
+            await Processor(self._gateway, self._uploads, context.write).run(incoming)
         except Exception as error:
             self._log.error("endpoint_picker_failed", cause=error)
             raise

@@ -19,6 +19,7 @@ from starlette.types import Message, Scope
 from gateway.endpoint_picker import messages
 from gateway.http.asgi_exchange import SENT
 from gateway.http.client import Sink
+from gateway.http.upload_budget import Upload, UploadBudget
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES, Route, is_anthropic
 from gateway.request_pipeline import Gateway
@@ -33,10 +34,14 @@ _DROPPED = 429
 
 
 class Processor:
-    """One stream of messages; ``write`` sends one to the proxy."""
+    """One stream of messages; ``write`` sends one to the proxy. ``uploads`` bound what is held of bodies."""
 
-    def __init__(self, gateway: Gateway, write: Callable[[Any], Awaitable[None]]) -> None:
+    def __init__(
+        self, gateway: Gateway, uploads: UploadBudget, write: Callable[[Any], Awaitable[None]]
+    ) -> None:
         self._gateway = gateway
+        self._uploads = uploads
+        self._upload: Upload | None = None
         self._write = write
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self._unsent = 0
@@ -70,6 +75,7 @@ class Processor:
         finally:
             # Its client left, or the replica broke the answer off: the proxy does not say which.
             self._sink = None
+            self._release()
             if self._serving is not None:
                 if not self._ended:
                     self._serving.cancel()
@@ -94,6 +100,8 @@ class Processor:
                     self._begin()
                 elif len(self._body) > self._limit:
                     self._refuse(Refused(Refusal.TOO_LARGE, "The body is too large."))
+                elif self._serving is None and not self._ended:
+                    self._hold()
             case "request_trailers":
                 self._has_trailers = True
                 self._begin()
@@ -119,10 +127,35 @@ class Processor:
         # What is no inference has no body. Without a valid key none is read.
         self._limit = self._gateway.body_limit(self._scope)
 
+    def _hold(self) -> None:
+        if self._upload is None:
+            # The proxy's address would be that of all clients, which have one budget for each address.
+            self._upload = self._uploads.begin(self, (f"stream {id(self)}",))
+        self._uploads.hold(self._upload, len(self._body), self._limit - len(self._body))
+
+    def _release(self) -> None:
+        if self._upload is not None:
+            self._uploads.end(self._upload)
+            self._upload = None
+
+    # A Receiver
+
+    def hold_back(self) -> None:
+        self._reading.clear()
+
+    def read_on(self) -> None:
+        self._reading.set()
+
+    def shed(self, refused: Refused) -> None:
+        self._upload = None
+        self._body.clear()
+        self._refuse(refused)
+
     def _begin(self) -> None:
         """The request is complete: serve it; what is no inference by the gateway's own application."""
         if self._serving is not None or self._ended:
             return
+        self._release()
         body = bytes(self._body)
         self._body.clear()
 
@@ -227,6 +260,7 @@ class Processor:
         body = refused.body(anthropic=is_anthropic(self._scope["path"]))
         self._put(messages.immediate(refused.status, refused.headers(), body))
         self._ended = True
+        self._reading.set()
 
     def _answer_at_once(self, head: Message, body: bytes) -> None:
         status: int = head["status"]

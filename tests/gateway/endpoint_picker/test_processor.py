@@ -1,0 +1,71 @@
+"""What the gateway holds of bodies that another proxy hands over in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from gateway.endpoint_picker.processor import Processor
+from gateway.endpoint_picker.protocol import ProcessingRequest
+from gateway.http.upload_budget import UploadBudget
+
+PIECE = 1024 * 1024
+BUDGET = 8 * PIECE
+
+
+class Proxied:
+    """One request of the proxy's, of which the first piece of the body has come."""
+
+    def __init__(self, uploads: UploadBudget) -> None:
+        self.answers: list[Any] = []
+        self.more: asyncio.Queue[bool] = asyncio.Queue()
+        self.gateway = Mock(serve=AsyncMock())
+        self.gateway.body_limit.return_value = 16 * PIECE
+
+        async def write(message: Any) -> None:
+            self.answers.append(message)
+
+        self.run = asyncio.create_task(Processor(self.gateway, uploads, write).run(self._incoming()))
+
+    async def _incoming(self) -> AsyncIterator[Any]:
+        head = ProcessingRequest()
+        for name, value in ((b":method", b"POST"), (b":path", b"/v1/chat/completions")):
+            head.request_headers.headers.headers.add(key=name, raw_value=value)
+        yield head
+        last = False
+        while not last:
+            piece = ProcessingRequest()
+            piece.request_body.body = b" " * PIECE
+            piece.request_body.end_of_stream = last
+            yield piece
+            last = await self.more.get()
+        piece.request_body.end_of_stream = True
+        yield piece
+
+    @property
+    def refused(self) -> list[int]:
+        return [each.immediate_response.status.code for each in self.answers]
+
+
+async def test_unfinished_bodies_share_the_budget_of_uploads() -> None:
+    uploads = UploadBudget(lambda: (BUDGET, BUDGET))
+    all_ = [Proxied(uploads) for _ in range(64)]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    held = [each for each in all_ if not each.refused]
+    assert 1 <= len(held) <= BUDGET // PIECE
+    assert {code for each in all_ for code in each.refused} == {503}
+    for each in held:
+        each.more.put_nowait(True)
+    await asyncio.wait_for(asyncio.gather(*(each.run for each in held)), 30)
+    for each in held:
+        each.gateway.serve.assert_called_once()
+    for each in all_:
+        each.run.cancel()
+    await asyncio.gather(*(each.run for each in all_), return_exceptions=True)
