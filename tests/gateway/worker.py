@@ -51,8 +51,10 @@ def model(name: str, **more: Any) -> dict[str, Any]:
 def admin_client(url: str, root: Path, tls: ssl.SSLContext | None = None) -> httpx.AsyncClient:
     """A client of the admin port at ``url`` with the token of the state directory ``root``."""
     headers = {"authorization": f"Bearer {StateDir(root).admin_token()}"}
+    # The server closes what is idle for five seconds, which is the client's own default.
+    limits = httpx.Limits(keepalive_expiry=1.0)
     return httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls or False
+        base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls or False, limits=limits
     )
 
 
