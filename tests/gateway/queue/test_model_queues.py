@@ -178,22 +178,25 @@ async def test_slots_freed_together_are_granted_in_fair_order() -> None:
     await leave(*busy[1:])
 
 
-async def test_requests_for_which_slots_fall_free_together_begin_over_several_turns() -> None:
-    queues = Queues()
-    await queues.fill(queues.alpha)
-    asked = [asyncio.create_task(queues.arrive(queues.alpha).wait()) for _ in range(2 * MOST_GRANTED + 2)]
-    await settled()
-    handle = queues.alpha.handles[0]
-    handle.view.bound = len(asked) + 1
-    await asyncio.sleep(REST_S)
-    before = handle.in_flight
-    queues.admission.replica_changed("alpha")
-    begun = [before]
-    while begun[-1] <= len(asked):
-        await asyncio.sleep(0)
-        begun.append(handle.in_flight)
-    assert max(after - before for before, after in itertools.pairwise(begun)) == MOST_GRANTED
-    await asyncio.gather(*asked)
+def test_requests_for_which_slots_fall_free_together_begin_over_several_turns() -> None:
+    async def main() -> None:
+        queues = Queues()
+        await queues.fill(queues.alpha)
+        asked = [asyncio.create_task(queues.arrive(queues.alpha).wait()) for _ in range(2 * MOST_GRANTED + 2)]
+        await settled()
+        handle = queues.alpha.handles[0]
+        handle.view.bound = len(asked) + 1
+        await asyncio.sleep(REST_S)
+        before = handle.in_flight
+        queues.admission.replica_changed("alpha")
+        begun = [before]
+        while begun[-1] <= len(asked):
+            await asyncio.sleep(0)
+            begun.append(handle.in_flight)
+        assert max(after - before for before, after in itertools.pairwise(begun)) == MOST_GRANTED
+        await asyncio.gather(*asked)
+
+    run_virtual(main)  # no timer offers slots meanwhile
 
 
 async def test_no_request_is_refused_for_a_service_time_that_nothing_confirms() -> None:
