@@ -12,6 +12,7 @@ from policy.deployment_file.parse import parse
 from policy.errors import TidegateError
 from policy.wire.accounting import AuditEntry, actor_in
 from serve.async_waiting import run_in_thread
+from serve.database_import import import_database
 from store.state_dir import StateDir
 from store.tenancy import audit_spool
 
@@ -57,7 +58,7 @@ class ChangeAudit:
                 log.warning("audit: %s", error)
 
     def _store(self, entries: Sequence[AuditEntry]) -> None:
-        # The database takes long to import.
+        import_database()
         from store.database import Database  # noqa: PLC0415
         from store.tenancy import audit  # noqa: PLC0415
 

@@ -20,6 +20,7 @@ from serve.actuator.interface import Actuator
 from serve.actuator.kubernetes import KubernetesActuator
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
+from serve.database_import import import_database
 from serve.http import HttpServer
 from store.state_dir import StateDir, listen
 
@@ -108,7 +109,8 @@ async def serve_app(app: ASGIApp, sock: socket.socket) -> None:
 
 def open_adapters(state: StateDir) -> AdapterStore:
     """The adapters of the deployment in ``state``."""
-    from serve.adapters.adapter_store import AdapterStore  # noqa: PLC0415 - its database takes long to import
+    import_database()
+    from serve.adapters.adapter_store import AdapterStore  # noqa: PLC0415
 
     deployment = parse(state.load(state.deployment_path, dict[str, object]))
     return AdapterStore(state, state.database_url(deployment.store))

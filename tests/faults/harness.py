@@ -98,12 +98,13 @@ class Harness(Stack):
     async def publish(self, *aliases: dict[str, Any], key: str = "any") -> None:
         """Make ``aliases`` the catalog and wait until the worker follows it; ``key`` is one that sees all."""
         self.controller.publish(*aliases)
-        wanted = sorted(one["name"] for one in aliases)
+        # Another test's catalog may have the same names.
+        wanted = sorted((one["name"], one["model"]) for one in aliases)
         headers = {"authorization": f"Bearer {key}", "connection": "close"}
 
         async def followed() -> bool:
             listed = (await self.http.get("/v1/models", headers=headers)).json()["data"]
-            return sorted(entry["id"] for entry in listed if entry["parent"] is not None) == wanted
+            return sorted((each["id"], each["parent"]) for each in listed if each["parent"]) == wanted
 
         await until(followed, "the catalog is followed")
 

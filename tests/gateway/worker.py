@@ -51,8 +51,10 @@ def model(name: str, **more: Any) -> dict[str, Any]:
 def admin_client(url: str, root: Path, tls: ssl.SSLContext | None = None) -> httpx.AsyncClient:
     """A client of the admin port at ``url`` with the token of the state directory ``root``."""
     headers = {"authorization": f"Bearer {StateDir(root).admin_token()}"}
+    # The server closes what is idle for five seconds, which is the client's own default.
+    limits = httpx.Limits(keepalive_expiry=1.0)
     return httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls or False
+        base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls or False, limits=limits
     )
 
 
@@ -144,11 +146,20 @@ class Stack:
     async def ready(self, *replicas: FakeReplica) -> None:
         """Make ``replicas`` the fleet and wait until the worker would send them requests."""
         self.controller.set(*replicas)
-        await until(lambda: self._admits({replica.id for replica in replicas}), "fleet is ready")
+        # One of the fleet before may have the same id.
+        wanted = {(replica.id, replica.url) for replica in replicas}
+
+        async def is_ready() -> bool:
+            return {(entry["id"], entry["url"]) for entry in await self._admissible()} == wanted
+
+        await until(is_ready, "fleet is ready")
 
     async def _admits(self, ids: set[str]) -> bool:
+        return ids == {entry["id"] for entry in await self._admissible()}
+
+    async def _admissible(self) -> list[dict[str, Any]]:
         described = (await self.admin.get("/admin/fleet")).json()
-        return ids == {entry["id"] for entry in described["replicas"] if entry["admissible"]}
+        return [entry for entry in described["replicas"] if entry["admissible"]]
 
     async def chat(self, **more: Any) -> httpx.Response:
         body = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}], **more}

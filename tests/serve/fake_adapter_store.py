@@ -53,8 +53,8 @@ class FakeAdapterStore(AdapterStore):
         return super().aliases()
 
     def take(self, spec: ModelSpec, source: str, report: Report, **_: bool) -> NewVersion:  # type: ignore[override]
-        self.imported.append(source)
         report(Progress(step="fetch", message=source, fraction=0.5))
+        self.imported.append(source)  # after its report, for which tests wait by this
         assert self.gate.wait(60)
         content = self.contents.get(source, source)
         if isinstance(content, Exception):

@@ -28,6 +28,7 @@ from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Load, Priority
 from tests.gateway.fake_replica import ready_replica
+from tests.gateway.virtual_time import run_virtual
 
 WAIT_S = 60.0
 MAX_BYTES = 10_000
@@ -177,22 +178,25 @@ async def test_slots_freed_together_are_granted_in_fair_order() -> None:
     await leave(*busy[1:])
 
 
-async def test_requests_for_which_slots_fall_free_together_begin_over_several_turns() -> None:
-    queues = Queues()
-    await queues.fill(queues.alpha)
-    asked = [asyncio.create_task(queues.arrive(queues.alpha).wait()) for _ in range(2 * MOST_GRANTED + 2)]
-    await settled()
-    handle = queues.alpha.handles[0]
-    handle.view.bound = len(asked) + 1
-    await asyncio.sleep(REST_S)
-    before = handle.in_flight
-    queues.admission.replica_changed("alpha")
-    begun = [before]
-    while begun[-1] <= len(asked):
-        await asyncio.sleep(0)
-        begun.append(handle.in_flight)
-    assert max(after - before for before, after in itertools.pairwise(begun)) == MOST_GRANTED
-    await asyncio.gather(*asked)
+def test_requests_for_which_slots_fall_free_together_begin_over_several_turns() -> None:
+    async def main() -> None:
+        queues = Queues()
+        await queues.fill(queues.alpha)
+        asked = [asyncio.create_task(queues.arrive(queues.alpha).wait()) for _ in range(2 * MOST_GRANTED + 2)]
+        await settled()
+        handle = queues.alpha.handles[0]
+        handle.view.bound = len(asked) + 1
+        await asyncio.sleep(REST_S)
+        before = handle.in_flight
+        queues.admission.replica_changed("alpha")
+        begun = [before]
+        while begun[-1] <= len(asked):
+            await asyncio.sleep(0)
+            begun.append(handle.in_flight)
+        assert max(after - before for before, after in itertools.pairwise(begun)) == MOST_GRANTED
+        await asyncio.gather(*asked)
+
+    run_virtual(main)  # no timer offers slots meanwhile
 
 
 async def test_no_request_is_refused_for_a_service_time_that_nothing_confirms() -> None:
@@ -282,18 +286,21 @@ async def test_a_sheddable_request_waits_for_a_start() -> None:
     assert await asked is queues.beta.handles[0]
 
 
-async def test_a_request_for_a_sleeping_model_waits_to_its_deadline() -> None:
-    queues = Queues()
-    queues.alpha.handles.clear()
-    queues.alpha.down = queues.alpha.asleep = True
-    now = asyncio.get_running_loop().time()
-    asked = await queues.ask(queues.arrive(queues.alpha, deadline=now + 0.02))
-    await asyncio.wait_for(queues.admission.woken.wait(), 1)
-    assert not asked.done()
-    with pytest.raises(Refused) as refused:
-        await asked
-    assert refused.value.reason is Refusal.NO_REPLICA
-    assert asyncio.get_running_loop().time() >= now + 0.017
+def test_a_request_for_a_sleeping_model_waits_to_its_deadline() -> None:
+    async def main() -> None:
+        queues = Queues()
+        queues.alpha.handles.clear()
+        queues.alpha.down = queues.alpha.asleep = True
+        now = asyncio.get_running_loop().time()
+        asked = await queues.ask(queues.arrive(queues.alpha, deadline=now + 0.02))
+        await asyncio.wait_for(queues.admission.woken.wait(), 1)
+        assert not asked.done()
+        with pytest.raises(Refused) as refused:
+            await asked
+        assert refused.value.reason is Refusal.NO_REPLICA
+        assert asyncio.get_running_loop().time() >= now + 0.017
+
+    run_virtual(main)  # the deadline passes at no other moment
 
 
 async def test_a_request_predicted_to_be_late_is_refused_on_arrival() -> None:

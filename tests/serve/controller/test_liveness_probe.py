@@ -24,8 +24,9 @@ async def test_refused_connections_remove_silent_replicas(monkeypatch: pytest.Mo
         writer.write(b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         writer.close()
 
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        dead = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    refuses = socket.socket()
+    refuses.bind(("127.0.0.1", 0))  # it does not listen, and nobody else can at its port
+    dead = f"http://127.0.0.1:{refuses.getsockname()[1]}"
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     alive = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
@@ -82,3 +83,4 @@ async def test_refused_connections_remove_silent_replicas(monkeypatch: pytest.Mo
     await asyncio.wait([probing])
     server.close()
     await server.wait_closed()
+    refuses.close()
