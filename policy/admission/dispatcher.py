@@ -278,6 +278,7 @@ class Dispatcher(Generic[R]):
         self._resolved = resolved
         self._ranks = [0] * RANKS
         self._adapters: dict[str, Counter[str]] = {}
+        self._by_adapter: dict[str, dict[int, Ticket[R]]] = {}
 
     def oldest_s(self, at: float) -> float:
         """The age of the oldest waiting request in seconds; 0 if none waits."""
@@ -373,11 +374,11 @@ class Dispatcher(Generic[R]):
 
     def give_up(self, adapters: Set[str], at: float) -> None:
         """Reject the waiting requests for those of ``adapters`` that no replica can load."""
-        for ticket in tuple(self.waiting.values()):
-            request = ticket.request
-            if request.adapter in adapters and self.pool.cannot_load(request.adapter):
-                self.queue.remove(request, at)
-                self.reject(request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
+        for adapter in adapters & self._by_adapter.keys():
+            if self.pool.cannot_load(adapter):
+                for ticket in tuple(self._by_adapter[adapter].values()):
+                    self.queue.remove(ticket.request, at)
+                    self.reject(ticket.request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
 
     def reject(self, request: Request, rejection: Rejection) -> None:
         """A request that was taken out of the queue is rejected."""
@@ -413,6 +414,14 @@ class Dispatcher(Generic[R]):
 
     def count_waiting(self, ticket: Ticket[R], change: int) -> None:
         """It waits now (1), or no longer (-1)."""
+        request = ticket.request
+        if change > 0:
+            self._by_adapter.setdefault(request.adapter, {})[request.ticket] = ticket
+        else:
+            of_adapter = self._by_adapter[request.adapter]
+            del of_adapter[request.ticket]
+            if not of_adapter:
+                del self._by_adapter[request.adapter]
         self._ranks[ticket.rank] += change
         self.pool.queued(change, ticket.rank)
 
