@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Set
+from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from policy.admission.affinity_dispatch import FreeSlots, any_room, dispatch
@@ -36,6 +37,8 @@ _NOTHING: Final = AttemptResult.NOTHING
 OFFER_EVERY_S: Final = 0.02
 # Requests that are given slots in one offer: those of more begin in later turns of an event loop.
 MOST_GRANTED: Final = 32
+# Requests that are rejected in one call because their deadline has passed, or no replica is up.
+MOST_REJECTED: Final = 128
 # Priorities whose wait is bounded by the SLO; the others wait until their deadline.
 _BOUND_BY_SLO: Final = frozenset({Priority.STANDARD, Priority.SHEDDABLE})
 
@@ -361,16 +364,25 @@ class Dispatcher(Generic[R]):
             self.idle_since = at
         return len(picked) < MOST_GRANTED
 
-    def expire(self, at: float) -> None:
-        """Reject the waiting requests whose deadline has passed."""
-        for request in self.queue.expire(at):
-            self.reject(request, self.expired())
+    def expire(self, at: float) -> bool:
+        """Reject at most :data:`MOST_REJECTED` requests whose deadline has passed.
 
-    def dismiss(self, at: float) -> None:
-        """Reject all that wait: no replica is up and none is starting."""
-        for ticket in tuple(self.waiting.values()):
+        Returns whether that was all.
+        """
+        expired = self.queue.expire(at, MOST_REJECTED)
+        for request in expired:
+            self.reject(request, self.expired())
+        return len(expired) < MOST_REJECTED
+
+    def dismiss(self, at: float) -> bool:
+        """No replica is up and none is starting: reject at most :data:`MOST_REJECTED`, the oldest first.
+
+        Returns whether that was all.
+        """
+        for ticket in tuple(islice(self.waiting.values(), MOST_REJECTED)):
             self.queue.remove(ticket.request, at)
             self.reject(ticket.request, Rejection(Cause.UNAVAILABLE, Refusal.NO_REPLICA))
+        return not self.waiting
 
     def give_up(self, adapters: Set[str], at: float) -> None:
         """Reject the waiting requests for those of ``adapters`` that no replica can load."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, ValuesView
 from typing import Any
 
-from policy.admission.dispatcher import Dispatcher, Ticket
+from policy.admission.dispatcher import MOST_REJECTED, Dispatcher, Ticket
 from policy.admission.queue import Bounds
 from policy.admission.retry import Cause
 from policy.request import Request
@@ -167,3 +167,16 @@ def test_those_that_no_longer_wait_for_an_adapter_are_not_rejected() -> None:
     assert granted.rejection is None and left.rejection is None and waits.rejection is not None
     dispatcher.give_up({"sql"}, AT)
     assert not dispatcher.waiting
+
+
+def test_requests_are_rejected_some_at_a_time_the_first_to_expire_or_arrive_first() -> None:
+    for expires in (True, False):
+        pool = Pool({"a": 1})
+        pool.fill()
+        rejected: list[Ticket[Slots]] = []
+        dispatcher = pool.dispatcher(rejected.append)
+        waiting = [wait(dispatcher, deadline=1000.0 - i) for i in range(2 * MOST_REJECTED + 1)]
+        reject = dispatcher.expire if expires else dispatcher.dismiss
+        calls = [(reject(1000.0), len(rejected)) for _ in range(3)]
+        assert calls == [(False, MOST_REJECTED), (False, 2 * MOST_REJECTED), (True, len(waiting))]
+        assert rejected == (waiting[::-1] if expires else waiting) and not dispatcher.waiting
