@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from policy.admission.affinity_dispatch import FreeSlots, any_room, dispatch
+from policy.admission.equivalence_classes import EquivalenceClasses, Requirements, requirements_of
 from policy.admission.fairness import FairQueue, Peers, QueueOrder
 from policy.admission.queue import Admitted, Queue
 from policy.admission.replica_pool_interface import Replica, ReplicaPool
@@ -170,6 +171,7 @@ class Ticket(Generic[R]):
             self._give_back(at)
         elif owner.waiting.pop(request.ticket, None) is not None:
             owner.queue.remove(request, at)
+            owner.classes.remove(request)
             owner.count_waiting(self, -1)
             owner.changed()
 
@@ -214,6 +216,7 @@ class Ticket(Generic[R]):
             self._entered = True
             self.expected_wait_s = verdict.wait_s
         owner.waiting[request.ticket] = self
+        owner.classes.add(request)
         self.rank = rank_of(request.priority, owed=queue.is_owed(request))
         owner.count_waiting(self, 1)
         owner.changed()
@@ -256,6 +259,8 @@ class Ticket(Generic[R]):
 class Dispatcher(Generic[R]):
     """One model's queue, the tickets that wait in it (``waiting``) and those with a slot (``running``).
 
+    ``classes`` are the requests that wait and were given no slot yet.
+
     ``resolved`` is called with a ticket that waited and now has a replica or a rejection. ``changed`` is
     called when the queue changed or a slot fell free: :meth:`offer` is then due, best after all events of the
     same instant. ``weight`` is a tenant's share, ``peers`` what other workers of this host served.
@@ -275,13 +280,13 @@ class Dispatcher(Generic[R]):
         self.health = health
         self.queue = Queue(lambda: FairQueue(weight, peers))
         self.waiting: dict[int, Ticket[R]] = {}
+        self.classes = EquivalenceClasses()
         self.running: set[Ticket[R]] = set()
         self.changed = changed
         self.idle_since = 0.0
         self._resolved = resolved
         self._ranks = [0] * RANKS
         self._adapters: dict[str, Counter[str]] = {}
-        self._by_adapter: dict[str, dict[int, Ticket[R]]] = {}
 
     def oldest_s(self, at: float) -> float:
         """The age of the oldest waiting request in seconds; 0 if none waits."""
@@ -320,13 +325,13 @@ class Dispatcher(Generic[R]):
         if not any_room(candidates):
             return True
         closing = pool.closing
-        serving: dict[tuple[str, frozenset[str], frozenset[str] | None], list[Candidate]] = {}
+        serving: dict[Requirements, list[Candidate]] = {}
 
         def usable(request: Request) -> list[Candidate]:
-            key = (request.adapter, frozenset(request.avoid), request.only)
-            found = serving.get(key)
+            required = requirements_of(request)
+            found = serving.get(required)
             if found is None:
-                found = serving[key] = self._serving(request, candidates, at)
+                found = serving[required] = self._serving(request, candidates, at)
             return pool.lasting(request, found, at) if closing else found
 
         def choose(request: Request) -> Candidate | None:
@@ -336,7 +341,7 @@ class Dispatcher(Generic[R]):
             assert ticket.quote is not None
             return ticket.quote.candidate
 
-        def adapters(candidate: Candidate) -> Container[str]:
+        def adapters(candidate: Candidate) -> Set[str]:
             return {"", *self._adapters.get(candidate.id, ())}
 
         def loss_s(request: Request, candidate: Candidate) -> float:
@@ -344,10 +349,11 @@ class Dispatcher(Generic[R]):
 
         picked = []
         without: set[str] = set()
-        slots = FreeSlots(candidates, usable, choose, adapters, loss_s, closing)
+        slots = FreeSlots(candidates, usable, choose, adapters, loss_s, self.classes, closing)
         for request in dispatch(self._in_order(without), slots, without):
             ticket = waiting[request.ticket]
             self.take_slot(ticket, at)
+            self.classes.remove(request)
             picked.append(request.ticket)
             if len(picked) == MOST_GRANTED:
                 break
@@ -386,15 +392,16 @@ class Dispatcher(Generic[R]):
 
     def give_up(self, adapters: Set[str], at: float) -> None:
         """Reject the waiting requests for those of ``adapters`` that no replica can load."""
-        for adapter in adapters & self._by_adapter.keys():
+        for adapter in adapters & self.classes.by_adapter.keys():
             if self.pool.cannot_load(adapter):
-                for ticket in tuple(self._by_adapter[adapter].values()):
-                    self.queue.remove(ticket.request, at)
-                    self.reject(ticket.request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
+                for request in self.classes.of(adapter):
+                    self.queue.remove(request, at)
+                    self.reject(request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
 
     def reject(self, request: Request, rejection: Rejection) -> None:
         """A request that was taken out of the queue is rejected."""
         ticket = self.waiting.pop(request.ticket)
+        self.classes.remove(request)
         ticket.rejection = rejection
         self.count_waiting(ticket, -1)
         self._resolved(ticket)
@@ -426,14 +433,6 @@ class Dispatcher(Generic[R]):
 
     def count_waiting(self, ticket: Ticket[R], change: int) -> None:
         """It waits now (1), or no longer (-1)."""
-        request = ticket.request
-        if change > 0:
-            self._by_adapter.setdefault(request.adapter, {})[request.ticket] = ticket
-        else:
-            of_adapter = self._by_adapter[request.adapter]
-            del of_adapter[request.ticket]
-            if not of_adapter:
-                del self._by_adapter[request.adapter]
         self._ranks[ticket.rank] += change
         self.pool.queued(change, ticket.rank)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, ValuesView
 from typing import Any
 
+import pytest
+
 from policy.admission.dispatcher import MOST_REJECTED, Dispatcher, Ticket
 from policy.admission.queue import Bounds
 from policy.admission.retry import Cause
@@ -35,7 +37,7 @@ class Slots:
 
 
 class Pool:
-    """Replicas with a bound each, of which the first with room takes any request that it ``serves``.
+    """Replicas with a bound each, of which the first with room takes any request.
 
     ``sends`` is whether the router sends a request there now; ``lasts`` which requests end before all of
     them are closed; ``broken`` are the adapters that none can load.
@@ -49,7 +51,6 @@ class Pool:
         self.slots = {view.id: Slots(view, self.health) for view in self.views}
         self.closing = False
         self.broken: set[str] = set()
-        self.serves: Callable[[Candidate, str], bool] = lambda candidate, adapter: True
         self.sends: Callable[[Request, Candidate], bool] = lambda request, candidate: True
         self.lasts: Callable[[Request], bool] = lambda request: True
 
@@ -76,6 +77,9 @@ class Pool:
 
     def replica(self, candidate: Candidate) -> Slots:
         return self.slots[candidate.id]
+
+    def serves(self, candidate: Candidate, adapter: str) -> bool:
+        return True
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
         for each in candidates:
@@ -120,9 +124,11 @@ class Pool:
         return candidates
 
 
-def wait(dispatcher: Dispatcher[Slots], **request: Any) -> Ticket[Slots]:
+def wait(dispatcher: Dispatcher[Slots], only: frozenset[str] | None = None, **more: Any) -> Ticket[Slots]:
     """A request that waits for a slot."""
-    ticket = Ticket(dispatcher, Request("m", **{"size": 1, **request}))
+    request = Request("m", **{"size": 1, "output_tokens": 9, **more})
+    request.only = only
+    ticket = Ticket(dispatcher, request)
     ticket.enter(AT)
     assert ticket.queued
     return ticket
@@ -132,6 +138,10 @@ class Visited(dict[int, Ticket[Slots]]):
     """The waiting tickets; ``visits`` counts those that were visited one by one."""
 
     visits = 0
+
+    def __getitem__(self, ticket: int) -> Ticket[Slots]:
+        self.visits += 1
+        return super().__getitem__(ticket)
 
     def values(self) -> ValuesView[Ticket[Slots]]:
         self.visits += len(self)
@@ -152,6 +162,31 @@ def test_an_adapter_that_failed_rejects_those_that_wait_for_it_and_looks_at_no_o
     assert {ticket.rejection.cause for ticket in rejected if ticket.rejection} == {Cause.ADAPTER}
     assert plain.queued and len(dispatcher.waiting) == len(dispatcher.queue) == 298
     assert visited.visits == 0
+
+
+@pytest.mark.parametrize("why", ["failed", "only", "closing", "loads"])
+def test_an_offer_looks_at_few_of_those_that_have_no_place(why: str) -> None:
+    pool = Pool({"a": 4, "b": 1})
+    pool.fill()
+    dispatcher = pool.dispatcher()
+    dispatcher.waiting = visited = Visited()
+    for i in range(1000):
+        avoid = {"a"} if why == "failed" else set()
+        only = frozenset({"b"}) if why == "only" else None
+        wait(dispatcher, only, avoid=avoid, adapter=f"adapter-{i}" if why == "loads" else "")
+    pool.views[0].in_flight = 0
+    pool.closing = why == "closing"
+    pool.lasts = lambda request: False
+    pool.sends = lambda request, candidate: not request.adapter
+    visited.visits = 0
+    assert dispatcher.offer(AT)
+    assert len(dispatcher.waiting) == 1000
+    assert visited.visits < 10
+    # One that has a place is given it at once.
+    pool.lasts = lambda request: request.output_tokens == 1
+    fits = wait(dispatcher, output_tokens=1, priority=Priority.BATCH)
+    dispatcher.offer(AT)
+    assert fits.replica is not None and len(dispatcher.waiting) == 1000
 
 
 def test_those_that_no_longer_wait_for_an_adapter_are_not_rejected() -> None:
