@@ -31,6 +31,7 @@ MODULES = {
     "policy": (
         "admission/affinity_dispatch",
         "admission/dispatcher",
+        "admission/equivalence_classes",
         "admission/fairness",
         "admission/ordered_set",
         "admission/queue",

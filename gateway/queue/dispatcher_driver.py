@@ -130,6 +130,7 @@ class ModelQueue:
         self._timer: asyncio.Handle | None = None
         self._timer_at = math.inf
         self._offering: asyncio.Handle | None = None
+        self._dismissing: asyncio.Handle | None = None
 
     def replica_changed(self) -> None:
         """A replica changed: offer free slots to waiting requests, if any may be free."""
@@ -137,8 +138,9 @@ class ModelQueue:
             self._offer_soon()
 
     def dismiss(self) -> None:
-        """No replica is up and none is starting: reject all that wait."""
-        self.dispatcher.dismiss(self.clock())
+        """No replica is up and none is starting: reject all that wait, over several turns of the loop."""
+        if not self.dispatcher.dismiss(self.clock()) and self._dismissing is None:
+            self._dismissing = self.loop.call_soon(self._dismiss_rest)
         self._publish()
 
     def give_up(self, adapters: Set[str]) -> None:
@@ -164,6 +166,11 @@ class ModelQueue:
         if self.dispatcher.waiting:
             # uvloop returns a handle without ``when`` for an instant that is due already.
             self._timer, self._timer_at = self.loop.call_at(at, self._wake), at
+
+    def _dismiss_rest(self) -> None:
+        self._dismissing = None
+        if self.dispatcher.pool.unavailable(self.clock()):  # no replica has come back meanwhile
+            self.dismiss()
 
     def _resolved(self, ticket: dispatching.Ticket[ReplicaHandle]) -> None:
         assert isinstance(ticket, Ticket)
@@ -198,9 +205,10 @@ class ModelQueue:
     def _wake(self) -> None:
         self._timer = None
         at = self.clock()
-        self.dispatcher.expire(at + TIMER_TICK_S)
+        all_expired = self.dispatcher.expire(at + TIMER_TICK_S)
         self.dispatcher.queue.count_peers()
-        if self._offering is None:  # one offer in a turn of the event loop
+        # One offer in a turn of the event loop, and none while the timer has more to expire in the next turn.
+        if all_expired and self._offering is None:
             self._offer()
         else:
             self._publish()

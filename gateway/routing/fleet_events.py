@@ -20,8 +20,8 @@ class FleetEvents(NamedTuple):
     ``prefixes``: this line of the load stream of the replica with this key has news of prefixes.
     ``cached``: the events of the external server with this key say what its cache holds.
     ``forgotten``: its cache is empty, or not known any more. ``adapters``: those that it has loaded, and
-    could not load. ``unloadable``: adapters that a replica could not load lately. ``died``: the replica with
-    this key.
+    those that it could not load lately: all, or the newest. ``unloadable``: the latter alone. ``died``: the
+    replica with this key.
     """
 
     changed: Callable[[str], None] = _ignore

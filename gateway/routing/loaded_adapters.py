@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from time import monotonic
 from typing import Final
@@ -23,7 +24,8 @@ class LoadedAdapters:
         self.refused: frozenset[str] = frozenset()
         self._listed: Sequence[str] = ()
         self._refused: Sequence[str] = ()
-        self._failed: dict[str, float] = {}
+        # Until when each is not requested, the oldest failure first.
+        self._failed: OrderedDict[str, float] = OrderedDict()
 
     def serves(self, adapter: str) -> bool:
         """Whether requests for ``adapter``, or without one (""), can be served there."""
@@ -54,8 +56,10 @@ class LoadedAdapters:
     def failed(self, adapter: str) -> None:
         """It could not load ``adapter`` just now; its next list may be older than this."""
         now = monotonic()
-        self._failed = {name: until for name, until in self._failed.items() if until > now}
+        while self._failed and next(iter(self._failed.values())) <= now:
+            self._failed.popitem(last=False)
         self._failed[adapter] = now + FAILED_S
+        self._failed.move_to_end(adapter)
 
     def forget(self) -> None:
         """Its process was replaced: only what it lists from now on is loaded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from math import inf
 from time import monotonic, time
 from typing import TYPE_CHECKING, Final
@@ -269,7 +269,7 @@ class ReplicaHandle:
             self.stepped_after = self.reported_at
         self._tokens = load.tokens
         if self.adapters.update(report.adapters, report.refused):
-            self._adapters_changed()
+            self._adapters_changed(self.adapters.refusing)
         self.open = report.state is ReplicaPhase.READY
         self._leaving = report.state in _LEAVING
         self.full = False
@@ -320,10 +320,9 @@ class ReplicaHandle:
     def cannot_load(self, adapter: str) -> None:
         """The replica refused a request since it could not load its ``adapter``."""
         self.adapters.failed(adapter)
-        self._adapters_changed()
+        self._adapters_changed({adapter})  # the others were reported when they failed
 
-    def _adapters_changed(self) -> None:
-        refused = self.adapters.refusing
+    def _adapters_changed(self, refused: Set[str]) -> None:
         self._events.adapters(self.model, self.view.key, self.adapters.loaded, refused)
         if refused:
             self._events.unloadable(self.model, refused)

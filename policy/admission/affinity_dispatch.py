@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Set
 from itertools import islice
 from typing import Final, NamedTuple
 
+from policy.admission.equivalence_classes import EquivalenceClasses
 from policy.admission.fairness import QueueOrder
 from policy.request import Request
 from policy.routing.cost import Candidate
@@ -24,14 +25,16 @@ class FreeSlots(NamedTuple):
     ``usable`` are those of the ``candidates`` that can serve a request at all, room aside. ``choose`` is
     where it would go now, if anywhere, given all assignments so far. ``runs`` are the adapters in use on one.
     ``loss_s`` are the seconds of prefill that a request is expected to lose by not going to one now.
-    While replicas are ``closing``, requests that end soon have replicas that others of an adapter have not.
+    ``waiting`` are all requests in the order, without those that were dispatched. While replicas are
+    ``closing``, requests that end soon have replicas that others of a class have not.
     """
 
     candidates: list[Candidate]
     usable: Callable[[Request], list[Candidate]]
     choose: Callable[[Request], Candidate | None]
-    runs: Callable[[Candidate], Container[str]]
+    runs: Callable[[Candidate], Set[str]]
     loss_s: Callable[[Request, Candidate], float]
+    waiting: EquivalenceClasses
     closing: bool = False
 
 
@@ -87,7 +90,11 @@ class _Window:
 
     def next(self) -> QueueOrder | None:
         """The next request that a replica with room could serve."""
+        in_vain = 0
         while any_room(self._open):
+            # Thousands may have none, in one offer after the other: asked after 1, 2, 4, ... of them.
+            if in_vain and in_vain & (in_vain - 1) == 0 and self._all_closed(in_vain):
+                break
             if not self._turns:
                 self._grow(1)
             if not self._turns:
@@ -98,7 +105,24 @@ class _Window:
                 return turn
             if not request.avoid and request.only is None and not self._slots.closing:
                 self._without.add(request.adapter)
+            in_vain += 1
         return None
+
+    def _all_closed(self, in_vain: int) -> bool:
+        """Whether no request that waits has a replica left.
+
+        Not checked while there are more classes than were looked at ``in_vain``: that takes as long.
+        """
+        waiting, runs = self._slots.waiting, self._slots.runs
+        free = [each for each in self._open if has_room(each)]
+        if all(each in self._loading for each in free):
+            adapters = waiting.by_adapter.keys() & {name for each in free for name in runs(each)}
+        elif len(waiting) <= in_vain:
+            adapters = set(waiting.by_adapter)
+        else:
+            return False
+        samples = waiting.samples(adapters, shortest=self._slots.closing)
+        return not any(self._options(each) for each in samples)
 
     def close(self, missed: Request) -> None:
         """No replica took ``missed``: do not try its replicas again."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from policy.admission.affinity_dispatch import FreeSlots, any_room, dispatch
+from policy.admission.equivalence_classes import EquivalenceClasses, Requirements, requirements_of
 from policy.admission.fairness import FairQueue, Peers, QueueOrder
 from policy.admission.queue import Admitted, Queue
 from policy.admission.replica_pool_interface import Replica, ReplicaPool
@@ -36,6 +38,8 @@ _NOTHING: Final = AttemptResult.NOTHING
 OFFER_EVERY_S: Final = 0.02
 # Requests that are given slots in one offer: those of more begin in later turns of an event loop.
 MOST_GRANTED: Final = 32
+# Requests that are rejected in one call because their deadline has passed, or no replica is up.
+MOST_REJECTED: Final = 128
 # Priorities whose wait is bounded by the SLO; the others wait until their deadline.
 _BOUND_BY_SLO: Final = frozenset({Priority.STANDARD, Priority.SHEDDABLE})
 
@@ -167,6 +171,7 @@ class Ticket(Generic[R]):
             self._give_back(at)
         elif owner.waiting.pop(request.ticket, None) is not None:
             owner.queue.remove(request, at)
+            owner.classes.remove(request)
             owner.count_waiting(self, -1)
             owner.changed()
 
@@ -211,6 +216,7 @@ class Ticket(Generic[R]):
             self._entered = True
             self.expected_wait_s = verdict.wait_s
         owner.waiting[request.ticket] = self
+        owner.classes.add(request)
         self.rank = rank_of(request.priority, owed=queue.is_owed(request))
         owner.count_waiting(self, 1)
         owner.changed()
@@ -253,6 +259,8 @@ class Ticket(Generic[R]):
 class Dispatcher(Generic[R]):
     """One model's queue, the tickets that wait in it (``waiting``) and those with a slot (``running``).
 
+    ``classes`` are the requests that wait and were given no slot yet.
+
     ``resolved`` is called with a ticket that waited and now has a replica or a rejection. ``changed`` is
     called when the queue changed or a slot fell free: :meth:`offer` is then due, best after all events of the
     same instant. ``weight`` is a tenant's share, ``peers`` what other workers of this host served.
@@ -272,6 +280,7 @@ class Dispatcher(Generic[R]):
         self.health = health
         self.queue = Queue(lambda: FairQueue(weight, peers))
         self.waiting: dict[int, Ticket[R]] = {}
+        self.classes = EquivalenceClasses()
         self.running: set[Ticket[R]] = set()
         self.changed = changed
         self.idle_since = 0.0
@@ -316,13 +325,13 @@ class Dispatcher(Generic[R]):
         if not any_room(candidates):
             return True
         closing = pool.closing
-        serving: dict[tuple[str, frozenset[str], frozenset[str] | None], list[Candidate]] = {}
+        serving: dict[Requirements, list[Candidate]] = {}
 
         def usable(request: Request) -> list[Candidate]:
-            key = (request.adapter, frozenset(request.avoid), request.only)
-            found = serving.get(key)
+            required = requirements_of(request)
+            found = serving.get(required)
             if found is None:
-                found = serving[key] = self._serving(request, candidates, at)
+                found = serving[required] = self._serving(request, candidates, at)
             return pool.lasting(request, found, at) if closing else found
 
         def choose(request: Request) -> Candidate | None:
@@ -332,7 +341,7 @@ class Dispatcher(Generic[R]):
             assert ticket.quote is not None
             return ticket.quote.candidate
 
-        def adapters(candidate: Candidate) -> Container[str]:
+        def adapters(candidate: Candidate) -> Set[str]:
             return {"", *self._adapters.get(candidate.id, ())}
 
         def loss_s(request: Request, candidate: Candidate) -> float:
@@ -340,10 +349,11 @@ class Dispatcher(Generic[R]):
 
         picked = []
         without: set[str] = set()
-        slots = FreeSlots(candidates, usable, choose, adapters, loss_s, closing)
+        slots = FreeSlots(candidates, usable, choose, adapters, loss_s, self.classes, closing)
         for request in dispatch(self._in_order(without), slots, without):
             ticket = waiting[request.ticket]
             self.take_slot(ticket, at)
+            self.classes.remove(request)
             picked.append(request.ticket)
             if len(picked) == MOST_GRANTED:
                 break
@@ -360,28 +370,38 @@ class Dispatcher(Generic[R]):
             self.idle_since = at
         return len(picked) < MOST_GRANTED
 
-    def expire(self, at: float) -> None:
-        """Reject the waiting requests whose deadline has passed."""
-        for request in self.queue.expire(at):
-            self.reject(request, self.expired())
+    def expire(self, at: float) -> bool:
+        """Reject at most :data:`MOST_REJECTED` requests whose deadline has passed.
 
-    def dismiss(self, at: float) -> None:
-        """Reject all that wait: no replica is up and none is starting."""
-        for ticket in tuple(self.waiting.values()):
+        Returns whether that was all.
+        """
+        expired = self.queue.expire(at, MOST_REJECTED)
+        for request in expired:
+            self.reject(request, self.expired())
+        return len(expired) < MOST_REJECTED
+
+    def dismiss(self, at: float) -> bool:
+        """No replica is up and none is starting: reject at most :data:`MOST_REJECTED`, the oldest first.
+
+        Returns whether that was all.
+        """
+        for ticket in tuple(islice(self.waiting.values(), MOST_REJECTED)):
             self.queue.remove(ticket.request, at)
             self.reject(ticket.request, Rejection(Cause.UNAVAILABLE, Refusal.NO_REPLICA))
+        return not self.waiting
 
     def give_up(self, adapters: Set[str], at: float) -> None:
         """Reject the waiting requests for those of ``adapters`` that no replica can load."""
-        for ticket in tuple(self.waiting.values()):
-            request = ticket.request
-            if request.adapter in adapters and self.pool.cannot_load(request.adapter):
-                self.queue.remove(request, at)
-                self.reject(request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
+        for adapter in adapters & self.classes.by_adapter.keys():
+            if self.pool.cannot_load(adapter):
+                for request in self.classes.of(adapter):
+                    self.queue.remove(request, at)
+                    self.reject(request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
 
     def reject(self, request: Request, rejection: Rejection) -> None:
         """A request that was taken out of the queue is rejected."""
         ticket = self.waiting.pop(request.ticket)
+        self.classes.remove(request)
         ticket.rejection = rejection
         self.count_waiting(ticket, -1)
         self._resolved(ticket)

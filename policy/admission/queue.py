@@ -184,10 +184,10 @@ class Queue:
         """Assume a service time in seconds, while :attr:`unmeasured`; 0 if none can be assumed."""
         self._drain.expect(stays_s)
 
-    def expire(self, at: float) -> list[Request]:
-        """Remove and return the requests whose deadline has passed, earliest first."""
+    def expire(self, at: float, most: float = math.inf) -> list[Request]:
+        """Remove and return at most ``most`` requests whose deadline has passed, earliest first."""
         expired: list[Request] = []
-        while (first := self._deadlines.least()) is not None and first[1] <= at:
+        while len(expired) < most and (first := self._deadlines.least()) is not None and first[1] <= at:
             self._learn(first[0], at)
             self.remove(first[0], at)
             expired.append(first[0])

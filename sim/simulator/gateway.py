@@ -262,7 +262,8 @@ class SimulatedGateway:
     def expire(self, at: float) -> None:
         """Reject the requests whose deadline has passed."""
         self._at = at
-        self.dispatcher.expire(at)
+        while not self.dispatcher.expire(at):
+            pass
 
     def gone(self, runner: SimulatedReplica) -> None:
         self._pool.router.forget(runner.view.key)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import ItemsView, Set
+
 import pytest
 
 from gateway.routing import loaded_adapters
+from gateway.routing.fleet_events import FleetEvents
 from gateway.routing.loaded_adapters import FAILED_S, LoadedAdapters
+from gateway.routing.replica_handle import ReplicaHandle
+from tests.gateway.fake_replica import ready_replica
 
 
 @pytest.fixture
@@ -63,3 +69,43 @@ def test_a_replaced_process_resets_load_failures(clock: list[float]) -> None:
     ours.failed("sql")
     ours.forget()
     assert ours.serves("sql") and ours.serves("chat")
+
+
+class Visited(OrderedDict[str, float]):
+    """The failures; ``visits`` counts those that could be visited one by one."""
+
+    visits = 0
+
+    def items(self) -> ItemsView[str, float]:  # type: ignore[override]
+        self.visits += len(self)
+        return super().items()
+
+
+async def test_a_failure_reports_its_adapter_alone_and_visits_no_others(clock: list[float]) -> None:
+    adapters: list[Set[str]] = []
+    unloadable: list[Set[str]] = []
+    events = FleetEvents(
+        adapters=lambda model, key, loaded, refused: adapters.append(refused),
+        unloadable=lambda model, refused: unloadable.append(refused),
+    )
+    handle = ReplicaHandle(ready_replica(), 1.0, "secret", events=events)
+    handle.adapters._failed = visited = Visited()
+    for i in range(100):
+        handle.cannot_load(f"adapter-{i}")
+    assert adapters == unloadable == [{f"adapter-{i}"} for i in range(100)]
+    assert handle.adapters._failed is visited and visited.visits == 0
+    assert len(handle.adapters.refusing) == 100
+
+
+def test_an_adapter_that_failed_again_is_avoided_from_then_on(clock: list[float]) -> None:
+    ours = LoadedAdapters((), loads=True)
+    ours.failed("sql")
+    clock[0] += FAILED_S / 2
+    ours.failed("chat")
+    ours.failed("sql")
+    clock[0] += FAILED_S / 2 + 0.1
+    ours.failed("code")
+    assert ours.refusing == {"sql", "chat", "code"}
+    clock[0] += FAILED_S / 2
+    ours.failed("more")
+    assert ours.refusing == {"code", "more"} == set(ours._failed)

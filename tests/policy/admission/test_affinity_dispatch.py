@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,10 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.admission.affinity_dispatch import MOST_PASSED, QUANTUM, FreeSlots, dispatch
+from policy.admission.equivalence_classes import EquivalenceClasses
 from policy.admission.fairness import QueueOrder
 from policy.request import Request
 from policy.routing.cost import Candidate
 from policy.types import Priority
+
+# The adapter of a request that every replica with room could take.
+EVERYWHERE = "everywhere"
 
 
 class Pick(NamedTuple):
@@ -29,7 +34,8 @@ class Pick(NamedTuple):
 class Site:
     """Replicas with a bound each; ``holds`` are the adapters that each could serve, by default all.
 
-    ``loads`` is whether they load adapters that do not run there, ``losses`` the seconds that sessions lose.
+    ``loads`` is whether they load adapters that do not run there, ``losses`` the seconds that sessions lose,
+    ``closing`` the most tokens of a request that ends before a replica is closed.
     """
 
     bounds: dict[str, int]
@@ -37,11 +43,13 @@ class Site:
     running: dict[str, list[str]] = field(default_factory=dict)
     loads: bool = True
     losses: dict[int, float] = field(default_factory=dict)
+    closing: dict[str, int] = field(default_factory=dict)
     calls: int = 0
+    looks: int = 0
 
     def __post_init__(self) -> None:
         self.replicas = {name: Candidate(name, i, bound=b) for i, (name, b) in enumerate(self.bounds.items())}
-        self.chosen: Candidate | None = None
+        self.chosen: dict[int, Candidate | None] = {}
 
     def choose(self, request: Request) -> Candidate | None:
         self.calls += 1
@@ -50,30 +58,49 @@ class Site:
             for r in self.usable(request)
             if r.in_flight < r.bound and (self.loads or request.adapter in self.runs(r))
         ]
-        self.chosen = min(free, key=lambda r: r.in_flight, default=None)
-        return self.chosen
+        chosen = self.chosen[id(request)] = min(free, key=lambda r: r.in_flight, default=None)
+        return chosen
 
     def could(self, request: Request, candidate: Candidate) -> bool:
+        if request.adapter == EVERYWHERE:
+            return True
+        if candidate.id in request.avoid or (request.only is not None and candidate.id not in request.only):
+            return False
+        if request.prompt_tokens + request.long_tokens > self.closing.get(candidate.id, request.tokens * 9):
+            return False
         held = self.holds.get(candidate.id)
         return held is None or request.adapter in held
 
     def usable(self, request: Request) -> list[Candidate]:
+        self.looks += 1
         return [r for r in self.replicas.values() if self.could(request, r)]
 
-    def runs(self, candidate: Candidate) -> Container[str]:
-        return {"", *self.running.get(candidate.id, ())}
+    def runs(self, candidate: Candidate) -> Set[str]:
+        return {"", EVERYWHERE, *self.running.get(candidate.id, ())}
 
     def loss_s(self, request: Request, candidate: Candidate) -> float:
         return self.losses.get(request.session, 0.0)
 
-    def serve(self, order: list[QueueOrder]) -> list[Pick]:
+    def serve(self, order: list[QueueOrder], *, plain: bool = False) -> list[Pick]:
+        """``plain``: another one fits everywhere and has no turn, so that all these are looked at."""
         picks = []
-        slots = FreeSlots(list(self.replicas.values()), self.usable, self.choose, self.runs, self.loss_s)
+        waiting = EquivalenceClasses()
+        for number, turn in enumerate(order):
+            turn.request.ticket = number
+            waiting.add(turn.request)
+        if plain:
+            waiting.add(Request("m", adapter=EVERYWHERE, ticket=len(order)))
+        slots = FreeSlots(
+            list(self.replicas.values()), self.usable, self.choose, self.runs, self.loss_s, waiting,
+            bool(self.closing),
+        )  # fmt: skip
         for request in dispatch(iter(order), slots, set()):
-            assert self.chosen is not None
-            self.chosen.in_flight += 1
-            self.running.setdefault(self.chosen.id, []).append(request.adapter)
-            picks.append(Pick(request, self.chosen))
+            chosen = self.chosen[id(request)]
+            assert chosen is not None
+            chosen.in_flight += 1
+            waiting.remove(request)
+            self.running.setdefault(chosen.id, []).append(request.adapter)
+            picks.append(Pick(request, chosen))
         return picks
 
 
@@ -216,3 +243,60 @@ def test_every_request_is_dispatched_eventually(adapters: list[str], bound: int)
         waiting = [turn for turn in waiting if id(turn.request) not in dispatched]
         assert all(turn.request.passed <= MOST_PASSED for turn in waiting)
     assert rounds == -(-len(adapters) // bound)
+
+
+NAMES = "rst"
+REQUIREMENTS = st.tuples(
+    st.sampled_from(["", "", "a", "b"]),
+    st.sets(st.sampled_from(NAMES)),
+    st.none() | st.frozensets(st.sampled_from(NAMES)),
+)
+# Which requirements, tokens of prompt and answer, and session.
+WAITING = st.tuples(st.integers(0, 2), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2))
+
+
+@given(
+    st.lists(REQUIREMENTS, min_size=3, max_size=3),
+    st.lists(st.lists(WAITING, max_size=30), min_size=2, max_size=2),
+    st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    st.fixed_dictionaries(
+        {"loads": st.booleans()},
+        optional={
+            "holds": st.dictionaries(st.sampled_from(NAMES), st.sets(st.sampled_from(["", "a", "b"]))),
+            "running": st.dictionaries(st.sampled_from(NAMES), st.lists(st.sampled_from("ab"), max_size=2)),
+            "closing": st.fixed_dictionaries(dict.fromkeys(NAMES, st.integers(2, 18))),
+        },
+    ),
+)
+def test_the_same_requests_go_to_the_same_replicas_as_if_each_were_looked_at(
+    required: list[tuple[str, set[str], frozenset[str] | None]],
+    waiting: list[list[tuple[int, int, int, int]]],
+    bounds: list[int],
+    site: dict[str, Any],
+) -> None:
+    def dispatched(*, plain: bool) -> tuple[list[tuple[int, str]], list[int]]:
+        requests = []
+        for priority, entries in zip(Priority, waiting, strict=False):
+            for which, prompt, output, session in entries:
+                adapter, avoid, only = required[which]
+                tokens = {"prompt_tokens": prompt, "output_tokens": output}
+                request = Request("m", "", priority, adapter, avoid=set(avoid), session=session, **tokens)
+                request.only = only
+                requests.append(request)
+        replicas = dict(zip(NAMES, bounds, strict=True))
+        picks = Site(replicas, losses={1: 0.5, 2: 1.5}, **copy.deepcopy(site)).serve(
+            queue_of(*requests), plain=plain
+        )
+        return [(pick.request.ticket, pick.candidate.id) for pick in picks], [r.passed for r in requests]
+
+    assert dispatched(plain=False) == dispatched(plain=True)
+
+
+def test_the_one_that_fits_is_found_behind_thousands_that_do_not() -> None:
+    waiting = [Request("m", avoid={"r"}) for _ in range(2000)]
+    fits = Request("m")
+    site = Site({"r": 4, "s": 0})
+    assert [pick.request for pick in site.serve(queue_of(*waiting, fits))] == [fits]
+    site = Site({"r": 4, "s": 0})
+    assert [pick.request for pick in site.serve(queue_of(fits, *waiting))] == [fits]
+    assert site.looks < 100

@@ -1,0 +1,74 @@
+"""Requests that are rejected together are rejected over several turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from gateway.protocol.errors import Refused
+from gateway.routing.replica_handle import ReplicaHandle
+from policy.admission.dispatcher import MOST_REJECTED
+from policy.errors import Refusal
+from policy.types import EngineKind
+from tests.gateway.queue.test_model_queues import Queues, leave, settled
+
+WAITING = 2 * MOST_REJECTED + 10
+
+
+async def crowd(queues: Queues, wait_s: float = 60.0) -> list[asyncio.Task[ReplicaHandle]]:
+    """Requests that wait, all with one deadline."""
+    await queues.fill(queues.alpha)
+    deadline = asyncio.get_running_loop().time() + wait_s
+    tickets = [queues.arrive(queues.alpha, deadline=deadline) for _ in range(WAITING)]
+    asked = [asyncio.create_task(ticket.wait()) for ticket in tickets]
+    await settled()
+    assert queues.depth() == WAITING
+    return asked
+
+
+async def most_in_a_turn(queues: Queues) -> int:
+    """How many requests leave the queue in one turn at most, until it is empty."""
+    depths = [queues.depth()]
+    while depths[-1]:
+        await asyncio.sleep(0)
+        depths.append(queues.depth())
+    return max(before - after for before, after in itertools.pairwise(depths))
+
+
+def reasons(results: list[ReplicaHandle | BaseException]) -> set[Refusal]:
+    assert all(isinstance(result, Refused) for result in results)
+    return {result.reason for result in results if isinstance(result, Refused)}
+
+
+async def test_requests_for_a_model_without_replicas_are_dismissed_over_several_turns() -> None:
+    queues = Queues()
+    asked = await crowd(queues)
+    queues.alpha.engine = EngineKind.EXTERNAL
+    queues.alpha.handles[0].answering = False
+    queues.admission.dismiss("alpha")
+    assert queues.depth() == WAITING - MOST_REJECTED
+    assert await most_in_a_turn(queues) == MOST_REJECTED
+    assert reasons(await asyncio.gather(*asked, return_exceptions=True)) == {Refusal.NO_REPLICA}
+
+
+async def test_requests_that_are_not_dismissed_yet_wait_for_a_replica_that_comes_back() -> None:
+    queues = Queues()
+    asked = await crowd(queues)
+    queues.alpha.engine = EngineKind.EXTERNAL
+    queues.alpha.handles[0].answering = False
+    queues.admission.dismiss("alpha")
+    queues.alpha.handles[0].answering = True
+    await settled()
+    assert queues.depth() == WAITING - MOST_REJECTED
+    await leave(*asked[MOST_REJECTED:])
+
+
+async def test_requests_expire_over_several_turns_and_none_of_them_is_offered_a_slot() -> None:
+    queues = Queues()
+    asked = await crowd(queues, wait_s=0.1)
+    while queues.depth() == WAITING:  # noqa: ASYNC110 - until the very turn
+        await asyncio.sleep(0)
+    queues.alpha.handles[0].view.bound = WAITING
+    assert queues.depth() == WAITING - MOST_REJECTED
+    assert await most_in_a_turn(queues) == MOST_REJECTED
+    assert reasons(await asyncio.gather(*asked, return_exceptions=True)) == {Refusal.DEADLINE}

@@ -1,0 +1,217 @@
+"""The dispatcher alone, over replicas without a network: what it looks at, and in how many turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ValuesView
+from typing import Any
+
+import pytest
+
+from policy.admission.dispatcher import MOST_REJECTED, Dispatcher, Ticket
+from policy.admission.queue import Bounds
+from policy.admission.retry import Cause
+from policy.request import Request
+from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.replica_health import HealthCounters, ReplicaHealth
+from policy.types import Priority
+
+AT = 1.0
+
+
+class Slots:
+    """The slots of one replica."""
+
+    def __init__(self, view: Candidate, health: ReplicaHealth) -> None:
+        self.view = view
+        self.breaker = health.join()
+
+    def begin(self, tokens: int) -> bool:
+        self.view.in_flight += 1
+        return False
+
+    def first_token(self, tokens: int, at: float) -> None:
+        pass
+
+    def end(self) -> None:
+        self.view.in_flight -= 1
+
+
+class Pool:
+    """Replicas with a bound each, of which the first with room takes any request.
+
+    ``sends`` is whether the router sends a request there now; ``lasts`` which requests end before all of
+    them are closed; ``broken`` are the adapters that none can load.
+    """
+
+    ready, down, gives_way = True, False, False
+
+    def __init__(self, bounds: dict[str, int]) -> None:
+        self.health = ReplicaHealth(HealthCounters(), lambda: 0.5)
+        self.views = [Candidate(name, i, bound=bound) for i, (name, bound) in enumerate(bounds.items())]
+        self.slots = {view.id: Slots(view, self.health) for view in self.views}
+        self.closing = False
+        self.broken: set[str] = set()
+        self.sends: Callable[[Request, Candidate], bool] = lambda request, candidate: True
+        self.lasts: Callable[[Request], bool] = lambda request: True
+
+    def dispatcher(
+        self, resolved: Callable[[Ticket[Slots]], None] = lambda ticket: None
+    ) -> Dispatcher[Slots]:
+        return Dispatcher(self, self.health, weight=lambda tenant: 1.0, resolved=resolved)
+
+    def fill(self) -> None:
+        for view in self.views:
+            view.in_flight = view.bound
+
+    def ttft_slo_s(self, priority: Priority) -> float | None:
+        return None
+
+    def bounds(self, request: Request, queued: int) -> Bounds:
+        return Bounds(1_000_000, 1_000_000)
+
+    def candidates(self) -> list[Candidate]:
+        return list(self.views)
+
+    def full(self) -> list[Candidate]:
+        return []
+
+    def replica(self, candidate: Candidate) -> Slots:
+        return self.slots[candidate.id]
+
+    def serves(self, candidate: Candidate, adapter: str) -> bool:
+        return True
+
+    def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
+        for each in candidates:
+            if each.in_flight < each.bound and self.sends(request, each):
+                return CostEstimate(each)
+        return None
+
+    def loss_s(self, request: Request, candidate: Candidate, replicas: int, at: float) -> float:
+        return 0.0
+
+    def unavailable(self, at: float) -> bool:
+        return False
+
+    def cannot_load(self, adapter: str) -> bool:
+        return adapter in self.broken
+
+    def service_s(self, request: Request) -> float:
+        return 0.0
+
+    def remaining_s(self, request: Request, quote: CostEstimate, ran_s: float) -> float:
+        return 0.0
+
+    def lasting(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
+        return candidates if self.lasts(request) else []
+
+    def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
+        return ()
+
+    def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
+        pass
+
+    def paced(self, quote: CostEstimate, gap_s: float) -> None:
+        pass
+
+    def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
+        pass
+
+    def queued(self, change: int, rank: int) -> None:
+        pass
+
+    def granted(self, candidates: list[Candidate], rank: int, waiting: int, at: float) -> list[Candidate]:
+        return candidates
+
+
+def wait(dispatcher: Dispatcher[Slots], only: frozenset[str] | None = None, **more: Any) -> Ticket[Slots]:
+    """A request that waits for a slot."""
+    request = Request("m", **{"size": 1, "output_tokens": 9, **more})
+    request.only = only
+    ticket = Ticket(dispatcher, request)
+    ticket.enter(AT)
+    assert ticket.queued
+    return ticket
+
+
+class Visited(dict[int, Ticket[Slots]]):
+    """The waiting tickets; ``visits`` counts those that were visited one by one."""
+
+    visits = 0
+
+    def __getitem__(self, ticket: int) -> Ticket[Slots]:
+        self.visits += 1
+        return super().__getitem__(ticket)
+
+    def values(self) -> ValuesView[Ticket[Slots]]:
+        self.visits += len(self)
+        return super().values()
+
+
+def test_an_adapter_that_failed_rejects_those_that_wait_for_it_and_looks_at_no_others() -> None:
+    pool = Pool({"a": 1})
+    pool.fill()
+    dispatcher = pool.dispatcher()
+    dispatcher.waiting = visited = Visited()
+    waiting = [wait(dispatcher, adapter=f"adapter-{i % 100}") for i in range(300)]
+    plain = wait(dispatcher)
+    pool.broken = {"adapter-7", "unknown"}
+    dispatcher.give_up({"adapter-7", "adapter-8", "unknown"}, AT)
+    rejected = [ticket for ticket in waiting if ticket.rejection]
+    assert rejected == [waiting[7], waiting[107], waiting[207]]
+    assert {ticket.rejection.cause for ticket in rejected if ticket.rejection} == {Cause.ADAPTER}
+    assert plain.queued and len(dispatcher.waiting) == len(dispatcher.queue) == 298
+    assert visited.visits == 0
+
+
+@pytest.mark.parametrize("why", ["failed", "only", "closing", "loads"])
+def test_an_offer_looks_at_few_of_those_that_have_no_place(why: str) -> None:
+    pool = Pool({"a": 4, "b": 1})
+    pool.fill()
+    dispatcher = pool.dispatcher()
+    dispatcher.waiting = visited = Visited()
+    for i in range(1000):
+        avoid = {"a"} if why == "failed" else set()
+        only = frozenset({"b"}) if why == "only" else None
+        wait(dispatcher, only, avoid=avoid, adapter=f"adapter-{i}" if why == "loads" else "")
+    pool.views[0].in_flight = 0
+    pool.closing = why == "closing"
+    pool.lasts = lambda request: False
+    pool.sends = lambda request, candidate: not request.adapter
+    visited.visits = 0
+    assert dispatcher.offer(AT)
+    assert len(dispatcher.waiting) == 1000
+    assert visited.visits < 10
+    # One that has a place is given it at once.
+    pool.lasts = lambda request: request.output_tokens == 1
+    fits = wait(dispatcher, output_tokens=1, priority=Priority.BATCH)
+    dispatcher.offer(AT)
+    assert fits.replica is not None and len(dispatcher.waiting) == 1000
+
+
+def test_those_that_no_longer_wait_for_an_adapter_are_not_rejected() -> None:
+    pool = Pool({"a": 1})
+    pool.fill()
+    dispatcher = pool.dispatcher()
+    granted, left, waits = [wait(dispatcher, adapter="sql") for _ in range(3)]
+    pool.views[0].in_flight = 0
+    assert dispatcher.offer(AT) and granted.replica is not None
+    left.leave(AT)
+    pool.broken = {"sql"}
+    dispatcher.give_up({"sql"}, AT)
+    assert granted.rejection is None and left.rejection is None and waits.rejection is not None
+    dispatcher.give_up({"sql"}, AT)
+    assert not dispatcher.waiting
+
+
+def test_requests_are_rejected_some_at_a_time_the_first_to_expire_or_arrive_first() -> None:
+    for expires in (True, False):
+        pool = Pool({"a": 1})
+        pool.fill()
+        rejected: list[Ticket[Slots]] = []
+        dispatcher = pool.dispatcher(rejected.append)
+        waiting = [wait(dispatcher, deadline=1000.0 - i) for i in range(2 * MOST_REJECTED + 1)]
+        reject = dispatcher.expire if expires else dispatcher.dismiss
+        calls = [(reject(1000.0), len(rejected)) for _ in range(3)]
+        assert calls == [(False, MOST_REJECTED), (False, 2 * MOST_REJECTED), (True, len(waiting))]
+        assert rejected == (waiting[::-1] if expires else waiting) and not dispatcher.waiting
