@@ -13,10 +13,11 @@ name a block several times, since an engine may hold copies of it: they are coun
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from policy.routing.kv_block_tree import Block, NamedPrefix, up
 from policy.wire.load_stream import CachedPrefix
 
 # About one name per 256 tokens: several times the KV cache of any GPU.
@@ -49,43 +50,6 @@ class News(NamedTuple):
     gone: tuple[CachedPrefix, ...]
 
 
-class _Block:
-    """A block: ``near`` if a prompt finds it in device memory, ``reached`` if it finds it at all.
-
-    ``device`` and ``host`` count its copies, ``names`` are the prefixes whose report depends on it. It is
-    known since the store numbered ``since``.
-    """
-
-    __slots__ = ("children", "depth", "device", "host", "key", "names", "near", "parent", "reached", "since")
-
-    def __init__(self, key: int, parent: _Block | None, since: int = 0) -> None:
-        self.key = key
-        self.since = since
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: set[_Block] = set()
-        self.names: set[int] = set()
-        self.device = self.host = 0
-        self.near = self.reached = parent is None
-
-
-class _Name:
-    """A named prefix, worth ``blocks`` blocks; ``block`` is the last of them, or the first one after it.
-
-    ``parent`` is the next shorter prefix. It was registered at the blocks from the depth ``low`` on.
-    ``reported`` is what readers know.
-    """
-
-    __slots__ = ("block", "blocks", "low", "parent", "reported")
-
-    def __init__(self, parent: int, block: _Block) -> None:
-        self.parent = parent
-        self.block = block
-        self.blocks = 0
-        self.low = 1
-        self.reported: tuple[bool, int, int] | None = None
-
-
 class KvBlockIndex:
     """The blocks and named prefixes of one engine, with blocks of ``block_tokens`` tokens (0: not known yet).
 
@@ -97,13 +61,13 @@ class KvBlockIndex:
         self.stores = 0
         self.lossy = False
         self._max_names = max_names
-        self._root = _Block(0, None)
-        self._blocks: dict[int, _Block] = {0: self._root}
+        self._root = Block(0, None)
+        self._blocks: dict[int, Block] = {0: self._root}
         # The least recently named first; shorter prefixes of a prompt after longer ones.
-        self._names: OrderedDict[int, _Name] = OrderedDict()
+        self._names: OrderedDict[int, NamedPrefix] = OrderedDict()
         self._dirty: set[int] = set()
         # Blocks that were moved between device and host memory: what is below them is found elsewhere too.
-        self._moved: set[_Block] = set()
+        self._moved: set[Block] = set()
         self._changes: deque[int] = deque(maxlen=MAX_CHANGES)
         self._count = 0
         self._reset_at = 0
@@ -275,16 +239,16 @@ class KvBlockIndex:
         for key in keys[: max(blocks, 1)]:
             block = self._blocks.get(key) or self._add(key, block)
         if name is None:
-            name = self._names[value] = _Name(parent, block)
+            name = self._names[value] = NamedPrefix(parent, block)
         elif name.block is block and name.blocks == blocks:
             return
         before = name.block
-        for each in _up(before, name.low):
+        for each in up(before, name.low):
             each.names.discard(value)
         above = self._names.get(parent)
         name.block, name.blocks = block, blocks
         name.low = min(max(1, above.blocks if above else 1), block.depth)
-        for each in _up(block, name.low):
+        for each in up(block, name.low):
             each.names.add(value)
         self._prune(before)
         self._dirty.add(value)
@@ -298,18 +262,18 @@ class KvBlockIndex:
             value = self._names[value].parent
         while len(self._names) > self._max_names:
             value, name = self._names.popitem(last=False)
-            for each in _up(name.block, name.low):
+            for each in up(name.block, name.low):
                 each.names.discard(value)
             self._prune(name.block)
             self._dirty.discard(value)
             self._log(value)
 
-    def _add(self, key: int, parent: _Block) -> _Block:
-        block = self._blocks[key] = _Block(key, parent, self.stores)
+    def _add(self, key: int, parent: Block) -> Block:
+        block = self._blocks[key] = Block(key, parent, self.stores)
         parent.children.add(block)
         return block
 
-    def _prune(self, block: _Block) -> None:
+    def _prune(self, block: Block) -> None:
         """Forget ``block`` and those above it, as far as nothing depends on them."""
         while (parent := block.parent) is not None:
             if block.device or block.host or block.children or block.names:
@@ -319,7 +283,7 @@ class KvBlockIndex:
             self._moved.discard(block)
             block = parent
 
-    def _refresh(self, block: _Block) -> None:
+    def _refresh(self, block: Block) -> None:
         """Copies of ``block`` came or went: update where it and what continues it are found."""
         stack = [block]
         while stack:
@@ -356,7 +320,7 @@ class KvBlockIndex:
 
     def _collect(self) -> None:
         """Log the prefixes of which readers know something else than what is true now."""
-        seen: set[_Block] = set()
+        seen: set[Block] = set()
         stack = list(self._moved)
         while stack:
             block = stack.pop()
@@ -372,12 +336,12 @@ class KvBlockIndex:
                 self._log(value)
         self._dirty.clear()
 
-    def _value(self, name: _Name) -> tuple[bool, int, int]:
+    def _value(self, name: NamedPrefix) -> tuple[bool, int, int]:
         """Whether it is held, and its tokens in device memory and in host memory.
 
         It is not held if no more than the next shorter prefix is: that one tells the rest.
         """
-        block = next((each for each in _up(name.block, name.low) if each.reached), None)
+        block = next((each for each in up(name.block, name.low) if each.reached), None)
         if block is None:
             return False, 0, 0
         found = min(block.depth, name.blocks)
@@ -390,11 +354,3 @@ class KvBlockIndex:
     def _log(self, value: int) -> None:
         self._changes.append(value)
         self._count += 1
-
-
-def _up(block: _Block, depth: int) -> Iterator[_Block]:
-    """``block`` and those above it, as far as they are at least that deep."""
-    at: _Block | None = block
-    while at is not None and at.depth >= depth:
-        yield at
-        at = at.parent
