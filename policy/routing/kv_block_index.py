@@ -152,7 +152,10 @@ class KvBlockIndex:
         doubtful = self.lossy and self._reached(keys[:shared]) < min(shared, most)
         known = max((i for i, value in enumerate(hashes) if value in self._names), default=-1)
         if known >= 0:
-            self._found(hashes[known], min(shared, most), keys)
+            end = min(shared, most)
+            self._found(hashes[known], end, self._path(keys[: max(end, 1)])[-1])
+        # One walk for all prefixes: a long prompt has dozens of them.
+        path = self._path(keys) if known + 1 < len(hashes) else []
         least = shared
         for i in range(known + 1, len(hashes)):
             parent = hashes[i - 1] if i else 0
@@ -162,7 +165,7 @@ class KvBlockIndex:
                 middle = (prompt.ends[i] + prompt.ends[i + 1]) / (2 * max(prompt.tokens, 1))
                 blocks = int(middle * tokens) // self.block_tokens
             least = blocks = min(max(blocks, least), whole)
-            self._place(hashes[i], parent, blocks, keys)
+            self._place(hashes[i], parent, blocks, path[max(blocks, 1) - 1])
         self._use(hashes[-1])
         self._watch()
         return doubtful
@@ -222,35 +225,43 @@ class KvBlockIndex:
         device, host = self.tokens_of(keys)
         return (device + host) // self.block_tokens
 
-    def _found(self, value: int, blocks: int, keys: Sequence[int]) -> None:
+    def _path(self, keys: Sequence[int]) -> list[Block]:
+        """These blocks of a prompt, from its first."""
+        path, block = [], self._root
+        for key in keys:
+            block = self._blocks.get(key) or self._add(key, block)
+            path.append(block)
+        return path
+
+    def _found(self, value: int, blocks: int, block: Block) -> None:
         """A prompt shares ``blocks`` blocks and the prefix ``value``, but nothing deeper that is known.
 
         Shorter prefixes cannot be worth more.
         """
         while (name := self._names.get(value)) is not None:
-            self._place(value, name.parent, blocks, keys)
+            self._place(value, name.parent, blocks, block)
             value = name.parent
             if (shorter := self._names.get(value)) is None or shorter.blocks <= blocks:
                 return
 
-    def _place(self, value: int, parent: int, blocks: int, keys: Sequence[int]) -> None:
-        """The prefix ``value`` is worth the first ``blocks`` of these blocks."""
-        name, block = self._names.get(value), self._root
-        for key in keys[: max(blocks, 1)]:
-            block = self._blocks.get(key) or self._add(key, block)
+    def _place(self, value: int, parent: int, blocks: int, block: Block) -> None:
+        """The prefix ``value`` is worth ``blocks`` blocks: ``block`` is their last, or the next."""
+        name, before = self._names.get(value), None
         if name is None:
             name = self._names[value] = NamedPrefix(parent, block)
         elif name.block is block and name.blocks == blocks:
             return
-        before = name.block
-        for each in up(before, name.low):
-            each.names.discard(value)
+        else:
+            before = name.block
+            for each in up(before, name.low):
+                each.names.discard(value)
         above = self._names.get(parent)
         name.block, name.blocks = block, blocks
         name.low = min(max(1, above.blocks if above else 1), block.depth)
         for each in up(block, name.low):
             each.names.add(value)
-        self._prune(before)
+        if before is not None:
+            self._prune(before)
         self._dirty.add(value)
 
     def _use(self, value: int) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.hashing import block_keys
+from policy.routing import kv_block_index, kv_block_tree
 from policy.routing.kv_block_index import KvBlockIndex, NamedPrompt, News
+from policy.routing.kv_block_tree import Block
 
 BLOCK = 4
 # Characters of a prompt up to each of its hashes. A token is a character.
@@ -262,3 +266,92 @@ def test_names_and_blocks_are_bounded_and_readers_agree(
     index.lost()
     gateway.read()
     assert not gateway.held
+
+
+class CountedKeys(list[int]):
+    """The keys of a prompt, which count how many of them were visited."""
+
+    visited = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for key in super().__iter__():
+            self.visited += 1
+            yield key
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.visited += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_blocks_of_a_prompt_are_visited_a_few_times_whatever_it_has_of_prefixes(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upwards = 0
+
+    def counted(block: Block, depth: int) -> Iterator[Block]:
+        nonlocal upwards
+        for each in kv_block_tree.up(block, depth):
+            upwards += 1
+            yield each
+
+    monkeypatch.setattr(kv_block_index, "up", counted)
+    index = KvBlockIndex(BLOCK)
+    blocks, prefixes = 1000, 40
+    ends = tuple((i + 1) * blocks * BLOCK // prefixes for i in range(prefixes))
+    named = NamedPrompt(tuple(range(2, 2 * prefixes + 2, 2)), ends, blocks * BLOCK)
+    keys = CountedKeys(range(1, blocks + 1))
+    index.stored(list(keys))
+    if again:
+        index.name(named, keys, blocks * BLOCK)
+    keys.visited = upwards = 0
+    index.name(named, keys, blocks * BLOCK)
+    assert keys.visited <= 4 * blocks
+    assert upwards <= 4 * blocks
+
+
+class WalkingIndex(KvBlockIndex):
+    """Finds the last block of each prefix by a walk from the first one."""
+
+    def _path(self, keys: Sequence[int]) -> Any:
+        return Walks(super()._path, keys)
+
+
+class Walks:
+    def __init__(self, path: Callable[[Sequence[int]], list[Block]], keys: Sequence[int]) -> None:
+        self.path = path
+        self.keys = keys
+
+    def __getitem__(self, at: int) -> Block:
+        return self.path(self.keys[: len(self.keys) if at < 0 else at + 1])[-1]
+
+
+@given(
+    prompts=st.lists(st.text("ab", min_size=1, max_size=60), max_size=30),
+    names=st.integers(1, 30),
+    seed=st.integers(),
+)
+def test_one_walk_for_all_prefixes_finds_what_a_walk_for_each_does(
+    prompts: Iterable[str], names: int, seed: int
+) -> None:
+    news = []
+    for kind in (KvBlockIndex, WalkingIndex):
+        rng = random.Random(seed)  # noqa: S311
+        index = kind(BLOCK, max_names=names)
+        engine, gateway = Engine(index), Gateway(index)
+        told = []
+        for prompt in prompts:
+            engine.send(prompt, gateway)
+            for _ in range(rng.randrange(6)):
+                if (key := engine.leaf(rng)) is not None:
+                    engine.remove(key)
+            if rng.random() < 0.05:
+                index.lost()
+            if rng.random() < 0.7:
+                read = gateway.read()
+                told.append(
+                    (read.at, read.reset, *(sorted(each, key=attrgetter("hash")) for each in read[2:]))
+                )
+        news.append(told)
+    assert news[0] == news[1]
