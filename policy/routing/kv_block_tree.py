@@ -6,13 +6,9 @@ from collections.abc import Iterator
 
 
 class Block:
-    """A block: ``near`` if a prompt finds it in device memory, ``reached`` if it finds it at all.
+    """A block. ``names`` are the prefixes whose report depends on it. Known since the store ``since``."""
 
-    ``device`` and ``host`` count its copies, ``names`` are the prefixes whose report depends on it. It is
-    known since the store numbered ``since``.
-    """
-
-    __slots__ = ("children", "depth", "device", "host", "key", "names", "near", "parent", "reached", "since")
+    __slots__ = ("children", "depth", "key", "names", "parent", "since")
 
     def __init__(self, key: int, parent: Block | None, since: int = 0) -> None:
         self.key = key
@@ -21,24 +17,21 @@ class Block:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: set[Block] = set()
         self.names: set[int] = set()
-        self.device = self.host = 0
-        self.near = self.reached = parent is None
 
 
 class NamedPrefix:
     """A named prefix, worth ``blocks`` blocks; ``block`` is the last of them, or the first one after it.
 
-    ``parent`` is the next shorter prefix. It was registered at the blocks from the depth ``low`` on.
+    ``parent`` is the next shorter prefix. It was registered at the blocks from ``first`` on.
     ``reported`` is what readers know.
     """
 
-    __slots__ = ("block", "blocks", "low", "parent", "reported")
+    __slots__ = ("block", "blocks", "first", "parent", "reported")
 
     def __init__(self, parent: int, block: Block) -> None:
         self.parent = parent
-        self.block = block
+        self.block = self.first = block
         self.blocks = 0
-        self.low = 1
         self.reported: tuple[bool, int, int] | None = None
 
 
