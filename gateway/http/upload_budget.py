@@ -139,6 +139,8 @@ class UploadBudget:
         """The connection holds nothing any more. May be called again."""
         if self._remove(upload):
             for share in (upload.own, upload.everyone):
+                if not share.waiting:  # nearly always: the first one is not looked for
+                    continue
                 first = share.first()
                 if first is not None and first.waiting and not self._must_wait(first):
                     self._read_on(first)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.upload_budget import MIN_RATE, MOST_AT_ONCE, READ_BYTES, UploadBudget
+from gateway.http.upload_budget import MIN_RATE, MOST_AT_ONCE, READ_BYTES, Upload, UploadBudget
 from gateway.protocol.errors import Refused
 
 LIMIT = 100 * READ_BYTES
@@ -127,6 +127,26 @@ def test_when_many_uploads_end_at_once_the_others_go_on_together() -> None:
     assert len(waiting) == 20 and len(due) == 1
     due.pop()()
     assert all(client.is_read for client in waiting)
+
+
+class Uploads(dict[Upload, None]):
+    """Open uploads, which count how often they were looked through."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Upload]:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_an_end_looks_at_no_other_upload_while_none_waits(budget: UploadBudget) -> None:
+    clients = [Client(budget) for _ in range(10)]
+    shares = (clients[0].upload.everyone, clients[0].upload.own)
+    for share in shares:
+        share.uploads = Uploads(share.uploads)
+    for client in clients[:3]:
+        budget.end(client.upload)
+    assert [share.uploads.looks for share in shares] == [0, 0]
 
 
 def test_those_that_are_read_when_the_half_is_reached_exceed_it_by_little() -> None:
