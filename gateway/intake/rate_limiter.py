@@ -28,8 +28,10 @@ from policy.tenancy.token_bucket import PERIOD_S, TokenBucket
 
 # A view that was not used for so long is made anew, from what the other workers saw last.
 FORGET_S: Final = PERIOD_S
-# Views that are brought up to date in one turn of the event loop.
+# Views that are brought up to date in one turn of the event loop, and seconds after which it ends earlier: a
+# look reads the counts of all other workers.
 LOOKS_A_TURN: Final = 256
+LOOKS_S: Final = 0.002
 
 
 class Reservation:
@@ -111,13 +113,17 @@ class RateLimiter:
         now = self._clock()
         if not self._due:
             self._due = list(self._states.values())
+        looks = 0
         for state in self._due[:LOOKS_A_TURN]:
+            looks += 1
             if not self._is_forgotten(state, now):
                 state.look(now)
                 state.report()
             elif self._states.get(state.subject.key) is state:
                 del self._states[state.subject.key]
-        del self._due[:LOOKS_A_TURN]
+            if self._clock() > now + LOOKS_S:
+                break
+        del self._due[:looks]
 
     def states(self) -> Collection[LimitState]:
         """The limits that requests of this worker named lately."""

@@ -53,8 +53,9 @@ _DAY_NS: Final = 86_400_000_000_000
 class Place:
     """Another row's slot of one tenant or key, and its counts as they were read last."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, row: int) -> None:
         self.at = at
+        self.row = row
         self.lives = False
         self.requests = self.requests_back = self.tokens = self.tokens_back = 0
 
@@ -131,6 +132,9 @@ class SharedLimits:
         self._living: frozenset[int] = frozenset()
         self._seen: object = None
         self._version = 0
+        # Of other rows: what changes with their keys, and the version in which it did last.
+        self._keys_versions: dict[int, tuple[int, int]] = {}
+        self._changed_in: dict[int, int] = {}
         self._keys: list[tuple[int, int]] = []
         self._keys_version = -1
         # The accounting process publishes from several threads.
@@ -324,27 +328,35 @@ class SharedLimits:
         return max(counts[at + _ASKED_AT], full_at) + later
 
     def _follow(self) -> None:
-        """Look which rows there are; slots are found anew if any has other keys."""
+        """Look which rows there are; slots are found anew in those that have other keys."""
         peers = self._rows.peers()
         if peers != self._seen:
             self._seen = peers
             self._written = self._rows.written()
             self._living = frozenset([peer.row for peer in peers])
             self._version += 1
+            found = {row: self._rows.keys_version(row) for row in self._written if row != self._rows.row}
+            for row in found.keys() | self._keys_versions.keys():
+                if found.get(row) != self._keys_versions.get(row):
+                    self._changed_in[row] = self._version
+            self._keys_versions = found
 
     def _find(self, slot: Slot) -> None:
-        """Where other rows count the slot's key. Those found for the first time began after the last look."""
+        """Where other rows count the slot's key. Those found for the first time began after the last look.
+
+        Rows that have the keys of the last time are not searched again: there may be hundreds.
+        """
         known = {place.at: place for place in slot.places}
-        places = []
-        slot.accounting = -1
-        for row in self._written:
-            at = -1 if row == self._rows.row else self._rows.find(_SLOTS, row, slot.key)
+        changed = [row for row, version in self._changed_in.items() if version > slot.version]
+        places = [place for place in slot.places if place.row not in changed]
+        for row in changed:
+            at = self._rows.find(_SLOTS, row, slot.key) if row in self._keys_versions else -1
             if row == ACCOUNTING:
                 slot.accounting = at
             elif at > 0:
-                place = known.get(at) or Place(at)
-                place.lives = row in self._living
-                places.append(place)
+                places.append(known.get(at) or Place(at, row))
+        for place in places:
+            place.lives = place.row in self._living
         slot.places = places
         slot.version = self._version
 

@@ -141,6 +141,11 @@ class MappedRows:
         words = self.words
         return [row for row, head in self._heads if words[head + _LAYOUT] == self._layout]
 
+    def keys_version(self, row: int) -> tuple[int, int]:
+        """What changes when the keys of ``row`` do."""
+        head = row * HEADER
+        return self.words[head + _INCARNATION], self.words[head + _CLAIMS]
+
     def find(self, table: Table, row: int, key: int) -> int:
         """Where ``row`` counts ``key``; -1 if it does not."""
         words = self.words

@@ -26,8 +26,10 @@ SUFFIX = ".capture"
 # A datagram may have 200 KB: so many rows, and so many hashes beside those of the row that goes over.
 MAX_ROWS = 64
 MAX_HASHES = 8192
-# What waits for a subscriber that does not keep up; what comes then is lost, and counted.
+# Rows that wait for a subscriber that does not keep up, and their hashes, of 44 bytes each.
+# What comes then is lost, and counted.
 MAX_KEPT = 10_000
+MAX_KEPT_HASHES = 1 << 20
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -57,10 +59,11 @@ class CaptureBatch(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class _Subscriber:
-    """A subscriber's socket, the rows that wait for it, and how many did not fit."""
+    """A subscriber's socket, the rows that wait for it, with how many hashes, and how many did not fit."""
 
     path: Path
     waiting: deque[Row] = field(default_factory=deque)
+    hashes: int = 0
     lost: int = 0
 
 
@@ -93,8 +96,9 @@ class CapturePublisher:
             grid_of(seed, body, call.route, raw, most=MAX_HASHES),
         )
         for subscriber in self._subscribers.values():
-            if len(subscriber.waiting) < MAX_KEPT:
+            if len(subscriber.waiting) < MAX_KEPT and subscriber.hashes + len(row.grid) <= MAX_KEPT_HASHES:
                 subscriber.waiting.append(row)
+                subscriber.hashes += len(row.grid)
             else:
                 subscriber.lost += 1
 
@@ -131,7 +135,7 @@ class CapturePublisher:
                         _encode(CaptureBatch(os.getpid(), subscriber.lost, rows)), str(subscriber.path)
                     )
                     for _ in rows:
-                        subscriber.waiting.popleft()
+                        subscriber.hashes -= len(subscriber.waiting.popleft().grid)
             except BlockingIOError:  # it has not read the last ones yet
                 continue
             except (

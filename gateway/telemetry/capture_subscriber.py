@@ -15,14 +15,14 @@ from time import monotonic
 import msgspec
 
 from gateway.protocol.prompt_features import BLOCK_BYTES
-from gateway.telemetry.capture_publisher import LOOK_EVERY_S, SUFFIX, CaptureBatch, Row
+from gateway.telemetry.capture_publisher import LOOK_EVERY_S, MAX_KEPT_HASHES, SUFFIX, CaptureBatch, Row
 from policy.wire.capture import BLOCK_TOKENS, HEADER, CaptureLine, DroppedRows
 from store.state_dir import own_directory
 
 # Until every worker has looked for listeners.
 SETTLE_S = 2 * LOOK_EVERY_S
 MAX_DATAGRAM = 256 * 1024
-# A client that reads slower than this many lines behind the workers holds them back.
+# A client that is this many lines behind the workers, or MAX_KEPT_HASHES, holds them back.
 MAX_LINES = 10_000
 
 
@@ -86,17 +86,17 @@ class Subscribers:
             started = monotonic()
             yield _encode(HEADER) + b"\n"
             while (batches := await subscription.received()) is not None:
-                lines = [
-                    _encode(pseudonyms.line(row, started))
-                    for batch in batches
-                    for row in batch.rows
-                    if row.at >= started
-                ]
+                for batch in batches:
+                    lines = [
+                        _encode(pseudonyms.line(row, started)) for row in batch.rows if row.at >= started
+                    ]
+                    if lines:
+                        yield b"\n".join(lines) + b"\n"
+                    # A batch may take 5 ms, and a client that keeps up does not let others go on between two.
+                    await asyncio.sleep(0)
                 if subscription.lost != lost:
                     lost = subscription.lost
-                    lines.append(_encode(DroppedRows(lost)))
-                if lines:
-                    yield b"\n".join(lines) + b"\n"
+                    yield _encode(DroppedRows(lost)) + b"\n"
         finally:
             self._open.discard(subscription)
             subscription.close()
@@ -116,7 +116,7 @@ class _Subscription:
         self._socket.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._batches: list[CaptureBatch] = []
-        self._rows = 0
+        self._rows = self._hashes = 0
         self._lost: dict[int, int] = {}
         self._over = self._reading = False
         self._arrived = asyncio.Event()
@@ -139,7 +139,7 @@ class _Subscription:
             self._arrived.clear()
             await self._arrived.wait()
         batches, self._batches = self._batches, []
-        self._rows = 0
+        self._rows = self._hashes = 0
         self._listen()
         return batches
 
@@ -168,10 +168,11 @@ class _Subscription:
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._rows < MAX_LINES:
+            while self._rows < MAX_LINES and self._hashes < MAX_KEPT_HASHES:
                 batch = _decode(self._socket.recv(MAX_DATAGRAM))
                 self._batches.append(batch)
                 self._rows += len(batch.rows)
+                self._hashes += sum([len(row.grid) for row in batch.rows])
                 self._lost[batch.pid] = batch.lost
                 self._arrived.set()
             self._pause()  # until these have been passed on

@@ -13,19 +13,24 @@ name a block several times, since an engine may hold copies of it: they are coun
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from policy.routing.kv_block_tree import Block, NamedPrefix, up
 from policy.wire.load_stream import CachedPrefix
 
 # About one name per 256 tokens: several times the KV cache of any GPU.
 MAX_NAMES = 16_384
+# Blocks that have a name, about 0.6 KB each: as many as are followed of what the engine stores.
+MAX_NAMED_BLOCKS = 1 << 18
 # Changes that are kept for readers; one that missed more receives a snapshot, of at most so many prefixes.
 MAX_CHANGES = 4096
 MAX_SNAPSHOT = 4096
 # No prompt has more prefixes.
 MAX_DEPTH = 256
+# Blocks that are forgotten with each change after the engine lost all: 250,000 of them take 0.2 s.
+FORGOTTEN_AT_ONCE = 256
 
 
 class NamedPrompt(NamedTuple):
@@ -49,61 +54,35 @@ class News(NamedTuple):
     gone: tuple[CachedPrefix, ...]
 
 
-class _Block:
-    """A block: ``near`` if a prompt finds it in device memory, ``reached`` if it finds it at all.
-
-    ``device`` and ``host`` count its copies, ``names`` are the prefixes whose report depends on it. It is
-    known since the store numbered ``since``.
-    """
-
-    __slots__ = ("children", "depth", "device", "host", "key", "names", "near", "parent", "reached", "since")
-
-    def __init__(self, key: int, parent: _Block | None, since: int = 0) -> None:
-        self.key = key
-        self.since = since
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: set[_Block] = set()
-        self.names: set[int] = set()
-        self.device = self.host = 0
-        self.near = self.reached = parent is None
-
-
-class _Name:
-    """A named prefix, worth ``blocks`` blocks; ``block`` is the last of them, or the first one after it.
-
-    ``parent`` is the next shorter prefix. It was registered at the blocks from the depth ``low`` on.
-    ``reported`` is what readers know.
-    """
-
-    __slots__ = ("block", "blocks", "low", "parent", "reported")
-
-    def __init__(self, parent: int, block: _Block) -> None:
-        self.parent = parent
-        self.block = block
-        self.blocks = 0
-        self.low = 1
-        self.reported: tuple[bool, int, int] | None = None
-
-
 class KvBlockIndex:
     """The blocks and named prefixes of one engine, with blocks of ``block_tokens`` tokens (0: not known yet).
 
     ``stores`` counts what was stored. It is ``lossy`` where the engine may hold more than is known here.
     """
 
-    def __init__(self, block_tokens: int, max_names: int = MAX_NAMES) -> None:
+    def __init__(
+        self, block_tokens: int, max_names: int = MAX_NAMES, max_named_blocks: int = MAX_NAMED_BLOCKS
+    ) -> None:
         self.block_tokens = block_tokens
         self.stores = 0
         self.lossy = False
         self._max_names = max_names
-        self._root = _Block(0, None)
-        self._blocks: dict[int, _Block] = {0: self._root}
+        self._max_named_blocks = max_named_blocks
+        self._root = Block(0, None)
+        self._blocks: dict[int, Block] = {0: self._root}
+        self._named_blocks = 0
+        # The copies of blocks by their keys; the blocks that a prompt finds in device memory, and at all.
+        self._device: dict[int, int] = {}
+        self._host: dict[int, int] = {}
+        self._near = {self._root}
+        self._reached = {self._root}
+        # Blocks that were known when all was lost, those above before those below: some are of no use now.
+        self._left: list[Block] = []
         # The least recently named first; shorter prefixes of a prompt after longer ones.
-        self._names: OrderedDict[int, _Name] = OrderedDict()
+        self._names: OrderedDict[int, NamedPrefix] = OrderedDict()
         self._dirty: set[int] = set()
         # Blocks that were moved between device and host memory: what is below them is found elsewhere too.
-        self._moved: set[_Block] = set()
+        self._moved: set[Block] = set()
         self._changes: deque[int] = deque(maxlen=MAX_CHANGES)
         self._count = 0
         self._reset_at = 0
@@ -125,11 +104,12 @@ class KvBlockIndex:
                 return
             last = self._blocks.get(key) or self._add(key, last)
             if host:
-                last.host += 1
+                self._host[key] = self._host.get(key, 0) + 1
             else:
                 # After lost events a store may be a repeated one.
-                last.device = 1 if self.lossy else last.device + 1
+                self._device[key] = 1 if self.lossy else self._device.get(key, 0) + 1
             self._refresh(last)
+        self._forget_some()
         self._watch()
 
     def removed(self, key: int, *, host: bool = False) -> None:
@@ -137,18 +117,18 @@ class KvBlockIndex:
         block = self._blocks.get(key)
         if block is None:
             return
-        if host:
-            block.host = max(block.host - 1, 0)
+        copies = self._host if host else self._device
+        if copies.get(key, 0) > 1:
+            copies[key] -= 1
         else:
-            block.device = max(block.device - 1, 0)
+            copies.pop(key, None)
         self._refresh(block)
         self._prune(block)
         self._watch()
 
     def holds(self, key: int) -> bool:
         """Whether the engine holds a copy of a block."""
-        block = self._blocks.get(key)
-        return block is not None and block.device + block.host > 0
+        return key in self._device or key in self._host
 
     def has(self, value: int) -> bool:
         """Whether this prefix is named here."""
@@ -161,7 +141,7 @@ class KvBlockIndex:
 
     def cleared(self) -> None:
         """The engine removed all blocks from device memory."""
-        self._forget(host=False)
+        self._lose(host=False)
 
     def lost(self) -> None:
         """Events were lost: nothing is held until the engine says so again."""
@@ -185,10 +165,13 @@ class KvBlockIndex:
             return False
         # The engine always computes the last token.
         most = max(tokens - 1, 0) // self.block_tokens
-        doubtful = self.lossy and self._reached(keys[:shared]) < min(shared, most)
+        doubtful = self.lossy and sum(self.tokens_of(keys[:shared])) < min(shared, most) * self.block_tokens
         known = max((i for i, value in enumerate(hashes) if value in self._names), default=-1)
         if known >= 0:
-            self._found(hashes[known], min(shared, most), keys)
+            end = min(shared, most)
+            self._found(hashes[known], end, self._path(keys[: max(end, 1)])[-1])
+        # One walk for all prefixes: a long prompt has dozens of them.
+        path = self._path(keys) if known + 1 < len(hashes) else []
         least = shared
         for i in range(known + 1, len(hashes)):
             parent = hashes[i - 1] if i else 0
@@ -198,8 +181,9 @@ class KvBlockIndex:
                 middle = (prompt.ends[i] + prompt.ends[i + 1]) / (2 * max(prompt.tokens, 1))
                 blocks = int(middle * tokens) // self.block_tokens
             least = blocks = min(max(blocks, least), whole)
-            self._place(hashes[i], parent, blocks, keys)
+            self._place(hashes[i], parent, blocks, path[max(blocks, 1) - 1])
         self._use(hashes[-1])
+        self._forget_some()
         self._watch()
         return doubtful
 
@@ -240,9 +224,9 @@ class KvBlockIndex:
         near = reached = 0
         for key in keys:
             block = self._blocks.get(key)
-            if block is None or not block.reached:
+            if block is None or block not in self._reached:
                 break
-            near += block.near
+            near += block in self._near
             reached += 1
         return near * self.block_tokens, (reached - near) * self.block_tokens
 
@@ -254,40 +238,49 @@ class KvBlockIndex:
                 return index
         return len(keys)
 
-    def _reached(self, keys: Sequence[int]) -> int:
-        device, host = self.tokens_of(keys)
-        return (device + host) // self.block_tokens
+    def _path(self, keys: Sequence[int]) -> list[Block]:
+        """These blocks of a prompt, from its first."""
+        path, block = [], self._root
+        for key in keys:
+            block = self._blocks.get(key) or self._add(key, block)
+            path.append(block)
+        return path
 
-    def _found(self, value: int, blocks: int, keys: Sequence[int]) -> None:
+    def _found(self, value: int, blocks: int, block: Block) -> None:
         """A prompt shares ``blocks`` blocks and the prefix ``value``, but nothing deeper that is known.
 
         Shorter prefixes cannot be worth more.
         """
         while (name := self._names.get(value)) is not None:
-            self._place(value, name.parent, blocks, keys)
+            self._place(value, name.parent, blocks, block)
             value = name.parent
             if (shorter := self._names.get(value)) is None or shorter.blocks <= blocks:
                 return
 
-    def _place(self, value: int, parent: int, blocks: int, keys: Sequence[int]) -> None:
-        """The prefix ``value`` is worth the first ``blocks`` of these blocks."""
-        name, block = self._names.get(value), self._root
-        for key in keys[: max(blocks, 1)]:
-            block = self._blocks.get(key) or self._add(key, block)
+    def _place(self, value: int, parent: int, blocks: int, block: Block) -> None:
+        """The prefix ``value`` is worth ``blocks`` blocks: ``block`` is their last, or the next."""
+        name, before = self._names.get(value), None
         if name is None:
-            name = self._names[value] = _Name(parent, block)
+            name = self._names[value] = NamedPrefix(parent, block)
         elif name.block is block and name.blocks == blocks:
             return
-        before = name.block
-        for each in _up(before, name.low):
-            each.names.discard(value)
+        else:
+            before = name.block
+            self._untie(value, name)
         above = self._names.get(parent)
         name.block, name.blocks = block, blocks
-        name.low = min(max(1, above.blocks if above else 1), block.depth)
-        for each in _up(block, name.low):
+        for each in up(block, min(max(1, above.blocks if above else 1), block.depth)):
+            self._named_blocks += not each.names
             each.names.add(value)
-        self._prune(before)
+            name.first = each
+        if before is not None:
+            self._prune(before)
         self._dirty.add(value)
+
+    def _untie(self, value: int, name: NamedPrefix) -> None:
+        for each in up(name.block, name.first.depth):
+            each.names.remove(value)
+            self._named_blocks -= not each.names
 
     def _use(self, value: int) -> None:
         """``value`` was named: it and what is shorter are forgotten last."""
@@ -296,74 +289,88 @@ class KvBlockIndex:
                 break
             self._names.move_to_end(value)
             value = self._names[value].parent
-        while len(self._names) > self._max_names:
+        while len(self._names) > self._max_names or self._named_blocks > self._max_named_blocks:
             value, name = self._names.popitem(last=False)
-            for each in _up(name.block, name.low):
-                each.names.discard(value)
+            self._untie(value, name)
             self._prune(name.block)
             self._dirty.discard(value)
             self._log(value)
 
-    def _add(self, key: int, parent: _Block) -> _Block:
-        block = self._blocks[key] = _Block(key, parent, self.stores)
+    def _add(self, key: int, parent: Block) -> Block:
+        block = self._blocks[key] = Block(key, parent, self.stores)
         parent.children.add(block)
         return block
 
-    def _prune(self, block: _Block) -> None:
+    def _prune(self, block: Block) -> None:
         """Forget ``block`` and those above it, as far as nothing depends on them."""
         while (parent := block.parent) is not None:
-            if block.device or block.host or block.children or block.names:
+            if block.children or block.names or self.holds(block.key):
                 return
             parent.children.discard(block)
             del self._blocks[block.key]
             self._moved.discard(block)
             block = parent
 
-    def _refresh(self, block: _Block) -> None:
+    def _refresh(self, block: Block) -> None:
         """Copies of ``block`` came or went: update where it and what continues it are found."""
         stack = [block]
         while stack:
             block = stack.pop()
             assert block.parent is not None
-            near = block.device > 0 and block.parent.near
-            reached = near or (block.host > 0 and block.parent.reached)
-            if near == block.near and reached == block.reached:
+            near = block.key in self._device and block.parent in self._near
+            reached = near or (block.key in self._host and block.parent in self._reached)
+            was_reached = block in self._reached
+            if near == (block in self._near) and reached == was_reached:
                 continue
-            if reached and block.reached:
+            if reached and was_reached:
                 self._moved.add(block)
-            block.near, block.reached = near, reached
+            (self._near.add if near else self._near.discard)(block)
+            (self._reached.add if reached else self._reached.discard)(block)
             self._dirty |= block.names
             stack.extend(block.children)
 
     def _restart(self, *, lossy: bool) -> None:
-        self._forget(host=True)
+        self._lose(host=True)
         self.lossy = lossy
         self._count += 1
         self._reset_at = self._count
 
-    def _forget(self, *, host: bool) -> None:
-        """Nothing is in device memory any more, nor with ``host`` in host memory."""
-        for block in self._blocks.values():
-            block.device = 0
-            if host:
-                block.host = 0
-        for block in list(self._root.children):
-            self._refresh(block)
-        for block in sorted(self._blocks.values(), key=lambda each: -each.depth):
-            if block.key in self._blocks:
-                self._prune(block)
+    def _lose(self, *, host: bool) -> None:
+        """Nothing is in device memory any more, nor with ``host`` in host memory.
+
+        What is of no use then is forgotten later, a few blocks at a time.
+        """
+        self._device.clear()
+        if host:
+            self._host.clear()
+        self._near = {self._root}
+        self._reached = {self._root}
+        stack = [self._root] if self._host else []
+        while stack:
+            found = [child for child in stack.pop().children if child.key in self._host]
+            self._reached.update(found)
+            stack += found
+        self._moved.clear()
+        self._dirty.update(self._names)
+        self._left = list(self._blocks.values())
         self._watch()
+
+    def _forget_some(self) -> None:
+        for _ in range(min(FORGOTTEN_AT_ONCE, len(self._left))):
+            block = self._left.pop()
+            if self._blocks.get(block.key) is block:
+                self._prune(block)
 
     def _collect(self) -> None:
         """Log the prefixes of which readers know something else than what is true now."""
-        seen: set[_Block] = set()
+        seen: set[Block] = set()
         stack = list(self._moved)
         while stack:
             block = stack.pop()
             if block not in seen:
                 seen.add(block)
                 self._dirty |= block.names
-                stack.extend(child for child in block.children if child.reached)
+                stack += block.children & self._reached
         self._moved.clear()
         for value in self._dirty:
             name = self._names[value]
@@ -372,16 +379,16 @@ class KvBlockIndex:
                 self._log(value)
         self._dirty.clear()
 
-    def _value(self, name: _Name) -> tuple[bool, int, int]:
+    def _value(self, name: NamedPrefix) -> tuple[bool, int, int]:
         """Whether it is held, and its tokens in device memory and in host memory.
 
         It is not held if no more than the next shorter prefix is: that one tells the rest.
         """
-        block = next((each for each in _up(name.block, name.low) if each.reached), None)
-        if block is None:
+        if name.first not in self._reached:
             return False, 0, 0
+        block = next(each for each in up(name.block, name.first.depth) if each in self._reached)
         found = min(block.depth, name.blocks)
-        while not block.near:
+        while block not in self._near:
             assert block.parent is not None
             block = block.parent
         device = min(block.depth, found)
@@ -390,11 +397,3 @@ class KvBlockIndex:
     def _log(self, value: int) -> None:
         self._changes.append(value)
         self._count += 1
-
-
-def _up(block: _Block, depth: int) -> Iterator[_Block]:
-    """``block`` and those above it, as far as they are at least that deep."""
-    at: _Block | None = block
-    while at is not None and at.depth >= depth:
-        yield at
-        at = at.parent

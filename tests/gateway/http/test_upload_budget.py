@@ -129,6 +129,26 @@ def test_when_many_uploads_end_at_once_the_others_go_on_together() -> None:
     assert all(client.is_read for client in waiting)
 
 
+class Uploads(dict[Upload, None]):
+    """Open uploads, which count how often they were looked through."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Upload]:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_an_end_looks_at_no_other_upload_while_none_waits(budget: UploadBudget) -> None:
+    clients = [Client(budget) for _ in range(10)]
+    shares = (clients[0].upload.everyone, clients[0].upload.own)
+    for share in shares:
+        share.uploads = Uploads(share.uploads)
+    for client in clients[:3]:
+        budget.end(client.upload)
+    assert [share.uploads.looks for share in shares] == [0, 0]
+
+
 def test_those_that_are_read_when_the_half_is_reached_exceed_it_by_little() -> None:
     budget = UploadBudget(lambda: (LIMIT, LIMIT))
     large, crowd = Client(budget, 99), [Client(budget, 90) for _ in range(40)]
@@ -154,29 +174,6 @@ def test_when_the_one_that_goes_on_is_refused_another_goes_on(peer: object) -> N
         for client in rest:
             client.send(1)
     assert sum(not client.status for client in there) > 50
-
-
-def test_an_end_looks_at_the_others_only_if_one_waits() -> None:
-    budget = UploadBudget(lambda: (LIMIT, LIMIT))
-    clients = [Client(budget, reads=2) for _ in range(20)]
-    for client in clients:
-        client.send(1)
-    everyone, own = clients[0].upload.everyone, clients[0].upload.own
-    everyone.uploads, own.uploads = Looks(everyone.uploads), Looks(own.uploads)
-    looked = (everyone.uploads, own.uploads)
-    for client in clients:
-        client.send(1)
-    assert [each.count for each in looked] == [0, 0]
-
-
-class Looks(dict[Upload, None]):
-    """The uploads of a share, and how often they were looked through."""
-
-    count = 0
-
-    def __iter__(self) -> Iterator[Upload]:
-        self.count += 1
-        return super().__iter__()
 
 
 def test_few_go_on_at_a_time_in_large_reads() -> None:

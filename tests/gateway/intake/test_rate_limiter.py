@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -349,3 +349,90 @@ def test_keys_are_in_force_when_all_living_workers_say_so(tmp_path: Path) -> Non
     clock.now += 4
     first.beat()
     assert accounting.access_in_force(5), "the other died"
+
+
+class TickingClock:
+    """A clock that is a millisecond further each time that it is read."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+def test_a_beat_ends_in_time_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    shown: set[int] = set()
+    clock = TickingClock()
+    limiter = RateLimiter(SharedLimits(tmp_path / "rows", 0, Clock()), clock)
+    account = TenantAccount("web", b"")
+    names = [f"key-{i}" for i in range(12)]
+    for name in names:
+        limiter.admit(Principal(account, name, (Access(), Access(rpm_limit=60))), 1, 0)
+    states = list(limiter.states())
+    looked: list[float] = []
+    for _ in range(4):
+        before = [state._looked_at for state in states]
+        limiter.beat()
+        shown |= {i for i, state in enumerate(states) if state._looked_at != before[i]}
+        looked.append(len(shown))
+    assert looked == [3, 6, 9, 12]
+
+
+def test_only_rows_with_other_keys_are_searched(tmp_path: Path) -> None:
+    me, unchanged, busy = (SharedLimits(tmp_path / "rows", row, Clock()) for row in range(3))
+    slot = me.open(KEY, counts=True)
+    # As no process does it: the row has the key, and does not say so.
+    hidden = slot.at - me._rows.base + unchanged._rows.base
+    unchanged._words[hidden] = KEY
+    busy.open(TENANT, counts=True)
+    me.look(slot)
+    assert slot.places == []
+    unchanged.open(TENANT, counts=True)
+    me.look(slot)
+    assert [place.at for place in slot.places] == [hidden]
+
+
+# They all belong into the same few slots of a row, so that some take the place of others.
+CROWDED = [1 + 16_384 * i for i in range(1, 21)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 4), st.sampled_from(["open", "restart", "die", "look"]), st.sampled_from(CROWDED)
+        ),
+        max_size=60,
+    )
+)
+def test_a_slot_is_found_where_a_new_search_finds_it(steps: list[tuple[int, str, int]]) -> None:
+    with TemporaryDirectory() as folder:
+        path, clock = Path(folder) / "rows", Clock()
+        me = SharedLimits(path, 0, clock)
+        others: dict[int, SharedLimits] = {}
+        numbers = [1, 2, 3, ACCOUNTING]
+        slots = [me.open(key, counts=False) for key in CROWDED]
+        for number, what, key in steps:
+            row = numbers[number - 1]
+            clock.now += 0.01
+            if what in ("restart", "die") and row in others:
+                others.pop(row).close()
+            if what != "die" and row not in others:
+                others[row] = SharedLimits(path, row, clock)
+            if what == "open":
+                slot = others[row].open(key, counts=True)
+                slot.running += 1
+                slot.spent += 5
+                others[row].write(slot)
+            if what == "look":
+                me.beat()
+                for slot in slots:
+                    me.look(slot)
+                    new = me.open(slot.key, counts=False)
+                    assert {(p.at, p.lives) for p in slot.places} == {(p.at, p.lives) for p in new.places}
+                    assert slot.accounting == new.accounting
+                    assert (slot.all_running, slot.all_spent) == (new.all_running, new.all_spent)
+        for each in [me, *others.values()]:
+            each.close()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.routing import shared_counters
-from gateway.routing.shared_counters import RING_ENTRIES, SharedRows
+from gateway.routing.shared_counters import READ_AT_ONCE, RING_ENTRIES, SharedRows
 from tests.clock import Clock
 
 REPLICA, OTHER = 0xFEED_FACE_CAFE_BEEF, 7
@@ -202,8 +202,61 @@ def test_service_adds_up_and_can_be_corrected(worker: Worker) -> None:
 def test_a_new_worker_reads_the_published_prefixes_that_remain(worker: Worker) -> None:
     first = worker(0)
     first.publish(1, REPLICA, list(range(RING_ENTRIES + 5)))
-    ((_, _, hashes),) = worker(1).published_by_others()
+    new = worker(1)
+    hashes = [prefix for read in reads(new) for prefix in read]
     assert hashes == list(range(5, RING_ENTRIES + 5))
+
+
+def reads(worker: SharedRows) -> Iterator[list[int]]:
+    """The prefixes that each call returns, until there are no more."""
+    while found := worker.published_by_others():
+        yield [prefix for _, _, hashes in found for prefix in hashes]
+
+
+def test_a_request_reads_a_part_of_what_a_new_worker_finds(worker: Worker) -> None:
+    others = [worker(1), worker(2)]
+    for other in others:
+        other.publish(1, REPLICA, list(range(RING_ENTRIES)))
+    found = list(reads(worker(0)))
+    assert max(map(len, found)) == READ_AT_ONCE
+    assert sum(map(len, found)) == 2 * RING_ENTRIES
+
+
+def test_a_worker_that_publishes_much_holds_no_other_back(worker: Worker) -> None:
+    me, busy, calm = worker(0), worker(1), worker(2)
+    me.beat()
+    for _ in range(3):
+        busy.publish(1, REPLICA, list(range(READ_AT_ONCE + 1)))
+        calm.publish(1, OTHER, [7])
+        found = me.published_by_others() + me.published_by_others()
+        assert (1, OTHER, [7]) in found
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(1, 3), st.integers(1, 600))), max_size=20))
+def test_all_that_is_published_is_read_once_and_in_its_order(
+    tmp_path: Path, steps: list[tuple[int, int] | None]
+) -> None:
+    """``None``: a call. Less is published in between than the rings hold."""
+    rows = [SharedRows(tmp_path / "rows", i) for i in range(4)]
+    me = rows[0]
+    me.beat()
+    published: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    read: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    list(reads(me))  # those of the last example
+    for step in [*steps, *[None] * 60]:
+        if step is None:
+            for _, replica, hashes in me.published_by_others():
+                read[replica] += hashes
+            continue
+        who, count = step
+        if len(published[who]) - len(read[who]) + count <= RING_ENTRIES:
+            hashes = [len(published[who]) + i for i in range(count)]
+            rows[who].publish(9, who, hashes)
+            published[who] += hashes
+    assert read == published
+    for row in rows:
+        row.close()
 
 
 def test_a_torn_entry_is_skipped(worker: Worker) -> None:
@@ -262,7 +315,7 @@ def test_concurrent_writers_are_read_consistently(tmp_path: Path) -> None:
         process.join()
         assert process.exitcode == 0
     me.beat()
-    received += sum(len(hashes) for _, _, hashes in me.published_by_others())
+    received += sum(len(read) for read in reads(me))
     totals = [me.others(key) for key in range(1, 9)]
     assert totals == [(0, 0, 3 * rounds // 8)] * 8
     assert [me.served_by_others(key) for key in range(1, 9)] == [9 * rounds // 8] * 8

@@ -169,12 +169,56 @@ async def test_a_slow_subscriber_gets_the_count_of_lost_rows(
     assert len(rows) == 3 and last == {"lost": 2}
 
 
-async def test_a_subscribers_buffer_is_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_subscriber, "MAX_LINES", 1)
+async def test_the_hashes_that_wait_for_a_slow_subscriber_are_bounded(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = "a" * BLOCK_BYTES * 10
+    raw = json.dumps({"model": "alpha", "prompt": prompt, "input": prompt}).encode()
+    hashes = len(grid_of(7, bodies.read(raw), COMPLETE, raw, most=1000))
+    monkeypatch.setattr(capturing, "MAX_KEPT_HASHES", 3 * hashes)
+    await site.listen()
+    for kept in (3, 3):
+        for _ in range(5):
+            end_call(site.workers[0], prompt)
+        site.flush()
+        *rows, last = await received(site.lines, kept + 1)
+        assert len(rows) == kept and "lost" in last
+    assert last == {"lost": 4}
+
+
+async def test_other_tasks_run_between_the_batches_of_a_capture(site: Site) -> None:
+    await site.listen()
+    rows = 3 * capturing.MAX_ROWS
+    for _ in range(rows):
+        end_call(site.workers[0])
+    site.flush()
+    (subscription,) = site.listeners._open
+    while subscription._rows < rows:  # noqa: ASYNC110 - a socket has no event
+        await asyncio.sleep(0)
+    loop, turns = asyncio.get_running_loop(), [0]
+
+    def turn() -> None:
+        turns[-1] += 1
+        loop.call_soon(turn)
+
+    turn()
+    sizes = []
+    while sum(sizes) < rows:
+        turns.append(0)
+        sizes.append(len((await anext(site.lines)).splitlines()))
+    assert sizes == [capturing.MAX_ROWS] * 3
+    assert all(turns[2:])
+
+
+@pytest.mark.parametrize("limit", ["MAX_LINES", "MAX_KEPT_HASHES"])
+async def test_a_subscribers_buffer_is_bounded(
+    site: Site, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(capture_subscriber, limit, 1)
     await site.listen()
     (subscription,) = site.listeners._open
     for number in range(1, 4):
-        end_call(site.workers[0], usage=Usage(number, 0, 1))
+        end_call(site.workers[0], "a" * BLOCK_BYTES, usage=Usage(number, 0, 1))
         site.flush()
     while not subscription._batches:  # noqa: ASYNC110 - a socket has no event
         await asyncio.sleep(0)

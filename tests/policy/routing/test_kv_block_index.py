@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.hashing import block_keys
+from policy.routing import kv_block_index, kv_block_tree
 from policy.routing.kv_block_index import KvBlockIndex, NamedPrompt, News
+from policy.routing.kv_block_tree import Block
 
 BLOCK = 4
 # Characters of a prompt up to each of its hashes. A token is a character.
@@ -262,3 +266,170 @@ def test_names_and_blocks_are_bounded_and_readers_agree(
     index.lost()
     gateway.read()
     assert not gateway.held
+
+
+class CountedKeys(list[int]):
+    """The keys of a prompt, which count how many of them were visited."""
+
+    visited = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for key in super().__iter__():
+            self.visited += 1
+            yield key
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.visited += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_blocks_of_a_prompt_are_visited_a_few_times_whatever_it_has_of_prefixes(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upwards = 0
+
+    def counted(block: Block, depth: int) -> Iterator[Block]:
+        nonlocal upwards
+        for each in kv_block_tree.up(block, depth):
+            upwards += 1
+            yield each
+
+    monkeypatch.setattr(kv_block_index, "up", counted)
+    index = KvBlockIndex(BLOCK)
+    blocks, prefixes = 1000, 40
+    ends = tuple((i + 1) * blocks * BLOCK // prefixes for i in range(prefixes))
+    named = NamedPrompt(tuple(range(2, 2 * prefixes + 2, 2)), ends, blocks * BLOCK)
+    keys = CountedKeys(range(1, blocks + 1))
+    index.stored(list(keys))
+    if again:
+        index.name(named, keys, blocks * BLOCK)
+    keys.visited = upwards = 0
+    index.name(named, keys, blocks * BLOCK)
+    assert keys.visited <= 4 * blocks
+    assert upwards <= 4 * blocks
+
+
+class WalkingIndex(KvBlockIndex):
+    """Finds the last block of each prefix by a walk from the first one."""
+
+    def _path(self, keys: Sequence[int]) -> Any:
+        return Walks(super()._path, keys)
+
+
+class Walks:
+    def __init__(self, path: Callable[[Sequence[int]], list[Block]], keys: Sequence[int]) -> None:
+        self.path = path
+        self.keys = keys
+
+    def __getitem__(self, at: int) -> Block:
+        return self.path(self.keys[: len(self.keys) if at < 0 else at + 1])[-1]
+
+
+def told_of(
+    index: KvBlockIndex, prompts: Iterable[str], seed: int, clear: Callable[[Engine], None]
+) -> list[Any]:
+    """All news while these prompts are sent, blocks are evicted, and everything is cleared now and then."""
+    rng = random.Random(seed)  # noqa: S311
+    engine, gateway = Engine(index), Gateway(index)
+    told = []
+    for prompt in prompts:
+        engine.send(prompt, gateway)
+        for _ in range(rng.randrange(6)):
+            if (key := engine.leaf(rng)) is not None:
+                if rng.random() < 0.3:
+                    engine.offload(key)
+                engine.remove(key)
+        if rng.random() < 0.1:
+            clear(engine)
+        if rng.random() < 0.7:
+            read = gateway.read()
+            held, gone = (sorted(each, key=attrgetter("hash")) for each in (read.held, read.gone))
+            told.append((read.reset, held, gone))
+    return told
+
+
+some_prompts = st.lists(st.text("ab", min_size=1, max_size=60), max_size=30)
+
+
+@given(prompts=some_prompts, names=st.integers(1, 30), seed=st.integers())
+def test_one_walk_for_all_prefixes_finds_what_a_walk_for_each_does(
+    prompts: Iterable[str], names: int, seed: int
+) -> None:
+    def lose(engine: Engine) -> None:
+        engine.index.lost()
+
+    once, each = (told_of(kind(BLOCK, names), prompts, seed, lose) for kind in (KvBlockIndex, WalkingIndex))
+    assert once == each
+
+
+@given(prompts=some_prompts, names=st.integers(1, 30), seed=st.integers())
+def test_all_that_is_cleared_at_once_is_as_if_it_was_removed_one_by_one(
+    prompts: Iterable[str], names: int, seed: int
+) -> None:
+    def clear(engine: Engine) -> None:
+        engine.index.cleared()
+        engine.index.stored([])  # forgets what is of no use now
+        engine.device.clear()
+
+    def remove(engine: Engine) -> None:
+        for key in list(engine.device.elements()):
+            engine.remove(key)
+        engine.index.stored([])
+        engine.device.clear()
+
+    at_once, one_by_one = KvBlockIndex(BLOCK, names), KvBlockIndex(BLOCK, names)
+    assert told_of(at_once, prompts, seed, clear) == told_of(one_by_one, prompts, seed, remove)
+    assert at_once._blocks.keys() == one_by_one._blocks.keys()
+
+
+class CountingIndex(KvBlockIndex):
+    """Counts the blocks that it looks at to update or to forget them."""
+
+    looks = 0
+
+    def _refresh(self, block: Block) -> None:
+        self.looks += 1
+        super()._refresh(block)
+
+    def _prune(self, block: Block) -> None:
+        self.looks += 1
+        super()._prune(block)
+
+
+@pytest.mark.parametrize("event", ["cleared", "lost", "restart"])
+def test_what_is_lost_at_once_is_forgotten_a_few_blocks_at_a_time(event: str) -> None:
+    index = CountingIndex(BLOCK)
+    for number in range(100):
+        index.stored(range(100 * number + 1, 100 * number + 101))
+    index.name(NamedPrompt((2,), (80,), 80), range(1, 21), 80)
+    index.looks = 0
+    getattr(index, event)()
+    assert index.looks == 0
+    assert not index.is_held(2)
+    assert index.tokens_of([1]) == (0, 0)
+    for _ in range(100):
+        index.looks = 0
+        index.stored([])
+        assert index.looks <= 256
+    assert index._blocks.keys() == set(range(21)), "the named ones are left"
+
+
+def test_named_blocks_are_bounded() -> None:
+    index = KvBlockIndex(BLOCK, max_named_blocks=100)
+    gateway = Gateway(index)
+    gateway.read()
+    for number in range(1, 11):
+        named = NamedPrompt((20 * number, 20 * number + 2), (60, 120), 120)
+        index.name(named, range(1000 * number, 1000 * number + 30), 120)
+    assert [number for number in range(1, 11) if index.has(20 * number)] == [8, 9, 10]
+    assert len(index._blocks) <= 101
+    assert {each.hash for each in gateway.read().gone} >= {20, 22, 140, 142}
+
+
+def test_a_prompt_of_more_blocks_than_may_be_named_is_forgotten() -> None:
+    index = KvBlockIndex(BLOCK, max_named_blocks=10)
+    index.name(NamedPrompt((2,), (80,), 80), range(1, 21), 80)
+    assert not index.has(2)
+    assert len(index._blocks) == 1
