@@ -84,7 +84,10 @@ class ReplicaPool(Protocol[R_co]):
         """How long the request is expected to run on where ``quote`` sent it ``ran_s`` seconds ago."""
 
     def lasting(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
-        """Those of ``candidates`` that serve until the request has ended, even if its answer is long."""
+        """Those of ``candidates`` that serve until the request has ended, even if its answer is long.
+
+        One with no more tokens of any kind has all of them: dispatch asks for such a one first.
+        """
 
     def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
         """The request goes to ``quote.candidate``; returns the prefix hashes that are new there."""
