@@ -203,6 +203,7 @@ class Gateway:
         """Merge this worker's counts into those of its host."""
         self.tenants.share()
         self.fleet.measure_round_trips()
+        self.fleet.count_up()
         self.metrics.count_unrecorded(self.journal.unrecorded)
         self.metrics.publish()
 
