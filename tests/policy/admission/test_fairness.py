@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -163,6 +164,74 @@ def test_only_idle_flows_are_forgotten() -> None:
     assert len(counters) <= 8
     assert counters.find("busy") is busy
     assert counters.find("waits") is waits
+
+
+class VisitedFlows(dict[str, VirtualCounter]):
+    """Counts how many flows were looked at in turn."""
+
+    visits = 0
+
+    def values(self) -> Any:
+        self.visits += len(self)
+        return super().values()
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["all run", "all are idle"])
+def test_idle_flows_are_looked_for_in_constant_time_per_new_flow(*, busy: bool) -> None:
+    counters: VirtualCounters[VirtualCounter] = VirtualCounters(VirtualCounter, 8)
+    flows = counters._flows = VisitedFlows()
+    for i in range(1000):
+        counters.flow(str(i)).running = busy
+    assert flows.visits <= 2 * 1000
+    assert len(counters) == 1000 if busy else len(counters) <= 8
+    for flow in flows.copy().values():
+        flow.running = 0
+    for i in range(1000, 2100):
+        counters.flow(str(i))
+    assert len(counters) <= 8, "the burst is forgotten"
+
+
+class PlainCounters(VirtualCounters[VirtualCounter]):
+    """Looks for idle flows at each new one beyond ``most``."""
+
+    def flow(self, name: str) -> VirtualCounter:
+        self._full = self._most
+        return super().flow(name)
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=120)
+
+
+@given(STEPS, st.integers(1, 12))
+def test_where_half_are_idle_the_same_are_forgotten_as_if_each_new_one_looked(
+    steps: list[tuple[int, bool]], most: int
+) -> None:
+    both = VirtualCounters(VirtualCounter, most), PlainCounters(VirtualCounter, most)
+    running: set[int] = set()
+    for number, begins in steps:
+        if begins and len(running | {number}) <= most // 2:
+            running.add(number)
+            for counters in both:
+                counters.begin(str(number), number)
+        else:
+            for counters in both:
+                counters.flow(str(number))
+        assert both[0]._flows.keys() == both[1]._flows.keys()
+
+
+@given(STEPS, st.integers(1, 12))
+def test_flows_that_run_are_kept_and_bound_how_many_others_are(
+    steps: list[tuple[int, bool]], most: int
+) -> None:
+    counters: VirtualCounters[VirtualCounter] = VirtualCounters(VirtualCounter, most)
+    running: set[str] = set()
+    at_once = 0
+    for number, begins in steps:
+        counters.flow(str(number)).running = begins
+        (running.add if begins else running.discard)(str(number))
+        at_once = max(at_once, len(running))
+        assert all(counters.find(name) is not None for name in running)
+        assert len(counters) <= max(most, 2 * (most // 2 + at_once))
 
 
 class Laws(RuleBasedStateMachine):
