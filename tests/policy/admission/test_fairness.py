@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from policy.admission.fairness import FairQueue, cost
+from policy.admission.ordered_set import OrderedSet
 from policy.admission.virtual_counters import CREDIT, VirtualCounter, VirtualCounters
 from policy.request import Request
 
@@ -151,6 +153,51 @@ def test_tokens_served_by_other_workers_count_while_a_tenant_waits() -> None:
     server.fair.count_peers()
     assert [server.serve().tenant for _ in range(11)].count("b") >= 10
     assert others.mine == server.served
+
+
+class PlainQueue(FairQueue):
+    """Counts peers in the order of service."""
+
+    def count_peers(self) -> None:
+        assert self._peers is not None
+        for tenant, _ in list(self._tenants.waiting):
+            self._count_peer(tenant, self._peers)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 50), st.integers(0, 3)), max_size=60),
+    st.randoms(),
+)
+def test_peers_are_counted_as_in_the_order_of_service(
+    steps: list[tuple[str, int, int]], rng: random.Random
+) -> None:
+    workers = OtherWorkers(), OtherWorkers()
+    servers = Server(FairQueue(peers=workers[0])), Server(PlainQueue(peers=workers[1]))
+    for tenant, tokens, serves in steps:
+        other, theirs = rng.choice("abcdefgh"), rng.randint(-20, 200)
+        for server, others in zip(servers, workers, strict=True):
+            server.arrive(tenant, tokens)
+            others.theirs[other] += theirs
+            server.fair.count_peers()
+        tags = [[(each.request.ticket, each.tag) for each in server.fair.walk()] for server in servers]
+        assert tags[0] == tags[1]
+        for server in servers:
+            for _ in range(min(serves, len(server.fair))):
+                server.serve()
+
+
+def test_peers_are_counted_without_ranking_the_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = OtherWorkers()
+    server = Server(FairQueue(peers=others))
+    for number in range(10):
+        server.arrive(str(number))
+        others.theirs[str(number)] = 100 * number
+    ranked = Mock()
+    with monkeypatch.context() as patch:
+        patch.setattr(OrderedSet, "__iter__", ranked)
+        server.fair.count_peers()
+    assert not ranked.called
+    assert [each.request.tenant for each in server.fair.walk()] == [str(number) for number in range(10)]
 
 
 def test_only_idle_flows_are_forgotten() -> None:
