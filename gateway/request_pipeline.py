@@ -199,16 +199,17 @@ class Gateway:
         self.capture.close()
         self.listeners.close()
 
-    def publish(self) -> None:
-        """Merge this worker's counts into those of its host."""
+    def measure(self) -> None:
+        """Take what is counted only when the metrics are published, soon after."""
         self.tenants.share()
         self.fleet.measure_round_trips()
+        self.fleet.count_up()
         self.metrics.count_unrecorded(self.journal.unrecorded)
-        self.metrics.publish()
 
     async def close(self) -> None:
         self.fleet.close()
-        self.publish()
+        self.measure()
+        self.metrics.publish()
         await self.scraper.close()
         await self.access.close()
         await self.traces.close()

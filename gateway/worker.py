@@ -272,14 +272,19 @@ def _take_libraries_lines(log: Log) -> None:
 
 
 async def _publish_metrics(gateway: Gateway, process: str, log: Log) -> None:
-    """Publish every :data:`PUBLISH_EVERY_S`; what may block is done in a thread, and less often."""
+    """Publish every :data:`PUBLISH_EVERY_S`; what may block is done in a thread, and less often.
+
+    At the end of the worker, :meth:`Gateway.close` publishes what is left.
+    """
     clock, write_at, lag_s = asyncio.get_running_loop().time, 0.0, 0.0
     while True:
         due = clock() + PUBLISH_EVERY_S
         await asyncio.sleep(PUBLISH_EVERY_S)
         lag_s = max(lag_s, clock() - due)
         try:
-            gateway.publish()
+            gateway.measure()
+            for _ in gateway.metrics.slices():
+                await asyncio.sleep(0)
             if clock() >= write_at:
                 write_at = clock() + WRITE_EVERY_S
                 await asyncio.to_thread(gateway.metrics.exemplars.write)

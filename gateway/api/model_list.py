@@ -15,7 +15,10 @@ KEPT = 16
 
 
 class ModelList:
-    """The bodies of ``/v1/models``; the adapters' part is encoded once per catalog and set of tenants."""
+    """The bodies of ``/v1/models``; the adapters' part is joined once per catalog and set of tenants.
+
+    An adapter's card is encoded once per name that it has for a client: catalogs change often, and little.
+    """
 
     def __init__(self, fleet: FleetView, catalog: CatalogView) -> None:
         self._fleet = fleet
@@ -69,7 +72,11 @@ class ModelList:
             if name in taken:  # by a model, or by the first of several adapters of one name
                 name = f"{base.name}:{name}"
             taken.add(name)
-            cards.append(msgspec.json.encode(_adapter_card(name, entry, base, entry.main.digest)))
+            made_of, card = entry.cards.get(name, (None, b""))
+            if not card or made_of != base.max_model_len:
+                card = msgspec.json.encode(_adapter_card(name, entry, base, entry.main.digest))
+                entry.cards[name] = base.max_model_len, card
+            cards.append(card)
         return cards
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -105,8 +105,8 @@ class MultiplexedConnection:
         self._records: list[Record] = []
         self._streams: dict[int, Stream] = {}
         self._last = 0
-        # Parts of large bodies that are not written yet, by stream.
-        self._uploads: deque[tuple[Stream, deque[memoryview]]] = deque()
+        # Parts of large bodies that are not written yet, by stream, the next to be written first.
+        self._uploads: OrderedDict[Stream, deque[memoryview]] = OrderedDict()
         self._written = 0
         self._is_full = self._flushes = self._is_broken = False
         self.leaving = False
@@ -156,8 +156,9 @@ class MultiplexedConnection:
         else:
             step = frames.MAX_PAYLOAD
             views = [memoryview(part) for part in parts]
-            pieces = deque(view[at : at + step] for view in views for at in range(0, len(view), step))
-            self._uploads.append((stream, pieces))
+            self._uploads[stream] = deque(
+                view[at : at + step] for view in views for at in range(0, len(view), step)
+            )
         self._flush_soon()
 
     def cancel(self, stream: Stream) -> None:
@@ -277,8 +278,8 @@ class MultiplexedConnection:
     def _end(self, stream: Stream) -> None:
         del self._streams[stream.number]
         stream.sink = None
-        if self._uploads:  # a replica that does not read must not keep the bodies of requests that are over
-            self._uploads = deque(each for each in self._uploads if each[0] is not stream)
+        # A replica that does not read must not keep the bodies of requests that are over.
+        self._uploads.pop(stream, None)
         self._ended()
 
     def _ended(self) -> None:
@@ -342,12 +343,12 @@ class MultiplexedConnection:
         budget = UPLOAD_BYTES
         parts: list[bytes | memoryview] = []
         while self._uploads and budget > 0 and not self._is_full:
-            stream, pieces = self._uploads.popleft()
+            stream, pieces = self._uploads.popitem(last=False)
             piece = pieces.popleft()
             parts += [self._encoder.alone(frames.BODY, stream.number, len(piece)), piece]
             budget -= len(piece)
             if pieces:
-                self._uploads.append((stream, pieces))
+                self._uploads[stream] = pieces
         if parts:
             self._written += sum(map(len, parts))
             self._transport.writelines(parts)

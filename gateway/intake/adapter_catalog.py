@@ -33,11 +33,15 @@ class Adapter:
 
 
 class Entry:
-    """An alias, as requests find it; ``main`` is the version with the largest weight."""
+    """An alias, as requests find it; ``main`` is the version with the largest weight.
+
+    ``cards`` are kept for :mod:`gateway.api.model_list`: by name, each with the ``max_model_len`` in it.
+    """
 
     def __init__(self, alias: Alias, given: dict[Version, float]) -> None:
         self.alias = alias
         self.main = max(given, key=lambda version: given[version])
+        self.cards: dict[str, tuple[int | None, bytes]] = {}
         self._tenants = frozenset(alias.tenants)
         self._versions: dict[str, Adapter] = {}
         self._only = self._of(self.main) if len(given) == 1 else None

@@ -24,11 +24,10 @@ from policy.routing.replica_health import HealthCounters, ReplicaHealth
 from policy.scaling.transition_steps import LayerKey
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Replica, ReplicaPhase, Runner
 
-# A controller that has just started may not know every replica yet.
-SETTLE_S = 2.0
-
 Source = Literal["none", "disk", "controller"]
 
+# A controller that has just started may not know every replica yet.
+SETTLE_S = 2.0
 # Within this time, the host may be restarting a replica that is unreachable.
 RESTART_S = 10.0
 # Snapshots arrive twice a second; an older one does not show what is starting now.
@@ -300,6 +299,7 @@ class FleetView:
         known = self._documented | {model.name for model in self.fleet.models}
         for name in [name for name in self._served if name not in known]:
             self._set_replicas(self._served.pop(name), [], 0.0)
+            self._metrics.model(name).replicas_up = 0
 
     def _set_replicas(self, served: ServedModel, replicas: list[Replica], at: float) -> None:
         handles = {handle.id: handle for handle in served.handles}
@@ -335,10 +335,14 @@ class FleetView:
 
     def replica_changed(self, served: ServedModel) -> None:
         """A replica of ``served`` changed, and may have room for waiting requests."""
-        up = sum(handle.admissible or handle.full for handle in served.handles)
-        self._metrics.model(served.name).replicas_up = up
-        if up:
+        if any(handle.admissible or handle.full for handle in served.handles):
             self._events.changed(served.name)
+
+    def count_up(self) -> None:
+        """Count the replicas that traffic may go to, for the metrics: seldom, as each line is a change."""
+        for served in self._served.values():
+            up = sum(handle.admissible or handle.full for handle in served.handles)
+            self._metrics.model(served.name).replicas_up = up
 
     def unavailable(self, served: ServedModel) -> None:
         self._events.unavailable(served.name)

@@ -8,7 +8,7 @@ lives. The others of a model share the label :data:`OTHER`: sums over a model st
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Final
 
 from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts
@@ -82,15 +82,18 @@ class AdapterMetrics:
             meter = self._others[model] = AdapterCounters()
         return meter
 
-    def publish(self) -> None:
+    def publish(self) -> Iterator[None]:
+        """Publish one label at a time, of those with news."""
         while self._leaving:
             (model, name), meter = self._leaving[-1]
             self._publish(model, name, meter)
             self._leaving.pop()
-        for (model, name), meter in self._meters.items():
-            self._publish(model, name, meter)
-        for model, meter in self._others.items():
-            self._publish(model, OTHER, meter)
+            yield
+        others = [((model, OTHER), meter) for model, meter in self._others.items()]
+        for (model, name), meter in [*self._meters.items(), *others]:
+            if meter.changed:
+                self._publish(model, name, meter)
+                yield
 
     def _publish(self, model: str, name: str, meter: AdapterCounters) -> None:
         if not meter.changed:

@@ -97,7 +97,8 @@ class Scraper:
             if not COUNTED_BY_WORKERS.issuperset(chosen):
                 samples, answers = await self._others(engines=not names)
             with contextlib.suppress(OSError):  # the counts as they were last published
-                self._metrics.publish()
+                for _ in self._metrics.slices():
+                    await asyncio.sleep(0)
             return await asyncio.to_thread(self._text, chosen, samples, answers, openmetrics)
 
     async def _others(self, *, engines: bool) -> tuple[Samples, dict[str, bytes]]:

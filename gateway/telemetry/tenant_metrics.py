@@ -7,6 +7,7 @@ Later ones share the label :data:`OTHER`; requests without a tenant have :data:`
 from __future__ import annotations
 
 from collections import Counter as Counts
+from collections.abc import Iterator
 from typing import Final
 
 from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, publish_counts, publish_total
@@ -48,9 +49,11 @@ class TenantMetrics:
             counters = self._counters[label] = TenantCounters()
         return counters
 
-    def publish(self) -> None:
-        for tenant, counters in self._counters.items():
+    def publish(self) -> Iterator[None]:
+        """Publish one label at a time, of those with news."""
+        for tenant, counters in list(self._counters.items()):
             if counters.requests:
+                yield
                 publish_counts(self._requests, counters.requests, tenant)
                 publish_total(self._queued, counters, "queued_s", tenant)
             if counters.exceeded:

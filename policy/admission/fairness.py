@@ -220,7 +220,7 @@ class FairQueue:
     def count_peers(self) -> None:
         """Add what other workers served meanwhile to the tenants that wait here."""
         if self._peers is not None:
-            for tenant, _ in list(self._tenants.waiting):
+            for tenant in tuple(self._tenants.waiting.puts):  # in any order: each is counted on its own
                 self._count_peer(tenant, self._peers)
 
     def _count_peer(self, tenant: _Tenant, peers: Peers) -> None:

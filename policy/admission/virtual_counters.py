@@ -42,11 +42,13 @@ F = TypeVar("F", bound=VirtualCounter)
 
 
 class VirtualCounters(Generic[F]):
-    """Flows by name; those that neither wait nor run are forgotten beyond ``most``."""
+    """Flows by name; beyond ``most``, those that neither wait nor run are forgotten from time to time."""
 
     def __init__(self, make: Callable[[str], F], most: int) -> None:
         self._make = make
         self._most = most
+        # With so many flows, those that are idle are looked for.
+        self._full = most
         self._flows: dict[str, F] = {}
         self._served = 0.0
         self.waiting: OrderedSet[F] = OrderedSet()
@@ -68,7 +70,7 @@ class VirtualCounters(Generic[F]):
         """The flow; a new one has its whole credit."""
         flow = self._flows.get(name)
         if flow is None:
-            if len(self._flows) >= self._most:
+            if len(self._flows) >= self._full:
                 self._forget()
             flow = self._flows[name] = self._make(name)
             flow.floor = self.level
@@ -125,8 +127,10 @@ class VirtualCounters(Generic[F]):
             flow.back += before - flow.counter
 
     def _forget(self) -> None:
-        """Drop idle flows, half of ``most``, the least served first: a lift restores those."""
+        """Drop idle flows, the least served first: a lift restores those. Half of ``most`` may stay."""
         idle = [flow for flow in self._flows.values() if not flow.running and flow not in self.waiting]
         idle.sort(key=lambda flow: flow.counter)
-        for flow in idle[: max(1, self._most // 2)]:
+        for flow in idle[: len(self._flows) - self._most + max(1, self._most // 2)]:
             del self._flows[flow.name]
+        # Where too many wait or run, each further flow would look in vain.
+        self._full = max(self._most, 2 * len(self._flows))

@@ -176,12 +176,77 @@ class Share:
         self.seen = begun
 
 
-def add_taker(share: Share, taker: Share, part: float, present: Sequence[Share]) -> None:
-    """``taker`` got a copy of a prefix that makes up ``part`` of the mean load of ``present``.
+class ShareSums:
+    """The sums over the shares of the replicas that are present, while one after the other may change.
+
+    ``ready``: :meth:`start` was called. The sums are those in the order of the replicas: in any other they
+    would be rounded otherwise, and decide otherwise between equal replicas.
+    """
+
+    __slots__ = ("_end", "_homes", "_loads", "_places", "_stale", "_sums", "_weights", "ready")
+
+    def __init__(self) -> None:
+        self.ready = self._stale = False
+        self._places: dict[Share, int] = {}
+        # By place, 0 for one that is not present; the last that is has the place before the end.
+        self._loads: list[float] = []
+        self._homes: list[float] = []
+        self._weights: list[float] = []
+        self._end = 0
+        self._sums = (0.0, 0.0, 0.0)
+
+    def start(self, shares: Sequence[tuple[Share, bool]]) -> None:
+        """Begin with the ``shares`` of all replicas in order, and whether each is present."""
+        self.ready, self._stale = True, False
+        self._places = {share: place for place, (share, _) in enumerate(shares)}
+        self._loads, self._homes, self._weights = ([0.0] * len(shares) for _ in range(3))
+        self._end, self._sums = 0, (0.0, 0.0, 0.0)
+        for share, present in shares:
+            if present:
+                self.put(share)
+
+    def put(self, share: Share) -> None:
+        """``share`` is present, is new or may have changed."""
+        place = self._places.setdefault(share, len(self._places))
+        if place == len(self._loads):
+            for values in (self._loads, self._homes, self._weights):
+                values.append(0.0)
+        elif (
+            self._loads[place] == share.load
+            and self._homes[place] == share.homes
+            and self._weights[place] == share.weight
+        ):
+            return
+        self._loads[place], self._homes[place], self._weights[place] = share.load, share.homes, share.weight
+        if place < self._end:
+            self._stale = True
+        else:  # the common case, where all were absent
+            load, homes, weight = self._sums
+            self._sums = load + share.load, homes + share.homes, weight + share.weight
+            self._end = place + 1
+
+    def level(self, share: Share) -> None:
+        """Lift ``share``, which is not present yet, to the mean of those that are."""
+        if self._stale:
+            self._sums = sum(self._loads), sum(self._homes), sum(self._weights)
+            self._stale = False
+        load, homes, weight = self._sums
+        if weight:
+            part = share.weight / weight
+            share.load = max(share.load, part * load)
+            share.homes = max(share.homes, part * homes)
+
+
+def mean_load(shares: Sequence[Share]) -> float:
+    """The load of ``shares`` together per weight."""
+    return math.fsum(share.load for share in shares) / math.fsum(share.weight for share in shares)
+
+
+def add_taker(share: Share, taker: Share, part: float, mean: float) -> None:
+    """``taker`` got a copy of a prefix that makes up ``part`` of the ``mean`` load.
 
     Once it had the time to even the load, it relieves no further: its prefix may have moved as a whole.
     """
-    mean = math.fsum(other.load for other in present) / math.fsum(other.weight for other in present)
     until = mean + (share.load / share.weight - mean) / part if part else mean
     share.takers = [*share.takers[-3:], (taker, part, until)]
 

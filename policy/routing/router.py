@@ -14,7 +14,7 @@ from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import GENERIC, step_table_of
 from policy.hashing import rendezvous
 from policy.request import Request
-from policy.routing.cache_affinity import Popularity, add_taker, balance_of
+from policy.routing.cache_affinity import Popularity, ShareSums, add_taker, balance_of, mean_load
 from policy.routing.cost import Candidate, CandidateCost, CostEstimate, CostModel
 from policy.routing.prediction_correction import InterTokenGaps
 from policy.routing.replica_state import ReplicaState
@@ -77,7 +77,8 @@ class Router:
 
     def choose(self, request: Request, candidates: Sequence[Candidate], at: float, draw: float) -> Decision:
         """The best of ``candidates``; ties are broken by ``draw`` in [0, 1)."""
-        sites = [self._candidate(candidate, at) for candidate in candidates]
+        present = ShareSums()
+        sites = [self._candidate(candidate, at, present) for candidate in candidates]
         pairs = self._with_room(request, candidates, sites, at)
         if not pairs:
             return Decision(None, (), NO_ROOM)
@@ -108,7 +109,7 @@ class Router:
 
     def began(self, request: Request, candidate: Candidate, at: float) -> tuple[int, ...]:
         """``request`` was sent there; returns the hashes that are new, for other gateways."""
-        site = self._site(candidate, at)
+        site = self._site(candidate, at, ShareSums())
         if not candidate.pending_tokens:  # its next step starts this one
             candidate.turned_at = at + 0.5 * site.step_s if candidate.in_flight else at
         news: tuple[int, ...] = ()
@@ -262,25 +263,27 @@ class Router:
         site.held.given += request.prompt_tokens - quote.uncached
         return True
 
-    def _site(self, candidate: Candidate, at: float) -> ReplicaState:
+    def _site(self, candidate: Candidate, at: float, present: ShareSums) -> ReplicaState:
         site = self._sites.get(candidate.key)
         if site is None:
-            site = self._open(candidate.key, candidate.timing)
+            site = self._open(candidate.key, candidate.timing, present)
         elif site.timing is not candidate.timing:
             site.time(candidate.timing, self.settings.assumed)
         if at - site.seen_at > ABSENT_S:
-            self._level(site, at)
+            self._level(site, at, present)
         site.seen_at = at
         count, pending, kv_used = candidate.in_flight, candidate.pending_tokens, candidate.kv_used
         if count != site.in_flight or pending != site.pending or kv_used != site.kv_used:
             site.count(count, pending, kv_used)
         return site
 
-    def _candidate(self, candidate: Candidate, at: float) -> ReplicaState:
-        """The state of a candidate, with its share up to date."""
-        site = self._site(candidate, at)
+    def _candidate(self, candidate: Candidate, at: float, present: ShareSums) -> ReplicaState:
+        """The state of a candidate, with its share up to date, also in ``present``."""
+        site = self._site(candidate, at, present)
         if candidate.begun != site.share.seen:
             site.share.take(candidate.begun)
+        if present.ready:
+            present.put(site.share)
         return site
 
     def _with_room(
@@ -308,36 +311,33 @@ class Router:
             pairs += slow
         return pairs
 
-    def _open(self, key: int, timing: Timing | None) -> ReplicaState:
+    def _open(self, key: int, timing: Timing | None, present: ShareSums | None = None) -> ReplicaState:
         if len(self._sites) >= MAX_SITES:
             del self._sites[next(iter(self._sites))]
+            if present is not None:
+                present.ready = False
         site = self._sites[key] = ReplicaState(key, timing, self.settings.assumed, self.settings.slots)
         return site
 
-    def _level(self, site: ReplicaState, at: float) -> None:
+    def _level(self, site: ReplicaState, at: float, present: ShareSums) -> None:
         """Lift the load of a replica that is new, or back, to the mean of the others."""
-        present = [
-            other.share
-            for other in self._sites.values()
-            if other is not site and at - other.seen_at < ABSENT_S
-        ]
-        weights = sum(share.weight for share in present)
-        if weights:
-            part = site.share.weight / weights
-            site.share.load = max(site.share.load, part * sum(share.load for share in present))
-            site.share.homes = max(site.share.homes, part * sum(share.homes for share in present))
+        if not present.ready:
+            present.start([(each.share, at - each.seen_at < ABSENT_S) for each in self._sites.values()])
+        present.level(site.share)
 
     def _relieve(self, prefix: Sequence[int], taker: ReplicaState, at: float) -> None:
         """A prefix got a second home, which can take over part of its traffic."""
         first = prefix[0]
+        mean: float | None = None  # of all replicas, if there is another home
         for site in self._sites.values():
             held = site.held
             if site is taker or not (first in held.young or first in held.old):
                 continue
             if depth := held.depth(prefix, at):
                 part = self._popular.share(prefix[depth - 1]) * len(self._sites)
-                present = [other.share for other in self._sites.values()]
-                add_taker(site.share, taker.share, part, present)
+                if mean is None:
+                    mean = mean_load([other.share for other in self._sites.values()])
+                add_taker(site.share, taker.share, part, mean)
 
     def _keeps_pace(self, candidate: Candidate, site: ReplicaState) -> bool:
         return self._gaps.factor * _next_step_s(candidate, site) <= self.settings.itl_s

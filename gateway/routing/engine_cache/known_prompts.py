@@ -6,7 +6,7 @@ from array import array
 from collections import OrderedDict
 from typing import NamedTuple
 
-# Blocks of all prompts together, 8 bytes each.
+# Blocks of all prompts together, 8 bytes each; a prompt counts for one at least.
 MAX_BLOCKS = 1 << 20
 # What two prompts have in common says what a prefix is worth; more of them say little more.
 ENOUGH = 2
@@ -41,9 +41,14 @@ class KnownPrompts:
         known = self._prompts.setdefault(deepest, [])
         self._prompts.move_to_end(deepest)
         if len(known) == ENOUGH:
-            self._blocks -= len(known.pop(0).keys)
+            self._blocks -= _count(known.pop(0))
         known.append(blocks)
-        self._blocks += len(blocks.keys)
+        self._blocks += _count(blocks)
         while self._blocks > self._max_blocks:
             _, gone = self._prompts.popitem(last=False)
-            self._blocks -= sum(len(each.keys) for each in gone)
+            self._blocks -= sum(map(_count, gone))
+
+
+def _count(blocks: Blocks) -> int:
+    """At least one: prompts without a full block take memory too."""
+    return max(1, len(blocks.keys))

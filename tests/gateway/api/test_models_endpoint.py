@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gateway.api import model_list
 from gateway.api.model_list import KEPT, ModelList
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
@@ -111,6 +115,51 @@ async def test_a_list_is_cached_until_the_catalog_or_fleet_changes(site: Site) -
     site.fleet.take(Fleet(epoch=1.0, version=1, at=0.0, models=(model,)), "controller", 1.0)
     assert site.one("sql")["max_model_len"] == 2048
     assert json.loads(site.listing.all(ANYONE))["data"][3]["max_model_len"] == 2048
+
+
+async def test_an_adapter_is_encoded_again_only_if_it_or_its_model_changed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Mock(side_effect=model_list._adapter_card)
+    monkeypatch.setattr(model_list, "_adapter_card", made)
+    tenants = [Principal(TenantAccount(f"tenant-{i}", b"")) for i in range(2 * KEPT)]
+    aliases = [alias(f"adapter-{i}", OLD) for i in range(100)]
+    aliases += [alias(f"own-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(2 * KEPT)]
+    site.publish(*aliases)
+    for _ in range(2):  # more kinds of clients than lists are kept
+        for tenant in tenants:
+            assert len(site.ids(tenant)) == 3 + 101
+    assert made.call_count == len(aliases)
+    site.publish(*aliases[1:-1], alias("adapter-0", NEW))
+    assert len(site.ids()) == 3 + 100
+    assert made.call_count == len(aliases) + 1
+    model = Model(name="alpha", engine=EngineKind.VLLM, max_model_len=2048)
+    site.fleet.take(Fleet(epoch=1.0, version=1, at=0.0, models=(model,)), "controller", 1.0)
+    assert {card["max_model_len"] for card in json.loads(site.listing.all(ANYONE))["data"][3:]} == {2048}
+
+
+ALIASES = st.lists(
+    st.tuples(
+        st.sampled_from(["alpha", "beta"]),
+        st.sampled_from(["alpha", "sql", "web"]),
+        st.sampled_from([OLD, NEW]),
+        st.sampled_from([[], ["web"], ["shop"]]),
+    ),
+    unique_by=lambda each: each[:2],
+)
+
+
+@given(st.lists(ALIASES, max_size=6))
+def test_lists_equal_those_of_a_new_encoder_after_any_changes(
+    catalogs: list[list[tuple[str, str, str, list[str]]]],
+) -> None:
+    site = Site()
+    for catalog in catalogs:
+        site.publish(
+            *(alias(name, digest, model=model, tenants=tenants) for model, name, digest, tenants in catalog)
+        )
+        for account in (ANYONE, WEB, SHOP):
+            assert site.listing.all(account) == ModelList(site.fleet, site.catalog).all(account)
 
 
 async def test_the_number_of_cached_lists_is_bounded(site: Site) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -163,7 +164,7 @@ async def test_uploads_take_turns_and_what_is_over_is_dropped() -> None:
     assert [number for kind, number, _ in sent if kind == frames.BODY] == [1, 2, 1, 2, 1]
     await asyncio.sleep(0)  # the transport is full again, and nobody reads
     first.abort(got)
-    assert [stream for stream, _ in client.connection._uploads] == [second]
+    assert list(client.connection._uploads) == [second]
     for _ in range(20):
         sent += await client.sent()
     assert sum(len(data) for kind, number, data in sent if (kind, number) == (frames.BODY, 2)) == len(body)
@@ -172,6 +173,41 @@ async def test_uploads_take_turns_and_what_is_over_is_dropped() -> None:
     await asyncio.sleep(0)
     client.answer(3, b"too large")  # before the body was sent
     assert not (client.connection._uploads or other.lost)
+
+
+async def test_an_upload_that_ends_leaves_the_others_where_they_are() -> None:
+    client = Played(limit=1)
+    asked = [client.ask(b"x" * (2 * MAX_PAYLOAD)) for _ in range(10)]
+    uploads = client.connection._uploads
+    for stream, got in asked[::2]:
+        stream.abort(got)
+    assert client.connection._uploads is uploads, "it was not made anew"
+    assert list(uploads) == [stream for stream, _ in asked[1::2]]
+
+
+@given(st.lists(st.integers(2, 9), min_size=1, max_size=6), st.lists(st.integers(0, 5), max_size=5))
+def test_uploads_take_turns_as_in_a_plain_queue(pieces: list[int], ends: list[int]) -> None:
+    """``pieces`` are those of each body; one of ``ends`` is given up after each turn of the event loop."""
+
+    async def play() -> None:
+        client = Played()
+        asked = [client.ask(b"x" * (count * MAX_PAYLOAD)) for count in pieces]
+        plain = deque((stream.number, count) for (stream, _), count in zip(asked, pieces, strict=True))
+        for end in [*ends, *[None] * sum(pieces)]:
+            expected = []
+            while plain and len(expected) * MAX_PAYLOAD < UPLOAD_BYTES:
+                number, left = plain.popleft()
+                expected.append(number)
+                if left > 1:
+                    plain.append((number, left - 1))
+            assert [number for kind, number, _ in await client.sent() if kind == frames.BODY] == expected
+            if end is not None and end < len(asked):
+                stream, got = asked[end]
+                stream.abort(got)
+                plain = deque(each for each in plain if each[0] != stream.number)
+        assert not client.connection._uploads
+
+    asyncio.run(play())
 
 
 async def test_a_client_that_does_not_read_stops_its_own_stream() -> None:

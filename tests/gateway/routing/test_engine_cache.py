@@ -358,3 +358,12 @@ def test_known_prompts_are_bounded() -> None:
     assert known.of(2, 32) == []
     known.add(4, Blocks(array("q", [9] * 5), 16, 80))
     assert (known.of(2, 16), len(known.of(4, 16))) == ([], 1)
+
+
+def test_prompts_without_a_full_block_are_bounded_too() -> None:
+    known = KnownPrompts(max_blocks=10)
+    for deepest in range(0, 200, 2):
+        known.add(deepest, Blocks(array("q"), 16, 15))
+    assert [deepest for deepest in range(0, 200, 2) if known.of(deepest, 16)] == list(range(180, 200, 2))
+    known.add(2, Blocks(array("q", range(10)), 16, 160))
+    assert not known.of(198, 16) and known.of(2, 16)

@@ -118,6 +118,35 @@ async def test_a_removed_model_removes_its_replicas(view: View) -> None:
     assert view.models == []
 
 
+async def test_a_load_line_looks_at_few_replicas_and_those_up_are_counted_for_the_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked, changed = Mock(return_value=True), Mock()
+    monkeypatch.setattr(ReplicaHandle, "admissible", property(looked))
+    metrics = Metrics()
+    view = FleetView("", metrics, events=FleetEvents(changed=changed))
+    view.take(fleet(1.0, *(f"r{i}" for i in range(100))), "controller", 10.0)
+    looked.reset_mock()
+    changed.reset_mock()
+    view.replica_changed(view.models[0])
+    changed.assert_called_once_with("alpha")
+    assert looked.call_count == 1
+    view.count_up()
+    assert metrics.model("alpha").replicas_up == 100
+    looked.return_value = False
+    view.models[0].handles[7].full = True
+    view.replica_changed(view.models[0])
+    view.count_up()
+    assert (changed.call_count, metrics.model("alpha").replicas_up) == (2, 1)
+    view.models[0].handles[7].full = False
+    view.replica_changed(view.models[0])
+    assert changed.call_count == 2
+    view.take(Fleet(epoch=1.0, version=2, at=0.0), "controller", 11.0)
+    view.count_up()
+    assert metrics.model("alpha").replicas_up == 0
+    view.close()
+
+
 def test_an_empty_fleet_of_a_controller_that_just_started_is_not_kept() -> None:
     good = fleet(1.0, "one", "two", version=7)
     assert not fleet_replaces(good, good)

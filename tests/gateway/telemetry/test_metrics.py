@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.metrics import MetricWrapperBase
 
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.protocol.usage import Usage
 from gateway.telemetry import adapter_metrics, metric_families, tenant_metrics
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import LABELS, Metrics
 from policy.types import Priority
 from policy.wire.adapter_catalog import NAME, Alias, Catalog
 from tests.gateway.fake_replica import alias
@@ -241,3 +244,82 @@ def test_tenants_are_counted_by_name_up_to_a_bound(monkeypatch: pytest.MonkeyPat
     assert tokens['{kind="completion",tenant="web"}'] == 6.0
     assert tokens['{kind="cached",tenant="_other"}'] == 4.0
     assert not NAME.fullmatch("_other") and not NAME.fullmatch("_none")
+
+
+@contextmanager
+def counting_labels(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How often a series was looked up, in one number."""
+    labels, count = MetricWrapperBase.labels, [0]
+
+    def look_up(metric: Any, *values: str) -> Any:
+        count[0] += 1
+        return labels(metric, *values)
+
+    with patch.context() as counted:
+        counted.setattr(MetricWrapperBase, "labels", look_up)
+        yield count
+
+
+def test_a_slice_of_many_labels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics()
+    metrics.adapters.follow([("alpha", f"a-{i}") for i in range(100)])
+    for name in ("alpha", "beta"):
+        metrics.model(name)
+    for i in range(200):
+        metrics.tenants.of(f"t-{i}").requests["ok"] += 1
+    sent(metrics, *(f"a-{i}" for i in range(100)))
+    with counting_labels(monkeypatch) as looked_up:
+        slices = []
+        for _ in metrics.slices():
+            slices.append(looked_up[0])
+            looked_up[0] = 0
+    assert max(slices) <= 6 * LABELS
+    assert sum(counted(metrics).values()) == 100.0
+    assert sum(samples(metrics, "tidegate_tenant_requests_total").values()) == 200.0
+
+
+# What happens between two slices: a tenant's or an adapter's request, or the catalog drops all but some
+# adapters, or a publication begins, or all is published at once.
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("tenant"), st.integers(0, 5)),
+        st.tuples(st.just("adapter"), st.integers(0, 5)),
+        st.tuples(st.just("model"), st.integers(0, 2)),
+        st.tuples(st.just("follow"), st.integers(0, 6)),
+        st.tuples(st.just("slice"), st.integers(0, 1)),
+        st.tuples(st.just("publish"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS)
+def test_nothing_is_lost_or_counted_twice_whatever_happens_between_slices(
+    events: list[tuple[str, int]],
+) -> None:
+    metrics, expected = Metrics(), Counter[str]()
+    running: list[Iterator[None]] = [iter(()), iter(())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.telemetry.metrics.LABELS", 1)
+        for kind, number in events:
+            if kind == "tenant":
+                metrics.tenants.of(f"t-{number}").requests["ok"] += 1
+            elif kind == "adapter":
+                sent(metrics, f"a-{number}")
+            elif kind == "model":
+                metrics.model(f"m-{number}").attempts["served"] += 1
+            elif kind == "follow":
+                metrics.adapters.follow(alphas(*(f"a-{i}" for i in range(number))))
+            elif kind == "publish":
+                metrics.publish()
+            elif next(running[number], running) is running:  # it has ended
+                running[number] = metrics.slices()
+            expected[kind] += 1
+    # Those that run are given up, as at the end of a worker.
+    published = {
+        "tenant": "tidegate_tenant_requests_total",
+        "adapter": "tidegate_adapter_requests_total",
+        "model": "tidegate_upstream_attempts_total",
+    }
+    for kind, name in published.items():
+        assert sum(samples(metrics, name).values()) == expected[kind]

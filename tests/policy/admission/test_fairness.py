@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from policy.admission.fairness import FairQueue, cost
+from policy.admission.ordered_set import OrderedSet
 from policy.admission.virtual_counters import CREDIT, VirtualCounter, VirtualCounters
 from policy.request import Request
 
@@ -152,6 +155,51 @@ def test_tokens_served_by_other_workers_count_while_a_tenant_waits() -> None:
     assert others.mine == server.served
 
 
+class PlainQueue(FairQueue):
+    """Counts peers in the order of service."""
+
+    def count_peers(self) -> None:
+        assert self._peers is not None
+        for tenant, _ in list(self._tenants.waiting):
+            self._count_peer(tenant, self._peers)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 50), st.integers(0, 3)), max_size=60),
+    st.randoms(),
+)
+def test_peers_are_counted_as_in_the_order_of_service(
+    steps: list[tuple[str, int, int]], rng: random.Random
+) -> None:
+    workers = OtherWorkers(), OtherWorkers()
+    servers = Server(FairQueue(peers=workers[0])), Server(PlainQueue(peers=workers[1]))
+    for tenant, tokens, serves in steps:
+        other, theirs = rng.choice("abcdefgh"), rng.randint(-20, 200)
+        for server, others in zip(servers, workers, strict=True):
+            server.arrive(tenant, tokens)
+            others.theirs[other] += theirs
+            server.fair.count_peers()
+        tags = [[(each.request.ticket, each.tag) for each in server.fair.walk()] for server in servers]
+        assert tags[0] == tags[1]
+        for server in servers:
+            for _ in range(min(serves, len(server.fair))):
+                server.serve()
+
+
+def test_peers_are_counted_without_ranking_the_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = OtherWorkers()
+    server = Server(FairQueue(peers=others))
+    for number in range(10):
+        server.arrive(str(number))
+        others.theirs[str(number)] = 100 * number
+    ranked = Mock()
+    with monkeypatch.context() as patch:
+        patch.setattr(OrderedSet, "__iter__", ranked)
+        server.fair.count_peers()
+    assert not ranked.called
+    assert [each.request.tenant for each in server.fair.walk()] == [str(number) for number in range(10)]
+
+
 def test_only_idle_flows_are_forgotten() -> None:
     counters: VirtualCounters[VirtualCounter] = VirtualCounters(VirtualCounter, 8)
     busy = counters.flow("busy")
@@ -163,6 +211,74 @@ def test_only_idle_flows_are_forgotten() -> None:
     assert len(counters) <= 8
     assert counters.find("busy") is busy
     assert counters.find("waits") is waits
+
+
+class VisitedFlows(dict[str, VirtualCounter]):
+    """Counts how many flows were looked at in turn."""
+
+    visits = 0
+
+    def values(self) -> Any:
+        self.visits += len(self)
+        return super().values()
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["all run", "all are idle"])
+def test_idle_flows_are_looked_for_in_constant_time_per_new_flow(*, busy: bool) -> None:
+    counters: VirtualCounters[VirtualCounter] = VirtualCounters(VirtualCounter, 8)
+    flows = counters._flows = VisitedFlows()
+    for i in range(1000):
+        counters.flow(str(i)).running = busy
+    assert flows.visits <= 2 * 1000
+    assert len(counters) == 1000 if busy else len(counters) <= 8
+    for flow in flows.copy().values():
+        flow.running = 0
+    for i in range(1000, 2100):
+        counters.flow(str(i))
+    assert len(counters) <= 8, "the burst is forgotten"
+
+
+class PlainCounters(VirtualCounters[VirtualCounter]):
+    """Looks for idle flows at each new one beyond ``most``."""
+
+    def flow(self, name: str) -> VirtualCounter:
+        self._full = self._most
+        return super().flow(name)
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=120)
+
+
+@given(STEPS, st.integers(1, 12))
+def test_where_half_are_idle_the_same_are_forgotten_as_if_each_new_one_looked(
+    steps: list[tuple[int, bool]], most: int
+) -> None:
+    both = VirtualCounters(VirtualCounter, most), PlainCounters(VirtualCounter, most)
+    running: set[int] = set()
+    for number, begins in steps:
+        if begins and len(running | {number}) <= most // 2:
+            running.add(number)
+            for counters in both:
+                counters.begin(str(number), number)
+        else:
+            for counters in both:
+                counters.flow(str(number))
+        assert both[0]._flows.keys() == both[1]._flows.keys()
+
+
+@given(STEPS, st.integers(1, 12))
+def test_flows_that_run_are_kept_and_bound_how_many_others_are(
+    steps: list[tuple[int, bool]], most: int
+) -> None:
+    counters: VirtualCounters[VirtualCounter] = VirtualCounters(VirtualCounter, most)
+    running: set[str] = set()
+    at_once = 0
+    for number, begins in steps:
+        counters.flow(str(number)).running = begins
+        (running.add if begins else running.discard)(str(number))
+        at_once = max(at_once, len(running))
+        assert all(counters.find(name) is not None for name in running)
+        assert len(counters) <= max(most, 2 * (most // 2 + at_once))
 
 
 class Laws(RuleBasedStateMachine):

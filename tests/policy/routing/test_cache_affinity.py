@@ -12,10 +12,12 @@ from policy.hashing import rendezvous
 from policy.routing.cache_affinity import (
     Popularity,
     Share,
+    ShareSums,
     Slots,
     add_taker,
     balance_of,
     crowd_price,
+    mean_load,
 )
 
 REPLICAS = [0x1111_2222_3333_4444 * i + 7 for i in range(1, 6)]
@@ -115,6 +117,31 @@ def shares(*loads: float) -> list[Share]:
     return found
 
 
+@given(
+    st.lists(st.floats(0.0, 1000.0), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 14), st.floats(0.0, 50.0)), max_size=40),
+)
+def test_shares_are_leveled_to_the_sums_in_their_order(
+    loads: list[float], changes: list[tuple[int, float]]
+) -> None:
+    every, sums = shares(*loads), ShareSums()
+    counted = set(every[::2])
+    sums.start([(share, share in counted) for share in every])
+    for place, more in changes:
+        if place >= len(every):
+            every += shares(0.0)
+        share = every[min(place, len(every) - 1)]
+        share.load, share.homes, share.weight = share.load + more, share.homes + 1.0, 1.0 + more
+        sums.put(share)
+        counted.add(share)
+        [leveled] = shares(0.0)
+        sums.level(leveled)
+        present = [each for each in every if each in counted]
+        weights = sum(each.weight for each in present)
+        assert leveled.load == 1.0 / weights * sum(each.load for each in present)
+        assert leveled.homes == 1.0 / weights * sum(each.homes for each in present)
+
+
 def test_a_load_within_chance_of_the_mean_has_almost_no_price() -> None:
     even = shares(104, 100, 98, 98)
     assert balance_of(even).share_price(even[0], leverage=1.0) < 0.05
@@ -130,7 +157,7 @@ def test_above_the_bound_a_warm_home_costs_more_than_a_cold_prefill() -> None:
 
 def test_copies_that_take_over_traffic_suspend_the_price() -> None:
     uneven = shares(500, 400, 400, 380)
-    add_taker(uneven[0], uneven[3], 1.0, uneven)  # 80 above the mean of 420: even at 500
+    add_taker(uneven[0], uneven[3], 1.0, mean_load(uneven))  # 80 above the mean of 420: even at 500
     assert balance_of(uneven).share_price(uneven[0], leverage=1.0) < 1.0
     grown = shares(600, 480, 480, 480)
     grown[0].takers = uneven[0].takers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 
 from policy.engine.performance_model import EngineModel, Limits, Timing
 from policy.request import Request
+from policy.routing.cache_affinity import ShareSums
 from policy.routing.cost import SECOND_PREFILL, Candidate, CostEstimate
+from policy.routing.replica_state import ReplicaState
 from policy.routing.router import (
+    ABSENT_S,
     AWAY,
     CACHED,
     HOME,
@@ -355,6 +359,78 @@ def test_many_candidates_are_reduced_to_a_shortlist() -> None:
     quoted = {quote.candidate.id for quote in decision.quotes}
     assert len(quoted) <= MOST_QUOTES and {"r40", "r17"} <= quoted
     assert chosen(decision) == "r40"
+
+
+class VisitedStates(dict[int, ReplicaState]):
+    """Counts how many states were looked at in turn."""
+
+    visits = 0
+
+    def values(self) -> Any:
+        for state in super().values():
+            self.visits += 1
+            yield state
+
+
+@pytest.mark.parametrize("count", [10, 100])
+def test_each_state_is_looked_at_a_few_times_however_many_are_new_or_have_the_prefix(count: int) -> None:
+    router, candidates = Router(), fleet(count)
+    states = router._sites = VisitedStates()
+    router.choose(prompt(), candidates, 100.0, 0.5)  # all are new
+    router.choose(prompt(), candidates, 200.0, 0.5)  # all are back
+    assert states.visits <= 2 * count
+    for candidate in candidates[:-1]:
+        router.began(prompt(), candidate, 200.0)
+    states.visits = 0
+    router.began(prompt(), candidates[-1], 200.0)  # all others have the prefix
+    assert states.visits <= 2 * count
+
+
+class PlainRouter(Router):
+    """Sums up anew all that are present for each replica that is leveled."""
+
+    def _level(self, site: ReplicaState, at: float, present: ShareSums) -> None:
+        others = [each for each in self._sites.values() if each is not site]
+        shares = [each.share for each in others if at - each.seen_at < ABSENT_S]
+        if weights := sum(share.weight for share in shares):
+            part = site.share.weight / weights
+            site.share.load = max(site.share.load, part * sum(share.load for share in shares))
+            site.share.homes = max(site.share.homes, part * sum(share.homes for share in shares))
+
+
+STEP = st.tuples(
+    st.sampled_from([0.0, 0.5, 4.0, 5.0, 6.0]),  # seconds since the last one
+    st.sets(st.integers(0, 6), min_size=1),  # the candidates
+    st.integers(0, 3),  # of the prompts
+    st.integers(0, 40),  # requests of other workers there
+)
+
+
+@given(st.lists(STEP, max_size=40), st.integers(3, 9))
+def test_replicas_that_come_back_are_leveled_as_if_each_looked_at_all_others(
+    steps: list[tuple[float, set[int], int, int]], most: int
+) -> None:
+    kinds = (TIMING, Timing(limits=msgspec.structs.replace(LIMITS, max_num_seqs=40), model=MODEL))
+    fleets = [[Candidate(f"r{i}", key=i + 1, timing=kinds[i % 2]) for i in range(7)] for _ in range(2)]
+    routers = [Router(), PlainRouter()]
+    at = 50.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("policy.routing.router.MAX_SITES", most)
+        for wait_s, present, number, begun in steps:
+            at += wait_s
+            request = prompt(tuple(value + 100 * number for value in CHAIN))
+            picks = []
+            for router, replicas in zip(routers, fleets, strict=True):
+                replicas[number].begun += begun
+                pick = best(router.choose(request, [replicas[i] for i in sorted(present)], at, 0.5)).candidate
+                router.began(request, pick, at)
+                pick.begun += 1
+                picks.append(pick.id)
+            assert picks[0] == picks[1]
+            shares, plain = ({key: site.share for key, site in router._sites.items()} for router in routers)
+            assert shares.keys() == plain.keys()
+            for key, share in shares.items():
+                assert (share.load, share.homes) == (plain[key].load, plain[key].homes)
 
 
 def serve(router: Router, candidates: list[Candidate], slow: dict[str, float], at: float) -> dict[str, int]:
