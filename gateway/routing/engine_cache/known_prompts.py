@@ -6,8 +6,9 @@ from array import array
 from collections import OrderedDict
 from typing import NamedTuple
 
-# Blocks of all prompts together, 8 bytes each; a prompt counts for one at least.
-MAX_BLOCKS = 1 << 20
+# Of the keys of all prompts' blocks and of the objects that hold them: 370 bytes a prompt.
+MAX_BYTES = 8 << 20
+PROMPT_BYTES, KEY_BYTES = 370, 8
 # What two prompts have in common says what a prefix is worth; more of them say little more.
 ENOUGH = 2
 
@@ -23,10 +24,10 @@ class Blocks(NamedTuple):
 class KnownPrompts:
     """The least recently used are forgotten. ``asking`` are the prefixes that are being asked for."""
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.asking: set[int] = set()
-        self._max_blocks = max_blocks
-        self._blocks = 0
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._prompts: OrderedDict[int, list[Blocks]] = OrderedDict()
 
     def of(self, deepest: int, size: int) -> list[Blocks]:
@@ -41,14 +42,13 @@ class KnownPrompts:
         known = self._prompts.setdefault(deepest, [])
         self._prompts.move_to_end(deepest)
         if len(known) == ENOUGH:
-            self._blocks -= _count(known.pop(0))
+            self._bytes -= _size(known.pop(0))
         known.append(blocks)
-        self._blocks += _count(blocks)
-        while self._blocks > self._max_blocks:
+        self._bytes += _size(blocks)
+        while self._bytes > self._max_bytes:
             _, gone = self._prompts.popitem(last=False)
-            self._blocks -= sum(map(_count, gone))
+            self._bytes -= sum(map(_size, gone))
 
 
-def _count(blocks: Blocks) -> int:
-    """At least one: prompts without a full block take memory too."""
-    return max(1, len(blocks.keys))
+def _size(blocks: Blocks) -> int:
+    return PROMPT_BYTES + KEY_BYTES * len(blocks.keys)

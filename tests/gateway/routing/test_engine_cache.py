@@ -18,7 +18,7 @@ from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.paths import ROUTES
 from gateway.routing.discovered_server import external_replica
 from gateway.routing.engine_cache import server_cache
-from gateway.routing.engine_cache.known_prompts import Blocks, KnownPrompts
+from gateway.routing.engine_cache.known_prompts import KEY_BYTES, PROMPT_BYTES, Blocks, KnownPrompts
 from gateway.routing.engine_cache.prompt_tokens import Prompt
 from gateway.routing.engine_cache.server_cache import MAX_WAITING, SentPrompt, ServerCache
 from gateway.routing.engine_cache.server_caches import ServerCaches
@@ -351,19 +351,20 @@ def test_what_would_be_rendered_otherwise_is_not_asked_for(
 
 
 def test_known_prompts_are_bounded() -> None:
-    known = KnownPrompts(max_blocks=10)
+    known = KnownPrompts(max_bytes=3 * PROMPT_BYTES + 11 * KEY_BYTES)
     for number in range(4):
         known.add(2, Blocks(array("q", [number] * 3), 16, 48))
     assert [each.keys[0] for each in known.of(2, 16)] == [2, 3]
     assert known.of(2, 32) == []
-    known.add(4, Blocks(array("q", [9] * 5), 16, 80))
+    known.add(4, Blocks(array("q", [9] * 6), 16, 96))
     assert (known.of(2, 16), len(known.of(4, 16))) == ([], 1)
 
 
 def test_prompts_without_a_full_block_are_bounded_too() -> None:
-    known = KnownPrompts(max_blocks=10)
+    known = KnownPrompts(max_bytes=10 * PROMPT_BYTES)
     for deepest in range(0, 200, 2):
         known.add(deepest, Blocks(array("q"), 16, 15))
     assert [deepest for deepest in range(0, 200, 2) if known.of(deepest, 16)] == list(range(180, 200, 2))
     known.add(2, Blocks(array("q", range(10)), 16, 160))
-    assert not known.of(198, 16) and known.of(2, 16)
+    assert not known.of(180, 16)
+    assert known.of(2, 16)
