@@ -155,37 +155,6 @@ def test_tokens_served_by_other_workers_count_while_a_tenant_waits() -> None:
     assert others.mine == server.served
 
 
-class PlainQueue(FairQueue):
-    """Counts peers in the order of service."""
-
-    def count_peers(self) -> None:
-        assert self._peers is not None
-        for tenant, _ in list(self._tenants.waiting):
-            self._count_peer(tenant, self._peers)
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 50), st.integers(0, 3)), max_size=60),
-    st.randoms(),
-)
-def test_peers_are_counted_as_in_the_order_of_service(
-    steps: list[tuple[str, int, int]], rng: random.Random
-) -> None:
-    workers = OtherWorkers(), OtherWorkers()
-    servers = Server(FairQueue(peers=workers[0])), Server(PlainQueue(peers=workers[1]))
-    for tenant, tokens, serves in steps:
-        other, theirs = rng.choice("abcdefgh"), rng.randint(-20, 200)
-        for server, others in zip(servers, workers, strict=True):
-            server.arrive(tenant, tokens)
-            others.theirs[other] += theirs
-            server.fair.count_peers()
-        tags = [[(each.request.ticket, each.tag) for each in server.fair.walk()] for server in servers]
-        assert tags[0] == tags[1]
-        for server in servers:
-            for _ in range(min(serves, len(server.fair))):
-                server.serve()
-
-
 def test_peers_are_counted_without_ranking_the_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     others = OtherWorkers()
     server = Server(FairQueue(peers=others))
@@ -238,14 +207,6 @@ def test_idle_flows_are_looked_for_in_constant_time_per_new_flow(*, busy: bool) 
     assert len(counters) <= 8, "the burst is forgotten"
 
 
-class PlainCounters(VirtualCounters[VirtualCounter]):
-    """Looks for idle flows at each new one beyond ``most``."""
-
-    def flow(self, name: str) -> VirtualCounter:
-        self._full = self._most
-        return super().flow(name)
-
-
 STEPS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=120)
 
 
@@ -253,9 +214,10 @@ STEPS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=120)
 def test_where_half_are_idle_the_same_are_forgotten_as_if_each_new_one_looked(
     steps: list[tuple[int, bool]], most: int
 ) -> None:
-    both = VirtualCounters(VirtualCounter, most), PlainCounters(VirtualCounter, most)
+    both = VirtualCounters(VirtualCounter, most), VirtualCounters(VirtualCounter, most)
     running: set[int] = set()
     for number, begins in steps:
+        both[1]._full = most  # it looks for idle flows at each new one beyond them
         if begins and len(running | {number}) <= most // 2:
             running.add(number)
             for counters in both:

@@ -406,6 +406,7 @@ STEP = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(STEP, max_size=40), st.integers(3, 9))
 def test_replicas_that_come_back_are_leveled_as_if_each_looked_at_all_others(
     steps: list[tuple[float, set[int], int, int]], most: int
