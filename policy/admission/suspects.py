@@ -13,9 +13,6 @@ SAME_DEATH_S: Final = 5.0
 REFUSED_S: Final = 600.0
 FORGOTTEN_S: Final = 3600.0
 MAX_LOSSES: Final = 1024
-# Copies of a request that are lost with one replica within this time are one loss with a count: of a thousand
-# clients that send the same, each would look at those of all others.
-TOGETHER_S: Final = 0.1
 
 
 class Suspicion(StrEnum):
@@ -24,6 +21,11 @@ class Suspicion(StrEnum):
     NONE = "none"
     ALONE = "alone"
     GUILTY = "guilty"
+
+
+# Copies of a request that are lost with one replica within this time are one loss with a count: of a thousand
+# clients that send the same, each would look at those of all others.
+TOGETHER_S: Final = 0.1
 
 
 class Loss:

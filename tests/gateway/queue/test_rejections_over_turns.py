@@ -26,6 +26,16 @@ async def crowd(queues: Queues, wait_s: float = 60.0) -> list[asyncio.Task[Repli
     return asked
 
 
+async def dismissed() -> tuple[Queues, list[asyncio.Task[ReplicaHandle]]]:
+    """A crowd whose only replica has gone, in the turn in which its dismissal began."""
+    queues = Queues()
+    asked = await crowd(queues)
+    queues.alpha.engine = EngineKind.EXTERNAL
+    queues.alpha.handles[0].answering = False
+    queues.admission.dismiss("alpha")
+    return queues, asked
+
+
 async def most_in_a_turn(queues: Queues) -> int:
     """How many requests leave the queue in one turn at most, until it is empty."""
     depths = [queues.depth()]
@@ -41,22 +51,14 @@ def reasons(results: list[ReplicaHandle | BaseException]) -> set[Refusal]:
 
 
 async def test_requests_for_a_model_without_replicas_are_dismissed_over_several_turns() -> None:
-    queues = Queues()
-    asked = await crowd(queues)
-    queues.alpha.engine = EngineKind.EXTERNAL
-    queues.alpha.handles[0].answering = False
-    queues.admission.dismiss("alpha")
+    queues, asked = await dismissed()
     assert queues.depth() == WAITING - MOST_REJECTED
     assert await most_in_a_turn(queues) == MOST_REJECTED
     assert reasons(await asyncio.gather(*asked, return_exceptions=True)) == {Refusal.NO_REPLICA}
 
 
 async def test_requests_that_are_not_dismissed_yet_wait_for_a_replica_that_comes_back() -> None:
-    queues = Queues()
-    asked = await crowd(queues)
-    queues.alpha.engine = EngineKind.EXTERNAL
-    queues.alpha.handles[0].answering = False
-    queues.admission.dismiss("alpha")
+    queues, asked = await dismissed()
     queues.alpha.handles[0].answering = True
     await settled()
     assert queues.depth() == WAITING - MOST_REJECTED

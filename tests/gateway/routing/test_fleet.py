@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +14,7 @@ import pytest
 from msgspec import structs
 
 from gateway.control.controller_feed import fleet_replaces
-from gateway.routing.active_health_checks import Probes, new_stalls
+from gateway.routing.active_health_checks import new_stalls
 from gateway.routing.discovered_server import external_replica
 from gateway.routing.fleet import RESTART_S, SETTLE_S, SNAPSHOT_STALE_S, FleetView
 from gateway.routing.fleet_events import NO_EVENTS, FleetEvents
@@ -23,15 +22,13 @@ from gateway.routing.replica_handle import STALE_S, ReplicaHandle
 from gateway.routing.server_access import ServerAccess
 from gateway.routing.shared_counters import SharedRows
 from gateway.telemetry.metrics import Metrics
-from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.hashing import hash_name
-from policy.routing.replica_health import AttemptResult, HealthCounters, ReplicaHealth
+from policy.routing.replica_health import AttemptResult
 from policy.scaling.transition_steps import LayerKey
 from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaPhase, Runner
 from policy.wire.load_stream import CachedPrefix, LoadLine
 from tests.gateway.fake_replica import ready_replica
-from tests.gateway.virtual_time import VirtualLoop, run_virtual
 
 MODEL = Model(name="alpha", runner=Runner.GENERATE, engine=EngineKind.SIM)
 READY = b'{"state":"ready","load":{"at":1,"bound":8}}'
@@ -337,31 +334,6 @@ def test_a_stream_stalls_when_nothing_comes_while_its_engine_steps(over: dict[st
     one.count(line(tokens=20), 9.0)  # no step
     one.count(line(tokens=30), 10.0)
     assert [new_stalls(one) for _ in range(2)] == [stalls, 0]
-
-
-@pytest.mark.parametrize(("paused_s", "silent_s", "ejected"), [(60.0, 2.0, 0), (60.0, 4.0, 1), (0.0, 4.0, 1)])
-def test_a_pause_of_the_worker_itself_speaks_against_no_replica(
-    paused_s: float, silent_s: float, ejected: int
-) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        health = ReplicaHealth(HealthCounters(), lambda: 0.5)
-        both = [ReplicaHandle(ready_replica(name), 1.0, "", health=health) for name in ("one", "two")]
-        served = Mock(handles=both, health=health, engine=EngineKind.SIM)
-        served.name, served.is_unavailable.return_value = "m", False
-        view = Mock(models=(served,))
-        sweeps = asyncio.create_task(Probes(view, Metrics(), lambda: Deployment(()), "").run())
-        both[0].relays.add(Mock(streams=True, held_back=False, begun=False, quiet_since=0.0))
-        for each in both:
-            each.count(READY, loop.time())
-        await asyncio.sleep(1.0)
-        loop.pause(paused_s)
-        await asyncio.sleep(silent_s)
-        assert health.counters.ejections == ({"silence": 1} if ejected else {})
-        sweeps.cancel()
-
-    run_virtual(main)
 
 
 async def test_an_unobserved_prefill_ends_at_its_predicted_time(tmp_path: Path) -> None:
