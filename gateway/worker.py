@@ -73,6 +73,8 @@ class AdminServer(UvicornServer):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
+                # Longer than clients keep connections, as httpx does for 5 s.
+                timeout_keep_alive=75,
                 timeout_graceful_shutdown=1,
             )
         )

@@ -24,6 +24,9 @@ from serve.database_import import import_database
 from serve.http import HttpServer
 from store.state_dir import StateDir, listen
 
+# Longer than clients do, httpx for 5 s: else a connection may be closed as a request is sent on it.
+KEEP_ALIVE_S = 75
+
 if TYPE_CHECKING:
     from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
 
@@ -102,7 +105,7 @@ async def serve_app(app: ASGIApp, sock: socket.socket) -> None:
     """Serve ``app`` on ``sock`` until cancelled."""
     config = uvicorn.Config(
         app, http="httptools", access_log=False, log_level="warning",
-        log_config=None, lifespan="off", timeout_graceful_shutdown=1,
+        log_config=None, lifespan="off", timeout_graceful_shutdown=1, timeout_keep_alive=KEEP_ALIVE_S,
     )  # fmt: skip
     await HttpServer(config).serve(sockets=[sock])
 
