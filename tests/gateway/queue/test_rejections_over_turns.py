@@ -11,14 +11,15 @@ from policy.admission.dispatcher import MOST_REJECTED
 from policy.errors import Refusal
 from policy.types import EngineKind
 from tests.gateway.queue.test_model_queues import Queues, leave, settled
+from tests.gateway.virtual_time import VirtualLoop, run_virtual
 
 WAITING = 2 * MOST_REJECTED + 10
 
 
-async def crowd(queues: Queues, wait_s: float = 60.0) -> list[asyncio.Task[ReplicaHandle]]:
-    """Requests that wait, all with one deadline."""
+async def crowd(queues: Queues) -> list[asyncio.Task[ReplicaHandle]]:
+    """Requests that wait, all with a deadline in a minute."""
     await queues.fill(queues.alpha)
-    deadline = asyncio.get_running_loop().time() + wait_s
+    deadline = asyncio.get_running_loop().time() + 60.0
     tickets = [queues.arrive(queues.alpha, deadline=deadline) for _ in range(WAITING)]
     asked = [asyncio.create_task(ticket.wait()) for ticket in tickets]
     await settled()
@@ -65,12 +66,18 @@ async def test_requests_that_are_not_dismissed_yet_wait_for_a_replica_that_comes
     await leave(*asked[MOST_REJECTED:])
 
 
-async def test_requests_expire_over_several_turns_and_none_of_them_is_offered_a_slot() -> None:
-    queues = Queues()
-    asked = await crowd(queues, wait_s=0.1)
-    while queues.depth() == WAITING:  # noqa: ASYNC110 - until the very turn
-        await asyncio.sleep(0)
-    queues.alpha.handles[0].view.bound = WAITING
-    assert queues.depth() == WAITING - MOST_REJECTED
-    assert await most_in_a_turn(queues) == MOST_REJECTED
-    assert reasons(await asyncio.gather(*asked, return_exceptions=True)) == {Refusal.DEADLINE}
+def test_requests_expire_over_several_turns_and_none_of_them_is_offered_a_slot() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        queues = Queues()
+        asked = await crowd(queues)
+        loop.pause(61.0)
+        while queues.depth() == WAITING:  # noqa: ASYNC110 - until the very turn
+            await asyncio.sleep(0)
+        queues.alpha.handles[0].view.bound = WAITING
+        assert queues.depth() == WAITING - MOST_REJECTED
+        assert await most_in_a_turn(queues) == MOST_REJECTED
+        assert reasons(await asyncio.gather(*asked, return_exceptions=True)) == {Refusal.DEADLINE}
+
+    run_virtual(main)  # the deadline passes at no other moment
