@@ -156,7 +156,7 @@ def test_a_model_that_no_server_serves_fails_the_start_with_the_reasons(site: Si
     dead = f"http://127.0.0.1:{free_ports(1)[0]}"
     other = {"name": "other", "engine": "external", "urls": [dead, site.upstream]}
     site.file.write_text(json.dumps({**json.loads(site.file.read_text()), "models": [other]}))
-    code, out, err = site.tidegate("up", str(site.file), "--timeout-s", "4")
+    code, out, err = site.tidegate("up", str(site.file))
     assert (code, "is ready" in out) == (6, False)
     assert "other: served by none of 2 servers" in err
     assert f"{dead}: connection refused" in err
