@@ -78,7 +78,7 @@ class AdminServer(UvicornServer):
                 timeout_graceful_shutdown=1,
             )
         )
-        # Else its protocol is imported in the event loop, for 12 ms in which clients wait.
+        # It imports the protocol, in 12 ms: before clients are served, not while the first of them wait.
         self.config.load()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

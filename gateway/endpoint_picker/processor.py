@@ -129,7 +129,7 @@ class Processor:
 
     def _hold(self) -> None:
         if self._upload is None:
-            # The proxy's address would be that of all clients, which have one budget for each address.
+            # An address has a budget too, and all come from the proxy: each stream counts as an address.
             self._upload = self._uploads.begin(self, (f"stream {id(self)}",))
         self._uploads.hold(self._upload, len(self._body), self._limit - len(self._body))
 

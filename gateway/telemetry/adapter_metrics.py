@@ -91,14 +91,15 @@ class AdapterMetrics:
             yield
         others = [((model, OTHER), meter) for model, meter in self._others.items()]
         for (model, name), meter in [*self._meters.items(), *others]:
-            if meter.changed:
-                self._publish(model, name, meter)
+            if self._publish(model, name, meter):
                 yield
 
-    def _publish(self, model: str, name: str, meter: AdapterCounters) -> None:
+    def _publish(self, model: str, name: str, meter: AdapterCounters) -> bool:
+        """Publish what is new of it; returns whether anything was."""
         if not meter.changed:
-            return
+            return False
         publish_counts(self._requests, meter.requests, model, name)
         meter.tokens.publish(self._tokens, model, name)
         self._ttft.labels(model, name).merge(meter.ttft)
         meter.changed = False
+        return True
