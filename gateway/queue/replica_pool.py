@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from time import monotonic
 from typing import Final
@@ -106,6 +106,15 @@ class ModelPool:
 
     def serves(self, candidate: Candidate, adapter: str) -> bool:
         return not adapter or self.replica(candidate).adapters.serves(adapter)
+
+    def unserved(self, adapters: Set[str], candidates: list[Candidate]) -> set[str]:
+        found = [self.replica(each).adapters for each in candidates]
+        if any(each.serves_all for each in found):
+            return set()
+        left = set(adapters)
+        for each in found:
+            each.drop_served(left)
+        return left
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
         quote = self.routers.choose(request, candidates, at)

@@ -38,6 +38,18 @@ class LoadedAdapters:
         return not self._failed or self._failed.get(adapter, 0.0) <= monotonic()
 
     @property
+    def serves_all(self) -> bool:
+        return self.loads and not self.refused and not self._failed
+
+    def drop_served(self, adapters: set[str]) -> None:
+        """Take those that it :meth:`serves` out of ``adapters``."""
+        if self.loads:
+            adapters &= self.refusing
+        else:
+            adapters -= self.loaded
+            adapters.discard("")
+
+    @property
     def refusing(self) -> frozenset[str]:
         """Adapters that it could not load lately, by its own list and by refused requests."""
         if not self._failed:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Set
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from itertools import islice
 from typing import Final, NamedTuple
 
 from policy.admission.equivalence_classes import EquivalenceClasses
 from policy.admission.fairness import QueueOrder
+from policy.admission.wait_prediction import RANK
 from policy.request import Request
 from policy.routing.cost import Candidate
 
 # How many waiting requests are searched for companions.
 WINDOW: Final = 32
+# Requests that are looked at in vain in fair order: of thousands, each may have no place for its own reason.
+MOST_IN_VAIN: Final = 256
 # How often a request may be passed by later ones at a replica that could have served it.
 MOST_PASSED: Final = 8
 # How much earlier than in fair order a request may go, in weighted tokens: some requests of common size.
@@ -25,8 +29,9 @@ class FreeSlots(NamedTuple):
     ``usable`` are those of the ``candidates`` that can serve a request at all, room aside. ``choose`` is
     where it would go now, if anywhere, given all assignments so far. ``runs`` are the adapters in use on one.
     ``loss_s`` are the seconds of prefill that a request is expected to lose by not going to one now.
-    ``waiting`` are all requests in the order, without those that were dispatched. While replicas are
-    ``closing``, requests that end soon have replicas that others of a class have not.
+    ``waiting`` are all requests in the order, without those that were dispatched. ``unserved`` are those of
+    some adapters that none of some candidates serves; ``present`` is whether a request still waits. While
+    replicas are ``closing``, requests that end soon have replicas that others of a class have not.
     """
 
     candidates: list[Candidate]
@@ -35,6 +40,8 @@ class FreeSlots(NamedTuple):
     runs: Callable[[Candidate], Set[str]]
     loss_s: Callable[[Request, Candidate], float]
     waiting: EquivalenceClasses
+    unserved: Callable[[Set[str], list[Candidate]], set[str]]
+    present: Callable[[Request], bool]
     closing: bool = False
 
 
@@ -43,17 +50,17 @@ def has_room(candidate: Candidate) -> bool:
     return not candidate.bound or candidate.in_flight < candidate.bound
 
 
-def any_room(candidates: list[Candidate]) -> bool:
+def any_room(candidates: Iterable[Candidate]) -> bool:
     for each in candidates:  # noqa: SIM110 - for each request: faster than a generator
         if has_room(each):
             return True
     return False
 
 
-def dispatch(order: Iterator[QueueOrder], slots: FreeSlots, without: set[str]) -> Iterator[Request]:
+def dispatch(walk: Callable[[Set[str]], Iterator[QueueOrder]], slots: FreeSlots) -> Iterator[Request]:
     """The requests that go now to their last choice; the caller takes each slot before it asks for the next.
 
-    The first request in the fair ``order`` that any replica can take goes. If it has a session, the one among
+    The first request in the fair order that any replica can take goes. If it has a session, the one among
     the next :data:`WINDOW` goes before it that loses most by not going to that replica. While the replica has
     room, companions of the first follow it: first those that share its adapter and first prefix, then those
     of an adapter in use there. Then the next in order is the first. A request is passed by others at a
@@ -61,10 +68,11 @@ def dispatch(order: Iterator[QueueOrder], slots: FreeSlots, without: set[str]) -
     :data:`QUANTUM` later or whose priority is lower.
 
     A request that no replica can take now delays none that another one can. Its replicas are closed: later
-    requests fare no better there, except that one whose adapter is in use waits for no loads. Adapters whose
-    requests have no replica left are added to ``without``, for ``order`` to leave them out.
+    requests fare no better there, except that one whose adapter is in use waits for no loads. ``walk`` yields
+    the fair order without some adapters: those whose requests have no replica left, which may become more.
+    Where :data:`MOST_IN_VAIN` requests have none, those that have one go next, wherever they wait.
     """
-    window = _Window(order, slots, without)
+    window = _Window(walk, slots)
     while (first := window.next()) is not None:
         candidate = slots.choose(first.request)
         if candidate is None:
@@ -79,14 +87,16 @@ def dispatch(order: Iterator[QueueOrder], slots: FreeSlots, without: set[str]) -
 class _Window:
     """The turns that were read and not dispatched; mostly one request is enough."""
 
-    def __init__(self, order: Iterator[QueueOrder], slots: FreeSlots, without: set[str]) -> None:
-        self._order = order
+    def __init__(self, walk: Callable[[Set[str]], Iterator[QueueOrder]], slots: FreeSlots) -> None:
         self._slots = slots
-        self._without = without
         self._turns: list[QueueOrder] = []
-        self._open = list(slots.candidates)
+        self._in_vain = 0
+        self._open = dict.fromkeys(slots.candidates)
         # Those that take no request for which they would load an adapter.
-        self._loading: list[Candidate] = []
+        self._loading: set[Candidate] = set()
+        # These take no turn, which would put off other requests of their tenants.
+        self._without = slots.unserved(slots.waiting.by_adapter.keys(), self._free())
+        self._order = walk(self._without)
 
     def next(self) -> QueueOrder | None:
         """The next request that a replica with room could serve."""
@@ -95,6 +105,9 @@ class _Window:
             # Thousands may have none, in one offer after the other: asked after 1, 2, 4, ... of them.
             if in_vain and in_vain & (in_vain - 1) == 0 and self._all_closed(in_vain):
                 break
+            if self._in_vain == MOST_IN_VAIN:
+                self._in_vain += 1
+                self._order = self._behind()
             if not self._turns:
                 self._grow(1)
             if not self._turns:
@@ -106,6 +119,7 @@ class _Window:
             if not request.avoid and request.only is None and not self._slots.closing:
                 self._without.add(request.adapter)
             in_vain += 1
+            self._in_vain += 1
         return None
 
     def _all_closed(self, in_vain: int) -> bool:
@@ -113,24 +127,44 @@ class _Window:
 
         Not checked while there are more classes than were looked at ``in_vain``: that takes as long.
         """
-        waiting, runs = self._slots.waiting, self._slots.runs
-        free = [each for each in self._open if has_room(each)]
-        if all(each in self._loading for each in free):
-            adapters = waiting.by_adapter.keys() & {name for each in free for name in runs(each)}
-        elif len(waiting) <= in_vain:
-            adapters = set(waiting.by_adapter)
-        else:
+        waiting = self._slots.waiting
+        if not self._only_loaded() and len(waiting.by_adapter) - len(self._without) > in_vain:
             return False
-        samples = waiting.samples(adapters, shortest=self._slots.closing)
-        return not any(self._options(each) for each in samples)
+        samples = list(islice(waiting.samples(self._served(), shortest=self._slots.closing), in_vain + 1))
+        return len(samples) <= in_vain and not any(self._options(each) for each in samples)
+
+    def _behind(self) -> Iterator[QueueOrder]:
+        """Requests that have a replica left; where there are many classes, some of them in each offer."""
+        waiting, closing = self._slots.waiting, self._slots.closing
+        some = waiting.rotate(self._served(), MOST_IN_VAIN)
+        classes = [each for each in some if self._options(each.sample(shortest=closing))]
+        found = [request for each in classes for request in each.rotate(MOST_IN_VAIN // len(classes))]
+        found.sort(key=lambda request: (RANK[request.priority], request.ticket))
+        read = {turn.request.ticket for turn in self._turns}
+        return iter([QueueOrder(each, math.inf) for each in found if each.ticket not in read])
+
+    def _served(self) -> Set[str]:
+        """The adapters whose requests may have a replica left."""
+        runs, free = self._slots.runs, self._free()
+        adapters: Set[str] = self._slots.waiting.by_adapter.keys()
+        if self._only_loaded():
+            adapters = adapters & {name for each in free for name in runs(each)}
+        return adapters - self._slots.unserved(adapters, free)
+
+    def _only_loaded(self) -> bool:
+        """Whether no replica with room would load an adapter."""
+        return all(each in self._loading for each in self._free())
+
+    def _free(self) -> list[Candidate]:
+        return [each for each in self._open if has_room(each)]
 
     def close(self, missed: Request) -> None:
         """No replica took ``missed``: do not try its replicas again."""
         for each in self._options(missed):
             if missed.adapter in self._slots.runs(each):
-                self._open.remove(each)
+                del self._open[each]
             else:
-                self._loading.append(each)
+                self._loading.add(each)
 
     def dearer(self, first: QueueOrder, candidate: Candidate) -> Request | None:
         """The request that loses most by not going to ``candidate`` now, if more than ``first``, which stays.
@@ -202,7 +236,8 @@ class _Window:
         ]
 
     def _grow(self, count: int) -> None:
-        self._turns.extend(islice(self._order, min(count, WINDOW - len(self._turns))))
+        present = filter(lambda turn: self._slots.present(turn.request), self._order)
+        self._turns.extend(islice(present, min(count, WINDOW - len(self._turns))))
 
 
 def _kinship(first: Request, other: Request, running: Container[str]) -> int | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Set
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 from policy.request import Request
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Requirements(NamedTuple):
@@ -20,94 +24,107 @@ def requirements_of(request: Request) -> Requirements:
     return Requirements(request.adapter, frozenset(request.avoid), request.only)
 
 
+class Key(NamedTuple):
+    """What the requests of a class share: before a replica is closed, short ones fit where long ones do not.
+
+    Lengths are the binary digits of the numbers of tokens: of prompts, and of answers if they are long.
+    """
+
+    required: Requirements
+    prompt_length: int
+    answer_length: int
+
+
+def key_of(request: Request) -> Key:
+    return Key(requirements_of(request), request.prompt_tokens.bit_length(), request.long_tokens.bit_length())
+
+
 class EquivalenceClass:
-    """The requests with the same requirements, by ticket."""
+    """The requests with the same key, by ticket.
 
-    __slots__ = ("_shortest", "requests")
+    :attr:`shortest` is an imagined one with no more tokens of any kind than any of them: none ends earlier.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("requests", "shortest")
+
+    def __init__(self, like: Request, key: Key) -> None:
         self.requests: dict[int, Request] = {}
-        self._shortest: Request | None = None
+        self.shortest = Request(
+            like.model, like.tenant, like.priority, like.adapter, like.adapter_key,
+            prompt_tokens=_least(key.prompt_length), long_tokens=_least(key.answer_length),
+            avoid=set(key.required.avoid),
+        )  # fmt: skip
+        self.shortest.only = key.required.only
 
-    def add(self, request: Request) -> None:
-        self.requests[request.ticket] = request
-        if self._shortest is not None:
-            _shorten(self._shortest, request)
+    def rotate(self, most: int) -> list[Request]:
+        """At most so many of its requests, others with each call until each had its turn."""
+        return _rotate(self.requests, list(islice(self.requests, most)))
 
-    def remove(self, ticket: int) -> None:
-        request, shortest = self.requests.pop(ticket), self._shortest
-        if shortest is not None and (
-            request.prompt_tokens == shortest.prompt_tokens
-            or request.output_tokens == shortest.output_tokens
-            or request.long_tokens == shortest.long_tokens
-        ):
-            self._shortest = None
-
-    def any(self) -> Request:
-        return next(iter(self.requests.values()))
-
-    def shortest(self) -> Request:
-        """An imagined request with the least tokens of each kind: none of them ends earlier."""
-        if self._shortest is None:
-            sample = self.any()
-            self._shortest = shortest = Request(
-                sample.model, sample.tenant, sample.priority, sample.adapter, sample.adapter_key,
-                sample.prompt_tokens, sample.output_tokens, long_tokens=sample.long_tokens,
-                avoid=set(sample.avoid),
-            )  # fmt: skip
-            shortest.only = sample.only
-            for request in self.requests.values():
-                _shorten(shortest, request)
-        return self._shortest
+    def sample(self, *, shortest: bool) -> Request:
+        """Any of its requests, or the :attr:`shortest`."""
+        return self.shortest if shortest else next(iter(self.requests.values()))
 
 
 class EquivalenceClasses:
     """The classes of the requests that wait; a request keeps the one in which it was added."""
 
     def __init__(self) -> None:
-        self.by_adapter: dict[str, dict[Requirements, EquivalenceClass]] = {}
-        self._requirements: dict[int, Requirements] = {}
-        self._count = 0
-
-    def __len__(self) -> int:
-        """The number of classes."""
-        return self._count
+        self.by_adapter: dict[str, dict[Key, EquivalenceClass]] = {}
+        self._keys: dict[int, Key] = {}
 
     def add(self, request: Request) -> None:
-        required = self._requirements[request.ticket] = requirements_of(request)
-        classes = self.by_adapter.setdefault(required.adapter, {})
-        found = classes.get(required)
+        key = self._keys[request.ticket] = key_of(request)
+        classes = self.by_adapter.setdefault(key.required.adapter, {})
+        found = classes.get(key)
         if found is None:
-            found = classes[required] = EquivalenceClass()
-            self._count += 1
-        found.add(request)
+            found = classes[key] = EquivalenceClass(request, key)
+        found.requests[request.ticket] = request
 
     def remove(self, request: Request) -> None:
         """Remove it, if it was not removed yet."""
-        required = self._requirements.pop(request.ticket, None)
-        if required is None:
+        key = self._keys.pop(request.ticket, None)
+        if key is None:
             return
-        classes = self.by_adapter[required.adapter]
-        classes[required].remove(request.ticket)
-        if not classes[required].requests:
-            del classes[required]
-            self._count -= 1
+        adapter = key.required.adapter
+        classes = self.by_adapter[adapter]
+        del classes[key].requests[request.ticket]
+        if not classes[key].requests:
+            del classes[key]
         if not classes:
-            del self.by_adapter[required.adapter]
+            del self.by_adapter[adapter]
 
     def of(self, adapter: str) -> list[Request]:
         """The requests for ``adapter``."""
         classes = self.by_adapter.get(adapter, {})
         return [request for each in classes.values() for request in each.requests.values()]
 
+    def rotate(self, adapters: Set[str], most: int) -> list[EquivalenceClass]:
+        """At most so many classes of these ``adapters``, others with each call until each had its turn."""
+        found: list[EquivalenceClass] = []
+        names = (name for name in self.by_adapter if name in adapters)
+        for name in list(islice(names, most)):
+            if len(found) == most:
+                break
+            (classes,) = _rotate(self.by_adapter, [name])
+            found += _rotate(classes, list(islice(classes, most - len(found))))
+        return found
+
     def samples(self, adapters: Iterable[str], *, shortest: bool) -> Iterator[Request]:
-        """One request of each class of these ``adapters``: any, or the :meth:`EquivalenceClass.shortest`."""
+        """The :meth:`EquivalenceClass.sample` of each class of these ``adapters``."""
         for adapter in adapters:
             for each in self.by_adapter[adapter].values():
-                yield each.shortest() if shortest else each.any()
+                yield each.sample(shortest=shortest)
 
 
-def _shorten(shortest: Request, request: Request) -> None:
-    shortest.prompt_tokens = min(shortest.prompt_tokens, request.prompt_tokens)
-    shortest.output_tokens = min(shortest.output_tokens, request.output_tokens)
-    shortest.long_tokens = min(shortest.long_tokens, request.long_tokens)
+def _rotate(members: dict[K, V], keys: list[K]) -> list[V]:
+    """The members with these ``keys``, which become the last ones."""
+    found = []
+    for key in keys:
+        members[key] = member = members.pop(key)
+        found.append(member)
+    return found
+
+
+def _least(length: int) -> int:
+    """The least number with so many binary digits."""
+    return 1 << length >> 1

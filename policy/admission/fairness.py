@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Set
 from heapq import heappop, heappush
 from typing import Final, NamedTuple, Protocol, TypeVar
 
@@ -16,6 +16,8 @@ from policy.request import Request
 # Idle tenants beyond these are forgotten; the adapters of each tenant are bounded separately.
 MOST_TENANTS: Final = 4096
 MOST_ADAPTERS: Final = 256
+# How many adapters are passed over one by one; of more, a walk does not come across their requests.
+PASSED_OVER: Final = 32
 
 Charge = TypeVar("Charge")
 F = TypeVar("F", bound=VirtualCounter)
@@ -45,7 +47,7 @@ class Discipline(Protocol[Charge]):
     def remove(self, request: Request) -> None:
         """Take it out of the queue."""
 
-    def walk(self, without: Container[str] = ()) -> Iterator[QueueOrder]:
+    def walk(self, without: Set[str] = frozenset()) -> Iterator[QueueOrder]:
         """All waiting requests in the order of service; the queue must not change meanwhile.
 
         ``without`` are adapters whose requests may be left out; more may be added during the walk.
@@ -131,6 +133,8 @@ class FairQueue:
         self._peers = peers
         self._tenants: VirtualCounters[_Tenant] = VirtualCounters(_Tenant, MOST_TENANTS)
         self._longest: OrderedSet[_Tenant] = OrderedSet()
+        # The tenants that wait for each adapter, with their requests for it.
+        self._flows: dict[str, dict[_Tenant, _Adapter]] = {}
         self._count = 0
         self.tokens = 0
 
@@ -145,6 +149,7 @@ class FairQueue:
                 tenant.seen = self._peers.others(tenant.name)
         adapter = tenant.adapters.flow(request.adapter)
         adapter.requests.put(request, request.ticket)
+        self._flows.setdefault(request.adapter, {})[tenant] = adapter
         tenant.adapters.join(adapter, request.ticket)
         self._tenants.join(tenant, request.ticket)
         if not returned:
@@ -159,11 +164,28 @@ class FairQueue:
         self._waits(tenant, adapter, -cost(request), -1)
         if not adapter.requests:
             tenant.adapters.leave(adapter)
+            flows = self._flows[request.adapter]
+            del flows[tenant]
+            if not flows:
+                del self._flows[request.adapter]
         if not tenant.tokens:
             self._tenants.leave(tenant)
 
-    def walk(self, without: Container[str] = ()) -> Iterator[QueueOrder]:
-        return _by_turns(self._tenants, lambda tenant: _of_tenant(tenant, without))
+    def walk(self, without: Set[str] = frozenset()) -> Iterator[QueueOrder]:
+        """A tenant's turn is not put off by those of its requests that are left out from the start."""
+        if len(without) <= PASSED_OVER:
+            return _by_turns(
+                iter(self._tenants.waiting),
+                lambda tenant: _of_tenant(iter(tenant.adapters.waiting), without),
+            )
+        adapters: dict[_Tenant, list[_Adapter]] = {}
+        for name in self._flows.keys() - without:
+            for tenant, adapter in self._flows[name].items():
+                adapters.setdefault(tenant, []).append(adapter)
+        return _by_turns(
+            self._tenants.among(list(adapters)),
+            lambda tenant: _of_tenant(tenant.adapters.among(adapters[tenant]), without),
+        )
 
     def charge(self, request: Request) -> _Charge:
         tokens = cost(request)
@@ -247,21 +269,20 @@ def cost(request: Request) -> int:
     return tokens if tokens > 1 else 1
 
 
-def _of_tenant(tenant: _Tenant, without: Container[str]) -> Iterator[Request]:
-    for turn in _by_turns(tenant.adapters, lambda adapter: _of_adapter(adapter, without)):
+def _of_tenant(adapters: Iterator[tuple[_Adapter, float]], without: Set[str]) -> Iterator[Request]:
+    for turn in _by_turns(adapters, lambda adapter: _of_adapter(adapter, without)):
         yield turn.request
 
 
-def _of_adapter(adapter: _Adapter, without: Container[str]) -> Iterator[Request]:
+def _of_adapter(adapter: _Adapter, without: Set[str]) -> Iterator[Request]:
     for request, _ in adapter.requests:
         if adapter.name in without:
             return
         yield request
 
 
-def _by_turns(counters: VirtualCounters[F], of: Callable[[F], Iterator[Request]]) -> Iterator[QueueOrder]:
-    """The waiting requests of all flows in the order in which they would be served."""
-    fresh = iter(counters.waiting)
+def _by_turns(fresh: Iterator[tuple[F, float]], of: Callable[[F], Iterator[Request]]) -> Iterator[QueueOrder]:
+    """The waiting requests of all flows, ``fresh`` in order, in the order in which they would be served."""
     begun: list[tuple[float, int, F, Iterator[Request]]] = []
     flow = next(fresh, None)
     turns = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, Final, NamedTuple
 
 from policy.admission.fairness import Discipline, QueueOrder, cost
@@ -165,7 +165,7 @@ class Queue:
             self._drain.ended(began.request.ticket, at, whole=whole)
             self._classes[began.request.priority].ended(began.charge)
 
-    def walk(self, without: Container[str] = ()) -> Iterator[QueueOrder]:
+    def walk(self, without: Set[str] = frozenset()) -> Iterator[QueueOrder]:
         """All waiting requests in order, as :meth:`policy.admission.fairness.Discipline.walk`."""
         for queue in self._classes.values():
             if len(queue):

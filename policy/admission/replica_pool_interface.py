@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Protocol, TypeVar
 
 from policy.admission.queue import Bounds
@@ -64,6 +65,9 @@ class ReplicaPool(Protocol[R_co]):
     def replica(self, candidate: Candidate) -> R_co: ...
 
     def serves(self, candidate: Candidate, adapter: str) -> bool: ...
+
+    def unserved(self, adapters: Set[str], candidates: list[Candidate]) -> set[str]:
+        """Those of ``adapters`` that none of ``candidates`` :meth:`serves`; there may be thousands."""
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
         """The router's choice, ``None`` if the request should wait."""

@@ -7,7 +7,8 @@ least counter of those that wait, less a credit of at most :data:`CREDIT` for wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop
 from typing import Final, Generic, TypeVar
 
 from policy.admission.ordered_set import OrderedSet
@@ -90,6 +91,14 @@ class VirtualCounters(Generic[F]):
     def leave(self, flow: F) -> None:
         if self.waiting.drop(flow):
             self.weight = self.weight - flow.weight if len(self.waiting) else 0.0
+
+    def among(self, flows: list[F]) -> Iterator[tuple[F, float]]:
+        """These ``flows``, all of which wait, with their counters in the order of :attr:`waiting`."""
+        ahead = [(flow.counter, flow.ticket, flow) for flow in flows]
+        heapify(ahead)
+        while ahead:
+            counter, _, flow = heappop(ahead)
+            yield flow, counter
 
     def lift(self, flow: F) -> None:
         """It was idle: it is owed no more than its credit of what the others were served meanwhile."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from policy.admission.dispatcher import Dispatcher, Ticket
 from policy.admission.queue import Bounds
@@ -128,6 +128,9 @@ class SimulatedPool:
 
     def serves(self, candidate: Candidate, adapter: str) -> bool:
         return True
+
+    def unserved(self, adapters: Set[str], candidates: list[Candidate]) -> set[str]:
+        return set()
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
         return self.router.choose(request, candidates, at, self._rng.random()).chosen

@@ -109,3 +109,17 @@ def test_an_adapter_that_failed_again_is_avoided_from_then_on(clock: list[float]
     clock[0] += FAILED_S / 2
     ours.failed("more")
     assert ours.refusing == {"code", "more"} == set(ours._failed)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_adapters_are_dropped_together_as_they_are_served_one_by_one(
+    *, loads: bool, clock: list[float]
+) -> None:
+    adapters = LoadedAdapters(["a", "b"], loads=loads)
+    names = {"", "a", "b", "c", "d"}
+    for change in (lambda: None, lambda: adapters.update(["b"], ["c"]), lambda: adapters.failed("d")):
+        change()
+        left = set(names)
+        adapters.drop_served(left)
+        assert left == {name for name in names if not adapters.serves(name)}
+        assert not adapters.serves_all or not left

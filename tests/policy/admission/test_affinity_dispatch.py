@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,6 +75,10 @@ class Site:
         self.looks += 1
         return [r for r in self.replicas.values() if self.could(request, r)]
 
+    def unserved(self, adapters: Set[str], candidates: list[Candidate]) -> set[str]:
+        holds = [self.holds.get(r.id, adapters) for r in candidates]
+        return {name for name in adapters - {EVERYWHERE} if not any(name in held for held in holds)}
+
     def runs(self, candidate: Candidate) -> Set[str]:
         return {"", EVERYWHERE, *self.running.get(candidate.id, ())}
 
@@ -92,9 +96,13 @@ class Site:
             waiting.add(Request("m", adapter=EVERYWHERE, ticket=len(order)))
         slots = FreeSlots(
             list(self.replicas.values()), self.usable, self.choose, self.runs, self.loss_s, waiting,
-            bool(self.closing),
+            self.unserved, lambda request: True, bool(self.closing),
         )  # fmt: skip
-        for request in dispatch(iter(order), slots, set()):
+
+        def walk(without: Set[str]) -> Iterator[QueueOrder]:
+            return (turn for turn in order if plain or turn.request.adapter not in without)
+
+        for request in dispatch(walk, slots):
             chosen = self.chosen[id(request)]
             assert chosen is not None
             chosen.in_flight += 1

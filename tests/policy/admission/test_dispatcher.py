@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ValuesView
+from collections.abc import Callable, Set, ValuesView
 from typing import Any
 
 import pytest
 
+from policy.admission.affinity_dispatch import MOST_IN_VAIN
 from policy.admission.dispatcher import MOST_REJECTED, Dispatcher, Ticket
 from policy.admission.queue import Bounds
 from policy.admission.retry import Cause
@@ -51,6 +52,9 @@ class Pool:
         self.slots = {view.id: Slots(view, self.health) for view in self.views}
         self.closing = False
         self.broken: set[str] = set()
+        # The adapters of replicas that load no others; looks at a single request or adapter.
+        self.lists: dict[str, frozenset[str]] = {}
+        self.asked = 0
         self.sends: Callable[[Request, Candidate], bool] = lambda request, candidate: True
         self.lasts: Callable[[Request], bool] = lambda request: True
 
@@ -79,7 +83,14 @@ class Pool:
         return self.slots[candidate.id]
 
     def serves(self, candidate: Candidate, adapter: str) -> bool:
-        return True
+        self.asked += 1
+        return not adapter or candidate.id not in self.lists or adapter in self.lists[candidate.id]
+
+    def unserved(self, adapters: Set[str], candidates: list[Candidate]) -> set[str]:
+        left = set(adapters)
+        for each in candidates:
+            left = left - self.lists[each.id] - {""} if each.id in self.lists else set()
+        return left
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
         for each in candidates:
@@ -103,6 +114,7 @@ class Pool:
         return 0.0
 
     def lasting(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
+        self.asked += 1
         return candidates if self.lasts(request) else []
 
     def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
@@ -183,10 +195,67 @@ def test_an_offer_looks_at_few_of_those_that_have_no_place(why: str) -> None:
     assert len(dispatcher.waiting) == 1000
     assert visited.visits < 10
     # One that has a place is given it at once.
-    pool.lasts = lambda request: request.output_tokens == 1
+    pool.lasts = lambda request: request.output_tokens <= 1
     fits = wait(dispatcher, output_tokens=1, priority=Priority.BATCH)
     dispatcher.offer(AT)
     assert fits.replica is not None and len(dispatcher.waiting) == 1000
+
+
+@pytest.mark.parametrize("adapter", ["", "listed"])
+@pytest.mark.parametrize("tenants", [1, 3000])
+def test_adapters_that_no_replica_with_room_serves_are_looked_at_together(adapter: str, tenants: int) -> None:
+    pool = Pool({"a": 2, "b": 1})
+    pool.fill()
+    pool.lists = {"a": frozenset({"listed"}), "b": frozenset(f"adapter-{i}" for i in range(3000))}
+    dispatcher = pool.dispatcher()
+    dispatcher.waiting = visited = Visited()
+    for i in range(3000):
+        wait(dispatcher, adapter=f"adapter-{i}", tenant=f"tenant-{i % tenants}")
+    pool.views[0].in_flight = pool.asked = visited.visits = 0
+    assert dispatcher.offer(AT)
+    assert len(dispatcher.waiting) == 3000 and pool.asked < 10 and visited.visits < 10
+    fits = wait(dispatcher, adapter=adapter, priority=Priority.BATCH)
+    pool.asked = visited.visits = 0
+    dispatcher.offer(AT)
+    assert fits.replica is not None and len(dispatcher.waiting) == 3000
+    assert pool.asked < 10 and visited.visits < 10
+
+
+@pytest.mark.parametrize("why", ["failed", "closing", "full"])
+def test_where_thousands_have_no_place_an_offer_looks_at_a_limited_number(why: str) -> None:
+    """The one that has a place goes within some offers, wherever it waits."""
+    pool = Pool({"a": 4, "b": 1, "c": 1})
+    pool.fill()
+    dispatcher = pool.dispatcher()
+    dispatcher.waiting = visited = Visited()
+    if why == "full":  # while slots are given
+        pool.lists = {"a": frozenset(), "b": frozenset(f"adapter-{i}" for i in range(3000))}
+    for i in range(3000):
+        avoid = {"a"} if why == "failed" else set()
+        adapter = "" if why == "closing" else f"adapter-{i}"
+        wait(
+            dispatcher,
+            avoid=avoid,
+            adapter=adapter,
+            prompt_tokens=15,
+            output_tokens=8,
+            priority=Priority.CRITICAL,
+        )
+    # By its least lengths a class may have one that ends in time.
+    wait(dispatcher, prompt_tokens=8, output_tokens=15, avoid={"a"})
+    fits = wait(dispatcher, prompt_tokens=9, output_tokens=9)
+    pool.closing = why == "closing"
+    pool.lasts = lambda request: request.prompt_tokens + request.output_tokens < 20
+    pool.views[0].in_flight = 0
+    pool.views[1].in_flight = 0 if why == "full" else 1
+    for _ in range(20):
+        pool.asked = visited.visits = 0
+        dispatcher.offer(AT)
+        assert pool.asked < 12 * MOST_IN_VAIN and visited.visits < 4 * MOST_IN_VAIN
+        if fits.replica is not None:
+            break
+    assert fits.replica is not None
+    assert len(dispatcher.waiting) == 3000 + (why != "full")
 
 
 def test_those_that_no_longer_wait_for_an_adapter_are_not_rejected() -> None:

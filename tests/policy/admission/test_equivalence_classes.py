@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.admission.equivalence_classes import EquivalenceClasses, requirements_of
+from policy.admission.equivalence_classes import EquivalenceClasses, key_of
 from policy.request import Request
 
 REQUEST = st.builds(
@@ -33,21 +33,38 @@ def test_classes_follow_the_requests_that_wait(steps: list[tuple[Request, int, b
         del waiting[:gone]
         if not looks:
             continue
-        of_each = {requirements_of(each): [r for r in waiting if requirements_of(r) == requirements_of(each)]
-                   for each in waiting}  # fmt: skip
-        assert len(classes) == len(of_each)
+        of_each = {key_of(each): [r for r in waiting if key_of(r) == key_of(each)] for each in waiting}
         assert set(classes.by_adapter) == {each.adapter for each in waiting}
         for adapter in "", "a", "b":
             of_adapter = [each for each in waiting if each.adapter == adapter]
             assert sorted(r.ticket for r in classes.of(adapter)) == [r.ticket for r in of_adapter]
         samples = list(classes.samples(classes.by_adapter, shortest=False))
-        assert all(sample in of_each[requirements_of(sample)] for sample in samples)
-        shortest = {
-            requirements_of(each): each for each in classes.samples(classes.by_adapter, shortest=True)
-        }
+        assert all(sample in of_each[key_of(sample)] for sample in samples)
+        shortest = {key_of(each): each for each in classes.samples(classes.by_adapter, shortest=True)}
         assert shortest.keys() == of_each.keys()
         for key, requests in of_each.items():
             least = shortest[key]
-            assert least.prompt_tokens == min(r.prompt_tokens for r in requests)
-            assert least.output_tokens == min(r.output_tokens for r in requests)
-            assert least.long_tokens == min(r.long_tokens for r in requests)
+            for each in requests:
+                assert least.prompt_tokens <= each.prompt_tokens <= 2 * least.prompt_tokens
+                assert least.long_tokens <= each.long_tokens <= 2 * least.long_tokens
+                assert least.output_tokens <= each.output_tokens
+
+
+@given(st.lists(REQUEST, min_size=1, max_size=40), st.integers(1, 7))
+def test_all_have_their_turn_some_at_a_time(requests: list[Request], most: int) -> None:
+    classes = EquivalenceClasses()
+    for ticket, request in enumerate(requests):
+        request.ticket = ticket
+        classes.add(request)
+    wanted = {"a", "b"}
+    of_wanted = {key_of(each) for each in requests if each.adapter in wanted}
+    shown: set[object] = set()
+    for _ in range(len(requests)):
+        some = classes.rotate(wanted, most)
+        assert len(some) <= most
+        shown |= {key_of(each.sample(shortest=False)) for each in some}
+    assert shown == of_wanted
+    for each in classes.by_adapter[requests[0].adapter].values():
+        turns = [each.rotate(most) for _ in range(len(each.requests))]
+        assert max(map(len, turns)) <= most
+        assert {r.ticket for turn in turns for r in turn} == set(each.requests)

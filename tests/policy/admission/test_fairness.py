@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.admission.fairness import FairQueue, cost
+from policy.admission.fairness import PASSED_OVER, FairQueue, cost
 from policy.admission.ordered_set import OrderedSet
 from policy.admission.virtual_counters import CREDIT, VirtualCounter, VirtualCounters
 from policy.request import Request
@@ -354,3 +354,39 @@ def test_a_closed_loop_with_wrong_estimates_is_fair(count: int) -> None:
         true[request.tenant] += tokens
         arrive(request.tenant)
     assert jain([true[str(i)] for i in range(count)]) >= 0.99
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(0, 5), st.integers(1, 50)), max_size=40),
+    st.integers(0, 20),
+    st.sets(st.integers(0, 5)),
+)
+def test_of_few_and_of_many_adapters_that_are_left_out_the_same_walk_remains(
+    arrivals: list[tuple[str, int, int]], served: int, out: set[int]
+) -> None:
+    server = Server(FairQueue({"a": 1.0, "b": 2.0, "c": 0.5}.__getitem__))
+    for tenant, adapter, tokens in arrivals:
+        server.arrive(tenant, tokens, str(adapter))
+    for _ in range(min(served, len(arrivals) // 2)):
+        server.serve()
+    few = {str(number) for number in out}
+    many = few | {f"other-{number}" for number in range(PASSED_OVER)}
+    one_by_one = list(server.fair.walk(few))
+    assert list(server.fair.walk(many)) == one_by_one
+    everything = [turn.request for turn in server.fair.walk()]
+    assert {r.ticket for r, _ in one_by_one} == {r.ticket for r in everything if r.adapter not in few}
+    # Those of a tenant stay in order.
+    for tenant in TENANTS:
+        left = [r for r, _ in one_by_one if r.tenant == tenant]
+        assert left == [r for r in everything if r.tenant == tenant and r.adapter not in few]
+
+
+def test_requests_that_are_left_out_put_off_no_others_of_their_tenant() -> None:
+    server = Server(FairQueue())
+    for number in range(PASSED_OVER + 1):
+        server.arrive("a", 100, f"adapter-{number}")
+    own = server.arrive("a", 100)
+    for _ in range(3):
+        server.arrive("b", 100)
+    out = {f"adapter-{number}" for number in range(PASSED_OVER + 1)}
+    assert [turn.request for turn in server.fair.walk(out)][:2].count(own) == 1
