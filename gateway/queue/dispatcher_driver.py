@@ -131,6 +131,8 @@ class ModelQueue:
         self._timer_at = math.inf
         self._offering: asyncio.Handle | None = None
         self._dismissing: asyncio.Handle | None = None
+        self._giving_up: asyncio.Handle | None = None
+        self._unloadable: set[str] = set()
 
     def replica_changed(self) -> None:
         """A replica changed: offer free slots to waiting requests, if any may be free."""
@@ -144,9 +146,10 @@ class ModelQueue:
         self._publish()
 
     def give_up(self, adapters: Set[str]) -> None:
-        """Reject the waiting requests for those of ``adapters`` that no replica can load."""
-        self.dispatcher.give_up(adapters, self.clock())
-        self._publish()
+        """Reject what waits for those of ``adapters`` that no replica can load, over several turns."""
+        self._unloadable |= adapters & self.dispatcher.classes.by_adapter.keys()
+        if self._giving_up is None:
+            self._give_up_some()
 
     def count(self, rejection: Rejection, *, waited: bool) -> None:
         """Count a rejection by the queue; retries that are given up are not the queue's."""
@@ -171,6 +174,12 @@ class ModelQueue:
         self._dismissing = None
         if self.dispatcher.pool.unavailable(self.clock()):  # no replica has come back meanwhile
             self.dismiss()
+
+    def _give_up_some(self) -> None:
+        self._giving_up = None
+        if not self.dispatcher.give_up(self._unloadable, self.clock()):
+            self._giving_up = self.loop.call_soon(self._give_up_some)
+        self._publish()
 
     def _resolved(self, ticket: dispatching.Ticket[ReplicaHandle]) -> None:
         assert isinstance(ticket, Ticket)

@@ -38,6 +38,8 @@ _NOTHING: Final = AttemptResult.NOTHING
 OFFER_EVERY_S: Final = 0.02
 # Requests that are given slots in one offer: those of more begin in later turns of an event loop.
 MOST_GRANTED: Final = 32
+# Replicas that the router compares for all of these: in a large fleet one choice takes long.
+MOST_COMPARED: Final = 4096
 # Requests that are rejected in one call because their deadline has passed, or no replica is up.
 MOST_REJECTED: Final = 128
 # Priorities whose wait is bounded by the SLO; the others wait until their deadline.
@@ -318,7 +320,7 @@ class Dispatcher(Generic[R]):
         return min(deadline, at + OFFER_EVERY_S) if self.pool.ready else deadline
 
     def offer(self, at: float) -> bool:
-        """Give free slots to at most :data:`MOST_GRANTED` waiting requests; returns whether that was all."""
+        """Give free slots to waiting requests, :data:`MOST_GRANTED` at most; returns whether that was all."""
         queue, pool, waiting = self.queue, self.pool, self.waiting
         queue.serve(at, ready=self.measurable)
         candidates = list(pool.candidates()) if waiting else []
@@ -350,7 +352,8 @@ class Dispatcher(Generic[R]):
         def present(request: Request) -> bool:
             return not waiting[request.ticket].is_abandoned()
 
-        picked = []
+        most = max(1, min(MOST_GRANTED, MOST_COMPARED // len(candidates)))
+        picked: list[int] = []
         slots = FreeSlots(
             candidates, usable, choose, adapters, loss_s, self.classes, pool.unserved, present, closing
         )
@@ -359,7 +362,7 @@ class Dispatcher(Generic[R]):
             self.take_slot(ticket, at)
             self.classes.remove(request)
             picked.append(request.ticket)
-            if len(picked) == MOST_GRANTED:
+            if len(picked) == most:
                 break
             if ticket._probe:  # the replica takes no other until this one ends
                 assert ticket.quote is not None
@@ -372,7 +375,7 @@ class Dispatcher(Generic[R]):
             self._resolved(ticket)
         if not picked:
             self.idle_since = at
-        return len(picked) < MOST_GRANTED
+        return len(picked) < most
 
     def expire(self, at: float) -> bool:
         """Reject at most :data:`MOST_REJECTED` requests whose deadline has passed.
@@ -394,13 +397,26 @@ class Dispatcher(Generic[R]):
             self.reject(ticket.request, Rejection(Cause.UNAVAILABLE, Refusal.NO_REPLICA))
         return not self.waiting
 
-    def give_up(self, adapters: Set[str], at: float) -> None:
-        """Reject the waiting requests for those of ``adapters`` that no replica can load."""
-        for adapter in adapters & self.classes.by_adapter.keys():
-            if self.pool.cannot_load(adapter):
-                for request in self.classes.of(adapter):
-                    self.queue.remove(request, at)
-                    self.reject(request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
+    def give_up(self, adapters: set[str], at: float) -> bool:
+        """Reject waiting requests for those of ``adapters`` that no replica can load.
+
+        At most :data:`MOST_REJECTED` are rejected, and as many adapters looked at, which are taken out of the
+        set once none waits for them. Returns whether that was all.
+        """
+        left = MOST_REJECTED
+        while adapters and left > 0:
+            adapter = adapters.pop()
+            left -= 1
+            if adapter not in self.classes.by_adapter or not self.pool.cannot_load(adapter):
+                continue
+            requests = list(islice(self.classes.of(adapter), left + 1))
+            for request in requests:
+                self.queue.remove(request, at)
+                self.reject(request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
+            left -= len(requests) - 1
+            if adapter in self.classes.by_adapter:
+                adapters.add(adapter)
+        return not adapters
 
     def reject(self, request: Request, rejection: Rejection) -> None:
         """A request that was taken out of the queue is rejected."""

@@ -93,10 +93,10 @@ class EquivalenceClasses:
         if not classes:
             del self.by_adapter[adapter]
 
-    def of(self, adapter: str) -> list[Request]:
+    def of(self, adapter: str) -> Iterator[Request]:
         """The requests for ``adapter``."""
-        classes = self.by_adapter.get(adapter, {})
-        return [request for each in classes.values() for request in each.requests.values()]
+        for each in self.by_adapter.get(adapter, {}).values():
+            yield from each.requests.values()
 
     def rotate(self, adapters: Set[str], most: int) -> list[EquivalenceClass]:
         """At most so many classes of these ``adapters``, others with each call until each had its turn."""

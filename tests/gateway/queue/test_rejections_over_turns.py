@@ -16,11 +16,11 @@ from tests.gateway.virtual_time import VirtualLoop, run_virtual
 WAITING = 2 * MOST_REJECTED + 10
 
 
-async def crowd(queues: Queues) -> list[asyncio.Task[ReplicaHandle]]:
+async def crowd(queues: Queues, adapter: str = "") -> list[asyncio.Task[ReplicaHandle]]:
     """Requests that wait, all with a deadline in a minute."""
     await queues.fill(queues.alpha)
     deadline = asyncio.get_running_loop().time() + 60.0
-    tickets = [queues.arrive(queues.alpha, deadline=deadline) for _ in range(WAITING)]
+    tickets = [queues.arrive(queues.alpha, deadline=deadline, adapter=adapter) for _ in range(WAITING)]
     asked = [asyncio.create_task(ticket.wait()) for ticket in tickets]
     await settled()
     assert queues.depth() == WAITING
@@ -64,6 +64,18 @@ async def test_requests_that_are_not_dismissed_yet_wait_for_a_replica_that_comes
     await settled()
     assert queues.depth() == WAITING - MOST_REJECTED
     await leave(*asked[MOST_REJECTED:])
+
+
+async def test_requests_for_an_adapter_that_cannot_be_loaded_are_rejected_over_several_turns() -> None:
+    queues = Queues()
+    adapters = queues.alpha.handles[0].adapters
+    adapters.loads = True
+    asked = await crowd(queues, "sql")
+    adapters.update([], ["sql"])
+    for _ in range(2):  # its next report says so again
+        queues.admission.give_up("alpha", {"sql"})
+    assert await most_in_a_turn(queues) == MOST_REJECTED
+    assert reasons(await asyncio.gather(*asked, return_exceptions=True)) == {Refusal.ADAPTER_FAILED}
 
 
 def test_requests_expire_over_several_turns_and_none_of_them_is_offered_a_slot() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from policy.admission.affinity_dispatch import MOST_IN_VAIN
-from policy.admission.dispatcher import MOST_REJECTED, Dispatcher, Ticket
+from policy.admission.dispatcher import MOST_COMPARED, MOST_REJECTED, Dispatcher, Ticket
 from policy.admission.queue import Bounds
 from policy.admission.retry import Cause
 from policy.request import Request
@@ -54,7 +54,7 @@ class Pool:
         self.broken: set[str] = set()
         # The adapters of replicas that load no others; looks at a single request or adapter.
         self.lists: dict[str, frozenset[str]] = {}
-        self.asked = 0
+        self.asked = self.compared = 0
         self.sends: Callable[[Request, Candidate], bool] = lambda request, candidate: True
         self.lasts: Callable[[Request], bool] = lambda request: True
 
@@ -93,6 +93,7 @@ class Pool:
         return left
 
     def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
+        self.compared += len(candidates)
         for each in candidates:
             if each.in_flight < each.bound and self.sends(request, each):
                 return CostEstimate(each)
@@ -258,6 +259,21 @@ def test_where_thousands_have_no_place_an_offer_looks_at_a_limited_number(why: s
     assert len(dispatcher.waiting) == 3000 + (why != "full")
 
 
+def test_slots_of_many_replicas_are_given_in_several_offers() -> None:
+    pool = Pool({str(i): 1 for i in range(1000)})
+    pool.fill()
+    dispatcher = pool.dispatcher()
+    waiting = [wait(dispatcher) for _ in range(30)]
+    for view in pool.views:
+        view.in_flight = 0
+    done = False
+    while not done:
+        pool.compared = 0
+        done = dispatcher.offer(AT)
+        assert pool.compared <= 3 * MOST_COMPARED
+    assert all(ticket.replica is not None for ticket in waiting)
+
+
 def test_those_that_no_longer_wait_for_an_adapter_are_not_rejected() -> None:
     pool = Pool({"a": 1})
     pool.fill()
@@ -271,6 +287,25 @@ def test_those_that_no_longer_wait_for_an_adapter_are_not_rejected() -> None:
     assert granted.rejection is None and left.rejection is None and waits.rejection is not None
     dispatcher.give_up({"sql"}, AT)
     assert not dispatcher.waiting
+
+
+def test_requests_for_adapters_that_failed_are_rejected_some_at_a_time() -> None:
+    pool = Pool({"a": 1})
+    pool.fill()
+    rejected: list[Ticket[Slots]] = []
+    dispatcher = pool.dispatcher(rejected.append)
+    popular = [wait(dispatcher, adapter="popular") for _ in range(2 * MOST_REJECTED)]
+    others = [wait(dispatcher, adapter=f"adapter-{i}") for i in range(MOST_REJECTED)]
+    loads = wait(dispatcher, adapter="loads")
+    adapters = {ticket.request.adapter for ticket in [*popular, *others, loads]}
+    pool.broken = adapters - {"loads"}
+    done, turns = False, 0
+    while not done:
+        before, turns = len(rejected), turns + 1
+        done = dispatcher.give_up(adapters, AT)
+        assert len(rejected) - before <= MOST_REJECTED
+    assert turns <= 6
+    assert set(rejected) == {*popular, *others} and loads.queued and not adapters
 
 
 def test_requests_are_rejected_some_at_a_time_the_first_to_expire_or_arrive_first() -> None:
