@@ -48,7 +48,7 @@ class Services:
     admin_keys: AdminKeys
     capture: Callable[[], AsyncIterator[bytes]]
     chat: Callable[[Scope, Receive, Send], Awaitable[None]]
-    limits: Callable[[], list[dict[str, Any]]]
+    limits: Callable[[], Awaitable[list[dict[str, Any]]]]
     log: Log
     access: AccessLog
 

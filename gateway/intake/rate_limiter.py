@@ -6,6 +6,7 @@ workers at the boundary at least one sees the other; what is over is withdrawn. 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable
 from math import inf
@@ -32,6 +33,8 @@ FORGET_S: Final = PERIOD_S
 # look reads the counts of all other workers.
 LOOKS_A_TURN: Final = 256
 LOOKS_S: Final = 0.002
+# Keys whose limits are described in one turn, each with those of its tenant.
+DESCRIBED_A_TURN: Final = 64
 
 
 class Reservation:
@@ -132,15 +135,23 @@ class RateLimiter:
     def close(self) -> None:
         self._shared.close()
 
-    def in_use(self, principals: Iterable[Principal]) -> list[dict[str, Any]]:
-        """The tenants and keys of ``principals`` that this host was asked for in the last minute."""
+    async def in_use(self, principals: Iterable[Principal]) -> list[dict[str, Any]]:
+        """The tenants and keys of ``principals`` that this host was asked for in the last minute.
+
+        They are described over several turns of the event loop: there may be thousands.
+        """
         since = self._clock() - FORGET_S
         asked = {key for key, (_, at) in self._shared.asked().items() if at > since}
-        found = {each.key: each for who in principals for each in who.limited if each.key in asked}
-        return [
-            {"of": "key" if each.is_key else "tenant", "name": each.name, "limits": self.describe(each)}
-            for each in found.values()
-        ]
+        described: list[dict[str, Any]] = []
+        for looks, who in enumerate(principals, 1):
+            for each in who.limited:
+                if each.key in asked:
+                    asked.remove(each.key)
+                    of = "key" if each.is_key else "tenant"
+                    described.append({"of": of, "name": each.name, "limits": self.describe(each)})
+            if looks % DESCRIBED_A_TURN == 0:
+                await asyncio.sleep(0)
+        return described
 
     def describe(self, subject: Subject) -> dict[str, Any]:
         """How much of its limits a tenant or key uses on this host, by the limit."""

@@ -74,7 +74,7 @@ async def delete_tenant(forward: Forward, name: str) -> JsonResponse:
 @router.get("/admin/limits", summary="What is left of the limits in use on this host, of tenants and keys")
 async def limits(services: GatewayServices) -> JsonResponse:
     """Those that requests of the last minute named; ``share`` is this host's part of a limit."""
-    return JsonResponse({"limits": services.limits()})
+    return JsonResponse({"limits": await services.limits()})
 
 
 @router.get("/admin/keys", summary="API keys: their tenants, limits and states, never the keys")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gateway.intake.limit_headers import duration
 from gateway.intake.principal import Principal, TenantAccount
-from gateway.intake.rate_limiter import RateLimiter, Reservation
+from gateway.intake.rate_limiter import DESCRIBED_A_TURN, RateLimiter, Reservation
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits, subject_key
 from gateway.protocol.errors import Refused
 from policy.config.tenancy import Access, Limit
@@ -289,17 +291,41 @@ def test_a_limit_that_no_host_used_begins_full_and_an_outage_of_the_database_lea
     assert burst(host, who, 100) == 20
 
 
-def test_limits_in_use_are_those_of_all_workers(host: Host) -> None:
+async def test_limits_in_use_are_those_of_all_workers(host: Host) -> None:
     key, tenant = principal(Access(rpm_limit=3)), principal(tenant=Access(rpm_limit=5))
     admitted(host.workers[0], key)
     admitted(host.workers[1], tenant)
     for worker in host.workers:
-        shown = {
-            entry["of"]: entry["limits"]["rpm_limit"]["remaining"] for entry in worker.in_use([key, tenant])
-        }
+        found = await worker.in_use([key, tenant])
+        shown = {entry["of"]: entry["limits"]["rpm_limit"]["remaining"] for entry in found}
         assert shown == {"key": 2, "tenant": 4}
     host.clock.now += 61
-    assert host.workers[0].in_use([key, tenant]) == []
+    assert await host.workers[0].in_use([key, tenant]) == []
+
+
+async def test_many_limits_are_described_over_several_turns(host: Host) -> None:
+    looks = 0
+
+    def clock() -> float:
+        nonlocal looks
+        looks += 1
+        return host.clock.now
+
+    worker = RateLimiter(SharedLimits(host.path, 2, host.clock), clock, host.wall)
+    account = TenantAccount("web", b"")
+    access = (Access(rpm_limit=1000), Access(rpm_limit=1))
+    callers = [Principal(account, f"key-{i}", access) for i in range(3 * DESCRIBED_A_TURN)]
+    for each in callers:
+        admitted(worker, each)
+    asked = asyncio.create_task(worker.in_use(callers))
+    turns = [looks]
+    while not asked.done():
+        await asyncio.sleep(0)
+        turns.append(looks)
+    # The tenant is described once, with the first of its keys.
+    assert len(asked.result()) == len(callers) + 1
+    assert max(after - before for before, after in itertools.pairwise(turns)) <= DESCRIBED_A_TURN + 2
+    worker.close()
 
 
 def test_where_more_are_in_use_than_slots_the_least_used_are_forgotten(tmp_path: Path) -> None:
