@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, Final
 
 import msgspec
 
@@ -12,6 +13,8 @@ from gateway.routing.fleet import FleetView, ServedModel
 
 # Encoded lists of adapters kept, one per set of tenants that see the same; each may have thousands of cards.
 KEPT = 16
+# Cards that are encoded in one turn of the event loop.
+CARDS_A_TURN: Final = 1024
 
 
 class ModelList:
@@ -23,14 +26,14 @@ class ModelList:
     def __init__(self, fleet: FleetView, catalog: CatalogView) -> None:
         self._fleet = fleet
         self._catalog = catalog
-        self._made: dict[View, bytes] = {}
+        self._made: dict[View, asyncio.Task[bytes]] = {}
         self._made_of: object = None
 
-    def all(self, principal: Principal) -> bytes:
-        """Every model and adapter that ``principal`` may name."""
+    async def all(self, principal: Principal) -> bytes:
+        """Every model and adapter that ``principal`` may name; thousands take several turns."""
         cards = [card for served in self._fleet.models for card in _served_cards(served, principal)]
         parts = [msgspec.json.encode(card) for card in cards]
-        if adapters := self._adapters(principal):
+        if adapters := await self._adapters(principal):
             parts.append(adapters)
         return b'{"object":"list","data":[' + b",".join(parts) + b"]}"
 
@@ -48,7 +51,7 @@ class ModelList:
             return msgspec.json.encode(_card(name, listed[0], listed[0].name))
         return None
 
-    def _adapters(self, principal: Principal) -> bytes:
+    async def _adapters(self, principal: Principal) -> bytes:
         """The cards of the catalog's adapters with commas between them."""
         bases = [(served.name, served.max_model_len) for served in self._fleet.models]
         made_of = (self._catalog.changed, bases)
@@ -58,13 +61,15 @@ class ModelList:
         view = self._catalog.views(principal)
         made = self._made.get(view)
         if made is None:
-            made = self._made[view] = b",".join(self._cards(principal))
-        return made
+            made = self._made[view] = asyncio.create_task(self._joined(principal))
+        return await asyncio.shield(made)  # others wait for it too
 
-    def _cards(self, principal: Principal) -> list[bytes]:
+    async def _joined(self, principal: Principal) -> bytes:
         taken = {served.name for served in self._fleet.models}
         cards = []
-        for entry in self._catalog.visible(principal):
+        for number, entry in enumerate(self._catalog.visible(principal), 1):
+            if number % CARDS_A_TURN == 0:
+                await asyncio.sleep(0)
             base = self._fleet.get(entry.alias.model)
             if base is None:
                 continue
@@ -77,7 +82,7 @@ class ModelList:
                 card = msgspec.json.encode(_adapter_card(name, entry, base, entry.main.digest))
                 entry.cards[name] = base.max_model_len, card
             cards.append(card)
-        return cards
+        return b",".join(cards)
 
 
 def _served_cards(served: ServedModel, principal: Principal) -> list[dict[str, Any]]:

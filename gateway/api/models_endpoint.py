@@ -13,7 +13,7 @@ router = APIRouter(prefix="/v1/models")
 @router.get("", summary="List the models")
 async def list_models(caller: Caller, services: GatewayServices) -> JsonResponse:
     """Every model and adapter that the key's tenant may use."""
-    return JsonResponse(services.models.all(caller))
+    return JsonResponse(await services.models.all(caller))
 
 
 @router.get("/{name:path}", summary="One model")

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -44,7 +45,7 @@ class Port:
             )
         )
         models = SimpleNamespace(
-            all=lambda caller: b'["%s"]' % caller.account.name.encode(),
+            all=AsyncMock(side_effect=lambda caller: b'["%s"]' % caller.account.name.encode()),
             one=lambda name, caller: b"{}" if name == "alpha" else None,
         )
         self.logged = io.StringIO()

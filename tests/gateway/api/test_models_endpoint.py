@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api import model_list
-from gateway.api.model_list import KEPT, ModelList
+from gateway.api.model_list import CARDS_A_TURN, KEPT, ModelList
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.routing.discovered_server import external_replica
@@ -48,8 +50,8 @@ class Site:
     def publish(self, *aliases: dict[str, Any]) -> None:
         self.catalog.take(msgspec.convert({"epoch": 1.0, "version": 1, "aliases": list(aliases)}, Catalog))
 
-    def ids(self, account: Principal = ANYONE) -> list[str]:
-        listed = json.loads(self.listing.all(account))
+    async def ids(self, account: Principal = ANYONE) -> list[str]:
+        listed = json.loads(await self.listing.all(account))
         assert listed["object"] == "list"
         return [card["id"] for card in listed["data"]]
 
@@ -77,7 +79,7 @@ async def test_a_model_card_has_its_parent_and_the_digest_in_use(site: Site) -> 
         "max_model_len": None,
         "parent": "alpha",
     }
-    assert card in json.loads(site.listing.all(ANYONE))["data"]
+    assert card in json.loads(await site.listing.all(ANYONE))["data"]
     assert site.one("alpha:sql") == {**card, "id": "alpha:sql"}
     assert site.one(f"sql@{OLD[:12]}") == {**card, "id": f"sql@{OLD[:12]}", "root": OLD}
     assert site.one(f"sql@{OTHER[:12]}") is None
@@ -86,7 +88,7 @@ async def test_a_model_card_has_its_parent_and_the_digest_in_use(site: Site) -> 
 
 async def test_an_adapter_with_the_name_of_a_model_is_listed_qualified(site: Site) -> None:
     site.publish(alias("beta", OLD))
-    assert site.ids() == ["alpha", "beta", "theirs", "alpha:beta"]
+    assert await site.ids() == ["alpha", "beta", "theirs", "alpha:beta"]
     assert site.one("beta")["parent"] is None
     assert site.one("alpha:beta")["root"] == OLD
 
@@ -98,23 +100,23 @@ async def test_a_tenant_sees_only_its_adapters(site: Site) -> None:
         alias("both", OLD, tenants=["web", "shop"]),
     )
     for _ in range(2):
-        assert site.ids(WEB)[3:] == ["open", "web-only", "both"]
-        assert site.ids(SHOP)[3:] == ["open", "both"]
-        assert site.ids()[3:] == ["open"]
+        assert (await site.ids(WEB))[3:] == ["open", "web-only", "both"]
+        assert (await site.ids(SHOP))[3:] == ["open", "both"]
+        assert (await site.ids())[3:] == ["open"]
     assert site.one("web-only", SHOP) is None
     assert site.one(f"web-only@{OLD}", SHOP) is None
 
 
 async def test_a_list_is_cached_until_the_catalog_or_fleet_changes(site: Site) -> None:
     site.publish(*(alias(f"adapter-{i}", OLD) for i in range(100)))
-    made = site.listing._adapters(WEB)
-    assert site.listing._adapters(SHOP) is made
+    made = await site.listing._adapters(WEB)
+    assert await site.listing._adapters(SHOP) is made
     site.publish(alias("sql", OLD))
-    assert site.ids()[3:] == ["sql"]
+    assert (await site.ids())[3:] == ["sql"]
     model = Model(name="alpha", engine=EngineKind.VLLM, max_model_len=2048)
     site.fleet.take(Fleet(epoch=1.0, version=1, at=0.0, models=(model,)), "controller", 1.0)
     assert site.one("sql")["max_model_len"] == 2048
-    assert json.loads(site.listing.all(ANYONE))["data"][3]["max_model_len"] == 2048
+    assert json.loads(await site.listing.all(ANYONE))["data"][3]["max_model_len"] == 2048
 
 
 async def test_an_adapter_is_encoded_again_only_if_it_or_its_model_changed(
@@ -128,14 +130,15 @@ async def test_an_adapter_is_encoded_again_only_if_it_or_its_model_changed(
     site.publish(*aliases)
     for _ in range(2):  # more kinds of clients than lists are kept
         for tenant in tenants:
-            assert len(site.ids(tenant)) == 3 + 101
+            assert len(await site.ids(tenant)) == 3 + 101
     assert made.call_count == len(aliases)
     site.publish(*aliases[1:-1], alias("adapter-0", NEW))
-    assert len(site.ids()) == 3 + 100
+    assert len(await site.ids()) == 3 + 100
     assert made.call_count == len(aliases) + 1
     model = Model(name="alpha", engine=EngineKind.VLLM, max_model_len=2048)
     site.fleet.take(Fleet(epoch=1.0, version=1, at=0.0, models=(model,)), "controller", 1.0)
-    assert {card["max_model_len"] for card in json.loads(site.listing.all(ANYONE))["data"][3:]} == {2048}
+    cards = json.loads(await site.listing.all(ANYONE))["data"][3:]
+    assert {card["max_model_len"] for card in cards} == {2048}
 
 
 ALIASES = st.lists(
@@ -154,28 +157,52 @@ def test_lists_equal_those_of_a_new_encoder_after_any_changes(
     catalogs: list[list[tuple[str, str, str, list[str]]]],
 ) -> None:
     site = Site()
+
+    async def compare() -> None:
+        for account in (ANYONE, WEB, SHOP):
+            plain = ModelList(site.fleet, site.catalog)
+            assert await site.listing.all(account) == await plain.all(account)
+
     for catalog in catalogs:
         site.publish(
             *(alias(name, digest, model=model, tenants=tenants) for model, name, digest, tenants in catalog)
         )
-        for account in (ANYONE, WEB, SHOP):
-            assert site.listing.all(account) == ModelList(site.fleet, site.catalog).all(account)
+        asyncio.run(compare())
+
+
+async def test_a_long_list_is_made_once_over_several_turns(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Mock(wraps=model_list._adapter_card)
+    monkeypatch.setattr(model_list, "_adapter_card", encode)
+    count = 3 * CARDS_A_TURN
+    site.publish(*(alias(f"adapter-{i}", OLD) for i in range(count)))
+    left = asyncio.create_task(site.ids())
+    asked = asyncio.create_task(site.ids())
+    turns = [0]
+    while not asked.done():
+        await asyncio.sleep(0)
+        turns.append(encode.call_count)
+        left.cancel()
+    assert len(asked.result()) == 3 + count
+    assert encode.call_count == count
+    assert max(after - before for before, after in itertools.pairwise(turns)) <= CARDS_A_TURN
 
 
 async def test_the_number_of_cached_lists_is_bounded(site: Site) -> None:
     site.publish(*(alias(f"adapter-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(10 * KEPT)))
     for i in range(10 * KEPT):
-        assert site.ids(Principal(TenantAccount(f"tenant-{i}", b"")))[3:] == [f"adapter-{i}"]
+        assert (await site.ids(Principal(TenantAccount(f"tenant-{i}", b""))))[3:] == [f"adapter-{i}"]
     assert len(site.listing._made) <= KEPT
 
 
 async def test_adapters_of_external_servers_are_listed(site: Site) -> None:
     replica = external_replica("theirs", "http://t:1", adapters=("style",), at=0.0)
     site.fleet.set_external("theirs", [(replica, ServerAccess())], None)
-    assert site.ids() == ["alpha", "beta", "theirs", "style"]
+    assert await site.ids() == ["alpha", "beta", "theirs", "style"]
     assert site.one("style")["parent"] == site.one("theirs:style")["parent"] == "theirs"
     site.publish(alias("sql", OLD))
-    assert site.ids() == ["alpha", "beta", "theirs", "style", "sql"]
+    assert await site.ids() == ["alpha", "beta", "theirs", "style", "sql"]
 
 
 async def test_adapters_loaded_by_replicas_are_not_listed_by_their_engine_name(site: Site) -> None:
@@ -185,6 +212,6 @@ async def test_adapters_loaded_by_replicas_are_not_listed_by_their_engine_name(s
     served = site.fleet.get("alpha")
     assert served is not None
     served.handles.append(handle)
-    assert site.ids() == ["alpha", "beta", "theirs"]
+    assert await site.ids() == ["alpha", "beta", "theirs"]
     assert site.one(f"sql@{OLD[:12]}") is None
     assert site.fleet.listing(f"sql@{OLD[:12]}") is None
