@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -199,16 +199,16 @@ class Gateway:
         self.capture.close()
         self.listeners.close()
 
-    def measure(self) -> None:
-        """Take what is counted only when the metrics are published, soon after."""
-        self.tenants.share()
+    def measure(self) -> Iterator[None]:
+        """Take what is counted only when the metrics are published, soon after: some with each step."""
+        yield from self.tenants.share()
         self.fleet.measure_round_trips()
         self.fleet.count_up()
         self.metrics.count_unrecorded(self.journal.unrecorded)
 
     async def close(self) -> None:
         self.fleet.close()
-        self.measure()
+        list(self.measure())
         self.metrics.publish()
         await self.scraper.close()
         await self.access.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import random
@@ -284,8 +285,7 @@ async def _publish_metrics(gateway: Gateway, process: str, log: Log) -> None:
         await asyncio.sleep(PUBLISH_EVERY_S)
         lag_s = max(lag_s, clock() - due)
         try:
-            gateway.measure()
-            for _ in gateway.metrics.slices():
+            for _ in itertools.chain(gateway.measure(), gateway.metrics.slices()):
                 await asyncio.sleep(0)
             if clock() >= write_at:
                 write_at = clock() + WRITE_EVERY_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,6 +23,8 @@ from store.api_keys import salt_of
 
 # A key of the deployment file is limited by its tenant alone.
 NO_LIMITS = Access()
+# Accounts whose counts are shared or described in one turn of the event loop.
+ACCOUNTS_A_TURN: Final = 512
 _sha256: Final = hashlib.sha256
 _MISSING: Final = "This server requires an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key'."
 _WRONG: Final = "The API key is not valid."
@@ -179,22 +182,26 @@ class Tenants:
         account.output_tokens += usage.completion
         account.counters.tokens.count(usage)
 
-    def share(self) -> None:
-        """Report the accounts' counts to the other workers of the host."""
-        for account in self._accounts():
+    def share(self) -> Iterator[None]:
+        """Report the accounts' counts to the other workers of the host, some with each step."""
+        for number, account in enumerate(self._accounts(), 1):
+            if number % ACCOUNTS_A_TURN == 0:
+                yield
             if not (account.in_flight or account.prompt_tokens or account.output_tokens):
                 continue
             self._shared.set_tenant(
                 account.key, account.in_flight, account.prompt_tokens, account.output_tokens
             )
 
-    def describe(self) -> list[dict[str, Any]]:
+    async def describe(self) -> list[dict[str, Any]]:
         """The accounts with their counts over the workers of the host since they started, without keys.
 
-        Of the database, those that have counts.
+        Of the database, those that have counts. Thousands take several turns of the event loop.
         """
         described = []
-        for account in self._accounts():
+        for number, account in enumerate(self._accounts(), 1):
+            if number % ACCOUNTS_A_TURN == 0:
+                await asyncio.sleep(0)
             entry = {name: getattr(account, name) for name in _DESCRIBED}
             in_flight, prompt, output = self._shared.tenant_of_others(account.key)
             entry["in_flight"] += in_flight

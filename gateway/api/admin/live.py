@@ -70,7 +70,7 @@ async def _state(services: Services) -> dict[str, Any]:
         "controller": None,
         "problem": None,
         "fleet": services.fleet.describe(),
-        "tenants": services.tenants.describe(),
+        "tenants": await services.tenants.describe(),
     }
     try:
         state["controller"] = msgspec.Raw(await services.controller.ask("GET", LIVE))

@@ -36,7 +36,7 @@ _ENDED = Annotated[bool, Query(alias="all", description="Also revoked and expire
 @router.get("/admin/tenants", summary="Tenants with their limits, and their counts on this host")
 async def tenants(services: GatewayServices, actor: CurrentActor) -> JsonResponse:
     """Declared ones and those of the database, with sums over the workers of this host since they started."""
-    counts = {entry["name"]: entry for entry in services.tenants.describe()}
+    counts = {entry["name"]: entry for entry in await services.tenants.describe()}
     try:
         answer = await services.accounting.ask("GET", TENANTS, actor=actor)
     except Refused as refused:

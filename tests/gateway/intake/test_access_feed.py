@@ -139,7 +139,7 @@ async def test_changes_of_the_file_and_of_the_deployment_are_in_force(following:
     await refused(following, "k")
     following.tenants.read(declared())
     await refused(following, "a")
-    assert [each["name"] for each in following.tenants.describe()] == ["web"]
+    assert [each["name"] for each in await following.tenants.describe()] == ["web"]
 
 
 @pytest.mark.parametrize("broken", [b"", b"{", b'{"type":"tenant"}\n', None])

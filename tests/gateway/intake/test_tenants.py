@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from gateway.intake.principal import TenantAccount
-from gateway.intake.tenants import Tenants
+from gateway.intake.tenants import ACCOUNTS_A_TURN, Tenants
 from gateway.protocol.errors import Refused
 from gateway.protocol.usage import Usage
 from gateway.routing.shared_counters import LOCAL, SharedRows
@@ -125,7 +128,7 @@ def test_tidegates_own_key_is_anonymous() -> None:
     found = tenants(tenant("acme", b"k-1"))
     account = account_of(found, bearer(OWN.encode()))
     assert (account.name, account.admin) == ("", False)
-    assert [entry["name"] for entry in found.describe()] == ["acme"]
+    assert [entry["name"] for entry in asyncio.run(found.describe())] == ["acme"]
 
 
 def test_a_new_document_revokes_and_admits_at_once_and_keeps_the_counts() -> None:
@@ -139,7 +142,7 @@ def test_a_new_document_revokes_and_admits_at_once_and_keeps_the_counts() -> Non
     assert account_of(found, bearer(b"k-3")) is acme
     assert found.weight("acme") == 5.0
     assert found.weight("bits") == 1.0
-    (shown,) = found.describe()
+    (shown,) = asyncio.run(found.describe())
     assert (shown["in_flight"], shown["prompt_tokens"]) == (2, 70)
     assert digest(b"k-3")[:8] not in str(shown) and "k-3" not in str(shown)
 
@@ -151,17 +154,39 @@ def test_counts_are_summed_over_the_workers_of_the_host(tmp_path: Path) -> None:
         worker.read(parse({**GOOD, "tenants": [tenant("acme", b"k-1"), tenant("bits", b"k-2")]}))
         account_of(worker, bearer(b"k-1")).in_flight = number
         worker.served("acme", Usage(prompt=10 * number, cached=0, completion=100 * number))
-        worker.share()
+        assert not list(worker.share())
     for row, worker in zip(rows, workers, strict=True):
         row.beat()
-        acme, bits = worker.describe()
+        acme, bits = asyncio.run(worker.describe())
         assert (acme["in_flight"], acme["prompt_tokens"], acme["output_tokens"]) == (6, 60, 600)
         assert (bits["in_flight"], bits["prompt_tokens"], bits["output_tokens"]) == (0, 0, 0)
     rows[2].close()  # a worker that has ended has nothing in flight
     rows[0].beat()
-    assert workers[0].describe()[0]["in_flight"] == 3
+    assert asyncio.run(workers[0].describe())[0]["in_flight"] == 3
     rows[0].close()
     rows[1].close()
+
+
+async def test_thousands_are_shared_and_described_over_several_turns() -> None:
+    looks: list[int] = []
+    shared = Mock(
+        set_tenant=lambda key, *counts: looks.append(key),
+        tenant_of_others=lambda key: looks.append(key) or (0, 0, 0),
+    )
+    found = Tenants(SECRET, OWN, Metrics().tenants, shared)
+    count = 3 * ACCOUNTS_A_TURN
+    found.read(parse({**GOOD, "tenants": [tenant(f"tenant-{i}", b"k-%d" % i) for i in range(count)]}))
+    for i in range(count):
+        account_of(found, bearer(b"k-%d" % i)).in_flight = 1
+    turns = [len(looks) for _ in itertools.chain([None], found.share(), [None])]
+    assert len(set(looks)) == len(looks) == count
+    looks.clear()
+    described = asyncio.create_task(found.describe())
+    while not described.done():
+        turns.append(len(looks))
+        await asyncio.sleep(0)
+    assert len(described.result()) == len(looks) == count
+    assert max(after - before for before, after in itertools.pairwise(turns)) <= ACCOUNTS_A_TURN
 
 
 def test_salts_differ_by_tenant_and_outlast_a_key() -> None:
@@ -180,5 +205,8 @@ def test_usage_is_counted_for_its_tenant() -> None:
     found = tenants(tenant("acme", b"k-1"), tenant("bits", b"k-2"))
     found.served("acme", Usage(prompt=5, completion=2))
     found.served("gone", Usage(prompt=9, completion=9))
-    counts = {entry["name"]: (entry["prompt_tokens"], entry["output_tokens"]) for entry in found.describe()}
+    counts = {
+        entry["name"]: (entry["prompt_tokens"], entry["output_tokens"])
+        for entry in asyncio.run(found.describe())
+    }
     assert counts == {"acme": (5, 2), "bits": (0, 0)}

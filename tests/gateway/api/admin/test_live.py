@@ -6,6 +6,7 @@ import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -43,7 +44,7 @@ def app(controller: Controller) -> Any:
     services: Any = SimpleNamespace(
         controller=controller,
         fleet=SimpleNamespace(describe=lambda: {"source": "controller"}),
-        tenants=SimpleNamespace(describe=lambda: [{"name": "web"}]),
+        tenants=SimpleNamespace(describe=AsyncMock(return_value=[{"name": "web"}])),
         routers=SimpleNamespace(describe=lambda count: [{"at": count}]),
         access=SimpleNamespace(on=False),
     )
