@@ -204,6 +204,9 @@ async def work(  # noqa: PLR0915 - the composition root of a process
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain)
     admin_task = asyncio.create_task(admin.serve(sockets=[socket.socket(fileno=admin_fd)]))
+    # The series of a model take 9 ms to make: before clients are served.
+    for _ in gateway.metrics.slices():
+        await asyncio.sleep(0)
     await client.start(socket.socket(fileno=client_fd), certificates.of("gateway.tls"))
     grpc_servers = await _grpc_servers(gateway, client.uploads, current(), log)
     log.info("worker_started", pid=os.getpid(), compiled=not uncompiled)

@@ -63,3 +63,10 @@ def test_freed_memory_before_used_memory_is_given_back() -> None:
 def test_freed_memory_is_reused_for_bodies() -> None:
     usual, touched = printed(FAULTS, "KEEP", "keep_freed_memory()")
     assert touched < usual / 4
+
+
+@pytest.mark.process
+def test_what_the_first_request_to_the_controller_needs_is_imported_with_the_worker() -> None:
+    program = "import sys, gateway.worker; print('anyio._backends._asyncio' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert done.stdout == b"True\n"

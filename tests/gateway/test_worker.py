@@ -36,6 +36,12 @@ async def test_a_worker_without_a_fleet_is_not_ready_and_reports_why(stack: Stac
     assert answer.status_code == 503
 
 
+async def test_the_series_of_models_are_made_before_clients_are_served(stack: Stack) -> None:
+    await stack.start_worker()
+    (counters,) = (stack.root / "metrics").glob("counter_*.db")
+    assert b'"model": "alpha"' in counters.read_bytes()
+
+
 async def test_two_workers_share_a_port_and_their_metrics(stack: Stack) -> None:
     await started(stack, workers=2)
 
