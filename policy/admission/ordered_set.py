@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -70,4 +70,5 @@ class OrderedSet(Generic[T]):
 
     def _compact(self) -> None:
         if len(self._heap) > 64 + 2 * len(self.puts):
-            self._heap = sorted(entry for entry in self._heap if self.puts.get(entry[3]) == entry[2])
+            self._heap = [entry for entry in self._heap if self.puts.get(entry[3]) == entry[2]]
+            heapify(self._heap)
