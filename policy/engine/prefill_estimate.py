@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 from policy.engine.performance_model import EngineModel, Limits, Timing
 from policy.request import Request
 
 SEGMENTS: Final = 32
+# Tables that are kept. Most replicas of a fleet share one; to make it takes as long as a choice among eight.
+MOST_TABLES: Final = 256
 # What is assumed of a server of which nothing is known: an 8B model on a large card, with vLLM's batch.
 GENERIC = Timing(
     limits=Limits(max_num_batched_tokens=8192, max_num_seqs=256, kv_tokens=0),
@@ -82,6 +85,7 @@ class StepTable:
         return self.prefill_s(request.prompt_tokens, kv, running) + output_tokens * step * gap_factor
 
 
+@lru_cache(MOST_TABLES)
 def step_table_of(timing: Timing | None, assumed: Timing) -> StepTable:
     """The pace of a replica that reported ``timing``; ``assumed`` fills what it left out."""
     reported = timing or assumed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,3 +45,11 @@ def test_a_prefill_beside_more_requests_than_a_batch_has_tokens_is_estimated(run
     limits = Limits(max_num_batched_tokens=64, max_num_seqs=256, kv_tokens=0)
     table = StepTable(Timing(limits=limits, model=GENERIC.model))
     assert table.prefill_s(6, 0.0, running) > table.prefill_s(5, 0.0, 0)
+
+
+def test_replicas_with_equal_timings_share_a_step_table() -> None:
+    limits = Limits(max_num_batched_tokens=64, max_num_seqs=256, kv_tokens=0)
+    sites = [ReplicaState(i, Timing(limits=limits, model=GENERIC.model), GENERIC, 8) for i in range(2)]
+    assert sites[0].pace is sites[1].pace
+    sites[1].time(Timing(limits=msgspec.structs.replace(limits, kv_tokens=9), model=GENERIC.model), GENERIC)
+    assert (sites[0].pace.kv_tokens, sites[1].pace.kv_tokens) == (0, 9)
