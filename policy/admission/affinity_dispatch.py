@@ -17,6 +17,8 @@ from policy.routing.cost import Candidate
 WINDOW: Final = 32
 # Requests that are looked at in vain in fair order: of thousands, each may have no place for its own reason.
 MOST_IN_VAIN: Final = 256
+# The replicas that are looked at for these, all together, but for :data:`WINDOW` requests at least.
+MOST_LOOKS: Final = 4096
 # How often a request may be passed by later ones at a replica that could have served it.
 MOST_PASSED: Final = 8
 # How much earlier than in fair order a request may go, in weighted tokens: some requests of common size.
@@ -91,6 +93,7 @@ class _Window:
         self._slots = slots
         self._turns: list[QueueOrder] = []
         self._in_vain = 0
+        self._most = max(WINDOW, min(MOST_IN_VAIN, MOST_LOOKS // max(1, len(slots.candidates))))
         self._open = dict.fromkeys(slots.candidates)
         # Those that take no request for which they would load an adapter.
         self._loading: set[Candidate] = set()
@@ -105,7 +108,7 @@ class _Window:
             # Thousands may have none, in one offer after the other: asked after 1, 2, 4, ... of them.
             if in_vain and in_vain & (in_vain - 1) == 0 and self._all_closed(in_vain):
                 break
-            if self._in_vain == MOST_IN_VAIN:
+            if self._in_vain == self._most:
                 self._in_vain += 1
                 self._order = self._behind()
             if not self._turns:
@@ -136,9 +139,9 @@ class _Window:
     def _behind(self) -> Iterator[QueueOrder]:
         """Requests that have a replica left; where there are many classes, some of them in each offer."""
         waiting, closing = self._slots.waiting, self._slots.closing
-        some = waiting.rotate(self._served(), MOST_IN_VAIN)
+        some = waiting.rotate(self._served(), self._most)
         classes = [each for each in some if self._options(each.sample(shortest=closing))]
-        found = [request for each in classes for request in each.rotate(MOST_IN_VAIN // len(classes))]
+        found = [request for each in classes for request in each.rotate(self._most // len(classes))]
         found.sort(key=lambda request: (RANK[request.priority], request.ticket))
         read = {turn.request.ticket for turn in self._turns}
         return iter([QueueOrder(each, math.inf) for each in found if each.ticket not in read])

@@ -40,29 +40,49 @@ def key_of(request: Request) -> Key:
 
 
 class EquivalenceClass:
-    """The requests with the same key, by ticket.
+    """The requests with the same key, by ticket."""
 
-    :attr:`shortest` is an imagined one with no more tokens of any kind than any of them: none ends earlier.
-    """
+    __slots__ = ("_shortest", "requests")
 
-    __slots__ = ("requests", "shortest")
-
-    def __init__(self, like: Request, key: Key) -> None:
+    def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
-        self.shortest = Request(
-            like.model, like.tenant, like.priority, like.adapter, like.adapter_key,
-            prompt_tokens=_least(key.prompt_length), long_tokens=_least(key.answer_length),
-            avoid=set(key.required.avoid),
-        )  # fmt: skip
-        self.shortest.only = key.required.only
+        self._shortest: Request | None = None
+
+    def add(self, request: Request) -> None:
+        self.requests[request.ticket] = request
+        if self._shortest is not None:
+            _shorten(self._shortest, request)
+
+    def remove(self, ticket: int) -> None:
+        request, shortest = self.requests.pop(ticket), self._shortest
+        if shortest is not None and (
+            request.prompt_tokens == shortest.prompt_tokens
+            or request.output_tokens == shortest.output_tokens
+            or request.long_tokens == shortest.long_tokens
+        ):
+            self._shortest = None
 
     def rotate(self, most: int) -> list[Request]:
         """At most so many of its requests, others with each call until each had its turn."""
         return _rotate(self.requests, list(islice(self.requests, most)))
 
     def sample(self, *, shortest: bool) -> Request:
-        """Any of its requests, or the :attr:`shortest`."""
-        return self.shortest if shortest else next(iter(self.requests.values()))
+        """Any of its requests, or the :meth:`shortest`."""
+        return self.shortest() if shortest else next(iter(self.requests.values()))
+
+    def shortest(self) -> Request:
+        """An imagined request with the least tokens of each kind: none of them ends earlier."""
+        if self._shortest is None:
+            sample = self.sample(shortest=False)
+            self._shortest = shortest = Request(
+                sample.model, sample.tenant, sample.priority, sample.adapter, sample.adapter_key,
+                sample.prompt_tokens, sample.output_tokens, long_tokens=sample.long_tokens,
+                avoid=set(sample.avoid),
+            )  # fmt: skip
+            shortest.only = sample.only
+            for request in self.requests.values():
+                _shorten(shortest, request)
+        return self._shortest
 
 
 class EquivalenceClasses:
@@ -77,8 +97,8 @@ class EquivalenceClasses:
         classes = self.by_adapter.setdefault(key.required.adapter, {})
         found = classes.get(key)
         if found is None:
-            found = classes[key] = EquivalenceClass(request, key)
-        found.requests[request.ticket] = request
+            found = classes[key] = EquivalenceClass()
+        found.add(request)
 
     def remove(self, request: Request) -> None:
         """Remove it, if it was not removed yet."""
@@ -87,7 +107,7 @@ class EquivalenceClasses:
             return
         adapter = key.required.adapter
         classes = self.by_adapter[adapter]
-        del classes[key].requests[request.ticket]
+        classes[key].remove(request.ticket)
         if not classes[key].requests:
             del classes[key]
         if not classes:
@@ -125,6 +145,7 @@ def _rotate(members: dict[K, V], keys: list[K]) -> list[V]:
     return found
 
 
-def _least(length: int) -> int:
-    """The least number with so many binary digits."""
-    return 1 << length >> 1
+def _shorten(shortest: Request, request: Request) -> None:
+    shortest.prompt_tokens = min(shortest.prompt_tokens, request.prompt_tokens)
+    shortest.output_tokens = min(shortest.output_tokens, request.output_tokens)
+    shortest.long_tokens = min(shortest.long_tokens, request.long_tokens)

@@ -44,10 +44,9 @@ def test_classes_follow_the_requests_that_wait(steps: list[tuple[Request, int, b
         assert shortest.keys() == of_each.keys()
         for key, requests in of_each.items():
             least = shortest[key]
-            for each in requests:
-                assert least.prompt_tokens <= each.prompt_tokens <= 2 * least.prompt_tokens
-                assert least.long_tokens <= each.long_tokens <= 2 * least.long_tokens
-                assert least.output_tokens <= each.output_tokens
+            assert least.prompt_tokens == min(r.prompt_tokens for r in requests)
+            assert least.output_tokens == min(r.output_tokens for r in requests)
+            assert least.long_tokens == min(r.long_tokens for r in requests)
 
 
 @given(st.lists(REQUEST, min_size=1, max_size=40), st.integers(1, 7))
