@@ -39,7 +39,7 @@ OFFER_EVERY_S: Final = 0.02
 # Requests that are given slots in one offer: those of more begin in later turns of an event loop.
 MOST_GRANTED: Final = 32
 # Replicas that the router compares for all of these: in a large fleet one choice takes long.
-MOST_COMPARED: Final = 4096
+MOST_COMPARED: Final = 2048
 # Requests that are rejected in one call because their deadline has passed, or no replica is up.
 MOST_REJECTED: Final = 128
 # Priorities whose wait is bounded by the SLO; the others wait until their deadline.
