@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Iterable, Iterator, Set
 from itertools import islice
 from typing import Final, NamedTuple
 
 from policy.admission.equivalence_classes import EquivalenceClasses
 from policy.admission.fairness import QueueOrder
-from policy.admission.wait_prediction import RANK
 from policy.request import Request
 from policy.routing.cost import Candidate
 
 # How many waiting requests are searched for companions.
 WINDOW: Final = 32
-# Requests that are looked at in vain in fair order: of thousands, each may have no place for its own reason.
-MOST_IN_VAIN: Final = 256
-# The replicas that are looked at for these, all together, but for :data:`WINDOW` requests at least.
-MOST_LOOKS: Final = 4096
 # How often a request may be passed by later ones at a replica that could have served it.
 MOST_PASSED: Final = 8
 # How much earlier than in fair order a request may go, in weighted tokens: some requests of common size.
@@ -72,7 +66,6 @@ def dispatch(walk: Callable[[Set[str]], Iterator[QueueOrder]], slots: FreeSlots)
     A request that no replica can take now delays none that another one can. Its replicas are closed: later
     requests fare no better there, except that one whose adapter is in use waits for no loads. ``walk`` yields
     the fair order without some adapters: those whose requests have no replica left, which may become more.
-    Where :data:`MOST_IN_VAIN` requests have none, those that have one go next, wherever they wait.
     """
     window = _Window(walk, slots)
     while (first := window.next()) is not None:
@@ -92,8 +85,6 @@ class _Window:
     def __init__(self, walk: Callable[[Set[str]], Iterator[QueueOrder]], slots: FreeSlots) -> None:
         self._slots = slots
         self._turns: list[QueueOrder] = []
-        self._in_vain = 0
-        self._most = max(WINDOW, min(MOST_IN_VAIN, MOST_LOOKS // max(1, len(slots.candidates))))
         self._open = dict.fromkeys(slots.candidates)
         # Those that take no request for which they would load an adapter.
         self._loading: set[Candidate] = set()
@@ -108,9 +99,6 @@ class _Window:
             # Thousands may have none, in one offer after the other: asked after 1, 2, 4, ... of them.
             if in_vain and in_vain & (in_vain - 1) == 0 and self._all_closed(in_vain):
                 break
-            if self._in_vain == self._most:
-                self._in_vain += 1
-                self._order = self._behind()
             if not self._turns:
                 self._grow(1)
             if not self._turns:
@@ -122,7 +110,6 @@ class _Window:
             if not request.avoid and request.only is None and not self._slots.closing:
                 self._without.add(request.adapter)
             in_vain += 1
-            self._in_vain += 1
         return None
 
     def _all_closed(self, in_vain: int) -> bool:
@@ -135,16 +122,6 @@ class _Window:
             return False
         samples = list(islice(waiting.samples(self._served(), shortest=self._slots.closing), in_vain + 1))
         return len(samples) <= in_vain and not any(self._options(each) for each in samples)
-
-    def _behind(self) -> Iterator[QueueOrder]:
-        """Requests that have a replica left; where there are many classes, some of them in each offer."""
-        waiting, closing = self._slots.waiting, self._slots.closing
-        some = waiting.rotate(self._served(), self._most)
-        classes = [each for each in some if self._options(each.sample(shortest=closing))]
-        found = [request for each in classes for request in each.rotate(self._most // len(classes))]
-        found.sort(key=lambda request: (RANK[request.priority], request.ticket))
-        read = {turn.request.ticket for turn in self._turns}
-        return iter([QueueOrder(each, math.inf) for each in found if each.ticket not in read])
 
     def _served(self) -> Set[str]:
         """The adapters whose requests may have a replica left."""

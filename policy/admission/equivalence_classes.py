@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
-from itertools import islice
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from policy.request import Request
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class Requirements(NamedTuple):
@@ -61,10 +57,6 @@ class EquivalenceClass:
             or request.long_tokens == shortest.long_tokens
         ):
             self._shortest = None
-
-    def rotate(self, most: int) -> list[Request]:
-        """At most so many of its requests, others with each call until each had its turn."""
-        return _rotate(self.requests, list(islice(self.requests, most)))
 
     def sample(self, *, shortest: bool) -> Request:
         """Any of its requests, or the :meth:`shortest`."""
@@ -118,31 +110,11 @@ class EquivalenceClasses:
         for each in self.by_adapter.get(adapter, {}).values():
             yield from each.requests.values()
 
-    def rotate(self, adapters: Set[str], most: int) -> list[EquivalenceClass]:
-        """At most so many classes of these ``adapters``, others with each call until each had its turn."""
-        found: list[EquivalenceClass] = []
-        names = (name for name in self.by_adapter if name in adapters)
-        for name in list(islice(names, most)):
-            if len(found) == most:
-                break
-            (classes,) = _rotate(self.by_adapter, [name])
-            found += _rotate(classes, list(islice(classes, most - len(found))))
-        return found
-
     def samples(self, adapters: Iterable[str], *, shortest: bool) -> Iterator[Request]:
         """The :meth:`EquivalenceClass.sample` of each class of these ``adapters``."""
         for adapter in adapters:
             for each in self.by_adapter[adapter].values():
                 yield each.sample(shortest=shortest)
-
-
-def _rotate(members: dict[K, V], keys: list[K]) -> list[V]:
-    """The members with these ``keys``, which become the last ones."""
-    found = []
-    for key in keys:
-        members[key] = member = members.pop(key)
-        found.append(member)
-    return found
 
 
 def _shorten(shortest: Request, request: Request) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from policy.admission.affinity_dispatch import MOST_IN_VAIN
 from policy.admission.dispatcher import MOST_COMPARED, MOST_REJECTED, Dispatcher, Ticket
 from policy.admission.queue import Bounds
 from policy.admission.retry import Cause
@@ -220,43 +219,6 @@ def test_adapters_that_no_replica_with_room_serves_are_looked_at_together(adapte
     dispatcher.offer(AT)
     assert fits.replica is not None and len(dispatcher.waiting) == 3000
     assert pool.asked < 10 and visited.visits < 10
-
-
-@pytest.mark.parametrize("why", ["failed", "closing", "full"])
-def test_where_thousands_have_no_place_an_offer_looks_at_a_limited_number(why: str) -> None:
-    """The one that has a place goes within some offers, wherever it waits."""
-    pool = Pool({"a": 4, "b": 1, "c": 1})
-    pool.fill()
-    dispatcher = pool.dispatcher()
-    dispatcher.waiting = visited = Visited()
-    if why == "full":  # while slots are given
-        pool.lists = {"a": frozenset(), "b": frozenset(f"adapter-{i}" for i in range(3000))}
-    for i in range(3000):
-        avoid = {"a"} if why == "failed" else set()
-        adapter = "" if why == "closing" else f"adapter-{i}"
-        wait(
-            dispatcher,
-            avoid=avoid,
-            adapter=adapter,
-            prompt_tokens=15,
-            output_tokens=8,
-            priority=Priority.CRITICAL,
-        )
-    # By its least lengths a class may have one that ends in time.
-    wait(dispatcher, prompt_tokens=8, output_tokens=15, avoid={"a"})
-    fits = wait(dispatcher, prompt_tokens=9, output_tokens=9)
-    pool.closing = why == "closing"
-    pool.lasts = lambda request: request.prompt_tokens + request.output_tokens < 20
-    pool.views[0].in_flight = 0
-    pool.views[1].in_flight = 0 if why == "full" else 1
-    for _ in range(20):
-        pool.asked = visited.visits = 0
-        dispatcher.offer(AT)
-        assert pool.asked < 12 * MOST_IN_VAIN and visited.visits < 4 * MOST_IN_VAIN
-        if fits.replica is not None:
-            break
-    assert fits.replica is not None
-    assert len(dispatcher.waiting) == 3000 + (why != "full")
 
 
 def test_slots_of_many_replicas_are_given_in_several_offers() -> None:

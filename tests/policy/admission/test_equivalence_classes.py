@@ -47,23 +47,3 @@ def test_classes_follow_the_requests_that_wait(steps: list[tuple[Request, int, b
             assert least.prompt_tokens == min(r.prompt_tokens for r in requests)
             assert least.output_tokens == min(r.output_tokens for r in requests)
             assert least.long_tokens == min(r.long_tokens for r in requests)
-
-
-@given(st.lists(REQUEST, min_size=1, max_size=40), st.integers(1, 7))
-def test_all_have_their_turn_some_at_a_time(requests: list[Request], most: int) -> None:
-    classes = EquivalenceClasses()
-    for ticket, request in enumerate(requests):
-        request.ticket = ticket
-        classes.add(request)
-    wanted = {"a", "b"}
-    of_wanted = {key_of(each) for each in requests if each.adapter in wanted}
-    shown: set[object] = set()
-    for _ in range(len(requests)):
-        some = classes.rotate(wanted, most)
-        assert len(some) <= most
-        shown |= {key_of(each.sample(shortest=False)) for each in some}
-    assert shown == of_wanted
-    for each in classes.by_adapter[requests[0].adapter].values():
-        turns = [each.rotate(most) for _ in range(len(each.requests))]
-        assert max(map(len, turns)) <= most
-        assert {r.ticket for turn in turns for r in turn} == set(each.requests)
