@@ -122,12 +122,16 @@ def check_texts(replies: Sequence[Reply], texts: Sequence[str], hurt: Sequence[s
 
 @asynccontextmanager
 async def keeps_its_size(*pids: int) -> AsyncIterator[None]:
-    """The processes ``pids`` end with the files that they had open, and about their memory."""
+    """The processes ``pids`` end with no more open files than they had, and about their memory."""
     processes = [psutil.Process(pid) for pid in pids]
     files = [one.num_fds() for one in processes]
     memory = [one.memory_info().rss for one in processes]
     yield
-    await until(lambda: [one.num_fds() for one in processes] == files, f"{files} open files again")
+    # Fewer, where a client's idle connection was open.
+    await until(
+        lambda: all(one.num_fds() <= had for one, had in zip(processes, files, strict=True)),
+        f"{files} open files again",
+    )
     grown = [one.memory_info().rss - before for one, before in zip(processes, memory, strict=True)]
     assert max(grown) < MORE_BYTES, grown
 
@@ -169,11 +173,11 @@ class Entry:
 
     def __init__(self, described: dict[str, Any], port: int | None = None) -> None:
         self.id = str(described["id"])
+        self.url = str(described["url"]) if port is None else f"http://127.0.0.1:{port}"
         self._described = described
-        self._address = {} if port is None else {"url": f"http://127.0.0.1:{port}"}
 
     def entry(self, state: str) -> dict[str, Any]:
-        return {**self._described, "state": state, **self._address}
+        return {**self._described, "state": state, "url": self.url}
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -236,7 +240,7 @@ async def test_cuts_at_random_bytes_end_each_stream_by_the_rule(engines: Engines
 
 
 @pytest.mark.parametrize("what", ["engine core", "front"])
-async def test_a_killed_engine_ends_its_own_streams(engines: Engines, what: str) -> None:
+async def test_a_killed_engine_ends_its_own_streams(engines: Engines, beside: Harness, what: str) -> None:
     tokens, live = 1000, engines.live
     texts = await engines.texts(tokens, range(STREAMS))
     fleet = await live.settle(2)
@@ -246,11 +250,15 @@ async def test_a_killed_engine_ends_its_own_streams(engines: Engines, what: str)
         for one in clients:
             await one.events(5)
         victim = served_by(clients[0].reply)
+        # Routing may have sent all of them to the engine that answered faster so far.
+        await beside.ready(*(cast("FakeReplica", Entry(fleet[each])) for each in fleet if each != victim))
+        others = await started(beside, tokens, range(STREAMS))
         front = fleet[victim]["pid"]
         send(front if what == "front" else core_of(front), signal.SIGKILL)
         replies = await ended(clients)
         broken = check_texts(replies, texts, [victim])
-        assert 0 < broken == sum(served_by(reply) == victim for reply in replies) < STREAMS
+        assert 0 < broken == sum(served_by(reply) == victim for reply in replies)
+        assert check_texts(await ended(others), texts) == 0
         assert await after.outcomes() == {"ok": STREAMS - broken, "stream_broken": broken}
         await engines.freed(time.monotonic(), after.stalls.seconds)
         assert (await live.settle(2)).keys() == fleet.keys()  # it is restarted in place
