@@ -26,8 +26,8 @@ class FreeSlots(NamedTuple):
     where it would go now, if anywhere, given all assignments so far. ``runs`` are the adapters in use on one.
     ``loss_s`` are the seconds of prefill that a request is expected to lose by not going to one now.
     ``waiting`` are all requests in the order, without those that were dispatched. ``unserved`` are those of
-    some adapters that none of some candidates serves; ``present`` is whether a request still waits. While
-    replicas are ``closing``, requests that end soon have replicas that others of a class have not.
+    some adapters that none of some candidates serves. While replicas are ``closing``, requests that end soon
+    have replicas that others of a class have not.
     """
 
     candidates: list[Candidate]
@@ -37,7 +37,6 @@ class FreeSlots(NamedTuple):
     loss_s: Callable[[Request, Candidate], float]
     waiting: EquivalenceClasses
     unserved: Callable[[Set[str], list[Candidate]], set[str]]
-    present: Callable[[Request], bool]
     closing: bool = False
 
 
@@ -216,8 +215,7 @@ class _Window:
         ]
 
     def _grow(self, count: int) -> None:
-        present = filter(lambda turn: self._slots.present(turn.request), self._order)
-        self._turns.extend(islice(present, min(count, WINDOW - len(self._turns))))
+        self._turns.extend(islice(self._order, min(count, WINDOW - len(self._turns))))
 
 
 def _kinship(first: Request, other: Request, running: Container[str]) -> int | None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from policy.admission.affinity_dispatch import FreeSlots, any_room, dispatch
 from policy.admission.equivalence_classes import EquivalenceClasses, Requirements, requirements_of
-from policy.admission.fairness import FairQueue, Peers
+from policy.admission.fairness import FairQueue, Peers, QueueOrder
 from policy.admission.queue import Admitted, Queue
 from policy.admission.replica_pool_interface import Replica, ReplicaPool
 from policy.admission.retry import RESULTS, AttemptOutcome, Cause, Rejection, RetryState, retryable
@@ -349,15 +349,10 @@ class Dispatcher(Generic[R]):
         def loss_s(request: Request, candidate: Candidate) -> float:
             return pool.loss_s(request, candidate, len(usable(request)), at)
 
-        def present(request: Request) -> bool:
-            return not waiting[request.ticket].is_abandoned()
-
         most = max(1, min(MOST_GRANTED, MOST_COMPARED // len(candidates)))
         picked: list[int] = []
-        slots = FreeSlots(
-            candidates, usable, choose, adapters, loss_s, self.classes, pool.unserved, present, closing
-        )
-        for request in dispatch(queue.walk, slots):
+        slots = FreeSlots(candidates, usable, choose, adapters, loss_s, self.classes, pool.unserved, closing)
+        for request in dispatch(self._in_order, slots):
             ticket = waiting[request.ticket]
             self.take_slot(ticket, at)
             self.classes.remove(request)
@@ -477,3 +472,8 @@ class Dispatcher(Generic[R]):
             del running[adapter]
         if not running:
             del self._adapters[candidate.id]
+
+    def _in_order(self, without: Set[str]) -> Iterator[QueueOrder]:
+        for turn in self.queue.walk(without):
+            if not self.waiting[turn.request.ticket].is_abandoned():
+                yield turn

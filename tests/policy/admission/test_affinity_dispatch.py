@@ -96,7 +96,7 @@ class Site:
             waiting.add(Request("m", adapter=EVERYWHERE, ticket=len(order)))
         slots = FreeSlots(
             list(self.replicas.values()), self.usable, self.choose, self.runs, self.loss_s, waiting,
-            self.unserved, lambda request: True, bool(self.closing),
+            self.unserved, bool(self.closing),
         )  # fmt: skip
 
         def walk(without: Set[str]) -> Iterator[QueueOrder]:
