@@ -62,7 +62,11 @@ class ModelList:
         made = self._made.get(view)
         if made is None:
             made = self._made[view] = asyncio.create_task(self._joined(principal))
-        return await asyncio.shield(made)  # others wait for it too
+        try:
+            return await asyncio.shield(made)  # others wait for it too
+        except Exception:
+            self._made.pop(view, None)
+            raise
 
     async def _joined(self, principal: Principal) -> bytes:
         taken = {served.name for served in self._fleet.models}

@@ -189,6 +189,17 @@ async def test_a_long_list_is_made_once_over_several_turns(
     assert max(after - before for before, after in itertools.pairwise(turns)) <= CARDS_A_TURN
 
 
+async def test_a_list_that_could_not_be_made_is_made_again(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.publish(alias("sql", OLD))
+    with monkeypatch.context() as patch:
+        patch.setattr(model_list, "_adapter_card", Mock(side_effect=RuntimeError("no card")))
+        with pytest.raises(RuntimeError, match="no card"):
+            await site.ids()
+    assert (await site.ids())[3:] == ["sql"]
+
+
 async def test_the_number_of_cached_lists_is_bounded(site: Site) -> None:
     site.publish(*(alias(f"adapter-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(10 * KEPT)))
     for i in range(10 * KEPT):
