@@ -127,7 +127,7 @@ async def keeps_its_size(*pids: int) -> AsyncIterator[None]:
     files = [one.num_fds() for one in processes]
     memory = [one.memory_info().rss for one in processes]
     yield
-    # Fewer, where a client's idle connection was open.
+    # Fewer are no leak.
     await until(
         lambda: all(one.num_fds() <= had for one, had in zip(processes, files, strict=True)),
         f"{files} open files again",
