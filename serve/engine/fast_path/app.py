@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from vllm import envs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -25,6 +26,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
+from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.stats import IterationStats
@@ -221,9 +223,30 @@ def fast_path(llm: Any, app: Any, steps: CoreReader | None) -> ASGIApp:
         args.sse_keep_alive_interval,
     )
     wanted = not unknown and not any(differs)
+    # transformers looks it up anew for each request.
+    eos_token_id = llm.renderer.get_eos_token_id()
+    llm.renderer.get_eos_token_id = lambda: eos_token_id
     if wanted and type(llm.renderer) is HfRenderer and not args.trust_request_chat_template:
-        render_short_prompts(llm.renderer, safe_apply_chat_template)
+        render_short_prompts(llm.renderer, safe_apply_chat_template, _backend(llm.renderer.tokenizer))
     return FastPath(llm, app, steps) if wanted else app
+
+
+def _backend(tokenizer: Any) -> Any:
+    """What makes the tokens for a ``tokenizer`` of transformers, where that adds nothing; else ``None``."""
+    # vLLM's pool gives texts to its copies: the settings of its own backend stay as they are.
+    if not isinstance(tokenizer, ThreadSafeHFTokenizerMixin) or not isinstance(tokenizer, TokenizersBackend):
+        return None
+    # The pool's own call is around that of the class before it.
+    call: Any = super(type(tokenizer), tokenizer).__call__
+    usual = (PreTrainedTokenizerBase.__call__, TokenizersBackend._encode_plus)
+    backend = tokenizer._tokenizer
+    differs = (
+        (call.__func__, type(tokenizer)._encode_plus) != usual,
+        backend.truncation,
+        backend.padding,
+        backend.encode_special_tokens != tokenizer.split_special_tokens,
+    )
+    return None if any(differs) else backend
 
 
 def _process_first(answers: StreamedAnswers, processor: Any) -> None:

@@ -16,13 +16,16 @@ from serve.engine.fast_path.short_prompts import MAX_PROMPT, SHORT, render_short
 class Renderer:
     """Renders in threads, and limits the time of a template as vLLM does: of a future."""
 
-    def __init__(self, *, is_fast: bool = True) -> None:
+    def __init__(self, *, is_fast: bool = True, backend: Any = None) -> None:
         self.tokenizer = SimpleNamespace(is_fast=is_fast)
         self.limited: list[Any] = []
-        render_short_prompts(self, apply_template)
+        render_short_prompts(self, apply_template, backend)
 
     def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
         return prompt["prompt"].split(), params, threading.get_ident()
+
+    def _build_tokens_prompt(self, ids: list[int], prompt: Any) -> Any:
+        return ids, prompt
 
     async def _tokenize_prompt_async(self, prompt: Any, params: Any) -> Any:
         return await asyncio.to_thread(self._tokenize_prompt, prompt, params)
@@ -39,6 +42,33 @@ class Renderer:
         applied = self._apply_chat_template_async(messages, upper=True)
         text, thread = await self._render_with_timeout(applied)
         return (text, thread), await self._tokenize_prompt_async({"prompt": text}, "params")
+
+
+class Backend:
+    """A tokenizer of the library tokenizers: a token for each character, and one before them."""
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
+        special = [0] if add_special_tokens else []
+        return [Encoding([*special, *map(ord, text)]) for text in texts]
+
+
+class Encoding:
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Parameters:
+    """vLLM's ``TokenizeParams``."""
+
+    def __init__(self, *, offsets: bool = False, **options: Any) -> None:
+        self.return_token_offsets = offsets
+        self._options = options
+
+    def get_encode_kwargs(self) -> dict[str, Any]:
+        return self._options
 
 
 def apply_template(messages: str, *, upper: bool) -> tuple[str, int]:
@@ -87,3 +117,31 @@ async def test_a_tokenizer_in_python_stays_in_threads() -> None:
     SHORT.set(True)
     (_, thread), _ = await renderer.render("a b")
     assert thread != threading.get_ident()
+
+
+async def test_the_backend_makes_the_tokens_of_short_prompts() -> None:
+    renderer = Renderer(backend=Backend())
+    SHORT.set(True)
+    prompt = {"prompt": "ab"}
+    for options, tokens in (
+        ({"truncation": False, "add_special_tokens": True}, [0, 97, 98]),
+        ({"truncation": True, "max_length": 2, "add_special_tokens": False}, [97, 98]),
+    ):
+        found = await renderer._tokenize_prompt_async(prompt, Parameters(**options))
+        assert found == (tokens, prompt)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        Parameters(truncation=True, max_length=2, add_special_tokens=True),
+        Parameters(truncation=False, add_special_tokens=True, offsets=True),
+        Parameters(truncation=False, add_special_tokens=True, return_length=True),
+    ],
+    ids=["truncated", "offsets", "another option"],
+)
+async def test_what_the_backend_does_not_do_is_done_by_transformers(params: Parameters) -> None:
+    renderer = Renderer(backend=Backend())
+    SHORT.set(True)
+    here = threading.get_ident()
+    assert await renderer._tokenize_prompt_async({"prompt": "a b"}, params) == (["a", "b"], params, here)
