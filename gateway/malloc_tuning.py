@@ -9,6 +9,8 @@ import os
 import resource
 import sys
 
+from store.event_loop.aligned_sleep import sleep_to_next
+
 # glibc's names for what mallopt sets.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -20,6 +22,12 @@ LARGEST_ON_HEAP = 1024 * 1024 - 1
 # FreedMemory gives it back.
 KEPT_BYTES = 64 * 1024 * 1024
 MOST_FREE = 12 * 1024 * 1024
+
+# How often FreedMemory looks, and at a worker that has grown: many clients may come soon after many others.
+# To look takes 20 us then, and up to 2 ms where the heap is in 20,000 pieces. To give back costs page faults:
+# 1 % of the time of bodies of 240 KB, and 10 % where 200 of 500 KB come at once.
+LOOK_EVERY_S = 0.2
+GROWN_EVERY_S = 0.1
 
 _PAGE_BYTES = resource.getpagesize()
 
@@ -68,7 +76,15 @@ class FreedMemory:
                 self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         # The least since free memory was given back, which takes no memory until it is used again.
         self._least = math.inf
+        self._least_resident = math.inf
+        self._has_grown = False
         self.give_back()
+
+    async def run(self) -> None:
+        """Look, and give back, until cancelled."""
+        while True:
+            await sleep_to_next(GROWN_EVERY_S if self._has_grown else LOOK_EVERY_S)
+            self.give_back()
 
     def give_back(self) -> None:
         """Give it back, at 0.1 ms a megabyte, if more than :data:`MOST_FREE` was freed since the last time.
@@ -79,9 +95,15 @@ class FreedMemory:
         """
         if _LIBC is None or _MALLINFO is None or self._statm is None:
             return
+        resident = self._resident_bytes(self._statm)
+        self._least_resident = min(self._least_resident, resident)
+        self._has_grown = resident - self._least_resident > MOST_FREE
+        # To ask the allocator takes longer, and it need not give what a worker has not grown by.
+        if self._least != math.inf and not self._has_grown:
+            return
         heap = _MALLINFO()
         # What is free in the heap alone would not do: a part of it was given back and is not resident.
-        unused = self._resident_bytes(self._statm) - heap.uordblks
+        unused = resident - heap.uordblks
         self._least = min(self._least, unused)
         if unused - self._least > MOST_FREE and heap.fordblks > MOST_FREE:
             _LIBC.malloc_trim(0)

@@ -1,12 +1,10 @@
-"""HTTP of internal ports: the server, JSON answers, and errors with a status that a caller can act on."""
+"""HTTP of internal ports: JSON answers, and errors with a status that a caller can act on."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import msgspec
-import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,15 +12,6 @@ from policy.errors import TidegateError
 from policy.wire.controller import answer_of, problem_of
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class HttpServer(uvicorn.Server):
-    """Leaves signals to the process around it, which closes what it owns before it ends."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Install nothing."""
-        yield
 
 
 def json_answer(value: object, status: int = 200) -> Response:

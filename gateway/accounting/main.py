@@ -32,10 +32,10 @@ from gateway.accounting.lease_keeper import LeaseKeeper
 from gateway.accounting.ledger_reports import LedgerMetrics
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.periodic_tasks import PeriodicTasks
-from gateway.http.uvicorn_server import UvicornServer
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from policy.errors import TidegateError
 from policy.wire.accounting import LEDGER
+from store.event_loop.uvicorn_server import UvicornServer
 from store.log_lines import log_to
 from store.os_process import allow_connections
 from store.state_dir import StateDir, listen_at

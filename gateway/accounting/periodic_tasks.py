@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from policy.errors import TidegateError
+from store.event_loop.aligned_sleep import sleep_to_next
 
 log = logging.getLogger("tidegate.accounting")
 
@@ -56,4 +57,4 @@ class PeriodicTasks:
                 if problem:
                     log.info("%s works again", name)
                 problem = ""
-            await asyncio.sleep(every_s)
+            await sleep_to_next(every_s)

@@ -17,6 +17,7 @@ from gateway.telemetry.structured_log import Log
 from policy.types import Fleet
 from policy.wire.adapter_catalog import Alias, Catalog
 from policy.wire.controller import ADAPTERS_STREAM, FLEET_STREAM, Controllers
+from store.event_loop.aligned_sleep import sleep_to_next
 from store.state_dir import StateDir, write_atomic
 
 SAVE_EVERY_S = 1.0
@@ -76,7 +77,7 @@ class ControllerFeed(Generic[Document]):
     async def keep_on_disk(self) -> None:
         """Save new versions, at most one a second, until cancelled; one worker of a host does."""
         while True:
-            await asyncio.sleep(SAVE_EVERY_S)
+            await sleep_to_next(SAVE_EVERY_S)
             if self._last is None:
                 continue
             document, line = self._last

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -11,6 +10,7 @@ from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
+from store.event_loop.aligned_sleep import sleep_to_next
 from store.state_dir import StateDir
 from store.watched_files import WatchedFiles
 
@@ -30,7 +30,7 @@ class DeploymentWatcher:
     async def follow(self, on_change: Callable[[Deployment], None]) -> None:
         """Call ``on_change`` with each new document, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await sleep_to_next(LOOK_EVERY_S)
             if not self._file.changed():
                 continue
             try:

@@ -14,15 +14,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import msgspec
 
-from gateway.http.internal_client import internal_client
+from gateway.http.client import ConnectionPool
+from gateway.http.whole_answer import post
 from gateway.queue.model_queues import Admission
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.wire.controller import Controllers
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.reports import GatewayReport, ModelReport, ReportAnswer, Waiting, WorkerDetail
 
 EVERY_S = 1.0
@@ -135,6 +136,7 @@ class Reporter:
 
 # The longest wait for an answer.
 ANSWER_TIMEOUT_S = 2.0
+MAX_ANSWER_BYTES = 64 * 1024
 
 
 class ReportSender:
@@ -147,17 +149,28 @@ class ReportSender:
         self._controllers = Controllers(addresses)
         self._path = path
         self._log = log
-        self._http = internal_client(secret, keepalive_connections=1)
+        self._headers = f"{SECRET_HEADER}: {secret}\r\ncontent-type: application/json\r\n".encode()
+        self._pools = {
+            address: ConnectionPool(f"http://{address}", ANSWER_TIMEOUT_S, max_idle=1)
+            for address in self._controllers.all
+        }
         self._lost = False
 
     async def send(self, body: bytes) -> bytes:
         """Send ``body``, and wait until it is received or lost; returns the answer, empty if it is lost."""
         status, answered = 0, b""
         address = self._controllers.first
-        with contextlib.suppress(httpx.HTTPError, TimeoutError):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                answer = await self._http.post(f"http://{address}{self._path}", content=body)
-                status, answered = answer.status_code, answer.content
+        pool = self._pools[address]
+        headers = b"host: %b\r\n%b" % (pool.host_header, self._headers)
+        with contextlib.suppress(OSError, ValueError):
+            status, answered = await post(
+                pool,
+                self._path.encode(),
+                headers,
+                body,
+                within_s=ANSWER_TIMEOUT_S,
+                max_bytes=MAX_ANSWER_BYTES,
+            )
         lost = status != 200
         if lost:
             self._controllers.failed(address)
@@ -166,5 +179,7 @@ class ReportSender:
         self._lost = lost
         return b"" if lost else answered
 
-    async def close(self) -> None:
-        await self._http.aclose()
+    def close(self) -> None:
+        """Close what is kept."""
+        for pool in self._pools.values():
+            pool.close()

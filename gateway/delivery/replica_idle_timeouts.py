@@ -12,7 +12,10 @@ from policy.config.deployment import GatewayConfig
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
 
-SWEEP_EVERY_S: Final = 0.1
+# A limit is exceeded by a twentieth of it at most, but for short ones.
+SWEEPS_A_LIMIT: Final = 40
+SWEEP_EVERY_S: Final = 1.0
+SHORTEST_S: Final = 0.1
 # Attempts that end in one turn of the event loop.
 EXPIRED_AT_ONCE: Final = 64
 
@@ -35,7 +38,8 @@ class IdleTimeouts:
             shortest = min(
                 limits.first_token_timeout_s, limits.inter_token_timeout_s, limits.answer_timeout_s
             )
-            await asyncio.sleep(min(SWEEP_EVERY_S, shortest / 4))
+            usual_s = max(shortest / SWEEPS_A_LIMIT, SHORTEST_S)
+            await asyncio.sleep(min(usual_s, SWEEP_EVERY_S, shortest / 4))
             await self.sweep(monotonic())
 
     def running(self) -> dict[str, tuple[int, int]]:

@@ -17,6 +17,7 @@ from gateway.intake.admin_keys import AdminKeys
 from gateway.intake.tenants import Tenants
 from gateway.telemetry.structured_log import Log
 from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, SnapshotLine, TenantRow
+from store.event_loop.aligned_sleep import sleep_to_next
 from store.watched_files import WatchedFiles
 
 LOOK_EVERY_S = 0.2
@@ -80,7 +81,7 @@ class AccessFeed:
     async def run(self) -> None:
         """Read the file when it or the deployment has changed, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await sleep_to_next(LOOK_EVERY_S)
             try:
                 if not self._changed():
                     continue

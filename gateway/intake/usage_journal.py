@@ -42,6 +42,7 @@ from policy.tenancy.usage_record import (
     UsageDims,
 )
 from policy.types import Priority
+from store.event_loop.aligned_sleep import sleep_to_next
 from store.state_dir import own_directory
 from store.usage_segments import DIMS_BYTES, HEADER_WORDS, MAGIC, SEGMENT_SUFFIX, SLOTS
 
@@ -174,14 +175,19 @@ class UsageJournal:
 
     def prepare(self) -> None:
         """Make the next segment if the current one is half used; in a thread."""
-        segment = self._segment
-        if self._next is None and segment is not None and segment.used > segment.slots // 2:
+        if self._wants_next():
             self._next = Segment(self._directory, self._slots)
+
+    def _wants_next(self) -> bool:
+        segment = self._segment
+        return self._next is None and segment is not None and segment.used > segment.slots // 2
 
     async def run(self) -> None:
         """Keep a segment ahead."""
         while True:
-            await asyncio.sleep(PREPARE_EVERY_S)
+            await sleep_to_next(PREPARE_EVERY_S)
+            if not self._wants_next():
+                continue
             try:
                 await asyncio.to_thread(self.prepare)
             except OSError as error:

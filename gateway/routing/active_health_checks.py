@@ -58,8 +58,7 @@ class Probes:
         self._runs_since = self._clock()
 
     async def run(self) -> None:
-        # Kept connections could be closed unnoticed until the next probe.
-        async with internal_client(self.secret, keepalive_connections=0) as client:
+        async with internal_client(self.secret) as client:
             try:
                 while True:
                     due = self._clock() + SWEEP_S

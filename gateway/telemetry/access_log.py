@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from store.event_loop.aligned_sleep import sleep_to_next
 from store.log_file import RotatingLog
 from store.log_lines import Field, line
 
@@ -99,9 +100,10 @@ class AccessLog:
     async def run(self) -> None:
         """Write what waits, twice a second, until cancelled."""
         while True:
-            await asyncio.sleep(WRITE_EVERY_S)
-            # A thread goes on when this is cancelled: `close` waits for it.
-            await asyncio.shield(self._write_waiting())
+            await sleep_to_next(WRITE_EVERY_S)
+            if self._waiting or self._lost:
+                # A thread goes on when this is cancelled: `close` waits for it.
+                await asyncio.shield(self._write_waiting())
 
     async def close(self) -> None:
         """Write what is left."""

@@ -5,7 +5,6 @@ A subscriber is a datagram socket in a directory that all workers of the host re
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -20,6 +19,7 @@ from gateway.protocol.prompt_features import grid_of, seed_of
 from gateway.request_context import Call
 from policy.request import Request
 from policy.types import Runner
+from store.event_loop.aligned_sleep import sleep_to_next
 
 LOOK_EVERY_S = 0.25
 SUFFIX = ".capture"
@@ -105,7 +105,7 @@ class CapturePublisher:
     async def run(self) -> None:
         """Look for subscribers and send them new rows, until closed."""
         while not self._closed:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await sleep_to_next(LOOK_EVERY_S)
             self.look()
             self.flush()
 

@@ -21,7 +21,7 @@ from serve.actuator.kubernetes import KubernetesActuator
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
 from serve.database_import import import_database
-from serve.http import HttpServer
+from store.event_loop.uvicorn_server import UvicornServer
 from store.state_dir import StateDir, listen
 
 # Longer than clients do, httpx for 5 s: else a connection may be closed as a request is sent on it.
@@ -107,7 +107,7 @@ async def serve_app(app: ASGIApp, sock: socket.socket) -> None:
         app, http="httptools", access_log=False, log_level="warning",
         log_config=None, lifespan="off", timeout_graceful_shutdown=1, timeout_keep_alive=KEEP_ALIVE_S,
     )  # fmt: skip
-    await HttpServer(config).serve(sockets=[sock])
+    await UvicornServer(config).serve(sockets=[sock])
 
 
 def open_adapters(state: StateDir) -> AdapterStore:

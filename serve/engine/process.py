@@ -44,7 +44,7 @@ from serve.engine.interface import ASGIApp, Engine, EngineSpec
 from serve.engine.request_guard import Guard
 from serve.engine.sleep import SleepControl
 from serve.gpu_metrics import devices, product_name
-from serve.http import HttpServer
+from store.event_loop.uvicorn_server import UvicornServer
 from store.log_lines import log_to
 from store.os_process import allow_connections
 from store.state_dir import listen
@@ -222,7 +222,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
         loop="uvloop", access_log=False, log_level="warning", lifespan="auto",
         timeout_keep_alive=300, timeout_graceful_shutdown=1,
     )  # fmt: skip
-    server = HttpServer(config)
+    server = UvicornServer(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
     url = f"http://{spec.host}:{sock.getsockname()[1]}"
     sleep_control = SleepControl(

@@ -21,7 +21,7 @@ from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import Engine, EngineSpec
 from serve.engine.process import MODULES
 from serve.engine.request_guard import Guard
-from serve.http import HttpServer
+from store.event_loop.uvicorn_server import UvicornServer
 from store.state_dir import listen
 from tests.gateway.fake_replica import SECRET
 from tests.gateway.worker import Stack
@@ -49,7 +49,7 @@ class EngineReplica:
         sock = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         self._pid += 1
-        self._server = HttpServer(
+        self._server = UvicornServer(
             uvicorn.Config(
                 guard, access_log=False, log_level="critical", lifespan="off", timeout_graceful_shutdown=1
             )

@@ -6,7 +6,6 @@ Only what that route renders as the API does is asked for. Source: vLLM's ``entr
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Hashable
 from typing import Final
@@ -14,7 +13,8 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from gateway.http.client import ClientConnection, ConnectionPool
+from gateway.http.client import ConnectionPool
+from gateway.http.whole_answer import post
 from gateway.protocol.body import Body
 from gateway.protocol.json_decoders import OPTIONS
 from gateway.protocol.paths import Route
@@ -118,45 +118,7 @@ class Prompt:
         return Raw(msgspec.json.encode(arguments))
 
 
-class _Receiver:
-    """Collects one answer."""
-
-    def __init__(self) -> None:
-        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.status = 0
-        self._body = bytearray()
-
-    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        self.status = status
-
-    def on_data(self, data: bytes, *, complete: bool) -> None:
-        self._body += data
-        if self.done.done():
-            return
-        if len(self._body) > MAX_BYTES:
-            self.done.set_exception(ValueError("the answer is too large"))
-        elif complete:
-            self.done.set_result(bytes(self._body))
-
-    def on_chunk(self, data: bytes, framed: bytes) -> None:
-        self.on_data(data, complete=False)
-
-    def on_lost(self, *, stale: bool) -> None:
-        if not self.done.done():
-            self.done.set_exception(ConnectionError("the connection was lost"))
-
-
 async def ask(pool: ConnectionPool, constant_head: bytes, question: bytes) -> tuple[int, list[int]]:
     """Status and tokens of the server's answer; raises ``OSError`` (timeouts included) or ``ValueError``."""
-    head = b"POST %b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n" % (PATH, constant_head, len(question))
-    receiver = _Receiver()
-    connection: ClientConnection | None = None
-    try:
-        async with asyncio.timeout(ASK_S):
-            connection = pool.take() or await pool.connect()
-            connection.send(receiver, head, question)
-            body = await receiver.done
-    finally:
-        if connection is not None and not (receiver.done.done() and receiver.done.exception() is None):
-            connection.abort(receiver)
-    return receiver.status, _ANSWER.decode(body).tokens if receiver.status == 200 else []
+    status, body = await post(pool, PATH, constant_head, question, within_s=ASK_S, max_bytes=MAX_BYTES)
+    return status, _ANSWER.decode(body).tokens if status == 200 else []

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from gateway.telemetry.traces.request_trace import EndedRequest, Tracer
 from policy.config.tracing import traces_url
+from store.event_loop.aligned_sleep import sleep_to_next
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -44,9 +45,10 @@ class TraceExporter:
     async def run(self) -> None:
         """Send once a second, until cancelled."""
         while True:
-            await asyncio.sleep(SEND_EVERY_S)
-            # A thread goes on when this is cancelled: `close` waits for it.
-            await asyncio.shield(self.flush())
+            await sleep_to_next(SEND_EVERY_S)
+            if self.tracer.waiting or self.tracer.lost:
+                # A thread goes on when this is cancelled: `close` waits for it.
+                await asyncio.shield(self.flush())
 
     async def flush(self) -> None:
         """Send what waits now."""

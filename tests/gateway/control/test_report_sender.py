@@ -290,7 +290,7 @@ async def test_reports_resume_when_the_controller_restarts(controller: FakeContr
     await controller.start()
     await post.send(b"{}")
     assert len(controller.reports) == 2
-    await post.close()
+    post.close()
 
 
 async def test_reports_go_to_the_controller_that_leads(controller: FakeController) -> None:
@@ -299,7 +299,7 @@ async def test_reports_go_to_the_controller_that_leads(controller: FakeControlle
     for _ in range(3):
         await post.send(b"{}")
     assert len(controller.reports) == 2
-    await post.close()
+    post.close()
 
 
 # Real workers.

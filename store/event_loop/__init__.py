@@ -1,0 +1,1 @@
+"""What a process with an event loop needs: its HTTP server, and its periodic sleeps."""

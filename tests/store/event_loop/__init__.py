@@ -1,0 +1,1 @@
+"""Tests of what a process with an event loop needs."""
