@@ -121,7 +121,7 @@ async def test_the_router_believes_what_a_server_of_others_holds(tmp_path: Path)
             await server.start(tmp_path / "vllm.log")
             await asyncio.sleep(5)
             await followed(stack)
-            agrees("after a restart", await clients.run(80))
+            agrees("after a restart", await clients.run(200))
         async with gateway(server, tmp_path / "second") as stack:
             clients = Clients(stack, 1, 12, words=(60, 700))
             agrees("of a gateway that came late", await clients.run(40), forgotten_tokens=LEARNED)
