@@ -41,7 +41,7 @@ from gateway.telemetry.traces.exporter import TraceExporter
 from policy.config.deployment import Deployment
 from policy.wire.controller import SIGNALS
 from store.api_keys import salt_secret
-from store.event_loop.aligned_sleep import sleep_to_next
+from store.event_loop.timer_coalescing import sleep_to_next
 from store.event_loop.uvicorn_server import UvicornServer
 from store.os_process import read_usage
 from store.state_dir import StateDir

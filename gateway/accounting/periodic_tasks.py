@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from policy.errors import TidegateError
-from store.event_loop.aligned_sleep import sleep_to_next
+from store.event_loop.timer_coalescing import sleep_to_next
 
 log = logging.getLogger("tidegate.accounting")
 

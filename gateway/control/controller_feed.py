@@ -17,7 +17,7 @@ from gateway.telemetry.structured_log import Log
 from policy.types import Fleet
 from policy.wire.adapter_catalog import Alias, Catalog
 from policy.wire.controller import ADAPTERS_STREAM, FLEET_STREAM, Controllers
-from store.event_loop.aligned_sleep import sleep_to_next
+from store.event_loop.timer_coalescing import sleep_to_next
 from store.state_dir import StateDir, write_atomic
 
 SAVE_EVERY_S = 1.0

@@ -10,7 +10,7 @@ from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
-from store.event_loop.aligned_sleep import sleep_to_next
+from store.event_loop.timer_coalescing import sleep_to_next
 from store.state_dir import StateDir
 from store.watched_files import WatchedFiles
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from gateway.http.buffered_response import post
 from gateway.http.client import ConnectionPool
-from gateway.http.whole_answer import post
 from gateway.queue.model_queues import Admission
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log

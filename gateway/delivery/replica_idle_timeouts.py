@@ -12,10 +12,10 @@ from policy.config.deployment import GatewayConfig
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
 
-# A limit is exceeded by a twentieth of it at most, but for short ones.
-SWEEPS_A_LIMIT: Final = 40
-SWEEP_EVERY_S: Final = 1.0
-SHORTEST_S: Final = 0.1
+# A timeout is exceeded by a twentieth of it at most, but for short ones.
+SWEEPS_PER_TIMEOUT: Final = 40
+MIN_INTERVAL_S: Final = 0.1
+MAX_INTERVAL_S: Final = 1.0
 # Attempts that end in one turn of the event loop.
 EXPIRED_AT_ONCE: Final = 64
 
@@ -38,8 +38,8 @@ class IdleTimeouts:
             shortest = min(
                 limits.first_token_timeout_s, limits.inter_token_timeout_s, limits.answer_timeout_s
             )
-            usual_s = max(shortest / SWEEPS_A_LIMIT, SHORTEST_S)
-            await asyncio.sleep(min(usual_s, SWEEP_EVERY_S, shortest / 4))
+            usual_s = max(shortest / SWEEPS_PER_TIMEOUT, MIN_INTERVAL_S)
+            await asyncio.sleep(min(usual_s, MAX_INTERVAL_S, shortest / 4))
             await self.sweep(monotonic())
 
     def running(self) -> dict[str, tuple[int, int]]:

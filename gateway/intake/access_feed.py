@@ -17,7 +17,7 @@ from gateway.intake.admin_keys import AdminKeys
 from gateway.intake.tenants import Tenants
 from gateway.telemetry.structured_log import Log
 from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, SnapshotLine, TenantRow
-from store.event_loop.aligned_sleep import sleep_to_next
+from store.event_loop.timer_coalescing import sleep_to_next
 from store.watched_files import WatchedFiles
 
 LOOK_EVERY_S = 0.2

@@ -42,7 +42,7 @@ from policy.tenancy.usage_record import (
     UsageDims,
 )
 from policy.types import Priority
-from store.event_loop.aligned_sleep import sleep_to_next
+from store.event_loop.timer_coalescing import sleep_to_next
 from store.state_dir import own_directory
 from store.usage_segments import DIMS_BYTES, HEADER_WORDS, MAGIC, SEGMENT_SUFFIX, SLOTS
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from store.event_loop.aligned_sleep import sleep_to_next
+from store.event_loop.timer_coalescing import sleep_to_next
 from store.log_file import RotatingLog
 from store.log_lines import Field, line
 

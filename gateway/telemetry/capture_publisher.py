@@ -19,7 +19,7 @@ from gateway.protocol.prompt_features import grid_of, seed_of
 from gateway.request_context import Call
 from policy.request import Request
 from policy.types import Runner
-from store.event_loop.aligned_sleep import sleep_to_next
+from store.event_loop.timer_coalescing import sleep_to_next
 
 LOOK_EVERY_S = 0.25
 SUFFIX = ".capture"

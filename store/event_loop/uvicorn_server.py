@@ -28,6 +28,7 @@ class UvicornServer(uvicorn.Server):
 
     @should_exit.setter
     def should_exit(self, ends: bool) -> None:
+        # uvicorn sets it to false once, as it begins.
         if ends:
             self._ending.set()
 
@@ -37,7 +38,7 @@ class UvicornServer(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        # Its first tick, and every tenth, writes the date.
+        # uvicorn renews the date at its tick 0.
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DATE_EVERY_S):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from gateway.telemetry.traces.request_trace import EndedRequest, Tracer
 from policy.config.tracing import traces_url
-from store.event_loop.aligned_sleep import sleep_to_next
+from store.event_loop.timer_coalescing import sleep_to_next
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

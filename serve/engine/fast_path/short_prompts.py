@@ -22,12 +22,12 @@ _OPTIONS: Final = {"truncation", "max_length", "add_special_tokens"}
 SHORT: Final[ContextVar[bool]] = ContextVar("short", default=False)
 
 
-def render_short_prompts(renderer: Any, apply_template: Callable[..., Any], backend: Any = None) -> None:
+def render_short_prompts(renderer: Any, apply_template: Callable[..., Any], backend: Any) -> None:
     """Have vLLM's ``HfRenderer`` render the prompts of requests that are :data:`SHORT` at once.
 
     ``apply_template`` is what it calls in a thread. Not for tokenizers in Python. Templates must be those
     of the server: vLLM limits the time of those that a request brings. ``backend`` is the ``Tokenizer`` of
-    the library tokenizers that makes the same tokens as the renderer's tokenizer, if there is one.
+    the library tokenizers that makes the same tokens as the renderer's tokenizer, ``None`` without one.
     """
     if not getattr(renderer.tokenizer, "is_fast", False):
         return

@@ -1,4 +1,4 @@
-"""Sleeps that end together: a process that looks for many things wakes once for all of them.
+"""Timer coalescing: a process that looks for many things wakes once for all of them.
 
 To wake an idle process takes a tenth of a millisecond, most of which is not for what it looks at.
 """

@@ -1,4 +1,4 @@
-"""A request whose answer is collected whole, over the client of :mod:`gateway.http.client`."""
+"""Requests whose response is buffered, over the client of :mod:`gateway.http.client`."""
 
 from __future__ import annotations
 
