@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -27,8 +28,9 @@ class Stream:
 
 @dataclass
 class Streams:
-    """Clients that each send one stream after the other; their lengths in tokens are drawn of ``lengths``.
+    """Clients that each send one stream after the other.
 
+    The numbers of tokens are those of ``lengths``, each once in as many streams in a row, in random order.
     A client waits until ``every_s`` seconds have passed since another one began, which may change meanwhile.
     """
 
@@ -42,6 +44,7 @@ class Streams:
     def __enter__(self) -> Streams:
         self._stop = threading.Event()
         self._turn = threading.Lock()
+        self._next = self._shuffled()
         self._threads = [threading.Thread(target=self._client, args=(i,)) for i in range(self.clients)]
         for thread in self._threads:
             thread.start()
@@ -67,21 +70,26 @@ class Streams:
             longest, quiet = max(longest, first - quiet), max(quiet, last)
         return longest
 
+    def _shuffled(self) -> Iterator[int]:
+        """The lengths, again and again, each time in another order."""
+        draw = random.Random(1)  # noqa: S311 - no secret
+        while True:
+            yield from draw.sample(self.lengths, len(self.lengths))
+
     def _client(self, number: int) -> None:
-        draw = random.Random(number)  # noqa: S311 - no secret
         with httpx.Client(base_url=self.stack.base_url, timeout=600, trust_env=False) as client:
-            while self._begins():
+            while (tokens := self._begins()) is not None:
                 stream = Stream(sent=time.time())
                 try:
-                    self._run(client, stream, draw.choice(self.lengths), f"{number} {len(self.ended)}")
+                    self._run(client, stream, tokens, f"{number} {len(self.ended)}")
                 except httpx.HTTPError as error:
                     stream.problem = repr(error)
                 self.ended.append(stream)
 
-    def _begins(self) -> bool:
-        """Wait for the client's turn; false in the end."""
+    def _begins(self) -> int | None:
+        """Wait for the client's turn; the length of its stream, ``None`` in the end."""
         with self._turn:
-            return not self._stop.wait(self.every_s)
+            return None if self._stop.wait(self.every_s) else next(self._next)
 
     def _run(self, client: httpx.Client, stream: Stream, tokens: int, prompt: str) -> None:
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens}
