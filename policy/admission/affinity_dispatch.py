@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Set
 from itertools import islice
 from typing import Final, NamedTuple
 
-from policy.admission.equivalence_classes import EquivalenceClasses
+from policy.admission.equivalence_classes import EquivalenceClasses, Requirements, requirements_of
 from policy.admission.fairness import QueueOrder
 from policy.request import Request
 from policy.routing.cost import Candidate
@@ -17,6 +17,8 @@ WINDOW: Final = 32
 MOST_PASSED: Final = 8
 # How much earlier than in fair order a request may go, in weighted tokens: some requests of common size.
 QUANTUM: Final = 8192.0
+# How many requests without a replica are kept, to which those that are no shorter are compared.
+MOST_KEPT: Final = 64
 
 
 class FreeSlots(NamedTuple):
@@ -87,6 +89,8 @@ class _Window:
         self._open = dict.fromkeys(slots.candidates)
         # Those that take no request for which they would load an adapter.
         self._loading: set[Candidate] = set()
+        # The tokens of requests that end too late on each closing replica with room; the shortest of them.
+        self._too_long: dict[Requirements, list[tuple[int, int, int]]] = {}
         # These take no turn, which would put off other requests of their tenants.
         self._without = slots.unserved(slots.waiting.by_adapter.keys(), self._free())
         self._order = walk(self._without)
@@ -104,7 +108,7 @@ class _Window:
                 break
             turn = self._turns.pop(0)
             request = turn.request
-            if self._options(request):
+            if self._has_options(request):
                 return turn
             if not request.avoid and request.only is None and not self._slots.closing:
                 self._without.add(request.adapter)
@@ -120,7 +124,7 @@ class _Window:
         if not self._only_loaded() and len(waiting.by_adapter) - len(self._without) > in_vain:
             return False
         samples = list(islice(waiting.samples(self._served(), shortest=self._slots.closing), in_vain + 1))
-        return len(samples) <= in_vain and not any(self._options(each) for each in samples)
+        return len(samples) <= in_vain and not any(self._has_options(each) for each in samples)
 
     def _served(self) -> Set[str]:
         """The adapters whose requests may have a replica left."""
@@ -213,6 +217,21 @@ class _Window:
             and each in self._open
             and (each not in self._loading or request.adapter in self._slots.runs(each))
         ]
+
+    def _has_options(self, request: Request) -> bool:
+        """Whether it has :meth:`_options`, which become no more for any request."""
+        if not self._slots.closing:
+            return bool(self._options(request))
+        too_long = self._too_long.setdefault(requirements_of(request), [])
+        tokens = (request.prompt_tokens, request.output_tokens, request.long_tokens)
+        for shorter in too_long:
+            if shorter[0] <= tokens[0] and shorter[1] <= tokens[1] and shorter[2] <= tokens[2]:
+                return False
+        if self._options(request):
+            return True
+        if len(too_long) < MOST_KEPT:
+            too_long.append(tokens)
+        return False
 
     def _grow(self, count: int) -> None:
         self._turns.extend(islice(self._order, min(count, WINDOW - len(self._turns))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Set, ValuesView
 from typing import Any
 
@@ -199,6 +200,23 @@ def test_an_offer_looks_at_few_of_those_that_have_no_place(why: str) -> None:
     fits = wait(dispatcher, output_tokens=1, priority=Priority.BATCH)
     dispatcher.offer(AT)
     assert fits.replica is not None and len(dispatcher.waiting) == 1000
+
+
+@pytest.mark.parametrize("fit", [0, 1])
+def test_an_offer_looks_at_few_of_different_lengths_that_end_too_late(fit: int) -> None:
+    pool = Pool({"a": 4})
+    pool.fill()
+    dispatcher = pool.dispatcher()
+    chance = random.Random(1)  # noqa: S311 - the same each time
+    for _ in range(3000):
+        prompt, answer, longest = (int(2 ** chance.uniform(low, low + 8)) for low in (4, 3, 9))
+        wait(dispatcher, prompt_tokens=prompt, output_tokens=answer, long_tokens=longest)
+    fits = [wait(dispatcher, prompt_tokens=5000, long_tokens=400) for _ in range(fit)]
+    pool.views[0].in_flight = pool.asked = 0
+    pool.closing, pool.lasts = True, lambda request: request.long_tokens < 500
+    assert dispatcher.offer(AT)
+    assert len(dispatcher.waiting) == 3000 and pool.asked < 100
+    assert all(ticket.replica is not None for ticket in fits)
 
 
 @pytest.mark.parametrize("adapter", ["", "listed"])
