@@ -64,6 +64,7 @@ MODULES = {
         "wire/frames",
     ),
     "serve": (
+        "engine/fast_path/event_templates",
         "engine/fast_path/stream",
         "engine/frame_server",
         "engine/guard_responses",

@@ -35,6 +35,7 @@ from serve.engine.fast_path.asgi_writer import AsgiWriter
 from serve.engine.fast_path.eligibility import CHAT, COMPLETION, eligible
 from serve.engine.fast_path.engine_core_sockets import CoreReader
 from serve.engine.fast_path.engine_outputs import EngineOutputs
+from serve.engine.fast_path.event_templates import AnswerKind
 from serve.engine.fast_path.short_prompts import MAX_BODY, SHORT, render_short_prompts
 from serve.engine.fast_path.stream import StreamedAnswer, StreamedAnswers
 from serve.engine.interface import WRITER, ASGIApp, Message, Receive, ResponseWriter, Scope, Send
@@ -43,10 +44,15 @@ from serve.engine.interface import WRITER, ASGIApp, Message, Receive, ResponseWr
 _MIDDLEWARES = frozenset({"CORSMiddleware", "ScalingMiddleware", "PrometheusInstrumentatorMiddleware"})
 
 
+# Adapters come and go, and each has kinds of answers of its own.
+_MOST_KINDS = 1024
+
+
 class Route(NamedTuple):
     """What differs between the two APIs: vLLM's code, and the field of an event that holds its text.
 
-    ``skip_empty``: vLLM leaves out the events without text.
+    ``skip_empty``: vLLM leaves out the events without text. ``suffix`` is what the engine's id of a request
+    has beyond that of its answer.
     """
 
     model: Any
@@ -54,6 +60,7 @@ class Route(NamedTuple):
     method: str
     field: str
     skip_empty: bool = False
+    suffix: str = ""
 
 
 class Submission(NamedTuple):
@@ -92,6 +99,7 @@ class FastPath:
         self._llm = llm
         self._app: Any = app
         self._routes = _routes(app.state)
+        self._kinds: dict[tuple[str, str | None, bool], AnswerKind] = {}
         self._answers = StreamedAnswers(EngineCoreOutput(request_id="", new_token_ids=[]))
         _process_first(self._answers, llm.output_processor)
         if steps is not None:
@@ -134,7 +142,7 @@ class FastPath:
                     await self._fail(scope, writer, error)
                     return
                 if request.stream and not isinstance(response, ErrorResponse):
-                    await self._stream(route, client.submission, response, writer)
+                    await self._stream(route, request, client.submission, response, writer)
                     return
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -146,7 +154,12 @@ class FastPath:
                 raise
 
     async def _stream(
-        self, route: Route, submission: Submission, events: AsyncGenerator[str, None], writer: ResponseWriter
+        self,
+        route: Route,
+        request: Any,
+        submission: Submission,
+        events: AsyncGenerator[str, None],
+        writer: ResponseWriter,
     ) -> None:
         """Submit a request to the engine, and return when its answer is written."""
         prompt, params, request_id, options, outputs = submission
@@ -156,6 +169,7 @@ class FastPath:
             events, outputs, writer,
             field=route.field, skip_empty=route.skip_empty, done=ended.set,
             failure=partial(_failure, self._llm, params),
+            kind=self._kind(route, request, submission), answer_id=request_id.removesuffix(route.suffix),
         )  # fmt: skip
         queue = None
         try:
@@ -177,6 +191,19 @@ class FastPath:
                 self._answers.remove(queue.request_id)
             if queue is not None and queue.request_id in states:
                 await self._llm.abort(queue.request_id, internal=True)
+
+    def _kind(self, route: Route, request: Any, submission: Submission) -> AnswerKind | None:
+        """The kind of the answer, ``None`` if its events may differ in more than those of a kind do."""
+        # Media are part of the usage; without a prompt for its answer a chat repeats the last role.
+        if submission.prompt.get("type") != "token" or not getattr(request, "add_generation_prompt", True):
+            return None
+        if not submission.request_id.isascii():
+            return None
+        options = request.stream_options
+        key = (route.field, request.model, bool(options and options.include_usage))
+        if key not in self._kinds and len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        return self._kinds.setdefault(key, AnswerKind())
 
     async def _fail(self, scope: Scope, writer: ResponseWriter, error: Exception) -> None:
         """Answer as the handlers of vLLM's app do for ``error``."""
@@ -292,7 +319,7 @@ def _routes(state: Any) -> dict[str, Route]:
         routes[CHAT] = Route(ChatCompletionRequest, chat, "create_chat_completion", "content", skips)
     completion = getattr(state, "openai_serving_completion", None)
     if completion is not None:
-        routes[COMPLETION] = Route(CompletionRequest, completion, "create_completion", "text")
+        routes[COMPLETION] = Route(CompletionRequest, completion, "create_completion", "text", suffix="-0")
     return routes
 
 

@@ -1,21 +1,24 @@
-"""A streamed answer: vLLM's generator writes its first and last events, this module those between.
+"""A streamed answer: vLLM's generator writes the events that are not known yet, this module the others.
 
 vLLM makes each event of a stream by validating and dumping an object, in a task of the request that waits for
 the engine's output. Here the engine's output handler itself writes the event. The generator that vLLM's
 serving code made for the request waits meanwhile, and is resumed, in the same call, with the outputs that
-begin, end or fail the answer. The first event with text is the template of those that follow.
+begin, end or fail the answer. The first event with text is the template of those that follow. The events of
+a whole answer are the templates of the answers of its kind; for those the generator is not begun.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
 import msgspec
 
 from serve.engine.fast_path.engine_outputs import EngineOutputs
+from serve.engine.fast_path.event_templates import AnswerEvents, AnswerKind, RecordedAnswer, usage_of
 from serve.engine.interface import ResponseWriter
 
 HEADERS: Final = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -31,7 +34,8 @@ class StreamedAnswer:
     ``events`` is vLLM's generator, which reads ``outputs``. ``field`` is the name of the field that holds the
     text of an event. With ``skip_empty`` an event without text is left out. ``failure`` returns what vLLM's
     ``generate`` raises at an error of the engine or at a last output, if anything. ``done`` is called after
-    the last event, or when writing failed.
+    the last event, or when writing failed. Once the templates of the ``kind`` are known, vLLM's generator
+    writes only the errors of the answer, whose events have the id ``answer_id``.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class StreamedAnswer:
         skip_empty: bool,
         failure: Callable[[Any], Exception | None],
         done: Callable[[], None],
+        kind: AnswerKind | None = None,
+        answer_id: str = "",
     ) -> None:
         self._events = events
         self._outputs = outputs
@@ -52,6 +58,14 @@ class StreamedAnswer:
         self._skip_empty = skip_empty
         self._failure = failure
         self._done = done
+        self._kind = kind
+        self._templates = None if kind is None else kind.templates
+        self._id = _encode(answer_id)
+        # Without vLLM's generator.
+        self._own: AnswerEvents | None = None
+        self._recorded: RecordedAnswer | None = None
+        if kind is not None and self._templates is None:
+            self._recorded = RecordedAnswer(self._id, self._key, skip_empty)
         # The call of vLLM's generator that waits for an output.
         self._waiting: Any = None
         self._begun = self._ended = False
@@ -76,16 +90,24 @@ class StreamedAnswer:
         """
         state.queue = self
         if state.stream_interval > 1:
+            self._templates = None
             return False
         make, next_text = state.make_request_output, state.detokenizer.get_next_output_text
         unseen, write = self._unseen, self._write
 
         def made(
-            new_token_ids: list[int], pooling_output: Any, finish_reason: Any, *rest: Any, **more: Any
+            new_token_ids: list[int],
+            pooling_output: Any,
+            finish_reason: Any,
+            stop_reason: Any = None,
+            *rest: Any,
+            **more: Any,
         ) -> Any:
-            """As ``RequestState.make_request_output``; an output without an end needs no object."""
+            """As ``RequestState.make_request_output``; what is written here needs no object."""
+            if self._templates is not None and self._writes(state, new_token_ids, finish_reason, stop_reason):
+                return None
             if finish_reason is not None or not self._before:
-                return make(new_token_ids, pooling_output, finish_reason, *rest, **more)
+                return make(new_token_ids, pooling_output, finish_reason, stop_reason, *rest, **more)
             unseen.extend(new_token_ids)
             write(next_text(False, True))
             return None
@@ -143,6 +165,39 @@ class StreamedAnswer:
                 self._waiting.throw(GeneratorExit)
             self._waiting = None
 
+    def _writes(self, state: Any, token_ids: list[int], reason: Any, stop: Any) -> bool:
+        """Write an output by the templates of its kind; false, having done nothing, if vLLM has to."""
+        templates = self._templates
+        if templates is None or (reason is not None and str(reason) == "error"):
+            return False
+        if self._own is None and not (token_ids and templates.fit(state)):
+            self._templates = None
+            return False
+        if self._ended:
+            return True
+        try:
+            self._unseen.extend(token_ids)
+            text = state.detokenizer.get_next_output_text(reason is not None, True)
+            events, own = b"", self._own
+            if own is None:
+                self._own = own = AnswerEvents(templates, self._id, b"%d" % int(time.time()))
+                self._before, self._after, events = own.before, own.after, own.first
+                self._begun = True
+                self._writer.start(200, list(HEADERS))
+            if reason is None:
+                if text or not self._skip_empty:
+                    events += self._before + _encode(text) + self._after
+                if events:
+                    self._writer.write(events)
+            else:
+                self._ended = True
+                usage = usage_of(state, len(self._unseen))
+                self._writer.end(events + own.end(text, str(reason), stop, usage))
+                self._done()
+        except Exception:  # noqa: BLE001 - see `_cut`
+            self._cut()
+        return True
+
     def _take(self, output: Any) -> None:
         (choice,) = output.outputs
         if self._before and not output.finished:
@@ -152,10 +207,19 @@ class StreamedAnswer:
         if self._unseen:
             choice.token_ids = [*self._unseen, *choice.token_ids]
             self._unseen.clear()
-        event = self._resume(output, finished=output.finished)
+        events = self._resume(output, finished=output.finished)
         # The event that names the role has an empty text.
         if choice.text and not output.finished:
-            self._learn(event, choice.text)
+            self._learn(events[-1] if events else b"", choice.text)
+        if self._recorded is not None:
+            self._record(self._recorded, output, events)
+
+    def _record(self, recorded: RecordedAnswer, output: Any, events: list[bytes]) -> None:
+        """Keep what vLLM made of ``output``, until all is known of the kind."""
+        if not recorded.add(output, events):
+            self._recorded = None
+        elif output.finished and self._kind is not None:
+            self._kind.templates = recorded.templates(output, events) or self._kind.templates
 
     def _write(self, text: str) -> None:
         if text or not self._skip_empty:
@@ -170,8 +234,8 @@ class StreamedAnswer:
         self._ended = True
         self._done()
 
-    def _resume(self, output: Any, *, finished: bool) -> bytes:
-        """Give ``output`` to vLLM's generator and write the events that it makes of it; returns the last."""
+    def _resume(self, output: Any, *, finished: bool) -> list[bytes]:
+        """Give ``output`` to vLLM's generator and write the events that it makes of it; returns them."""
         self._outputs.next, self._outputs.finished = output, finished
         made: list[bytes] = []
         while not self._ended:
@@ -186,6 +250,9 @@ class StreamedAnswer:
             else:
                 self._waiting = waiting
                 break
+        if self._own is not None and self._own.first and not isinstance(output, Exception):
+            # vLLM's generator begins here, with an event that has been written.
+            made = made[1:]
         if made and not self._begun:
             self._begun = True
             self._writer.start(200, list(HEADERS))
@@ -194,7 +261,7 @@ class StreamedAnswer:
             self._done()
         elif made:
             self._writer.write(b"".join(made))
-        return made[-1] if made else b""
+        return made
 
     def _learn(self, event: bytes, text: str) -> None:
         """Take ``event``, which vLLM made of ``text``, as the template of the next ones."""

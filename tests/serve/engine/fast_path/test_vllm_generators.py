@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from serve.engine.fast_path.engine_outputs import EngineOutputs
+from serve.engine.fast_path.event_templates import AnswerKind
 from serve.engine.fast_path.stream import StreamedAnswer
 from tests.serve.engine.fast_path.test_stream import TEXTS, Written
 
@@ -17,29 +19,45 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 CREATED = re.compile(rb'"created":\d+')
-Make = Callable[[Any, dict[str, Any]], AsyncGenerator[str, None]]
+Make = Callable[..., AsyncGenerator[str, None]]
 
 
-def chat(outputs: Any, options: dict[str, Any]) -> AsyncGenerator[str, None]:
+class Parser:
+    """As vLLM's parser of a chat without tools and reasoning."""
+
+    def parse_delta(self, delta_text: str, **_: Any) -> Any:
+        from vllm.entrypoints.generate.base.protocol import DeltaMessage  # noqa: PLC0415
+
+        return DeltaMessage(content=delta_text) if delta_text else None
+
+
+def parsed(outputs: Any, options: dict[str, Any], answer_id: str = "chatcmpl-1") -> AsyncGenerator[str, None]:
+    return chat(outputs, options, answer_id, Parser)
+
+
+def chat(
+    outputs: Any, options: dict[str, Any], answer_id: str = "chatcmpl-1", parser: Any = None
+) -> AsyncGenerator[str, None]:
     from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata  # noqa: PLC0415
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat  # noqa: PLC0415
 
     serving = OpenAIServingChat.__new__(OpenAIServingChat)
     vars(serving).update(
-        parser_cls=None, enable_force_include_usage=False, _include_reasoning_tokens_details=False,
+        parser_cls=parser, _make_parser=lambda *_: parser(), enable_force_include_usage=False,
+        _include_reasoning_tokens_details=False, enable_log_deltas=False,
         response_role="assistant", enable_log_outputs=False, request_logger=None, system_fingerprint="f",
         enable_prompt_tokens_details=True, enable_per_request_metrics=False,
     )  # fmt: skip
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}], stream=True, **options)
-    metadata = RequestResponseMetadata(request_id="chatcmpl-1")
+    metadata = RequestResponseMetadata(request_id=answer_id)
     made: AsyncGenerator[str, None] = serving.chat_completion_stream_generator(
-        request, outputs, "chatcmpl-1", 'a"model', [], None, metadata
+        request, outputs, answer_id, 'a"model', [], object(), metadata
     )
     return made
 
 
-def completion(outputs: Any, options: dict[str, Any]) -> AsyncGenerator[str, None]:
+def completion(outputs: Any, options: dict[str, Any], answer_id: str = "cmpl-1") -> AsyncGenerator[str, None]:
     from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata  # noqa: PLC0415
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # noqa: PLC0415
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion  # noqa: PLC0415
@@ -52,32 +70,35 @@ def completion(outputs: Any, options: dict[str, Any]) -> AsyncGenerator[str, Non
     )  # fmt: skip
     request = CompletionRequest(prompt="hi", stream=True, **options)
     made: AsyncGenerator[str, None] = serving.completion_stream_generator(
-        request, ["hi"], merge_async_iterators(outputs), "cmpl-1", 1, 'a"model', 1, None,
-        RequestResponseMetadata(request_id="cmpl-1"),
+        request, ["hi"], merge_async_iterators(outputs), answer_id, 1, 'a"model', 1, None,
+        RequestResponseMetadata(request_id=answer_id),
     )  # fmt: skip
     return made
 
 
-def outputs_of(seed: int) -> list[Any]:
-    """Outputs of a request with random texts and tokens, which ends, fails or breaks off."""
+def outputs_of(seed: int, texts: list[str] | None = None, created: int | None = None) -> list[Any]:
+    """Outputs of a request with random texts and tokens, which ends, fails or breaks off.
+
+    With ``texts`` it has these, and ends. ``created`` is its count of tokens that the prefix cache stored.
+    """
     from vllm.outputs import CompletionOutput, RequestOutput  # noqa: PLC0415
     from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
 
     chance = random.Random(seed)  # noqa: S311 - the same each time
-    count = chance.randint(1, 7)
+    count = len(texts) if texts else chance.randint(1, 7)
     given: list[Any] = []
     for at in range(count):
         ends = at == count - 1
-        reason = chance.choice(["stop", "length", "error", "abort"])
+        reason = chance.choice(["stop", "length"] if texts else ["stop", "length", "error", "abort"])
         choice = CompletionOutput(
-            index=0, text=chance.choice(TEXTS), token_ids=[5] * chance.randint(1, 3), cumulative_logprob=None,
-            logprobs=None, finish_reason=reason if ends else None,
+            index=0, text=texts[at] if texts else chance.choice(TEXTS), token_ids=[5] * chance.randint(1, 3),
+            cumulative_logprob=None, logprobs=None, finish_reason=reason if ends else None,
             stop_reason=chance.choice([None, 7, '"'] if ends else [None]),
         )  # fmt: skip
         given.append(
             RequestOutput(
                 request_id="r", prompt="hi", prompt_token_ids=[1, 2], prompt_logprobs=None,
-                outputs=[choice], finished=ends, num_cached_tokens=1,
+                outputs=[choice], finished=ends, num_cached_tokens=1, num_cache_creation_tokens=created,
             )
         )  # fmt: skip
     if seed % 4 == 0:
@@ -85,18 +106,24 @@ def outputs_of(seed: int) -> list[Any]:
     return given
 
 
+async def events_of(outputs: list[Any], make: Callable[[Any], AsyncGenerator[str, None]]) -> bytes:
+    """The events of vLLM's generator, read as vLLM reads them."""
+
+    async def read() -> AsyncGenerator[Any, None]:
+        for each in outputs:
+            if isinstance(each, Exception):
+                raise each
+            yield each
+
+    return "".join([event async for event in make(read())]).encode()
+
+
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize(("make", "field"), [(chat, "content"), (completion, "text")])
 async def test_both_make_the_same_events(make: Make, field: str, seed: int) -> None:
     options: dict[str, Any] = {"stream_options": {"include_usage": True}} if seed % 3 else {}
 
-    async def read() -> AsyncGenerator[Any, None]:
-        for each in outputs_of(seed):
-            if isinstance(each, Exception):
-                raise each
-            yield each
-
-    vllm = "".join([event async for event in make(read(), options)]).encode()
+    vllm = await events_of(outputs_of(seed), lambda outputs: make(outputs, options))
     written, outputs = Written(), EngineOutputs()
     answer = StreamedAnswer(
         make(outputs, options), outputs, written, field=field, skip_empty=False,
@@ -108,3 +135,122 @@ async def test_both_make_the_same_events(make: Make, field: str, seed: int) -> N
     assert CREATED.sub(b"", written.body) == CREATED.sub(b"", vllm)
     if seed % 4 == 0:
         assert b'"error"' in vllm
+
+
+def learn(
+    make: Make, field: str, options: dict[str, Any], last: str = "two", created: int | None = None
+) -> AnswerKind:
+    """The kind of an answer that vLLM has written."""
+    # A token may be a part of a character.
+    kind, outputs, given = AnswerKind(), EngineOutputs(), outputs_of(1, ["", "one", "two", last], created)
+    answer = StreamedAnswer(
+        make(outputs, options), outputs, Written(), field=field, skip_empty=make is parsed,
+        failure=lambda _: None, done=lambda: None, kind=kind, answer_id=ID[field],
+    )  # fmt: skip
+    for each in given:
+        answer.put(each)
+    assert kind.templates is not None
+    return kind
+
+
+ID = {"content": "chatcmpl-1", "text": "cmpl-1"}
+
+
+@pytest.mark.parametrize("created", [None, 7])
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(("make", "field"), [(chat, "content"), (parsed, "content"), (completion, "text")])
+async def test_the_events_of_a_kind_are_those_of_the_generator(
+    make: Make, field: str, seed: int, created: int | None
+) -> None:
+    from vllm.v1.engine import FinishReason  # noqa: PLC0415
+
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if seed % 3 else {}
+    last = "" if make is parsed and seed % 2 else "two"
+    kind = learn(make, field, options, last, None if created is None else 3)
+    other = f'x"\\{seed}'
+    vllm = await events_of(outputs_of(seed, created=created), lambda outputs: make(outputs, options, other))
+    written, outputs = Written(), EngineOutputs()
+    answer = StreamedAnswer(
+        make(outputs, options, other), outputs, written, field=field, skip_empty=make is parsed,
+        failure=lambda output: output if isinstance(output, Exception) else None, done=lambda: None,
+        kind=kind, answer_id=other,
+    )  # fmt: skip
+    texts = [output.outputs[0].text for output in outputs_of(seed) if not isinstance(output, Exception)]
+    made: list[Any] = []
+    state = SimpleNamespace(
+        stream_interval=1, queue=None, prompt_token_ids=[1, 2], num_cached_tokens=1, stats=None,
+        num_cache_creation_tokens=created, make_request_output=lambda *_, **__: made[-1],
+        detokenizer=SimpleNamespace(get_next_output_text=lambda *_: texts.pop(0), stop=["end"]),
+    )  # fmt: skip
+    answer.follow(state)
+    objects = 0
+    for given in outputs_of(seed, created=created):
+        made.append(given)
+        output = given
+        if not isinstance(given, Exception):
+            (choice,) = given.outputs
+            reason = choice.finish_reason and FinishReason[choice.finish_reason.upper()]
+            output = state.make_request_output(choice.token_ids, None, reason, choice.stop_reason)
+        if output is not None:
+            objects += 1
+            answer.put(output)
+    assert written.ended
+    assert CREATED.sub(b"", written.body) == CREATED.sub(b"", vllm)
+    assert objects == (b'"error"' in vllm)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_cached_tokens": None}, {"num_cache_creation_tokens": 3}, {"stream_interval": 2}]
+)
+async def test_vllm_writes_what_the_templates_do_not_have(change: dict[str, Any]) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    outputs = EngineOutputs()
+    answer = StreamedAnswer(
+        chat(outputs, options), outputs, Written(), field="content", skip_empty=False, failure=lambda _: None,
+        done=lambda: None, kind=learn(chat, "content", options), answer_id="chatcmpl-1",
+    )  # fmt: skip
+    fields = {"stream_interval": 1, "num_cached_tokens": 1, "num_cache_creation_tokens": None} | change
+    state = SimpleNamespace(
+        queue=None, prompt_token_ids=[1, 2], stats=None, make_request_output=lambda *_, **__: "vLLM's",
+        detokenizer=SimpleNamespace(get_next_output_text=lambda *_: "a", stop=[]), **fields,
+    )  # fmt: skip
+    answer.follow(state)
+    assert state.make_request_output([5], None, None, None) == "vLLM's"
+
+
+async def test_only_events_of_the_known_form_are_templates() -> None:
+    def named(outputs: Any) -> AsyncGenerator[str, None]:
+        return chat(outputs, {"stream_options": {"include_usage": True}})
+
+    async def changed(outputs: Any, *, at: int, old: str, new: str) -> AsyncGenerator[str, None]:
+        number = 0
+        async for event in named(outputs):
+            yield event.replace(old, new) if number == at else event
+            number += 1
+
+    cases = [
+        (0, '"id":', '"_id":'), (0, '"created":', '"at":'), (1, '"one"', '["one"]'), (2, '"two"', '"too"'),
+        (2, '"finish_reason":', '"reason":'), (3, '"cached_tokens":1', '"cached_tokens":1,"media":2'),
+        (3, '"total_tokens":', '"tokens":'), (4, "[DONE]", "[END]"), (0, "", ""),
+    ]  # fmt: skip
+    for at, old, new in cases:
+        kind, outputs = AnswerKind(), EngineOutputs()
+        answer = StreamedAnswer(
+            changed(outputs, at=at, old=old, new=new), outputs, Written(), field="content", skip_empty=False,
+            failure=lambda _: None, done=lambda: None, kind=kind, answer_id="chatcmpl-1",
+        )  # fmt: skip
+        for each in outputs_of(1, ["one", "two"]):
+            answer.put(each)
+        assert (kind.templates is None) == bool(old), old
+
+
+@pytest.mark.parametrize("texts", [["one"], ["", "one"], ["", ""]])
+async def test_an_answer_without_an_event_of_text_alone_is_no_template(texts: list[str]) -> None:
+    kind, outputs = AnswerKind(), EngineOutputs()
+    answer = StreamedAnswer(
+        completion(outputs, {}), outputs, Written(), field="text", skip_empty=False, failure=lambda _: None,
+        done=lambda: None, kind=kind, answer_id="cmpl-1",
+    )  # fmt: skip
+    for each in outputs_of(1, texts):
+        answer.put(each)
+    assert kind.templates is None
