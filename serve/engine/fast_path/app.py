@@ -99,7 +99,7 @@ class FastPath:
         self._llm = llm
         self._app: Any = app
         self._routes = _routes(app.state)
-        self._kinds: dict[tuple[str, str | None, bool], AnswerKind] = {}
+        self._kinds: dict[tuple[str, str | None, str | None, bool], AnswerKind] = {}
         self._answers = StreamedAnswers(EngineCoreOutput(request_id="", new_token_ids=[]))
         _process_first(self._answers, llm.output_processor)
         if steps is not None:
@@ -200,7 +200,10 @@ class FastPath:
         if not submission.request_id.isascii():
             return None
         options = request.stream_options
-        key = (route.field, request.model, bool(options and options.include_usage))
+        # vLLM may choose an adapter by the parts of a message.
+        adapter = submission.options.get("lora_request")
+        name = None if adapter is None else adapter.lora_name
+        key = (route.field, request.model, name, bool(options and options.include_usage))
         if key not in self._kinds and len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
         return self._kinds.setdefault(key, AnswerKind())

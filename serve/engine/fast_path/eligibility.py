@@ -41,7 +41,7 @@ _FIELDS = {
 _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {
         "n": (None, 1), "echo": (False,), "logprobs": (None, False), "top_logprobs": (None, 0),
-        "tools": (None,), "tool_choice": (None, "none"), "return_token_ids": (None, False),
+        "tools": (None,), "tool_choice": ("none",), "return_token_ids": (None, False),
     },
     COMPLETION: {
         "n": (1,), "echo": (False,), "logprobs": (None,), "suffix": (None,),

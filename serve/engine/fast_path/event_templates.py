@@ -1,4 +1,4 @@
-"""The events of streamed answers of one kind, as templates taken from those that vLLM made of one answer.
+"""The events of streamed answers of one kind, as templates taken from those that vLLM made of two answers.
 
 Answers are of one kind if their events differ in nothing but the id, the time, the texts, the reason of the
 end and the counts of tokens.
@@ -43,23 +43,33 @@ class EventTemplates:
 
     ``first`` is an event before the first text, and ``usage`` one after the last text; each may be empty.
     ``text`` and ``last`` have a text, in the field that ``key`` begins. With ``skip_empty`` the field is left
-    out of a last event without text. ``recorded`` is the usage of the recorded answer, and ``stored`` whether
-    its event has the tokens that the prefix cache stored.
+    out of a last event without text. ``counts_stored`` is whether vLLM counted the tokens that the prefix
+    cache stored, and ``stored`` whether the usage has them.
     """
 
     def __init__(
-        self, key: bytes, *, skip_empty: bool, pieces: list[list[bytes]], recorded: Usage, stored: bool
+        self, key: bytes, *, skip_empty: bool, pieces: list[list[bytes]], counts_stored: bool, stored: bool
     ) -> None:
         self.key = key
         self.skip_empty = skip_empty
+        self.pieces = pieces
         self.first, self.text, self.last, self.usage = pieces
+        self.counts_stored = counts_stored
         self.stored = stored
-        self._recorded = recorded
 
     def fit(self, state: Any) -> bool:
-        """Whether the request with vLLM's ``state`` has the counts that the recorded one had."""
-        usage, recorded = usage_of(state, 0), self._recorded
-        return usage.cached is not None and (usage.stored is None) == (recorded.stored is None)
+        """Whether vLLM's ``state`` of a request has the counts that the recorded one had, and no others."""
+        usage = usage_of(state, 0)
+        counted = usage.cached is not None and (usage.stored is not None) is self.counts_stored
+        return counted and state.spec_decode_metrics is None
+
+    def same(self, other: EventTemplates) -> bool:
+        """Whether both write the same events."""
+        return (
+            self.pieces == other.pieces
+            and self.stored is other.stored
+            and self.counts_stored is other.counts_stored
+        )
 
 
 class AnswerEvents:
@@ -133,15 +143,26 @@ class RecordedAnswer:
         if len(pieces) < len(found):
             return None
         return EventTemplates(
-            self._key, skip_empty=self._skip_empty, pieces=pieces, recorded=usage, stored=stored
-        )
+            self._key, skip_empty=self._skip_empty, pieces=pieces,
+            counts_stored=usage.stored is not None, stored=stored,
+        )  # fmt: skip
 
 
 class AnswerKind:
-    """A kind of answers, and its templates once one of its answers has ended."""
+    """A kind of answers, and its templates once two of its answers in a row had the same.
+
+    A field that vLLM fills anew for each answer, such as its latencies, is thereby never a part of them.
+    """
 
     def __init__(self) -> None:
         self.templates: EventTemplates | None = None
+        self._last: EventTemplates | None = None
+
+    def record(self, templates: EventTemplates | None) -> None:
+        """Take the ``templates`` of another answer, ``None`` if it has none."""
+        if templates is not None and self._last is not None and templates.same(self._last):
+            self.templates = templates
+        self._last = templates
 
 
 def _pieces(event: bytes, values: list[tuple[bytes, bytes]]) -> list[bytes] | None:

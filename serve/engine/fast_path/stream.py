@@ -4,7 +4,7 @@ vLLM makes each event of a stream by validating and dumping an object, in a task
 the engine's output. Here the engine's output handler itself writes the event. The generator that vLLM's
 serving code made for the request waits meanwhile, and is resumed, in the same call, with the outputs that
 begin, end or fail the answer. The first event with text is the template of those that follow. The events of
-a whole answer are the templates of the answers of its kind; for those the generator is not begun.
+whole answers are the templates of the answers of their kind; for those the generator is not begun.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class StreamedAnswer:
             **more: Any,
         ) -> Any:
             """As ``RequestState.make_request_output``; what is written here needs no object."""
-            if self._templates is not None and self._writes(state, new_token_ids, finish_reason, stop_reason):
+            if self._templates is not None and self._write_own(
+                state, new_token_ids, finish_reason, stop_reason
+            ):
                 return None
             if finish_reason is not None or not self._before:
                 return make(new_token_ids, pooling_output, finish_reason, stop_reason, *rest, **more)
@@ -165,7 +167,7 @@ class StreamedAnswer:
                 self._waiting.throw(GeneratorExit)
             self._waiting = None
 
-    def _writes(self, state: Any, token_ids: list[int], reason: Any, stop: Any) -> bool:
+    def _write_own(self, state: Any, token_ids: list[int], reason: Any, stop: Any) -> bool:
         """Write an output by the templates of its kind; false, having done nothing, if vLLM has to."""
         templates = self._templates
         if templates is None or (reason is not None and str(reason) == "error"):
@@ -207,6 +209,9 @@ class StreamedAnswer:
         if self._unseen:
             choice.token_ids = [*self._unseen, *choice.token_ids]
             self._unseen.clear()
+        if self._own is None:
+            # vLLM's generator has begun.
+            self._templates = None
         events = self._resume(output, finished=output.finished)
         # The event that names the role has an empty text.
         if choice.text and not output.finished:
@@ -219,7 +224,7 @@ class StreamedAnswer:
         if not recorded.add(output, events):
             self._recorded = None
         elif output.finished and self._kind is not None:
-            self._kind.templates = recorded.templates(output, events) or self._kind.templates
+            self._kind.record(recorded.templates(output, events))
 
     def _write(self, text: str) -> None:
         if text or not self._skip_empty:

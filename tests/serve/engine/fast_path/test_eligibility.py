@@ -40,6 +40,7 @@ def test_what_changes_only_the_text_of_an_event_is_eligible(path: str, body: dic
     [
         (CHAT, {"messages": MESSAGES, "tools": [{}]}),
         (CHAT, {"messages": MESSAGES, "tool_choice": "auto"}),
+        (CHAT, {"messages": MESSAGES, "tool_choice": None}),
         (CHAT, {"messages": MESSAGES, "n": 2}),
         (CHAT, {"messages": MESSAGES, "logprobs": True}),
         (CHAT, {"messages": MESSAGES, "echo": True}),

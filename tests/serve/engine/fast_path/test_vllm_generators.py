@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,17 +141,33 @@ async def test_both_make_the_same_events(make: Make, field: str, seed: int) -> N
 def learn(
     make: Make, field: str, options: dict[str, Any], last: str = "two", created: int | None = None
 ) -> AnswerKind:
-    """The kind of an answer that vLLM has written."""
+    """The kind of two answers that vLLM has written."""
+    kind = AnswerKind()
     # A token may be a part of a character.
-    kind, outputs, given = AnswerKind(), EngineOutputs(), outputs_of(1, ["", "one", "two", last], created)
-    answer = StreamedAnswer(
-        make(outputs, options), outputs, Written(), field=field, skip_empty=make is parsed,
-        failure=lambda _: None, done=lambda: None, kind=kind, answer_id=ID[field],
-    )  # fmt: skip
-    for each in given:
-        answer.put(each)
+    for texts in (["", "one", "two", last], ["a", last]):
+        assert kind.templates is None
+        record(kind, lambda outputs: make(outputs, options), field, texts, created, skip_empty=make is parsed)
     assert kind.templates is not None
     return kind
+
+
+def record(
+    kind: AnswerKind,
+    make: Callable[[Any], AsyncGenerator[str, None]],
+    field: str,
+    texts: list[str],
+    created: int | None = None,
+    *,
+    skip_empty: bool = False,
+) -> None:
+    """Have vLLM's generator write an answer with these texts."""
+    outputs = EngineOutputs()
+    answer = StreamedAnswer(
+        make(outputs), outputs, Written(), field=field, skip_empty=skip_empty, failure=lambda _: None,
+        done=lambda: None, kind=kind, answer_id=ID[field],
+    )  # fmt: skip
+    for each in outputs_of(1, texts, created):
+        answer.put(each)
 
 
 ID = {"content": "chatcmpl-1", "text": "cmpl-1"}
@@ -179,7 +196,8 @@ async def test_the_events_of_a_kind_are_those_of_the_generator(
     made: list[Any] = []
     state = SimpleNamespace(
         stream_interval=1, queue=None, prompt_token_ids=[1, 2], num_cached_tokens=1, stats=None,
-        num_cache_creation_tokens=created, make_request_output=lambda *_, **__: made[-1],
+        num_cache_creation_tokens=created, spec_decode_metrics=None,
+        make_request_output=lambda *_, **__: made[-1],
         detokenizer=SimpleNamespace(get_next_output_text=lambda *_: texts.pop(0), stop=["end"]),
     )  # fmt: skip
     answer.follow(state)
@@ -200,22 +218,30 @@ async def test_the_events_of_a_kind_are_those_of_the_generator(
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_cached_tokens": None}, {"num_cache_creation_tokens": 3}, {"stream_interval": 2}]
-)
+    "change",
+    [
+        {"num_cached_tokens": None}, {"num_cache_creation_tokens": 3}, {"spec_decode_metrics": object()},
+        {"stream_interval": 2}, {"came_before": True},
+    ],
+)  # fmt: skip
 async def test_vllm_writes_what_the_templates_do_not_have(change: dict[str, Any]) -> None:
     options = {"stream_options": {"include_usage": True}}
-    outputs = EngineOutputs()
+    outputs, written = EngineOutputs(), Written()
     answer = StreamedAnswer(
-        chat(outputs, options), outputs, Written(), field="content", skip_empty=False, failure=lambda _: None,
+        chat(outputs, options), outputs, written, field="content", skip_empty=False, failure=lambda _: None,
         done=lambda: None, kind=learn(chat, "content", options), answer_id="chatcmpl-1",
     )  # fmt: skip
     fields = {"stream_interval": 1, "num_cached_tokens": 1, "num_cache_creation_tokens": None} | change
     state = SimpleNamespace(
         queue=None, prompt_token_ids=[1, 2], stats=None, make_request_output=lambda *_, **__: "vLLM's",
-        detokenizer=SimpleNamespace(get_next_output_text=lambda *_: "a", stop=[]), **fields,
+        detokenizer=SimpleNamespace(get_next_output_text=lambda *_: "a", stop=[]),
+        **{"spec_decode_metrics": None, **fields},
     )  # fmt: skip
+    if "came_before" in change:
+        answer.put(outputs_of(1, ["", "a"])[0])
     answer.follow(state)
     assert state.make_request_output([5], None, None, None) == "vLLM's"
+    assert written.body.count(b'"role"') == ("came_before" in change)
 
 
 async def test_only_events_of_the_known_form_are_templates() -> None:
@@ -234,23 +260,27 @@ async def test_only_events_of_the_known_form_are_templates() -> None:
         (3, '"total_tokens":', '"tokens":'), (4, "[DONE]", "[END]"), (0, "", ""),
     ]  # fmt: skip
     for at, old, new in cases:
-        kind, outputs = AnswerKind(), EngineOutputs()
-        answer = StreamedAnswer(
-            changed(outputs, at=at, old=old, new=new), outputs, Written(), field="content", skip_empty=False,
-            failure=lambda _: None, done=lambda: None, kind=kind, answer_id="chatcmpl-1",
-        )  # fmt: skip
-        for each in outputs_of(1, ["one", "two"]):
-            answer.put(each)
+        kind = AnswerKind()
+        for _ in range(2):
+            record(kind, partial(changed, at=at, old=old, new=new), "content", ["one", "two"])
         assert (kind.templates is None) == bool(old), old
+
+
+async def test_what_differs_between_two_answers_is_in_no_template() -> None:
+    async def timed(outputs: Any) -> AsyncGenerator[str, None]:
+        spent = times.pop(0)
+        async for event in chat(outputs, {"stream_options": {"include_usage": True}}):
+            yield event.replace('"usage":', f'"metrics":{spent},"usage":')
+
+    times, kind = [1, 2, 3, 3], AnswerKind()
+    for known in (False, False, False, True):
+        record(kind, timed, "content", ["one", "two"])
+        assert (kind.templates is not None) == known
 
 
 @pytest.mark.parametrize("texts", [["one"], ["", "one"], ["", ""]])
 async def test_an_answer_without_an_event_of_text_alone_is_no_template(texts: list[str]) -> None:
-    kind, outputs = AnswerKind(), EngineOutputs()
-    answer = StreamedAnswer(
-        completion(outputs, {}), outputs, Written(), field="text", skip_empty=False, failure=lambda _: None,
-        done=lambda: None, kind=kind, answer_id="cmpl-1",
-    )  # fmt: skip
-    for each in outputs_of(1, texts):
-        answer.put(each)
+    kind = AnswerKind()
+    for _ in range(2):
+        record(kind, lambda outputs: completion(outputs, {}), "text", texts)
     assert kind.templates is None
