@@ -72,7 +72,11 @@ _PARAMETERS = (
     (EXPLAIN_HEADER, "1, with a key of an admin: say in a header why the route was taken.", _TEXT),
 )
 # Of an adapter that no replica could load lately: no fault of the request's, whose code it is else.
-_ALSO = {503: ["adapter_failed"]}
+_ALSO = {
+    400: ["context_length_exceeded", "max_tokens_exceeded"],
+    403: ["feature_not_allowed"],
+    503: ["adapter_failed"],
+}
 
 
 def add_errors(schema: dict[str, Any]) -> None:
@@ -102,7 +106,7 @@ def add_hot_routes(schema: dict[str, Any]) -> None:
 def _operation(route: Route) -> dict[str, Any]:
     good: dict[str, Any] = {"schema": {"type": "object"}}
     content = {_JSON: good} if route.runner is None else {_JSON: good, _STREAM: {"schema": _TEXT}}
-    headers = _headers("x-request-id", REPLICA_HEADER, EXPLAIN_HEADER, *_LIMITS)
+    headers = _headers("x-request-id", REPLICA_HEADER, EXPLAIN_HEADER, DROPPED_HEADER, *_LIMITS)
     answer = {"description": "The engine's answer", "headers": headers, "content": content}
     body = {
         "type": "object",
@@ -126,10 +130,10 @@ def _refusals(route: Route) -> dict[str, Any]:
     envelope = "AnthropicError" if route.api is Api.MESSAGES else "Error"
     content = {_JSON: {"schema": {"$ref": f"#/components/schemas/{envelope}"}}}
     found = {}
-    for status in sorted({answer.status for answer in TABLE.values()}):
+    for status in sorted({*_ALSO, *(answer.status for answer in TABLE.values())}):
         codes = sorted({answer.code or "null" for answer in TABLE.values() if answer.status == status})
         codes += _ALSO.get(status, [])
-        headers = ["x-request-id", REPLICA_HEADER]
+        headers = ["x-request-id", REPLICA_HEADER, "traceresponse"]
         if status == 401:
             headers.append("www-authenticate")
         if status == 405:

@@ -123,11 +123,14 @@ def rate_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def slice_options(command: Callable[..., Any]) -> Callable[..., Any]:
     to_s = click.option(
-        "--to-s", type=Real(0, 1e12), callback=_after_from, help="Stop before this second of the trace."
+        "--to-s",
+        type=Real(0, 1e12),
+        callback=_after_from,
+        help="Stop before this second of the trace, whatever --rate.",
     )
     from_s = click.option(
         "--from-s", type=Real(0, 1e12), default=0.0, is_eager=True, show_default=True,
-        help="Start at this second of the trace.",
+        help="Start at this second of the trace, whatever --rate.",
     )  # fmt: skip
     return from_s(to_s(command))
 

@@ -47,7 +47,9 @@ def test_the_admin_ports_schema_has_its_paths_alone() -> None:
 @pytest.mark.parametrize("path", ROUTES)
 def test_every_refusal_is_named_with_its_code(schema: dict[str, Any], path: str) -> None:
     answers = schema["paths"][path]["post"]["responses"]
-    assert set(answers) == {"200", *(str(answer.status) for answer in TABLE.values())}
+    # A key may lack a right to use a feature.
+    assert set(answers) == {"200", "403", *(str(answer.status) for answer in TABLE.values())}
+    assert "feature_not_allowed" in answers["403"]["description"]
     for answer in TABLE.values():
         described = answers[str(answer.status)]
         assert (answer.code or "null") in described["description"]
@@ -68,6 +70,9 @@ def test_every_header_that_is_read_or_sent_is_described(schema: dict[str, Any]) 
         b"x-tidegate-canary",
     }
     assert described | keys | others == _WANTED
+    answers = operation["responses"].values()
+    named = {name for answer in answers for name in answer["headers"]}
+    assert {"x-tidegate-dropped-fields", "traceresponse", "x-ratelimit-reset-tokens", "allow"} <= named
     assert operation["security"] == [{}, {"bearer": []}, {"key": []}]
     assert set(schema["components"]["securitySchemes"]) == {"bearer", "key"}
     headers = operation["responses"]["200"]["headers"]

@@ -21,7 +21,7 @@ from sim.planning.result import PlanRequest
 from sim.results.chart_series import clock
 from sim.workload.per_model_load import ModelNames
 from sim.workload.traces.detect_format import notes, opened
-from sim.workload.transforms import scale_rate, slice_trace
+from sim.workload.transforms import scale_rate
 from sim.workload.workload_spec import arrivals_of
 from store.state_dir import StateDir
 from tidegate import deployment_file
@@ -139,7 +139,7 @@ def plan(
             assert rps is not None
             load = Workload(lam=rps * factor, input_tokens=inputs, output_tokens=outputs)
             return describe(load, cv, minutes * 60.0, seed)
-        part = slice_trace(arrivals_of(trace, seed, rate), from_s, to_s)
+        part = arrivals_of(trace, seed, rate, from_s, to_s)
         return scale_rate((each for each in part if model_names.of(each) == spec.name), rate=factor)
 
     with opened() as traces:

@@ -17,7 +17,6 @@ from rich.table import Table
 
 from sim.arrival_stream import Arrival
 from sim.workload.traces.detect_format import notes, opened
-from sim.workload.transforms import scale_rate, slice_trace
 from sim.workload.workload_spec import arrivals_of
 from store.state_dir import StateDir
 from tidegate.commands.deployment_context import admin_token
@@ -109,8 +108,7 @@ def replay(
     seed = secrets.randbits(32) if seed is None else seed
 
     def arrivals() -> Iterator[Arrival]:
-        part = slice_trace(arrivals_of(trace, seed), from_s, to_s)
-        return islice(scale_rate(part, rate=rate), limit)
+        return islice(arrivals_of(trace, seed, rate, from_s, to_s), limit)
 
     # A complete first pass, so that an invalid line is reported before a request is sent.
     with Console(stderr=True).status(f"reading {trace}"), opened() as traces:
