@@ -21,11 +21,11 @@ from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.dependencies import Services
 from gateway.api.model_list import ModelList
 from gateway.control.deployment_file_watcher import DeploymentWatcher
+from gateway.delivery.crash_suspects import SuspectRequests
 from gateway.delivery.replica_idle_timeouts import IdleTimeouts
 from gateway.delivery.retry_loop import RetryLoop
 from gateway.delivery.spillover import Spillover
 from gateway.delivery.sse_keepalive import SseKeepalive
-from gateway.delivery.suspects import SuspectRequests
 from gateway.http.forwarded import TrustedProxies
 from gateway.intake.access_checks import bound_answer, check_features
 from gateway.intake.adapter_catalog import CatalogView
@@ -46,9 +46,9 @@ from gateway.protocol.usage import UsageBounds
 from gateway.queue.dynamic_batching import Coalescer
 from gateway.queue.model_queues import Admission
 from gateway.request_context import HEADERS, Call, headers_of
-from gateway.routing.engine_cache.server_caches import ServerCaches
+from gateway.routing.engine_cache.external_server_caches import ServerCaches
 from gateway.routing.fleet import FleetView, ServedModel
-from gateway.routing.fleet_events import FleetEvents
+from gateway.routing.fleet_listeners import FleetEvents
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.shared_counters import SharedCounts
 from gateway.telemetry.access_log import AccessLog

@@ -13,7 +13,7 @@ from flask import Response, request
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.gateway_metrics import Row
+from loadtests.metrics_check import Row
 from loadtests.slo import Ledger, Objective, Tally
 
 # Keys are single words: the web page rewrites others.

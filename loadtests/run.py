@@ -10,9 +10,9 @@ from typing import Any
 
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtests import gateway_metrics, report
-from loadtests.gateway_metrics import Key, Row
+from loadtests import metrics_check, report
 from loadtests.http_client import Connection
+from loadtests.metrics_check import Key, Row
 from loadtests.slo import Ledger
 from loadtests.users import ModelUser, RequestFailed, first_model, objective
 
@@ -68,7 +68,7 @@ class Run:
             self._why_not = f"its metrics name no model {self._model!r}"
         compared: list[Row] = []
         if not self._why_not:
-            compared = gateway_metrics.compare(self._before, after, self._ledger, objective(options))
+            compared = metrics_check.compare(self._before, after, self._ledger, objective(options))
         report.show(self._ledger, objective(options), compared, self._why_not)
         if options.csv_prefix:
             report.save(options.csv_prefix, self._ledger, compared)
@@ -97,7 +97,7 @@ class Run:
             with Connection(self._environment.host or ModelUser.host, options.api_key) as connection:
                 self._model = options.model or first_model(connection)
             with Connection(options.admin_url) as connection:
-                return gateway_metrics.settled(lambda: self._scrape(connection))
+                return metrics_check.settled(lambda: self._scrape(connection))
         except (OSError, RequestFailed, ValueError) as error:
             self._why_not = f"{options.admin_url}: {error}"
             return Counter()
@@ -106,7 +106,7 @@ class Run:
         status, body = connection.get("/metrics")
         if status != 200:
             raise RequestFailed(f"/metrics answered {status}")
-        return gateway_metrics.read(body.decode(), self._model)
+        return metrics_check.read(body.decode(), self._model)
 
     def _to_master(self, *, data: dict[str, Any], **_: object) -> None:
         data["ledger"] = self._ledger.take()

@@ -16,7 +16,7 @@ from policy.deployment_file.parse import parse
 from policy.engine.performance_model_file import model_file
 from policy.errors import ConfigError
 from serve.autoscaler.custom_policy import beside
-from store.wall_clock import is_time_zone
+from store.time_zones import is_time_zone
 from store.yaml_file import read_yaml
 
 # Listening addresses depend on the environment: loopback inside a container is unreachable.

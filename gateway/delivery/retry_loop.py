@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from gateway.delivery.crash_suspects import SuspectRequests, fingerprint
 from gateway.delivery.relay import Relay
-from gateway.delivery.suspects import SuspectRequests, fingerprint
 from gateway.http.client import Connection, is_local_fault
 from gateway.http.read_turns import request_starts
 from gateway.protocol.body import Body

@@ -23,7 +23,7 @@ from gateway.protocol.json_structure import (
     name_of,
 )
 from gateway.protocol.paths import Route
-from gateway.protocol.validation.bounds import (
+from gateway.protocol.validation.engine_work_limits import (
     CHECKS,
     INPUTS,
     MAX_INPUTS,
@@ -36,7 +36,7 @@ from gateway.protocol.validation.bounds import (
     inputs_of,
     too_many,
 )
-from gateway.protocol.validation.known_fields import KNOWN, STEERING
+from gateway.protocol.validation.forwarded_fields import KNOWN, STEERING
 from gateway.protocol.validation.media import HOLDS_MEDIA, WALKED, MediaCheck
 from policy.errors import Refusal
 

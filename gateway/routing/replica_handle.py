@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from gateway.http.client import Connection, ConnectionPool
 from gateway.http.multiplexed_client import FrameChannel
 from gateway.http.ndjson_client import NdjsonStream
-from gateway.routing.fleet_events import NO_EVENTS, FleetEvents
+from gateway.routing.fleet_listeners import NO_EVENTS, FleetEvents
 from gateway.routing.loaded_adapters import LoadedAdapters
 from gateway.routing.server_access import ServerAccess
 from gateway.routing.shared_counters import LOCAL, SharedCounts
@@ -27,8 +27,8 @@ from policy.wire.load_stream import LOAD_LINE
 
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
-    from gateway.routing.engine_cache.server_cache import ServerCache
-    from gateway.routing.engine_cache.server_caches import ServerCaches
+    from gateway.routing.engine_cache.external_server_cache import ServerCache
+    from gateway.routing.engine_cache.external_server_caches import ServerCaches
 
 # Compared for each request: machine code reads a constant faster than a member of an enumeration.
 _CLOSED: Final = BreakerState.CLOSED

@@ -18,7 +18,7 @@ from loadtests.bench.parts.cost import Cost, Soak
 from loadtests.bench.parts.failing import Failing
 from loadtests.bench.parts.latency import Latencies
 from loadtests.bench.parts.routing import Routed
-from loadtests.bench.parts.token import Cost as Token
+from loadtests.bench.parts.token_cost import Cost as Token
 from sim.charts.figure_style import Panel, bars
 
 

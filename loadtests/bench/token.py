@@ -18,7 +18,7 @@ from pathlib import Path
 import uvloop
 
 from loadtests.bench import report
-from loadtests.bench.parts.token import BASELINE, Cost, measure
+from loadtests.bench.parts.token_cost import BASELINE, Cost, measure
 from loadtests.bench.parts.token_servers import (
     ENGINE,
     FRONT,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from policy.config.deployment import Budget
 from policy.scaling.decision_types import Situation
 from policy.scaling.resources import ROUNDING, Resources, total
-from policy.scaling.transition_steps import CPU_OVERCOMMIT
+from policy.scaling.rollout_steps import CPU_OVERCOMMIT
 
 
 class Claim(NamedTuple):

@@ -25,8 +25,8 @@ from policy.scaling.decision_types import ModeForecast, ModeOption, Situation, S
 from policy.scaling.forecast import likely
 from policy.scaling.guardrails import metrics_stale, unsettled
 from policy.scaling.resources import ROUNDING, Resources
+from policy.scaling.rollout_steps import Goal, Layer, LayerKey, Rollout
 from policy.scaling.switch_cost import Capacities, Switch, describe_gain, interruption, switch_cost
-from policy.scaling.transition_steps import Goal, Layer, LayerKey, Rollout
 
 # The percentile of the latencies that an SLO bounds.
 PERCENTILE = 0.95

@@ -19,7 +19,7 @@ import msgspec
 
 from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed
-from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S, LayerKey
+from policy.scaling.rollout_steps import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
 from serve.actuator.gpu_cards import Grant, choose
 from serve.actuator.interface import Held, Node, host_spec, same_host

@@ -21,7 +21,7 @@ from ray.serve.api import RunTarget
 from policy.config.deployment import Cluster, ModelSpec
 from policy.config.ports import is_loopback
 from policy.errors import ActuatorFailed
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.rollout_steps import LayerKey
 from serve.actuator.interface import Held, LastAnswer, Node, deployment_id, host_spec, same_host
 from serve.actuator.node_capacity import node_sizes
 from serve.actuator.serve_application_spec import (

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed, NotLeader, TidegateError
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.rollout_steps import LayerKey
 from serve.actuator.interface import Held, Node, deployment_id
 from serve.actuator.ray import RayActuator
 from serve.actuator.serve_application_spec import SERVE_ENVIRONMENT

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from policy.config.deployment import Cluster, ModelSpec, Shape
-from policy.config.shapes_on_shared_gpus import gpu_group_of
-from policy.scaling.transition_steps import CPU_OVERCOMMIT, LayerKey
+from policy.config.gpu_groups import gpu_group_of
+from policy.scaling.rollout_steps import CPU_OVERCOMMIT, LayerKey
 from policy.types import EngineKind
 from serve.actuator.interface import Held
 

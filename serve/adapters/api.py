@@ -19,7 +19,7 @@ from serve.adapters.add_job import AddJob
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import wait_at_most
 from serve.change_audit import ChangeAudit
-from serve.http import json_answer, refusing
+from serve.json_responses import json_answer, refusing
 from serve.state.versioned_watch import HEARTBEAT_S, Revision
 from store.adapters.fetch_job import redacted
 

@@ -17,14 +17,14 @@ from policy.scaling.budget_allocation import held
 from policy.scaling.decision_types import Memory, Situation
 from policy.scaling.model_observation import ReplicaFacts, signals_of
 from policy.scaling.resources import Resources, total
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.rollout_steps import LayerKey
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
 from policy.wire.heartbeat import Heartbeat
 from serve.autoscaler.live_model_fitting import CalibrationStore
 from serve.state.desired_state import Target, Targets
 from serve.state.observed_state import ObservedState
-from store.wall_clock import wall_clock_s
+from store.time_zones import wall_clock_s
 
 # The 95th percentile of the power of a replica's GPUs over this many samples counts against the budget.
 LOOKS = 120

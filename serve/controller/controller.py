@@ -21,14 +21,14 @@ from policy.config.engine_revision import digest
 from policy.deployment_file.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError, Unreachable
 from policy.scaling.decision_types import Override
-from policy.scaling.transition_steps import Layer, LayerKey, reached, verdict
+from policy.scaling.rollout_steps import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
 from policy.types import Fleet, Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat, Orders, Timeouts
 from policy.wire.reports import GatewayReport, GpuReport, ReportAnswer
+from serve.actuator.gpu_groups import SharedGpuActuator
 from serve.actuator.interface import Actuator, Held
 from serve.actuator.node_capacity import check_placeable
-from serve.actuator.shared_gpus import SharedGpuActuator
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import wait_at_most
 from serve.autoscaler.autoscaler import Autoscaler
@@ -37,9 +37,9 @@ from serve.autoscaler.gpu_fault_replacement import ReplicaReplacement
 from serve.autoscaler.policies import MadePolicies, make_policies
 from serve.change_audit import ChangeAudit
 from serve.controller.live_state import LiveState, WorkerDetails, live_state
-from serve.controller.liveness_probe import probe_silent
 from serve.controller.metrics import ControllerMetrics
 from serve.controller.model_status import fleet_models, model_status
+from serve.controller.replica_liveness_probe import probe_silent
 from serve.controller_api_schema import ControllerStatus, ModelStatus
 from serve.host.weight_verification import Resolver
 from serve.state.desired_state import Target, Targets, first_target, found_target, wanted_models

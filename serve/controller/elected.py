@@ -25,7 +25,7 @@ from serve.actuator.interface import Actuator
 from serve.controller.leadership import Leadership
 from serve.controller.routes import Guarded, build_app
 from serve.controller.serving import listen_soon, parts_of, serve_app
-from serve.http import json_answer
+from serve.json_responses import json_answer
 from store.election.leader_state import LeaderState
 
 log = logging.getLogger("tidegate.controller")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from policy.config.deployment import ModelSpec
-from policy.scaling.transition_steps import Layer, LayerKey
+from policy.scaling.rollout_steps import Layer, LayerKey
 from policy.types import Model
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.controller_api_schema import ModelStatus

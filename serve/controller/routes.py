@@ -41,7 +41,7 @@ from serve.async_waiting import run_in_thread
 from serve.autoscaler.decision_history import DAY_S
 from serve.controller.controller import Controller
 from serve.controller_api_schema import ModelStatus
-from serve.http import Handler, error_answer, json_answer, refusing
+from serve.json_responses import Handler, error_answer, json_answer, refusing
 
 MAX_DECISIONS = 1000
 

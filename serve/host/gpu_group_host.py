@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from policy.config.shapes_on_shared_gpus import GpuGroup, cards, gpu_group_of
-from policy.scaling.transition_steps import STABLE_S
+from policy.config.gpu_groups import GpuGroup, cards, gpu_group_of
+from policy.scaling.rollout_steps import STABLE_S
 from policy.stats.backoff import Backoff, failures_after
 from serve.host.gpu_locks import GpuLocks, open_lock, try_lock
 from serve.host.replica_host import HostSpec, ReplicaHost

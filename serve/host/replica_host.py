@@ -16,7 +16,7 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, TidegateError
-from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S
+from policy.scaling.rollout_steps import MAX_FAILURES, STABLE_S
 from policy.stats.backoff import Backoff, failures_after
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import (

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from policy.config.deployment import Budget, Deployment
-from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
-from policy.scaling.gpu_group_orders import is_prepared
+from policy.config.gpu_groups import GpuGroup, gpu_group_of
+from policy.scaling.gpu_group_commands import is_prepared
 from policy.scaling.model_observation import ObservedModel, held_by
 from policy.scaling.resources import Resources, summed
+from policy.scaling.rollout_steps import MAX_FAILURES, Layer, LayerKey, closes_s
 from policy.scaling.start_times import StartTimes
-from policy.scaling.transition_steps import MAX_FAILURES, Layer, LayerKey, closes_s
 from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
 from serve.actuator.interface import Held

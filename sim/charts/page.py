@@ -12,8 +12,8 @@ from xml.sax.saxutils import escape, quoteattr
 import numpy as np
 
 from policy.config.control import SloConfig
-from sim.charts.chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, common_span, draw, hovered
 from sim.charts.comparison_table import describe_bounds, figures
+from sim.charts.time_series_chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, common_span, draw, hovered
 from sim.results.chart_series import ChartData, Series
 from sim.results.run_summary import PolicyComparison
 

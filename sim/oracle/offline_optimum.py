@@ -12,7 +12,7 @@ import numpy as np
 
 from policy.config.control import GuardConfig, ScaleConfig
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.shapes_on_shared_gpus import gpu_group_of
+from policy.config.gpu_groups import gpu_group_of
 from policy.engine.builtin_profiles import shipped
 from policy.errors import TargetError
 from policy.scaling.resources import ROUNDING

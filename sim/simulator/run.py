@@ -19,7 +19,7 @@ from policy.adapter_placement.plan import PLAN_PERIOD_S
 from policy.adapter_placement.types import Host
 from policy.admission.spend_cap import SpendCap, cost
 from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
-from policy.config.shapes_on_shared_gpus import gpu_group_of
+from policy.config.gpu_groups import gpu_group_of
 from policy.engine.builtin_profiles import kind_and_size, price_of
 from policy.engine.power import PowerModel, power_model_of
 from policy.routing.router import Router

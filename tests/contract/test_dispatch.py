@@ -20,7 +20,7 @@ from policy.admission.retry import AttemptOutcome
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.request import Request
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.rollout_steps import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
 from sim.arrival_stream import Arrival
 from sim.simulator.fault_scenario import NO_FAULTS

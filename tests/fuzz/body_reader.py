@@ -19,7 +19,7 @@ from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.json_structure import PieceReader, StructureScan
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.validation import media
-from gateway.protocol.validation.known_fields import KNOWN, STEERING
+from gateway.protocol.validation.forwarded_fields import KNOWN, STEERING
 
 PATHS = sorted(ROUTES)
 RULES = BodyRules(frozenset({"a.b"}), frozenset({"extra"}))

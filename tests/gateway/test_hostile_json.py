@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.protocol.body import MAX_DECODED
-from gateway.protocol.validation.bounds import MAX_TOKENS
+from gateway.protocol.validation.engine_work_limits import MAX_TOKENS
 from store import machine_code
 from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, hold, reset
 from tests.gateway.worker import PATIENCE_S, Stack, until

@@ -12,8 +12,8 @@ from flask import Flask
 from prometheus_client import generate_latest
 
 from gateway.telemetry.metrics import Metrics
-from loadtests import gateway_metrics, report
-from loadtests.gateway_metrics import compare, read, settled
+from loadtests import metrics_check, report
+from loadtests.metrics_check import compare, read, settled
 from loadtests.options import prompt
 from loadtests.slo import Ledger, Objective, Outcome
 
@@ -104,7 +104,7 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
     return Metrics()
 
 
-def samples(metrics: Metrics) -> Counter[gateway_metrics.Key]:
+def samples(metrics: Metrics) -> Counter[metrics_check.Key]:
     metrics.publish()
     return read(generate_latest(SimpleNamespace(collect=metrics.collect)).decode(), "m")
 
@@ -154,8 +154,8 @@ def test_a_limit_within_a_bucket_makes_no_difference_between_users_and_gateway(
 
 
 def test_metrics_are_read_when_every_worker_has_published() -> None:
-    busy: gateway_metrics.Key = ("tidegate_in_flight", ())
-    served: gateway_metrics.Key = ("tidegate_requests_total", ())
+    busy: metrics_check.Key = ("tidegate_in_flight", ())
+    served: metrics_check.Key = ("tidegate_requests_total", ())
     readings = [
         Counter({busy: 1, served: 1}),
         Counter({busy: 1, served: 1}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.rollout_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat, Orders

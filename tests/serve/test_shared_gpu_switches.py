@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from policy.errors import SwitchRefused
-from policy.scaling.transition_steps import CLOSED_SHARE, LayerKey
+from policy.scaling.rollout_steps import CLOSED_SHARE, LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import GpuOrder, Heartbeat
 from policy.wire.reports import GatewayReport, GpuReport, ModelReport

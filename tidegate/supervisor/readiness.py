@@ -11,7 +11,7 @@ import msgspec
 from policy.config.deployment import Deployment, GatewayConfig
 from policy.config.tls import ServerTls
 from policy.errors import ConfigError, EngineFailed
-from policy.scaling.transition_steps import MAX_FAILURES
+from policy.scaling.rollout_steps import MAX_FAILURES
 from policy.types import EngineKind, Fleet, ReplicaPhase, Runner
 from policy.wire.headers import CANARY_HEADER
 from serve.controller.run_record import last_run

@@ -19,7 +19,7 @@ from serve.actuator.node_capacity import check_placeable, machine
 from serve.controller.client import ControllerClient
 from store.api_keys import own_key
 from store.state_dir import StateDir
-from tidegate.supervisor import command_lines, external_servers, preflight, readiness
+from tidegate.supervisor import command_lines, external_server_status, preflight, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, ToolLine, check_alive, log_end, run_tool
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.process_record import ProcessRecord
@@ -282,7 +282,7 @@ class Startup:
         clock = asyncio.get_running_loop().time
         deadline = clock() + self.servers_timeout_s
         models = [
-            name for name in external_servers.external_models(self.deployment) if name not in self._idle
+            name for name in external_server_status.external_models(self.deployment) if name not in self._idle
         ]
         while models:
             servers = await asyncio.to_thread(self._known_servers)
@@ -291,22 +291,22 @@ class Startup:
                 for name in models
                 if not any(s.model == name and s.state is ReplicaPhase.READY for s in servers or ())
             ]
-            lines = {name: external_servers.reasons(name, servers) for name in models}
+            lines = {name: external_server_status.reasons(name, servers) for name in models}
             late = clock() >= deadline
             # Servers that are discovered may come later.
             needed = [name for name in missing if self.deployment.model(name).discovery is None]
             if not missing or (late and not needed):
                 for name in models:
-                    self.progress.done("server", f"{name}: {external_servers.summary(name, servers)}")
+                    self.progress.done("server", f"{name}: {external_server_status.summary(name, servers)}")
                     for line in lines[name]:
                         self.progress.emit(Event(kind="note", message=f"{name}: {line}"))
                 return
-            said = {name: lines[name] or [external_servers.summary(name, servers)] for name in missing}
+            said = {name: lines[name] or [external_server_status.summary(name, servers)] for name in missing}
             self.progress.step("server", "; ".join(f"{name}: {', '.join(said[name])}" for name in missing))
             check_alive(self.workers)
             if late:
                 text = "".join(
-                    f"\n{name}: {external_servers.summary(name, servers)}"
+                    f"\n{name}: {external_server_status.summary(name, servers)}"
                     + "".join(f"\n  {line}" for line in lines[name])
                     for name in missing
                 )
@@ -316,7 +316,7 @@ class Startup:
             await asyncio.sleep(_POLL_S)
 
     def _known_servers(self) -> tuple[Replica, ...] | None:
-        fleet = external_servers.gateway_fleet(self.deployment.gateway, self.state.admin_token())
+        fleet = external_server_status.gateway_fleet(self.deployment.gateway, self.state.admin_token())
         return fleet.servers(self.deployment, 0.0) if fleet is not None else None
 
     async def _until(

@@ -1,4 +1,4 @@
 """What a request's body may hold: known fields, bounds of what multiplies work, and media by URL.
 
-Read first: `known_fields`.
+Read first: `forwarded_fields`.
 """

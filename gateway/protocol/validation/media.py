@@ -23,7 +23,7 @@ from gateway.protocol.json_structure import (
     StructureScan,
     name_of,
 )
-from gateway.protocol.validation.bounds import MAX_MESSAGES, first_item, too_many
+from gateway.protocol.validation.engine_work_limits import MAX_MESSAGES, first_item, too_many
 from policy.errors import Refusal
 
 # Constants are read faster than names of other modules, in machine code.

@@ -1,1 +1,1 @@
-"""What external servers have cached, by the events that they publish. Read first: `server_cache`."""
+"""What external servers have cached, by the events that they publish. Read first: `external_server_cache`."""

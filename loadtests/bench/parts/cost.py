@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import msgspec
 
-from loadtests.bench.client import Load, Result
 from loadtests.bench.figures import Figure, figures_of, slope
+from loadtests.bench.load_generator import Load, Result
 from loadtests.bench.plan import Plan, log
 from loadtests.bench.processes import Mock
 from loadtests.bench.replica import Setting

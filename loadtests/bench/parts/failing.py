@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.bench.client import Load, paced
 from loadtests.bench.figures import Figure, figures_of
+from loadtests.bench.load_generator import Load, paced
 from loadtests.bench.plan import Plan, log
 from loadtests.bench.processes import Mock
 from loadtests.bench.replica import Setting

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import msgspec
 
-from loadtests.bench.client import Load, Result, paced
 from loadtests.bench.figures import Figure, figures_of
+from loadtests.bench.load_generator import Load, Result, paced
 from loadtests.bench.parts.cost import check
 from loadtests.bench.plan import Plan, log
 from loadtests.bench.processes import Mock

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from loadtests.bench.client import Load
 from loadtests.bench.figures import Figure, figures_of
+from loadtests.bench.load_generator import Load
 from loadtests.bench.parts.cost import check
 from loadtests.bench.plan import Plan, log
 from loadtests.bench.processes import Mock

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.delivery.suspects import fingerprint
+from gateway.delivery.crash_suspects import fingerprint
 from gateway.protocol.body import MAX_MEMBERS, Body, read, read_large
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_decoders import RAW_FIELDS, SCALARS
 from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.json_structure import MAX_GAP_BYTES, PieceReader
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.validation.bounds import MAX_FIELD
+from gateway.protocol.validation.engine_work_limits import MAX_FIELD
 from tests.gateway.protocol.test_json_splice import bodies
 
 

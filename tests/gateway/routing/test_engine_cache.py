@@ -17,13 +17,13 @@ from gateway.protocol import body as bodies
 from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.paths import ROUTES
 from gateway.routing.discovered_server import external_replica
-from gateway.routing.engine_cache import server_cache
+from gateway.routing.engine_cache import external_server_cache
+from gateway.routing.engine_cache.external_server_cache import MAX_WAITING, SentPrompt, ServerCache
+from gateway.routing.engine_cache.external_server_caches import ServerCaches
 from gateway.routing.engine_cache.known_prompts import KEY_BYTES, PROMPT_BYTES, Blocks, KnownPrompts
 from gateway.routing.engine_cache.prompt_tokens import Prompt
-from gateway.routing.engine_cache.server_cache import MAX_WAITING, SentPrompt, ServerCache
-from gateway.routing.engine_cache.server_caches import ServerCaches
 from gateway.routing.fleet import FleetView
-from gateway.routing.fleet_events import FleetEvents
+from gateway.routing.fleet_listeners import FleetEvents
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.server_access import ServerAccess
@@ -225,7 +225,7 @@ async def test_what_a_request_did_not_leave_in_the_cache_is_not_believed_if_its_
 async def test_a_server_that_ends_is_estimated_and_one_that_is_restarted_holds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server_cache, "DOWN_S", 0.2)
+    monkeypatch.setattr(external_server_cache, "DOWN_S", 0.2)
     async with deployed() as fleet:
         cache, server = fleet.caches()[0], fleet.servers[0]
         await fleet.send(0, FIRST)
@@ -249,7 +249,7 @@ async def test_a_server_without_tokenize_is_estimated() -> None:
     async with deployed() as fleet:
         cache, server = fleet.caches()[0], fleet.servers[0]
         server.status = 404
-        for number in range(server_cache.REFUSALS):
+        for number in range(external_server_cache.REFUSALS):
             await fleet.send(0, f"{number}{FIRST}")
         assert cache.state == "unsupported"
         assert "404" in cache.problem
@@ -262,7 +262,7 @@ async def test_a_server_without_tokenize_is_estimated() -> None:
 @pytest.mark.slow
 async def test_events_that_do_not_show_what_is_served_are_given_up() -> None:
     async with deployed() as fleet:
-        for number in range(server_cache.DOUBT + 1):
+        for number in range(external_server_cache.DOUBT + 1):
             await fleet.send(0, f"{number:04d}{FIRST}", computed=False)
             await fleet.servers[0].serve(f"{number:04d}of another tokenizer")
         assert "do not show" in fleet.caches()[0].problem

@@ -19,7 +19,7 @@ from gateway.routing.server_access import ServerAccess
 from gateway.telemetry.structured_log import Log
 from policy.deployment_file.parse import parse
 from policy.routing.concurrency_limit import ServerQueue
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.rollout_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from tests.gateway.certificate import certify
 from tests.gateway.fake_replica import Exchange

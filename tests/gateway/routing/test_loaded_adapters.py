@@ -8,7 +8,7 @@ from collections.abc import ItemsView, Set
 import pytest
 
 from gateway.routing import loaded_adapters
-from gateway.routing.fleet_events import FleetEvents
+from gateway.routing.fleet_listeners import FleetEvents
 from gateway.routing.loaded_adapters import FAILED_S, LoadedAdapters
 from gateway.routing.replica_handle import ReplicaHandle
 from tests.gateway.fake_replica import ready_replica

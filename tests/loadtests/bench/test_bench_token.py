@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.bench.parts.token import Cell, costs
+from loadtests.bench.parts.token_cost import Cell, costs
 from loadtests.bench.parts.token_servers import ENGINE, FRONT, GATEWAY, OTHER, group
 from loadtests.bench.token import main
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from policy.scaling.rollout_steps import LayerKey
 from policy.scaling.start_times import KEPT, StartTimes
-from policy.scaling.transition_steps import LayerKey
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 
 KEY = LayerKey("m", "small", 1)

@@ -14,7 +14,7 @@ import pytest
 from policy.config.engine_revision import digest
 from policy.deployment_file.diff import Effect, diff
 from policy.errors import ActuatorFailed, ConfigError, NotLeader
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.rollout_steps import LayerKey
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from serve.actuator import kubernetes

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from policy.config.deployment import Cluster
-from policy.config.shapes_on_shared_gpus import gpu_group_of
+from policy.config.gpu_groups import gpu_group_of
 from policy.engine.builtin_profiles import shipped
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.rollout_steps import LayerKey
 from serve.actuator.interface import Held
 from serve.actuator.serve_application_spec import (
     SIM_CPUS,

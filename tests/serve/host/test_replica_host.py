@@ -16,7 +16,7 @@ import pytest
 
 from policy.engine.step_samples import StepSample
 from policy.errors import EngineFailed
-from policy.scaling.transition_steps import MAX_FAILURES, STABLE_S
+from policy.scaling.rollout_steps import MAX_FAILURES, STABLE_S
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import AdapterUse, Orders, Timeouts
 from policy.wire.load_stream import LoadLine

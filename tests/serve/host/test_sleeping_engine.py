@@ -14,9 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from policy.config.shapes_on_shared_gpus import cards, gpu_group_of
-from policy.scaling.gpu_group_orders import GroupEngine, is_prepared, orders
-from policy.scaling.transition_steps import MAX_FAILURES
+from policy.config.gpu_groups import cards, gpu_group_of
+from policy.scaling.gpu_group_commands import GroupEngine, is_prepared, orders
+from policy.scaling.rollout_steps import MAX_FAILURES
 from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
 from serve.host.gpu_locks import GpuLocks

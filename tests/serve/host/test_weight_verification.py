@@ -14,7 +14,7 @@ import pytest
 
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, ModelUnavailable
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.rollout_steps import LayerKey
 from policy.types import ReplicaPhase
 from serve.host import weight_verification
 from serve.host.weight_verification import Resolver, Weights, prepare_verified

@@ -150,7 +150,7 @@ def test_a_custom_policy_decides_on_sample_views(tmp_path: Path, decision: str, 
 
 
 def test_a_policy_that_hangs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.autoscaler.policy_rehearsal.REHEARSAL_S", 0.01)
+    monkeypatch.setattr("serve.autoscaler.custom_policy_check.REHEARSAL_S", 0.01)
     waiting = GOOD.replace("return view", "import threading; threading.Event().wait(60); return view")
     (tmp_path / "mine.py").write_text(waiting)
     done = check(write(tmp_path, policy={"custom": "mine:Mine"}))

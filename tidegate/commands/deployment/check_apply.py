@@ -13,14 +13,14 @@ import click
 import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
+from policy.config.gpu_groups import gpu_group_of
 from policy.config.ports import is_loopback
-from policy.config.shapes_on_shared_gpus import gpu_group_of
 from policy.deployment_file.diff import Change, Effect, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TidegateError
 from policy.scaling.policies.registry import choose
+from serve.autoscaler.custom_policy_check import rehearse
 from serve.autoscaler.policies import policies_for, policies_of
-from serve.autoscaler.policy_rehearsal import rehearse
 from store.state_dir import StateDir
 from store.tls_files import days_left, ports_with_tls
 from store.watched_files import signature_of

@@ -30,7 +30,7 @@ from tidegate.commands.units import age, clock, optional, rate
 from tidegate.exit_codes import Exit
 from tidegate.redaction import redact
 from tidegate.supervisor.control_socket import ProcessStatus, SupervisorClient, SupervisorStatus
-from tidegate.supervisor.external_servers import external_models, gateway_fleet, summary
+from tidegate.supervisor.external_server_status import external_models, gateway_fleet, summary
 from tidegate.supervisor.preflight import has_tenants
 
 

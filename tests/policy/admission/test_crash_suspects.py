@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.admission.suspects import (
+from policy.admission.crash_suspects import (
     FORGOTTEN_S,
     MAX_LOSSES,
     REFUSED_S,

@@ -9,7 +9,7 @@ import xxhash
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_decoders import Body
 from gateway.routing.shared_counters import SharedCounts
-from policy.admission.suspects import Suspects, Suspicion
+from policy.admission.crash_suspects import Suspects, Suspicion
 from policy.errors import Refusal
 
 # Fields that do not change what an engine computes, or that clients draw anew when they send a request again.

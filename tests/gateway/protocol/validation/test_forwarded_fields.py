@@ -16,7 +16,7 @@ from gateway.protocol.errors import Refused
 from gateway.protocol.features import used_features
 from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.validation.known_fields import KNOWN, STEERING
+from gateway.protocol.validation.forwarded_fields import KNOWN, STEERING
 from policy.config.tenancy import Feature
 from tests.gateway.protocol.accepted_body import accepted_body
 from tests.gateway.protocol.agent_sessions import claude_code, codex, openai_chat

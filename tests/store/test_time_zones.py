@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from store.wall_clock import is_time_zone, wall_clock_s
+from store.time_zones import is_time_zone, wall_clock_s
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol.errors import Refused
-from gateway.protocol.validation import bounds, media
+from gateway.protocol.validation import engine_work_limits, media
 from gateway.protocol.validation.regex_size import expanded_size
 from tests.gateway.protocol.accepted_body import accepted_body
 
@@ -94,7 +94,7 @@ def test_the_page_has_the_bounds() -> None:
     page = PAGE.read_text()
     found = [
         value
-        for module in (bounds, media)
+        for module in (engine_work_limits, media)
         for name, value in vars(module).items()
         if name.startswith("MAX_") and name != "MAX_DEPTH"
     ]

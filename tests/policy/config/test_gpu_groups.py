@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from policy.config.engine_revision import digest, same_engines
-from policy.config.shapes_on_shared_gpus import GpuGroup, cards, gpu_group_of
+from policy.config.gpu_groups import GpuGroup, cards, gpu_group_of
 from policy.deployment_file.diff import Effect, diff
 from tests.serve.sim_documents import deployment, sim_model
 

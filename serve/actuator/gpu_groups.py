@@ -14,10 +14,10 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.config.engine_revision import digest as digest_of
-from policy.config.shapes_on_shared_gpus import GpuGroup, gpu_group_of
+from policy.config.gpu_groups import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
-from policy.scaling.gpu_group_orders import GroupEngine, chosen_engines, is_prepared, orders
-from policy.scaling.transition_steps import MAX_FAILURES, LayerKey
+from policy.scaling.gpu_group_commands import GroupEngine, chosen_engines, is_prepared, orders
+from policy.scaling.rollout_steps import MAX_FAILURES, LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import GpuOrder
 from serve.actuator.interface import Actuator, Held, Node

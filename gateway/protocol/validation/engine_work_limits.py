@@ -14,7 +14,7 @@ from msgspec import Raw
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_decoders import ITEMS, MEMBERS
 from gateway.protocol.json_structure import depth_exceeds
-from gateway.protocol.validation.known_fields import STEERING
+from gateway.protocol.validation.forwarded_fields import STEERING
 from gateway.protocol.validation.regex_size import expanded_size
 from policy.errors import Refusal
 

@@ -9,14 +9,14 @@ import pytest
 
 from policy.types import Replica
 from policy.wire.headers import SECRET_HEADER
-from serve.controller import liveness_probe
-from serve.controller.liveness_probe import STALLED_S, probe_silent
+from serve.controller import replica_liveness_probe
+from serve.controller.replica_liveness_probe import STALLED_S, probe_silent
 from serve.state.replica_registry import GONE_S, HUNG_S, SILENT_S, ReplicaRegistry
 from tests.serve.replicas import replica
 
 
 async def test_refused_connections_remove_silent_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness_probe, "PERIOD_S", 0.0)
+    monkeypatch.setattr(replica_liveness_probe, "PERIOD_S", 0.0)
     asked: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from gateway.delivery.suspects import SuspectRequests, fingerprint
+from gateway.delivery.crash_suspects import SuspectRequests, fingerprint
 from gateway.protocol.body import read
 from gateway.protocol.errors import Refused
 from gateway.routing.model_routers import ModelRouters

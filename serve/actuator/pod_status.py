@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from policy.config.external_servers import KubernetesService
-from policy.scaling.transition_steps import LayerKey
+from policy.scaling.rollout_steps import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.vllm_metrics import VllmMetrics
 from store.kubernetes.api_server import Metadata, ObjectWatch

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policy.config.deployment import Budget
 from policy.scaling.resources import Resources, total
-from policy.scaling.transition_steps import (
+from policy.scaling.rollout_steps import (
     CPU_OVERCOMMIT,
     MAX_FAILURES,
     Goal,
