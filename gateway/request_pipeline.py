@@ -19,7 +19,7 @@ from gateway.api.accounting_proxy import AccountingProxy
 from gateway.api.application import admin_app, client_app
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.dependencies import Services
-from gateway.api.model_list import ModelList
+from gateway.api.models_response import ModelList
 from gateway.control.deployment_file_watcher import DeploymentWatcher
 from gateway.delivery.crash_suspects import SuspectRequests
 from gateway.delivery.replica_idle_timeouts import IdleTimeouts

@@ -21,10 +21,10 @@ from serve.actuator.fenced import Fence, machine_fence
 from serve.actuator.gpu_cards import cards_of_machine
 from serve.actuator.interface import Actuator, deployment_id
 from serve.actuator.local import LocalActuator
-from serve.controller.elected import Elected
-from serve.controller.leadership import Leadership, LeaseStore
+from serve.controller.leadership_lease import Leadership, LeaseStore
 from serve.controller.run_record import record_error, record_start
 from serve.controller.serving import stop_signals
+from serve.controller.standby_controller import Elected
 from serve.ray_cluster import join
 from store.database import Database
 from store.election.database_lease import DatabaseLease

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.accounting_proxy import AccountingProxy
 from gateway.api.controller_proxy import ControllerProxy
-from gateway.api.model_list import ModelList
+from gateway.api.models_response import ModelList
 from gateway.intake.admin_keys import AdminKeys
 from gateway.intake.principal import Principal
 from gateway.intake.tenants import Tenants

@@ -35,7 +35,7 @@ class Adapter:
 class Entry:
     """An alias, as requests find it; ``main`` is the version with the largest weight.
 
-    ``cards`` are kept for :mod:`gateway.api.model_list`: by name, each with the ``max_model_len`` in it.
+    ``cards`` are kept for :mod:`gateway.api.models_response`: by name, each with the ``max_model_len`` in it.
     """
 
     def __init__(self, alias: Alias, given: dict[Version, float]) -> None:

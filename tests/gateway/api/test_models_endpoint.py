@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api import model_list
-from gateway.api.model_list import CARDS_A_TURN, KEPT, ModelList
+from gateway.api import models_response
+from gateway.api.models_response import CARDS_A_TURN, KEPT, ModelList
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.routing.discovered_server import external_replica
@@ -122,8 +122,8 @@ async def test_a_list_is_cached_until_the_catalog_or_fleet_changes(site: Site) -
 async def test_an_adapter_is_encoded_again_only_if_it_or_its_model_changed(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Mock(side_effect=model_list._adapter_card)
-    monkeypatch.setattr(model_list, "_adapter_card", made)
+    made = Mock(side_effect=models_response._adapter_card)
+    monkeypatch.setattr(models_response, "_adapter_card", made)
     tenants = [Principal(TenantAccount(f"tenant-{i}", b"")) for i in range(2 * KEPT)]
     aliases = [alias(f"adapter-{i}", OLD) for i in range(100)]
     aliases += [alias(f"own-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(2 * KEPT)]
@@ -173,8 +173,8 @@ def test_lists_equal_those_of_a_new_encoder_after_any_changes(
 async def test_a_long_list_is_made_once_over_several_turns(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = Mock(wraps=model_list._adapter_card)
-    monkeypatch.setattr(model_list, "_adapter_card", encode)
+    encode = Mock(wraps=models_response._adapter_card)
+    monkeypatch.setattr(models_response, "_adapter_card", encode)
     count = 3 * CARDS_A_TURN
     site.publish(*(alias(f"adapter-{i}", OLD) for i in range(count)))
     left = asyncio.create_task(site.ids())
@@ -194,7 +194,7 @@ async def test_a_list_that_could_not_be_made_is_made_again(
 ) -> None:
     site.publish(alias("sql", OLD))
     with monkeypatch.context() as patch:
-        patch.setattr(model_list, "_adapter_card", Mock(side_effect=RuntimeError("no card")))
+        patch.setattr(models_response, "_adapter_card", Mock(side_effect=RuntimeError("no card")))
         with pytest.raises(RuntimeError, match="no card"):
             await site.ids()
     assert (await site.ids())[3:] == ["sql"]

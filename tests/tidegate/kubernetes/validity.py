@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from gateway.api.application import ADMIN_ROUTERS
-from serve.controller.elected import LIVE, READY
+from serve.controller.standby_controller import LIVE, READY
 from tidegate.cli import group
 
 KUBERNETES = "1.32"

@@ -22,7 +22,7 @@ from policy.wire.controller import LEADER, Controllers, LeaderStatus, problem_of
 from policy.wire.headers import SECRET_HEADER
 from serve.actuator.fenced import Fence, FencedActuator, passed
 from serve.actuator.interface import Actuator
-from serve.controller.leadership import Leadership
+from serve.controller.leadership_lease import Leadership
 from serve.controller.routes import Guarded, build_app
 from serve.controller.serving import listen_soon, parts_of, serve_app
 from serve.json_responses import json_answer

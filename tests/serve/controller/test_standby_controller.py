@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from serve.controller.elected import Elected
-from serve.controller.leadership import Leadership
+from serve.controller.leadership_lease import Leadership
+from serve.controller.standby_controller import Elected
 from store.database import Database
 from store.election.leader_state import LeaderState
 from tests.gateway.worker import until
 from tests.ports import free_ports
-from tests.serve.controller.test_leadership import Store
+from tests.serve.controller.test_leadership_lease import Store
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 from tests.serve.sim_documents import document
 

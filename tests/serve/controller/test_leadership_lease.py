@@ -10,8 +10,8 @@ import pytest
 from policy.errors import NotLeader, Unreachable
 from policy.leader_election import Lease
 from policy.wire.headers import SECRET_HEADER
-from serve.controller.elected import ElectedApp
-from serve.controller.leadership import Leadership
+from serve.controller.leadership_lease import Leadership
+from serve.controller.standby_controller import ElectedApp
 from tests.gateway.worker import until
 
 
