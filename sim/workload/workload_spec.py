@@ -137,18 +137,14 @@ def read_workload(path: Path) -> Workload:
     return workload
 
 
-def arrivals_of(
-    path: Path, seed: int, rate: float = 1.0, from_s: float = 0.0, to_s: float | None = None
-) -> Iterator[Arrival]:
+def arrivals_of(path: Path, seed: int, rate: float = 1.0) -> Iterator[Arrival]:
     """The requests of the trace or workload (``.yaml``, ``.yml``) at ``path``, ``rate`` times as fast.
 
-    Only those from its second ``from_s`` to before its second ``to_s``. ``seed`` is for generators. Raises
-    :class:`policy.errors.ConfigError` and :class:`policy.errors.TraceError`.
+    ``seed`` is for generators. Raises :class:`policy.errors.ConfigError` and
+    :class:`policy.errors.TraceError`.
     """
     workload = path.suffix.lower() in (".yaml", ".yml")
     arrivals = read_workload(path).arrivals(seed) if workload else open_trace(path)
-    if from_s > 0.0 or to_s is not None:
-        arrivals = slice_trace(arrivals, from_s, to_s)
     return arrivals if rate == 1.0 else scale_rate(arrivals, rate=rate)
 
 

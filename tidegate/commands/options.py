@@ -121,18 +121,17 @@ def rate_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return number_option("--rate", Real(1e-6, 1e6), 1.0, note)(command)
 
 
-def slice_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def slice_options(order: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``--from-s`` and ``--to-s``, in seconds of the trace ``before`` or ``after`` its rate is multiplied."""
     to_s = click.option(
-        "--to-s",
-        type=Real(0, 1e12),
-        callback=_after_from,
-        help="Stop before this second of the trace, whatever --rate.",
-    )
+        "--to-s", type=Real(0, 1e12), callback=_after_from,
+        help=f"Stop before this second of the trace, {order} --rate.",
+    )  # fmt: skip
     from_s = click.option(
         "--from-s", type=Real(0, 1e12), default=0.0, is_eager=True, show_default=True,
-        help="Start at this second of the trace, whatever --rate.",
+        help=f"Start at this second of the trace, {order} --rate.",
     )  # fmt: skip
-    return from_s(to_s(command))
+    return lambda command: from_s(to_s(command))
 
 
 def _after_from(ctx: click.Context, _parameter: click.Parameter, to_s: float | None) -> float | None:

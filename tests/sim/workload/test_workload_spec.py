@@ -62,8 +62,6 @@ mix:
 
 def test_a_trace_file_is_a_workload(folder: Path) -> None:
     assert [each.at for each in arrivals_of(folder / "azure.csv", 1, rate=2.0)] == [0.0, 2.0, 4.0]
-    assert [each.at for each in arrivals_of(folder / "azure.csv", 1, 2.0, from_s=4.0)] == [0.0, 2.0]
-    assert [each.at for each in arrivals_of(folder / "azure.csv", 1, 2.0, to_s=8.0)] == [0.0, 2.0]
     assert list(arrivals_of(folder / "azure.csv", 1)) == list(open_trace(folder / "azure.csv"))
 
 

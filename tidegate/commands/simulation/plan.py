@@ -21,7 +21,7 @@ from sim.planning.result import PlanRequest
 from sim.results.chart_series import clock
 from sim.workload.per_model_load import ModelNames
 from sim.workload.traces.detect_format import notes, opened
-from sim.workload.transforms import scale_rate
+from sim.workload.transforms import scale_rate, slice_trace
 from sim.workload.workload_spec import arrivals_of
 from store.state_dir import StateDir
 from tidegate import deployment_file
@@ -64,7 +64,7 @@ def _degree(text: str) -> int:
 @file_argument
 @trace_option(required=False)
 @rate_option
-@slice_options
+@slice_options("after")
 @number_option("--rps", Real(1e-3, 1e5), None, "Requests per second, without a trace.")
 @number_option("--input inputs", Real(1, 1e6), 1000.0, "Mean input tokens.")
 @number_option("--output outputs", Real(1, 1e6), 200.0, "Mean output tokens.")
@@ -139,7 +139,7 @@ def plan(
             assert rps is not None
             load = Workload(lam=rps * factor, input_tokens=inputs, output_tokens=outputs)
             return describe(load, cv, minutes * 60.0, seed)
-        part = arrivals_of(trace, seed, rate, from_s, to_s)
+        part = slice_trace(arrivals_of(trace, seed, rate), from_s, to_s)
         return scale_rate((each for each in part if model_names.of(each) == spec.name), rate=factor)
 
     with opened() as traces:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from sim.arrival_stream import Arrival
 from sim.workload.traces.detect_format import notes, opened
+from sim.workload.transforms import scale_rate, slice_trace
 from sim.workload.workload_spec import arrivals_of
 from store.state_dir import StateDir
 from tidegate.commands.deployment_context import admin_token
@@ -58,7 +59,7 @@ from tidegate.replay.results import LATE_S, RequestResult
     help="Force the trace's answer lengths (ignore_eos, min_tokens) if the endpoint supports it.",
 )
 @rate_option
-@slice_options
+@slice_options("before")
 @click.option("--limit", type=click.IntRange(min=1), help="Maximum number of requests.")
 @click.option(
     "--max-in-flight", type=click.IntRange(1, 60_000), default=4096, show_default=True,
@@ -108,7 +109,8 @@ def replay(
     seed = secrets.randbits(32) if seed is None else seed
 
     def arrivals() -> Iterator[Arrival]:
-        return islice(arrivals_of(trace, seed, rate, from_s, to_s), limit)
+        part = slice_trace(arrivals_of(trace, seed), from_s, to_s)
+        return islice(scale_rate(part, rate=rate), limit)
 
     # A complete first pass, so that an invalid line is reported before a request is sent.
     with Console(stderr=True).status(f"reading {trace}"), opened() as traces:

@@ -23,6 +23,7 @@ from sim.simulator.run import simulate as run
 from sim.simulator.run_record import Record
 from sim.workload.per_model_load import ModelNames, survey
 from sim.workload.traces.detect_format import notes, opened
+from sim.workload.transforms import slice_trace
 from sim.workload.workload_spec import arrivals_of
 from store.state_dir import StateDir
 from tidegate import deployment_file
@@ -53,7 +54,7 @@ from tidegate.commands.terminal import Bar, console, print_json, table_of_rows, 
 )  # fmt: skip
 @click.option("--compare", "several", metavar="A,B,C", help="Several policies, on the same arrivals.")
 @rate_option
-@slice_options
+@slice_options("after")
 @seed_option()
 @click.option(
     "--world",
@@ -100,7 +101,7 @@ def simulate(
     )
 
     def arrivals() -> Iterator[Arrival]:
-        return arrivals_of(trace, seed, rate, from_s, to_s)
+        return slice_trace(arrivals_of(trace, seed, rate), from_s, to_s)
 
     model_names = ModelNames([spec.name for spec in deployment.models])
     max_tokens = {
