@@ -12,18 +12,13 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Scope, Send
 
-from gateway.intake.limit_headers import REQUESTS_HEADERS, TOKENS_HEADERS
+from gateway.api.openapi_schema import LIMIT_HEADERS
 from policy.wire.headers import DROPPED_HEADER, EXPLAIN_HEADER, REPLICA_HEADER
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-_LIMITS = [
-    name.decode()
-    for names in (REQUESTS_HEADERS, TOKENS_HEADERS)
-    for name in (names.limit, names.remaining, names.reset)
-]
 _EXPOSED = (
     "x-request-id", "request-id", "retry-after", "x-should-retry", "traceresponse",
-    REPLICA_HEADER, EXPLAIN_HEADER, DROPPED_HEADER, *_LIMITS,
+    REPLICA_HEADER, EXPLAIN_HEADER, DROPPED_HEADER, *LIMIT_HEADERS,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.intake.limit_headers import REQUESTS_HEADERS, TOKENS_HEADERS
 from gateway.protocol.client_session import SESSION_HEADERS
 from gateway.protocol.errors import TABLE
 from gateway.protocol.paths import ROUTES, Api, Route
@@ -38,20 +39,22 @@ _ANTHROPIC_ERROR = {
     "required": ["type", "error"],
     "properties": {"type": {"const": "error"}, "error": _ERROR["properties"]["error"]},  # type: ignore[index]
 }
-_LIMITS = {
-    f"x-ratelimit-{what}-{kind}": f"{text}, where {kind} per minute are limited."
-    for kind in ("requests", "tokens")
-    for what, text in (
-        ("limit", "The limit"), ("remaining", "What is left"), ("reset", "When all is back, as 6m0s")
+LIMIT_HEADERS = {
+    name.decode(): f"{text}, where {kind} per minute are limited."
+    for kind, names in (("requests", REQUESTS_HEADERS), ("tokens", TOKENS_HEADERS))
+    for name, text in (
+        (names.limit, "The limit"),
+        (names.remaining, "What is left"),
+        (names.reset, "When all is back, as 6m0s"),
     )
-}  # fmt: skip
+}
 _HEADERS = {
     "x-request-id": "The id of this request; the one that the client sent, if it sent a valid one.",
     REPLICA_HEADER: "A label of the replica that answered, or upstream:NAME.",
     EXPLAIN_HEADER: "Asked for by an admin: the candidates with their predicted seconds, as JSON.",
     DROPPED_HEADER: "Fields of the body that are not known, which no replica got.",
     "traceresponse": "Of an error, where requests are traced: its trace, as in traceparent.",
-    **_LIMITS,
+    **LIMIT_HEADERS,
     "retry-after": "Seconds after which a retry makes sense, at most 120.",
     "x-should-retry": "false where a retry would do harm.",
     "www-authenticate": "Bearer.",
@@ -106,7 +109,7 @@ def add_hot_routes(schema: dict[str, Any]) -> None:
 def _operation(route: Route) -> dict[str, Any]:
     good: dict[str, Any] = {"schema": {"type": "object"}}
     content = {_JSON: good} if route.runner is None else {_JSON: good, _STREAM: {"schema": _TEXT}}
-    headers = _headers("x-request-id", REPLICA_HEADER, EXPLAIN_HEADER, DROPPED_HEADER, *_LIMITS)
+    headers = _headers("x-request-id", REPLICA_HEADER, EXPLAIN_HEADER, DROPPED_HEADER, *LIMIT_HEADERS)
     answer = {"description": "The engine's answer", "headers": headers, "content": content}
     body = {
         "type": "object",
@@ -139,7 +142,7 @@ def _refusals(route: Route) -> dict[str, Any]:
         if status == 405:
             headers.append("allow")
         if status == 429:
-            headers += _LIMITS
+            headers += LIMIT_HEADERS
         if status in (429, 503):
             headers.append("retry-after")
         if status == 429 or status >= 500:

@@ -17,7 +17,7 @@ WINDOW: Final = 32
 MOST_PASSED: Final = 8
 # How much earlier than in fair order a request may go, in weighted tokens: some requests of common size.
 QUANTUM: Final = 8192.0
-# How many requests without a replica are kept, to which those that are no shorter are compared.
+# With how many requests that had no replica the others are compared.
 MOST_KEPT: Final = 64
 
 
@@ -89,7 +89,7 @@ class _Window:
         self._open = dict.fromkeys(slots.candidates)
         # Those that take no request for which they would load an adapter.
         self._loading: set[Candidate] = set()
-        # The tokens of requests that end too late on each closing replica with room; the shortest of them.
+        # While replicas are closing, the tokens of requests that had no replica. One with no fewer has none.
         self._too_long: dict[Requirements, list[tuple[int, int, int]]] = {}
         # These take no turn, which would put off other requests of their tenants.
         self._without = slots.unserved(slots.waiting.by_adapter.keys(), self._free())
@@ -219,7 +219,7 @@ class _Window:
         ]
 
     def _has_options(self, request: Request) -> bool:
-        """Whether it has :meth:`_options`, which become no more for any request."""
+        """Whether it has :meth:`_options`. No request gains one during a dispatch."""
         if not self._slots.closing:
             return bool(self._options(request))
         too_long = self._too_long.setdefault(requirements_of(request), [])

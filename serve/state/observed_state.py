@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from policy.config.deployment import Budget, Deployment
 from policy.config.gpu_groups import GpuGroup, gpu_group_of
-from policy.scaling.gpu_group_commands import is_prepared
+from policy.scaling.awake_engines import is_prepared
 from policy.scaling.model_observation import ObservedModel, held_by
 from policy.scaling.resources import Resources, summed
 from policy.scaling.rollout_steps import MAX_FAILURES, Layer, LayerKey, closes_s

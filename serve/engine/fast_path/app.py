@@ -42,8 +42,6 @@ from serve.engine.interface import WRITER, ASGIApp, Message, Receive, ResponseWr
 
 # The middlewares of vLLM's app that leave such a request alone. Its arguments may bring others.
 _MIDDLEWARES = frozenset({"CORSMiddleware", "ScalingMiddleware", "PrometheusInstrumentatorMiddleware"})
-
-
 # Adapters come and go, and each has kinds of answers of its own.
 _MOST_KINDS = 1024
 

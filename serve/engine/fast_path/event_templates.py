@@ -57,7 +57,7 @@ class EventTemplates:
         self.counts_stored = counts_stored
         self.stored = stored
 
-    def fit(self, state: Any) -> bool:
+    def fits(self, state: Any) -> bool:
         """Whether vLLM's ``state`` of a request has the counts that the recorded one had, and no others."""
         usage = usage_of(state, 0)
         counted = usage.cached is not None and (usage.stored is not None) is self.counts_stored
@@ -77,9 +77,9 @@ class AnswerEvents:
 
     def __init__(self, templates: EventTemplates, answer: bytes, created: bytes) -> None:
         self._templates = templates
-        self._same = [answer, created]
-        self.first = _join(templates.first, self._same)
-        self.before = _join(templates.text[:-1], self._same) + templates.key
+        self._id_and_time = [answer, created]
+        self.first = _join(templates.first, self._id_and_time)
+        self.before = _join(templates.text[:-1], self._id_and_time) + templates.key
         self.after = templates.text[-1]
 
     def end(self, text: str, reason: str, stop: Any, usage: Usage) -> bytes:
@@ -89,9 +89,9 @@ class AnswerEvents:
         """
         templates = self._templates
         field = b"" if templates.skip_empty and not text else templates.key + _encode(text)
-        last = _join(templates.last, [*self._same, field, _encode(reason), _encode(stop)])
+        last = _join(templates.last, [*self._id_and_time, field, _encode(reason), _encode(stop)])
         counts = _counts(usage, stored=templates.stored)
-        return last + _join(templates.usage, [*self._same, counts]) + DONE
+        return last + _join(templates.usage, [*self._id_and_time, counts]) + DONE
 
 
 class RecordedAnswer:
@@ -183,10 +183,9 @@ def _join(pieces: list[bytes], values: list[bytes]) -> bytes:
 
 
 def _counts(usage: Usage, *, stored: bool) -> bytes:
-    prompt, answer, cached, created = usage
-    more = b',"created_cache_tokens":%d' % created if stored and created is not None else b""
+    more = b',"created_cache_tokens":%d' % usage.stored if stored and usage.stored is not None else b""
     return (
         b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,'
         b'"prompt_tokens_details":{"cached_tokens":%d%b}}'
-        % (prompt, prompt + answer, answer, cached or 0, more)
+        % (usage.prompt, usage.prompt + usage.answer, usage.answer, usage.cached or 0, more)
     )

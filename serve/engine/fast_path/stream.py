@@ -104,9 +104,8 @@ class StreamedAnswer:
             **more: Any,
         ) -> Any:
             """As ``RequestState.make_request_output``; what is written here needs no object."""
-            if self._templates is not None and self._write_own(
-                state, new_token_ids, finish_reason, stop_reason
-            ):
+            known = self._templates is not None and (finish_reason is not None or self._own is None)
+            if known and self._write_own(state, new_token_ids, finish_reason, stop_reason):
                 return None
             if finish_reason is not None or not self._before:
                 return make(new_token_ids, pooling_output, finish_reason, stop_reason, *rest, **more)
@@ -168,11 +167,11 @@ class StreamedAnswer:
             self._waiting = None
 
     def _write_own(self, state: Any, token_ids: list[int], reason: Any, stop: Any) -> bool:
-        """Write an output by the templates of its kind; false, having done nothing, if vLLM has to."""
+        """Write a first or last output by the templates; false, having done nothing, if vLLM has to."""
         templates = self._templates
         if templates is None or (reason is not None and str(reason) == "error"):
             return False
-        if self._own is None and not (token_ids and templates.fit(state)):
+        if self._own is None and not (token_ids and templates.fits(state)):
             self._templates = None
             return False
         if self._ended:
@@ -187,9 +186,7 @@ class StreamedAnswer:
                 self._begun = True
                 self._writer.start(200, list(HEADERS))
             if reason is None:
-                if text or not self._skip_empty:
-                    events += self._before + _encode(text) + self._after
-                if events:
+                if events := events + self._event(text):
                     self._writer.write(events)
             else:
                 self._ended = True
@@ -227,11 +224,15 @@ class StreamedAnswer:
             self._kind.record(recorded.templates(output, events))
 
     def _write(self, text: str) -> None:
-        if text or not self._skip_empty:
-            try:
-                self._writer.write(self._before + _encode(text) + self._after)
-            except Exception:  # noqa: BLE001 - see `_cut`
-                self._cut()
+        try:
+            if event := self._event(text):
+                self._writer.write(event)
+        except Exception:  # noqa: BLE001 - see `_cut`
+            self._cut()
+
+    def _event(self, text: str) -> bytes:
+        """The event of a ``text`` that is neither the first nor the last, if it has one."""
+        return self._before + _encode(text) + self._after if text or not self._skip_empty else b""
 
     def _cut(self) -> None:
         """End after a fault of this module; raised, it would end the handler of outputs, and all requests."""

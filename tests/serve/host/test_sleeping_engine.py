@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from policy.config.gpu_groups import cards, gpu_group_of
-from policy.scaling.gpu_group_commands import GroupEngine, is_prepared, orders
+from policy.scaling.awake_engines import GroupEngine, is_prepared, orders
 from policy.scaling.rollout_steps import MAX_FAILURES
 from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders

@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 CREATED = re.compile(rb'"created":\d+')
+ID = {"content": "chatcmpl-1", "text": "cmpl-1"}
 Make = Callable[..., AsyncGenerator[str, None]]
 
 
@@ -168,9 +169,6 @@ def record(
     )  # fmt: skip
     for each in outputs_of(1, texts, created):
         answer.put(each)
-
-
-ID = {"content": "chatcmpl-1", "text": "cmpl-1"}
 
 
 @pytest.mark.parametrize("created", [None, 7])

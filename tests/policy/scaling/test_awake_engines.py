@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.scaling.gpu_group_commands import GroupEngine, chosen_engines, orders
+from policy.scaling.awake_engines import GroupEngine, chosen_engines, orders
 from policy.wire.heartbeat import GpuOrder
 
 SERVE, MEASURE, WAIT, PREPARE, SLEEP = GpuOrder
