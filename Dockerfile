@@ -54,13 +54,13 @@ FROM cpu-packages AS cpu-build
 COPY --from=sources /src ./
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 WORKDIR /
-RUN python -m store.machine_code
+RUN python -m store.compiled_modules
 
 FROM gpu-packages AS gpu-build
 COPY --from=sources /src ./
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 WORKDIR /
-RUN python -m store.machine_code
+RUN python -m store.compiled_modules
 
 FROM base AS runtime
 WORKDIR /var/lib/tidegate

@@ -1,7 +1,7 @@
 """Compile the request path to machine code when Tidegate is built or installed (docs/adr/0010).
 
-It goes into a folder of its own, in a wheel too (:mod:`store.machine_code`). Without a C compiler Tidegate is
-installed without machine code.
+It goes into a folder of its own, in a wheel too (:mod:`store.compiled_modules`). Without a C compiler
+Tidegate is installed without machine code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from setuptools.errors import BaseError, CompileError
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from store import machine_code  # noqa: E402 - of this checkout
+from store import compiled_modules  # noqa: E402 - of this checkout
 
 # The modules of the request path. Structures of msgspec and ctypes are created at run time, uncompiled.
 MODULES = {
@@ -33,10 +33,10 @@ MODULES = {
         "admission/dispatcher",
         "admission/equivalence_classes",
         "admission/fairness",
-        "admission/ordered_set",
+        "admission/indexed_heap",
         "admission/queue",
         "admission/replica_pool_interface",
-        "admission/retry",
+        "admission/retry_policy",
         "admission/crash_suspects",
         "admission/virtual_counters",
         "admission/wait_prediction",
@@ -49,13 +49,13 @@ MODULES = {
         "routing/cost",
         "routing/replica_health",
         "routing/prediction_correction",
-        "routing/prefix_index",
+        "routing/cached_prefixes",
         "routing/replica_state",
         "routing/resident_sessions",
         "routing/router",
         "routing/session_return",
         "routing/settings",
-        "signals/worker_counters",
+        "signals/gateway_worker_counters",
         "stats/histogram",
         "stats/windows",
         "tenancy/price",
@@ -67,7 +67,7 @@ MODULES = {
         "engine/fast_path/event_templates",
         "engine/fast_path/stream",
         "engine/frame_server",
-        "engine/guard_responses",
+        "engine/response_guard",
     ),
     "gateway": (
         "request_pipeline",
@@ -80,16 +80,16 @@ MODULES = {
         "delivery/sse_keepalive",
         "http/acceptor",
         "http/byte_accumulator",
-        "http/client",
+        "http/http1_client",
         "http/forwarded",
-        "http/connection",
-        "http/multiplexed_client",
+        "http/server_connection",
+        "http/frame_client",
         "http/tcp_info",
         "http/asgi_exchange",
         "http/read_turns",
         "http/server",
         "http/upload_budget",
-        "intake/access_checks",
+        "intake/key_restrictions",
         "intake/adapter_catalog",
         "intake/principal",
         "intake/limit_headers",
@@ -97,27 +97,27 @@ MODULES = {
         "intake/rate_limiter",
         "intake/request_resolver",
         "intake/shared_limits",
-        "intake/tenants",
+        "intake/authentication",
         "intake/usage_journal",
         "protocol/body",
         "protocol/body_batching",
         "protocol/client_session",
         "protocol/errors",
-        "protocol/features",
+        "protocol/restricted_features",
         "protocol/prompt_features",
-        "protocol/rendered_prompt",
+        "protocol/canonical_prompt",
         "protocol/json_splice",
         "protocol/json_structure",
-        "protocol/model_rewrite",
+        "protocol/response_model_name",
         "protocol/paths",
         "protocol/sse_validator",
         "protocol/usage",
         "protocol/validation/engine_work_limits",
         "protocol/validation/media",
         "protocol/validation/regex_size",
-        "queue/model_queues",
+        "queue/admission",
         "queue/replica_pool",
-        "queue/dispatcher_driver",
+        "queue/model_queue",
         "routing/fleet",
         "routing/loaded_adapters",
         "routing/mapped_rows",
@@ -150,8 +150,8 @@ class BuildMachineCode(build_ext):
         self.inplace = False
         self.build_temp = str(OBJECTS)
         self.parallel = _cores()
-        in_wheel = Path(self.build_lib, machine_code.IN_WHEEL)
-        self.build_lib = str(machine_code.FOLDER if self.editable_mode else in_wheel)
+        in_wheel = Path(self.build_lib, compiled_modules.IN_WHEEL)
+        self.build_lib = str(compiled_modules.FOLDER if self.editable_mode else in_wheel)
 
     def run(self) -> None:
         """Build, or leave out what cannot be built; a wheel fails if there is a compiler."""
@@ -159,7 +159,7 @@ class BuildMachineCode(build_ext):
         built = Path(self.build_lib)
         shutil.rmtree(built, ignore_errors=True)
         self.distribution.ext_modules = self.extensions = []
-        digest = machine_code.digest()
+        digest = compiled_modules.digest()
         if not problem:
             try:
                 self._build()
@@ -169,7 +169,7 @@ class BuildMachineCode(build_ext):
                 problem = f"mypyc or the C compiler failed ({error}); pip install -v -e . shows how"
         if problem:
             self.announce(f"no machine code: {problem}", level=logging.WARNING)
-        machine_code.record(built, digest, problem)
+        compiled_modules.record(built, digest, problem)
 
     def _build(self) -> None:
         from mypyc.build import mypycify  # noqa: PLC0415 - metadata is asked for without building

@@ -22,7 +22,7 @@ from policy.wire.headers import CANARY_HEADER, DROPPED_HEADER, EXPLAIN_HEADER, R
 if TYPE_CHECKING:
     from gateway.delivery.replica_idle_timeouts import IdleTimeouts
     from gateway.http.asgi_exchange import Exchange
-    from gateway.http.client import ProxiedConnection
+    from gateway.http.http1_client import ProxiedConnection
     from gateway.intake.adapter_catalog import Adapter
     from gateway.intake.rate_limiter import Reservation
     from gateway.intake.usage_journal import Charge

@@ -27,14 +27,14 @@ from gateway.delivery.retry_loop import RetryLoop
 from gateway.delivery.spillover import Spillover
 from gateway.delivery.sse_keepalive import SseKeepalive
 from gateway.http.forwarded import TrustedProxies
-from gateway.intake.access_checks import bound_answer, check_features
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.admin_keys import AdminKeys
+from gateway.intake.authentication import Tenants
+from gateway.intake.key_restrictions import bound_answer, check_features
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.intake.rate_limiter import RateLimiter
 from gateway.intake.request_resolver import RequestResolver
 from gateway.intake.shared_limits import SharedLimits
-from gateway.intake.tenants import Tenants
 from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol import body as bodies
 from gateway.protocol.body import AcceptedBody, Body, BodyRules
@@ -43,8 +43,8 @@ from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES, Route
 from gateway.protocol.usage import UsageBounds
+from gateway.queue.admission import Admission
 from gateway.queue.dynamic_batching import Coalescer
-from gateway.queue.model_queues import Admission
 from gateway.request_context import HEADERS, Call, headers_of
 from gateway.routing.engine_cache.external_server_caches import ServerCaches
 from gateway.routing.fleet import FleetView, ServedModel
@@ -52,13 +52,13 @@ from gateway.routing.fleet_listeners import FleetEvents
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.shared_counters import SharedCounts
 from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.capture_publisher import CapturePublisher
-from gateway.telemetry.capture_subscriber import Subscribers
 from gateway.telemetry.metrics import Metrics, ModelCounters
 from gateway.telemetry.scrape import Scraper
 from gateway.telemetry.structured_log import Log
 from gateway.telemetry.tenant_metrics import NONE
 from gateway.telemetry.traces.exporter import TraceExporter
+from gateway.telemetry.workload_capture_publisher import CapturePublisher
+from gateway.telemetry.workload_capture_subscriber import Subscribers
 from policy.config.deployment import Deployment
 from policy.config.media_hosts import allowed_hosts
 from policy.errors import Refusal
@@ -66,7 +66,7 @@ from policy.request import Request
 from policy.tenancy.token_count import most_tokens
 from policy.types import Runner
 from policy.wire.headers import CANARY_HEADER, EXPLAIN_HEADER
-from store.api_keys import own_key
+from store.key_derivation import own_key
 
 # Machine code reads constants faster than names of other modules and members of enumerations.
 monotonic: Final = time.monotonic

@@ -31,8 +31,8 @@ from gateway.intake.shared_limits import SharedLimits
 from gateway.intake.usage_journal import UsageJournal
 from gateway.malloc_tuning import FreedMemory
 from gateway.request_pipeline import Gateway
-from gateway.routing.active_health_checks import Probes
 from gateway.routing.external_server_poller import ExternalPoller
+from gateway.routing.outlier_ejection import Probes
 from gateway.routing.shared_counters import BEAT_EVERY_S, LOCAL, SharedRows
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.exemplars import WRITE_EVERY_S
@@ -40,9 +40,9 @@ from gateway.telemetry.structured_log import LibraryHandler, Log
 from gateway.telemetry.traces.exporter import TraceExporter
 from policy.config.deployment import Deployment
 from policy.wire.controller import SIGNALS
-from store.api_keys import salt_secret
 from store.event_loop.timer_coalescing import sleep_to_next
 from store.event_loop.uvicorn_server import UvicornServer
+from store.key_derivation import salt_secret
 from store.os_process import read_usage
 from store.state_dir import StateDir
 

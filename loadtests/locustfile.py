@@ -10,7 +10,7 @@ from typing import Any
 from locust import events
 
 from loadtests import options
-from loadtests.run import Run
+from loadtests.locust_listeners import Run
 from loadtests.slo import Ledger
 from loadtests.users import ChatUser, CompletionUser
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from tidegate.replay.prompts import Prompts
 
 # In-flight requests may end before users are stopped: a request that is cut is in one side's metrics only.

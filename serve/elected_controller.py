@@ -21,16 +21,16 @@ from serve.actuator.fenced import Fence, machine_fence
 from serve.actuator.gpu_cards import cards_of_machine
 from serve.actuator.interface import Actuator, deployment_id
 from serve.actuator.local import LocalActuator
+from serve.controller.crash_loop_backoff import record_error, record_start
 from serve.controller.leadership_lease import Leadership, LeaseStore
-from serve.controller.run_record import record_error, record_start
 from serve.controller.serving import stop_signals
 from serve.controller.standby_controller import Elected
-from serve.ray_cluster import join
+from serve.ray_launcher import join
 from store.database import Database
 from store.election.database_lease import DatabaseLease
-from store.election.leader_state import LeaderState, highest_term
+from store.election.database_state_dir import LeaderState, highest_term
+from store.json_log_format import log_to
 from store.kubernetes.lease import KubernetesLeaseStore
-from store.log_lines import log_to
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")

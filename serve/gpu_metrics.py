@@ -14,7 +14,7 @@ import operator
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from policy.wire.reports import GpuReport, is_of_card
+from policy.wire.controller_reports import GpuReport, is_of_card
 from serve.nvml import NvmlMissing, ask, gpu_handle, load_nvml
 
 log = logging.getLogger("tidegate.host")

@@ -1,7 +1,7 @@
 """The files in which gateway workers record the usage of requests, until the ledger has it.
 
 A segment is a header of :data:`HEADER_WORDS` words (a magic number, the number of slots), slots of
-:data:`policy.tenancy.usage_record.WORDS`, and the dimensions that slots name, a JSON line each, followed by
+:data:`policy.tenancy.usage_slot.WORDS`, and the dimensions that slots name, a JSON line each, followed by
 zeros. Header and slots are mapped. Its worker holds the file's lock while it lives.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from policy.tenancy.usage_record import WORDS, UsageDims, UsageRecord, read_record
+from policy.tenancy.usage_slot import WORDS, UsageDims, UsageRecord, read_record
 
 SEGMENT_SUFFIX = ".usage"
 HEADER_WORDS: Final = 8

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from uvicorn.server import ServerState
 
-from gateway.http.client import ConnectionPool
-from gateway.http.multiplexed_client import FrameChannel, MultiplexedConnection, Stream
+from gateway.http.frame_client import FrameChannel, MultiplexedConnection, Stream
+from gateway.http.http1_client import ConnectionPool
 from serve.engine.frame_server import FrameConnection
 from serve.engine.interface import WRITER, ASGIApp, Receive, ResponseWriter, Scope, Send
 

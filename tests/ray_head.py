@@ -17,7 +17,7 @@ import psutil
 
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
-from serve.ray_cluster import head_command, temp_dir
+from serve.ray_launcher import head_command, temp_dir
 from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.serve.sim_documents import document

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STATE = "-m store.machine_code"
+STATE = "-m store.compiled_modules"
 RECORDER = """#!/bin/sh
 echo "$*" >> {log}
 case "$*" in *--dry-run*) exit {dry_run} ;; *machine_code) echo state; exit {compiled} ;; esac

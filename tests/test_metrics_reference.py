@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from policy.wire.metrics import GROUPS, METRICS, Kind, Metric
+from policy.wire.metric_definitions import GROUPS, METRICS, Kind, Metric
 from tests.generated_page import GeneratedPage
 
 PAGE = GeneratedPage("metrics.md", "## All metrics\n")

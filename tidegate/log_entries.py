@@ -81,7 +81,7 @@ def _parse(raw: str, now: float) -> _Line:
 
 
 def _own(raw: str) -> _Line | None:
-    """A line of :mod:`store.log_lines`."""
+    """A line of :mod:`store.json_log_format`."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
         at, level = datetime.fromisoformat(fields["at"]).timestamp(), fields["level"]

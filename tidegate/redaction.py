@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from store.adapters.fetch_job import redacted
+from store.adapters.fetch_context import redacted
 
 _SECRETS = ("token", "key", "secret", "password")
 _MASK = "***"

@@ -10,11 +10,11 @@ from typing import Any
 from sqlalchemy import Connection
 
 from gateway.accounting.database_access import DatabaseAccess
-from gateway.accounting.declared_access import Declared, DeclaredAccess
+from gateway.accounting.deployment_file_snapshot import Declared, DeclaredAccess
 from policy.config.convert import require
 from policy.config.tenancy import Access
 from policy.duration import DURATION, parse_duration
-from policy.wire.accounting import Actor, AuditEntry
+from policy.wire.accounting_api import Actor, AuditEntry
 from store.database import increment
 from store.tenancy import audit
 from store.tenancy.tables import REVISION

@@ -21,7 +21,7 @@ from gateway.accounting.ledger_reports import query_of, rows
 from gateway.accounting.tenant_changes import TenantChanges
 from policy.config.convert import convert, require
 from policy.errors import TidegateError
-from policy.wire.accounting import (
+from policy.wire.accounting_api import (
     ADMIN_KEYS,
     AUDIT,
     KEYS,

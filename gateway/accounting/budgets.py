@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 
 from gateway.accounting.access_transaction import AccessDatabase
-from gateway.accounting.declared_access import Declared
+from gateway.accounting.deployment_file_snapshot import Declared
 from gateway.intake.shared_limits import SharedLimits
 from policy.config.tenancy import Access
 from policy.errors import ConfigError

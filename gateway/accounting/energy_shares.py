@@ -14,10 +14,10 @@ import httpx
 import msgspec
 
 from policy.errors import Unreachable
-from policy.signals.energy import BASE, OTHERS
+from policy.signals.energy_attribution import BASE, OTHERS
 from policy.wire.controller import METRICS, Controllers
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.metrics import Samples
+from policy.wire.metric_definitions import Samples
 from store.database import Database
 from store.tenancy import ledger
 from store.tenancy.ledger import Counts, LedgerKey

@@ -12,8 +12,8 @@ from policy.config.convert import require
 from policy.config.tenancy import Access, Tenant
 from policy.config.tenancy_checks import check_access, check_name
 from policy.errors import AccessRefused, AccessUnknown
-from policy.wire.accounting import Actor, AdminKeyView, CreateAdminKey, Created, CreateKey, KeyView
-from store.api_keys import ADMIN_PREFIX, digest_of, new_key
+from policy.wire.accounting_api import Actor, AdminKeyView, CreateAdminKey, Created, CreateKey, KeyView
+from store.key_derivation import ADMIN_PREFIX, digest_of, new_key
 from store.tenancy.keys import (
     AdminKeyRecord,
     KeyRecord,

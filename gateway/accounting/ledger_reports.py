@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry, Gauge
 from sqlalchemy import Connection
 
 from gateway.telemetry.metric_families import MetricFamilies
-from gateway.telemetry.metric_files import MetricFiles
+from gateway.telemetry.metric_file_preallocation import MetricFiles
 from policy.config.convert import require
 from policy.tenancy.price import NANO
-from policy.wire.usage import LedgerStatus, UsageBy, UsageQuery, UsageRow
+from policy.wire.usage_query import LedgerStatus, UsageBy, UsageQuery, UsageRow
 from store.tenancy import ledger
 
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")

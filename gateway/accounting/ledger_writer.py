@@ -17,8 +17,8 @@ from time import time
 
 from policy.errors import Unreachable
 from policy.tenancy.price import TokenRates
-from policy.tenancy.usage_record import UsageDims, UsageRecord
-from policy.wire.usage import LedgerStatus
+from policy.tenancy.usage_slot import UsageDims, UsageRecord
+from policy.wire.usage_query import LedgerStatus
 from store.database import Database
 from store.state_dir import own_directory
 from store.tenancy import ledger, spending

@@ -19,24 +19,24 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from gateway.accounting.access_snapshot_file import AccessSnapshotFile
+from gateway.accounting.access_snapshot_writer import AccessSnapshotFile
 from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.app import build_app, route
 from gateway.accounting.budgets import Budgets, SpentBudgets
 from gateway.accounting.database_access import DatabaseAccess
-from gateway.accounting.declared_access import DeclaredAccess
+from gateway.accounting.deployment_file_snapshot import DeclaredAccess
 from gateway.accounting.energy_shares import EVERY_S as ENERGY_EVERY_S
 from gateway.accounting.energy_shares import EnergyShares
-from gateway.accounting.lease_keeper import LOOK_EVERY_S as LEASES_EVERY_S
-from gateway.accounting.lease_keeper import LeaseKeeper
 from gateway.accounting.ledger_reports import LedgerMetrics
 from gateway.accounting.ledger_writer import LedgerWriter
-from gateway.accounting.periodic_tasks import PeriodicTasks
+from gateway.accounting.limit_shares import LOOK_EVERY_S as LEASES_EVERY_S
+from gateway.accounting.limit_shares import LeaseKeeper
+from gateway.accounting.periodic_runner import PeriodicTasks
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from policy.errors import TidegateError
-from policy.wire.accounting import LEDGER
+from policy.wire.accounting_api import LEDGER
 from store.event_loop.uvicorn_server import UvicornServer
-from store.log_lines import log_to
+from store.json_log_format import log_to
 from store.os_process import allow_connections
 from store.state_dir import StateDir, listen_at
 from store.tenancy import audit_spool

@@ -12,7 +12,7 @@ from policy.config.convert import convert, require
 from policy.config.tenancy import Tenant
 from policy.config.tenancy_checks import check_access, check_name
 from policy.errors import AccessRefused, AccessUnknown
-from policy.wire.accounting import Actor, CreateTenant, TenantView
+from policy.wire.accounting_api import Actor, CreateTenant, TenantView
 from store.tenancy.keys import end_key, every_key, valid_by_tenant
 from store.tenancy.tenants import (
     TenantRecord,

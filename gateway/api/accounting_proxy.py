@@ -15,7 +15,7 @@ from gateway.api.controller_proxy import CONNECT_S, SILENT_S, refusal_of
 from gateway.http.internal_client import NO_CERTIFICATES
 from gateway.protocol.errors import Refused
 from policy.errors import Refusal
-from policy.wire.accounting import Actor, actor_headers
+from policy.wire.accounting_api import Actor, actor_headers
 
 
 class AccountingProxy:

@@ -19,8 +19,8 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import external_metrics, health, models_endpoint, static_page, swagger_ui
-from gateway.api.admin import live, operations, playground, tenancy, usage
-from gateway.api.admin.access import AdminAccess
+from gateway.api.admin import dashboard, fleet_and_adapters, playground, tenancy, usage
+from gateway.api.admin.authorization import AdminAccess
 from gateway.api.cors import Cors
 from gateway.api.dependencies import TENANT, Services
 from gateway.api.openapi_schema import add_errors, add_hot_routes
@@ -30,14 +30,14 @@ from gateway.protocol.paths import ROUTES, is_anthropic
 from gateway.protocol.paths import Route as HotRoute
 from policy.config.deployment import GatewayConfig
 from policy.errors import Refusal
-from policy.wire.accounting import Actor
+from policy.wire.accounting_api import Actor
 
 CLIENT_ROUTERS = (models_endpoint.router, health.router, swagger_ui.router)
 ADMIN_ROUTERS = (
-    operations.health,
+    fleet_and_adapters.health,
     external_metrics.router,
-    operations.router,
-    live.router,
+    fleet_and_adapters.router,
+    dashboard.router,
     tenancy.router,
     usage.router,
     playground.router,

@@ -16,7 +16,7 @@ from gateway.http.internal_client import internal_client
 from gateway.protocol.errors import Refused
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
-from policy.wire.accounting import Actor, actor_headers
+from policy.wire.accounting_api import Actor, actor_headers
 from policy.wire.controller import STATUS, Controllers, answer_of
 
 # An add reports its progress once a second.

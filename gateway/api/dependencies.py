@@ -16,8 +16,8 @@ from gateway.api.accounting_proxy import AccountingProxy
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.models_response import ModelList
 from gateway.intake.admin_keys import AdminKeys
+from gateway.intake.authentication import Tenants
 from gateway.intake.principal import Principal
-from gateway.intake.tenants import Tenants
 from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView
 from gateway.routing.model_routers import ModelRouters
@@ -25,7 +25,7 @@ from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.scrape import Scraper
 from gateway.telemetry.structured_log import Log
 from policy.errors import Refusal
-from policy.wire.accounting import Actor
+from policy.wire.accounting_api import Actor
 
 # Where a request's scope has the name of its tenant, for the access log, and who uses the admin port.
 TENANT, ACTOR = "tidegate.tenant", "tidegate.actor"
@@ -87,7 +87,7 @@ AdminCaller = Annotated[Principal, Depends(admin_caller)]
 
 
 async def actor_of(request: Request) -> Actor:
-    """Who uses the admin port, in a role that :class:`gateway.api.admin.access.AdminAccess` has checked."""
+    """Who uses the admin port, in a role that :mod:`gateway.api.admin.authorization` has checked."""
     actor: Actor = request.scope[ACTOR]
     return actor
 

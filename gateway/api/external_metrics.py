@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from gateway.api.dependencies import GatewayServices, JsonResponse
-from gateway.routing.desired_counts import METRIC, CountUnknown, desired_count
+from gateway.routing.external_autoscaler_counts import METRIC, CountUnknown, desired_count
 
 GROUP = "/apis/external.metrics.k8s.io/v1beta1"
 _VERSION = "external.metrics.k8s.io/v1beta1"

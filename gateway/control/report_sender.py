@@ -16,15 +16,15 @@ from typing import Any
 
 import msgspec
 
-from gateway.http.buffered_response import post
-from gateway.http.client import ConnectionPool
-from gateway.queue.model_queues import Admission
+from gateway.http.buffered_request import post
+from gateway.http.http1_client import ConnectionPool
+from gateway.queue.admission import Admission
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment
 from policy.wire.controller import Controllers
+from policy.wire.controller_reports import GatewayReport, ModelReport, ReportAnswer, Waiting, WorkerDetail
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.reports import GatewayReport, ModelReport, ReportAnswer, Waiting, WorkerDetail
 
 EVERY_S = 1.0
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Raw
 
-from gateway.http.client import ConnectionPool
+from gateway.http.http1_client import ConnectionPool
 from gateway.protocol.body import Body
 from gateway.protocol.json_decoders import ABSENT
 from gateway.protocol.json_splice import Edit, UpstreamBody, edited_body, locate, set_model
@@ -16,12 +16,12 @@ from gateway.protocol.prompt_features import limit_of
 from gateway.protocol.usage import Usage
 from gateway.request_context import Call
 from gateway.telemetry.structured_log import Log
-from policy.admission.spend_cap import Reservation, SpendCap, cost
+from policy.admission.provider_spend_cap import Reservation, SpendCap, cost
 from policy.config.deployment import Deployment, Upstream
 from policy.request import Request
 from policy.routing.replica_health import AttemptResult, Breaker, BreakerState
 from policy.types import Runner
-from store.api_keys import read_key
+from store.key_derivation import read_key
 
 # Routes that an OpenAI-compatible endpoint serves.
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})

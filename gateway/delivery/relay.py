@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from gateway.http.asgi_exchange import SENT, Exchange
 from gateway.http.byte_accumulator import ByteAccumulator
-from gateway.http.client import Connection
+from gateway.http.http1_client import Connection
 from gateway.intake.usage_journal import Charge
 from gateway.protocol.errors import (
     MAX_ERROR_BYTES,
@@ -31,13 +31,13 @@ from gateway.protocol.errors import (
     status_of,
 )
 from gateway.protocol.json_decoders import NULL, Answer, answer
-from gateway.protocol.model_rewrite import ModelRewrite
 from gateway.protocol.paths import Api
+from gateway.protocol.response_model_name import ModelRewrite
 from gateway.protocol.sse_validator import SseValidator
 from gateway.protocol.usage import MAX_USAGE_BYTES, Usage, usage_of_answer
 from gateway.request_context import STREAM_HEADERS, Call
 from gateway.telemetry.metrics import ModelCounters
-from policy.admission.retry import AttemptOutcome
+from policy.admission.retry_policy import AttemptOutcome
 from policy.errors import Refusal
 from policy.types import Runner
 from policy.wire.headers import ENGINE_TIME_HEADER, REFUSAL_HEADER, REPLICA_HEADER

@@ -9,21 +9,21 @@ from typing import Final
 
 from gateway.delivery.crash_suspects import SuspectRequests, fingerprint
 from gateway.delivery.relay import Relay
-from gateway.http.client import Connection, is_local_fault
+from gateway.http.http1_client import Connection, is_local_fault
 from gateway.http.read_turns import request_starts
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_splice import UpstreamBody, upstream_body
-from gateway.protocol.model_rewrite import ModelRewrite
 from gateway.protocol.paths import Api, Route
+from gateway.protocol.response_model_name import ModelRewrite
 from gateway.protocol.sse_validator import ChatValidator, MessagesValidator, ResponsesValidator, SseValidator
-from gateway.queue.dispatcher_driver import Ticket
+from gateway.queue.model_queue import Ticket
 from gateway.request_context import Call
 from gateway.routing.engine_cache.prompt_tokens import Prompt
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.telemetry.metrics import ModelCounters
 from gateway.telemetry.traces.request_trace import Attempt
-from policy.admission.retry import MAX_BEGUN, AttemptOutcome
+from policy.admission.retry_policy import MAX_BEGUN, AttemptOutcome
 from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.concurrency_limit import ConcurrencyLimit

@@ -13,13 +13,13 @@ from gateway.delivery.relay import Relay
 from gateway.delivery.retry_loop import validator_of
 from gateway.protocol.body import Body
 from gateway.protocol.errors import NO_ROOM, Refused
-from gateway.protocol.model_rewrite import ModelRewrite
+from gateway.protocol.response_model_name import ModelRewrite
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
 from gateway.telemetry.traces.request_trace import Attempt
-from policy.admission.retry import AttemptOutcome
+from policy.admission.retry_policy import AttemptOutcome
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.request import Request

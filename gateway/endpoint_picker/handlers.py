@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
+from gateway.endpoint_picker.ext_proc_messages import SERVICE, ProcessingRequest, ProcessingResponse
 from gateway.endpoint_picker.processor import Processor
-from gateway.endpoint_picker.protocol import SERVICE, ProcessingRequest, ProcessingResponse
 from gateway.http.upload_budget import UploadBudget
 from gateway.request_pipeline import Gateway
 from gateway.telemetry.structured_log import Log

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.types import Message, Scope
 
-from gateway.endpoint_picker import messages
+from gateway.endpoint_picker import picker_protocol
 from gateway.http.asgi_exchange import SENT
-from gateway.http.client import Sink
+from gateway.http.http1_client import Sink
 from gateway.http.upload_budget import Upload, UploadBudget
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES, Route, is_anthropic
@@ -89,8 +89,8 @@ class Processor:
         self.received = True
         match message.WhichOneof("kind"):
             case "request_headers":
-                self._request = messages.headers_of(message.request_headers)
-                self._subset = messages.subset_of(message)
+                self._request = picker_protocol.headers_of(message.request_headers)
+                self._subset = picker_protocol.subset_of(message)
                 self._read_head()
                 if message.request_headers.end_of_stream or self._limit == 0:
                     self._begin()
@@ -173,7 +173,7 @@ class Processor:
         self._serving = asyncio.create_task(work)
 
     def _begin_answer(self, message: Any) -> None:
-        self._answer = messages.headers_of(message)
+        self._answer = picker_protocol.headers_of(message)
         found = dict(self._answer)
         if self._sink is not None:
             self._sink.on_head(int(found.get(b":status", b"0")), found)
@@ -210,8 +210,8 @@ class Processor:
             headers.append((b":path", path))
         sent = {name for name, _ in headers}
         whole = body if isinstance(body, bytes) else b"".join(body)
-        self._put(messages.destination(self._endpoint, headers, _unwanted(self._request, sent)))
-        for message in messages.request_body(whole, trailers=self._has_trailers):
+        self._put(picker_protocol.destination(self._endpoint, headers, _unwanted(self._request, sent)))
+        for message in picker_protocol.request_body(whole, trailers=self._has_trailers):
             self._put(message)
 
     def pause(self, sink: Sink) -> None:
@@ -243,9 +243,9 @@ class Processor:
                 return SENT
             self._answering = True
             sent = {name for name, _ in head["headers"]}
-            self._put(messages.response_headers(head["headers"], _unwanted(self._answer, sent)))
+            self._put(picker_protocol.response_headers(head["headers"], _unwanted(self._answer, sent)))
         if body or last:
-            for part in messages.response_body(body, last=last):
+            for part in picker_protocol.response_body(body, last=last):
                 self._put(part)
             self._unsent += len(body)
         self._ended = last
@@ -258,7 +258,7 @@ class Processor:
     def _refuse(self, refused: Refused) -> None:
         """Refuse the request before the pipeline has it."""
         body = refused.body(anthropic=is_anthropic(self._scope["path"]))
-        self._put(messages.immediate(refused.status, refused.headers(), body))
+        self._put(picker_protocol.immediate(refused.status, refused.headers(), body))
         self._ended = True
         self._reading.set()
 
@@ -267,7 +267,7 @@ class Processor:
         if status == 503 and _is_dropped(body):
             status = _DROPPED
         headers = [(name, value) for name, value in head["headers"] if name != b"content-length"]
-        self._put(messages.immediate(status, headers, body))
+        self._put(picker_protocol.immediate(status, headers, body))
         self._ended = True
         self._reading.set()
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from gateway.grpc_server.messages import declare
-from gateway.routing.desired_counts import METRIC, CountUnknown, desired_count
+from gateway.grpc_server.protobuf_declarations import declare
+from gateway.routing.external_autoscaler_counts import METRIC, CountUnknown, desired_count
 from gateway.routing.fleet import FleetView
 
 SERVICE = "externalscaler.ExternalScaler"

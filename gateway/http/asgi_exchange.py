@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.types import Message
 
 if TYPE_CHECKING:
-    from gateway.http.connection import ServerConnection
+    from gateway.http.server_connection import ServerConnection
 
 _STATUS_LINES: Final = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus

@@ -5,9 +5,9 @@ from __future__ import annotations
 from io import BytesIO
 from typing import Final
 
-# From this size on a block is mapped (gateway.main): pages that are not written take no memory, and it is the
-# kernel's again when it is freed. Room for the whole length is made when a part of it has come: a client that
-# sends little takes little memory, and a thousand that leave do so before the heap is in pieces.
+# From this size on a block is mapped (gateway.worker_main): pages that are not written take no memory, and it
+# is the kernel's again when it is freed. Room for the whole length is made when a part of it has come: a
+# client that sends little takes little memory, and a thousand that leave do so before the heap is in pieces.
 LARGE_BYTES: Final = 1024 * 1024
 ROOM_FROM: Final = 64 * 1024
 

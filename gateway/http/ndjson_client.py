@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from gateway.http.client import Connection, ConnectionPool
+from gateway.http.http1_client import Connection, ConnectionPool
 from policy.wire.headers import SECRET_HEADER
 
 FIRST_RETRY_S = 0.05

@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Scope
 
 from gateway.http.acceptor import Acceptor, Peers
 from gateway.http.asgi_exchange import Exchange
-from gateway.http.connection import ServerConnection
 from gateway.http.forwarded import Address, TrustedProxies
 from gateway.http.read_turns import request_starts
+from gateway.http.server_connection import ServerConnection
 from gateway.http.upload_budget import UploadBudget
 from gateway.protocol.errors import Refused
 

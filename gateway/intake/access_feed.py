@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.intake.admin_keys import AdminKeys
-from gateway.intake.tenants import Tenants
+from gateway.intake.authentication import Tenants
 from gateway.telemetry.structured_log import Log
 from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, SnapshotLine, TenantRow
 from store.event_loop.timer_coalescing import sleep_to_next

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from policy.wire.access_snapshot import AdminKeyRow
-from policy.wire.accounting import Actor
+from policy.wire.accounting_api import Actor
 
 
 class AdminKeys:

@@ -9,10 +9,10 @@ from typing import Final
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal
 from gateway.protocol.body import Body
+from gateway.protocol.canonical_prompt import rendered_prompt
 from gateway.protocol.client_session import given_session, session_key
 from gateway.protocol.errors import Refused, unknown
 from gateway.protocol.prompt_features import NOTHING, adapter_key, limit_of, seed_of
-from gateway.protocol.rendered_prompt import rendered_prompt
 from gateway.request_context import Call
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.model_routers import ModelRouters

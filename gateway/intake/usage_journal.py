@@ -26,7 +26,7 @@ from policy.config.deployment import Deployment
 from policy.request import Request
 from policy.tenancy.price import FREE, TokenRates, rates_of
 from policy.tenancy.token_count import cached_weight, used_tokens
-from policy.tenancy.usage_record import (
+from policy.tenancy.usage_slot import (
     AT_MS,
     CHECK,
     DIMS_SHIFT,

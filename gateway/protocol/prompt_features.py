@@ -10,8 +10,8 @@ from typing import Final
 import xxhash
 
 from gateway.protocol.body import Body
+from gateway.protocol.canonical_prompt import RenderedPrompt, rendered_prompt
 from gateway.protocol.paths import Route
-from gateway.protocol.rendered_prompt import RenderedPrompt, rendered_prompt
 from policy.request import AnswerLength
 
 BLOCK_BYTES: Final = 512

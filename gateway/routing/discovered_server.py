@@ -7,7 +7,7 @@ from msgspec import structs
 from policy.config.deployment import ModelSpec
 from policy.config.external_servers import ExternalServer, server_shape
 from policy.errors import ConfigError
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
 
 MAX_PORT, MAX_DIGITS = 65_535, 5

@@ -12,7 +12,7 @@ import msgspec
 from gateway.telemetry.structured_log import Log
 from policy.config.external_servers import KubernetesService
 from store.kubernetes.api_server import Metadata, Object, ObjectWatch, own_namespace
-from store.kubernetes.pod_metadata import adapters_of, kv_events_ports, replica_id, shape_and_mode
+from store.kubernetes.engine_pod_labels import adapters_of, kv_events_ports, replica_id, shape_and_mode
 
 # How long the first call waits for the first list.
 FIRST_S = 5.0

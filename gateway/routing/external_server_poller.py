@@ -14,15 +14,15 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from gateway.http.client import causes, is_local_fault
+from gateway.http.http1_client import causes, is_local_fault
 from gateway.routing.discovered_server import (
     DiscoveredServer,
     external_replica,
     resolved,
     with_server_details,
 )
+from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet import FleetView
-from gateway.routing.server_access import ServerAccess
 from gateway.routing.server_discovery import ServerDiscovery
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment, ModelSpec
@@ -30,7 +30,7 @@ from policy.config.external_servers import ExternalServer
 from policy.routing.concurrency_limit import ServerQueue
 from policy.types import EngineKind, Replica
 from policy.wire.vllm_metrics import VllmMetrics
-from store.api_keys import read_key
+from store.key_derivation import read_key
 
 PROBE_EVERY_S = 2.0
 PROBE_TIMEOUT_S = 2.0

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from gateway.routing.engine_cache.external_server_caches import ServerCaches
+from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet_listeners import NO_EVENTS, FleetEvents
 from gateway.routing.replica_handle import ReplicaHandle
-from gateway.routing.server_access import ServerAccess
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.scrape import ScrapedReplica
@@ -21,7 +21,7 @@ from policy.engine.builtin_profiles import shipped
 from policy.engine.performance_model import Timing
 from policy.routing.concurrency_limit import ServerQueue
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Replica, ReplicaPhase, Runner
 
 Source = Literal["none", "disk", "controller"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
-from policy.routing.kv_block_index import News
+from policy.routing.engine_prefix_index import News
 from policy.wire.load_stream import LoadLine
 
 

@@ -20,7 +20,7 @@ from policy.errors import TargetError
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
-from policy.routing.kv_block_index import MAX_NAMES, News
+from policy.routing.engine_prefix_index import MAX_NAMES, News
 from policy.routing.router import Decision, Router
 from policy.routing.settings import Settings, settings_of
 from policy.wire.load_stream import CachedPrefix, LoadLine

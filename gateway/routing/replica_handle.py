@@ -9,12 +9,12 @@ from math import inf
 from time import monotonic, time
 from typing import TYPE_CHECKING, Final
 
-from gateway.http.client import Connection, ConnectionPool
-from gateway.http.multiplexed_client import FrameChannel
+from gateway.http.frame_client import FrameChannel
+from gateway.http.http1_client import Connection, ConnectionPool
 from gateway.http.ndjson_client import NdjsonStream
+from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet_listeners import NO_EVENTS, FleetEvents
 from gateway.routing.loaded_adapters import LoadedAdapters
-from gateway.routing.server_access import ServerAccess
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from policy.errors import Refusal
 from policy.hashing import hash_name

@@ -21,9 +21,9 @@ from gateway.telemetry.structured_log import Log
 from policy.config.convert import convert
 from policy.config.deployment import ModelSpec
 from policy.config.external_servers import Discovery, ExternalServer, ServerSettings
-from policy.deployment_file.external_servers import check_servers
+from policy.deployment_file.external_server_checks import check_servers
 from policy.errors import ConfigError
-from store.kubernetes.pod_metadata import PREFIX
+from store.kubernetes.engine_pod_labels import PREFIX
 from store.watched_files import WatchedFiles
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from store.event_loop.timer_coalescing import sleep_to_next
+from store.json_log_format import Field, line
 from store.log_file import RotatingLog
-from store.log_lines import Field, line
 
 if TYPE_CHECKING:
     from gateway.request_context import Call

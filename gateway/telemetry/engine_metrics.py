@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from policy.wire.metrics import ENGINE_PREFIX
+from policy.wire.metric_definitions import ENGINE_PREFIX
 
 _NAME = ENGINE_PREFIX.encode() + rb"[a-zA-Z0-9_:]+"
 _LABELS = rb'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\.)*"'

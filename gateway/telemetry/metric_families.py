@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.protocol.usage import Usage
 from policy.stats.histogram import HistogramCounter
-from policy.wire.metrics import METRICS
+from policy.wire.metric_definitions import METRICS
 
 # Replicas with a name of their own while a worker lives, as shared metric files never drop a series.
 MOST_REPLICAS: Final = 500
@@ -17,7 +17,7 @@ OTHER_REPLICAS: Final = "_other"
 
 
 class MetricFamilies:
-    """Declares metrics of :data:`policy.wire.metrics.METRICS` in one registry."""
+    """Declares metrics of :data:`policy.wire.metric_definitions.METRICS` in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -31,14 +31,14 @@ from gateway.telemetry.metric_families import (
     publish_growth,
     publish_total,
 )
-from gateway.telemetry.metric_files import MetricFiles
+from gateway.telemetry.metric_file_preallocation import MetricFiles
 from gateway.telemetry.process_metrics import ProcessMetrics
 from gateway.telemetry.tenant_metrics import NONE, TenantMetrics
 from policy.routing.replica_health import HealthCounters
-from policy.signals.worker_counters import WorkerCounters
+from policy.signals.gateway_worker_counters import WorkerCounters
 from policy.stats.histogram import GAPS, SECONDS, HistogramCounter
 from policy.types import Priority
-from policy.wire.metrics import Kind
+from policy.wire.metric_definitions import Kind
 from store.os_process import ProcessUsage
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from policy.config.deployment import Deployment
 from policy.stats.histogram import SECONDS
 from policy.types import Replica, ReplicaPhase
 from policy.wire.controller import METRICS as CONTROLLER_METRICS
-from policy.wire.metrics import GROUPS, METRICS, WORKERS, Kind, Metric, Samples
+from policy.wire.metric_definitions import GROUPS, METRICS, WORKERS, Kind, Metric, Samples
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"

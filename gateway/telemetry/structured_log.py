@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import TextIO
 
-from store.log_lines import Field, error_fields, line
+from store.json_log_format import Field, error_fields, line
 
 
 class Log:

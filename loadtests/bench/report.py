@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from loadtests.bench.figures import Figure, table
+from loadtests.bench.median_and_range import Figure, table
 from loadtests.bench.parts.cost import Cost, Soak
 from loadtests.bench.parts.failing import Failing
 from loadtests.bench.parts.latency import Latencies

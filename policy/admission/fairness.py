@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Set
 from heapq import heappop, heappush
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from policy.admission.ordered_set import OrderedSet
+from policy.admission.indexed_heap import OrderedSet
 from policy.admission.virtual_counters import VirtualCounter, VirtualCounters
 from policy.request import Request
 

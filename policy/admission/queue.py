@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Set
 from typing import Any, Final, NamedTuple
 
 from policy.admission.fairness import Discipline, QueueOrder, cost
-from policy.admission.ordered_set import OrderedSet
+from policy.admission.indexed_heap import OrderedSet
 from policy.admission.wait_prediction import LEAST, RANK, ServiceRate, WaitMargin
 from policy.errors import Refusal
 from policy.request import Request

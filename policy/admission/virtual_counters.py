@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop
 from typing import Final, Generic, TypeVar
 
-from policy.admission.ordered_set import OrderedSet
+from policy.admission.indexed_heap import OrderedSet
 
 # In weighted tokens: some requests of common size. Without a credit, as in the paper, the second of two
 # requests that a quiet flow sends at once waits until the busy ones were served as much as the first cost.

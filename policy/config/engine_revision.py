@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from policy.config.deployment import ModelSpec, Shape
-from policy.config.gpu_groups import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.types import EngineKind
 
 

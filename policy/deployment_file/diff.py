@@ -17,8 +17,8 @@ from policy.config.deployment import (
     Upstream,
 )
 from policy.config.engine_revision import changed_shapes, engine_inputs, used_shapes
-from policy.config.gpu_groups import gpu_group_of
 from policy.config.grpc_ports import GrpcPort
+from policy.config.shared_gpus import gpu_group_of
 from policy.config.tenancy import Tenant
 from policy.config.tls import AdminTls, ServerTls
 from policy.engine.performance_model_file import describe

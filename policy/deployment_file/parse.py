@@ -27,15 +27,15 @@ from policy.config.deployment import (
 from policy.config.engine_arguments import expected_instead
 from policy.config.grpc_ports import GrpcPort
 from policy.config.media_hosts import fetching
-from policy.config.ports import check_ports, is_loopback
+from policy.config.port_conflicts import check_ports, is_loopback
 from policy.config.tenancy_checks import check_tenants
 from policy.config.tracing import traced
-from policy.deployment_file.external_servers import check_external, check_key, check_object, check_url
-from policy.deployment_file.gateway_section import HOST, check_gateway, is_network
+from policy.deployment_file.external_server_checks import check_external, check_key, check_object, check_url
+from policy.deployment_file.gateway_checks import HOST, check_gateway, is_network
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
+from policy.scaling.budget_resources import ROUNDING
 from policy.scaling.policies.registry import choose
-from policy.scaling.resources import ROUNDING
 from policy.types import EngineKind, Priority
 
 _VISIBLE = re.compile(r"[!-~]+")

@@ -14,8 +14,8 @@ class PowerModel(msgspec.Struct, frozen=True, kw_only=True):
     """The power of one device, in watts, assumed from ``source``.
 
     ``idle_w`` with a loaded model and no work, ``peak_w`` under constant load, ``host_w`` its part of the
-    server (processors, memory, network, fans). Measurements (:class:`policy.wire.reports.GpuReport`) are
-    better.
+    server (processors, memory, network, fans). Measurements are better
+    (:class:`policy.wire.controller_reports.GpuReport`).
     """
 
     idle_w: float

@@ -7,8 +7,8 @@ import math
 import msgspec
 
 from policy.config.control import SloConfig
+from policy.engine.engine_latency_model import QueueingModel
 from policy.engine.performance_model import Timing, Workload
-from policy.engine.queueing_model import QueueingModel
 
 # Highest utilisation that is planned for: beyond it queues grow for long.
 FULL = 0.85

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from policy.hashing import block_keys
-from policy.routing.kv_block_index import KvBlockIndex
+from policy.routing.engine_prefix_index import KvBlockIndex
 from policy.wire.kv_events import (
     FULL_ATTENTION,
     HOST_MEMORY,

@@ -8,8 +8,8 @@ from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import StepTable, step_table_of
 from policy.request import ASSUMED_OUTPUT_TOKENS, Request
 from policy.routing.cache_affinity import Share, Slots
+from policy.routing.cached_prefixes import PrefixIndex
 from policy.routing.prediction_correction import PredictionError
-from policy.routing.prefix_index import PrefixIndex
 from policy.routing.resident_sessions import ResidentSessions
 
 # Loading a LoRA adapter of rank 16 from a local disk; measured once one was loaded.

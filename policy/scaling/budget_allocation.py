@@ -8,9 +8,9 @@ from functools import reduce
 from typing import NamedTuple
 
 from policy.config.deployment import Budget
+from policy.scaling.budget_resources import ROUNDING, Resources, total
 from policy.scaling.decision_types import Situation
-from policy.scaling.resources import ROUNDING, Resources, total
-from policy.scaling.rollout_steps import CPU_OVERCOMMIT
+from policy.scaling.reconcile_steps import CPU_OVERCOMMIT
 
 
 class Claim(NamedTuple):

@@ -21,6 +21,7 @@ from policy.engine.performance_model import Workload
 from policy.engine.replica_capacity import Capability, capability, idle_latency
 from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS
 from policy.scaling.budget_allocation import Claim, allocate, alone, attainable, held, spare
+from policy.scaling.budget_resources import Resources
 from policy.scaling.decision_types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
 from policy.scaling.guardrails import (
     GuardrailTrace,
@@ -34,7 +35,6 @@ from policy.scaling.guardrails import (
     requested,
     scheduled,
 )
-from policy.scaling.resources import Resources
 from policy.scaling.serving_mode_selection import (
     PERCENTILE,
     ModeComparison,

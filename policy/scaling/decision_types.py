@@ -11,7 +11,7 @@ from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, Sl
 from policy.config.deployment import Gpus
 from policy.engine.performance_model import Timing
 from policy.engine.replica_capacity import Capability
-from policy.scaling.resources import Resources
+from policy.scaling.budget_resources import Resources
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Signals
 from policy.types import Priority

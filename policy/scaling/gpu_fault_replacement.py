@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from policy.stats.backoff import Backoff
-from policy.wire.reports import GpuReport, is_of_card
+from policy.wire.controller_reports import GpuReport, is_of_card
 
 # NVML's reasons for slow clocks that are the hardware's own: slowdown, heat, power brake.
 HARDWARE = 0x08 | 0x40 | 0x80

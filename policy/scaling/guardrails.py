@@ -17,7 +17,7 @@ import msgspec
 
 from policy.config.control import Rate, Schedule
 from policy.scaling.decision_types import Guardrail, Limit, ModeOption, Override, Situation
-from policy.scaling.rollout_steps import MAX_FAILURES
+from policy.scaling.reconcile_steps import MAX_FAILURES
 from policy.scaling.view import Proposal
 
 # The minimum of ``hold_s: auto``.

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import msgspec
 
 from policy.config.deployment import Budget, Deployment, ModelSpec
-from policy.config.gpu_groups import GpuGroup
+from policy.config.shared_gpus import GpuGroup
 from policy.engine.builtin_profiles import price_of
 from policy.engine.performance_model import Timing
 from policy.errors import SwitchRefused
+from policy.scaling.budget_resources import Resources, summed, total
 from policy.scaling.decision_types import Memory, ModeOption, Override, Situation
-from policy.scaling.resources import Resources, summed, total
-from policy.scaling.rollout_steps import Goal, Layer, LayerKey, Rollout, SharedGpus, leaving_layer
+from policy.scaling.reconcile_steps import Goal, Layer, LayerKey, Rollout, SharedGpus, leaving_layer
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from policy.types import Priority

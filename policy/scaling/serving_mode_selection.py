@@ -21,11 +21,11 @@ from policy.config.control import SloConfig
 from policy.engine.performance_model import Workload
 from policy.engine.prefill_estimate import GENERIC
 from policy.engine.replica_capacity import FULL, Capability, ExpectedLatency, latency_at
+from policy.scaling.budget_resources import ROUNDING, Resources
 from policy.scaling.decision_types import ModeForecast, ModeOption, Situation, SwitchCost
 from policy.scaling.forecast import likely
 from policy.scaling.guardrails import metrics_stale, unsettled
-from policy.scaling.resources import ROUNDING, Resources
-from policy.scaling.rollout_steps import Goal, Layer, LayerKey, Rollout
+from policy.scaling.reconcile_steps import Goal, Layer, LayerKey, Rollout
 from policy.scaling.switch_cost import Capacities, Switch, describe_gain, interruption, switch_cost
 
 # The percentile of the latencies that an SLO bounds.

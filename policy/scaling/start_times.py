@@ -8,7 +8,7 @@ from statistics import median_high
 
 import msgspec
 
-from policy.scaling.rollout_steps import Layer, LayerKey
+from policy.scaling.reconcile_steps import Layer, LayerKey
 from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
 

@@ -1,6 +1,6 @@
 """The cost of a mode switch to the requests that are served or wait, in seconds of waiting.
 
-The switch is simulated by the steps of its rollout (:class:`policy.scaling.rollout_steps.Rollout`):
+The switch is simulated by the steps of its rollout (:class:`policy.scaling.reconcile_steps.Rollout`):
 replicas start, others drain, and what serves meanwhile has a capacity. On CPUs, engines that start or drain
 take cores from those that serve.
 """
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from policy.engine.performance_model import Timing
+from policy.scaling.budget_resources import Resources
 from policy.scaling.decision_types import STANDING_S, ModeOption, SwitchCost
-from policy.scaling.resources import Resources
-from policy.scaling.rollout_steps import Goal, Layer, LayerKey, Rollout
+from policy.scaling.reconcile_steps import Goal, Layer, LayerKey, Rollout
 from policy.signals.types import Demand, Signals
 
 # A start is nearly all imports, in one thread.

@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS, ASSUMED_REQUESTS
-from policy.signals.energy import BASE, EnergyAttribution
+from policy.signals.energy_attribution import BASE, EnergyAttribution
 from policy.signals.heartbeat_metrics import ReplicaMetrics
 from policy.signals.types import Demand, LatencyQuantiles, PriorityShares, Rates, Shares, Signals
 from policy.stats.histogram import BUCKETS, quantile
 from policy.stats.windows import Count, RateBins
 from policy.types import Priority, ReplicaPhase
+from policy.wire.controller_reports import EngineReport, GatewayReport, GpuReport, ModelReport, PriorityReport
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, GatewayReport, GpuReport, ModelReport, PriorityReport
 
 # A worker without a report for this long, while others report, is not counted.
 SILENT_S = 10.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from policy.signals.types import ReplicaSample
 from policy.types import Replica, ReplicaPhase
+from policy.wire.controller_reports import EngineReport, GpuReport, is_of_card
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, GpuReport, is_of_card
 
 # Rates are means over RATE_S, of samples at least APART_S apart.
 RATE_S = 6.0

@@ -1,6 +1,6 @@
 """The signals that a decision may use, with their ages.
 
-:mod:`policy.signals.aggregator` computes them from :mod:`policy.wire.reports`.
+:mod:`policy.signals.aggregator` computes them from :mod:`policy.wire.controller_reports`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from policy.config.tenancy import Access, Tenant
-from policy.wire.accounting import Role
+from policy.wire.accounting_api import Role
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):

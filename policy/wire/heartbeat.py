@@ -9,7 +9,7 @@ import msgspec
 from policy.config.control import ControlConfig
 from policy.types import Replica
 from policy.wire.adapter_catalog import served_name
-from policy.wire.reports import EngineReport, GpuReport
+from policy.wire.controller_reports import EngineReport, GpuReport
 
 # A host sends a heartbeat at each change, and at least this often.
 HEARTBEAT_PERIOD_S = 0.5

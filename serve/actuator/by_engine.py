@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from policy.config.deployment import ModelSpec
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import EngineKind
 from serve.actuator.interface import Actuator, Held, Node
 from serve.host.weight_verification import Weights

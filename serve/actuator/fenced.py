@@ -16,7 +16,7 @@ from typing import Protocol
 
 from policy.config.deployment import ModelSpec
 from policy.errors import NotLeader
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator.interface import Actuator, Held, Node
 from serve.host.weight_verification import Weights
 from store.state_dir import own_directory

@@ -10,7 +10,7 @@ from itertools import takewhile
 import msgspec
 
 from policy.config.deployment import Cluster
-from policy.scaling.resources import ROUNDING
+from policy.scaling.budget_resources import ROUNDING
 from serve.nvml import NvmlMissing, load_nvml
 
 # An index or a UUID.

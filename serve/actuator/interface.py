@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from policy.config.deployment import ModelSpec
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.stats.backoff import Backoff
 from serve.host.replica_host import HostSpec
 from serve.host.version_check import installed

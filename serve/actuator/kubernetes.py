@@ -18,12 +18,12 @@ from policy.config.deployment import ModelSpec
 from policy.config.engine_revision import digest, used_shapes
 from policy.config.external_servers import KubernetesService
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat, Orders
 from serve.actuator.interface import ASK, Held, LastAnswer, Node, deployment_id
-from serve.actuator.pod_status import METRICS_TIMEOUT_S, LayerPods
-from serve.actuator.workloads import ANNOTATION, LABEL, Mark, Workload, Workloads
+from serve.actuator.pod_replicas import METRICS_TIMEOUT_S, LayerPods
+from serve.actuator.workload_objects import ANNOTATION, LABEL, Mark, Workload, Workloads
 from serve.host.weight_verification import Weights
 from store.kubernetes.api_server import Metadata
 from store.state_dir import StateDir

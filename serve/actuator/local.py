@@ -19,12 +19,12 @@ import msgspec
 
 from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout_steps import MAX_FAILURES, STABLE_S, LayerKey
+from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
 from serve.actuator.gpu_cards import Grant, choose
 from serve.actuator.interface import Held, Node, host_spec, same_host
-from serve.actuator.node_capacity import machine
-from serve.actuator.serve_application_spec import required_resources
+from serve.actuator.placement_feasibility import machine
+from serve.actuator.serve_application_status import required_resources
 from serve.host.gpu_group_host import Assignment
 from serve.host.weight_verification import Weights
 from store.log_file import RotatingLog

@@ -19,12 +19,12 @@ from ray import serve as ray_serve
 from ray.serve.api import RunTarget
 
 from policy.config.deployment import Cluster, ModelSpec
-from policy.config.ports import is_loopback
+from policy.config.port_conflicts import is_loopback
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator.interface import Held, LastAnswer, Node, deployment_id, host_spec, same_host
-from serve.actuator.node_capacity import node_sizes
-from serve.actuator.serve_application_spec import (
+from serve.actuator.placement_feasibility import node_sizes
+from serve.actuator.serve_application_status import (
     DEPLOYMENT,
     application_name,
     held_layers,

@@ -21,10 +21,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed, NotLeader, TidegateError
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator.interface import Held, Node, deployment_id
 from serve.actuator.ray import RayActuator
-from serve.actuator.serve_application_spec import SERVE_ENVIRONMENT
+from serve.actuator.serve_application_status import SERVE_ENVIRONMENT
 from serve.host.weight_verification import Weights
 from store.state_dir import StateDir
 

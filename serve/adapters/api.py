@@ -15,13 +15,13 @@ from starlette.routing import Route
 from policy.errors import AdapterUnknown
 from policy.wire.adapter_catalog import DIGEST
 from policy.wire.controller import ADAPTERS, ADAPTERS_STREAM, AddLine, AddRequest, RollbackRequest
-from serve.adapters.add_job import AddJob
+from serve.adapters.add_job_state import AddJob
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import wait_at_most
 from serve.change_audit import ChangeAudit
 from serve.json_responses import json_answer, refusing
 from serve.state.versioned_watch import HEARTBEAT_S, Revision
-from store.adapters.fetch_job import redacted
+from store.adapters.fetch_context import redacted
 
 # How long an answer waits until every connected gateway was sent the change.
 DELIVERY_TIMEOUT_S = 1.0

@@ -15,17 +15,17 @@ from policy.types import Replica
 from policy.wire.adapter_catalog import served_name
 from policy.wire.heartbeat import AdapterRef, Heartbeat, Orders
 from serve.adapters.adapter_demand import AdapterDemand
-from serve.adapters.library import AdapterLibrary
+from serve.adapters.adapter_registry import AdapterLibrary
 from serve.adapters.placement_loop import AdapterPlacement
 from serve.adapters.reconcile_declared import DeclaredAdapters
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.async_waiting import wait_at_most
-from serve.state.model_failures import ModelFailures
+from serve.state.reconcile_errors import ModelFailures
 from serve.state.replica_registry import ReplicaRegistry
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:
-    from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
+    from serve.adapters.adapter_artifact_store import AdapterStore  # imports the database, which takes long
 
 log = logging.getLogger("tidegate.adapters")
 

@@ -11,10 +11,10 @@ from policy.config.deployment import AdapterSource, Deployment
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
 from policy.stats.backoff import Backoff
 from policy.wire.adapter_catalog import Alias
-from serve.adapters.add_job import AddJob, Key, is_remote
-from serve.adapters.library import AdapterLibrary
+from serve.adapters.adapter_registry import AdapterLibrary
+from serve.adapters.add_job_state import AddJob, Key, is_remote
 from serve.async_waiting import run_in_thread
-from store.adapters.fetch_job import redacted
+from store.adapters.fetch_context import redacted
 from store.state_dir import StateDir
 
 # Delays between attempts to add an adapter.

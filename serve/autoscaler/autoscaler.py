@@ -23,18 +23,18 @@ from policy.scaling.decision_types import Decision, Memory, Situation
 from policy.scaling.start_times import StartTime
 from policy.scaling.switch_cost import describe_gain
 from policy.signals.aggregator import SignalAggregator
-from policy.wire.reports import GatewayReport
+from policy.wire.controller_reports import GatewayReport
 from serve.async_waiting import run_in_thread
 from serve.autoscaler.decision_history import DecisionHistory
 from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
 from serve.autoscaler.decision_metrics import DecisionCounts
 from serve.autoscaler.live_model_fitting import CalibrationStore
-from serve.autoscaler.mode_switch_evaluation import expected_gain, review
+from serve.autoscaler.mode_switch_outcome import expected_gain, review
 from serve.autoscaler.policies import MadePolicies, restore_policies
 from serve.state.desired_state import Target, Targets, wanted_models
-from serve.state.model_failures import ModelFailures
 from serve.state.observed_state import ObservedState
+from serve.state.reconcile_errors import ModelFailures
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")

@@ -14,10 +14,10 @@ from policy.engine.online_calibration import Fit
 from policy.engine.performance_model import EngineModel, Timing
 from policy.engine.prefill_estimate import GENERIC
 from policy.scaling.budget_allocation import held
+from policy.scaling.budget_resources import Resources, total
 from policy.scaling.decision_types import Memory, Situation
 from policy.scaling.model_observation import ReplicaFacts, signals_of
-from policy.scaling.resources import Resources, total
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
 from policy.wire.heartbeat import Heartbeat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from policy.config.gpu_groups import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.scaling import gpu_fault_replacement
 from policy.scaling.gpu_fault_replacement import UNHEARD_S, GpuHealth, ReplacementPlan, ReplacementState, Slot
 from policy.types import Replica, ReplicaPhase

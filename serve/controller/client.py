@@ -11,7 +11,7 @@ import msgspec
 
 from policy.errors import NotLeader, TidegateError, Unauthorized, Unreachable
 from policy.types import Fleet
-from policy.wire.accounting import Actor, Role, actor_headers
+from policy.wire.accounting_api import Actor, Role, actor_headers
 from policy.wire.adapter_catalog import Alias
 from policy.wire.controller import (
     ADAPTERS,
@@ -34,11 +34,11 @@ from policy.wire.controller import (
     error_of,
     with_query,
 )
+from policy.wire.controller_reports import GpuReport
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.reports import GpuReport
 from serve.adapters.status import AdaptersStatus
 from serve.autoscaler.decision_history import ModelHistory
-from serve.autoscaler.engine_step_publisher import StepLine
+from serve.autoscaler.step_report_subscribers import StepLine
 from serve.controller_api_schema import ControllerStatus, LoggedDecision, ModelStatus
 from store.os_process import local_user
 

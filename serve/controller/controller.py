@@ -21,36 +21,36 @@ from policy.config.engine_revision import digest
 from policy.deployment_file.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError, Unreachable
 from policy.scaling.decision_types import Override
-from policy.scaling.rollout_steps import Layer, LayerKey, reached, verdict
+from policy.scaling.reconcile_steps import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
 from policy.types import Fleet, Replica, ReplicaPhase
+from policy.wire.controller_reports import GatewayReport, GpuReport, ReportAnswer
 from policy.wire.heartbeat import Heartbeat, Orders, Timeouts
-from policy.wire.reports import GatewayReport, GpuReport, ReportAnswer
-from serve.actuator.gpu_groups import SharedGpuActuator
 from serve.actuator.interface import Actuator, Held
-from serve.actuator.node_capacity import check_placeable
+from serve.actuator.placement_feasibility import check_placeable
+from serve.actuator.shared_gpu_actuator import SharedGpuActuator
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import wait_at_most
 from serve.autoscaler.autoscaler import Autoscaler
-from serve.autoscaler.engine_step_publisher import StepLine, StepSubscribers
 from serve.autoscaler.gpu_fault_replacement import ReplicaReplacement
 from serve.autoscaler.policies import MadePolicies, make_policies
+from serve.autoscaler.step_report_subscribers import StepLine, StepSubscribers
 from serve.change_audit import ChangeAudit
-from serve.controller.live_state import LiveState, WorkerDetails, live_state
+from serve.controller.live_page_state import LiveState, WorkerDetails, live_state
 from serve.controller.metrics import ControllerMetrics
 from serve.controller.model_status import fleet_models, model_status
 from serve.controller.replica_liveness_probe import probe_silent
 from serve.controller_api_schema import ControllerStatus, ModelStatus
 from serve.host.weight_verification import Resolver
 from serve.state.desired_state import Target, Targets, first_target, found_target, wanted_models
-from serve.state.model_failures import ModelFailures, describe
+from serve.state.generation_weights import GenerationWeights
 from serve.state.observed_state import ObservedState
+from serve.state.reconcile_errors import ModelFailures, describe
 from serve.state.replica_registry import ReplicaRegistry
-from serve.state.revision_resolver import GenerationWeights
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:
-    from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
+    from serve.adapters.adapter_artifact_store import AdapterStore  # imports the database, which takes long
 
 log = logging.getLogger("tidegate.controller")
 

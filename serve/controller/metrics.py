@@ -1,4 +1,4 @@
-"""The controller's samples of :data:`policy.wire.metrics.METRICS`, which a gateway asks for at a scrape."""
+"""The controller's samples of :mod:`policy.wire.metric_definitions`, which a gateway asks for at a scrape."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from policy.config.deployment import Budget
-from policy.scaling.resources import summed, total
+from policy.scaling.budget_resources import summed, total
 from policy.signals.aggregator import SignalAggregator
 from policy.types import ReplicaPhase
-from policy.wire.metrics import METRICS, Samples
-from policy.wire.reports import GpuReport
+from policy.wire.controller_reports import GpuReport
+from policy.wire.metric_definitions import METRICS, Samples
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import run_in_thread
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.gpu_metrics import REASONS
 from serve.state.desired_state import Target, Targets
-from serve.state.model_failures import ModelFailures
 from serve.state.observed_state import ObservedState
+from serve.state.reconcile_errors import ModelFailures
 from store.os_process import read_usage
 
 PROCESS = "controller"

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from policy.config.deployment import ModelSpec
-from policy.scaling.rollout_steps import Layer, LayerKey
+from policy.scaling.reconcile_steps import Layer, LayerKey
 from policy.types import Model
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.controller_api_schema import ModelStatus
 from serve.state.desired_state import Target, Targets
-from serve.state.model_failures import ModelFailures
 from serve.state.observed_state import ObservedState
+from serve.state.reconcile_errors import ModelFailures
 
 
 def model_status(

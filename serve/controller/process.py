@@ -14,9 +14,9 @@ import uvloop
 from policy.deployment_file.parse import parse
 from serve.actuator.gpu_cards import cards_of_machine
 from serve.actuator.local import LocalActuator
-from serve.controller.run_record import record_error, record_start
+from serve.controller.crash_loop_backoff import record_error, record_start
 from serve.controller.serving import serve_controller, stop_signals
-from store.log_lines import log_to
+from store.json_log_format import log_to
 from store.state_dir import StateDir
 
 

@@ -15,11 +15,11 @@ from ray.actor import ActorHandle
 from policy.config.deployment import Cluster
 from serve.actuator.interface import deployment_id
 from serve.actuator.ray import RayActuator
-from serve.actuator.serve_application_spec import SERVE_ENVIRONMENT
-from serve.controller.run_record import record_error, record_start
+from serve.actuator.serve_application_status import SERVE_ENVIRONMENT
+from serve.controller.crash_loop_backoff import record_error, record_start
 from serve.controller.serving import serve_controller
+from store.json_log_format import FileHandler, log_to
 from store.log_file import RotatingLog
-from store.log_lines import FileHandler, log_to
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")

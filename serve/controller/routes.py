@@ -33,9 +33,9 @@ from policy.wire.controller import (
     STATUS,
     STEPS,
 )
+from policy.wire.controller_reports import GatewayReport
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import GatewayReport
 from serve.adapters import api
 from serve.async_waiting import run_in_thread
 from serve.autoscaler.decision_history import DAY_S

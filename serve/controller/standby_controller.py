@@ -26,7 +26,7 @@ from serve.controller.leadership_lease import Leadership
 from serve.controller.routes import Guarded, build_app
 from serve.controller.serving import listen_soon, parts_of, serve_app
 from serve.json_responses import json_answer
-from store.election.leader_state import LeaderState
+from store.election.database_state_dir import LeaderState
 
 log = logging.getLogger("tidegate.controller")
 

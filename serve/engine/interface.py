@@ -12,7 +12,7 @@ import msgspec
 from policy.config.deployment import Sim
 from policy.engine.performance_model import Timing
 from policy.engine.step_samples import StepSample
-from policy.routing.kv_block_index import KvBlockIndex, NamedPrompt
+from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt
 from policy.types import EngineKind, Runner
 from policy.wire.heartbeat import AdapterRef
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from store import machine_code
+from store import compiled_modules
 
 # What each token takes. The rest runs from the sources, which the simulator extends.
 COMPILED = ("serve", "policy.wire")
@@ -17,9 +17,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m serve.engine.main", description=__doc__)
     parser.add_argument("--events", type=int, required=True, help="the file descriptor that events go to")
     given = parser.parse_args()
-    machine_code.use(COMPILED)
+    compiled_modules.use(COMPILED)
     # Only now: what it imports is either compiled or not.
-    from serve.engine.process import serve  # noqa: PLC0415
+    from serve.engine.engine_server import serve  # noqa: PLC0415
 
     serve(given.events)
 

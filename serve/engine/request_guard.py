@@ -15,7 +15,7 @@ import msgspec
 
 from policy.engine.performance_model import Timing
 from policy.errors import AdapterRefused, EngineFailed, Refusal
-from policy.routing.kv_block_index import NamedPrompt
+from policy.routing.engine_prefix_index import NamedPrompt
 from policy.types import Load, ReplicaPhase
 from policy.wire.adapter_catalog import DIGEST, NAME
 from policy.wire.headers import (
@@ -28,10 +28,10 @@ from policy.wire.headers import (
 )
 from policy.wire.load_stream import COALESCE_S, PROFILE, LoadLine
 from serve.async_waiting import wait_at_most
-from serve.engine import guard_responses
+from serve.engine import response_guard
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.guard_responses import Answer
 from serve.engine.interface import ALLOWED, NAMED, WRITER, Engine, Message, Receive, Scope, Send
+from serve.engine.response_guard import Answer
 
 _CANARY, _SECRET = CANARY_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()
@@ -141,7 +141,7 @@ class Guard:
         headers = dict(scope["headers"])
         given = headers.get(_SECRET, b"")
         if not hmac.compare_digest(given, self._secret):
-            await guard_responses.answer(
+            await response_guard.answer(
                 send, 401, Refusal.UNAUTHORIZED, "the internal secret is missing or wrong"
             )
             return
@@ -151,11 +151,11 @@ class Guard:
         elif route == ("POST", PROFILE):
             await self._profile(scope, send)
         elif route not in ALLOWED:
-            await guard_responses.answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
+            await response_guard.answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
         elif scope["method"] == "GET":
             await self._engine.app(scope, receive, send)
         elif (refusal := self._refusal(_CANARY in headers)) is not None:
-            await guard_responses.answer(send, 503, refusal, f"this replica is {refusal}")
+            await response_guard.answer(send, 503, refusal, f"this replica is {refusal}")
         else:
             await self._count(scope, receive, send, headers)
 
@@ -172,7 +172,7 @@ class Guard:
         return Refusal.BUSY if self._in_flight >= self._bound else None
 
     async def _count(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
-        timed = guard_responses.ENGINE_TIME in headers
+        timed = response_guard.ENGINE_TIME in headers
         writer = scope.get("extensions", {}).get(WRITER)
         answer = Answer(self._engine, send, self._answered, writer=writer, timed=timed)
         if writer is not None:
@@ -196,7 +196,7 @@ class Guard:
                 await self._adapted(scope, receive, answer, wanted)
         except asyncio.CancelledError:
             if not answer.begun:
-                await guard_responses.answer(
+                await response_guard.answer(
                     send, 503, Refusal.DRAINING, f"this replica is {Refusal.DRAINING}"
                 )
             raise
@@ -215,7 +215,7 @@ class Guard:
         """Serve a request with its adapter, which stays loaded until the request ends."""
         found = _ADAPTER.fullmatch(wanted.decode("latin-1"))
         if found is None:
-            await guard_responses.answer(
+            await response_guard.answer(
                 answer, 400, Refusal.BAD_REQUEST, "the header names no version of an adapter"
             )
             return
@@ -226,10 +226,10 @@ class Guard:
                 if arrival is not None and not await self._arrived(arrival, inbox, answer):
                     return
             except AdapterRefused as error:
-                await guard_responses.answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
+                await response_guard.answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
                 return
             except EngineFailed as error:
-                await guard_responses.answer(answer, 503, Refusal.REPLICA_LOST, str(error))
+                await response_guard.answer(answer, 503, Refusal.REPLICA_LOST, str(error))
                 return
             await self._engine.app(scope, inbox, answer)
 
@@ -278,18 +278,18 @@ class Guard:
 
     async def _profile(self, scope: Scope, send: Send) -> None:
         if self.profiling:
-            await guard_responses.answer(send, 409, Refusal.BUSY, "another profile is being recorded")
+            await response_guard.answer(send, 409, Refusal.BUSY, "another profile is being recorded")
             return
         self.profiling = True
         try:
-            await guard_responses.profile(self._engine, scope["query_string"], send)
+            await response_guard.profile(self._engine, scope["query_string"], send)
         finally:
             self.profiling = False
 
     async def _stream_load(self, receive: Receive, send: Send) -> None:
         await receive()
         gone = asyncio.ensure_future(receive())
-        await guard_responses.start(send, 200, [(b"content-type", b"application/x-ndjson")])
+        await response_guard.start(send, 200, [(b"content-type", b"application/x-ndjson")])
         try:
             reported, told = 0, -1
             blocks = self._engine.blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from policy.engine.step_samples import StepSample, pool_steps
-from policy.wire.reports import EngineReport
+from policy.wire.controller_reports import EngineReport
 
 # Maximum samples of a report: keeps a heartbeat below 2 KB.
 MOST = 16

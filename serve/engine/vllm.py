@@ -28,15 +28,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from policy.engine.performance_model import Limits, Timing
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
-from policy.routing.kv_block_index import KvBlockIndex
-from serve.engine import vllm_profiler
+from policy.routing.engine_prefix_index import KvBlockIndex
+from serve.engine import vllm_torch_trace
 from serve.engine.fast_path.app import fast_path
 from serve.engine.fast_path.engine_core_sockets import exchange_directly
 from serve.engine.grammar_limits import excess
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.vllm_arguments import USAGE, arguments, configuration, starting
 from serve.engine.vllm_kv_events import KvEvents, followed
-from serve.engine.vllm_metrics import StepLogger, StepMetrics
+from serve.engine.vllm_stat_logger import StepLogger, StepMetrics
 
 # Poll interval while the last request of an adapter ends.
 LEAVING_S = 0.01
@@ -268,7 +268,7 @@ class VLLMEngine:
             raise EngineFailed("vLLM did not wake: a part of its memory stays away")
 
     async def profile(self, seconds: float) -> Path:
-        return await vllm_profiler.record(self._llm, seconds)
+        return await vllm_torch_trace.record(self._llm, seconds)
 
     @property
     def dead(self) -> bool:
@@ -292,7 +292,7 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     cli_env_setup()
     args = arguments(spec)
     config = configuration(spec, args)
-    vllm_profiler.prepare(config)
+    vllm_torch_trace.prepare(config)
     loggers: list[StepLogger] = []
 
     def stat_logger(vllm_config: Any, engine_index: int) -> StepLogger:

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
 from policy.hashing import block_keys
-from policy.routing.kv_block_index import KvBlockIndex
+from policy.routing.engine_prefix_index import KvBlockIndex
 from policy.routing.kv_event_log import KvEventLog, hashable
 from policy.types import Runner
 from serve.engine.interface import NAMED, EngineSpec

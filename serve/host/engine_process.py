@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 import msgspec
 
 from policy.errors import EngineFailed
-from serve.engine.process import Event
+from serve.engine.engine_server import Event
 from store.log_file import RotatingLog
 from store.os_process import end_child
 

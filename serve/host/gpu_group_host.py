@@ -18,12 +18,12 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from policy.config.gpu_groups import GpuGroup, cards, gpu_group_of
-from policy.scaling.rollout_steps import STABLE_S
+from policy.config.shared_gpus import GpuGroup, cards, gpu_group_of
+from policy.scaling.reconcile_steps import STABLE_S
 from policy.stats.backoff import Backoff, failures_after
 from serve.host.gpu_locks import GpuLocks, open_lock, try_lock
 from serve.host.replica_host import HostSpec, ReplicaHost
-from serve.host.sleeping_engine import EngineSlot, SleepingEngine
+from serve.host.time_shared_engine import EngineSlot, SleepingEngine
 from store.log_file import RotatingLog
 from store.os_process import end_all, find, started_at, terminate
 from store.state_dir import StateDir, default_root, own_directory, private_directory, write_atomic

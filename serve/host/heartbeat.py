@@ -14,9 +14,9 @@ import msgspec
 
 from policy.types import ReplicaPhase
 from policy.wire.controller import REPLICAS, Controllers
+from policy.wire.controller_reports import EngineReport
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Heartbeat, Orders
-from policy.wire.reports import EngineReport
 from serve.async_waiting import wait_at_most
 from serve.engine.adapters.usage_accumulator import AdapterUsage
 from serve.engine.step_stats import merge

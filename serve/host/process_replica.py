@@ -18,7 +18,7 @@ import uvloop
 
 from serve.host.gpu_group_host import Assignment, host_of, show_life, until_unheld
 from serve.host.heartbeat import send_heartbeats
-from store.log_lines import log_to
+from store.json_log_format import log_to
 
 
 async def _run(assignment: Assignment) -> int:

@@ -16,9 +16,10 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, TidegateError
-from policy.scaling.rollout_steps import MAX_FAILURES, STABLE_S
+from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S
 from policy.stats.backoff import Backoff, failures_after
 from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.wire.controller_reports import EngineReport, GpuReport
 from policy.wire.heartbeat import (
     HEARTBEAT_PERIOD_S,
     AdapterRef,
@@ -28,20 +29,19 @@ from policy.wire.heartbeat import (
     Orders,
     Timeouts,
 )
-from policy.wire.reports import EngineReport, GpuReport
 from serve.async_waiting import wait_at_most
+from serve.engine.engine_server import Event
 from serve.engine.interface import EngineSpec
-from serve.engine.process import Event
 from serve.engine.step_stats import merge
 from serve.gpu_metrics import devices, watch
 from serve.host import cpu_core_assignment
 from serve.host.engine_process import EngineProcess
 from serve.host.version_check import Versions
 from serve.host.weight_verification import Prepare, Weights, prepare_verified, record_read, was_read_before
+from store.json_log_format import line
 from store.log_file import RotatingLog
-from store.log_lines import line
 from store.model_weights.prepare import prepare as prepare_weights
-from store.preparation_progress import Progress
+from store.progress_report import Progress
 from store.state_dir import StateDir, cache_dir, default_root, private_directory
 
 RESTART_BACKOFF = Backoff(0.2, 10.0, factor=4.0)
@@ -69,7 +69,7 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
 class GpuAccess:
     """When a host's engine may use its GPUs: this one always may, as no other engine uses them.
 
-    :class:`serve.host.sleeping_engine.SleepingEngine` shares them with others. ``visible`` is the value of
+    :class:`serve.host.time_shared_engine.SleepingEngine` shares them with others. ``visible`` is the value of
     ``CUDA_VISIBLE_DEVICES`` for an engine that shares GPUs; it inherits the file ``descriptors``.
     """
 

@@ -14,7 +14,7 @@ from policy.errors import EngineFailed, ModelUnavailable
 from policy.stats.backoff import Backoff
 from store.model_weights.prepare import Origin, origin
 from store.model_weights.prepare import prepare as prepare_weights
-from store.preparation_progress import Prepared, Report
+from store.progress_report import Prepared, Report
 from store.state_dir import own_directory, private_directory
 
 # The signature of :func:`store.model_weights.prepare.prepare`.

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from policy.config.deployment import Deployment, ModelSpec, Replicas
 from policy.config.engine_revision import built_shapes, digest, same_engines, used_shapes
-from policy.config.gpu_groups import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.errors import NotLeader, TargetError, Unreachable
 from policy.scaling.decision_types import Override
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.stats.backoff import Backoff
 from policy.types import EngineKind
 from serve.actuator.interface import Held

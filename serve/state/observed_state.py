@@ -10,11 +10,11 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from policy.config.deployment import Budget, Deployment
-from policy.config.gpu_groups import GpuGroup, gpu_group_of
+from policy.config.shared_gpus import GpuGroup, gpu_group_of
 from policy.scaling.awake_engines import is_prepared
+from policy.scaling.budget_resources import Resources, summed
 from policy.scaling.model_observation import ObservedModel, held_by
-from policy.scaling.resources import Resources, summed
-from policy.scaling.rollout_steps import MAX_FAILURES, Layer, LayerKey, closes_s
+from policy.scaling.reconcile_steps import MAX_FAILURES, Layer, LayerKey, closes_s
 from policy.scaling.start_times import StartTimes
 from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Fleet, Model, Replica, ReplicaPhase
 from serve.state.versioned_watch import Revision
 

@@ -18,7 +18,7 @@ from policy.config.deployment import Deployment, Mode
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.charts import figure_style as charts
 from sim.results.chart_series import Dwell, chart_data
 from sim.results.run_summary import PolicyEntry, Summary, summarise

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policy.scaling.view import Proposal, View
-from sim.oracle.problem import ROUNDING, Problem
+from sim.oracle.provisioning_problem import ROUNDING, Problem
 from sim.simulator.run_record import Floats, Ints
 
 

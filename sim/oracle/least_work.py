@@ -23,8 +23,8 @@ import numpy as np
 from policy.config.control import SloConfig
 from policy.engine.performance_model import Timing
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival_stream import Arrival
-from sim.oracle.problem import ROUNDING, Problem
+from sim.arrivals import Arrival
+from sim.oracle.provisioning_problem import ROUNDING, Problem
 from sim.simulator.run_record import Floats
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import block_array, coo_array, diags_array, eye_array
 
-from sim.oracle.problem import Problem
+from sim.oracle.provisioning_problem import Problem
 from sim.simulator.run_record import Floats
 
 _INFEASIBLE = 2

@@ -12,15 +12,15 @@ import numpy as np
 
 from policy.config.control import GuardConfig, ScaleConfig
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.gpu_groups import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.engine.builtin_profiles import shipped
 from policy.errors import TargetError
-from policy.scaling.resources import ROUNDING
-from sim.arrival_stream import Arrival
+from policy.scaling.budget_resources import ROUNDING
+from sim.arrivals import Arrival
 from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, verify
 from sim.oracle.least_work import least_problem, least_work, tokens_of
 from sim.oracle.linear_program import lower_bound
-from sim.oracle.problem import Problem
+from sim.oracle.provisioning_problem import Problem
 from sim.oracle.replica_capacity import attained_rate
 from sim.simulator.fault_scenario import Scenario
 from sim.simulator.run import simulate

@@ -20,7 +20,7 @@ from policy.engine.builtin_profiles import max_request_tokens, shipped
 from policy.engine.performance_model import Limits, Workload
 from policy.engine.replica_capacity import capability
 from policy.scaling.policies.static import Static
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.oracle.least_work import tokens_of
 from sim.planning.demand import met_alone
 from sim.simulator.run import simulate

@@ -11,7 +11,7 @@ import msgspec
 from policy.config.control import SloConfig
 from policy.engine.performance_model import EngineModel, Limits, Workload
 from policy.errors import ConfigError
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.generators.arrivals import RateShape, arrival_times
 
 _MINUTE_S = 60.0

@@ -13,7 +13,7 @@ import numpy as np
 from policy.config.control import SloConfig
 from policy.config.deployment import Deployment
 from policy.scaling.view import Policy
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.oracle.offline_optimum import Bounds
 from sim.results.chart_series import ChartData, chart_data
 from sim.simulator.run_record import HOUR_S, LOST, Floats, Outcome, Record, finite_quantiles

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 
 
 class _Session:

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.gpu_groups import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.engine.replica_capacity import Capability, capability
 from policy.errors import SwitchRefused
+from policy.scaling.budget_resources import Resources, summed
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_schedule import DecisionSchedule
 from policy.scaling.decision_types import Decision, Memory, Situation
 from policy.scaling.model_observation import ObservedModel, ReplicaFacts, held_by, signals_of
-from policy.scaling.resources import Resources, summed
-from policy.scaling.rollout_steps import LayerKey, closes_s
+from policy.scaling.reconcile_steps import LayerKey, closes_s
 from policy.scaling.view import Policy, Supply, View
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals

@@ -25,7 +25,7 @@ Load = tuple[Entry, Entry | None]
 
 class Job(NamedTuple):
     """A request: ``number`` names it in events, ``adapter`` may be empty, ``blocks`` are those of
-    :class:`sim.arrival_stream.Arrival`."""
+    :class:`sim.arrivals.Arrival`."""
 
     number: int
     input_tokens: int

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from policy.config.deployment import ModelSpec
-from policy.config.gpu_groups import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.engine.builtin_profiles import host_kv_tokens, shipped
 from policy.engine.performance_model import Timing
 from policy.hashing import hash_name
 from policy.routing.cost import Candidate
 from policy.routing.replica_health import Breaker, HealthCounters, ReplicaHealth
-from policy.scaling.rollout_steps import Layer, LayerKey
+from policy.scaling.reconcile_steps import Layer, LayerKey
 from policy.scaling.start_times import StartTime, StartTimes
 from policy.scaling.switch_cost import core_share, start_cores
 from policy.scaling.view import Supply
 from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.wire.controller_reports import EngineReport
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport
 from sim.simulator.engine import Engine, Job
 from sim.simulator.fault_scenario import Scenario
 from sim.simulator.run_record import Span

@@ -12,7 +12,7 @@ from collections.abc import Callable, Set
 
 from policy.admission.dispatcher import Dispatcher, Ticket
 from policy.admission.queue import Bounds
-from policy.admission.retry import AttemptOutcome, Cause, Rejection
+from policy.admission.retry_policy import AttemptOutcome, Cause, Rejection
 from policy.config.deployment import Deployment
 from policy.engine.builtin_profiles import max_request_tokens
 from policy.hashing import hash_name
@@ -20,12 +20,12 @@ from policy.request import AnswerLength, Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Router
 from policy.routing.settings import Settings, settings_of
-from policy.signals.worker_counters import WorkerCounters
+from policy.signals.gateway_worker_counters import WorkerCounters
 from policy.types import Priority
 from policy.wire.capture import BLOCK_TOKENS
+from policy.wire.controller_reports import ModelReport
 from policy.wire.load_stream import CachedPrefix
-from policy.wire.reports import ModelReport
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.simulator.engine import Job, blocks_of
 from sim.simulator.fleet import Fleet, SimulatedReplica
 from sim.simulator.run_record import Outcome

@@ -17,19 +17,19 @@ from functools import partial
 
 from policy.adapter_placement.plan import PLAN_PERIOD_S
 from policy.adapter_placement.types import Host
-from policy.admission.spend_cap import SpendCap, cost
+from policy.admission.provider_spend_cap import SpendCap, cost
 from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
-from policy.config.gpu_groups import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.engine.builtin_profiles import kind_and_size, price_of
 from policy.engine.power import PowerModel, power_model_of
 from policy.routing.router import Router
 from policy.scaling.view import Policy
 from policy.signals.aggregator import SignalAggregator
 from policy.types import ReplicaPhase
+from policy.wire.controller_reports import GatewayReport
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load_stream import COALESCE_S
-from policy.wire.reports import GatewayReport
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.simulator.adapters import SimulatedPlacement
 from sim.simulator.closed_loop import ClosedLoop
 from sim.simulator.controller import SimulatedController

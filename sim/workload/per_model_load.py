@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from policy.errors import ConfigError
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 
 
 class ModelNames:

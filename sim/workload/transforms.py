@@ -14,7 +14,7 @@ from math import ceil
 from operator import attrgetter
 
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival_stream import Arrival, Trace
+from sim.arrivals import Arrival, Trace
 
 # Hashes and sessions stay within 63 bits, as captures have them.
 _MASK = (1 << 63) - 1

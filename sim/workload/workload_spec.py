@@ -12,7 +12,7 @@ from msgspec import Meta
 from policy.config.control import Section
 from policy.config.convert import convert
 from policy.errors import ConfigError
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.generators.generate import GeneratedWorkload, check_workload, generate
 from sim.workload.generators.request_distributions import Lengths
 from sim.workload.traces.detect_format import open_trace

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from policy.errors import AdapterRefused
 from store.adapters.tensors import Tensor, tensors
-from store.manifest import read
+from store.artifact_manifest import read
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\..*")
 # Packed (quantized) weights: their shapes differ from the module's.

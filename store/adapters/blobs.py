@@ -16,7 +16,7 @@ from pathlib import Path
 from policy.errors import AdapterRefused
 from policy.wire.adapter_catalog import DIGEST
 from store.adapters import FILES
-from store.manifest import Manifest, entries, publish, read, seal, verified
+from store.artifact_manifest import Manifest, entries, publish, read, seal, verified
 from store.state_dir import locked
 from store.tar_stream import pack, unpack
 

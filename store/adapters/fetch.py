@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from policy.errors import AdapterRefused
 from store.adapters import FILES, from_hub, from_object_store, from_web
 from store.adapters.archive import unpack
-from store.adapters.fetch_job import FetchJob
+from store.adapters.fetch_context import FetchJob
 from store.adapters.validate import check_names
 
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://.+", re.IGNORECASE)

@@ -6,7 +6,7 @@ import huggingface_hub
 
 from policy.errors import AdapterRefused, ModelUnavailable
 from store.adapters import FILES
-from store.adapters.fetch_job import FetchJob
+from store.adapters.fetch_context import FetchJob
 from store.adapters.validate import check_names
 from store.model_weights.hub_source import ID, explain, read_token, reporter
 

@@ -11,7 +11,7 @@ from fsspec.registry import known_implementations  # type: ignore[import-untyped
 from policy.errors import AdapterRefused
 from store.adapters import FILES, WEIGHTS
 from store.adapters.archive import unpack
-from store.adapters.fetch_job import FetchJob, PartialDownload
+from store.adapters.fetch_context import FetchJob, PartialDownload
 from store.adapters.validate import check_names
 
 BLOCK_BYTES = 4 * 1024 * 1024

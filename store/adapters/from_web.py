@@ -11,7 +11,7 @@ import httpx
 from policy.stats.backoff import Backoff
 from store.adapters import public_hosts
 from store.adapters.archive import unpack
-from store.adapters.fetch_job import FetchJob, PartialDownload
+from store.adapters.fetch_context import FetchJob, PartialDownload
 from store.adapters.public_hosts import NotPublic
 
 CONNECT_S = 10.0

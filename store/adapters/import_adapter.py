@@ -13,10 +13,10 @@ from store.adapters.adapter_aliases import NewVersion
 from store.adapters.base_model_shapes import BaseModel
 from store.adapters.blobs import Blobs
 from store.adapters.fetch import fetch
-from store.adapters.fetch_job import FetchJob, redacted
+from store.adapters.fetch_context import FetchJob, redacted
 from store.adapters.public_hosts import PublicHosts
 from store.adapters.validate import ValidationLimits, validate
-from store.preparation_progress import Progress, Report
+from store.progress_report import Progress, Report
 
 
 class ImportLimits(NamedTuple):

@@ -14,7 +14,7 @@ from urllib.request import getproxies
 
 import httpx
 
-from policy.deployment_file.gateway_section import is_network
+from policy.deployment_file.gateway_checks import is_network
 
 REDIRECTS = 5
 _GLOBAL_UNICAST = ip_network("2000::/3")

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from policy.errors import ModelUnavailable
-from store.preparation_progress import Prepared
+from store.progress_report import Prepared
 
 
 def prepare_directory(path: Path) -> Prepared:

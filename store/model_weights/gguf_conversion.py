@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from policy.errors import ModelUnavailable
-from store.preparation_progress import Progress, Report
+from store.progress_report import Progress, Report
 
 COMMAND = (sys.executable, "-m", "store.model_weights.gguf_conversion")
 

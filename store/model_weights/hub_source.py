@@ -18,7 +18,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from policy.errors import ModelUnavailable
 from store.model_weights.directory_source import prepare_directory
-from store.preparation_progress import Prepared, Progress, Report
+from store.progress_report import Prepared, Progress, Report
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9._/-]*))?")

@@ -18,11 +18,20 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 
 from policy.errors import ModelUnavailable
-from store.manifest import NAME as MANIFEST
-from store.manifest import Manifest, content_digest, entries, publish, read, seal, sha256_file, verified
+from store.artifact_manifest import NAME as MANIFEST
+from store.artifact_manifest import (
+    Manifest,
+    content_digest,
+    entries,
+    publish,
+    read,
+    seal,
+    sha256_file,
+    verified,
+)
 from store.model_weights.gguf_conversion import COMMAND
 from store.model_weights.gguf_conversion import convert as convert_gguf
-from store.preparation_progress import Prepared, Progress, Report
+from store.progress_report import Prepared, Progress, Report
 from store.state_dir import cache_dir, locked
 
 SPEC = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+]+))?")

@@ -21,7 +21,7 @@ from policy.errors import ModelUnavailable, TidegateError
 from store.model_weights.directory_source import prepare_directory
 from store.model_weights.hub_source import ID, prepare_hub
 from store.model_weights.package_source import prepare_package
-from store.preparation_progress import Prepared, Report
+from store.progress_report import Prepared, Report
 
 PACKAGE = "package:"
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import structs
 from sqlalchemy import Connection, insert, select
 
-from policy.wire.accounting import Actor, AuditEntry, AuditQuery
+from policy.wire.accounting_api import Actor, AuditEntry, AuditQuery
 from store.tenancy.tables import audit
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from policy.wire.accounting import AuditEntry
+from policy.wire.accounting_api import AuditEntry
 from store.state_dir import StateDir, locked
 
 

@@ -10,7 +10,7 @@ from msgspec import structs
 from sqlalchemy import ColumnElement, Connection, Table, and_, func, insert, or_, select, true, update
 
 from policy.config.tenancy import Access
-from policy.wire.accounting import Role
+from policy.wire.accounting_api import Role
 from store.tenancy.tables import admin_keys, api_keys
 
 _ID_BYTES = 8

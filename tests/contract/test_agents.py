@@ -24,7 +24,7 @@ from policy.routing.settings import Settings
 from policy.stats.quantiles import nearest_rank
 from policy.wire.capture import BLOCK_TOKENS
 from policy.wire.headers import SECRET_HEADER
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.benchmarks.agents.benchmark import least_computed
 from sim.benchmarks.agents.contenders import CacheAware, Contender, RoundRobin, SessionHash, WeightedScores
 from sim.simulator.closed_loop import ClosedLoop

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from policy.wire.capture import HEADER, CaptureLine
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.traces.detect_format import open_trace
 from sim.workload.traces.formats import captured
 from store.state_dir import StateDir
@@ -19,7 +19,7 @@ from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.replay.capture_to_trace import CaptureFile, in_order
 from tidegate.replay.endpoint_api import RequestFormat
 from tidegate.replay.http_client import Pool
-from tidegate.replay.replay_session import capture, replay
+from tidegate.replay.replay_and_capture import capture, replay
 
 FULL = CaptureLine(1.5, 1200, 7, "alpha", "sql", "web", 5, (11, 12))
 

@@ -19,7 +19,7 @@ import pytest
 
 from policy.errors import Unreachable
 from serve.controller.client import ControllerClient
-from serve.ray_cluster import token_path
+from serve.ray_launcher import token_path
 from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.ray_head import RayHead
@@ -50,7 +50,7 @@ def test_each_generation_is_deployed_once(
         return document(sim_model(sim={"profile": "sim-small", "seed": generation}), cluster=cluster)
 
     def command(verb: str) -> None:
-        words = [sys.executable, "-m", "serve.ray_cluster", verb, "--state", str(state.root)]
+        words = [sys.executable, "-m", "serve.ray_launcher", verb, "--state", str(state.root)]
         subprocess.run(words, check=True, capture_output=True)
 
     def deploys() -> Counter[int]:

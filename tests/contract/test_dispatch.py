@@ -10,19 +10,19 @@ from typing import Protocol
 import pytest
 
 from gateway.protocol.errors import Refused
-from gateway.queue.dispatcher_driver import Ticket
-from gateway.queue.model_queues import Admission
+from gateway.queue.admission import Admission
+from gateway.queue.model_queue import Ticket
 from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.telemetry.metrics import Metrics
-from policy.admission.retry import AttemptOutcome
+from policy.admission.retry_policy import AttemptOutcome
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.request import Request
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.simulator.fault_scenario import NO_FAULTS
 from sim.simulator.fleet import Fleet, SimulatedReplica
 from sim.simulator.gateway import SimulatedGateway, SimulatedTicket

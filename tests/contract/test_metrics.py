@@ -23,8 +23,8 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from gateway.worker import PUBLISH_EVERY_S
-from policy.wire.metrics import ENGINE_PREFIX, METRICS
-from store.api_keys import digest_of
+from policy.wire.metric_definitions import ENGINE_PREFIX, METRICS
+from store.key_derivation import digest_of
 from tests.e2e.stack import Stack, eventually, running
 from tests.store.adapters.making import files, write
 

@@ -17,7 +17,7 @@ import pytest
 
 from policy.errors import Unreachable
 from serve.controller.client import ControllerClient
-from serve.ray_cluster import token_path
+from serve.ray_launcher import token_path
 from tests.ports import free_ports
 from tests.ray_head import RayHead, ray_head
 from tests.serve.sim_documents import document
@@ -65,7 +65,7 @@ class Site:
         self.cluster = msgspec.to_builtins(head.deployment.cluster)
         self.client = ControllerClient(self.cluster["controller"], head.state.secret())
         head.state.save(head.state.deployment_path, document(cluster=self.cluster))
-        command = [sys.executable, "-m", "serve.ray_cluster", "start", "--state", str(head.state.root)]
+        command = [sys.executable, "-m", "serve.ray_launcher", "start", "--state", str(head.state.root)]
         subprocess.run(command, check=True, capture_output=True)
         until(lambda: len(self.ready()) == 1)
         self.client.scale("m", 2)

@@ -21,8 +21,8 @@ from click.testing import CliRunner
 
 from policy.errors import Unreachable
 from serve.controller.client import ControllerClient
-from serve.controller.run_record import last_run
-from serve.ray_cluster import token_path
+from serve.controller.crash_loop_backoff import last_run
+from serve.ray_launcher import token_path
 from store.os_process import find
 from store.state_dir import StateDir
 from tests.ports import free_ports
@@ -47,7 +47,7 @@ class Tenant:
 
     def command(self, verb: str) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "serve.ray_cluster", verb, "--state", str(self.state.root)],
+            [sys.executable, "-m", "serve.ray_launcher", verb, "--state", str(self.state.root)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr

@@ -18,8 +18,8 @@ import uvicorn
 
 from policy.types import ReplicaPhase
 from serve.engine.adapters.loader import AdapterLoader
+from serve.engine.engine_server import MODULES
 from serve.engine.interface import Engine, EngineSpec
-from serve.engine.process import MODULES
 from serve.engine.request_guard import Guard
 from store.event_loop.uvicorn_server import UvicornServer
 from store.state_dir import listen

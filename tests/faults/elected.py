@@ -19,7 +19,7 @@ from policy.config.deployment import Cluster
 from policy.wire.headers import SECRET_HEADER
 from serve.actuator.local import LocalActuator
 from store.database import Database
-from store.election.leader_state import LeaderState
+from store.election.database_state_dir import LeaderState
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import SECRET
 from tests.gateway.worker import ROOT, Stack, until

@@ -20,7 +20,7 @@ from gateway.intake.usage_journal import Charge, UsageJournal
 from gateway.protocol.usage import Usage
 from gateway.telemetry.structured_log import Log
 from policy.tenancy.price import TokenRates
-from policy.wire.accounting import KEYS, TENANTS, USAGE
+from policy.wire.accounting_api import KEYS, TENANTS, USAGE
 from store.state_dir import StateDir
 from tests.faults import faults
 from tests.faults.harness import Harness

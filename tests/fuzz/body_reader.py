@@ -14,10 +14,10 @@ from unittest import mock
 from gateway.protocol import body as bodies
 from gateway.protocol.body import AcceptedBody, BodyRules, accept, accept_large
 from gateway.protocol.errors import Refused
-from gateway.protocol.features import used_features
 from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.json_structure import PieceReader, StructureScan
 from gateway.protocol.paths import ROUTES
+from gateway.protocol.restricted_features import used_features
 from gateway.protocol.validation import media
 from gateway.protocol.validation.forwarded_fields import KNOWN, STEERING
 

@@ -12,8 +12,8 @@ from typing import Any
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.connection import ServerConnection
 from gateway.http.server import Server
+from gateway.http.server_connection import ServerConnection
 from gateway.http.upload_budget import UploadBudget
 from gateway.routing.shared_counters import LOCAL
 

@@ -15,14 +15,14 @@ import pytest_asyncio
 
 from gateway.protocol.body import MAX_DECODED
 from gateway.protocol.validation.engine_work_limits import MAX_TOKENS
-from store import machine_code
+from store import compiled_modules
 from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, hold, reset
 from tests.gateway.worker import PATIENCE_S, Stack, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 MB = 1024 * 1024
 # Without machine code reading takes five times as long.
-LONGEST_S = 0.05 if machine_code.state()[1] else 0.02
+LONGEST_S = 0.05 if compiled_modules.state()[1] else 0.02
 # Other processes take the caches: of so many measurements the least counts.
 TRIES = 4
 CHAT, TEXT, RESPONSES, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"

@@ -130,7 +130,7 @@ class Stack:
         self.write_secret()
         self.write_document()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gateway.main",
+            sys.executable, "-m", "gateway.worker_main",
             "--state", str(self.root),
             "--fd", str(self.client_socket.fileno()),
             "--admin-fd", str(self.admin_socket.fileno()),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from policy.wire.metrics import METRICS, Kind
+from policy.wire.metric_definitions import METRICS, Kind
 from serve.engine.interface import EngineStats
 from serve.engine.sim.metrics import Metrics as SimMetrics
 

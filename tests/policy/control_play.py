@@ -19,10 +19,10 @@ from policy.config.deployment import Budget
 from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
 from policy.engine.replica_capacity import capability
+from policy.scaling.budget_resources import Resources, summed, total
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, Memory, ModeOption, Override, Situation
-from policy.scaling.resources import Resources, summed, total
-from policy.scaling.rollout_steps import Goal, Layer, LayerKey, Rollout
+from policy.scaling.reconcile_steps import Goal, Layer, LayerKey, Rollout
 from policy.scaling.view import Proposal, Supply, View
 from policy.signals.types import Demand, Rates, ReplicaSample, Signals
 

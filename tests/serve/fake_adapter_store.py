@@ -11,10 +11,10 @@ from typing import Any
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, TidegateError
 from policy.wire.adapter_catalog import Alias, Version
-from serve.adapters.adapter_store import AdapterStore
+from serve.adapters.adapter_artifact_store import AdapterStore
 from store.adapters.adapter_aliases import NewVersion
 from store.adapters.validate import AdapterFacts
-from store.preparation_progress import Progress, Report
+from store.progress_report import Progress, Report
 from store.state_dir import StateDir
 
 Key = tuple[str, str]

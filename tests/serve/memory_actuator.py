@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from policy.config.deployment import ModelSpec
-from policy.config.gpu_groups import GpuGroup, gpu_group_of
+from policy.config.shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout_steps import MAX_FAILURES, LayerKey
+from policy.scaling.reconcile_steps import MAX_FAILURES, LayerKey
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import GpuOrder, Orders
 from serve.actuator.interface import Held, Node

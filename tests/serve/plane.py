@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx
 
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
+from policy.wire.controller_reports import GpuReport
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat, Orders
-from policy.wire.reports import GpuReport
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
 from store.state_dir import StateDir

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from policy.wire.accounting import Actor, AuditEntry, AuditQuery, Role, actor_headers
+from policy.wire.accounting_api import Actor, AuditEntry, AuditQuery, Role, actor_headers
 from serve import change_audit
 from store.database import Database
 from store.tenancy import audit, audit_spool

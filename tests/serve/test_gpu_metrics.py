@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from policy.types import EngineKind
-from policy.wire.reports import GpuReport
-from serve.engine.process import describe_machine
+from policy.wire.controller_reports import GpuReport
+from serve.engine.engine_server import describe_machine
 from serve.gpu_metrics import GpuSet, devices, watch
 from tests.serve.fake_nvml import FakeNvml, gpu
 from tests.serve.sim_driver import spec

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from policy.errors import SwitchRefused
-from policy.scaling.rollout_steps import CLOSED_SHARE, LayerKey
+from policy.scaling.reconcile_steps import CLOSED_SHARE, LayerKey
 from policy.types import Replica, ReplicaPhase
+from policy.wire.controller_reports import GatewayReport, GpuReport, ModelReport
 from policy.wire.heartbeat import GpuOrder, Heartbeat
-from policy.wire.reports import GatewayReport, GpuReport, ModelReport
 from tests.serve.memory_actuator import MemoryCluster
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from policy.stats.histogram import BUCKETS, bucket_of
-from policy.wire.reports import GatewayReport, ModelReport
+from policy.wire.controller_reports import GatewayReport, ModelReport
 from tests.serve.plane import Plane
 
 # One replica for each request per second; counts its calls.

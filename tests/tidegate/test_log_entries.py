@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from store.log_lines import line
+from store.json_log_format import line
 from tidegate.log_entries import Entry, entries
 
 NOW = datetime(2026, 1, 2, 12, 0, 0).timestamp()

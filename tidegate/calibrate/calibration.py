@@ -21,7 +21,7 @@ from policy.engine.step_samples import StepSample
 from policy.errors import PreconditionFailed, TargetError, TidegateError
 from policy.routing.settings import START_SHARE
 from policy.types import EngineKind, Replica, ReplicaPhase, Runner
-from policy.wire.reports import EngineReport
+from policy.wire.controller_reports import EngineReport
 from serve.controller.client import ControllerClient
 from serve.host.version_check import installed
 from sim.calibration.experiment_design import PlannedPoints, Point, plan_points, share_time

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from policy.errors import PreconditionFailed
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.calibration.experiment_design import Latency, Point
 from tidegate.replay.endpoint_api import RequestFormat, send
 from tidegate.replay.http_client import Pool

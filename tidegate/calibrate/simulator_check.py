@@ -10,11 +10,11 @@ import msgspec
 from policy.config.deployment import Deployment
 from policy.errors import ConfigError
 from policy.scaling.view import Policy
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.calibration.quantiles import Compared, compare
 from sim.simulator.run import simulate
 from sim.simulator.run_record import Outcome
-from sim.workload.traces.reader import Lines, Objects
+from sim.workload.traces.record_readers import Lines, Objects
 from tidegate.replay.results import ReplayRow
 
 

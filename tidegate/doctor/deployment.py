@@ -9,10 +9,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from policy.config.deployment import Deployment
-from policy.config.ports import Listener
+from policy.config.port_conflicts import Listener
 from policy.config.tls import ServerTls
 from policy.errors import ConfigError, PreconditionFailed
-from serve.node_bandwidth import Measured
+from serve.internode_bandwidth import Measured
 from store.tls_files import days_left, ports_with_tls
 from tidegate.doctor.finding import Finding, error, not_applicable, ok, warning
 from tidegate.supervisor import preflight

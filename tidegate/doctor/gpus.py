@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from policy.wire.reports import GpuReport, is_of_card
+from policy.wire.controller_reports import GpuReport, is_of_card
 from serve.gpu_inventory import NVLINK, GpuCard, GpuInventory
 from serve.gpu_metrics import REASONS
 from tidegate.doctor.finding import Finding, error, not_applicable, ok, warning

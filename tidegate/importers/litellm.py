@@ -10,7 +10,7 @@ import msgspec
 from policy.config.convert import convert
 from policy.config.deployment import NAME
 from policy.errors import ConfigError
-from store.api_keys import digest_of
+from store.key_derivation import digest_of
 from tidegate.importers.vllm_flags import Translation
 
 # LiteLLM's, where its clients expect it.

@@ -10,7 +10,7 @@ import msgspec
 from policy.config.convert import convert
 from policy.config.deployment import FORBIDDEN_ENV
 from policy.errors import ConfigError
-from store.api_keys import digest_of
+from store.key_derivation import digest_of
 from tidegate.importers.vllm_flags import Machine, Translation, model_entry, read_flags
 
 # The chart's router, where its clients expect it.

@@ -13,7 +13,7 @@ import yaml
 from policy.config.deployment import FORBIDDEN_ENV
 from policy.config.engine_arguments import expected_instead
 from policy.errors import ConfigError
-from store.api_keys import digest_of
+from store.key_derivation import digest_of
 
 # vLLM's own, where its clients expect it.
 PORT = 8000

@@ -13,11 +13,11 @@ import yaml
 
 from policy.config.convert import require
 from policy.config.deployment import Deployment
-from policy.config.ports import is_loopback
+from policy.config.port_conflicts import is_loopback
 from policy.deployment_file.parse import parse
-from tidegate.kubernetes import controllers
-from tidegate.kubernetes.access import access, is_scaled
-from tidegate.kubernetes.objects import Manifest, Options, labels_of, named, object_of
+from tidegate.kubernetes import controller_manifests
+from tidegate.kubernetes.object_metadata import Manifest, Options, labels_of, named, object_of
+from tidegate.kubernetes.rbac import access, is_scaled
 
 STATE, CACHE = "/var/lib/tidegate", "/var/cache/tidegate"
 CONFIG, SECRET = "/etc/tidegate", "/etc/tidegate-secret"
@@ -64,7 +64,10 @@ def manifests(raw: dict[str, Any], deployment: Deployment, options: Options) -> 
     require(options.controllers == 1 or is_scaled(deployment), "--controllers", options.controllers, alone)
     if is_scaled(deployment):
         # Controllers have addresses of their own, by which gateways of other pods find them.
-        raw = {**raw, "cluster": {**raw.get("cluster", {}), **controllers.cluster(deployment, options)}}
+        raw = {
+            **raw,
+            "cluster": {**raw.get("cluster", {}), **controller_manifests.cluster(deployment, options)},
+        }
         deployment = parse(raw)
     parts = _parts(deployment, options)
     objects = [
@@ -80,11 +83,11 @@ def manifests(raw: dict[str, Any], deployment: Deployment, options: Options) -> 
         _network_policy(deployment, options),
     ]
     if is_scaled(deployment):
-        objects += controllers.network(deployment, options)
+        objects += controller_manifests.network(deployment, options)
         if deployment.cluster.election is None:
             objects.append(_claim(options, "state", "10Gi"))
         else:
-            objects.append(_disruption_budget(options, controllers.ROLE))
+            objects.append(_disruption_budget(options, controller_manifests.ROLE))
     if deployment.deploys:
         objects += [_claim(options, "state", "10Gi"), _claim(options, "cache", "100Gi")]
     else:
@@ -100,15 +103,15 @@ def _parts(deployment: Deployment, options: Options) -> list[_Part]:
         return [_Part([*run, "--no-ray"], has_models=True)]
     if not deployment.needs_controller:
         return [_Part(run, scales=True)]
-    followed = controllers.addresses(deployment, options)
+    followed = controller_manifests.addresses(deployment, options)
     follow = [
         *("gateway", "--controller", followed),
         *("--secret-file", f"{SECRET}/secret", "--host", "0.0.0.0", "--admin-host", "0.0.0.0"),
     ]
-    controller = _Part(run, role=controllers.ROLE)
+    controller = _Part(run, role=controller_manifests.ROLE)
     if deployment.cluster.election is not None:
-        arguments = controllers.arguments(deployment, options, f"{CONFIG}/{FILE}")
-        controller = _Part(arguments, role=controllers.ROLE, elects=True)
+        arguments = controller_manifests.arguments(deployment, options, f"{CONFIG}/{FILE}")
+        controller = _Part(arguments, role=controller_manifests.ROLE, elects=True)
     return [_Part(follow, scales=True, has_file=False), controller]
 
 
@@ -137,7 +140,7 @@ def _workload(deployment: Deployment, options: Options, part: _Part) -> Manifest
         spec["strategy"] = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     elif part.elects:
         kind = "StatefulSet"
-        spec["replicas"] = controllers.count(deployment, options)
+        spec["replicas"] = controller_manifests.count(deployment, options)
         spec |= {"serviceName": named(options, part.role), "podManagementPolicy": "Parallel"}
     else:
         # Two pods would need the GPUs twice, and the state directory has one supervisor.
@@ -158,7 +161,7 @@ def _container(deployment: Deployment, options: Options, part: _Part) -> dict[st
     gateway = deployment.gateway
     ports = {"http": gateway.port, "admin": gateway.admin_port, **_grpc_ports(deployment)}
     if part.role:
-        ports = ({} if part.elects else ports) | {"controller": controllers.port(deployment)}
+        ports = ({} if part.elects else ports) | {"controller": controller_manifests.port(deployment)}
     mounts = {"state": STATE, "tmp": "/tmp"}  # noqa: S108 - a volume
     if part.has_file:
         mounts["config"] = CONFIG

@@ -9,7 +9,7 @@ from time import perf_counter
 import msgspec
 
 from policy.errors import TidegateError, Unreachable
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from tidegate.replay.http_client import Pool, ResponseBody
 from tidegate.replay.prompts import Fit, Prompts
 from tidegate.replay.response_timing import StreamTimings

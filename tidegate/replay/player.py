@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from tidegate.replay.endpoint_api import RequestFormat, send
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import xxhash
 
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 
 # Words of at most five letters: with the space before it, each is one token in common vocabularies.
 _WORDS = (  # noqa: SIM905 - a text of words is easier to read than a list

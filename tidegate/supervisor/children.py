@@ -15,7 +15,7 @@ import msgspec
 
 from policy.errors import EngineFailed
 from policy.stats.backoff import Backoff, failures_after
-from store import log_lines
+from store import json_log_format
 from store.log_file import RotatingLog
 from store.os_process import end_child
 from store.state_dir import StateDir
@@ -191,7 +191,7 @@ async def run_tool(
                 on_line(last)
                 level = "error" if last.error else "info"
                 text = last.error or last.message or last.path
-                written = log_lines.line(level, text, {"fraction": last.fraction})
+                written = json_log_format.line(level, text, {"fraction": last.fraction})
             with contextlib.suppress(OSError):
                 log.write(written)
         return await process.wait(), last

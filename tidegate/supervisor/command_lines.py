@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from policy.config.deployment import Deployment
-from serve.ray_cluster import head_command
+from serve.ray_launcher import head_command
 from store.state_dir import StateDir
 from tidegate.supervisor.children import ProcessSpec
 
@@ -30,7 +30,7 @@ def gateway_worker(state: StateDir, worker: int, fd: int, admin_fd: int) -> Proc
     return ProcessSpec(
         name=f"gateway-{worker}",
         argv=_python(
-            "gateway.main",
+            "gateway.worker_main",
             *("--state", str(state.root), "--fd", str(fd)),
             *("--admin-fd", str(admin_fd), "--worker", str(worker)),
         ),
@@ -80,7 +80,7 @@ def cluster(state: StateDir, verb: str) -> ProcessSpec:
     """
     return ProcessSpec(
         name="cluster",
-        argv=_python("serve.ray_cluster", verb, "--state", str(state.root)),
+        argv=_python("serve.ray_launcher", verb, "--state", str(state.root)),
         env=_environment(),
     )
 

@@ -15,7 +15,7 @@ import msgspec
 from policy.errors import TidegateError, Unreachable
 from policy.wire.controller import error_of, problem_of
 from store.state_dir import StateDir
-from tidegate.supervisor.events import Event
+from tidegate.supervisor.progress_events import Event
 
 _LINE_BYTES = 32 * 1024 * 1024
 _ANSWER_S = 30.0

@@ -16,8 +16,8 @@ import msgspec
 import psutil
 
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.gpu_groups import gpu_group_of
-from policy.config.ports import may_be_open
+from policy.config.port_conflicts import may_be_open
+from policy.config.shared_gpus import gpu_group_of
 from policy.errors import ConfigError, PreconditionFailed
 from policy.types import EngineKind
 from policy.wire.access_snapshot import SnapshotHead, SnapshotLine

@@ -11,10 +11,10 @@ import msgspec
 from policy.config.deployment import Deployment, GatewayConfig
 from policy.config.tls import ServerTls
 from policy.errors import ConfigError, EngineFailed
-from policy.scaling.rollout_steps import MAX_FAILURES
+from policy.scaling.reconcile_steps import MAX_FAILURES
 from policy.types import EngineKind, Fleet, ReplicaPhase, Runner
 from policy.wire.headers import CANARY_HEADER
-from serve.controller.run_record import last_run
+from serve.controller.crash_loop_backoff import last_run
 from store.state_dir import StateDir
 from store.tls_files import client_context, ports_with_tls
 

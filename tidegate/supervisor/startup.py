@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from policy.config.deployment import Deployment
-from policy.config.ports import listeners
+from policy.config.port_conflicts import listeners
 from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, TidegateError, Unreachable
 from policy.types import EMPTY_FLEET, EngineKind, Replica, ReplicaPhase
-from serve import ray_cluster
+from serve import ray_launcher
 from serve.actuator.gpu_cards import cards_of_machine
-from serve.actuator.node_capacity import check_placeable, machine
+from serve.actuator.placement_feasibility import check_placeable, machine
 from serve.controller.client import ControllerClient
-from store.api_keys import own_key
+from store.key_derivation import own_key
 from store.state_dir import StateDir
 from tidegate.supervisor import command_lines, external_server_status, preflight, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, ToolLine, check_alive, log_end, run_tool
-from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.process_record import ProcessRecord
+from tidegate.supervisor.progress_events import Event, Progress
 
 _POLL_S = 0.25
 _GATEWAY_POLL_S = 0.05
@@ -194,7 +194,7 @@ class Startup:
         self.progress.done("ray", f"controller at {self.deployment.cluster.controller}")
 
     async def _head_listens(self) -> str | None:
-        host, _, port = ray_cluster.address(self.deployment).rpartition(":")
+        host, _, port = ray_launcher.address(self.deployment).rpartition(":")
         try:
             _, writer = await asyncio.open_connection(host, int(port))
         except OSError:

@@ -16,7 +16,7 @@ import psutil
 from policy.deployment_file.diff import Change, Effect, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, EngineFailed, PreconditionFailed, TidegateError
-from policy.wire.accounting import AuditEntry, Role
+from policy.wire.accounting_api import AuditEntry, Role
 from serve.controller.client import ControllerClient
 from store.os_process import local_user
 from store.state_dir import StateDir
@@ -27,10 +27,10 @@ from tidegate.redaction import redact
 from tidegate.supervisor import control_socket, preflight, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, log_end
 from tidegate.supervisor.controller_watch import TIMEOUT_S, watch_controller
-from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.orphan_cleanup import ELECTED, forget_targets, leave_cluster
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, adopt_orphans
-from tidegate.supervisor.remote_controller import RemoteController
+from tidegate.supervisor.progress_events import Event, Progress
+from tidegate.supervisor.remote_document_feed import RemoteController
 from tidegate.supervisor.startup import SERVERS_S, Startup
 
 _SNAPSHOT_S = 2.0

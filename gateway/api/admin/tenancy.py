@@ -11,7 +11,7 @@ from fastapi.security import HTTPBearer
 
 from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse
 from gateway.protocol.errors import Refused
-from policy.wire.accounting import ADMIN_KEYS, AUDIT, KEYS, TENANTS, item_path
+from policy.wire.accounting_api import ADMIN_KEYS, AUDIT, KEYS, TENANTS, item_path
 from policy.wire.controller import with_query
 
 router = APIRouter(dependencies=[Depends(HTTPBearer(scheme_name="token", auto_error=False))])

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.security import HTTPBearer
 
 from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse
-from policy.wire.accounting import USAGE
+from policy.wire.accounting_api import USAGE
 from policy.wire.controller import with_query
 
 router = APIRouter(dependencies=[Depends(HTTPBearer(scheme_name="token", auto_error=False))])

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
-from gateway.http.client import ConnectionPool
+from gateway.http.http1_client import ConnectionPool
 from gateway.routing.engine_cache.known_prompts import ENOUGH, Blocks, KnownPrompts
 from gateway.routing.engine_cache.prompt_tokens import Prompt, ask
 from policy.hashing import block_keys
 from policy.request import Request
-from policy.routing.kv_block_index import KvBlockIndex, NamedPrompt, News
+from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt, News
 from policy.routing.kv_event_log import KvEventLog
 from policy.wire.load_stream import COALESCE_S
 from store.kv_events.subscriber import KvEventSubscriber

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from gateway.http.client import ConnectionPool
-from gateway.routing.server_access import ServerAccess
+from gateway.http.http1_client import ConnectionPool
+from gateway.routing.external_server_options import ServerAccess
 from gateway.telemetry.structured_log import Log
-from policy.routing.kv_block_index import News
+from policy.routing.engine_prefix_index import News
 from policy.types import Replica
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from gateway.http.buffered_response import post
-from gateway.http.client import ConnectionPool
+from gateway.http.buffered_request import post
+from gateway.http.http1_client import ConnectionPool
 from gateway.protocol.body import Body
 from gateway.protocol.json_decoders import OPTIONS
 from gateway.protocol.paths import Route

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gateway.protocol.usage import Usage
 from gateway.telemetry.gen_ai_metrics import OPERATIONS
-from policy.admission.retry import AttemptOutcome
+from policy.admission.retry_policy import AttemptOutcome
 from policy.config.tracing import Tracing
 from policy.routing.cost import CostEstimate
 from policy.routing.router import Decision

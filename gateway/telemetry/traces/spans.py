@@ -27,7 +27,7 @@ from opentelemetry.util.types import AttributeValue
 
 from gateway.telemetry.gen_ai_metrics import PROVIDER
 from gateway.telemetry.traces.request_trace import Attempt, EndedRequest, is_error
-from policy.admission.retry import AttemptOutcome
+from policy.admission.retry_policy import AttemptOutcome
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _NS = 1_000_000_000

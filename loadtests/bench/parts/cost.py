@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 import msgspec
 
-from loadtests.bench.figures import Figure, figures_of, slope
+from loadtests.bench.benchmark_size import Plan, log
 from loadtests.bench.load_generator import Load, Result
-from loadtests.bench.plan import Plan, log
+from loadtests.bench.median_and_range import Figure, figures_of, slope
 from loadtests.bench.processes import Mock
 from loadtests.bench.replica import Setting
 from loadtests.bench.systems import Running, System, running

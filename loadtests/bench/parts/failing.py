@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.bench.figures import Figure, figures_of
+from loadtests.bench.benchmark_size import Plan, log
 from loadtests.bench.load_generator import Load, paced
-from loadtests.bench.plan import Plan, log
+from loadtests.bench.median_and_range import Figure, figures_of
 from loadtests.bench.processes import Mock
 from loadtests.bench.replica import Setting
 from loadtests.bench.systems import System, running

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 import msgspec
 
-from loadtests.bench.figures import Figure, figures_of
+from loadtests.bench.benchmark_size import Plan, log
 from loadtests.bench.load_generator import Load, Result, paced
+from loadtests.bench.median_and_range import Figure, figures_of
 from loadtests.bench.parts.cost import check
-from loadtests.bench.plan import Plan, log
 from loadtests.bench.processes import Mock
 from loadtests.bench.replica import Setting
 from loadtests.bench.systems import Running, System, running

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from loadtests.bench.figures import Figure, figures_of
+from loadtests.bench.benchmark_size import Plan, log
 from loadtests.bench.load_generator import Load
+from loadtests.bench.median_and_range import Figure, figures_of
 from loadtests.bench.parts.cost import check
-from loadtests.bench.plan import Plan, log
 from loadtests.bench.processes import Mock
 from loadtests.bench.replica import CHARS_PER_TOKEN, Counts, Setting
 from loadtests.bench.systems import System, running

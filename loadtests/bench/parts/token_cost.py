@@ -10,9 +10,9 @@ from time import perf_counter
 
 import msgspec
 
-from loadtests.bench.figures import Figure, figures_of
+from loadtests.bench.benchmark_size import Plan, log
+from loadtests.bench.median_and_range import Figure, figures_of
 from loadtests.bench.parts.token_servers import ENGINE, FRONT, GATEWAY, MODEL, OTHER, Row
-from loadtests.bench.plan import Plan, log
 from loadtests.bench.workload import words
 from policy.stats.quantiles import nearest_rank
 from tidegate.replay.endpoint_api import CHAT, send

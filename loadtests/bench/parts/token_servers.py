@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from loadtests.bench.endpoint_comparison import replica_pool
-from loadtests.bench.plan import log
+from loadtests.bench.baseline_comparison import replica_pool
+from loadtests.bench.benchmark_size import log
 from loadtests.bench.processes import ROOT, Tree, cpu_clock, free_ports
 from loadtests.bench.systems import Peer
 from loadtests.bench.workload import KEY
@@ -114,7 +114,7 @@ class Processes:
 
 def group(cmdline: Sequence[str], name: str, parent: str, child: bool) -> str:
     """What a process does; ``parent`` is what its parent does, or the first process if it is no ``child``."""
-    if "gateway.main" in cmdline:
+    if "gateway.worker_main" in cmdline:
         return GATEWAY
     if name == "vllm-rs":
         return FRONT

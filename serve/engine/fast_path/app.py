@@ -31,11 +31,11 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.stats import IterationStats
 
-from serve.engine.fast_path.asgi_writer import AsgiWriter
 from serve.engine.fast_path.eligibility import CHAT, COMPLETION, eligible
 from serve.engine.fast_path.engine_core_sockets import CoreReader
-from serve.engine.fast_path.engine_outputs import EngineOutputs
 from serve.engine.fast_path.event_templates import AnswerKind
+from serve.engine.fast_path.output_iterator import EngineOutputs
+from serve.engine.fast_path.plain_http_writer import AsgiWriter
 from serve.engine.fast_path.short_prompts import MAX_BODY, SHORT, render_short_prompts
 from serve.engine.fast_path.stream import StreamedAnswer, StreamedAnswers
 from serve.engine.interface import WRITER, ASGIApp, Message, Receive, ResponseWriter, Scope, Send

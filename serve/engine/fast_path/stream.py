@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import msgspec
 
-from serve.engine.fast_path.engine_outputs import EngineOutputs
 from serve.engine.fast_path.event_templates import AnswerEvents, AnswerKind, RecordedAnswer, usage_of
+from serve.engine.fast_path.output_iterator import EngineOutputs
 from serve.engine.interface import ResponseWriter
 
 HEADERS: Final = [(b"content-type", b"text/event-stream; charset=utf-8")]

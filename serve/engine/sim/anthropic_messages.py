@@ -21,9 +21,9 @@ from serve.engine.sim.chat_template import (
 )
 from serve.engine.sim.generation_service import Service, call_id, request_id
 from serve.engine.sim.http_exchange import ApiError, answer, event, read, respond
+from serve.engine.sim.pseudo_tokenizer import Prompt
 from serve.engine.sim.sampling_parameters import Drawing, NotEmpty, Positive, Sampling, Stops
 from serve.engine.sim.step_loop import Generation
-from serve.engine.sim.text import Prompt
 from serve.engine.sim.tool_calls import Definition, Tools
 
 # Names of the chat API for the types of `tool_choice`.

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from serve.engine.sim.http_exchange import ApiError
-from serve.engine.sim.text import Prompt
+from serve.engine.sim.pseudo_tokenizer import Prompt
 
 Content = str | list[dict[str, Any]] | None
 

@@ -17,9 +17,9 @@ from serve.engine.sim.chat_template import Message, chat_turns, prompt_of
 from serve.engine.sim.generation_service import Service, call_id, now, request_id
 from serve.engine.sim.http_exchange import DONE, ApiError, answer, event, read, respond
 from serve.engine.sim.prompt_input import Prompts, prompts_of
+from serve.engine.sim.pseudo_tokenizer import Output, Prompt, mix, token_bytes, token_id
 from serve.engine.sim.sampling_parameters import Id, Positive, Sampling, check_end, check_prompt_logprobs
 from serve.engine.sim.step_loop import Generation
-from serve.engine.sim.text import Output, Prompt, mix, token_bytes, token_id
 from serve.engine.sim.tool_calls import Tool, Tools, tools_of
 
 # OpenAI's default for completions, and vLLM's.

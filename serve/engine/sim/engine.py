@@ -14,7 +14,7 @@ from policy.engine.performance_model import BLOCK, Timing
 from policy.engine.prefix_cache import PrefixCache
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed, PreconditionFailed
-from policy.routing.kv_block_index import KvBlockIndex
+from policy.routing.engine_prefix_index import KvBlockIndex
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.sim.app import build
 from serve.engine.sim.generation_service import Service

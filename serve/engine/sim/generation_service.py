@@ -12,9 +12,9 @@ from starlette.requests import Request
 from policy.types import Runner
 from serve.engine.sim.http_exchange import ApiError
 from serve.engine.sim.metrics import Metrics
+from serve.engine.sim.pseudo_tokenizer import Output, Prompt, call, natural_length, seed_of, write
 from serve.engine.sim.sampling_parameters import Sampling, check
 from serve.engine.sim.step_loop import Generation, StepLoop
-from serve.engine.sim.text import Output, Prompt, call, natural_length, seed_of, write
 from serve.engine.sim.tool_calls import Tools
 
 

@@ -22,8 +22,8 @@ from starlette.responses import Response
 from serve.engine.sim.generation_service import Service, now, request_id
 from serve.engine.sim.http_exchange import ApiError, read, respond
 from serve.engine.sim.prompt_input import Prompts, prompts_of
+from serve.engine.sim.pseudo_tokenizer import Prompt
 from serve.engine.sim.step_loop import Generation
-from serve.engine.sim.text import Prompt
 
 DIMENSIONS = 64
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from serve.engine.sim.http_exchange import ApiError
+from serve.engine.sim.pseudo_tokenizer import Prompt, unknown_ids
 from serve.engine.sim.sampling_parameters import Id, NotEmpty
-from serve.engine.sim.text import Prompt, unknown_ids
 
 # As in vLLM a boolean is a number.
 Ids = list[Id | bool]

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from serve.engine.sim.chat_template import prompt_of, responses_turns
 from serve.engine.sim.generation_service import Service, call_id, now, request_id
 from serve.engine.sim.http_exchange import ApiError, event, read, respond
+from serve.engine.sim.pseudo_tokenizer import Output
 from serve.engine.sim.sampling_parameters import FreeDrawing, Positive, Sampling
-from serve.engine.sim.text import Output
 from serve.engine.sim.tool_calls import Definition, Tools
 
 # Parts of an answer that can be asked for.

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from serve.engine.sim.http_exchange import ApiError
-from serve.engine.sim.text import unknown_ids
+from serve.engine.sim.pseudo_tokenizer import unknown_ids
 
 Id = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]

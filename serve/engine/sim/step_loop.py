@@ -13,10 +13,10 @@ from policy.engine.batch_scheduler import Request, Scheduler, StepResult
 from policy.engine.performance_model import BLOCK, EngineModel, Limits
 from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.errors import EngineFailed
-from policy.routing.kv_block_index import KvBlockIndex
+from policy.routing.engine_prefix_index import KvBlockIndex
 from serve.engine.interface import NAMED, EngineStats
 from serve.engine.sim.metrics import Metrics
-from serve.engine.sim.text import Output, Prompt
+from serve.engine.sim.pseudo_tokenizer import Output, Prompt
 from serve.engine.step_stats import StepStats
 
 # A loop that is late catches up at most this much, so that tokens do not come in one burst.

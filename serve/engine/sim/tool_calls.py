@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from serve.engine.sim.http_exchange import ApiError
-from serve.engine.sim.text import mix, words
+from serve.engine.sim.pseudo_tokenizer import mix, words
 
 _DEPTH = 8
 

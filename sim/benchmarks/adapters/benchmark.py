@@ -16,7 +16,7 @@ import msgspec
 from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
 from policy.stats.quantiles import nearest_rank
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.benchmarks.adapters.contenders import (
     LeastLoaded,
     PlacementPolicy,

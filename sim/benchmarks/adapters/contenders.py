@@ -19,7 +19,7 @@ from policy.routing.router import Router
 from policy.routing.settings import Settings
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load_stream import COALESCE_S
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.simulator.adapters import InTurnSlots, LeastRecentlyUsedSlots, SimulatedPlacement, SimulatedSlots
 from sim.simulator.engine import Engine
 

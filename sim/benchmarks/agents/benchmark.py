@@ -26,7 +26,7 @@ from policy.routing.router import Router
 from policy.scaling.policies.registry import choose, make
 from policy.stats.quantiles import nearest_rank
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.benchmarks.agents.contenders import CacheAware, LeastLoaded, RoundRobin, SessionHash, WeightedScores
 from sim.simulator.gateway import RouterFactory
 from sim.simulator.run import simulate

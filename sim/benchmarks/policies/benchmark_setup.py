@@ -13,11 +13,11 @@ import numpy as np
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.engine.builtin_profiles import shipped
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.oracle.least_work import least_problem, least_work, tokens_of
 from sim.oracle.linear_program import lower_bound
-from sim.oracle.problem import Problem, bin_arrivals
-from sim.results.score import Stretch
+from sim.oracle.provisioning_problem import Problem, bin_arrivals
+from sim.results.evaluation_metrics import Stretch
 from sim.workload.traces.detect_format import open_trace
 from sim.workload.transforms import resample, slice_trace
 

@@ -18,8 +18,8 @@ import msgspec
 from sim.benchmarks.policies.run import PLAN, TrialResult
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.linear_program import lower_bound
-from sim.oracle.problem import Problem
-from sim.results.score import Score
+from sim.oracle.provisioning_problem import Problem
+from sim.results.evaluation_metrics import Score
 from sim.simulator.run_record import HOUR_S
 
 

@@ -13,9 +13,9 @@ from policy.scaling.policies.registry import choose, make
 from sim.benchmarks.policies.benchmark_setup import MODEL, MOST, Setup
 from sim.benchmarks.policies.sizing import SHIPPED, ReplicaSize, ladder
 from sim.oracle.clairvoyant import Clairvoyant, Plan
-from sim.oracle.problem import bin_arrivals
-from sim.oracle.schedule_search import Judged, search
-from sim.results.score import Score, score
+from sim.oracle.provisioning_problem import bin_arrivals
+from sim.oracle.replica_schedule_search import Judged, search
+from sim.results.evaluation_metrics import Score, score
 from sim.simulator.run import simulate
 from sim.simulator.run_record import HOUR_S
 

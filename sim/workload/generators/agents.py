@@ -18,7 +18,7 @@ from msgspec import Meta
 from policy.config.control import Fraction, Seconds, Section
 from policy.errors import ConfigError
 from policy.wire.capture import BLOCK_TOKENS, MAX_TOKENS
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.generators.request_distributions import lognormal, zipf_weights
 
 # No prompt has more blocks: tokens of the longest over those of a block.

@@ -13,7 +13,7 @@ from msgspec import Meta
 from policy.config.control import Section
 from policy.errors import ConfigError
 from policy.wire.capture import BLOCK_TOKENS, MAX_TOKENS
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.generators.agents import Agents, AgentSessions, check_agents
 from sim.workload.generators.arrivals import RateShape, arrival_times
 from sim.workload.generators.request_distributions import (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from policy.errors import ConfigError
 from policy.wire.capture import CaptureHeader, CaptureLine
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.traces.formats import (
     AZURE_COLUMNS,
     BURSTGPT_COLUMNS,
@@ -22,7 +22,7 @@ from sim.workload.traces.formats import (
     read_mooncake,
     read_servegen,
 )
-from sim.workload.traces.reader import Lines, Objects, Table, cells
+from sim.workload.traces.record_readers import Lines, Objects, Table, cells
 
 
 class OpenTrace(Iterator[Arrival]):

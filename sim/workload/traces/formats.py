@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from policy.wire.capture import CaptureLine, Hash, Tokens
-from sim.arrival_stream import Arrival
-from sim.workload.traces.reader import Elapsed, Objects, Table
+from sim.arrivals import Arrival
+from sim.workload.traces.record_readers import Elapsed, Objects, Table
 
 # github.com/Azure/AzurePublicDataset, 2023 and 2024.
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

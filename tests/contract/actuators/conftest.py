@@ -17,7 +17,7 @@ from serve.actuator import kubernetes
 from serve.actuator.interface import Actuator
 from serve.actuator.kubernetes import KubernetesActuator
 from serve.actuator.local import LocalActuator
-from serve.ray_cluster import join
+from serve.ray_launcher import join
 from store.state_dir import StateDir
 from tests.contract.actuators.site import Backend, heartbeat_server
 from tests.kubernetes_api import (

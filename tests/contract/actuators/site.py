@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from policy.config.deployment import Deployment
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat, Orders

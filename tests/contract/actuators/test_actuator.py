@@ -11,7 +11,7 @@ import pytest
 
 from policy.errors import ActuatorFailed
 from policy.scaling.gpu_fault_replacement import PARTING_S
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from serve.actuator.interface import Actuator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policy.errors import NotLeader
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator.interface import deployment_id
 from tests.contract.actuators.conftest import orders_of
 from tests.ray_head import RayHead

@@ -13,11 +13,11 @@ import pytest
 from policy.config.deployment import Deployment
 from policy.config.engine_revision import digest
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Orders
-from serve.actuator.gpu_groups import SharedGpuActuator
 from serve.actuator.interface import Held
+from serve.actuator.shared_gpu_actuator import SharedGpuActuator
 from serve.host.gpu_locks import open_lock, try_lock
 from store.state_dir import StateDir
 from tests.contract.actuators.site import Backend, Site

@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 import msgspec
 
-from gateway.accounting.access_snapshot_file import AccessSnapshotFile
+from gateway.accounting.access_snapshot_writer import AccessSnapshotFile
 from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.app import build_app
 from gateway.accounting.database_access import DatabaseAccess
-from gateway.accounting.declared_access import DeclaredAccess
+from gateway.accounting.deployment_file_snapshot import DeclaredAccess
 from policy.wire.access_snapshot import SnapshotLine
-from policy.wire.accounting import ACTOR_HEADER, ROLE_HEADER
+from policy.wire.accounting_api import ACTOR_HEADER, ROLE_HEADER
 from store.state_dir import StateDir
 from tests.clock import Clock
 

@@ -14,7 +14,7 @@ from sqlalchemy import text
 from gateway.accounting import database_access
 from policy.errors import Unreachable
 from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, TenantRow
-from store.api_keys import digest_of
+from store.key_derivation import digest_of
 from store.tenancy import keys as key_rows
 from tests.clock import Clock
 from tests.gateway.accounting.site import DECLARED, AccountingSite

@@ -17,7 +17,7 @@ from gateway.telemetry.structured_log import Log
 from policy.config.tenancy import TokenPrice
 from policy.hashing import hash_name
 from policy.tenancy.price import rates_of
-from policy.wire.accounting import TENANTS, USAGE
+from policy.wire.accounting_api import TENANTS, USAGE
 from store.tenancy import ledger
 from store.tenancy.ledger import Counts, LedgerKey
 from tests.clock import Clock

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from gateway.accounting.energy_shares import EnergyShares, totals_of
-from policy.signals.energy import BASE, IDLE, OTHERS
-from policy.wire.metrics import Samples
+from policy.signals.energy_attribution import BASE, IDLE, OTHERS
+from policy.wire.metric_definitions import Samples
 from store.database import Database
 from store.tenancy import ledger
 from store.tenancy.ledger import Counts, LedgerKey

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from store.api_keys import digest_of
 from store.database import Database
+from store.key_derivation import digest_of
 from store.tenancy import ledger
 from tests.gateway.fake_replica import DONE, Exchange, event
 from tests.gateway.worker import PATIENCE_S, ROOT, Stack, until

@@ -16,14 +16,14 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.application import CLIENT_ROUTERS, client_app
-from gateway.intake.tenants import Tenants
+from gateway.intake.authentication import Tenants
 from gateway.protocol.paths import ROUTES, Route
 from gateway.routing.shared_counters import LOCAL
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.tenancy import Tenant
-from store.api_keys import digest_of
+from store.key_derivation import digest_of
 
 KEY, ADMIN_KEY = "key-of-shop", "key-of-boss"
 BEARER = {"authorization": f"Bearer {KEY}"}

@@ -19,9 +19,9 @@ from gateway.api.models_response import CARDS_A_TURN, KEPT, ModelList
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.routing.discovered_server import external_replica
+from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet import FleetView
 from gateway.routing.replica_handle import ReplicaHandle
-from gateway.routing.server_access import ServerAccess
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Adapters, Deployment, ModelSpec
 from policy.types import EngineKind, Fleet, Model

@@ -16,7 +16,7 @@ import pytest
 from gateway.control.report_sender import Reporter, ReportSender
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.usage import Usage
-from gateway.queue.model_queues import Admission
+from gateway.queue.admission import Admission
 from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import ModelRouters
@@ -28,7 +28,7 @@ from policy.errors import Refusal
 from policy.request import Request
 from policy.stats.histogram import bucket_of
 from policy.types import EngineKind, Priority
-from policy.wire.reports import GatewayReport, ModelReport, ReportAnswer, Waiting
+from policy.wire.controller_reports import GatewayReport, ModelReport, ReportAnswer, Waiting
 from tests.gateway.fake_replica import SECRET, FakeController
 from tests.gateway.virtual_time import run_virtual
 from tests.gateway.worker import Stack, until

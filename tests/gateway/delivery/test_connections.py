@@ -22,15 +22,15 @@ from starlette.types import Message
 
 from gateway.delivery.relay import MAX_CHECKED, MAX_HELD, Relay
 from gateway.http.asgi_exchange import SENT
-from gateway.http.client import TLS_SLICE, ClientConnection, Connection, ConnectionPool, is_local_fault
-from gateway.http.multiplexed_client import MultiplexedConnection, Stream
+from gateway.http.frame_client import MultiplexedConnection, Stream
+from gateway.http.http1_client import TLS_SLICE, ClientConnection, Connection, ConnectionPool, is_local_fault
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.sse_validator import ChatValidator
 from gateway.protocol.usage import Usage
 from gateway.request_context import Call
 from gateway.telemetry.metrics import Metrics
-from policy.admission.retry import AttemptOutcome
+from policy.admission.retry_policy import AttemptOutcome
 from policy.wire import frames
 from policy.wire.frames import FrameDecoder, FrameEncoder
 from tests.frame_pair import Client as FrameClient

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("grpc")
 
+from gateway.endpoint_picker.ext_proc_messages import ProcessingRequest
 from gateway.endpoint_picker.processor import Processor
-from gateway.endpoint_picker.protocol import ProcessingRequest
 from gateway.http.upload_budget import UploadBudget
 
 PIECE = 1024 * 1024

@@ -23,7 +23,7 @@ from gateway.telemetry.structured_log import Log
 from policy.config.grpc_ports import ExternalScaler
 from policy.types import EngineKind, Fleet, Model
 from store.state_dir import StateDir
-from tests.gateway.api.admin.test_access import Port
+from tests.gateway.api.admin.test_authorization import Port
 from tests.kubernetes_api import DEPLOYMENTS, STATEFUL_SETS, KubernetesApi
 from tests.ports import free_ports
 from tests.serve.actuator.test_kubernetes import controlling, eventually

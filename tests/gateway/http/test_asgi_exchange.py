@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from gateway.http.asgi_exchange import SENT, Exchange
-from gateway.http.connection import ServerConnection
+from gateway.http.server_connection import ServerConnection
 
 
 @dataclass

@@ -24,7 +24,14 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from gateway.http.asgi_exchange import SENT, Exchange
-from gateway.http.connection import (
+from gateway.http.read_turns import MOST_CLOSED, STARTS_S, RequestStarts, read_turns
+from gateway.http.server import (
+    SWEPT_AT_ONCE,
+    Server,
+    ServerTimeouts,
+    connections_within_limit,
+)
+from gateway.http.server_connection import (
     HEADER_OVERHEAD,
     MAX_AHEAD,
     MAX_AHEAD_BYTES,
@@ -32,13 +39,6 @@ from gateway.http.connection import (
     MAX_HEADERS,
     MAX_PIECE,
     ServerConnection,
-)
-from gateway.http.read_turns import MOST_CLOSED, STARTS_S, RequestStarts, read_turns
-from gateway.http.server import (
-    SWEPT_AT_ONCE,
-    Server,
-    ServerTimeouts,
-    connections_within_limit,
 )
 from gateway.http.upload_budget import UploadBudget
 from gateway.routing.shared_counters import LOCAL

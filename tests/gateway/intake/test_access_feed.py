@@ -15,8 +15,8 @@ import pytest
 from gateway.intake import access_feed
 from gateway.intake.access_feed import AccessFeed
 from gateway.intake.admin_keys import AdminKeys
+from gateway.intake.authentication import Tenants
 from gateway.intake.principal import Principal
-from gateway.intake.tenants import Tenants
 from gateway.protocol.errors import Refused
 from gateway.routing.shared_counters import LOCAL
 from gateway.telemetry.metrics import Metrics
@@ -24,8 +24,8 @@ from gateway.telemetry.structured_log import Log
 from policy.config.tenancy import Access, Tenant
 from policy.deployment_file.parse import parse
 from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, SnapshotLine, TenantRow
-from policy.wire.accounting import Actor, Role
-from store.api_keys import digest_of
+from policy.wire.accounting_api import Actor, Role
+from store.key_derivation import digest_of
 from store.state_dir import write_atomic
 from tests.clock import Clock
 from tests.gateway.worker import until

@@ -16,9 +16,9 @@ from gateway.intake.usage_journal import Charge, UsageJournal
 from gateway.protocol.usage import Usage
 from gateway.telemetry.structured_log import Log
 from policy.tenancy.price import FREE
-from policy.tenancy.usage_record import UsageRecord
+from policy.tenancy.usage_slot import UsageRecord
 from policy.wire.headers import CANARY_HEADER
-from store.api_keys import own_key
+from store.key_derivation import own_key
 from store.usage_segments import SegmentReader
 from tests.gateway.fake_replica import DONE, SECRET, Answer, Exchange, event, forever, stream
 from tests.gateway.worker import Stack, until

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol import body as bodies
+from gateway.protocol.canonical_prompt import RenderedPrompt, rendered_prompt
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.prompt_features import (
     BLOCK_BYTES,
@@ -23,7 +24,6 @@ from gateway.protocol.prompt_features import (
     seed_of,
     token_ids,
 )
-from gateway.protocol.rendered_prompt import RenderedPrompt, rendered_prompt
 
 SEED = seed_of("m", "", "")
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol import body as bodies
+from gateway.protocol.canonical_prompt import rendered_prompt
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.prompt_features import BytesPerToken, seed_of
-from gateway.protocol.rendered_prompt import rendered_prompt
 from gateway.protocol.usage import (
     MAX_USAGE_BYTES,
     MOST_TYPES,

@@ -10,7 +10,7 @@ from gateway.routing.replica_handle import ReplicaHandle
 from policy.admission.dispatcher import MOST_REJECTED
 from policy.errors import Refusal
 from policy.types import EngineKind
-from tests.gateway.queue.test_model_queues import Queues, leave, settled
+from tests.gateway.queue.test_admission import Queues, leave, settled
 from tests.gateway.virtual_time import VirtualLoop, run_virtual
 
 WAITING = 2 * MOST_REJECTED + 10

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gateway.routing.shared_counters import BEAT_EVERY_S, LOCAL, SharedCounts, SharedRows
 from policy.types import Priority
-from tests.gateway.queue.test_model_queues import Queues, end
+from tests.gateway.queue.test_admission import Queues, end
 from tests.gateway.virtual_time import run_virtual
 
 # The longest time for which a slot may be idle while a request waits.

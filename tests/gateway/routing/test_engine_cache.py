@@ -22,11 +22,11 @@ from gateway.routing.engine_cache.external_server_cache import MAX_WAITING, Sent
 from gateway.routing.engine_cache.external_server_caches import ServerCaches
 from gateway.routing.engine_cache.known_prompts import KEY_BYTES, PROMPT_BYTES, Blocks, KnownPrompts
 from gateway.routing.engine_cache.prompt_tokens import Prompt
+from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet import FleetView
 from gateway.routing.fleet_listeners import FleetEvents
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
-from gateway.routing.server_access import ServerAccess
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.structured_log import Log
 from policy.deployment_file.parse import parse

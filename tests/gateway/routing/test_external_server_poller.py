@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.http.client import ConnectionPool
+from gateway.http.http1_client import ConnectionPool
 from gateway.routing import external_server_poller
+from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.external_server_poller import MAX_LISTING, ExternalPoller
 from gateway.routing.fleet import FleetView
-from gateway.routing.server_access import ServerAccess
 from gateway.telemetry.structured_log import Log
 from policy.deployment_file.parse import parse
 from policy.routing.concurrency_limit import ServerQueue
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from tests.gateway.certificate import certify
 from tests.gateway.fake_replica import Exchange

@@ -14,18 +14,18 @@ import pytest
 from msgspec import structs
 
 from gateway.control.controller_feed import fleet_replaces
-from gateway.routing.active_health_checks import new_stalls
 from gateway.routing.discovered_server import external_replica
+from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet import RESTART_S, SETTLE_S, SNAPSHOT_STALE_S, FleetView
 from gateway.routing.fleet_listeners import NO_EVENTS, FleetEvents
+from gateway.routing.outlier_ejection import new_stalls
 from gateway.routing.replica_handle import STALE_S, ReplicaHandle
-from gateway.routing.server_access import ServerAccess
 from gateway.routing.shared_counters import SharedRows
 from gateway.telemetry.metrics import Metrics
 from policy.deployment_file.parse import parse
 from policy.hashing import hash_name
 from policy.routing.replica_health import AttemptResult
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaPhase, Runner
 from policy.wire.load_stream import CachedPrefix, LoadLine
 from tests.gateway.fake_replica import ready_replica

@@ -20,7 +20,7 @@ from policy.engine.prefill_estimate import GENERIC
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import CostEstimate
-from policy.routing.kv_block_index import News
+from policy.routing.engine_prefix_index import News
 from policy.types import Load, ReplicaPhase
 from policy.wire.load_stream import CachedPrefix, LoadLine
 from tests.gateway.fake_replica import ready_replica

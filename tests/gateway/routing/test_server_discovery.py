@@ -17,7 +17,7 @@ from gateway.routing.server_discovery import ServerDiscovery
 from gateway.telemetry.structured_log import Log
 from policy.config.deployment import ModelSpec
 from policy.deployment_file.parse import parse
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from store.kubernetes import api_server
 from tests.gateway.fake_replica import Exchange, answer_json
 from tests.gateway.fake_upstream import FakeUpstream

@@ -20,7 +20,7 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.scrape import ScrapedReplica, Scraper
 from policy.config.deployment import Cluster, Deployment, ModelSpec
 from policy.types import EngineKind, Load, Priority, Replica, ReplicaPhase
-from policy.wire.metrics import METRICS
+from policy.wire.metric_definitions import METRICS
 from tests.gateway.fake_replica import SECRET, FakeController, FakeReplica, forever
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.worker import until

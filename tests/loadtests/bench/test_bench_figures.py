@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from loadtests.bench.figures import Figure, slope, table
+from loadtests.bench.median_and_range import Figure, slope, table
 from loadtests.bench.report import plot
 
 

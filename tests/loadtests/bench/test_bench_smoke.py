@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.bench.gateway import PARTS
+from loadtests.bench.peer_comparison import PARTS
 from loadtests.bench.report import Part
 
 ROOT = Path(__file__).parents[3]
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "loadtests.bench.gateway", *options],
+        [sys.executable, "-m", "loadtests.bench.peer_comparison", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

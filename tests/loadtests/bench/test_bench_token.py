@@ -13,7 +13,7 @@ from loadtests.bench.token import main
     ("cmdline", "name", "parent", "child", "expected"),
     [
         (["python", "-m", "tidegate"], "python", OTHER, False, OTHER),
-        (["python", "-m", "gateway.main"], "python", OTHER, True, GATEWAY),
+        (["python", "-m", "gateway.worker_main"], "python", OTHER, True, GATEWAY),
         (["python", "-m", "serve.engine.main"], "python", OTHER, True, FRONT),
         (["VLLM::EngineCore"], "VLLM::EngineCore", FRONT, True, ENGINE),
         (["VLLM::Worker"], "VLLM::Worker", ENGINE, True, ENGINE),

@@ -10,7 +10,7 @@ import pytest
 
 from policy.admission.dispatcher import MOST_COMPARED, MOST_REJECTED, Dispatcher, Ticket
 from policy.admission.queue import Bounds
-from policy.admission.retry import Cause
+from policy.admission.retry_policy import Cause
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.replica_health import HealthCounters, ReplicaHealth

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from policy.admission.fairness import PASSED_OVER, FairQueue, cost
-from policy.admission.ordered_set import OrderedSet
+from policy.admission.indexed_heap import OrderedSet
 from policy.admission.virtual_counters import CREDIT, VirtualCounter, VirtualCounters
 from policy.request import Request
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from policy.hashing import block_keys
-from policy.routing.kv_block_index import KvBlockIndex, NamedPrompt
+from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt
 from policy.routing.kv_event_log import KvEventLog
 from tests.store.kv_events.publisher import batch, removed, stored
 

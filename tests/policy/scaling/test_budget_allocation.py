@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from policy.config.deployment import Budget
 from policy.scaling.budget_allocation import Claim, allocate, alone, attainable, held, spare
-from policy.scaling.resources import Resources, total
+from policy.scaling.budget_resources import Resources, total
 from policy.scaling.view import Supply
 from tests.policy.control_play import LARGE, SMALL, mode_option, situation
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from policy.config.control import GuardConfig
 from policy.config.deployment import Budget
 from policy.engine.replica_capacity import capability
+from policy.scaling.budget_resources import Resources
 from policy.scaling.decide import STARVED_S, ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, Memory, Override, Situation
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.resources import Resources
 from policy.scaling.serving_mode_selection import ModeComparison, Verdict
 from policy.scaling.view import Supply
 from tests.policy import control_play as play

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from policy.scaling import gpu_fault_replacement as replacement
 from policy.scaling.gpu_fault_replacement import ReplacementState, Slot, condition, observe, step
-from policy.wire.reports import GpuReport
+from policy.wire.controller_reports import GpuReport
 
 XID, SLOW = (
     replacement.Condition("XID 79 on GPU 3", fatal=True),

@@ -16,11 +16,11 @@ from policy.config.deployment import Budget
 from policy.engine.performance_model import Workload
 from policy.engine.prefill_estimate import GENERIC
 from policy.engine.replica_capacity import capability
+from policy.scaling.budget_resources import Resources
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, Memory, ModeForecast, Override, Situation
 from policy.scaling.forecast import likely
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.resources import Resources
 from policy.scaling.serving_mode_selection import ModeComparison, Verdict, measured_cost
 from policy.scaling.view import Supply
 from policy.signals.types import LatencyQuantiles, Rates, Shares, Signals

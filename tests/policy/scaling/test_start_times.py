@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.scaling.start_times import KEPT, StartTimes
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policy.scaling.budget_resources import Resources
 from policy.scaling.decision_types import ModeOption, Situation
-from policy.scaling.resources import Resources
 from policy.scaling.serving_mode_selection import Verdict
 from policy.scaling.switch_cost import Capacities, Phase, Switch, core_share, describe_gain, switch_cost
 from policy.scaling.view import Supply

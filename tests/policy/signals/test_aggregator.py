@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from policy.config.control import ControlConfig, SloConfig
 from policy.signals.aggregator import KEPT_S, SignalAggregator
+from policy.signals.gateway_worker_counters import WorkerCounters
 from policy.signals.types import Demand, Rates
-from policy.signals.worker_counters import WorkerCounters
 from policy.stats.histogram import BUCKETS, bucket_of, quantile
 from policy.types import Priority
-from policy.wire.reports import GatewayReport, ModelReport
+from policy.wire.controller_reports import GatewayReport, ModelReport
 
 T = 1000.0
 

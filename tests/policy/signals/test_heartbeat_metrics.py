@@ -10,8 +10,8 @@ from policy.signals.aggregator import SignalAggregator
 from policy.signals.heartbeat_metrics import SILENT_S, ReplicaMetrics
 from policy.signals.types import ReplicaSample
 from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.controller_reports import EngineReport, GpuReport
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, GpuReport
 
 T = 1000.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from policy.errors import NotLeader
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator import fenced
 from serve.actuator.fenced import FencedActuator, MachineFence
 from tests.gateway.worker import ROOT

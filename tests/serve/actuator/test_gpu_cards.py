@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from policy.config.deployment import Cluster, ModelSpec
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator import local
 from serve.actuator.gpu_cards import Grant, cards_of_machine, choose
 from serve.actuator.local import LocalActuator

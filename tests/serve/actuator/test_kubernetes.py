@@ -14,13 +14,13 @@ import pytest
 from policy.config.engine_revision import digest
 from policy.deployment_file.diff import Effect, diff
 from policy.errors import ActuatorFailed, ConfigError, NotLeader
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from serve.actuator import kubernetes
 from serve.actuator.by_engine import ActuatorByEngine
 from serve.actuator.kubernetes import KubernetesActuator
-from serve.actuator.workloads import ANNOTATION, LABEL, Workload, WorkloadObject
+from serve.actuator.workload_objects import ANNOTATION, LABEL, Workload, WorkloadObject
 from serve.controller.controller import Controller
 from store.kubernetes.api_server import Metadata
 from store.state_dir import StateDir

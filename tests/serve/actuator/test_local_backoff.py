@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from policy.config.deployment import Cluster
-from policy.scaling.rollout_steps import MAX_FAILURES, STABLE_S, LayerKey
+from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S, LayerKey
 from serve.actuator import local
 from serve.actuator.local import LocalActuator
 from store.state_dir import StateDir

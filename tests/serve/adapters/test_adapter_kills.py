@@ -28,7 +28,7 @@ from policy.wire.headers import SECRET_HEADER
 from serve.adapters.status import AdapterStatus
 from serve.controller.client import ControllerClient
 from store.adapters import FILES
-from store.manifest import Entry, content_digest
+from store.artifact_manifest import Entry, content_digest
 from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.serve.sim_documents import document, sim_model

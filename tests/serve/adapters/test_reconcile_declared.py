@@ -13,7 +13,7 @@ import pytest
 from policy.errors import AdapterRefused, AdapterUnknown
 from policy.wire.adapter_catalog import Alias
 from policy.wire.controller import AddRequest
-from serve.adapters.library import AdapterLibrary
+from serve.adapters.adapter_registry import AdapterLibrary
 from serve.adapters.reconcile_declared import RETRY, DeclaredAdapters
 from store.state_dir import StateDir
 from tests.serve.fake_adapter_store import FakeAdapterStore, digest_of, unreachable

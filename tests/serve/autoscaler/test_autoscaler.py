@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
 from serve.autoscaler import autoscaler
 from serve.autoscaler.autoscaler import KeptState

@@ -11,8 +11,8 @@ from policy.engine.performance_model import EngineModel, Limits, Timing
 from policy.engine.prefill_estimate import GENERIC
 from policy.engine.step_samples import StepSample
 from policy.scaling.decision_types import ModeOption
+from policy.wire.controller_reports import EngineReport, GpuReport
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, GpuReport
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import deployment, document, sim_model
 from tests.serve.traffic import Traffic

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from policy.types import ReplicaPhase
-from policy.wire.reports import GpuReport
+from policy.wire.controller_reports import GpuReport
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 

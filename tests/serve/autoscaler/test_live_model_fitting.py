@@ -12,8 +12,8 @@ from policy.engine.builtin_profiles import shipped
 from policy.engine.performance_model import EngineModel
 from policy.engine.step_samples import StepSample
 from policy.types import ReplicaPhase
+from policy.wire.controller_reports import EngineReport
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport
 from serve.autoscaler.live_model_fitting import SAVE_EVERY_S, VALID_S, CalibrationStore
 from store.state_dir import StateDir
 from tests.serve.replicas import replica

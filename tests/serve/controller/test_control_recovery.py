@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from policy.errors import ActuatorFailed
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator.interface import Held
 from serve.autoscaler import autoscaler
 from serve.autoscaler.decision_inputs import SituationBuilder

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from policy.errors import ConfigError, SwitchRefused, TargetError
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat, Timeouts
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from policy.types import Load, ReplicaPhase
+from policy.wire.controller_reports import EngineReport, GatewayReport, GpuReport, ModelReport
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.metrics import ADAPTERS, CONTROL, PROCESSES, REPLICAS, Samples
-from policy.wire.reports import EngineReport, GatewayReport, GpuReport, ModelReport
+from policy.wire.metric_definitions import ADAPTERS, CONTROL, PROCESSES, REPLICAS, Samples
 from tests.serve.plane import Plane
 from tests.serve.replicas import replica
 from tests.serve.sim_documents import document

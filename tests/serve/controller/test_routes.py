@@ -14,11 +14,11 @@ import pytest
 from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
 from policy.scaling.decision_types import Override
 from policy.types import Fleet, Priority, ReplicaPhase
+from policy.wire.controller_reports import GatewayReport, Waiting, WorkerDetail
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.reports import GatewayReport, Waiting, WorkerDetail
 from serve.controller import routes
 from serve.controller.client import ControllerClient
-from serve.controller.live_state import WATCHED_S
+from serve.controller.live_page_state import WATCHED_S
 from serve.controller_api_schema import ControllerStatus, LoggedDecision, ModelStatus
 from serve.state import versioned_watch
 from tests.serve.plane import Plane

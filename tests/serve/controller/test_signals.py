@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from policy.types import Load
+from policy.wire.controller_reports import EngineReport, GatewayReport, GpuReport, ModelReport
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, GatewayReport, GpuReport, ModelReport
 from tests.serve.plane import Plane
 from tests.serve.replicas import replica
 from tests.serve.sim_documents import document

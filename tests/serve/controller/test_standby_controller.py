@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from serve.controller.leadership_lease import Leadership
 from serve.controller.standby_controller import Elected
 from store.database import Database
-from store.election.leader_state import LeaderState
+from store.election.database_state_dir import LeaderState
 from tests.gateway.worker import until
 from tests.ports import free_ports
 from tests.serve.controller.test_leadership_lease import Store

@@ -12,7 +12,7 @@ import msgspec
 
 from policy.engine.performance_model import Limits, Timing
 from policy.errors import AdapterRefused, PreconditionFailed
-from policy.routing.kv_block_index import KvBlockIndex
+from policy.routing.engine_prefix_index import KvBlockIndex
 from policy.wire.headers import REFUSAL_HEADER
 from policy.wire.heartbeat import AdapterRef
 from serve.engine.adapters.files import AdapterFileCache

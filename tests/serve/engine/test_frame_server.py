@@ -15,9 +15,9 @@ from uvicorn.server import ServerState
 
 from policy.wire import frames
 from policy.wire.frames import MAX_PAYLOAD, WINDOW_BYTES, FrameDecoder, FrameEncoder, Record
+from serve.engine.engine_server import ReplicaProtocol
 from serve.engine.frame_server import MAX_KEPT
 from serve.engine.interface import WRITER, ASGIApp, Receive, ResponseWriter, Scope, Send
-from serve.engine.process import ReplicaProtocol
 from tests.frame_pair import EVENTS, SECRET, Pair, Wire, written
 
 HEAD = b"POST /v1/x?a=%20b HTTP/1.1\r\nA: b\r\n"

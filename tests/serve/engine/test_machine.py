@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from policy.types import EngineKind
-from serve.engine.process import describe_machine
+from serve.engine.engine_server import describe_machine
 from tests.serve.sim_driver import spec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policy.errors import EngineFailed
-from serve.engine.process import Progress
+from serve.engine.engine_server import Progress
 
 
 def test_only_an_engine_with_requests_must_make_steps() -> None:

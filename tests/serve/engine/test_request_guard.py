@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from policy.engine.performance_model import Timing
-from policy.routing.kv_block_index import KvBlockIndex, NamedPrompt
+from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt
 from policy.types import ReplicaPhase
 from policy.wire import headers
 from policy.wire.load_stream import PROFILE
-from serve.engine import guard_responses, request_guard
+from serve.engine import request_guard, response_guard
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, NAMED, EngineStats, Receive, Scope, Send
 from serve.engine.request_guard import MAX_PREFIXES, Guard
@@ -359,7 +359,7 @@ async def test_a_trace_is_sent_as_a_file_and_removed(
         return file
 
     monkeypatch.setattr(engine, "profile", profile)
-    monkeypatch.setattr(guard_responses, "PART", 4)
+    monkeypatch.setattr(response_guard, "PART", 4)
     assert (await client.post(f"{PROFILE}?seconds=1.5")).content == b"xxxxx1.5"
     assert not file.exists()
 

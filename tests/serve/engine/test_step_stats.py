@@ -10,11 +10,11 @@ import pytest
 from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.step_samples import StepSample
 from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.controller_reports import EngineReport
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport
 from serve.engine.sim.metrics import Metrics
+from serve.engine.sim.pseudo_tokenizer import Output, Prompt
 from serve.engine.sim.step_loop import StepLoop
-from serve.engine.sim.text import Output, Prompt
 from serve.engine.step_stats import MOST, StepStats, merge
 
 

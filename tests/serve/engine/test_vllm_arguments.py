@@ -207,7 +207,7 @@ def test_the_step_logger_counts_and_times_steps() -> None:
         SchedulerStats,
     )
 
-    from serve.engine.vllm_metrics import StepLogger  # noqa: PLC0415
+    from serve.engine.vllm_stat_logger import StepLogger  # noqa: PLC0415
 
     now = 100.0
     config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_size_tokens=1000))
@@ -342,7 +342,7 @@ class Llm:
 
 async def test_sleep_keeps_weights_in_memory_and_running_requests() -> None:
     from serve.engine.vllm import VLLMEngine  # noqa: PLC0415
-    from serve.engine.vllm_metrics import StepLogger  # noqa: PLC0415
+    from serve.engine.vllm_stat_logger import StepLogger  # noqa: PLC0415
 
     app: Any = SimpleNamespace(state=SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={})))
     llm: Any = Llm()

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from policy.hashing import block_keys
-from policy.routing.kv_block_index import NamedPrompt
+from policy.routing.engine_prefix_index import NamedPrompt
 from policy.types import EngineKind, Runner
 from serve.engine.interface import NAMED, EngineSpec
 from tests.serve.sim_driver import until

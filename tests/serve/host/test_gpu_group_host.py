@@ -20,7 +20,7 @@ from serve.host.gpu_group_host import Assignment, GpuGroupHost, Member, host_of,
 from serve.host.gpu_locks import open_lock, try_lock
 from serve.host.replica_host import ReplicaHost
 from store.os_process import find
-from tests.serve.host.test_sleeping_engine import model
+from tests.serve.host.test_time_shared_engine import model
 from tests.serve.hosts import WITHIN_S, host_spec
 from tests.serve.sim_documents import deployment, sim_model
 

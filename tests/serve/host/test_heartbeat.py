@@ -11,8 +11,8 @@ import msgspec
 
 from policy.engine.step_samples import StepSample
 from policy.types import ReplicaPhase
+from policy.wire.controller_reports import EngineReport, GpuReport
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
-from policy.wire.reports import EngineReport, GpuReport
 from serve.engine.adapters.usage_accumulator import MAX_VERSIONS, AdapterUsage
 from serve.host.heartbeat import send_heartbeats
 from tests.serve.replicas import replica

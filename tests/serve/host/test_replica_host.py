@@ -16,18 +16,18 @@ import pytest
 
 from policy.engine.step_samples import StepSample
 from policy.errors import EngineFailed
-from policy.scaling.rollout_steps import MAX_FAILURES, STABLE_S
+from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S
 from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.wire.controller_reports import EngineReport
 from policy.wire.heartbeat import AdapterUse, Orders, Timeouts
 from policy.wire.load_stream import LoadLine
-from policy.wire.reports import EngineReport
-from serve.engine.process import Event
+from serve.engine.engine_server import Event
 from serve.host.engine_process import EngineProcess
 from serve.host.replica_host import HostSpec, ReplicaHost
 from serve.host.weight_verification import Weights
 from store.model_weights.prepare import Origin
 from store.os_process import MAX_DESCRIPTORS
-from store.preparation_progress import Prepared, Progress, Report
+from store.progress_report import Prepared, Progress, Report
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
 

@@ -13,8 +13,8 @@ from policy.engine.online_calibration import Calibration
 from policy.engine.prefill_estimate import GENERIC
 from policy.engine.step_samples import StepSample
 from policy.types import StartPath
+from policy.wire.controller_reports import EngineReport
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.reports import EngineReport
 from serve.host.replica_host import ReplicaHost
 from tests.serve.engine.vllm_host import WITHIN_S, running
 

@@ -14,13 +14,13 @@ import pytest
 
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, ModelUnavailable
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
 from serve.host import weight_verification
 from serve.host.weight_verification import Resolver, Weights, prepare_verified
 from serve.state.desired_state import Target
 from store.model_weights.prepare import Origin
-from store.preparation_progress import Prepared
+from store.progress_report import Prepared
 from tests.serve.plane import NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import deployment, document, sim_model
 

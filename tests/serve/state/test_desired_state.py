@@ -9,7 +9,7 @@ import pytest
 
 from policy.config.deployment import ModelSpec
 from policy.config.engine_revision import digest
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator.interface import Held
 from serve.state.desired_state import DesiredMode, Target, first_target, found_target
 from tests.serve.sim_documents import deployment, sim_model

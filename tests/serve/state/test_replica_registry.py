@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.scaling.rollout_steps import LayerKey
+from policy.scaling.reconcile_steps import LayerKey
 from policy.types import EngineKind, Load, Model, ReplicaPhase
 from serve.state.replica_registry import GONE_S, ReplicaRegistry
 from tests.serve.replicas import replica

@@ -15,7 +15,7 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.benchmarks.mode_switching import BY_LOAD, WINDOW_S, compare, curves, fixed_mode
 from sim.results.run_summary import PolicyEntry
 from sim.simulator.run import simulate

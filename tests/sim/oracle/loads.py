@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sim.oracle.clairvoyant import dropped, replica_seconds
-from sim.oracle.problem import Problem
+from sim.oracle.provisioning_problem import Problem
 
 # In tenths of a full replica, of bins of 5 s.
 LOADS = st.lists(st.integers(0, 30), min_size=1, max_size=6)

@@ -14,7 +14,7 @@ from policy.signals.types import Signals
 from sim.oracle import clairvoyant as planner
 from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, dropped, plan_layers, served_demand, verify
 from sim.oracle.linear_program import lower_bound
-from sim.oracle.problem import Problem
+from sim.oracle.provisioning_problem import Problem
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, cheapest, problem
 
 NEEDS = st.lists(st.integers(0, 4), min_size=1, max_size=12)

@@ -13,10 +13,10 @@ from policy.deployment_file.parse import parse
 from policy.engine.builtin_profiles import shipped
 from policy.engine.performance_model import Timing
 from policy.scaling.policies.static import Static
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.benchmarks.policies.benchmark_setup import MODEL
 from sim.oracle.least_work import least_problem, least_work, tokens_of
-from sim.oracle.problem import Problem
+from sim.oracle.provisioning_problem import Problem
 from sim.simulator.run import simulate
 from sim.simulator.run_record import Outcome
 

@@ -15,7 +15,7 @@ from policy.deployment_file.parse import parse
 from policy.errors import TargetError
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.policies.static import Static
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.oracle import replica_capacity
 from sim.oracle.offline_optimum import bounds_of
 from sim.oracle.replica_capacity import attained_rate

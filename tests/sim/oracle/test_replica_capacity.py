@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.deployment_file.parse import parse
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.oracle import replica_capacity
 from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate, rate_attaining
 from sim.simulator import run as simulator_run

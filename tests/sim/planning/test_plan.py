@@ -19,7 +19,7 @@ from policy.engine.performance_model import Workload
 from policy.engine.power import power_model_of
 from policy.errors import ConfigError
 from policy.types import EngineKind
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.planning import demand as demands
 from sim.planning.candidates import Basis, candidates
 from sim.planning.demand import PACKET_BYTES, STREAM_BYTES, Arrivals, demand_of, describe, network

@@ -12,7 +12,7 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.oracle.offline_optimum import Bounds
 from sim.results.run_summary import PolicyEntry, compare, summarise
 from sim.simulator.run_record import Outcome, Record

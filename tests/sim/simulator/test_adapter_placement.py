@@ -13,7 +13,7 @@ from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
 from policy.hashing import hash_name
 from policy.scaling.policies.registry import choose, make
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, RunOutcome, Traffic, arrivals, run_events
 from sim.benchmarks.adapters.contenders import (
     LeastLoaded,

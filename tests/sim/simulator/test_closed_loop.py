@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.simulator.closed_loop import ClosedLoop
 from tests.sim.simulator.test_run import deployment, run
 

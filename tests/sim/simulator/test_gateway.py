@@ -10,7 +10,7 @@ from policy.config.control import SloConfig
 from policy.deployment_file.parse import parse
 from policy.engine.builtin_profiles import max_request_tokens, shipped
 from policy.scaling.policies.registry import choose, make
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.planning.demand import met_alone
 from sim.simulator.fault_scenario import Crash, Scenario
 from sim.simulator.run import simulate

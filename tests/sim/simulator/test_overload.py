@@ -12,7 +12,7 @@ import pytest
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.scaling.policies.registry import choose, make
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.simulator.run import simulate
 from sim.simulator.run_record import Outcome, Requests
 from tests.sim.simulator.test_run import arrivals, steps

@@ -17,7 +17,7 @@ from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from serve.state.desired_state import first_target
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.simulator.fault_scenario import Crash, Scenario, Slowdown
 from sim.simulator.run import simulate
 from sim.simulator.run_record import Outcome, Record

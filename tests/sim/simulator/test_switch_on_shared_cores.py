@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from policy.scaling.policies.registry import choose, make
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.benchmarks.mode_switching import fixed_mode
 from sim.results.run_summary import PolicyEntry
 from sim.simulator.run import simulate

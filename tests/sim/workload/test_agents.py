@@ -11,7 +11,7 @@ import pytest
 
 from policy.errors import ConfigError
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.benchmarks.agents.benchmark import ADDED, ANSWERED, least_computed
 from sim.workload.generators.agents import Agents, check_agents
 from sim.workload.generators.arrivals import RateShape

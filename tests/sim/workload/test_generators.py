@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.generators.arrivals import Diurnal, Flash, Ramp, RateShape, arrival_times
 from sim.workload.generators.generate import Conversations, ConversationState, GeneratedWorkload, generate
 from sim.workload.generators.request_distributions import Lengths, Popularity, sample_adapter, sample_length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.per_model_load import ModelNames, survey
 
 

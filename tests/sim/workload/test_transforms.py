@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.transforms import mix, resample, scale_rate, slice_trace
 
 TRACE = [Arrival(float(i), 100 + i, 10 + i) for i in range(10)]

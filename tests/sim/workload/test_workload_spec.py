@@ -11,7 +11,7 @@ import pytest
 
 from policy.errors import ConfigError, TraceError
 from policy.wire.capture import HEADER
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.traces.detect_format import open_trace
 from sim.workload.traces.formats import captured
 from sim.workload.workload_spec import arrivals_of, parse_workload, read_workload

@@ -9,7 +9,7 @@ import pytest
 from policy.errors import AdapterRefused
 from store.adapters.base_model_shapes import BaseModel
 from store.adapters.validate import validate
-from store.manifest import Manifest, seal
+from store.artifact_manifest import Manifest, seal
 from tests.store.adapters.making import BASE, LIMITS, MODULES, files, half_pairs, weights, write
 
 HUB = "meta-llama/Llama-3.1-8B-Instruct"

@@ -22,9 +22,9 @@ from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS, from_web
 from store.adapters.blobs import Blobs
 from store.adapters.fetch import fetch
-from store.adapters.fetch_job import FetchJob, redacted
+from store.adapters.fetch_context import FetchJob, redacted
 from store.adapters.import_adapter import import_adapter
-from store.preparation_progress import Progress
+from store.progress_report import Progress
 from tests.store.adapters.making import LIMITS, TERMS, files, tarred, write, zipped
 
 ARCHIVE = zipped(files())

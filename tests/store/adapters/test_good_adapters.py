@@ -16,7 +16,7 @@ from store.adapters.base_model_shapes import BaseModel
 from store.adapters.blobs import Blobs
 from store.adapters.import_adapter import ImportLimits, import_adapter
 from store.adapters.validate import AdapterFacts, validate
-from store.preparation_progress import Progress
+from store.progress_report import Progress
 from tests.store.adapters.making import (
     BASE,
     CONFIGURATION,

@@ -12,7 +12,7 @@ from policy.errors import NotLeader
 from policy.leader_election import Lease
 from store.database import Database
 from store.election.database_lease import DatabaseLease
-from store.election.leader_state import LeaderState
+from store.election.database_state_dir import LeaderState
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from store.kubernetes import api_server
 from store.kubernetes.api_server import Metadata, ObjectWatch
-from store.kubernetes.pod_metadata import replica_id
+from store.kubernetes.engine_pod_labels import replica_id
 from tests.gateway.worker import until
 from tests.kubernetes_api import PODS, KubernetesApi
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from policy.hashing import block_keys
-from policy.routing.kv_block_index import KvBlockIndex
+from policy.routing.engine_prefix_index import KvBlockIndex
 from policy.routing.kv_event_log import KvEventLog
 from store.kv_events import subscriber as kv_event_subscriber
 from store.kv_events.subscriber import KvEventSubscriber

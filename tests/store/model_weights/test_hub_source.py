@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from policy.errors import ModelUnavailable
 from store.model_weights.hub_source import prepare_hub
-from store.preparation_progress import Progress
+from store.progress_report import Progress
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ModelUnavailable
-from store.manifest import read
+from store.artifact_manifest import read
 from store.model_weights.package_source import PINNED, Pin, prepare_package
-from store.preparation_progress import Prepared, Progress
+from store.progress_report import Prepared, Progress
 from tests.store.conftest import Converter, Install
 
 ROOT = Path(__file__).parents[3]

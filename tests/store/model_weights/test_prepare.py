@@ -10,7 +10,7 @@ import pytest
 from policy.errors import ModelUnavailable
 from store.model_weights import prepare as models
 from store.model_weights.prepare import main, prepare
-from store.preparation_progress import Prepared
+from store.progress_report import Prepared
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from policy.config.deployment import Deployment
 from policy.scaling.policies.static import Static
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.simulator.run import simulate
 from sim.simulator.run_record import Requests
 from tests.policy.engine.test_performance_model_file import content

@@ -9,7 +9,7 @@ import pytest
 
 from policy.errors import Unreachable
 from serve.controller_api_schema import ControllerStatus, ModelStatus
-from tidegate.commands.deployment.rollout import follow
+from tidegate.commands.deployment.rollout_progress import follow
 from tidegate.exit_codes import Exit
 
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 from policy.errors import SwitchRefused, TidegateError
 from tests.tidegate.conftest import Site, until
 from tidegate.cli import group
-from tidegate.commands.deployment import check_apply
-from tidegate.commands.deployment.check_apply import POLL_S, file_changes
+from tidegate.commands.deployment import check_and_apply
+from tidegate.commands.deployment.check_and_apply import POLL_S, file_changes
 
 Edit = Callable[[], object]
 
@@ -52,8 +52,8 @@ class WatchedFile:
         self.running = FakeSupervisor(document(1))
         self.write(document(1))
         self._edits: list[Edit] = []
-        monkeypatch.setattr(check_apply, "SupervisorClient", lambda state: self.running)
-        monkeypatch.setattr(check_apply, "file_changes", self._saves)
+        monkeypatch.setattr(check_and_apply, "SupervisorClient", lambda state: self.running)
+        monkeypatch.setattr(check_and_apply, "file_changes", self._saves)
 
     def write(self, content: object) -> None:
         self.file.write_text(content if isinstance(content, str) else json.dumps(content))

@@ -16,7 +16,7 @@ from tests.ports import free_ports
 from tests.serve.fake_nvml import FakeNvml, gpu
 from tests.tidegate.conftest import Site
 from tidegate.cli import group
-from tidegate.doctor import checks
+from tidegate.doctor import check_suite
 from tidegate.doctor.finding import Finding
 
 GPU_MODEL: dict[str, Any] = {
@@ -36,7 +36,7 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """The command on a machine without other Ray clusters, with the given GPUs."""
-    monkeypatch.setattr(checks.preflight, "foreign_ray", lambda ours: None)
+    monkeypatch.setattr(check_suite.preflight, "foreign_ray", lambda ours: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def invoke(
@@ -46,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         cluster: dict[str, Any] | None = None,
     ) -> Result:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(checks, "_has_gpu", lambda: nvml is not None)
+        monkeypatch.setattr(check_suite, "_has_gpu", lambda: nvml is not None)
         if model is not None:
             client, admin, controller, gcs, dashboard = free_ports(5)
             local = {"controller": f"127.0.0.1:{controller}", "gcs_port": gcs, "dashboard_port": dashboard}
@@ -121,7 +121,9 @@ def test_a_measurement_of_the_network_that_fails_is_a_warning(
     run: Run, monkeypatch: pytest.MonkeyPatch, code: str, found: str
 ) -> None:
     measure = subprocess.run
-    monkeypatch.setattr(checks.subprocess, "run", lambda line, **rest: measure([line[0], "-c", code], **rest))
+    monkeypatch.setattr(
+        check_suite.subprocess, "run", lambda line, **rest: measure([line[0], "-c", code], **rest)
+    )
     joined = {"address": "127.0.0.1:1", "controller": "127.0.0.1:7070"}
     network = findings(run("--json", model=SIM_MODEL, cluster=joined))["network between nodes"]
     assert (network.level, network.found) == ("warning", found)

@@ -19,7 +19,7 @@ from policy.errors import PreconditionFailed, TargetError, TidegateError, Unreac
 from policy.types import Load, Replica, ReplicaPhase
 from tests.tidegate.conftest import Site
 from tidegate.cli import group
-from tidegate.commands.fleet import profile as command
+from tidegate.commands.fleet import process_profiler as command
 
 BUSY = "def busy():\n while True:\n  sum(range(1000))\nbusy()"
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from policy.engine.replica_capacity import Capability
 from policy.scaling.decision_types import Override
 from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
-from policy.wire.usage import LedgerStatus
+from policy.wire.usage_query import LedgerStatus
 from serve.controller_api_schema import ModelStatus
 from tidegate.commands.fleet.status import StatusData, render
 from tidegate.commands.units import clock

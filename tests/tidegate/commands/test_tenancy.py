@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from policy.deployment_file.parse import parse
 from policy.errors import AccessRefused, AccessUnknown, ConfigError
-from store.api_keys import digest_of
 from store.database import Database
+from store.key_derivation import digest_of
 from store.state_dir import StateDir
 from store.tenancy import ledger
 from store.tenancy.ledger import Counts, LedgerKey

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from policy.errors import TargetError, Unreachable
 from policy.types import EMPTY_FLEET, Load, Replica, ReplicaPhase
-from policy.wire.reports import GpuReport
+from policy.wire.controller_reports import GpuReport
 from serve.autoscaler.decision_history import ModelHistory
 from serve.controller_api_schema import LoggedDecision, ModelStatus
 from store.state_dir import StateDir

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from policy.config.deployment import Deployment
-from policy.config.ports import Listener
+from policy.config.port_conflicts import Listener
 from policy.deployment_file.parse import parse
-from serve.node_bandwidth import Measured, NodePair
+from serve.internode_bandwidth import Measured, NodePair
 from tests.gateway.certificate import certify
 from tests.ports import free_ports
 from tidegate.doctor import deployment as checks

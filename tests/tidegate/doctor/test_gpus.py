@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from policy.wire.reports import GpuReport
+from policy.wire.controller_reports import GpuReport
 from serve.gpu_inventory import GpuInventory, inventory, read_inventory
 from tests.serve.fake_nvml import FakeNvml, gpu
 from tidegate.doctor import gpus

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, PreconditionFailed
-from store.api_keys import digest_of
+from store.key_derivation import digest_of
 from store.state_dir import StateDir
 from tidegate.cli import group
 from tidegate.importers.litellm import from_litellm

@@ -9,7 +9,7 @@ import pytest
 
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
-from store.api_keys import digest_of
+from store.key_derivation import digest_of
 from tidegate.importers.vllm_flags import Machine, read_flags, translate
 
 GPUS = Machine(gpus=8, cpus=64, bfloat16=True)

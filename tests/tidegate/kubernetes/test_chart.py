@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from policy.deployment_file.parse import parse
-from serve.actuator.serve_application_spec import SERVE_ENVIRONMENT
+from serve.actuator.serve_application_status import SERVE_ENVIRONMENT
 from tests.tidegate.kubernetes.test_manifests import DOCUMENTS, ROOT, SHIPPED, rendered, written
 from tests.tidegate.kubernetes.validity import check, check_container, pods
 from tidegate.importers.vllm_flags import read_flags

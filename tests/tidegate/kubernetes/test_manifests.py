@@ -14,7 +14,7 @@ from policy.errors import ConfigError
 from tests.tidegate.kubernetes.validity import check, check_container
 from tidegate.cli import group
 from tidegate.kubernetes.manifests import CONFIG, FILE, grace_s, manifests
-from tidegate.kubernetes.objects import Options, as_yaml
+from tidegate.kubernetes.object_metadata import Options, as_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = sorted(path.name for path in (ROOT / "deployments").glob("*.yaml"))

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy.wire.capture import BLOCK_TOKENS
-from serve.engine.sim.text import tokenize
-from sim.arrival_stream import Arrival
+from serve.engine.sim.pseudo_tokenizer import tokenize
+from sim.arrivals import Arrival
 from tidegate.replay.prompts import Fit, Prompts
 
 PROMPTS = Prompts(1)

@@ -12,7 +12,7 @@ import pytest
 from policy.deployment_file.parse import parse
 from store.state_dir import StateDir
 from tidegate.deployment_file import Document
-from tidegate.supervisor.events import Progress
+from tidegate.supervisor.progress_events import Progress
 from tidegate.supervisor.supervisor import Supervisor
 
 

@@ -9,13 +9,13 @@ import pytest
 from msgspec import structs
 
 from policy.config.deployment import GatewayConfig
-from policy.config.ports import Listener, listeners
+from policy.config.port_conflicts import Listener, listeners
 from policy.config.tls import AdminTls
 from policy.deployment_file.parse import parse
 from policy.errors import EngineFailed
 from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
 from policy.wire.access_snapshot import SnapshotHead
-from serve.controller.run_record import record_error, record_start
+from serve.controller.crash_loop_backoff import record_error, record_start
 from store.state_dir import StateDir
 from tidegate.supervisor import preflight, readiness
 

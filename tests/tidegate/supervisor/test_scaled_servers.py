@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from store.kubernetes.pod_metadata import replica_id
+from store.kubernetes.engine_pod_labels import replica_id
 from tests.kubernetes_api import STATEFUL_SETS, KubernetesApi, running_elsewhere
 from tests.ports import free_ports
 from tests.serve.sim_documents import external_model

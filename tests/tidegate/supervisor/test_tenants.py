@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from store.api_keys import own_key, salt_secret
+from store.key_derivation import own_key, salt_secret
 from tests.tidegate.conftest import Site, until
 
 pytestmark = pytest.mark.process

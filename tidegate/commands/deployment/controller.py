@@ -24,7 +24,7 @@ from tidegate.commands.deployment.up_run_down import (
     watching,
 )
 from tidegate.commands.options import file_argument
-from tidegate.supervisor.remote_controller import RemoteController
+from tidegate.supervisor.remote_document_feed import RemoteController
 
 
 @click.command(

@@ -12,14 +12,14 @@ from rich.text import Text
 
 from policy.deployment_file.parse import parse
 from policy.errors import TargetError, Unreachable
-from policy.wire.reports import GpuReport
+from policy.wire.controller_reports import GpuReport
 from store.state_dir import StateDir
 from tidegate import deployment_file
 from tidegate.commands.deployment_context import controller_client
 from tidegate.commands.options import FILE, as_json
 from tidegate.commands.terminal import console, print_json, table
 from tidegate.commands.units import plural
-from tidegate.doctor.checks import Subject, run_checks
+from tidegate.doctor.check_suite import Subject, run_checks
 from tidegate.doctor.finding import Finding, Level
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.control_socket import SupervisorClient

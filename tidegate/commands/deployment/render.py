@@ -14,7 +14,7 @@ from store.yaml_file import read_yaml
 from tidegate.commands.options import file_argument
 from tidegate.commands.terminal import warn
 from tidegate.kubernetes.manifests import manifests
-from tidegate.kubernetes.objects import Options, as_yaml
+from tidegate.kubernetes.object_metadata import Options, as_yaml
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 

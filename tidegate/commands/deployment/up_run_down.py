@@ -19,8 +19,8 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import PreconditionFailed, Unreachable
 from policy.types import Runner
+from store.json_log_format import line
 from store.log_file import RotatingLog
-from store.log_lines import line
 from store.os_process import find
 from store.state_dir import StateDir
 from tidegate import deployment_file
@@ -30,8 +30,8 @@ from tidegate.exit_codes import Exit
 from tidegate.supervisor.children import ROOT
 from tidegate.supervisor.control_socket import SupervisorClient
 from tidegate.supervisor.deployment_file_watch import watch_file
-from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.orphan_cleanup import remove_leftovers
+from tidegate.supervisor.progress_events import Event, Progress
 from tidegate.supervisor.readiness import admin_url, client_url
 
 _QUESTION = "What is the capital of France?"

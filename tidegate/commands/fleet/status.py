@@ -12,15 +12,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gateway.accounting.client import AccountingClient
+from gateway.accounting.cli_client import AccountingClient
 from policy.config.deployment import Deployment
-from policy.config.ports import is_loopback, may_be_open
+from policy.config.port_conflicts import is_loopback, may_be_open
 from policy.deployment_file.parse import parse
 from policy.engine.replica_capacity import Capability
 from policy.errors import Unreachable
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Model, Replica, ReplicaPhase
 from policy.wire.controller import LeaderStatus
-from policy.wire.usage import LedgerStatus
+from policy.wire.usage_query import LedgerStatus
 from serve.controller.client import ControllerClient
 from serve.controller_api_schema import ModelStatus
 from store.state_dir import StateDir

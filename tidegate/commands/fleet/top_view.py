@@ -12,7 +12,7 @@ from rich.text import Text
 
 from policy.signals.types import Demand, LatencyQuantiles
 from policy.types import Replica
-from policy.wire.reports import GpuReport
+from policy.wire.controller_reports import GpuReport
 from serve.controller_api_schema import LoggedDecision, ModelStatus
 from tidegate.commands.fleet.status import StatusData, colored
 from tidegate.commands.terminal import table_of_rows

@@ -11,7 +11,7 @@ import click
 from policy.config.deployment import Deployment, ModelSpec, Price
 from policy.engine.performance_model import Workload
 from policy.errors import ConfigError
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.planning.candidates import candidates
 from sim.planning.demand import demand_of, describe
 from sim.planning.fleet_size_search import Trials

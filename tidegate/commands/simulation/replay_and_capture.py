@@ -15,7 +15,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.traces.detect_format import notes, opened
 from sim.workload.transforms import scale_rate, slice_trace
 from sim.workload.workload_spec import arrivals_of
@@ -36,9 +36,9 @@ from tidegate.exit_codes import Exit
 from tidegate.replay.capture_to_trace import CaptureFile, in_order
 from tidegate.replay.endpoint_api import RequestFormat
 from tidegate.replay.http_client import Pool
-from tidegate.replay.replay_session import ReplayResult
-from tidegate.replay.replay_session import capture as capture_traffic
-from tidegate.replay.replay_session import replay as send_trace
+from tidegate.replay.replay_and_capture import ReplayResult
+from tidegate.replay.replay_and_capture import capture as capture_traffic
+from tidegate.replay.replay_and_capture import replay as send_trace
 from tidegate.replay.results import LATE_S, RequestResult
 
 

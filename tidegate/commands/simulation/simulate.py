@@ -11,7 +11,7 @@ import msgspec
 
 from policy.engine.builtin_profiles import max_request_tokens
 from policy.errors import ConfigError, TargetError
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.charts.comparison_chart import comparison_chart
 from sim.charts.comparison_table import describe_bounds, figures
 from sim.charts.page import page

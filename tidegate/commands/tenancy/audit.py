@@ -7,8 +7,8 @@ import time
 import click
 import msgspec
 
-from gateway.accounting.client import AccountingClient
-from policy.wire.accounting import AUDIT, AuditEntry
+from gateway.accounting.cli_client import AccountingClient
+from policy.wire.accounting_api import AUDIT, AuditEntry
 from policy.wire.controller import with_query
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from gateway.accounting.client import AccountingClient
+from gateway.accounting.cli_client import AccountingClient
 from policy.config.tenancy_checks import check_name
-from policy.wire.accounting import (
+from policy.wire.accounting_api import (
     ADMIN_KEYS,
     KEYS,
     AdminKeyView,
@@ -19,10 +19,10 @@ from policy.wire.accounting import (
     item_path,
 )
 from policy.wire.controller import with_query
-from store.api_keys import digest_of, new_key
+from store.key_derivation import digest_of, new_key
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json
-from tidegate.commands.tenancy.access_options import access_options, date, expires_option, limits_of, when
+from tidegate.commands.tenancy.limit_options import access_options, date, expires_option, limits_of, when
 from tidegate.commands.terminal import print_facts, print_json, print_list
 from tidegate.commands.units import duration
 

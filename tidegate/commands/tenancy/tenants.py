@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from gateway.accounting.client import AccountingClient
+from gateway.accounting.cli_client import AccountingClient
 from policy.types import Priority
-from policy.wire.accounting import TENANTS, TenantView, item_path
+from policy.wire.accounting_api import TENANTS, TenantView, item_path
 from store.state_dir import StateDir
 from tidegate.commands.options import Decorator, as_json
-from tidegate.commands.tenancy.access_options import access_options, limits_of
+from tidegate.commands.tenancy.limit_options import access_options, limits_of
 from tidegate.commands.terminal import print_facts, print_json, print_list
 
 _name = click.argument("name")

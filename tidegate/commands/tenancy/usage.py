@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from gateway.accounting.client import AccountingClient
-from policy.wire.accounting import USAGE
+from gateway.accounting.cli_client import AccountingClient
+from policy.wire.accounting_api import USAGE
 from policy.wire.controller import with_query
-from policy.wire.usage import UsageBy, UsageRow
+from policy.wire.usage_query import UsageBy, UsageRow
 from store.state_dir import StateDir
 from tidegate.commands.options import Listed, as_json
 from tidegate.commands.terminal import console, print_json, table_of_rows

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from gateway.protocol.body import BodyRules
 from gateway.protocol.errors import Refused
-from gateway.protocol.features import used_features
 from gateway.protocol.json_splice import upstream_body
 from gateway.protocol.paths import ROUTES
+from gateway.protocol.restricted_features import used_features
 from gateway.protocol.validation.forwarded_fields import KNOWN, STEERING
 from policy.config.tenancy import Feature
 from tests.gateway.protocol.accepted_body import accepted_body

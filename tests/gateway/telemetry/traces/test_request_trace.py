@@ -22,7 +22,7 @@ from gateway.telemetry.traces.request_trace import (
     read_traceparent,
 )
 from gateway.telemetry.traces.spans import SpanBuilder
-from policy.admission.retry import AttemptOutcome
+from policy.admission.retry_policy import AttemptOutcome
 from policy.config.tracing import Tracing
 from policy.engine.prefill_estimate import GENERIC
 from policy.routing.cost import Candidate, CandidateCost

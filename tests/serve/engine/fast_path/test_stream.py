@@ -12,7 +12,7 @@ import numpy as np
 import pydantic_core
 import pytest
 
-from serve.engine.fast_path.engine_outputs import EngineOutputs
+from serve.engine.fast_path.output_iterator import EngineOutputs
 from serve.engine.fast_path.stream import StreamedAnswer, StreamedAnswers
 
 TEXTS = ["The", " tide\n", "", '"quoted"', ' {"content":"x"} ', "漢\x7f\u2028", "end"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from serve.engine.fast_path.engine_outputs import EngineOutputs
 from serve.engine.fast_path.event_templates import AnswerKind
+from serve.engine.fast_path.output_iterator import EngineOutputs
 from serve.engine.fast_path.stream import StreamedAnswer
 from tests.serve.engine.fast_path.test_stream import TEXTS, Written
 

@@ -14,7 +14,7 @@ import httpx2  # of Anthropic's client
 import openai
 import pytest
 
-from serve.engine.sim.text import Prompt
+from serve.engine.sim.pseudo_tokenizer import Prompt
 from tests.serve.engine.sim.conversations import CASES, Turns, parameters
 from tests.serve.sim_driver import client_of, engine_of, spec
 

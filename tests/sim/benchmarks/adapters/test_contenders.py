@@ -6,7 +6,7 @@ import random
 
 from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.benchmarks.adapters.contenders import CONTROL_S, PUSH_S, LeastLoaded, ReplicaSetup, ServeMultiplex
 from sim.simulator.engine import Engine, Job
 

@@ -16,7 +16,7 @@ from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.gpu_time_ranking import rank
 from sim.benchmarks.policies.run import TrialResult, describe, parameter_steps, run_all, run_trial, trials
 from sim.benchmarks.policies.sizing import Full, ReplicaSize, size_of
-from sim.results.score import Score
+from sim.results.evaluation_metrics import Score
 
 SIZE = ReplicaSize(mu=0.5, factor=1.0, full=Full(at_once=9.0, kv_used=0.6, least=8, most=18))
 BEGAN = datetime(2023, 11, 16, 18, 15)

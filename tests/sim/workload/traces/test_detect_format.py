@@ -12,9 +12,9 @@ import pytest
 
 from policy.errors import ConfigError, TraceError
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival_stream import Arrival
+from sim.arrivals import Arrival
 from sim.workload.traces.detect_format import notes, open_trace, opened
-from sim.workload.traces.reader import MAX_LINE_BYTES
+from sim.workload.traces.record_readers import MAX_LINE_BYTES
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

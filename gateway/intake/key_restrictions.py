@@ -1,0 +1,45 @@
+"""Checks of a request against its tenant's and key's permissions: features, and the longest answer."""
+
+from __future__ import annotations
+
+from msgspec import Raw
+
+from gateway.protocol.errors import Refused
+from gateway.protocol.json_decoders import Body
+from gateway.protocol.paths import Api, Route
+from gateway.protocol.restricted_features import used_features
+from policy.errors import Refusal
+from policy.types import Runner
+
+
+def check_features(route: Route, body: Body, allowed: frozenset[str]) -> None:
+    """Refuse a request that uses a feature that is not among the ``allowed`` ones."""
+    if denied := used_features(body, route) - allowed:
+        names = ", ".join(sorted(denied))
+        message = f"This API key does not allow {names}."
+        raise Refused(Refusal.UNSUPPORTED, message, status=403, code="feature_not_allowed")
+
+
+def bound_answer(route: Route, body: Body, most: int) -> None:
+    """Bound each answer to ``most`` tokens if the client did not.
+
+    Raises :class:`gateway.protocol.errors.Refused` for a request for more.
+    """
+    if route.runner is not Runner.GENERATE:
+        return
+    if route.api is Api.RESPONSES:
+        given = {"max_output_tokens": body.max_output_tokens}
+    elif route.path == "/v1/chat/completions":
+        given = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
+    else:
+        given = {"max_tokens": body.max_tokens}
+    for name, tokens in given.items():
+        if tokens is not None and tokens > most:
+            message = f"{name} is {tokens}: this API key allows answers of at most {most} tokens."
+            raise Refused(Refusal.BAD_REQUEST, message, param=name, code="max_tokens_exceeded")
+    if any(given.values()):
+        return
+    name = next(iter(given))
+    setattr(body, name, most)
+    body.members[name] = Raw(b"%d" % most)
+    body.added = b',"%b":%d' % (name.encode(), most)

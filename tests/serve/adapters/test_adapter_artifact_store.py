@@ -1,0 +1,113 @@
+"""The real store: files in a folder and records in a database, both read by the next controller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policy.config.deployment import ModelSpec
+from policy.errors import AdapterRefused
+from serve.adapters import adapter_artifact_store
+from serve.adapters.adapter_artifact_store import AdapterStore
+from store.adapters.base_model_shapes import BaseModel
+from store.progress_report import Prepared, Progress
+from store.state_dir import StateDir
+from tests.serve.sim_documents import deployment, sim_model
+from tests.store.adapters.making import files, write
+
+SQL = ("m", "sql")
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir(tmp_path / "state")
+
+
+def open_store(state: StateDir) -> AdapterStore:
+    return AdapterStore(state, f"sqlite:///{state.database_path}")
+
+
+@pytest.fixture
+def store(state: StateDir) -> AdapterStore:
+    return open_store(state)
+
+
+def spec(**adapters: Any) -> ModelSpec:
+    return deployment(sim_model(adapters=adapters)).models[0]
+
+
+def source(tmp_path: Path, seed: int = 1, **configuration: Any) -> str:
+    return str(write(tmp_path / f"adapter-{seed}", files(seed, **configuration)))
+
+
+def quiet(progress: Progress) -> None:
+    """Ignore the progress."""
+
+
+def test_records_and_files_survive_a_restart(store: AdapterStore, state: StateDir, tmp_path: Path) -> None:
+    steps: list[str] = []
+    taken = store.take(spec(), source(tmp_path), lambda progress: steps.append(progress.step))
+    assert {"fetch", "check", "store"} <= set(steps)
+    alias = store.put(SQL, [taken], None, declared=True)
+    assert (alias.versions[0].digest, alias.versions[0].rank, alias.split) == (taken.digest, 4, ((1, 1.0),))
+    again = open_store(state)
+    assert again.aliases() == (alias,)
+    assert again.names.declared() == {SQL}
+    assert again.stored(alias.versions[0]) == taken
+
+
+def test_adapters_over_a_limit_of_the_document_are_refused(store: AdapterStore, tmp_path: Path) -> None:
+    with pytest.raises(AdapterRefused) as refused:
+        store.take(spec(max_rank=2), source(tmp_path), quiet)
+    assert refused.value.code == "rank"
+    with pytest.raises(AdapterRefused) as refused:
+        store.take(spec(max_bytes=1000), source(tmp_path), quiet)
+    assert refused.value.code == "too_large"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapters", "declared", "code"),
+    [
+        ({}, False, "source_not_public"),
+        ({"private_hosts": ["127.0.0.1"]}, False, "source_unreachable"),
+        ({}, True, "source_unreachable"),
+    ],
+)
+def test_only_declared_sources_may_name_any_host(
+    store: AdapterStore, adapters: dict[str, Any], declared: bool, code: str
+) -> None:
+    with pytest.raises(AdapterRefused) as refused:
+        store.take(spec(**adapters), "https://127.0.0.1:0/a.zip", quiet, declared=declared)
+    assert refused.value.code == code
+
+
+def test_only_files_that_no_alias_or_replica_uses_are_deleted(store: AdapterStore, tmp_path: Path) -> None:
+    named, used, idle = (store.take(spec(), source(tmp_path, seed), quiet) for seed in (1, 2, 3))
+    store.put(SQL, [named], None, declared=False)
+    assert store.clear({f"old@{used.digest[:12]}"}, 3600.0) == []
+    assert store.clear({f"old@{used.digest[:12]}"}, 0.0) == [idle.digest]
+    assert [store.tar(each.digest) is not None for each in (named, used, idle)] == [True, True, False]
+
+
+def test_the_base_is_read_once(store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sim_model(engine="vllm", source="package:base", adapters={})
+    del model["sim"]
+    of_vllm = deployment(model).models[0]
+    asked: list[str] = []
+
+    def prepare(source: str, **options: Any) -> Prepared:
+        asked.append(source)
+        return Prepared(path=tmp_path, digest="0" * 64)
+
+    monkeypatch.setattr(adapter_artifact_store, "prepare", prepare)
+    monkeypatch.setattr(
+        BaseModel, "of", lambda directory, names: BaseModel({"model.layers.0.mlp.up_proj": (8, 8)})
+    )
+    for seed in (1, 2):
+        with pytest.raises(AdapterRefused) as refused:
+            store.take(of_vllm, source(tmp_path, seed), quiet)
+        assert refused.value.code == "target_module"
+    assert asked == ["package:base"]
