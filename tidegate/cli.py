@@ -18,9 +18,12 @@ from tidegate.exit_codes import MEANINGS, Exit, exit_of
 # and `up` do not import httpx and rich.
 _COMMANDS = {
     "up": ("deployment.up_run_down", "Start a deployment in the background; return when it is ready."),
-    "serve": ("deployment.serve", "Serve a model with the flags of `vllm serve`."),
+    "serve": ("deployment.vllm_serve", "Serve a model with the flags of `vllm serve`."),
     "run": ("deployment.up_run_down", "Run a deployment in the foreground until SIGINT or SIGTERM."),
-    "gateway": ("deployment.gateway", "Run a gateway on a further host, for the controller of another."),
+    "gateway": (
+        "deployment.remote_gateway",
+        "Run a gateway on a further host, for the controller of another.",
+    ),
     "controller": ("deployment.controller", "Run one of several controllers, which elect their leader."),
     "down": ("deployment.up_run_down", "Stop the deployment."),
     "status": ("fleet.status", "Show processes, models and replicas."),
@@ -30,12 +33,15 @@ _COMMANDS = {
     "scale": ("fleet.manual_overrides", "Override a model's replica count, or end the override."),
     "mode": ("fleet.manual_overrides", "Override a model's mode (topology), or end the override."),
     "adapters": ("fleet.adapters", "Show, add, replace, split, roll back or remove LoRA adapters."),
-    "check": ("deployment.check_apply", "Validate a deployment file."),
-    "profile": ("fleet.profile", "Write a flame graph of a gateway worker, the controller or a replica."),
+    "check": ("deployment.check_and_apply", "Validate a deployment file."),
+    "profile": (
+        "fleet.process_profiler",
+        "Write a flame graph of a gateway worker, the controller or a replica.",
+    ),
     "import": ("deployment.import_file", "Write a deployment file from LiteLLM's or production-stack's."),
     "render": ("deployment.render", "Render a deployment file as Kubernetes manifests."),
     "doctor": ("deployment.doctor", "Check this machine: GPUs, memory, disk, ports, limits, packages."),
-    "apply": ("deployment.check_apply", "Show what a deployment file would change, and apply it."),
+    "apply": ("deployment.check_and_apply", "Show what a deployment file would change, and apply it."),
     "tenants": ("tenancy.tenants", "Create, list, change and delete tenants."),
     "keys": ("tenancy.keys", "Create, list, rotate and revoke API keys of tenants."),
     "admin-keys": ("tenancy.keys", "Create, list and revoke keys for the admin port."),

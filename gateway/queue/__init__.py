@@ -1,4 +1,4 @@
 """Drives the dispatcher of each model on the event loop: queues, coalescing and rejections.
 
-Read first: `model_queues`.
+Read first: `admission`.
 """

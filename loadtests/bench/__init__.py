@@ -1,4 +1,4 @@
 """Benchmark of the gateway, side by side with other gateways.
 
-Read first: `gateway`.
+Read first: `peer_comparison`.
 """

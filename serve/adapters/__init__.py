@@ -1,1 +1,1 @@
-"""LoRA adapters in the controller: import jobs, names, catalog, placement. Read first: `library`."""
+"""LoRA adapters in the controller: import jobs, names, catalog, placement. Read first: `adapter_registry`."""

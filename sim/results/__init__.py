@@ -1,1 +1,1 @@
-"""Scores, series and comparisons of simulation runs. Read first: `score`."""
+"""Scores, series and comparisons of simulation runs. Read first: `evaluation_metrics`."""

@@ -1,1 +1,1 @@
-"""The checks of ``tidegate doctor``: machine, GPUs and deployment. Read first: `checks`."""
+"""The checks of ``tidegate doctor``: machine, GPUs and deployment. Read first: `check_suite`."""

@@ -1,1 +1,1 @@
-"""Open-loop replay of a trace to an endpoint, and capture of live traffic. Read first: `replay_session`."""
+"""Open-loop replay of a trace, and capture of live traffic. Read first: `replay_and_capture`."""

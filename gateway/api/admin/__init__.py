@@ -1,4 +1,4 @@
 """The routes of the admin port, and who may use them.
 
-Read first: `access`.
+Read first: `authorization`.
 """
