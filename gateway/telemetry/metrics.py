@@ -58,7 +58,7 @@ PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 
 # together: two histograms would not say how many met both limits.
 _COUNTS: Final = {
     "requests": "tidegate_requests",
-    "attempts": "tidegate_upstream_attempts",
+    "attempts": "tidegate_replica_attempts",
     "streams": "tidegate_served_streams",
     "ejections": "tidegate_ejections",
     "retries": "tidegate_retries",

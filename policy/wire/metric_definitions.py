@@ -63,7 +63,7 @@ _GPU = "with NVML"
 REQUESTS = (
     Metric("tidegate_requests", _C, "requests", "Requests by outcome.", ("model", "route", "outcome")),
     Metric("tidegate_in_flight", _G, "requests", "Requests in the gateway.", _MODEL),
-    Metric("tidegate_upstream_attempts", _C, "attempts", "Attempts on replicas.", ("model", "outcome")),
+    Metric("tidegate_replica_attempts", _C, "attempts", "Attempts on replicas.", ("model", "outcome")),
     Metric("tidegate_retries", _C, "requests",
            "Requests that could have gone to another replica, by what came of it.", ("model", "outcome"),
            _FIRST),

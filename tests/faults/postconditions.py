@@ -62,7 +62,7 @@ class Postconditions:
         self.stalls = Stalls()
 
     async def __aenter__(self) -> Postconditions:
-        scraped = await self._harness.scrape("tidegate_requests", "tidegate_upstream_attempts")
+        scraped = await self._harness.scrape("tidegate_requests", "tidegate_replica_attempts")
         self._before = await self._counted(scraped)
         self._attempts_before = await self._attempted(scraped)
         self.stalls.start()
@@ -105,7 +105,7 @@ class Postconditions:
         return counts
 
     async def _attempted(self, scraped: str | None = None) -> float:
-        samples = await self._harness.samples("tidegate_upstream_attempts_total", scraped, model=self._model)
+        samples = await self._harness.samples("tidegate_replica_attempts_total", scraped, model=self._model)
         return sum(value for _, value in samples)
 
     async def _held(self) -> list[str]:

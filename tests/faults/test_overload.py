@@ -77,10 +77,10 @@ async def test_admitted_requests_keep_the_slo_at_multiples_of_the_capacity(tmp_p
         memory: list[int] = []
         before = await live.scrape()
         for times, seconds in RATES:
-            attempts, ok = await counted("upstream_attempts"), await counted("requests", outcome="ok")
+            attempts, ok = await counted("replica_attempts"), await counted("requests", outcome="ok")
             phases.append(await phase(times * capacity, seconds))
             memory.append(psutil.Process(live.workers[0].pid).memory_info().rss)
-            attempts = await counted("upstream_attempts") - attempts
+            attempts = await counted("replica_attempts") - attempts
             assert attempts <= 1.2 * (await counted("requests", outcome="ok") - ok)
         raises(tmp_path, "TidegateRejects", before, await live.scrape(), model=MODEL)
         normal, worst, after = phases[0], phases[3], phases[4]

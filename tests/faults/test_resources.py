@@ -116,7 +116,7 @@ async def test_38_a_lost_connection_is_no_death_while_descriptors_lack(harness: 
             while await client.read():
                 pass
         assert client.reply.status == 503
-        (sample,) = await harness.samples("tidegate_upstream_attempts_total", model=model)
+        (sample,) = await harness.samples("tidegate_replica_attempts_total", model=model)
         assert sample == ({"model": model, "outcome": "dropped"}, 1.0)
         (sample,) = await harness.samples("tidegate_replica_resets_total", model=model)
         assert sample[1] == 1.0

@@ -190,7 +190,7 @@ def test_a_full_disk_loses_and_repeats_no_count(monkeypatch: pytest.MonkeyPatch,
         metrics.publish()
     metrics.publish()
     expected = {
-        "requests": 2, "upstream_attempts": 3, "served_streams": 4, "tokens": 5, "coalesced_calls": 6,
+        "requests": 2, "replica_attempts": 3, "served_streams": 4, "tokens": 5, "coalesced_calls": 6,
         "coalesced_requests": 6, "queue_displaced": 6, "queue_foreseen": 6, "queue_refused": 7,
         "slo_judged": 8, "slo_met": 24,
     }  # fmt: skip
@@ -319,7 +319,7 @@ def test_nothing_is_lost_or_counted_twice_whatever_happens_between_slices(
     published = {
         "tenant": "tidegate_tenant_requests_total",
         "adapter": "tidegate_adapter_requests_total",
-        "model": "tidegate_upstream_attempts_total",
+        "model": "tidegate_replica_attempts_total",
     }
     for kind, name in published.items():
         assert sum(samples(metrics, name).values()) == expected[kind]
