@@ -14,6 +14,7 @@ ENV PATH=/opt/tidegate/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     XDG_CACHE_HOME=/var/cache/tidegate \
+    TRITON_CACHE_DIR=/var/cache/tidegate/triton \
     TIDEGATE_STATE_DIR=/var/lib/tidegate \
     TIDEGATE_GATEWAY_HOST=0.0.0.0 \
     TIDEGATE_ADMIN=http://127.0.0.1:8081

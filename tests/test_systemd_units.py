@@ -28,6 +28,15 @@ def test_the_command_of_a_unit_exists(unit: Path) -> None:
     assert all(word in known.output for word in words if word.startswith("--"))
 
 
+def test_caches_are_in_a_folder_that_systemd_makes() -> None:
+    """With ProtectSystem=strict nothing else of /var/cache can be written, the hub's own cache included."""
+    for unit in UNITS:
+        settings = dict(line.split("=", 1) for line in unit.read_text().splitlines() if "=" in line[1:])
+        caches = re.findall(r"_CACHE_\w+=(\S+)", settings.get("Environment", ""))
+        assert all(each.startswith(f"/var/cache/{settings['CacheDirectory']}") for each in caches), unit.name
+    assert "XDG_CACHE_HOME=" in (UNITS[0].parent / "tidegate.service").read_text()
+
+
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_systemd_accepts_a_unit(unit: Path, tmp_path: Path) -> None:
     if (analyze := shutil.which("systemd-analyze")) is None:
