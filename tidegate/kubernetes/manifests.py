@@ -136,7 +136,8 @@ def _workload(deployment: Deployment, options: Options, part: _Part) -> Manifest
     }  # fmt: skip
     kind = "Deployment"
     if part.scales:
-        spec["replicas"] = options.gateways
+        # The autoscaler sets the count: applying the manifests again must not reset it.
+        del spec["replicas"]
         spec["strategy"] = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     elif part.elects:
         kind = "StatefulSet"
@@ -180,13 +181,14 @@ def _container(deployment: Deployment, options: Options, part: _Part) -> dict[st
             {"name": "TIDEGATE_SECRET_FILE", "value": f"{SECRET}/secret"},
             {"name": "TIDEGATE_GATEWAY_HOST", "value": "0.0.0.0"},
             {"name": "TIDEGATE_ADMIN_HOST", "value": "0.0.0.0"},
-            {"name": "XDG_CACHE_HOME", "value": "/var/cache"},
+            {"name": "XDG_CACHE_HOME", "value": CACHE},
+            {"name": "TRITON_CACHE_DIR", "value": f"{CACHE}/triton"},
             *([POD_NAME] if part.elects else []),
         ],
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
         "startupProbe": _probe("/livez", port, scheme, periodSeconds=2, failureThreshold=60),
         "livenessProbe": _probe("/livez", port, scheme, periodSeconds=10, failureThreshold=3),
-        "readinessProbe": _probe("/readyz", port, scheme, periodSeconds=2, failureThreshold=1),
+        "readinessProbe": _probe("/readyz", port, scheme, periodSeconds=2, failureThreshold=3),
         "resources": _resources(deployment, part),
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -297,7 +299,15 @@ def _claim(options: Options, volume: str, size: str) -> Manifest:
 def _service_monitor(options: Options) -> Manifest:
     spec = {
         "selector": {"matchLabels": {**labels_of(options), "tidegate.io/port": "admin"}},
-        "endpoints": [{"port": "admin", "path": "/metrics", "interval": "15s"}],
+        "endpoints": [
+            {
+                "port": "admin",
+                "path": "/metrics",
+                "interval": "15s",
+                # The operator names the job like the service; the alerts ask for this one.
+                "relabelings": [{"targetLabel": "job", "replacement": "tidegate"}],
+            }
+        ],
     }
     return object_of("monitoring.coreos.com/v1", "ServiceMonitor", options, spec=spec)
 

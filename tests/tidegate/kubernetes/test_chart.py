@@ -121,6 +121,25 @@ def test_the_chart_and_the_command_agree(name: str) -> None:
     }
 
 
+def test_prometheus_of_another_namespace_may_read_the_admin_port() -> None:
+    values = {"routerSpec": {"networkPolicy": {"enabled": True, "adminNamespaces": ["monitoring"]}}}
+    (policy,) = of(objects(values), "NetworkPolicy")
+    check(policy)
+    rules = {rule["ports"][0]["port"]: rule.get("from") for rule in policy["spec"]["ingress"]}
+    other = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    assert rules == {"http": None, "admin": [{"podSelector": {}}, other]}
+
+
+def test_an_autoscaler_sets_the_count_of_gateways_alone() -> None:
+    values = example("vllm-pods")
+    for autoscaled in (True, False):
+        found = objects(values | {"routerSpec": {"autoscaling": {"enabled": autoscaled}}})
+        (gateway,) = [each for each in of(found, "Deployment") if each["metadata"]["name"] == "gate"]
+        assert ("replicas" in gateway["spec"]) is not autoscaled
+        scalers = [each["spec"]["scaleTargetRef"]["name"] for each in of(found, "HorizontalPodAutoscaler")]
+        assert ("gate" in scalers) is autoscaled
+
+
 def test_a_ray_cluster_has_a_controller_that_gateways_follow() -> None:
     found = objects(VALUES["multi-node"])
     (cluster,), (gateway,) = of(found, "RayCluster"), of(found, "Deployment")
@@ -187,6 +206,9 @@ def test_vllm_pods_are_discovered_and_drain_before_they_end() -> None:
     (vllm,) = pod["spec"]["containers"]
     flags = read_flags(vllm["args"])
     assert (flags["served_model_name"], flags["max_model_len"], flags["port"]) == (["llama"], 8192, 8000)
+    assert vllm["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    # Weights may take an hour.
+    assert vllm["startupProbe"]["periodSeconds"] * vllm["startupProbe"]["failureThreshold"] == 3600
     *_, script, port, _ = vllm["lifecycle"]["preStop"]["exec"]["command"]
     assert (port, script.strip()) == ("8000", (CHART / "files" / "drain_vllm.py").read_text().strip())
 
@@ -205,6 +227,7 @@ def test_vllm_pods_are_scaled_by_tidegate_or_by_keda() -> None:
     embedding = scaled["BAAI/bge-m3"].discovery
     assert embedding is not None
     assert embedding.is_autoscaled
+    assert scaled["BAAI/bge-m3"].control.scale.zero_after_s == 600
     (keda,) = of(found, "ScaledObject")
     (trigger,) = keda["spec"]["triggers"]
     assert trigger["metadata"]["model"] == "BAAI/bge-m3"

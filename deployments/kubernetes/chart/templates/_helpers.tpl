@@ -173,7 +173,8 @@ labelled: {{ toJson $labelled }}
 - {name: TIDEGATE_SECRET_FILE, value: /etc/tidegate-secret/secret}
 - {name: TIDEGATE_GATEWAY_HOST, value: 0.0.0.0}
 - {name: TIDEGATE_ADMIN_HOST, value: 0.0.0.0}
-- {name: XDG_CACHE_HOME, value: /var/cache}
+- {name: XDG_CACHE_HOME, value: /var/cache/tidegate}
+- {name: TRITON_CACHE_DIR, value: /var/cache/tidegate/triton}
 {{- with .Values.routerSpec.env }}
 {{ toYaml . }}
 {{- end }}
@@ -219,7 +220,7 @@ readinessProbe:
   httpGet: {path: /readyz, port: {{ $port }}, scheme: {{ .scheme }}}
   timeoutSeconds: 5
   periodSeconds: 2
-  failureThreshold: 1
+  failureThreshold: 3
 {{- end }}
 
 {{- define "tidegate.podSecurity" -}}
@@ -234,6 +235,13 @@ seccompProfile: {type: RuntimeDefault}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Images of vLLM run as root, and write to their own file system. */}}
+{{- define "tidegate.vllmSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]}
+seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
 {{/* Where pods of routerSpec may run. */}}
