@@ -98,6 +98,9 @@ class FastPath:
         self._app: Any = app
         self._routes = _routes(app.state)
         self._kinds: dict[tuple[str, str | None, str | None, bool], AnswerKind] = {}
+        # Such an answer has counts of its own, which vLLM does not tell before its last output.
+        observed = llm.vllm_config.observability_config
+        self._has_kinds = observed.per_request_spec_decode_metrics == "none"
         self._answers = StreamedAnswers(EngineCoreOutput(request_id="", new_token_ids=[]))
         _process_first(self._answers, llm.output_processor)
         if steps is not None:
@@ -195,7 +198,7 @@ class FastPath:
         # Media are part of the usage; without a prompt for its answer a chat repeats the last role.
         if submission.prompt.get("type") != "token" or not getattr(request, "add_generation_prompt", True):
             return None
-        if not submission.request_id.isascii():
+        if not (self._has_kinds and submission.request_id.isascii()):
             return None
         options = request.stream_options
         # vLLM may choose an adapter by the parts of a message.

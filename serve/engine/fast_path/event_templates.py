@@ -60,8 +60,7 @@ class EventTemplates:
     def fits(self, state: Any) -> bool:
         """Whether vLLM's ``state`` of a request has the counts that the recorded one had, and no others."""
         usage = usage_of(state, 0)
-        counted = usage.cached is not None and (usage.stored is not None) is self.counts_stored
-        return counted and state.spec_decode_metrics is None
+        return usage.cached is not None and (usage.stored is not None) is self.counts_stored
 
     def same(self, other: EventTemplates) -> bool:
         """Whether both write the same events."""

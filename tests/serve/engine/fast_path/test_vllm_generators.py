@@ -194,7 +194,7 @@ async def test_the_events_of_a_kind_are_those_of_the_generator(
     made: list[Any] = []
     state = SimpleNamespace(
         stream_interval=1, queue=None, prompt_token_ids=[1, 2], num_cached_tokens=1, stats=None,
-        num_cache_creation_tokens=created, spec_decode_metrics=None,
+        num_cache_creation_tokens=created,
         make_request_output=lambda *_, **__: made[-1],
         detokenizer=SimpleNamespace(get_next_output_text=lambda *_: texts.pop(0), stop=["end"]),
     )  # fmt: skip
@@ -218,8 +218,8 @@ async def test_the_events_of_a_kind_are_those_of_the_generator(
 @pytest.mark.parametrize(
     "change",
     [
-        {"num_cached_tokens": None}, {"num_cache_creation_tokens": 3}, {"spec_decode_metrics": object()},
-        {"stream_interval": 2}, {"came_before": True},
+        {"num_cached_tokens": None}, {"num_cache_creation_tokens": 3}, {"stream_interval": 2},
+        {"came_before": True},
     ],
 )  # fmt: skip
 async def test_vllm_writes_what_the_templates_do_not_have(change: dict[str, Any]) -> None:
@@ -233,13 +233,27 @@ async def test_vllm_writes_what_the_templates_do_not_have(change: dict[str, Any]
     state = SimpleNamespace(
         queue=None, prompt_token_ids=[1, 2], stats=None, make_request_output=lambda *_, **__: "vLLM's",
         detokenizer=SimpleNamespace(get_next_output_text=lambda *_: "a", stop=[]),
-        **{"spec_decode_metrics": None, **fields},
+        **fields,
     )  # fmt: skip
     if "came_before" in change:
         answer.put(outputs_of(1, ["", "a"])[0])
     answer.follow(state)
     assert state.make_request_output([5], None, None, None) == "vLLM's"
     assert written.body.count(b'"role"') == ("came_before" in change)
+
+
+@pytest.mark.parametrize("counts", ["none", "summary", "detailed"])
+def test_answers_with_counts_of_speculative_decoding_have_no_kind(counts: str) -> None:
+    """vLLM brings them with the last output alone: whether an answer has some is known too late."""
+    from serve.engine.fast_path.app import FastPath, Submission  # noqa: PLC0415
+
+    config = SimpleNamespace(observability_config=SimpleNamespace(per_request_spec_decode_metrics=counts))
+    llm = SimpleNamespace(vllm_config=config, output_processor=SimpleNamespace(process_outputs=None))
+    path = FastPath(llm, SimpleNamespace(state=SimpleNamespace()), None)
+    route: Any = SimpleNamespace(field="text")
+    request = SimpleNamespace(model="m", stream_options=None)
+    submission = Submission({"type": "token"}, None, "cmpl-1-0", {}, EngineOutputs())
+    assert (path._kind(route, request, submission) is None) == (counts != "none")
 
 
 async def test_only_events_of_the_known_form_are_templates() -> None:
