@@ -41,7 +41,7 @@ def fetch(job: FetchJob) -> None:
     except ImportError as error:
         # Such as "Install s3fs to access S3".
         hint = known_implementations.get(protocol, {}).get("err", error)
-        raise job.unreachable(f"{hint}; for s3:// run `pip install 'tidegate[s3]'`") from error
+        raise job.unreachable(f"{hint}; for s3:// run `.venv/bin/pip install s3fs`") from error
     except Exception as error:  # each driver has its own exceptions
         raise job.unreachable(error) from error
     try:
