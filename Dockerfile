@@ -1,8 +1,10 @@
 # Two images from one file: --target cpu (any x86_64 machine with AVX2) and --target gpu (NVIDIA).
 #
-#   docker build --target cpu -t tidegate:cpu .
-#   docker run --init --shm-size 2g -p 127.0.0.1:8080:8080 -e TIDEGATE_ALLOW_UNAUTHENTICATED=1 \
-#     -v "$PWD/deployments/smollm2-cpu.yaml:/etc/tidegate/deployment.yaml:ro" tidegate:cpu
+#   docker build --target cpu -t tidegate:0.1.0-cpu .
+#   docker run --init --shm-size 2g --stop-timeout 180 --ulimit nofile=1048576 \
+#     -p 127.0.0.1:8080:8080 -e TIDEGATE_ALLOW_UNAUTHENTICATED=1 \
+#     -v tidegate-state:/var/lib/tidegate -v tidegate-cache:/var/cache/tidegate \
+#     -v "$PWD/deployments/smollm2-cpu.yaml:/etc/tidegate/deployment.yaml:ro" tidegate:0.1.0-cpu
 #
 # TIDEGATE_GATEWAY_HOST=0.0.0.0 overrides the deployment's gateway.host, because a published port needs the
 # container's own address. The admin port is not published.

@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from tidegate.deployment_file import load
 
@@ -101,9 +103,12 @@ def test_health_is_the_admin_port(target: str) -> None:
 
 def test_the_files_own_example_serves_on_the_port_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = re.findall(
-        r"^#   docker run (.*?tidegate:cpu)$", DOCKERFILE.read_text(), re.DOTALL | re.MULTILINE
+        r"^#   docker run (.*?tidegate:[\d.]+-cpu)$", DOCKERFILE.read_text(), re.DOTALL | re.MULTILINE
     )
     (mounted,) = re.findall(r"\$PWD/(\S+?):(\S+?):ro", command)
+    # State and cache outlive the container, and a stop leaves time to drain.
+    assert set(re.findall(r"-v [\w-]+:(\S+)", command)) == set(json.loads(STAGES["runtime"].values("VOLUME")[0]))
+    assert "--stop-timeout 180" in command
     (published,) = re.findall(r"-p 127\.0\.0\.1:\d+:(\d+)", command)
     assert mounted[1] in STAGES["runtime"].values("CMD")[0]
     assert published in STAGES["runtime"].values("EXPOSE")
@@ -113,6 +118,19 @@ def test_the_files_own_example_serves_on_the_port_it_publishes(monkeypatch: pyte
     gateway = load(ROOT / mounted[0]).deployment.gateway
     assert (gateway.host, gateway.port) == ("0.0.0.0", int(published))
     assert gateway.admin_host == "127.0.0.1"
+
+
+def test_the_docs_the_compose_files_and_the_chart_name_one_image() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    names = {f"tidegate:{version}-{target}" for target in TARGETS}
+    found = set[str]()
+    for path in (DOCKERFILE, ROOT / "docs" / "install.md", *(ROOT / "deployments" / "compose").glob("*.yaml")):
+        here = set(re.findall(r"\btidegate:[\w.]+-?[cg]pu\b", path.read_text()))
+        assert here, path
+        found |= here
+    assert found == names
+    chart = yaml.safe_load((ROOT / "deployments" / "kubernetes" / "chart" / "Chart.yaml").read_text())
+    assert chart["appVersion"] == version  # the chart adds -cpu or -gpu
 
 
 @pytest.mark.parametrize("target", TARGETS)
