@@ -217,6 +217,7 @@ class MultiplexedConnection:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever breaks in a sink, other streams go on
                     self._sink_failed(number, error)
+            self._decoder.check()
         except BrokenFrames as error:
             self._is_broken = True
             _report("a replica's connection is closed", error)
@@ -292,6 +293,8 @@ class MultiplexedConnection:
             self.opened.set_result(speaks)
 
     def _take(self, kind: int, number: int, payload: bytes) -> None:
+        if not frames.HEAD <= kind <= frames.RESET:
+            raise BrokenFrames(f"a record of kind {kind}")
         if not 0 < number <= self._last:
             raise BrokenFrames(f"stream {number} was never opened")
         stream = self._streams.get(number)
@@ -316,11 +319,9 @@ class MultiplexedConnection:
             stream.begun = True
             status, headers = frames.head_of(payload)
             sink.on_head(status, headers)
-        elif kind == frames.RESET:
+        else:
             self._end(stream)
             sink.on_lost(stale=False)
-        else:
-            raise BrokenFrames(f"a record of kind {kind}")
 
     def _sink_failed(self, number: int, error: Exception) -> None:
         _report("a stream's sink failed", error)

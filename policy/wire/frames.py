@@ -142,9 +142,13 @@ class FrameEncoder:
 
 
 class FrameDecoder:
-    """The records of what arrives, in any pieces."""
+    """The records of what arrives, in any pieces.
+
+    ``broken``: what arrived beyond the records that were given is no frame, and nothing more can be read.
+    """
 
     def __init__(self) -> None:
+        self.broken: BrokenFrames | None = None
         self._sequence = 0
         self._rest = b""
         # How many bytes at the beginning of the rest are of a frame whose first records were given.
@@ -153,9 +157,12 @@ class FrameDecoder:
     def feed(self, data: bytes, most: int = MAX_FRAME) -> list[Record]:
         """At most so many records of the frames that ``data`` completes, as kind, stream and payload.
 
-        If there are as many, more may be ready, and come with the next call, of no data perhaps. Raises
-        :class:`BrokenFrames`, after which nothing more can be read.
+        If there are as many, more may be ready, and come with the next call, of no data perhaps. Never
+        raises: the records before a break count however the network cut the bytes. Take them, then
+        :meth:`check`.
         """
+        if self.broken is not None:
+            return []
         if self._rest:
             data = self._rest + data
         records: list[Record] = []
@@ -166,9 +173,11 @@ class FrameDecoder:
                     break
                 length, sequence = _LENGTHS.unpack_from(data, at)
                 if not 4 <= length <= MAX_FRAME + 4:
-                    raise BrokenFrames(f"a frame of {length} bytes; expected 4 to {MAX_FRAME + 4}")
+                    self.broken = BrokenFrames(f"a frame of {length} bytes; expected 4 to {MAX_FRAME + 4}")
+                    break
                 if sequence != self._sequence:
-                    raise BrokenFrames(f"frame {sequence} came; expected {self._sequence}")
+                    self.broken = BrokenFrames(f"frame {sequence} came; expected {self._sequence}")
+                    break
                 if at + 4 + length > have:
                     break
                 self._sequence = (sequence + 1) % _SEQUENCES
@@ -176,13 +185,20 @@ class FrameDecoder:
                 at += 8
                 continue
             if end - at < 9:
-                raise BrokenFrames("a record is cut at the end of its frame")
+                self.broken = BrokenFrames("a record is cut at the end of its frame")
+                break
             kind, stream, size = _RECORD.unpack_from(data, at)
             at += 9
             if size > end - at:
-                raise BrokenFrames(f"a record of {size} bytes in a frame with {end - at} left")
+                self.broken = BrokenFrames(f"a record of {size} bytes in a frame with {end - at} left")
+                break
             records.append((kind, stream, data[at : at + size]))
             at += size
         self._begun = end - at
         self._rest = data[at:]
         return records
+
+    def check(self) -> None:
+        """Raise :class:`BrokenFrames` if it is ``broken``."""
+        if self.broken is not None:
+            raise self.broken

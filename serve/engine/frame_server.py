@@ -53,6 +53,7 @@ class FrameConnection:
                 data = self._opened(self._opening + data)
             for kind, number, payload in self._decoder.feed(data):
                 self._take(kind, number, payload)
+            self._decoder.check()
         except BrokenFrames as error:
             if self._opening is None:  # others than gateways must not fill the log
                 log.warning("a gateway's connection is closed: %s", error)
@@ -136,20 +137,21 @@ class FrameConnection:
             self._server_state.tasks.add(task)
             task.add_done_callback(self._server_state.tasks.discard)
             return
+        if kind not in (frames.BODY, frames.WINDOW, frames.CANCEL):
+            raise BrokenFrames(f"a record of kind {kind}")
         if not 0 < number <= self._last:
             raise BrokenFrames(f"stream {number} was never opened")
+        allowed = frames.credit_of(payload) if kind == frames.WINDOW else 0
         known = self._streams.get(number)
         if known is None:  # it has ended
             return
         if kind == frames.BODY:
             known.take_body(payload)
         elif kind == frames.WINDOW:
-            known.allow(frames.credit_of(payload))
-        elif kind == frames.CANCEL:
+            known.allow(allowed)
+        else:
             del self._streams[number]
             known.abort()
-        else:
-            raise BrokenFrames(f"a record of kind {kind}")
 
 
 class FrameStream:

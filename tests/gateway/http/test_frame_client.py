@@ -101,7 +101,9 @@ class Played(Client):
     async def sent(self) -> list[Record]:
         """What the client has sent since the last call, as far as its transport took it."""
         await asyncio.sleep(0)
-        return self._decoder.feed(self.wire.take())
+        records = self._decoder.feed(self.wire.take())
+        self._decoder.check()
+        return records
 
     def play(self, *records: Record) -> None:
         for record in records:
@@ -263,6 +265,42 @@ async def test_a_replica_that_breaks_the_format_ends_all_its_streams_once(
         await asyncio.sleep(0)
     assert [sink.stale for sink in sinks] == [False] * 3
     assert sinks[0].body.rstrip(b"\0") == b"well"
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_an_answer_that_is_whole_before_the_format_breaks_is_delivered(late: bool) -> None:
+    """However the network cuts the bytes, and where the time of a turn was spent between them."""
+    now = 0.0
+
+    class Slow(Got):
+        def on_data(self, data: bytes, *, complete: bool) -> None:
+            nonlocal now
+            now += TURN_S
+            super().on_data(data, complete=complete)
+
+    client = Played()
+    assert client.connection._reader is not None
+    client.connection._reader._turns = ReadTurns(lambda: now)
+    sinks = [client.ask(sink=Slow() if late else Got())[1] for _ in range(3)]
+    for number in (1, 2):
+        client._encoder.add(frames.HEAD, number, HEAD)
+        client._encoder.add(frames.END, number, b"whole")
+    with reported(frames.BrokenFrames):
+        client.receive(client._encoder.take() + b"\0\0\0\3\0\0\0\1")
+        await asyncio.sleep(0)
+    assert client.wire.closed
+    assert [(got.body, got.complete, got.lost) for got in sinks] == [
+        (b"whole", True, False), (b"whole", True, False), (b"", False, True)
+    ]  # fmt: skip
+
+
+async def test_an_unknown_kind_breaks_also_a_stream_that_is_over() -> None:
+    client = Played()
+    client.ask()
+    client.answer(1)
+    with reported(frames.BrokenFrames):
+        client.play((99, 1, b""))
+    assert client.wire.closed
 
 
 async def test_a_sink_that_fails_ends_its_own_stream() -> None:

@@ -130,18 +130,32 @@ def test_what_is_no_frame_breaks_the_connection(data: bytes, whole: bool) -> Non
     with pytest.raises(BrokenFrames):
         for part in [data] if whole else [bytes([byte]) for byte in data]:
             decoder.feed(part)
+            decoder.check()
 
 
 @given(st.binary(max_size=300), st.integers(0, 60), st.integers(0, 255))
 def test_a_changed_byte_is_a_record_or_breaks_and_never_more(rest: bytes, at: int, value: int) -> None:
     sent = bytearray(WELL + frame((frames.HEAD, 2, b"x" * 20), sequence=1))
     sent[at % len(sent)] = value
-    decoder = FrameDecoder()
-    try:
-        records = decoder.feed(bytes(sent) + rest)
-    except BrokenFrames:
-        return
-    assert sum(9 + len(payload) for _, _, payload in records) <= len(sent) + len(rest)
+    data, decoder, bytewise = bytes(sent) + rest, FrameDecoder(), FrameDecoder()
+    records = decoder.feed(data)
+    assert sum(9 + len(payload) for _, _, payload in records) <= len(data)
+    # However it is cut, the same comes before what breaks it.
+    assert [record for byte in data for record in bytewise.feed(bytes([byte]))] == records
+    assert str(bytewise.broken) == str(decoder.broken)
+
+
+@pytest.mark.parametrize("most", [1, 2, MAX_FRAME])
+def test_the_records_before_what_is_no_frame_come_first(most: int) -> None:
+    answer = [(frames.HEAD, 1, b"\x00\xc8"), (frames.END, 1, b"all of it")]
+    decoder, found = FrameDecoder(), list[Record]()
+    data = frame(*answer) + pack(">II", 3, 1)
+    while part := decoder.feed(data, most):
+        found, data = found + part, b""
+    assert found == answer
+    with pytest.raises(BrokenFrames, match="a frame of 3 bytes"):
+        decoder.check()
+    assert decoder.feed(frame((frames.DATA, 2, b""), sequence=1)) == []
 
 
 def test_heads_have_status_and_headers() -> None:

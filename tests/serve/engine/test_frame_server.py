@@ -65,6 +65,7 @@ class Port:
         for _ in range(turns):
             await asyncio.sleep(0)
             records += self._decoder.feed(self.wire.take())
+            self._decoder.check()
         return records
 
 
@@ -187,6 +188,33 @@ async def test_records_of_a_stream_that_is_over_are_ignored() -> None:
     port.play((frames.BODY, 3, b"x"), (frames.WINDOW, 3, frames.credit(9)), (frames.CANCEL, 3, b""))
     port.play((frames.CANCEL, 1, b""))  # a number that was skipped
     assert await port.sent() == [] and not port.wire.closed
+
+
+@pytest.mark.parametrize(
+    "record", [(99, 3, b""), (frames.END, 3, b""), (frames.WINDOW, 3, b"1")], ids=["kind", "END", "window"]
+)
+async def test_no_wrong_record_passes_because_its_stream_is_over(record: Record) -> None:
+    port = Port(hello).accept()
+    port.play(*request(3))
+    await port.sent()
+    port.play(record)
+    assert port.wire.closed
+
+
+async def test_requests_that_arrive_before_what_is_no_frame_are_served() -> None:
+    """As if it had come by itself: how the network cuts bytes decides nothing."""
+    served: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        served.append(scope["path"])
+
+    port, encoder = Port(app).accept(), FrameEncoder()
+    for record in request():
+        encoder.add(*record)
+    port.feed(encoder.take() + b"\0\0\0\3\0\0\0\1")
+    assert port.wire.closed
+    await port.sent()
+    assert served == ["/v1/x"]
 
 
 async def test_send_waits_for_the_window() -> None:
