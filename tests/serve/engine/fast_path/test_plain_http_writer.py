@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from serve.engine.fast_path.plain_http_writer import AsgiWriter
+from serve.engine.frame_server import MAX_KEPT
 from serve.engine.interface import Message
 
 HEAD = [(b"content-type", b"text/plain")]
@@ -67,6 +70,55 @@ async def test_a_client_that_leaves_is_reported_once_and_gets_nothing() -> None:
         writer.on_abort(lambda: aborted.append(2))
     assert aborted == [1, 2]
     assert client.got == []
+
+
+async def test_a_response_that_nobody_reads_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    """Its connection ends without a last message, so that nobody takes it for whole."""
+    client, aborted, part = Client(), [], bytes(64 * 1024)
+    async with AsgiWriter(client.receive, client.send) as writer:
+        writer.on_abort(lambda: aborted.append(1))
+        writer.start(200, HEAD)
+        await asyncio.sleep(0)
+        for _ in range(MAX_KEPT // len(part)):
+            writer.write(part)
+        assert not aborted
+        for _ in range(3):
+            writer.write(b"a")
+        assert (aborted, writer._parts) == ([1], [])
+        writer.end(b"end")
+        assert not writer._parts
+    client.reads.set()
+    await asyncio.sleep(0)
+    assert client.got == []
+    assert caplog.text.count("a response is cut") == 1
+
+
+async def test_the_bound_is_of_what_is_unread() -> None:
+    client, part = Client(), bytes(MAX_KEPT - 1)
+    client.reads.set()
+    async with AsgiWriter(client.receive, client.send) as writer:
+        writer.start(200, HEAD)
+        for _ in range(3):
+            writer.write(part)
+            for _ in range(4):
+                await asyncio.sleep(0)
+        writer.end(b"end")
+    assert client.got == [200, part, part, part, b"end"]
+
+
+async def test_what_a_client_has_not_read_is_dropped_when_it_leaves() -> None:
+    client = Client()
+    async with AsgiWriter(client.receive, client.send) as writer:
+        writer.start(200, HEAD)
+        writer.write(b"a")
+        await asyncio.sleep(0)
+        writer.write(b"b")
+        client.leaves.set()
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert not writer._parts
+        writer.end(b"c")
+        assert not writer._parts
 
 
 async def test_a_client_that_leaves_after_the_end_is_no_abort() -> None:
