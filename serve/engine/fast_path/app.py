@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import time
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any, NamedTuple
@@ -171,7 +172,9 @@ class FastPath:
             field=route.field, skip_empty=route.skip_empty, done=ended.set,
             failure=partial(_failure, self._llm, params),
             kind=self._kind(route, request, submission), answer_id=request_id.removesuffix(route.suffix),
+            created=int(time.time()),
         )  # fmt: skip
+        answer.begin()
         queue = None
         try:
             try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
@@ -35,7 +34,7 @@ class StreamedAnswer:
     text of an event. With ``skip_empty`` an event without text is left out. ``failure`` returns what vLLM's
     ``generate`` raises at an error of the engine or at a last output, if anything. ``done`` is called after
     the last event, or when writing failed. Once the templates of the ``kind`` are known, vLLM's generator
-    writes only the errors of the answer, whose events have the id ``answer_id``.
+    writes only the errors of the answer, whose events have the id ``answer_id`` and the time ``created``.
     """
 
     def __init__(
@@ -50,6 +49,7 @@ class StreamedAnswer:
         done: Callable[[], None],
         kind: AnswerKind | None = None,
         answer_id: str = "",
+        created: int = 0,
     ) -> None:
         self._events = events
         self._outputs = outputs
@@ -61,6 +61,7 @@ class StreamedAnswer:
         self._kind = kind
         self._templates = None if kind is None else kind.templates
         self._id = _encode(answer_id)
+        self._created = created
         # Without vLLM's generator.
         self._own: AnswerEvents | None = None
         self._recorded: RecordedAnswer | None = None
@@ -83,6 +84,14 @@ class StreamedAnswer:
         """Whether :meth:`take` takes tokens."""
         return bool(self._before) and not self._ended
 
+    def begin(self) -> None:
+        """Begin vLLM's generator, unless the templates do without it: that of a chat notes the time."""
+        if self._templates is None and not self._ended:
+            try:
+                self._resume(None, finished=False)
+            except Exception:  # noqa: BLE001 - see `_cut`
+                self._cut()
+
     def follow(self, state: Any) -> bool:
         """Take the outputs of the request with this ``RequestState`` of vLLM's output processor.
 
@@ -91,6 +100,7 @@ class StreamedAnswer:
         state.queue = self
         if state.stream_interval > 1:
             self._templates = None
+            self.begin()
             return False
         make, next_text = state.make_request_output, state.detokenizer.get_next_output_text
         unseen, write = self._unseen, self._write
@@ -181,7 +191,7 @@ class StreamedAnswer:
             text = state.detokenizer.get_next_output_text(reason is not None, True)
             events, own = b"", self._own
             if own is None:
-                self._own = own = AnswerEvents(templates, self._id, b"%d" % int(time.time()))
+                self._own = own = AnswerEvents(templates, self._id, b"%d" % self._created)
                 self._before, self._after, events = own.before, own.after, own.first
                 self._begun = True
                 self._writer.start(200, list(HEADERS))

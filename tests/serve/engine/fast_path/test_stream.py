@@ -130,10 +130,15 @@ async def test_an_answer_without_text_has_no_template() -> None:
     assert stream.resumed == ["", "", "a", ""]
 
 
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("before", [0, 1, 3])
 @pytest.mark.parametrize("last", [ValueError("it died"), output("refused", finished=True)])
-async def test_an_error_is_an_event(before: int, last: Any) -> None:
+async def test_an_error_is_an_event(before: int, last: Any, begun: bool) -> None:
+    """Also where the generator began with the submission, which writes nothing."""
     stream = Stream()
+    if begun:
+        stream.answer.begin()
+        assert not stream.written.status
     outputs = [*map(output, TEXTS[:before])]
     for each in [*outputs, last, output("late", finished=True)]:
         stream.answer.put(each)
@@ -182,8 +187,13 @@ async def test_outputs_are_taken_where_vllm_makes_them() -> None:
 
 
 async def test_a_client_that_left_ends_the_generator() -> None:
-    stream = Stream()
-    stream.answer.close()
+    for begun in (False, True):
+        stream = Stream()
+        if begun:
+            stream.answer.begin()
+        stream.answer.close()
+        stream.answer.begin()
+        assert (stream.written.ended, stream.done) == (False, 0)
     stream = Stream()
     stream.answer.put(output("The"))
     body = stream.written.body
@@ -193,6 +203,21 @@ async def test_a_client_that_left_ends_the_generator() -> None:
     assert (stream.written.body, stream.written.ended, stream.done) == (body, False, 0)
     await asyncio.sleep(0)
     assert stream.resumed == ["The"]
+
+
+async def test_a_generator_that_cannot_begin_cuts_its_stream_alone() -> None:
+    async def fails() -> AsyncGenerator[str, None]:
+        raise LookupError
+        yield ""
+
+    done: list[int] = []
+    answer = StreamedAnswer(
+        fails(), EngineOutputs(), Written(), field="content", skip_empty=False, failure=lambda _: None,
+        done=lambda: done.append(1),
+    )  # fmt: skip
+    answer.begin()
+    answer.put(output("late", finished=True))
+    assert done == [1]
 
 
 async def test_a_failure_to_write_cuts_this_stream_alone() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import random
 import re
+import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from types import SimpleNamespace
@@ -254,6 +257,54 @@ def test_answers_with_counts_of_speculative_decoding_have_no_kind(counts: str) -
     request = SimpleNamespace(model="m", stream_options=None)
     submission = Submission({"type": "token"}, None, "cmpl-1-0", {}, EngineOutputs())
     assert (path._kind(route, request, submission) is None) == (counts != "none")
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+async def test_an_answer_is_created_when_it_is_submitted(
+    monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
+    """As in vLLM, whoever writes the events; the first output may come much later."""
+    from serve.engine.fast_path.app import FastPath, Submission  # noqa: PLC0415
+
+    clock = itertools.count(1_000_000, 1000)
+    now = next(clock)
+    monkeypatch.setattr(time, "time", lambda: now)
+    config = SimpleNamespace(observability_config=SimpleNamespace(per_request_spec_decode_metrics="none"))
+    states: dict[str, Any] = {}
+
+    async def add_request(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(request_id="r", output=None)
+
+    llm = SimpleNamespace(
+        vllm_config=config, refusal=lambda *_: None, add_request=add_request,
+        output_processor=SimpleNamespace(process_outputs=None, request_states=states),
+    )  # fmt: skip
+    path = FastPath(llm, SimpleNamespace(state=SimpleNamespace()), None)
+    route: Any = SimpleNamespace(field="content", skip_empty=False, suffix="")
+    request = SimpleNamespace(model="m", stream_options=None)
+    by_vllm = []
+    for _ in range(4):
+        outputs, written, made = EngineOutputs(), Written(), list[Any]()
+        texts = ["one", "two"]
+        states["r"] = state = SimpleNamespace(
+            stream_interval=1 if len(by_vllm) < 3 else interval, prompt_token_ids=[1, 2], num_cached_tokens=1,
+            num_cache_creation_tokens=None, stats=None, make_request_output=lambda *_, made=made: made[-1],
+            detokenizer=SimpleNamespace(get_next_output_text=lambda *_, rest=texts: rest.pop(0), stop=["e"]),
+        )  # fmt: skip
+        submission = Submission({"type": "token"}, None, "chatcmpl-1", {}, outputs)
+        serving = asyncio.create_task(path._stream(route, request, submission, chat(outputs, {}), written))
+        await asyncio.sleep(0)
+        submitted, now = now, next(clock)
+        for each in outputs_of(1, ["one", "two"]):
+            made.append(each)
+            (choice,) = each.outputs
+            if state.make_request_output(choice.token_ids, None, choice.finish_reason) is not None:
+                state.queue.put(each)
+        del states["r"]
+        await serving
+        assert set(CREATED.findall(written.body)) == {b'"created":%d' % submitted}
+        by_vllm.append(bool(outputs.finished))
+    assert by_vllm == [True, True, False, interval > 1]
 
 
 async def test_only_events_of_the_known_form_are_templates() -> None:
