@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-MAX_BYTES = 256 * 1024
-MAX_PATTERN = 4096
+from policy.engine.grammar_bounds import MAX_PATTERN, grammar_excess, pattern_excess
 
-_SOURCES = "response_format, structured_outputs, or the parameters of a tool that must be called"
+MAX_BYTES = 256 * 1024
+
+_SOURCES = "(response_format, structured_outputs, or the parameters of a tool that must be called)"
 
 
 class StructuredOutputs(Protocol):
@@ -32,20 +33,16 @@ def excess(wanted: StructuredOutputs) -> str | None:
     given = wanted.json or wanted.choice or wanted.grammar or wanted.structural_tag or ""
     text = given.encode() if isinstance(given, str) else msgspec.json.encode(given)
     if len(text) > MAX_BYTES:
-        return f"a grammar ({_SOURCES}) must have at most {MAX_BYTES} bytes, this one has {len(text)}"
-    longest = max((len(pattern) for pattern in _patterns(wanted, len(text))), default=0)
-    if longest > MAX_PATTERN:
-        return f"a pattern ({_SOURCES}) must have at most {MAX_PATTERN} characters, this one has {longest}"
-    return None
-
-
-def _patterns(wanted: StructuredOutputs, size: int) -> Iterator[str]:
-    """The regular expressions of ``wanted``; those of a schema or tag are its strings under some names."""
-    if wanted.regex is not None:
-        yield wanted.regex
+        return f"a grammar {_SOURCES} must have at most {MAX_BYTES} bytes, this one has {len(text)}"
+    if wanted.regex is not None and (found := pattern_excess(wanted.regex, _SOURCES)):
+        return found
+    if wanted.grammar is not None and (found := grammar_excess(wanted.grammar, _SOURCES)):
+        return found
     schema = wanted.json or wanted.structural_tag
-    if size > MAX_PATTERN and schema:
-        yield from _in(_decoded(schema) if isinstance(schema, str) else schema)
+    if len(text) <= MAX_PATTERN:
+        return None
+    inside = _in(_decoded(schema) if isinstance(schema, str) else schema)
+    return next((found for found in inside if found), None)
 
 
 def _decoded(text: str) -> Any:
@@ -56,14 +53,18 @@ def _decoded(text: str) -> Any:
 
 
 def _in(schema: Any) -> Iterator[str]:
+    """The excess of each regular expression and grammar of a schema or tag: its strings under some names."""
     level = [schema]
     while level:
         node = level.pop()
         if isinstance(node, dict):
             level += node.values()
             if isinstance(pattern := node.get("pattern"), str):
-                yield pattern
+                yield pattern_excess(pattern, _SOURCES)
+            if isinstance(grammar := node.get("grammar"), str):
+                yield grammar_excess(grammar, _SOURCES)
             if isinstance(patterns := node.get("patternProperties"), dict):
-                yield from patterns
+                for each in patterns:
+                    yield pattern_excess(each, _SOURCES)
         elif isinstance(node, list):
             level += node

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from serve.engine.grammar_limits import MAX_BYTES, MAX_PATTERN, excess
+from policy.engine.grammar_bounds import MAX_PATTERN
+from serve.engine.grammar_limits import MAX_BYTES, excess
 
 DEEP = "(" * 30_000 + ")" * 30_000
 PATTERN = "a pattern .* at most 4096 characters, this one has 60000"
+OPENINGS = "a grammar .* at most 8192 opening parentheses and brackets, this one has 30000"
+LARK = "start: %json " + json.dumps({"type": "string", "pattern": DEEP})
 SIZE = "a grammar .* at most 262144 bytes"
 
 
@@ -29,6 +32,8 @@ def wanted(**given: Any) -> Any:
         ({"json": json.dumps({"anyOf": [{"items": {"pattern": DEEP}}]})}, PATTERN),
         ({"json": {"patternProperties": {DEEP: {}}}}, PATTERN),
         ({"structural_tag": json.dumps({"format": {"type": "regex", "pattern": DEEP}})}, PATTERN),
+        ({"grammar": LARK}, OPENINGS),
+        ({"structural_tag": json.dumps({"format": {"type": "grammar", "grammar": LARK}})}, OPENINGS),
         ({"json": {"enum": ["x" * MAX_BYTES]}}, SIZE),
         ({"choice": ["x" * MAX_BYTES]}, SIZE),
         ({"grammar": "x" * (MAX_BYTES + 1)}, SIZE),
