@@ -107,7 +107,9 @@ def test_the_files_own_example_serves_on_the_port_it_publishes(monkeypatch: pyte
     )
     (mounted,) = re.findall(r"\$PWD/(\S+?):(\S+?):ro", command)
     # State and cache outlive the container, and a stop leaves time to drain.
-    assert set(re.findall(r"-v [\w-]+:(\S+)", command)) == set(json.loads(STAGES["runtime"].values("VOLUME")[0]))
+    assert set(re.findall(r"-v [\w-]+:(\S+)", command)) == set(
+        json.loads(STAGES["runtime"].values("VOLUME")[0])
+    )
     assert "--stop-timeout 180" in command
     (published,) = re.findall(r"-p 127\.0\.0\.1:\d+:(\d+)", command)
     assert mounted[1] in STAGES["runtime"].values("CMD")[0]
@@ -124,7 +126,11 @@ def test_the_docs_the_compose_files_and_the_chart_name_one_image() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     names = {f"tidegate:{version}-{target}" for target in TARGETS}
     found = set[str]()
-    for path in (DOCKERFILE, ROOT / "docs" / "install.md", *(ROOT / "deployments" / "compose").glob("*.yaml")):
+    for path in (
+        DOCKERFILE,
+        ROOT / "docs" / "install.md",
+        *(ROOT / "deployments" / "compose").glob("*.yaml"),
+    ):
         here = set(re.findall(r"\btidegate:[\w.]+-?[cg]pu\b", path.read_text()))
         assert here, path
         found |= here
