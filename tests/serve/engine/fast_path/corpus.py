@@ -13,7 +13,35 @@ import httpx
 from serve.engine.fast_path.eligibility import eligible
 from tests.e2e.random_requests import CHAT, COMPLETION, INVALID, Request, Values, draw
 
-PATHS: dict[str, Values] = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+# Beside those that are also drawn at random: what only one replica's engine is asked for here.
+_MORE: Values = {
+    "priority": [0, 1, -1, 2**63], "request_id": ["r", 5], "allowed_token_ids": [[5, 6, 7], [], [10**6]],
+    "stream_options": [
+        None, {}, {"include_usage": None}, {"include_usage": False}, {"continuous_usage_stats": True},
+    ],
+    "metadata": [{"a": "b"}], "store": [True], "service_tier": ["auto"], "safety_identifier": ["s"],
+    "prompt_cache_key": ["k"], "prompt_cache_retention": ["24h"], "prompt_cache_options": [{"a": 1}],
+    "moderation": [{"model": "m"}], "best_of": [1, 2], "early_stopping": [True],
+    "prompt_logprobs": [0, 1, -2], "use_beam_search": [False, True], "vllm_xargs": [{"a": 1}, {"a": {}}],
+    "kv_transfer_params": [{"do_remote_decode": True}, "x"], "ec_transfer_params": [{"a": 1}],
+}  # fmt: skip
+_MORE_CHAT: Values = _MORE | {
+    "prediction": [{"type": "content", "content": "Name"}], "modalities": [["text"]], "verbosity": ["low"],
+    "return_prompt_text": [False, True], "chat_template": ["{{ messages }}"],
+    "media_io_kwargs": [{"image": {}}, []], "mm_processor_kwargs": [{"a": 1}],
+}  # fmt: skip
+_MORE_COMPLETION: Values = _MORE | {"prompt_embeds": ["AAAA", [], ["?"]]}
+# What vLLM does only, or otherwise, without a stream.
+_WHOLE = {"prompt_logprobs", "use_beam_search"}
+
+
+def _with(table: Values, more: Values) -> Values:
+    return table | {name: [*table.get(name, []), *values] for name, values in more.items()}
+
+
+PATHS: dict[str, Values] = {
+    "/v1/chat/completions": _with(CHAT, _MORE_CHAT), "/v1/completions": _with(COMPLETION, _MORE_COMPLETION),
+}  # fmt: skip
 # vLLM's app answers a page of another origin.
 TO_VLLM = {"origin": "http://page.invalid"}
 TOKENS = 8
@@ -84,7 +112,7 @@ def corpus(model: str, split: list[int], tokens: int = TOKENS) -> list[Request]:
         for number, (name, values) in enumerate(table.items()):
             for value in [*values, *INVALID.get(name, [])]:
                 # A stream has more that can differ.
-                for stream in (True,) if number % 2 else (True, False):
+                for stream in (True,) if number % 2 and name not in _WHOLE else (True, False):
                     requests.append(
                         Request(path, base(path, model, tokens) | {"stream": stream, name: value})
                     )

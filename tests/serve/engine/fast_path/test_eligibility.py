@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from serve.engine.fast_path.eligibility import CHAT, COMPLETION, eligible
+from serve.engine.fast_path.eligibility import _FIELDS, _NEUTRAL, CHAT, COMPLETION, eligible
+from tests.serve.engine.fast_path.corpus import corpus
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "json_object"}
@@ -58,3 +59,22 @@ def test_what_changes_only_the_text_of_an_event_is_eligible(path: str, body: dic
 )
 def test_what_adds_fields_choices_or_reads_the_text_is_not(path: str, body: Any) -> None:
     assert not eligible(path, [], body)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_the_contract_with_vllm_sends_every_field(path: str) -> None:
+    """Those listed here, and those of vLLM's own model of a request."""
+    sent = {name for request in corpus("m", [1]) if request.path == path for name in request.body}
+    assert _FIELDS[path] | set(_NEUTRAL[path]) <= sent
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+def test_the_contract_with_vllm_sends_every_field_of_vllms_requests() -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # noqa: PLC0415
+
+    for path, model in ((CHAT, ChatCompletionRequest), (COMPLETION, CompletionRequest)):
+        sent = {name for request in corpus("m", [1]) if request.path == path for name in request.body}
+        assert set(model.model_fields) - sent == set()
