@@ -21,6 +21,11 @@ _OPENINGS: Final = ("(", "[", r"\u0028", r"\u005b", r"\u005B")
 _LITERAL: Final = re.compile(r'"((?:[^"\\\n]++|\\.)*+)"?|/((?:[^/\\\n]++|\\.)*+)/?')
 
 
+def openings(text: str) -> int:
+    """The opening parentheses and brackets of a schema or grammar, which nests no deeper."""
+    return sum([text.count(opening) for opening in _OPENINGS])
+
+
 def pattern_excess(pattern: str, where: str) -> str:
     """Why a regular expression that was given ``where`` is refused; empty if it is within the bounds."""
     if len(pattern) <= MAX_PATTERN:
@@ -30,8 +35,7 @@ def pattern_excess(pattern: str, where: str) -> str:
 
 def grammar_excess(grammar: str, where: str) -> str:
     """As :func:`pattern_excess`, of a grammar in EBNF or Lark and of the patterns within it."""
-    opened = sum([grammar.count(opening) for opening in _OPENINGS])
-    if opened > MAX_OPENINGS:
+    if (opened := openings(grammar)) > MAX_OPENINGS:
         return (
             f"a grammar {where} must have at most {MAX_OPENINGS} opening parentheses and brackets, "
             f"this one has {opened}"

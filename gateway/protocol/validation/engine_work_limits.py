@@ -16,6 +16,7 @@ from gateway.protocol.json_decoders import ITEMS, MEMBERS
 from gateway.protocol.json_structure import depth_exceeds
 from gateway.protocol.validation.forwarded_fields import STEERING
 from gateway.protocol.validation.regex_size import expanded_size
+from policy.engine.grammar_bounds import MAX_OPENINGS, grammar_excess, openings, pattern_excess
 from policy.errors import Refusal
 
 MAX_N: Final = 8
@@ -102,6 +103,10 @@ def check_tools(items: list[Raw]) -> None:
         raise too_many("tools", MAX_TOOLS, len(items), "tools")
     for at, item in enumerate(items):
         check_size(f"tools.{at}", item)
+        # Their parameters are schemas, too; those that are shorter than that hold no more.
+        view = memoryview(item)
+        if len(view) > MAX_OPENINGS and (opened := openings(str(view, "utf-8", "replace"))) > MAX_OPENINGS:
+            raise too_many(f"tools.{at}", MAX_OPENINGS, opened, "opening parentheses and brackets")
 
 
 def _number(most: int) -> Check:
@@ -141,15 +146,32 @@ def _schema(name: str, value: Raw) -> None:
     for key, found in _members(name, msgspec.json.decode(raw)):
         if key in _CHOICES and isinstance(found, list):
             choices += len(found)
-        elif key in _REGEXES and isinstance(found, str) and (size := expanded_size(found)) > MAX_REGEX:
-            message = f"{name} takes regular expressions of {MAX_REGEX} characters written out, got {size}."
-            raise Refused(Refusal.BAD_REQUEST, message, param=name)
+        elif key in _REGEXES and isinstance(found, str):
+            _check_pattern(name, found)
+        elif key == _NAMED_BY_PATTERN and isinstance(found, dict):
+            for pattern in found:
+                _check_pattern(name, pattern)
+        elif key in _GRAMMARS and isinstance(found, str) and (excess := grammar_excess(found, f"in {name}")):
+            raise Refused(Refusal.BAD_REQUEST, f"A{excess[1:]}.", param=name)
     if choices > MAX_CHOICES:
         raise too_many(name, MAX_CHOICES, choices, "values of enumerations")
 
 
+def _check_pattern(name: str, pattern: str) -> None:
+    """Refuse a pattern within ``name`` that is long, as it is or with its repetitions written out."""
+    if excess := pattern_excess(pattern, f"in {name}"):
+        raise Refused(Refusal.BAD_REQUEST, f"A{excess[1:]}.", param=name)
+    if (size := expanded_size(pattern)) > MAX_REGEX:
+        message = f"{name} takes regular expressions of {MAX_REGEX} characters written out, got {size}."
+        raise Refused(Refusal.BAD_REQUEST, message, param=name)
+
+
 _CHOICES: Final = frozenset({"enum", "choice", "guided_choice"})
-_REGEXES: Final = frozenset({"pattern", "regex", "guided_regex", "whitespace_pattern"})
+_REGEXES: Final = frozenset(
+    {"pattern", "regex", "guided_regex", "whitespace_pattern", "guided_whitespace_pattern"}
+)
+_NAMED_BY_PATTERN: Final = "patternProperties"
+_GRAMMARS: Final = frozenset({"grammar", "guided_grammar"})
 # Engines take these as JSON in a text, too.
 _JSON: Final = frozenset({"json", "guided_json", "structural_tag"})
 

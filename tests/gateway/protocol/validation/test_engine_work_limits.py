@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from gateway.protocol.validation.regex_size import expanded_size
 from tests.gateway.protocol.accepted_body import accepted_body
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+DEEP = "(" * 30_000
+LARK = 'start: %json {"type":"string","pattern":"' + DEEP + '"}'
 PAGE = Path(__file__).parents[4] / "docs" / "request-limits.md"
 
 
@@ -59,6 +62,17 @@ BOUNDS: list[tuple[str, str, Any, Any, str]] = [
     (CHAT, "structured_outputs", {"choice": ["a"] * 1000}, {"choice": ["a"] * 1001}, "got 1001"),
     (CHAT, "structured_outputs", {"json": "{}"}, {"json": '{"pattern":"a{99999}"}'}, "10000 characters"),
     (CHAT, "structured_outputs", {"regex": "a{10000}"}, {"regex": "a{10001}"}, "got 10001"),
+    (TEXT, "guided_regex", "a" * 4096, "(" * 65_000, "most 4096 characters, this one has 65000"),
+    (TEXT, "guided_whitespace_pattern", "a" * 4096, "a" * 4097, "most 4096 characters, this one has 4097"),
+    (CHAT, "structured_outputs", {"regex": "a"}, {"regex": DEEP}, "characters, this one has 30000"),
+    (CHAT, "response_format", {"pattern": "a"}, {"schema": {"pattern": DEEP}}, "this one has 30000"),
+    (CHAT, "response_format", {"patternProperties": {"a": {}}}, {"patternProperties": {DEEP: {}}}, "30000"),
+    (RESPONSES, "text", {"pattern": "a"}, {"format": {"schema": {"pattern": DEEP}}}, "this one has 30000"),
+    (CHAT, "structured_outputs", {"json": "{}"}, {"json": json.dumps({"pattern": DEEP})}, "has 30000"),
+    (CHAT, "structured_outputs", {"grammar": "a: /b/"}, {"grammar": LARK}, "brackets, this one has 30000"),
+    (TEXT, "guided_grammar", "start: /b/", LARK, "8192 opening parentheses and brackets"),
+    (CHAT, "response_format", {"a": 1}, {"structural_tag": json.dumps({"grammar": LARK})}, "has 30000"),
+    (CHAT, "tools", [{"a": "(" * 8191 + "a"}], [{"a": DEEP}], "tools.0 takes at most 8192 opening"),
     (CHAT, "structured_outputs", None, [], "must be an object"),
     (TEXT, "guided_choice", ["a"] * 1000, ["a"] * 1001, "got 1001"),
     (CHAT, "chat_template_kwargs", {"a": 1}, {"chat_template": "x"}, "is not accepted"),
