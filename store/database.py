@@ -151,7 +151,7 @@ def _engine(url: str, busy_s: float) -> Engine:
         engine = create_engine(parsed, pool_pre_ping=True)
     except ModuleNotFoundError as error:
         raise PreconditionFailed(
-            f"store: {parsed.drivername} needs the package {error.name}, which `make install` installs"
+            f"store: {parsed.drivername} needs {error.name}, which the lock files have: make install"
         ) from error
     except NoSuchModuleError:
         raise PreconditionFailed(f"store: there is no database called {parsed.drivername!r}") from None

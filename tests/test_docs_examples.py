@@ -37,7 +37,10 @@ OF_A_SCENARIO = {field.encode_name for field in msgspec.structs.fields(Scenario)
 FOREIGN = {"scrape_configs"}
 LANGUAGES = {"sh", "console", "text", "yaml", "json", "toml", "python"}
 # Programs of others, which the tests do not have or would have to start.
-PROGRAMS = {"cat", "claude", "docker", "helm", "nft", "export", "kubectl", "pip", "ray", "vllm"}
+PROGRAMS = {
+    "cat", "chmod", "claude", "docker", "export", "git", "helm", "kubectl", "mkdir", "nft", "openssl", "pip",
+    "ray", "sleep", "useradd", "vllm",
+}  # fmt: skip
 _INLINE = re.compile(r"`(?:\.venv/bin/)?tidegate ([a-z][^`]*)`")
 _PROGRAM = re.compile(r"`(?:\.venv/bin/)?((?:python -m|pytest|locust|curl) [^`]*)`")
 _ASSIGNMENT = re.compile(r"^\w+=(\$\(.*?\)|\S*) *")

@@ -147,7 +147,7 @@ def missing_package(deployment: Deployment) -> str | None:
     return (
         None
         if found
-        else f"{next(iter(deployment.grpc_ports))} needs grpcio and protobuf, which `make install` installs"
+        else f"{next(iter(deployment.grpc_ports))} needs grpcio and protobuf of the lock files: make install"
     )
 
 

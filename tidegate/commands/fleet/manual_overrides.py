@@ -58,7 +58,9 @@ def scale(
 
 
 @click.command(
-    help="Switch MODEL to another mode without cutting a stream. Refused if queued requests would time out."
+    help="Switch MODEL to another mode. Streams on the old replicas go on for up to"
+    " control.mode.drain_timeout_s; longer ones end with an error event."
+    " Refused if queued requests would time out."
     "\n\nThe scaling policy takes over again with `auto`, or after --for DURATION."
 )
 @click.argument("model")
