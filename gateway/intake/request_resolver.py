@@ -13,15 +13,17 @@ from gateway.protocol.canonical_prompt import rendered_prompt
 from gateway.protocol.client_session import given_session, session_key
 from gateway.protocol.errors import Refused, unknown
 from gateway.protocol.prompt_features import NOTHING, adapter_key, limit_of, seed_of
+from gateway.protocol.validation.engine_work_limits import wants_prompt_logprobs
 from gateway.request_context import Call
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.model_routers import ModelRouters
 from policy.errors import Refusal
 from policy.request import Request
-from policy.types import Runner
+from policy.types import EngineKind, Runner
 
 # Compared for each request: machine code reads a constant faster than a member of an enumeration.
 _POOLING: Final = Runner.POOLING
+_EXTERNAL: Final = EngineKind.EXTERNAL
 
 
 @dataclass(eq=False)
@@ -45,6 +47,8 @@ class RequestResolver:
         served, adapter = self._resolve(
             call, body.model, principal, given.id if given is not None and given.of_one_user else None
         )
+        if "echo" in body.members and served.engine is _EXTERNAL:
+            _check_echo(served, body)
         account, name, route = principal.account, served.name, call.route
         tenant = account.name
         if route.runner is None:
@@ -108,3 +112,13 @@ class RequestResolver:
         if self.catalog.wanted and not self.catalog.known:
             raise Refused(Refusal.STARTING, "The gateway has not received the adapter catalog yet.")
         raise unknown(name)
+
+
+def _check_echo(served: ServedModel, body: Body) -> None:
+    """Refuse what ends a vLLM with adapters (:func:`serve.engine.vllm.check`), of servers of others."""
+    if wants_prompt_logprobs(body.members) and served.listed:
+        message = (
+            f"log probabilities of a prompt (echo with logprobs) are not available on {served.name}, "
+            "a model with adapters."
+        )
+        raise Refused(Refusal.BAD_REQUEST, message, param="echo")

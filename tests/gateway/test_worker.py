@@ -129,6 +129,23 @@ async def test_external_servers_need_no_controller_and_get_no_secret(stack: Stac
     assert [(card["id"], card["max_model_len"]) for card in cards] == [("alpha", 512), ("sql", 512)]
 
 
+@pytest.mark.parametrize("adapters", [True, False])
+async def test_an_external_server_with_adapters_is_asked_for_no_prompt_logprobs(
+    stack: Stack, adapters: bool
+) -> None:
+    server = await external(stack, {"id": "alpha"}, *[{"id": "sql", "parent": "alpha"}] * adapters)
+    stack.models = [{"name": "alpha", "engine": "external", "urls": [f"{server.url}/v1"]}]
+    await stack.start_worker()
+    body = {"model": "alpha", "prompt": "a", "echo": True}
+    assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
+    answer = await stack.http.post("/v1/completions", json={**body, "logprobs": 1})
+    assert answer.status_code == (400 if adapters else 200)
+    assert not adapters or answer.json()["error"]["param"] == "echo"
+    assert [hit.json.get("logprobs") for hit in server.hits if hit.path == "/v1/completions"] == (
+        [None] if adapters else [None, 1]
+    )
+
+
 async def test_an_external_server_has_its_own_key_certificate_and_model_name(stack: Stack) -> None:
     certificate, key = stack.root / "ca.pem", stack.root / "key"
     key.write_text("sk-1")

@@ -193,6 +193,16 @@ def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             waiting.extend([("", each) for each in found])
 
 
+def wants_prompt_logprobs(fields: dict[str, Raw]) -> bool:
+    """Whether a body asks for the log probabilities of its prompt too: ``echo``, and those of the answer."""
+    wanted = _is_given(fields, "logprobs") or _is_given(fields, "logprob_token_ids")
+    return wanted and _is_given(fields, "echo")
+
+
+def _is_given(fields: dict[str, Raw], name: str) -> bool:
+    return name in fields and bytes(memoryview(fields[name])[:8]) not in (b"null", b"false")
+
+
 def refuse_steering(name: str, value: Raw) -> None:
     """Clients that write out defaults send null or false, which steer nothing."""
     if bytes(memoryview(value)[:8]) not in (b"null", b"false"):

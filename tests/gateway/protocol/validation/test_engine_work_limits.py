@@ -104,6 +104,22 @@ def test_bounds(  # noqa: PLR0917
     assert len(refused.value.body()) <= 4096
 
 
+@pytest.mark.parametrize(
+    ("fields", "wants"),
+    [
+        ({"echo": True, "logprobs": 0}, True),
+        ({"echo": 1, "logprob_token_ids": [1]}, True),
+        ({"echo": True, "logprobs": None}, False),
+        ({"echo": True, "logprobs": False, "top_logprobs": 0}, False),
+        ({"echo": False, "logprobs": 1}, False),
+        ({"logprobs": 1}, False),
+    ],
+)
+def test_an_echo_with_logprobs_wants_those_of_the_prompt(fields: dict[str, Any], wants: bool) -> None:
+    members = accepted_body({"model": "m", **fields}, TEXT).body.members
+    assert engine_work_limits.wants_prompt_logprobs(members) is wants
+
+
 def test_the_page_has_the_bounds() -> None:
     page = PAGE.read_text()
     found = [
