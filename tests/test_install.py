@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 STATE = "-m store.compiled_modules"
 RECORDER = """#!/bin/sh
 echo "$*" >> {log}
-case "$*" in *--dry-run*) exit {dry_run} ;; *machine_code) echo state; exit {compiled} ;; esac
+case "$*" in *--dry-run*) exit {dry_run} ;; *compiled_modules) echo state; exit {compiled} ;; esac
 """
 
 

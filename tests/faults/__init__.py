@@ -51,7 +51,7 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     6-35   also by HTTP: with ``[http]`` in ``make test-all``, and what clients receive is compared in
            gateway/delivery/test_both_ways.py::test_a_client_
     frames faults/test_frames.py::test_what_is_no_frame_ ::test_64_of_256_ ::test_a_disconnect_,
-           gateway/http/test_multiplexed_client.py::test_, serve/engine/test_frame_server.py::test_,
+           gateway/http/test_frame_client.py::test_, serve/engine/test_frame_server.py::test_,
            policy/wire/test_frames.py::test_
     load   sim/simulator/test_overload.py::test_admitted_, faults/test_overload.py::test_
 """
