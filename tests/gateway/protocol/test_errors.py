@@ -7,6 +7,7 @@ import json
 import pytest
 
 from gateway.http.asgi_exchange import request_ids
+from gateway.protocol import errors
 from gateway.protocol.body import read
 from gateway.protocol.errors import Refused, from_upstream
 from gateway.protocol.paths import ROUTES, Api
@@ -56,8 +57,37 @@ SCRUBBED = {
     "connect to 10.0.0.7:8000 or 127.0.0.1, localhost:80": "connect to [address] or [address], [address]",
     "at [fe80::1]:80 and 2001:db8:0:0:0:0:0:1, ::1.": "at [address] and [address], [address].",
     "<Engine object at 0x7f00deadbeef>": "<Engine object at [address]>",
+    "at a-b/c.py, /v1/a/b.py, //x//a/b.py and a.py/b": "at [path], /[path], //x//[path] and a.py/b",
+    "x  \n Traceback (most recent call last)": "x",
     "key sk-proj-abcdefgh12 or Bearer abc": "key [key] or [key]",
 }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a/",
+        "a-",
+        "-/",
+        "/a",
+        "//",
+        "a.py/",
+        "\n ",
+        ":",
+        "[:",
+        "1.",
+        "1:",
+        "~/",
+        "a:",
+        "bearer ",
+        "sk-",
+        "::1",
+    ],
+)
+def test_a_longer_message_takes_no_more_for_each_character(text: str) -> None:
+    """The square of 256 KiB has no end."""
+    for pattern, instead in errors._INTERNALS:
+        pattern.sub(instead, f"[{text * ((1 << 18) // len(text))}!")
 
 
 @pytest.mark.parametrize(("message", "told"), [*zip(KEPT, KEPT, strict=True), *SCRUBBED.items()])
