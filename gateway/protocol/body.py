@@ -26,10 +26,13 @@ from gateway.protocol.paths import Route
 from gateway.protocol.validation.engine_work_limits import (
     CHECKS,
     INPUTS,
+    MAX_FIELD,
     MAX_INPUTS,
     MAX_N,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
+    SCHEMAS,
+    check_schemas,
     check_size,
     check_tools,
     first_item,
@@ -203,6 +206,8 @@ def _check_depth(raw: bytes) -> None:
 
 def _body_of(fields: dict[str, Raw], uses: dict[str, int], raw: bytes) -> Body:
     """The body ``raw`` with these ``fields``, which are checked."""
+    if len(raw) > MAX_FIELD:
+        check_schemas({name: fields[name] for name in SCHEMAS if name in fields and uses.get(name) == _CHECK})
     for name, value in fields.items():
         if uses.get(name) == _CHECK:
             _check_field(name, value)

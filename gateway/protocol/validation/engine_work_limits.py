@@ -203,6 +203,16 @@ def _is_given(fields: dict[str, Raw], name: str) -> bool:
     return name in fields and bytes(memoryview(fields[name])[:8]) not in (b"null", b"false")
 
 
+def check_schemas(fields: dict[str, Raw]) -> None:
+    """Refuse ``fields`` of :data:`SCHEMAS` that are too large together."""
+    total = 0
+    for name, value in fields.items():
+        check_size(name, value)
+        total += len(memoryview(value))
+        if total > MAX_FIELD:
+            raise too_many(name, MAX_FIELD, total, "bytes together with the other schemas")
+
+
 def refuse_steering(name: str, value: Raw) -> None:
     """Clients that write out defaults send null or false, which steer nothing."""
     if bytes(memoryview(value)[:8]) not in (b"null", b"false"):
@@ -233,6 +243,12 @@ def _previous_response(name: str, value: Raw) -> None:
         raise Refused(Refusal.UNSUPPORTED, message, param=name)
 
 
+SCHEMAS: Final = (
+    "response_format", "text", "output_config", "output_format", "structured_outputs", "guided_json",
+    "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern",
+)  # fmt: skip
+"""What engines compile to grammars. They are walked in one turn: in sum they take as much as one."""
+
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(STEERING, refuse_steering),
     **dict.fromkeys(("logprobs", "top_logprobs"), _number(MAX_LOGPROBS)),
@@ -246,13 +262,7 @@ CHECKS: dict[str, Check] = {
     "logprob_token_ids": _list(MAX_LOGPROBS, "tokens"),
     "include": _list(MAX_STOP_SEQUENCES, "fields"),
     "logit_bias": _biases,
-    **dict.fromkeys(
-        (
-            "response_format", "text", "output_config", "output_format", "guided_json", "guided_regex",
-            "guided_choice", "guided_grammar", "guided_whitespace_pattern",
-        ),
-        _schema,
-    ),
+    **dict.fromkeys(SCHEMAS, _schema),
     "structured_outputs": _structured_outputs,
     "chat_template_kwargs": _template_arguments,
     "previous_response_id": _previous_response,

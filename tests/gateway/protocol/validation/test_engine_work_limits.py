@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.protocol.body import BodyRules
 from gateway.protocol.errors import Refused
 from gateway.protocol.validation import engine_work_limits, media
+from gateway.protocol.validation.forwarded_fields import KNOWN
 from gateway.protocol.validation.regex_size import expanded_size
 from tests.gateway.protocol.accepted_body import accepted_body
 
@@ -118,6 +120,20 @@ def test_bounds(  # noqa: PLR0917
 def test_an_echo_with_logprobs_wants_those_of_the_prompt(fields: dict[str, Any], wants: bool) -> None:
     members = accepted_body({"model": "m", **fields}, TEXT).body.members
     assert engine_work_limits.wants_prompt_logprobs(members) is wants
+
+
+@pytest.mark.parametrize("padding", [0, 300_000])
+def test_the_schemas_of_a_request_take_no_more_time_together_than_one(padding: int) -> None:
+    names: list[str] = [name for name in engine_work_limits.SCHEMAS if name in KNOWN[CHAT]]
+    assert len(names) > 5
+    base: dict[str, Any] = {"model": "m", "user": "a" * padding}
+    schema = {"x": "a" * (65_536 // len(names) - 10)}
+    all_ = {**base, **dict.fromkeys(names, schema)}
+    accepted_body(all_, CHAT)
+    message = f"{names[-1]} takes at most 65536 bytes together with the other schemas, got 65..."
+    with pytest.raises(Refused, match=message):
+        accepted_body({**all_, names[-1]: {"x": schema["x"] + "a" * 20}}, CHAT)
+    accepted_body({**all_, "text": "a" * 65_536}, CHAT, BodyRules(extra_fields=frozenset({"text"})))
 
 
 def test_the_page_has_the_bounds() -> None:
