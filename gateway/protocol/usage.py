@@ -11,7 +11,7 @@ from msgspec import Raw
 from gateway.protocol import json_decoders
 from gateway.protocol.body import Body
 from gateway.protocol.json_decoders import Answer
-from gateway.protocol.prompt_features import limit_of
+from gateway.protocol.prompt_features import limit_of, token_ids
 from policy.request import Request
 
 # Constants are read faster than names of other modules, in machine code.
@@ -27,6 +27,12 @@ _KEY: Final = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*\{')
 # with media or an engine's own tools have tokens that no byte of the request accounts for, or the reverse.
 MOST_BYTES_A_TOKEN: Final = 128
 MOST_TEMPLATE_TOKENS: Final = 4096
+# What engines read as text: of a prompt, and of pairs that are scored, where "documents" are a part of it.
+_PROMPTS: Final = ("messages", "prompt", "input")
+_TEXTS: Final = (*_PROMPTS, "system", "instructions", "tools")
+_PAIRED: Final = (
+    "query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2", "input_1", "input_2",
+)  # fmt: skip
 _TYPE: Final = b'"type"'
 _UNWRITTEN: Final = re.compile(
     rb"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}"
@@ -86,8 +92,10 @@ class UsageBounds:
     def contradiction(self, usage: Usage, events: int) -> str:
         """Which count is impossible, empty if none is; ``events`` are those of the stream, 0 without one."""
         prompt = usage.prompt
-        least = self._request.prompt_bytes // MOST_BYTES_A_TOKEN
-        possible = least <= prompt <= len(self._raw) + MOST_TEMPLATE_TOKENS
+        size = len(self._raw)
+        possible = prompt <= size + MOST_TEMPLATE_TOKENS
+        if prompt < size // MOST_BYTES_A_TOKEN:  # else the text, a part of the body, is short enough
+            possible = prompt >= self._text_bytes() // MOST_BYTES_A_TOKEN
         if prompt < 0 or not (possible or self._has_unwritten()):
             return "prompt"
         if not 0 <= usage.cached <= prompt:
@@ -96,6 +104,15 @@ class UsageBounds:
         if not events // MOST_EVENTS_A_TOKEN <= usage.completion <= most * self._body.choices:
             return "completion"
         return ""
+
+    def _text_bytes(self) -> int:
+        """The size of what the engine reads as text, in JSON; 0 if it reads no more than it is told to."""
+        members = self._body.members
+        if members.get("truncate_prompt_tokens", NULL) != NULL:
+            return 0
+        names = _TEXTS if any(name in members for name in _PROMPTS) else _PAIRED
+        texts = [memoryview(members[name]) for name in names if name in members]
+        return sum([len(text) for text in texts if not token_ids(text)])
 
     def _has_unwritten(self) -> bool:
         """Whether the prompt may have more tokens than its text, or fewer; true where it is not known."""

@@ -92,6 +92,30 @@ def test_counts_that_contradict_their_request(
     assert bounds.estimate(events) == Usage(prompt.prompt_tokens, 0, events or 99, exact=False)
 
 
+@pytest.mark.parametrize(
+    ("fields", "least"),
+    [
+        ({"input": "x" * 4000}, 31),
+        ({"input": ["x" * 3000, "x" * 1000]}, 31),
+        ({"text_1": "x" * 2000, "text_2": ["x" * 2000]}, 31),
+        ({"query": "x" * 2000, "documents": ["x" * 2000]}, 31),
+        ({"prompt": "x" * 400}, 3),
+        ({"prompt": "hello"}, 0),
+        ({"prompt": "hello", "user": "x" * 4000}, 0),
+        ({"messages": [], "documents": ["x" * 4000]}, 0),
+        ({"input": "x" * 4000, "truncate_prompt_tokens": 10}, 0),
+        ({"input": "x" * 4000, "truncate_prompt_tokens": None}, 31),
+        ({"input": [[1000000] * 4000]}, 0),
+        ({"messages": [{"content": [{"type": "image_url"}]}], "system": "x" * 4000}, 0),
+    ],
+)
+def test_no_text_has_fewer_tokens_than_it_can(fields: dict[str, Any], least: int) -> None:
+    raw = json.dumps({"model": "m", **fields}).encode()
+    bounds = UsageBounds(Request("m"), bodies.read(raw), raw, max_model_len=None)
+    assert bounds.contradiction(Usage(least), 0) == ""
+    assert not least or bounds.contradiction(Usage(least - 1), 0) == "prompt"
+
+
 class Searched(bytes):
     """A body that counts its searches."""
 
