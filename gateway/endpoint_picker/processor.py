@@ -96,11 +96,12 @@ class Processor:
                     self._begin()
             case "request_body":
                 self._body += message.request_body.body
-                if message.request_body.end_of_stream:
+                waiting, last = self._serving is None and not self._ended, message.request_body.end_of_stream
+                if len(self._body) > self._limit and (waiting or not last):
+                    self._refuse(Refused(Refusal.TOO_LARGE, f"The body is larger than {self._limit} bytes."))
+                elif last:
                     self._begin()
-                elif len(self._body) > self._limit:
-                    self._refuse(Refused(Refusal.TOO_LARGE, "The body is too large."))
-                elif self._serving is None and not self._ended:
+                elif waiting:
                     self._hold()
             case "request_trailers":
                 self._has_trailers = True

@@ -22,11 +22,11 @@ BUDGET = 8 * PIECE
 class Proxied:
     """One request of the proxy's, of which the first piece of the body has come."""
 
-    def __init__(self, uploads: UploadBudget) -> None:
+    def __init__(self, uploads: UploadBudget, limit: int = 16 * PIECE) -> None:
         self.answers: list[Any] = []
         self.more: asyncio.Queue[bool] = asyncio.Queue()
         self.gateway = Mock(serve=AsyncMock())
-        self.gateway.body_limit.return_value = 16 * PIECE
+        self.gateway.body_limit.return_value = limit
 
         async def write(message: Any) -> None:
             self.answers.append(message)
@@ -69,3 +69,12 @@ async def test_unfinished_bodies_share_the_budget_of_uploads() -> None:
     for each in all_:
         each.run.cancel()
     await asyncio.gather(*(each.run for each in all_), return_exceptions=True)
+
+
+@pytest.mark.parametrize(("limit", "refused"), [(2 * PIECE, []), (2 * PIECE - 1, [413])])
+async def test_the_last_piece_of_a_body_counts(limit: int, refused: list[int]) -> None:
+    proxied = Proxied(UploadBudget(lambda: (BUDGET, BUDGET)), limit)
+    proxied.more.put_nowait(True)
+    await asyncio.wait_for(proxied.run, 30)
+    assert proxied.refused == refused
+    assert proxied.gateway.serve.call_count == (0 if refused else 1)
