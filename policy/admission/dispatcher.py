@@ -19,7 +19,7 @@ from policy.admission.equivalence_classes import EquivalenceClasses, Requirement
 from policy.admission.fairness import FairQueue, Peers, QueueOrder
 from policy.admission.queue import Admitted, Queue
 from policy.admission.replica_pool_interface import Replica, ReplicaPool
-from policy.admission.retry_policy import RESULTS, AttemptOutcome, Cause, Rejection, RetryState, retryable
+from policy.admission.retry_policy import AttemptOutcome, Cause, Rejection, RetryState, retryable
 from policy.admission.worker_slot_sharing import RANKS, rank_of
 from policy.errors import Refusal
 from policy.request import Request
@@ -136,7 +136,7 @@ class Ticket(Generic[R]):
         """
         assert self.replica is not None and self.quote is not None
         health, breaker = self.dispatcher.health, self.replica.breaker
-        result = RESULTS.get(outcome, _NOTHING)
+        result = self._retries.result(outcome)
         serves_others = outcome is not _SERVED and breaker.serves_well(at)
         if self._probe:
             self._probe = False

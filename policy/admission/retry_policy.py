@@ -93,15 +93,23 @@ class RetryState:
     are replicas that it has not tried. That is free while it leads to a replica in good standing, of which
     there are only as many failures as the retry budget allows anyway; other retries are charged to the
     budget. A request that two replicas did not survive, or that two failed which serve others well, is taken
-    to be the cause: it harms no third.
+    to be the cause: it harms no third. But complete answers harm none, and two replicas may go bad at once:
+    after those (one silence may be among them) the budget pays for others that serve well, whose errors are
+    held against them once another serves the request.
     """
 
-    __slots__ = ("_denied", "_failed", "_loads", "_moving")
+    __slots__ = ("_answered", "_denied", "_failed", "_loads", "_moving", "_second_opinion", "_silent")
 
     def __init__(self) -> None:
-        self._failed = self._loads = 0
-        self._moving = False
+        self._failed = self._loads = self._answered = self._silent = 0
+        self._moving = self._second_opinion = False
         self._denied: list[Breaker] = []
+
+    def result(self, outcome: AttemptOutcome) -> AttemptResult:
+        """What the end of the current attempt says of its replica at once."""
+        if self._second_opinion and outcome is AttemptOutcome.FAILED:
+            return AttemptResult.NOTHING
+        return RESULTS.get(outcome, AttemptResult.NOTHING)
 
     def after(
         self,
@@ -130,10 +138,14 @@ class RetryState:
             return Rejection(Cause.REJECTED, Refusal.BAD_REQUEST)
         request.avoid.add(replica)
         self._failed += 1
-        if outcome is AttemptOutcome.DENIED:
+        if outcome is AttemptOutcome.DENIED or (self._second_opinion and outcome is AttemptOutcome.FAILED):
             self._denied.append(breaker)
-        if outcome in _HARMFUL or (outcome in _OWN_FAULT and serves_others):
+        if outcome in _HARMFUL:
             request.begun += 1
+            self._silent += outcome is AttemptOutcome.SILENT
+        elif outcome in _OWN_FAULT and serves_others:
+            request.begun += 1
+            self._answered += 1
         if request.begun < MAX_BEGUN:
             # A replica that was ejected since it made no progress is as good as dead.
             hung = outcome is AttemptOutcome.SILENT and breaker.state is BreakerState.OPEN
@@ -142,6 +154,12 @@ class RetryState:
             else:
                 self._moving = bool(_untried(request, pool.candidates(), pool))
             if self._moving:
+                return None
+        elif request.begun == self._answered + min(self._silent, MAX_BEGUN - 1) and any(
+            pool.replica(each).breaker.serves_well(at) for each in _untried(request, pool.candidates(), pool)
+        ):
+            self._second_opinion = health.may_retry(at)
+            if self._second_opinion:
                 return None
         if outcome is AttemptOutcome.DENIED:
             return Rejection(Cause.REJECTED, Refusal.BAD_REQUEST)
@@ -162,7 +180,7 @@ class RetryState:
         return True
 
     def served(self, health: ReplicaHealth, at: float) -> None:
-        """The request was served: the replicas that denied it were wrong."""
+        """The request was served: the replicas that denied it, or failed it unrecorded, were wrong."""
         for breaker in self._denied:
             health.record(breaker, AttemptResult.BAD, at)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.admission.retry_policy import RESULTS, AttemptOutcome, Cause, RetryState, retryable
+from policy.admission.retry_policy import MAX_BEGUN, AttemptOutcome, Cause, RetryState, retryable
 from policy.config.deployment import Eject, Retry
 from policy.request import Request
 from policy.routing.cost import Candidate
@@ -64,7 +64,7 @@ class Attempts:
     def after(self, outcome: AttemptOutcome, on: int, *, adapter: bool = False) -> Cause | None:
         breaker = self.breakers[on]
         serves_others = breaker.serves_well(0.0)
-        self.health.record(breaker, RESULTS.get(outcome, AttemptResult.NOTHING), 0.0)
+        self.health.record(breaker, self.state.result(outcome), 0.0)
         rejection = self.state.after(
             outcome, self.request, 0.0, replica=f"r{on}", breaker=breaker, serves_others=serves_others,
             pool=self.pool, health=self.health, adapter_failed=adapter,
@@ -141,6 +141,53 @@ def test_a_request_that_two_replicas_fail_which_serve_others_is_at_fault(
     attempts.serve_others(*well)
     assert attempts.after(outcome, 0) is None
     assert attempts.after(outcome, 1) == cause
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "retries", "cause"),
+    [
+        ([FAILED, FAILED], 1, None),
+        ([DENIED, DENIED], 1, None),
+        ([DENIED, FAILED], 1, None),
+        ([SILENT, FAILED], 1, None),
+        ([FAILED, SILENT], 1, None),
+        ([FAILED, FAILED, DENIED], 2, None),
+        ([FAILED, FAILED], 0, Cause.FAILED),
+        ([DENIED, DENIED], 0, Cause.REJECTED),
+        ([FAILED] * 3, 1, Cause.FAILED),
+        ([FAILED] * 5, 9, Cause.FAILED),
+        ([SILENT, SILENT], 9, Cause.FAILED),
+        ([FAILED, FAILED, SILENT, SILENT], 9, Cause.FAILED),
+        ([FAILED, LOST], 9, Cause.FAILED),
+        ([LOST, DENIED], 9, Cause.REJECTED),
+    ],
+)
+def test_of_two_that_went_bad_at_once_the_budget_pays_for_a_third_that_serves_others(
+    outcomes: list[AttemptOutcome], retries: int, cause: Cause | None
+) -> None:
+    attempts = Attempts(5, retries)
+    attempts.serve_others(*range(5))
+    found = [attempts.after(outcome, on) for on, outcome in enumerate(outcomes)]
+    assert found == [None] * (len(outcomes) - 1) + [cause]
+    assert attempts.may_move(attempts.breakers[len(outcomes) % 5]), "it is paid for"
+
+
+def test_a_request_that_may_be_tried_once_gets_no_third_opinion() -> None:
+    attempts = Attempts(3, 9)
+    attempts.serve_others(0, 1, 2)
+    attempts.request.begun = MAX_BEGUN - 1
+    assert attempts.after(FAILED, 0) is Cause.FAILED
+
+
+@pytest.mark.parametrize("outcome", [FAILED, DENIED])
+def test_errors_of_a_third_count_once_another_serves_the_request(outcome: AttemptOutcome) -> None:
+    attempts = Attempts(4, 9)
+    attempts.serve_others(*range(4))
+    for on in range(3):
+        assert attempts.after(outcome, on) is None
+    assert attempts.breakers[2].streak == 0
+    attempts.state.served(attempts.health, 0.0)
+    assert [each.streak for each in attempts.breakers] == [1, 1, 1, 0]
 
 
 def test_a_replica_that_denies_what_another_serves_has_failed() -> None:
