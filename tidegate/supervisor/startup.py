@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -293,8 +293,7 @@ class Startup:
             ]
             lines = {name: external_server_status.reasons(name, servers) for name in models}
             late = clock() >= deadline
-            # Servers that are discovered may come later.
-            needed = [name for name in missing if self.deployment.model(name).discovery is None]
+            needed = [name for name in missing if self._must_serve(name, servers or ())]
             if not missing or (late and not needed):
                 for name in models:
                     self.progress.done("server", f"{name}: {external_server_status.summary(name, servers)}")
@@ -314,6 +313,13 @@ class Startup:
                     f"no external server serves after {self.servers_timeout_s:.0f} s{text}"
                 )
             await asyncio.sleep(_POLL_S)
+
+    def _must_serve(self, model: str, servers: Iterable[Replica]) -> bool:
+        """Whether a start fails without a server of the model; those not found yet, and pods, may come later."""
+        discovery = self.deployment.model(model).discovery
+        if discovery is None:
+            return True
+        return discovery.kubernetes is None and any(each.model == model for each in servers)
 
     def _known_servers(self) -> tuple[Replica, ...] | None:
         fleet = external_server_status.gateway_fleet(self.deployment.gateway, self.state.admin_token())

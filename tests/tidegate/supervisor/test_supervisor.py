@@ -165,6 +165,21 @@ def test_a_model_that_no_server_serves_fails_the_start_with_the_reasons(site: Si
 
 
 @process
+@pytest.mark.parametrize("found", [True, False])
+def test_a_start_fails_if_no_discovered_server_serves_and_waits_for_none(site: Site, *, found: bool) -> None:
+    dead = f"http://127.0.0.1:{free_ports(1)[0]}"
+    listed = site.file.with_name("servers.json")
+    listed.write_text(json.dumps([dead] if found else []))
+    model = {"name": "m", "engine": "external", "discovery": {"file": str(listed)}}
+    site.file.write_text(json.dumps({**json.loads(site.file.read_text()), "models": [model]}))
+    code, out, err = site.tidegate("up", str(site.file))
+    assert (code, "is ready" in out) == ((6, False) if found else (0, True))
+    if found:
+        assert f"m: served by none of 1 server\n  {dead}: connection refused" in err
+        assert site.pids() == []
+
+
+@process
 def test_servers_that_do_not_serve_are_named_beside_a_deployed_model(site: Site) -> None:
     dead = f"http://127.0.0.1:{free_ports(1)[0]}"
     mixed = document(site)
