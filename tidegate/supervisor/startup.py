@@ -315,7 +315,7 @@ class Startup:
             await asyncio.sleep(_POLL_S)
 
     def _must_serve(self, model: str, servers: Iterable[Replica]) -> bool:
-        """Whether a start fails without a server of the model: pods and servers not found yet may come later."""
+        """Whether a start fails without a server of the model: pods and unfound servers may come later."""
         discovery = self.deployment.model(model).discovery
         if discovery is None:
             return True
