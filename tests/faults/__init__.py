@@ -36,7 +36,7 @@ Tests marked `long` run in `make test-all`, all others in `make test`.
     51     gateway/test_access.py::test_a_key_is_revoked_,
            gateway/test_database_keys.py::test_keys_of_the_database_from_creation_to_kills
     52-53  gateway/test_limits.py::test_tokens_are_settled_ ::test_two_workers_ ::test_two_hosts_,
-           policy/admission/test_spend_cap.py::test_, gateway/queue/test_model_queues.py::test_,
+           policy/admission/test_provider_spend_cap.py::test_, gateway/queue/test_admission.py::test_,
            gateway/accounting/test_ledger_writer.py::test_any_order_,
            gateway/accounting/test_usage_under_kills.py::test_the_ledger_is_
     54     sim/simulator/test_overload.py::test_a_tenant_,
