@@ -12,6 +12,7 @@ import re
 from collections import deque
 from collections.abc import Awaitable
 from functools import lru_cache, partial
+from ipaddress import IPv6Address
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import unquote
 
@@ -50,7 +51,8 @@ MAX_AHEAD_BYTES: Final = 64 * 1024
 # Of what a client over TLS has not read; then the app waits.
 WRITE_BYTES: Final = 64 * 1024
 # RFC 9110, 7.2: a name, an address or an IPv6 address, and a port.
-_HOST: Final = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
+_HOST: Final = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[([0-9A-Fa-f:.]+)\])(?::0*(\d{0,5}))?", re.ASCII)
+_MAX_PORT: Final = 65535
 # Longer ones are not valid. RFC 1035: a name has 253 bytes at most.
 MAX_HOST: Final = 512
 # Scopes of longer targets are not kept: 256 of them would take 50 MB.
@@ -641,7 +643,18 @@ class ServerConnection:
 
 @lru_cache(maxsize=256)
 def _is_host(value: bytes) -> bool:
-    return _HOST.fullmatch(value) is not None
+    match = _HOST.fullmatch(value)
+    if match is None:
+        return False
+    address, port = match.groups()
+    if port and int(port) > _MAX_PORT:
+        return False
+    if address is not None:
+        try:
+            IPv6Address(address.decode())
+        except ValueError:
+            return False
+    return True
 
 
 def _head_too_large() -> Refused:

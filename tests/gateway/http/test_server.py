@@ -275,6 +275,10 @@ async def test_a_slow_answer_does_not_let_the_next_overtake(port: Port) -> None:
         (b"POST / HTTP/1.0\r\nhost: x\r\nhost: y\r\n\r\n", 400),
         *(
             (b"POST / HTTP/1.1\r\nhost: %b\r\n\r\n" % host, 400)
+            for host in (b"[::::]", b"[1.2.3.4]", b"[:]:80", b"a:65536", b"[::1]:99999", b"a:" + b"9" * 400)
+        ),
+        *(
+            (b"POST / HTTP/1.1\r\nhost: %b\r\n\r\n" % host, 400)
             for host in (b"a b", b"a/b", b"a@b", b"a:b", b"a:1:2", b"[::1", b"a\xff", b"x?", b"[g]:1")
         ),
         (b"POST / HTTP/1.1\r\nhost: %b\r\n\r\n" % (b"a" * 513), 400),
@@ -554,6 +558,7 @@ async def test_expect_100_continue_is_answered(port: Port) -> None:
     [
         b"1.0",
         *(b"1.1\r\nhost: " + host for host in (b"", b"x", b"a.b-c_d:80", b"10.0.0.1:8080", b"[::1]:80")),
+        *(b"1.1\r\nhost: " + host for host in (b"[::ffff:1.2.3.4]", b"x:", b"x:65535", b"x:00000080")),
     ],
 )
 @on_uvloop
