@@ -111,6 +111,10 @@ class Site(Generic[ActuatorT]):
                 await asyncio.sleep(0 if self.backend.cluster is not None else 0.05)
 
 
+# Made before there are threads: two that decode a type for the first time at once can crash in msgspec.
+_HEARTBEATS = msgspec.json.Decoder(Heartbeat)
+
+
 @contextmanager
 def heartbeat_server(backend: Backend) -> Iterator[None]:
     """A minimal controller: ``POST /replicas`` with the secret, answered with ``backend.receive``."""
@@ -121,7 +125,7 @@ def heartbeat_server(backend: Backend) -> Iterator[None]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             known = self.path == "/replicas" and self.headers[SECRET_HEADER] == backend.secret
-            orders = backend.receive(msgspec.json.decode(body, type=Heartbeat).replica) if known else None
+            orders = backend.receive(_HEARTBEATS.decode(body).replica) if known else None
             answer = b"" if orders is None else msgspec.json.encode(orders)
             self.send_response(200 if known else 401)
             self.send_header("content-length", str(len(answer)))
