@@ -98,16 +98,19 @@ class RetryState:
     held against them once another serves the request.
     """
 
-    __slots__ = ("_answered", "_denied", "_failed", "_loads", "_moving", "_second_opinion", "_silent")
+    __slots__ = ("_answered", "_failed", "_is_extra", "_loads", "_moving", "_silent", "_unrecorded")
 
     def __init__(self) -> None:
         self._failed = self._loads = self._answered = self._silent = 0
-        self._moving = self._second_opinion = False
-        self._denied: list[Breaker] = []
+        self._moving = False
+        # The current attempt is one more than the two of other requests: the retry budget paid for it.
+        self._is_extra = False
+        # Of the replicas whose failures count only if another one serves the request.
+        self._unrecorded: list[Breaker] = []
 
     def result(self, outcome: AttemptOutcome) -> AttemptResult:
         """What the end of the current attempt says of its replica at once."""
-        if self._second_opinion and outcome is AttemptOutcome.FAILED:
+        if self._is_extra and outcome is AttemptOutcome.FAILED:
             return AttemptResult.NOTHING
         return RESULTS.get(outcome, AttemptResult.NOTHING)
 
@@ -138,8 +141,8 @@ class RetryState:
             return Rejection(Cause.REJECTED, Refusal.BAD_REQUEST)
         request.avoid.add(replica)
         self._failed += 1
-        if outcome is AttemptOutcome.DENIED or (self._second_opinion and outcome is AttemptOutcome.FAILED):
-            self._denied.append(breaker)
+        if outcome is AttemptOutcome.DENIED or (self._is_extra and outcome is AttemptOutcome.FAILED):
+            self._unrecorded.append(breaker)
         if outcome in _HARMFUL:
             request.begun += 1
             self._silent += outcome is AttemptOutcome.SILENT
@@ -155,11 +158,12 @@ class RetryState:
                 self._moving = bool(_untried(request, pool.candidates(), pool))
             if self._moving:
                 return None
+        # Nothing but complete answers, and at most one silence, counts as begun: no replica died.
         elif request.begun == self._answered + min(self._silent, MAX_BEGUN - 1) and any(
             pool.replica(each).breaker.serves_well(at) for each in _untried(request, pool.candidates(), pool)
         ):
-            self._second_opinion = health.may_retry(at)
-            if self._second_opinion:
+            self._is_extra = health.may_retry(at)
+            if self._is_extra:
                 return None
         if outcome is AttemptOutcome.DENIED:
             return Rejection(Cause.REJECTED, Refusal.BAD_REQUEST)
@@ -181,7 +185,7 @@ class RetryState:
 
     def served(self, health: ReplicaHealth, at: float) -> None:
         """The request was served: the replicas that denied it, or failed it unrecorded, were wrong."""
-        for breaker in self._denied:
+        for breaker in self._unrecorded:
             health.record(breaker, AttemptResult.BAD, at)
 
 

@@ -1,7 +1,7 @@
 """Limits on the grammars of structured outputs, which xgrammar compiles in the engine's own processes.
 
-It parses the patterns of a schema by recursion without a limit: 30,000 nested parentheses end the process
-with a segmentation fault. The time to compile a schema grows with the square of its size.
+How deep and long it can be is in :mod:`policy.engine.grammar_bounds`. The time to compile a schema grows with
+the square of its size.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def check_tools(items: list[Raw]) -> None:
         raise too_many("tools", MAX_TOOLS, len(items), "tools")
     for at, item in enumerate(items):
         check_size(f"tools.{at}", item)
-        # Their parameters are schemas, too; those that are shorter than that hold no more.
+        # The parameters of a tool are a schema. A text that is shorter than the bound cannot exceed it.
         view = memoryview(item)
         if len(view) > MAX_OPENINGS and (opened := openings(str(view, "utf-8", "replace"))) > MAX_OPENINGS:
             raise too_many(f"tools.{at}", MAX_OPENINGS, opened, "opening parentheses and brackets")
@@ -152,7 +152,7 @@ def _schema(name: str, value: Raw) -> None:
             for pattern in found:
                 _check_pattern(name, pattern)
         elif key in _GRAMMARS and isinstance(found, str) and (excess := grammar_excess(found, f"in {name}")):
-            raise Refused(Refusal.BAD_REQUEST, f"A{excess[1:]}.", param=name)
+            raise _excessive(name, excess)
     if choices > MAX_CHOICES:
         raise too_many(name, MAX_CHOICES, choices, "values of enumerations")
 
@@ -160,10 +160,15 @@ def _schema(name: str, value: Raw) -> None:
 def _check_pattern(name: str, pattern: str) -> None:
     """Refuse a pattern within ``name`` that is long, as it is or with its repetitions written out."""
     if excess := pattern_excess(pattern, f"in {name}"):
-        raise Refused(Refusal.BAD_REQUEST, f"A{excess[1:]}.", param=name)
+        raise _excessive(name, excess)
     if (size := expanded_size(pattern)) > MAX_REGEX:
         message = f"{name} takes regular expressions of {MAX_REGEX} characters written out, got {size}."
         raise Refused(Refusal.BAD_REQUEST, message, param=name)
+
+
+def _excessive(name: str, excess: str) -> Refused:
+    """For an excess as :mod:`policy.engine.grammar_bounds` words it: "a pattern ..."."""
+    return Refused(Refusal.BAD_REQUEST, f"A{excess[1:]}.", param=name)
 
 
 _CHOICES: Final = frozenset({"enum", "choice", "guided_choice"})
@@ -195,12 +200,13 @@ def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def wants_prompt_logprobs(fields: dict[str, Raw]) -> bool:
     """Whether a body asks for the log probabilities of its prompt too: ``echo``, and those of the answer."""
-    wanted = _is_given(fields, "logprobs") or _is_given(fields, "logprob_token_ids")
-    return wanted and _is_given(fields, "echo")
+    wanted = any(name in fields and _is_set(fields[name]) for name in ("logprobs", "logprob_token_ids"))
+    return wanted and "echo" in fields and _is_set(fields["echo"])
 
 
-def _is_given(fields: dict[str, Raw], name: str) -> bool:
-    return name in fields and bytes(memoryview(fields[name])[:8]) not in (b"null", b"false")
+def _is_set(value: Raw) -> bool:
+    """Whether it is neither null nor false, which clients that write out defaults send."""
+    return bytes(memoryview(value)[:8]) not in (b"null", b"false")
 
 
 def check_schemas(fields: dict[str, Raw]) -> None:
@@ -214,8 +220,8 @@ def check_schemas(fields: dict[str, Raw]) -> None:
 
 
 def refuse_steering(name: str, value: Raw) -> None:
-    """Clients that write out defaults send null or false, which steer nothing."""
-    if bytes(memoryview(value)[:8]) not in (b"null", b"false"):
+    """Refuse a field that steers the server, unless its value steers nothing."""
+    if _is_set(value):
         raise Refused(Refusal.UNSUPPORTED, f"{name} is not accepted by this server.", param=name)
 
 
