@@ -169,6 +169,11 @@ class Call:
         body: bytes = message["body"]
         return body
 
+    def accepted(self) -> None:
+        """The body is read and checked."""
+        if self.exchange is not None:
+            self.exchange.body_read()
+
     def timeout_s(self, default: float) -> float:
         """How long the request may wait for a replica: its header's value if that is shorter."""
         raw = self.headers.get(b"x-request-timeout-s")

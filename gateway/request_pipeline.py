@@ -236,8 +236,7 @@ class Gateway:
 
     def upload_limits(self) -> tuple[int, int]:
         """How many bytes of unfinished requests are held, of all clients and of one address."""
-        limits = self._limits
-        least = 2 * limits.max_body_bytes
+        limits, least = self._limits, 2 * self._limits.max_body_bytes
         return max(limits.max_upload_bytes, least), max(limits.max_upload_bytes_per_address, least)
 
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
@@ -256,6 +255,7 @@ class Gateway:
                 if len(raw) <= bodies.MAX_DECODED
                 else await bodies.accept_large(raw, route, self._rules, self._pieces)
             )
+            call.accepted()
             body, raw = _allowed(call, principal, accepted)
             call.streaming = body.stream is True
             served, request = self.intake.take(

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.types import Message
 
+from gateway.http.upload_budget import PendingBody, UploadBudget
+
 if TYPE_CHECKING:
+    from gateway.http.forwarded import Address
     from gateway.http.server_connection import ServerConnection
 
 _STATUS_LINES: Final = {
@@ -83,6 +86,19 @@ class Exchange:
         self.done = False
         self.disconnected = False
         self.task: asyncio.Task[None] | None = None
+        self._uploads: UploadBudget | None = None
+        self._pending: PendingBody | None = None
+
+    def count_body(self, uploads: UploadBudget, client: Address | None) -> None:
+        """Count the body in ``uploads`` until it is read, or will not be."""
+        self._uploads = uploads
+        self._pending = uploads.keep(client, self.size)
+
+    def body_read(self) -> None:
+        """The body is read and accepted, or will not be: it is not an upload any more. May be called again."""
+        pending, self._pending = self._pending, None
+        if pending is not None and self._uploads is not None:
+            self._uploads.release(pending)
 
     async def receive(self) -> Message:
         """The complete body, then a disconnect when the response is complete or the client has gone."""
@@ -140,6 +156,7 @@ class Exchange:
     def end(self) -> None:
         """The task of the request has ended, with or without a complete response."""
         self.task = None
+        self.body_read()
         if not (self.done or self.disconnected):
             self._connection.abort()
 

@@ -23,7 +23,7 @@ from gateway.http.asgi_exchange import Exchange
 from gateway.http.forwarded import Address, TrustedProxies
 from gateway.http.read_turns import request_starts
 from gateway.http.server_connection import ServerConnection
-from gateway.http.upload_budget import UploadBudget
+from gateway.http.upload_budget import MIN_RATE, UploadBudget
 from gateway.protocol.errors import Refused
 
 SWEEP_EVERY_S: Final = 1.0
@@ -86,6 +86,8 @@ class Server:
         self.date_line = b""
         self._connections: set[ServerConnection] = set()
         self._rejected: set[ServerConnection] = set()
+        # Those whose client reads too slowly, and the bytes that it had not read at the last sweep, if then so.
+        self._unread: dict[ServerConnection, int | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._starts = request_starts()
         self._sweep_every_s = min(SWEEP_EVERY_S, min(times) / 4)
@@ -145,10 +147,19 @@ class Server:
     def lost(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
         self._rejected.discard(connection)
+        self._unread.pop(connection, None)
         if self._listening is not None:
             self._listening.lost()
         if self.draining and not self._connections:
             self._empty.set()
+
+    def paused(self, connection: ServerConnection) -> None:
+        """The client of ``connection`` has more to read than it should."""
+        self._unread[connection] = None
+
+    def resumed(self, connection: ServerConnection) -> None:
+        """It has read enough."""
+        self._unread.pop(connection, None)
 
     def serve(self, scope: Scope, exchange: Exchange) -> asyncio.Task[None]:
         # The loop's own method makes a name first, and then sets this one.
@@ -162,6 +173,7 @@ class Server:
             task.cancel()
             if not exchange.begun:
                 self._tasks.discard(task)
+                exchange.body_read()
                 exchange.task = None  # it holds its exception, whose frames hold the exchange
 
     async def _run(self, scope: Scope, exchange: Exchange) -> None:
@@ -184,6 +196,7 @@ class Server:
         self.date_line = b"date: %b\r\n" % formatdate(usegmt=True).encode()
         self._sweep_some(iter([*self._connections, *self._rejected]))
         self.uploads.sweep(self._sweep_every_s)
+        self._close_slow_readers()
         self._timer = self._loop.call_later(self._sweep_every_s, self._sweep)
 
     def _sweep_some(self, connections: Iterator[ServerConnection]) -> None:
@@ -193,6 +206,22 @@ class Server:
             swept += 1
         if swept == SWEPT_AT_ONCE:
             self._loop.call_soon(self._sweep_some, connections)
+
+    def _close_slow_readers(self) -> None:
+        """Beyond the budget of uploads, close connections whose clients read next to nothing since the last sweep.
+
+        Those with the most unread first: whole answers would be held for ``stalled_s`` otherwise.
+        """
+        sizes = {connection: connection.unread for connection in self._unread}
+        unread = sum(sizes.values())
+        for connection in sorted(sizes, key=sizes.__getitem__, reverse=True):
+            if unread <= self.uploads.limit:
+                break
+            before = self._unread[connection]
+            if before is not None and before - sizes[connection] < MIN_RATE * self._sweep_every_s:
+                unread -= sizes[connection]
+                connection.abort()
+        self._unread.update(sizes)
 
 
 def connections_within_limit() -> int:

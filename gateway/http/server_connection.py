@@ -150,6 +150,11 @@ class ServerConnection:
     def abort(self) -> None:
         self._transport.abort()
 
+    @property
+    def unread(self) -> int:
+        """The bytes of answers that neither the client nor the kernel has taken."""
+        return self._transport.get_write_buffer_size()
+
     def sweep(self, now: float) -> None:
         """Close the connection if a timeout has passed; ``now`` is the server's clock."""
         if self.sent is not SENT or self.ended:
@@ -214,11 +219,13 @@ class ServerConnection:
 
     def pause_writing(self) -> None:
         self.sent = asyncio.get_running_loop().create_future()
+        self._server.paused(self)
         self._unsent = 0
         self.deadline = self._server.now + self._server.times.stalled_s
 
     def resume_writing(self) -> None:
         waiting, self.sent = self.sent, SENT
+        self._server.resumed(self)
         if isinstance(waiting, asyncio.Future) and not waiting.done():
             waiting.set_result(None)
         if not self.ended:
@@ -541,6 +548,8 @@ class ServerConnection:
     def _start(self, scope: Scope, exchange: Exchange) -> None:
         self._active = exchange
         self.deadline = _NEVER
+        if exchange.size > MAX_AHEAD_BYTES:
+            exchange.count_body(self._server.uploads, self._client)
         exchange.task = self._server.serve(scope, exchange)
 
     def write(self, data: bytes) -> None:

@@ -4,6 +4,9 @@ Beyond half of the budget, connections wait unread, but for the one with the lea
 are completed first, and one always goes on. A connection that is read and sends next to nothing is then
 refused. Beyond the whole budget, the one with the most left is refused. The connections of a client address
 have such a budget too.
+
+Bodies that are complete and not read by the app are part of the budget. While there are some, no connection
+goes on beyond the half: the app reads them without it.
 """
 
 from __future__ import annotations
@@ -63,13 +66,27 @@ class Upload:
         return max(size, PARSED_BYTES)
 
 
+class PendingBody:
+    """A body of ``size`` bytes that is complete and that the app has not read."""
+
+    __slots__ = ("everyone", "own", "size")
+
+    def __init__(self, everyone: Share, own: Share, size: int) -> None:
+        self.everyone = everyone
+        self.own = own
+        self.size = size
+
+
 class Share:
-    """The budget of the worker or of one client address; ``half`` of it is free to all."""
+    """The budget of the worker or of one client address; ``half`` of it is free to all.
+
+    ``held``: the bytes of uploads and of pending bodies; ``pending``: those of the latter.
+    """
 
     def __init__(self, address: str, limit: int) -> None:
         self.address = address
         self.set_limit(limit)
-        self.held = self.waiting = 0
+        self.held = self.pending = self.waiting = 0
         self.uploads: dict[Upload, None] = {}
         # Whether one of them may be slow.
         self.has_slow = False
@@ -87,7 +104,9 @@ class Share:
 
     def is_full_for(self, upload: Upload) -> bool:
         """Whether ``upload`` must wait."""
-        return self.held > self.half and upload is not self.first()
+        if self.held <= self.half:
+            return False
+        return bool(self.pending) or upload is not self.first()
 
 
 class UploadBudget:
@@ -109,15 +128,44 @@ class UploadBudget:
         self._everyone = Share("", total)
         self._by_address: dict[str, Share] = {}
 
+    @property
+    def limit(self) -> int:
+        """The bytes for all connections."""
+        return self._everyone.limit
+
     def begin(self, receiver: Receiver, peer: object) -> Upload:
         """An upload from ``peer``, a socket's address."""
+        own = self._share(peer)
+        upload = Upload(receiver, self._everyone, own)
+        self._everyone.uploads[upload] = own.uploads[upload] = None
+        return upload
+
+    def keep(self, peer: object, size: int) -> PendingBody:
+        """Count a complete body from ``peer`` until :meth:`release`."""
+        body = PendingBody(self._everyone, self._share(peer), size)
+        for share in (body.everyone, body.own):
+            share.held += size
+            share.pending += size
+        return body
+
+    def release(self, body: PendingBody) -> None:
+        """The app has read the body, or will not."""
+        for share in (body.everyone, body.own):
+            share.held -= body.size
+            share.pending -= body.size
+        self._forget_unused(body.own)
+        self._freed()
+
+    def _share(self, peer: object) -> Share:
         address = _address(peer)
         own = self._by_address.get(address)
         if own is None:
             own = self._by_address[address] = Share(address, self._per_address)
-        upload = Upload(receiver, self._everyone, own)
-        self._everyone.uploads[upload] = own.uploads[upload] = None
-        return upload
+        return own
+
+    def _forget_unused(self, own: Share) -> None:
+        if not own.uploads and not own.pending:
+            del self._by_address[own.address]
 
     def hold(self, upload: Upload, held: int, left: int) -> None:
         """The connection holds ``held`` bytes now, and may send ``left`` more."""
@@ -197,8 +245,7 @@ class UploadBudget:
         for share in (upload.everyone, own):
             del share.uploads[upload]
             share.held -= upload.held
-        if not own.uploads:
-            del self._by_address[own.address]
+        self._forget_unused(own)
         # It may have been the one that goes on.
         for share in (own, upload.everyone) if was_read else ():
             first = share.first() if share.waiting else None
@@ -232,7 +279,9 @@ class UploadBudget:
             goes_on = upload.waiting
             shares = (upload.everyone, upload.own)
             for share in shares:
-                if share in expected and expected[share] + added > share.half:
+                if (share in expected or share.pending) and (
+                    expected.get(share, share.held) + added > share.half
+                ):
                     goes_on = False
             for share in shares:
                 expected[share] = expected.get(share, share.held) + (added if goes_on else 0)

@@ -723,6 +723,33 @@ async def test_an_upload_that_is_not_read_ends_when_its_client_leaves(port: Port
     assert not read.ended
 
 
+@on_uvloop
+async def test_complete_bodies_are_bounded_until_the_app_has_read_them(port: Port) -> None:
+    """Each was forgotten when it was complete: 150 bodies of 16 MB for an unknown model were held at once."""
+    size = 2 * 1024 * 1024
+    port.limit, port.budget = size, 4 * size
+    begun: list[int] = []
+    release = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        if body:
+            begun.append(len(body))
+            await release.wait()
+            scope["tidegate.exchange"].body_read()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    port.app = app
+    asking = [asyncio.create_task(port.ask(post(b"x" * size, CLOSE))) for _ in range(12)]
+    await until(lambda: bool(begun))
+    for _ in range(20):  # all that is read without waiting is read meanwhile
+        await port.ask(post(b"", CLOSE))
+    assert sum(begun) <= port.budget
+    release.set()
+    assert [answers(data)[0][0] for data in await asyncio.gather(*asking)] == [200] * 12
+
+
 @pytest.mark.slow
 @on_uvloop
 async def test_little_is_read_ahead_of_the_current_request(port: Port) -> None:
@@ -797,6 +824,30 @@ async def test_stalled_readers_time_out_and_slow_ones_do_not(port: Port) -> None
         await asyncio.sleep(0.1)
     assert not gone.is_set()
     await asyncio.wait_for(gone.wait(), 10)
+
+
+@on_uvloop
+async def test_clients_that_do_not_read_whole_answers_are_bounded(port: Port) -> None:
+    """Each answer was held for a minute: a thousand of 2 MB took 2 GB. Who reads gets all of it."""
+    answer = b"x" * 8 * 1024 * 1024
+    port.budget = 2 * len(answer)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": answer})
+
+    port.app = app
+    for _ in range(16):
+        _, stalled = await port.open()
+        stalled.write(post())
+    reader, writer = await port.open()
+    writer.write(post())
+    received = 0
+    while received < len(answer):
+        received += len(await asyncio.wait_for(reader.read(64 * 1024), 20))
+        await asyncio.sleep(0.02)
+    await until(lambda: port.server.connections < 12)
+    assert not writer.is_closing()
 
 
 @on_uvloop

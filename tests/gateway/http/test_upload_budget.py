@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.upload_budget import MIN_RATE, MOST_AT_ONCE, READ_BYTES, Upload, UploadBudget
+from gateway.http.upload_budget import MIN_RATE, MOST_AT_ONCE, READ_BYTES, PendingBody, Upload, UploadBudget
 from gateway.protocol.errors import Refused
 
 LIMIT = 100 * READ_BYTES
@@ -23,16 +23,19 @@ class Client:
         self.status = 0
         self.left = reads * READ_BYTES
         self.held = 0
-        self._budget = budget
+        self._budget, self._peer = budget, peer
         self.upload = budget.begin(self, peer)
+        self.pending: PendingBody | None = None
 
-    def send(self, reads: float) -> None:
-        """Send as much as is read of this many reads; a complete request is no longer in the budget."""
+    def send(self, reads: float, *, pending: bool = False) -> None:
+        """Send as much as is read of this many reads; the app reads a complete one at once unless ``pending``."""
         while reads > 0 and self.left and self.is_read and not self.status:
             size = min(self.left, int(READ_BYTES * min(1, reads)))
             self.held, self.left, reads = self.held + size, self.left - size, reads - 1
             self._budget.hold(self.upload, self.held, self.left)
         if not self.left and self.held:
+            if pending:
+                self.pending = self._budget.keep(self._peer, self.held)
             self.held = 0
             self._budget.end(self.upload)
 
@@ -200,6 +203,54 @@ def test_when_the_first_ends_the_next_goes_on_at_once(peer: object) -> None:
     first.send(1)
     assert not first.left
     assert next_one.is_read and not due
+
+
+def test_complete_bodies_are_held_until_the_app_reads_them(budget: UploadBudget) -> None:
+    """150 clients with a body each, one after the other: a reader that is alone was never held back."""
+    clients: list[Client] = []
+    while not clients or clients[-1].is_read:
+        clients.append(Client(budget, 10))
+        clients[-1].send(10, pending=True)
+    waiting = clients.pop()
+    assert len(clients) * 10 * READ_BYTES <= LIMIT
+    for client in clients:
+        assert client.pending is not None
+        budget.release(client.pending)
+    assert waiting.is_read
+    waiting.send(10)
+    assert not any(client.status for client in [*clients, waiting])
+
+
+def test_complete_bodies_of_one_address_hold_no_other_address_back(budget: UploadBudget) -> None:
+    own = [Client(budget, 10) for _ in range(4)]
+    for client in own:
+        client.send(10, pending=True)
+    late, other = Client(budget, 10), Client(budget, 5, THERE)
+    late.send(1)
+    other.send(5)
+    assert (late.is_read, other.left, other.is_read) == (False, 0, True)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=60), st.integers(1, 40))
+def test_all_are_served_within_the_budget_while_the_app_reads_one_at_a_time(
+    bodies: list[tuple[int, bool]], burst: int
+) -> None:
+    budget = UploadBudget(lambda: (LIMIT, LIMIT * 3 // 4))
+    clients = [Client(budget, reads, HERE if here else THERE) for reads, here in bodies]
+    for _ in range(1000):
+        for client in clients:
+            client.send(burst, pending=True)
+            pending = sum(each.pending.size for each in clients if each.pending)
+            assert sum(each.held for each in clients) + pending <= LIMIT
+        budget.sweep(0.0)
+        for client in clients:
+            if client.pending is not None:
+                budget.release(client.pending)
+                client.pending = None
+                break
+        if not any(client.left or client.pending for client in clients):
+            break
+    assert not any(client.left or client.status for client in clients)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=60), st.integers(1, 40))
